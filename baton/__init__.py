@@ -1,0 +1,3 @@
+"""Baton: prefill/decode disaggregated serving of large language models."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,178 @@
+"""Chat messages -> prompt text, through the model's own Jinja template in a sandbox.
+
+The template comes from the model directory only, never from a request: chat_template.jinja, else
+tokenizer_config.json's `chat_template` (one string, or a list of named ones), else
+chat_template.json. It sees plain JSON values and what transformers offers a template, no more.
+Rendering is synchronous and unbounded in time by its caller's choice; its output is bounded here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final, cast
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from baton.errors import InvalidRequest, ModelRefused
+from baton.tokenizer import read_json, read_special_tokens
+
+MAX_PROMPT_CHARS: Final = 16 << 20  # more than any context; stops a template that loops
+# Names that a client's keyword arguments must not take.
+RESERVED_NAMES: Final = frozenset(
+    {"self", "messages", "add_generation_prompt", "tools", "documents"}
+)
+
+
+class ChatTemplate:
+    """A compiled template, or the knowledge that there is none. Safe in several threads."""
+
+    def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
+        self._special_tokens = dict(special_tokens)
+        self._template = None if source is None else _compile(source)
+
+    @classmethod
+    def load(cls, model_dir: str | Path, file: str | Path | None = None) -> ChatTemplate:
+        """Compile the operator's `file`, else the model directory's own template.
+
+        Raises ModelRefused for a broken one.
+        """
+        directory = Path(model_dir)
+        source = _find_source(directory) if file is None else _read_text(Path(file))
+        return cls(source, read_special_tokens(directory))
+
+    @property
+    def present(self) -> bool:
+        return self._template is not None
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> str:
+        """Prompt text of a conversation; it holds BOS already if the template writes one.
+
+        Raises InvalidRequest (field `messages`) if there is no template or it refuses them.
+        """
+        if self._template is None:
+            raise InvalidRequest(
+                "this model has no chat template; use /v1/completions", field="messages"
+            )
+        clash = RESERVED_NAMES.intersection(kwargs)
+        if clash:
+            raise InvalidRequest(f"{min(clash)} cannot be set here", field="chat_template_kwargs")
+        values: dict[str, Any] = {
+            **self._special_tokens,
+            "tools": None,
+            "documents": None,
+            **kwargs,
+        }
+        values["messages"] = [dict(message) for message in messages]
+        values["add_generation_prompt"] = add_generation_prompt
+        parts: list[str] = []
+        length = 0
+        try:
+            for part in self._template.generate(values):
+                parts.append(part)
+                length += len(part)
+                if length > MAX_PROMPT_CHARS:
+                    raise InvalidRequest("the rendered chat is too long", field="messages")
+        except InvalidRequest:
+            raise
+        except jinja2.TemplateError as error:
+            message = f"the chat template refuses these messages: {error.message}"
+            raise InvalidRequest(message, field="messages") from error
+        # A template is foreign code: with unexpected messages it fails in any way (a missing key, a
+        # number that is None, endless recursion), each of which is about the messages.
+        except Exception as error:
+            message = "the chat template cannot render these messages"
+            raise InvalidRequest(message, field="messages") from error
+        return "".join(parts)
+
+
+def _find_source(directory: Path) -> str | None:
+    file = directory / "chat_template.jinja"
+    if file.is_file():
+        return _read_text(file)
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        found: object = read_json(directory / name).get("chat_template")
+        if isinstance(found, str):
+            return found
+        if isinstance(found, list):
+            return _default_of(cast("list[object]", found), directory / name)
+        if found is not None:
+            raise ModelRefused(f"{directory / name}: chat_template is neither a string nor a list")
+    return None
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise ModelRefused(f"{file} cannot be read: {error}") from error
+
+
+def _default_of(entries: list[object], file: Path) -> str:
+    """The template named "default" among {"name", "template"} entries, or the only one."""
+    named: dict[object, object] = {}
+    for entry in entries:
+        if not isinstance(entry, dict):
+            raise ModelRefused(
+                f"{file}: chat_template holds something that is not a named template"
+            )
+        item = cast("dict[str, object]", entry)
+        named[item.get("name")] = item.get("template")
+    chosen = next(iter(named.values())) if len(named) == 1 else named.get("default")
+    if not isinstance(chosen, str):
+        raise ModelRefused(f"{file}: none of the chat templates {list(named)} is named default")
+    return chosen
+
+
+def _compile(source: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
+    )
+    environment.filters["tojson"] = _tojson  # Jinja's own escapes HTML
+    extras: dict[str, Any] = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+    environment.globals.update(extras)
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateError as error:
+        raise ModelRefused(f"the chat template does not compile: {error}") from error
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}...{% endgeneration %}` marks training targets; we render what is inside."""
+
+    tags = frozenset({"generation"})  # type: ignore[assignment]
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().astimezone().strftime(pattern)
+
+
+def _tojson(  # the signature is transformers'
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )

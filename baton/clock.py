@@ -1,0 +1,30 @@
+"""Time is passed in: `Clock` for the code, SystemClock in processes, tests bring their own
+(tests/fakes.py)."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    def monotonic(self) -> float:
+        """Seconds; only differences mean anything, and only within this process."""
+        ...
+
+
+class SystemClock:
+    def monotonic(self) -> float:
+        return time.monotonic()
+
+
+def remaining_ms(deadline: float | None, clock: Clock) -> int:
+    """Milliseconds left until `deadline` (at least 1), 0 for no deadline: how a deadline
+    travels."""
+    if deadline is None:
+        return 0
+    return max(1, int((deadline - clock.monotonic()) * 1000))
+
+
+def deadline_from_ms(ms: int, clock: Clock) -> float | None:
+    return None if ms == 0 else clock.monotonic() + ms / 1000

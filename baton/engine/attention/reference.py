@@ -1,0 +1,65 @@
+"""The plain twin of every attention backend: one query and one head at a time, in float32.
+
+For tests; never on the hot path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from baton.engine.attention.base import AttentionLayer, KVViews
+from baton.engine.batch import Batch
+
+
+class ReferenceAttention:
+    """Paged causal attention written as its definition."""
+
+    def __init__(self, pool: KVViews, layers: Sequence[AttentionLayer]) -> None:
+        self._pool = pool
+        self._layers = tuple(layers)
+
+    def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        """See Attention.write."""
+        keys, values = self._pool.layer(layer)
+        block_size = keys.shape[1]
+        for row, slot in enumerate(slots.tolist()):
+            keys[slot // block_size, slot % block_size] = k[row]
+            values[slot // block_size, slot % block_size] = v[row]
+
+    def attend(self, layer: int, q: Tensor, batch: Batch) -> Tensor:
+        """See Attention.attend."""
+        keys, values = self._pool.layer(layer)
+        block_size, kv_heads = keys.shape[1], keys.shape[2]
+        spec = self._layers[layer]
+        group = spec.query_heads // kv_heads
+        out = q.new_empty(q.shape[0], q.shape[1], values.shape[3])
+        for span, table in zip(batch.spans, batch.tables.tolist(), strict=True):
+            for offset in range(span.num_rows):
+                position = span.start + offset
+                first = max(0, position - spec.window + 1) if spec.window else 0
+                seen = range(first, position + 1)
+                k = torch.stack([keys[table[p // block_size], p % block_size] for p in seen])
+                v = torch.stack([values[table[p // block_size], p % block_size] for p in seen])
+                for head in range(spec.query_heads):
+                    out[span.first_row + offset, head] = _one_head(
+                        q[span.first_row + offset, head],
+                        k[:, head // group],
+                        v[:, head // group],
+                        spec,
+                        head,
+                    ).to(out.dtype)
+        return out
+
+
+def _one_head(q: Tensor, k: Tensor, v: Tensor, spec: AttentionLayer, head: int) -> Tensor:
+    """q [k_dim], k [n, k_dim], v [n, v_dim] -> [v_dim] in float32."""
+    scores = (k.float() @ q.float()) * spec.scale
+    if spec.softcap is not None:
+        scores = torch.tanh(scores / spec.softcap) * spec.softcap
+    if spec.sinks is not None:
+        scores = torch.cat([scores, spec.sinks[head].float().view(1)])
+    weights = scores.softmax(-1)[: k.shape[0]]
+    return weights @ v.float()

@@ -1,0 +1,251 @@
+"""Paged attention in torch operations: the CPU backend, and CUDA's until kernels take over.
+
+A step's spans split in two kinds. Decode rows (one new token each) are grouped by the size of their
+context; each group gathers its K and V by block table and runs one fused attention. Prefill spans
+run one by one, in tiles of query rows, so that a tile multiplies only keys it may see.
+
+What a decode row computes depends on its own context length alone (its group's padded width is a
+function of it), never on which rows share the step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from baton.engine.attention.base import AttentionLayer, KVViews
+from baton.engine.batch import Batch, Span
+
+GATHER_BYTES: Final = (
+    4 << 20
+)  # K (or V) bytes gathered at once: stays in the caches, no fresh pages
+TILE_ROWS: Final = 256  # query rows per prefill tile
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGroup:
+    """Decode rows of similar context, padded to `width` blocks each.
+
+    `rows` [n] of the flattened step, `blocks` [n * width], `bias` [n, 1, 1, width * block_size] (0
+    or -inf), `unwritten` [m]: flat gathered positions in last blocks that hold no token yet.
+    """
+
+    rows: Tensor
+    blocks: Tensor
+    bias: Tensor
+    unwritten: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Query rows [first_row, last_row) of a prefill span against gathered keys [low, high)."""
+
+    first_row: int
+    last_row: int
+    low: int
+    high: int
+    bias: Tensor  # [rows, high - low], 0 or -inf
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSpan:
+    """One prefill span: the blocks it gathers, and its tiles (keys counted from the gather's
+    start)."""
+
+    blocks: Tensor
+    tiles: tuple[Tile, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything of a step that depends on the window but not on the layer."""
+
+    decode: tuple[DecodeGroup, ...]
+    prefill: tuple[PrefillSpan, ...]
+
+
+class TorchAttention:
+    """Paged causal attention (full, windowed, soft-capped, with sinks) over the pool's views."""
+
+    def __init__(self, pool: KVViews, layers: Sequence[AttentionLayer]) -> None:
+        self._layers = tuple(layers)
+        self._views = [pool.layer(index) for index in range(len(self._layers))]
+
+    def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        """See Attention.write."""
+        keys, values = self._views[layer]
+        block, offset = slots // keys.shape[1], slots % keys.shape[1]
+        keys.index_put_((block, offset), k)
+        values.index_put_((block, offset), v)
+
+    def attend(self, layer: int, q: Tensor, batch: Batch) -> Tensor:
+        """See Attention.attend."""
+        spec = self._layers[layer]
+        keys, values = self._views[layer]
+        plan = _plan_of(batch, spec.window, keys)
+        out = q.new_empty(q.shape[0], q.shape[1], values.shape[3])
+        for group in plan.decode:
+            out[group.rows] = _decode(q[group.rows], keys, values, group, spec)
+        for span in plan.prefill:
+            _prefill(q, keys, values, span, spec, out)
+        return out
+
+
+def _plan_of(batch: Batch, window: int, keys: Tensor) -> Plan:
+    """The step's plan for this window, made at the first layer that asks."""
+    block_size, token_bytes = keys.shape[1], keys.shape[2] * keys.shape[3] * keys.element_size()
+    key = (window, token_bytes, keys.dtype)
+    if key not in batch.plans:
+        max_blocks = max(1, GATHER_BYTES // (token_bytes * block_size))
+        decode = _plan_decode(batch, window, block_size, max_blocks, keys.dtype)
+        prefill = tuple(
+            _plan_prefill(span, batch.tables[index], window, block_size, keys.dtype)
+            for index, span in enumerate(batch.spans)
+            if span.num_rows > 1
+        )
+        batch.plans[key] = Plan(tuple(decode), prefill)
+    return batch.plans[key]
+
+
+def _plan_decode(
+    batch: Batch, window: int, block_size: int, max_blocks: int, dtype: torch.dtype
+) -> list[DecodeGroup]:
+    groups: defaultdict[int, list[int]] = defaultdict(list)
+    for index, span in enumerate(batch.spans):
+        if span.num_rows == 1:
+            first = _first_block(span.start, window, block_size)
+            groups[_bucket(-(-span.num_tokens // block_size) - first)].append(index)
+    plans: list[DecodeGroup] = []
+    for width, members in sorted(groups.items()):
+        per_slab = max(1, max_blocks // width)
+        plans.extend(
+            _decode_group(batch, members[at : at + per_slab], width, window, block_size, dtype)
+            for at in range(0, len(members), per_slab)
+        )
+    return plans
+
+
+def _decode_group(
+    batch: Batch, members: list[int], width: int, window: int, block_size: int, dtype: torch.dtype
+) -> DecodeGroup:
+    device = batch.tables.device
+    spans = [batch.spans[index] for index in members]
+    first = torch.tensor([_first_block(s.start, window, block_size) for s in spans])[:, None]
+    total = torch.tensor([s.num_tokens for s in spans])[:, None]
+    last_block = (total - 1) // block_size
+    columns = first + torch.arange(width)
+    # Padding repeats the row's first block: unlike the last one it has no slots that nobody wrote.
+    columns = torch.where(columns > last_block, first, columns).to(device)
+    blocks = batch.tables[torch.tensor(members, device=device)[:, None], columns]
+    position = first * block_size + torch.arange(width * block_size)
+    beyond = position >= total
+    unwritten = beyond & (position < (last_block + 1) * block_size)
+    hidden = beyond | (position < total - window) if window else beyond
+    bias = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
+    return DecodeGroup(
+        torch.tensor([s.first_row for s in spans]).to(device),
+        blocks.flatten(),
+        bias[:, None, None].to(device),
+        unwritten.flatten().nonzero().squeeze(1).to(device),
+    )
+
+
+def _plan_prefill(
+    span: Span, table: Tensor, window: int, block_size: int, dtype: torch.dtype
+) -> PrefillSpan:
+    device = table.device
+    first = _first_block(span.start, window, block_size)
+    base = first * block_size
+    tiles: list[Tile] = []
+    for offset in range(0, span.num_rows, TILE_ROWS):
+        rows = min(TILE_ROWS, span.num_rows - offset)
+        start = span.start + offset
+        low, high = _first_block(start, window, block_size) * block_size, start + rows
+        query = torch.arange(start, start + rows, device=device)[:, None]
+        key = torch.arange(low, high, device=device)[None]
+        hidden = (key > query) | (key <= query - window) if window else key > query
+        bias = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(
+            hidden, -torch.inf
+        )
+        row = span.first_row + offset
+        tiles.append(Tile(row, row + rows, low - base, high - base, bias))
+    return PrefillSpan(table[first : -(-span.num_tokens // block_size)], tuple(tiles))
+
+
+def _decode(
+    q: Tensor, keys: Tensor, values: Tensor, group: DecodeGroup, spec: AttentionLayer
+) -> Tensor:
+    """q [n, query_heads, k_dim] -> [n, query_heads, v_dim]."""
+    n, kv_heads = q.shape[0], keys.shape[2]
+    k = keys.index_select(0, group.blocks).flatten(0, 1)
+    v = values.index_select(0, group.blocks).flatten(0, 1)
+    # A hidden key still meets the products: what a slot's former owner left must not be NaN there.
+    k.index_fill_(0, group.unwritten, 0.0)
+    v.index_fill_(0, group.unwritten, 0.0)
+    k, v = (x.view(n, -1, kv_heads, x.shape[2]).transpose(1, 2) for x in (k, v))
+    # The query heads of one KV head become that head's query rows: GQA without repeating K and V.
+    grouped = q.view(n, kv_heads, -1, q.shape[2])
+    bias = group.bias.expand(-1, 1, grouped.shape[2], -1)
+    sinks = None if spec.sinks is None else spec.sinks.view(1, kv_heads, -1, 1)
+    return _attention(grouped, k, v, bias, spec, sinks).reshape(n, q.shape[1], -1)
+
+
+def _prefill(
+    q: Tensor, keys: Tensor, values: Tensor, span: PrefillSpan, spec: AttentionLayer, out: Tensor
+) -> None:
+    """Fill the span's rows of `out` [T, query_heads, v_dim]."""
+    kv_heads = keys.shape[2]
+    group = q.shape[1] // kv_heads
+    k = keys.index_select(0, span.blocks).flatten(0, 1).transpose(0, 1)[None]
+    v = values.index_select(0, span.blocks).flatten(0, 1).transpose(0, 1)[None]
+    for tile in span.tiles:
+        n = tile.last_row - tile.first_row
+        rows = q[tile.first_row : tile.last_row].view(n, kv_heads, group, -1)
+        grouped = rows.permute(1, 2, 0, 3).reshape(1, kv_heads, group * n, -1)
+        bias = tile.bias.repeat(group, 1)[None, None]
+        sinks = None
+        if spec.sinks is not None:
+            sinks = spec.sinks.view(1, kv_heads, group, 1).repeat_interleave(n, dim=2)
+        seen = slice(tile.low, tile.high)
+        result = _attention(grouped, k[:, :, seen], v[:, :, seen], bias, spec, sinks)
+        result = result.view(kv_heads, group, n, -1).permute(2, 0, 1, 3)
+        out[tile.first_row : tile.last_row] = result.reshape(n, q.shape[1], -1)
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, spec: AttentionLayer, sinks: Tensor | None
+) -> Tensor:
+    """q [n, h, r, k_dim], k [n, h, L, k_dim], v [n, h, L, v_dim] -> [n, h, r, v_dim].
+
+    `bias` [n, 1, r, L] is added to the scores.
+    """
+    if spec.softcap is None and sinks is None:
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=spec.scale)
+    scores = (q.float() * spec.scale) @ k.float().transpose(-1, -2)
+    if spec.softcap is not None:
+        scores = torch.tanh(scores / spec.softcap) * spec.softcap
+    scores = scores + bias
+    if sinks is not None:
+        sink = sinks.float().expand(*scores.shape[:-1], 1)
+        weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    return (weights @ v.float()).to(q.dtype)
+
+
+def _first_block(position: int, window: int, block_size: int) -> int:
+    """The first block that a query at `position` can see."""
+    return max(0, position - window + 1) // block_size if window else 0
+
+
+def _bucket(num_blocks: int) -> int:
+    """Round up to 1, 2, 3, 4, 6, 8, 12, 16, 24, ...: few shapes, at most a third of padding."""
+    power = 1 << (num_blocks - 1).bit_length()
+    middle = power * 3 // 4
+    return middle if power > 2 and num_blocks <= middle else power

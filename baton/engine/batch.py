@@ -1,0 +1,97 @@
+"""One engine step as the model sees it: all new tokens flattened to rows, and where KV lives.
+
+    chunk 0 (prefill, 5 tokens)   chunk 1 (decode)   chunk 2 (prefill, 3 tokens)
+    rows 0 1 2 3 4                5                  6 7 8
+
+The batch travels through the model as an argument and carries the attention backend, so a model has
+no global and no pool of its own. It lives for one forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from baton.engine.attention.base import Attention
+from baton.engine.interface import SequenceChunk
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Rows [first_row, first_row + num_rows): tokens [start, start + num_rows) of a sequence."""
+
+    first_row: int
+    num_rows: int
+    start: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the sequence whose KV exists once this step has written."""
+        return self.start + self.num_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Layout of one step.
+
+    `slots` [T] int64: flat pool slot (block * block_size + offset) of each row. `tables` [S, W]
+    int64: block table of each span, padded with a block of its own. `on_layer(layer)` fires after
+    each layer's write. `plans` is the attention backend's scratch: index tensors computed at a
+    step's first layer.
+    """
+
+    spans: tuple[Span, ...]
+    slots: Tensor
+    tables: Tensor
+    attention: Attention
+    on_layer: Callable[[int], None] | None = None
+    plans: dict[Any, Any] = field(default_factory=dict)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Write k, v [T, kv_heads, dim], tell `on_layer`, attend with q [T, query_heads, dim]."""
+        self.attention.write(layer, k, v, self.slots)
+        if self.on_layer is not None:
+            self.on_layer(layer)
+        return self.attention.attend(layer, q, self)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A batch with its inputs: token_ids [T] and positions [T], int64, on the model's device."""
+
+    token_ids: Tensor
+    positions: Tensor
+    batch: Batch
+
+
+def flatten(
+    chunks: Sequence[SequenceChunk],
+    attention: Attention,
+    block_size: int,
+    device: torch.device,
+    on_layer: Callable[[int], None] | None = None,
+) -> Step:
+    """Lay the chunks out as one step, in their order."""
+    spans: list[Span] = []
+    token_ids: list[int] = []
+    positions: list[int] = []
+    owners: list[int] = []
+    width = max(len(chunk.blocks) for chunk in chunks)
+    tables: list[list[int]] = []
+    for index, chunk in enumerate(chunks):
+        count = len(chunk.token_ids)
+        spans.append(Span(len(token_ids), count, chunk.start))
+        token_ids.extend(chunk.token_ids)
+        positions.extend(range(chunk.start, chunk.start + count))
+        owners.extend([index] * count)
+        tables.append([*chunk.blocks, *[chunk.blocks[-1]] * (width - len(chunk.blocks))])
+    # Built on the host and moved once each: small copies to a device cost more than their bytes.
+    position = torch.tensor(positions)
+    table = torch.tensor(tables)
+    slots = table[torch.tensor(owners), position // block_size] * block_size + position % block_size
+    batch = Batch(tuple(spans), slots.to(device), table.to(device), attention, on_layer)
+    return Step(torch.tensor(token_ids).to(device), position.to(device), batch)

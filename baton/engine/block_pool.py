@@ -1,0 +1,232 @@
+"""BlockPool: who holds which KV block. Integers only: it knows neither tensors nor requests.
+
+The life of a block:
+    free, plain --allocate--> used --register(hash)--> used, in the prefix map
+    used --last unref--> free, plain           (no hash: its content is worthless)
+    used --last unref--> free, cached          (hash: still answers lookups, until evicted)
+    free, cached --ref--> used                 (a prefix hit brings it back)
+    free, cached --allocate--> used            (least recently used first; EVICTED is told)
+
+Always: every block is in exactly one of used, free plain, free cached, so free + used == total.
+A block in the prefix map is full and never written again; only a sequence's last, unregistered
+block is. A hash names one block: a second block with equal content stays unregistered (append-only
+block tables are worth more than de-duplication).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+
+from baton.errors import InternalError
+from baton.events import BlockEvent, BlockEventKind
+
+
+class BlockPool:
+    """Ref counts, free blocks in eviction order, and the prefix map of `num_blocks` blocks.
+
+    Not thread-safe: the engine thread owns it. Every method that mutates says so by its verb.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True
+    ) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise InternalError(f"no pool of {num_blocks} blocks of {block_size} tokens")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self._refs = [0] * num_blocks
+        self._hashes: list[bytes | None] = [None] * num_blocks
+        self._parents = [b""] * num_blocks
+        self._by_hash: dict[bytes, int] = {}
+        self._plain = list(range(num_blocks - 1, -1, -1))  # a stack: the warmest block goes first
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._events = _EventLog(limit=max(1024, 4 * num_blocks))
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that allocate() can hand out, cached ones included."""
+        return len(self._plain) + len(self._cached)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - self.num_free
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks in the prefix map, used or free."""
+        return len(self._by_hash)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def ref_count(self, block: int) -> int:
+        return self._refs[block]
+
+    # ---- taking and giving back ----
+
+    def allocate(self, count: int) -> list[int] | None:
+        """`count` blocks with one reference each, or None (and nothing changed) if fewer are free.
+
+        Evicts cached blocks, least recently used first, once the plain ones are used up.
+        """
+        if count > self.num_free:
+            return None
+        blocks: list[int] = []
+        for _ in range(count):
+            block = self._plain.pop() if self._plain else self._evict()
+            self._refs[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def ref(self, blocks: Iterable[int]) -> None:
+        """One more reference to each block; free ones must be cached (a prefix hit)."""
+        for block in blocks:
+            if self._refs[block] == 0:
+                if block not in self._cached:
+                    raise InternalError(f"block {block} is free and holds nothing to refer to")
+                del self._cached[block]
+            self._refs[block] += 1
+
+    def unref(self, blocks: Sequence[int]) -> None:
+        """One reference less to each block; the last one frees it.
+
+        Goes from the last block to the first: a prompt's tail is evicted before its head.
+        """
+        for block in reversed(blocks):
+            if self._refs[block] == 0:
+                raise InternalError(f"block {block} is given back twice")
+            self._refs[block] -= 1
+            if self._refs[block] == 0:
+                if self._hashes[block] is None:
+                    self._plain.append(block)
+                else:
+                    self._cached[block] = None
+
+    def copy_on_write(self, block: int) -> int | None:
+        """A block that the holder of one reference to `block` may write; None = no room.
+
+        `block` itself if nobody shares it and no lookup can find it. Otherwise a fresh one, to
+        which the caller's reference moves: the caller copies the content before it writes.
+        """
+        if self._refs[block] == 0:
+            raise InternalError(f"block {block} is free and cannot be written")
+        if self._refs[block] == 1 and self._hashes[block] is None:
+            return block
+        fresh = self.allocate(1)
+        if fresh is None:
+            return None
+        self.unref([block])
+        return fresh[0]
+
+    # ---- prefix map ----
+
+    def lookup(self, hashes: Iterable[bytes]) -> list[int]:
+        """Blocks of the longest known prefix of `hashes`. Takes no references; mutates nothing."""
+        blocks: list[int] = []
+        for block_hash in hashes:
+            block = self._by_hash.get(block_hash)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def register(self, block: int, block_hash: bytes, parent: bytes) -> None:
+        """Offer a full, computed block to later lookups. `parent`: hash of the block before it."""
+        if self._refs[block] == 0:
+            raise InternalError(f"block {block} is free and cannot enter the prefix map")
+        if not self.enable_prefix_caching or block_hash in self._by_hash:
+            return
+        if self._hashes[block] is not None:
+            raise InternalError(f"block {block} is already in the prefix map")
+        self._hashes[block] = block_hash
+        self._parents[block] = parent
+        self._by_hash[block_hash] = block
+        self._events.stored(block_hash, parent)
+
+    def take_events(self) -> list[BlockEvent]:
+        """Prefix-map changes since the last call, in order.
+
+        After an overflow (nobody asked for long) they are replaced by `snapshot_events()`.
+        """
+        events = self._events.take()
+        return self.snapshot_events() if events is None else events
+
+    def snapshot_events(self) -> list[BlockEvent]:
+        """CLEARED, then STORED for the whole map: the state for a listener that starts now."""
+        log = _EventLog(limit=self.num_blocks + 1)
+        for block_hash, block in self._by_hash.items():
+            log.stored(block_hash, self._parents[block])
+        return [BlockEvent(BlockEventKind.CLEARED), *(log.take() or [])]
+
+    def _evict(self) -> int:
+        block, _ = self._cached.popitem(last=False)
+        block_hash = self._hashes[block]
+        assert block_hash is not None, "a cached block has a hash"
+        del self._by_hash[block_hash]
+        self._hashes[block] = None
+        self._parents[block] = b""
+        self._events.evicted(block_hash)
+        return block
+
+    # ---- proof ----
+
+    def check(self, owned: Mapping[int, int] | None = None) -> None:
+        """Prove the invariants of the module docstring; with `owned` (block -> references that the
+        caller can account for) also that there is no other reference. Raises InternalError."""
+        used = sum(1 for refs in self._refs if refs > 0)
+        free = [*self._plain, *self._cached]
+        _prove(self.num_free + used == self.num_blocks, "free + used == total")
+        _prove(len(set(free)) == len(free), "no block is free twice")
+        _prove(all(self._refs[block] == 0 for block in free), "a free block has no reference")
+        _prove(all(refs >= 0 for refs in self._refs), "no reference count is negative")
+        _prove(all(self._hashes[b] is None for b in self._plain), "a plain block has no hash")
+        _prove(all(self._hashes[b] is not None for b in self._cached), "a cached block has a hash")
+        hashed = {h: b for b, h in enumerate(self._hashes) if h is not None}
+        _prove(hashed == self._by_hash, "the prefix map mirrors the blocks' hashes")
+        if owned is not None:
+            held = {block: refs for block, refs in enumerate(self._refs) if refs}
+            claimed = {block: refs for block, refs in owned.items() if refs}
+            _prove(held == claimed, f"references {held} are those of the owners {claimed}")
+
+
+class _EventLog:
+    """Block events, neighbours merged: a prompt of 100 blocks is one. At most `limit` hashes."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._runs: list[tuple[BlockEventKind, list[bytes], bytes]] = []
+        self._num_hashes = 0
+
+    def stored(self, block_hash: bytes, parent: bytes) -> None:
+        self._append(BlockEventKind.STORED, block_hash, parent)
+
+    def evicted(self, block_hash: bytes) -> None:
+        self._append(BlockEventKind.EVICTED, block_hash, b"")
+
+    def take(self) -> list[BlockEvent] | None:
+        """The events, forgotten here; None if there were too many to keep."""
+        overflowed = self._num_hashes > self._limit
+        events = [BlockEvent(kind, tuple(hashes), parent) for kind, hashes, parent in self._runs]
+        self._runs, self._num_hashes = [], 0
+        return None if overflowed else events
+
+    def _append(self, kind: BlockEventKind, block_hash: bytes, parent: bytes) -> None:
+        self._num_hashes += 1
+        if self._num_hashes > self._limit:
+            self._runs.clear()
+            return
+        if self._runs:
+            last_kind, hashes, _ = self._runs[-1]
+            follows = kind is BlockEventKind.EVICTED or parent == hashes[-1]
+            if last_kind is kind and follows:
+                hashes.append(block_hash)
+                return
+        self._runs.append((kind, [block_hash], parent))
+
+
+def _prove(holds: bool, invariant: str) -> None:
+    if not holds:
+        raise InternalError(f"block pool invariant broken: {invariant}")

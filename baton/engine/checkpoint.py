@@ -1,0 +1,199 @@
+"""A checkpoint on disk: where it is, what its JSON files say, its tensors, its digest.
+
+Only safetensors are read, never a pickle, never code from the checkpoint (`auto_map` is ignored).
+Not here: building a model from it (loading.py, models/).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+
+from baton.errors import ModelRefused
+
+# Everything a server may need; weights as safetensors only, so that no .bin is ever downloaded.
+HUB_FILES: Final = ("*.safetensors", "*.json", "*.jinja")
+HUB_SKIPPED: Final = ("original/*", "onnx/*", "consolidated*")
+_UNBOUND_KEYS: Final = ("_name_or_path", "transformers_version")  # differ between equal checkpoints
+_MAX_HEADER_BYTES: Final = 100 << 20  # safetensors' own limit
+_READ_BYTES: Final = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A directory with config.json, tokenizer.json, safetensors; `generation` {} if there is
+    none."""
+
+    path: Path
+    config: dict[str, Any]
+    generation: dict[str, Any]
+    weight_files: tuple[Path, ...]
+
+    @property
+    def text_config(self) -> dict[str, Any]:
+        """The language model's part of the config (nested in multimodal checkpoints)."""
+        return self.config.get("text_config") or self.config
+
+    @property
+    def model_type(self) -> str:
+        """Hugging Face's name of the family."""
+        return self.config.get("model_type") or "unknown"
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """All ids that end a sample: generation_config.json's, else config.json's."""
+        for source in (self.generation, self.config, self.text_config):
+            value = source.get("eos_token_id")
+            if value is not None:
+                return tuple(value) if isinstance(value, list) else (value,)
+        return ()
+
+
+def open_checkpoint(model: str) -> Checkpoint:
+    """Find the checkpoint of `model` (a directory or a hub id) and read its JSON files.
+
+    Raises ModelRefused, naming what is missing and the command that helps.
+    """
+    path = _find(model)
+    config = _read_json(path / "config.json")
+    if config is None:
+        raise ModelRefused(f"{model}: there is no config.json in {path}", field="model")
+    weight_files = _weight_files(path)
+    if not (path / "tokenizer.json").is_file():
+        raise ModelRefused(
+            f"{model}: there is no tokenizer.json in {path}; make one with: baton convert {path}",
+            field="model",
+        )
+    generation = _read_json(path / "generation_config.json") or {}
+    return Checkpoint(path, config, generation, weight_files)
+
+
+def digest(checkpoint: Checkpoint) -> str:
+    """Hex SHA-256 over the config and each weight file's name, size, header and content hash."""
+    config = {key: value for key, value in checkpoint.config.items() if key not in _UNBOUND_KEYS}
+    total = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    for file in checkpoint.weight_files:
+        header, content = _file_hash(file)
+        total.update(f"\n{file.name} {file.stat().st_size} ".encode())
+        total.update(header + content)
+    return total.hexdigest()
+
+
+class TensorReader:
+    """Reads tensors by name out of a checkpoint's files, cast and placed for the model."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype = dtype
+        self._device = device
+        self._files: dict[str, Any] = {}  # tensor name -> open safetensors file
+        for path in checkpoint.weight_files:
+            try:
+                file = safe_open(path, framework="pt", device="cpu")
+            except (OSError, SafetensorError) as error:
+                raise ModelRefused(f"{path} is not a safetensors file: {error}") from error
+            self._files.update(dict.fromkeys(file.keys(), file))
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of all tensors."""
+        return frozenset(self._files)
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, owned by the caller. Raises ModelRefused if the checkpoint lacks it."""
+        if name not in self._files:
+            raise ModelRefused(f"the checkpoint has no tensor {name!r}", field="model")
+        tensor: torch.Tensor = self._files[name].get_tensor(name)
+        # Copied: the reader maps the file, whose tensors are unaligned and whose bytes may change.
+        return tensor.to(device=self._device, dtype=self._dtype, copy=True)
+
+
+def _find(model: str) -> Path:
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists() or model.startswith((".", "/", "~")) or model.count("/") != 1:
+        raise ModelRefused(
+            f"{model} is neither a directory nor a hub id (owner/name)", field="model"
+        )
+    return _download(model)
+
+
+def _download(model: str) -> Path:
+    """Fetch a checkpoint from the hub, or find it in the hub's local cache."""
+    # Lazy: a local directory needs no HTTP stack.
+    from huggingface_hub import snapshot_download
+
+    try:
+        found = snapshot_download(
+            model, allow_patterns=list(HUB_FILES), ignore_patterns=list(HUB_SKIPPED)
+        )
+    except Exception as error:
+        # The hub's client raises its HTTP library's errors, which differ from version to version.
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelRefused(
+            f"{model} is not a local directory and cannot be fetched from the Hugging Face hub "
+            f"({reason}); download it elsewhere and give its directory as --model",
+            field="model",
+        ) from error
+    return Path(found)
+
+
+def _weight_files(path: Path) -> tuple[Path, ...]:
+    """The safetensors that make up the model, sorted by name."""
+    index = _read_json(path / "model.safetensors.index.json")
+    if index is not None:
+        names = sorted(set(index.get("weight_map", {}).values()))
+        if any(Path(name).name != name for name in names):
+            raise ModelRefused(
+                f"{path}: the safetensors index names files elsewhere", field="model"
+            )
+    elif (path / "model.safetensors").is_file():
+        names = ["model.safetensors"]
+    else:
+        skipped = ("consolidated", "adapter")
+        found = sorted(file.name for file in path.glob("*.safetensors"))
+        names = [name for name in found if not name.startswith(skipped)]
+    if not names:
+        raise ModelRefused(
+            f"there are no safetensors in {path}; make them with: baton convert {path}",
+            field="model",
+        )
+    missing = [name for name in names if not (path / name).is_file()]
+    if missing:
+        raise ModelRefused(f"{path} is incomplete: {missing[0]} is missing", field="model")
+    return tuple(path / name for name in names)
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    """The object in `path`, None without such a file. Raises ModelRefused for anything else."""
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelRefused(f"cannot read {path}: {error}", field="model") from error
+    if not isinstance(content, dict):
+        raise ModelRefused(f"{path} does not hold a JSON object", field="model")
+    return content
+
+
+def _file_hash(path: Path) -> tuple[bytes, bytes]:
+    """(safetensors header, xxh3_128 of the whole file). Raises ModelRefused for a broken header."""
+    content = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        header_bytes = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or header_bytes > _MAX_HEADER_BYTES:
+            raise ModelRefused(f"{path} is not a safetensors file", field="model")
+        header = file.read(header_bytes)
+        content.update(prefix + header)
+        while part := file.read(_READ_BYTES):
+            content.update(part)
+    return header, content.digest()

@@ -1,0 +1,455 @@
+"""Engine: one model on one device group. step() is schedule -> run -> postprocess, no more.
+
+The life of a request here:
+    add(request)                        -> validated; waits for blocks (Task.LOCAL, Task.PREFILL)
+    reserve() ... add(reservation=...)  -> its KV was written from elsewhere: counts as computed
+    step() ... step()                   -> TokenEvents, the last one with a finish_reason
+    or abort(id): no further event      -> either way all its blocks are free within one step
+A PREFILL request is pinned for its export and announced to the hooks before its first layer runs;
+it leaves after one sampled token, and its pin stays until unpin().
+Synchronous and single-threaded (thread.py is the bridge); it knows no network, no Redis, no
+protobuf.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+import torch
+
+from baton import block_hashes
+from baton.clock import Clock, SystemClock
+from baton.engine.block_pool import BlockPool
+from baton.engine.config import DEFAULT_BLOCK_SIZE, EngineConfig
+from baton.engine.interface import EngineHooks, ModelInfo, Reservation, Runner, SequenceChunk, Task
+from baton.engine.kv_cache import KVArena, choose_num_blocks
+from baton.engine.scheduler import Scheduler, StepPlan
+from baton.engine.sequence import SequenceState
+from baton.engine.stats import EngineStats
+from baton.errors import (
+    ConfigError,
+    ContextLengthExceeded,
+    InternalError,
+    InvalidRequest,
+    UnsupportedFeature,
+)
+from baton.events import BlockEvent, FirstToken, TokenEvent
+from baton.handles import NodeLoad
+from baton.request import Request
+from baton.sampling import refuse_unserved
+
+log = logging.getLogger(__name__)
+
+
+class Engine:
+    """Scheduler, pool, arena and runner of one model.
+
+    `config` is resolved (block size, blocks, longest length filled in); `info.max_model_len` is
+    what a LOCAL request may reach here: the smallest of the model's, the configured one and the
+    whole pool.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        arena: KVArena,
+        info: ModelInfo,
+        hooks: EngineHooks | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._model_len = _model_len(config, info)
+        max_len = min(self._model_len, arena.num_blocks * arena.block_size)
+        if max_len < self._model_len:
+            log.warning(
+                "the KV pool of %d blocks of %d tokens holds less than one request of %d tokens: "
+                "requests are limited to %d",
+                arena.num_blocks, arena.block_size, self._model_len, max_len,
+            )  # fmt: skip
+        self.info = replace(info, max_model_len=max_len)
+        self.config = replace(
+            config,
+            block_size=arena.block_size,
+            num_kv_blocks=arena.num_blocks,
+            max_model_len=max_len,
+        )
+        self.arena = arena
+        self.pool = BlockPool(arena.num_blocks, arena.block_size, config.enable_prefix_caching)
+        self.stats = EngineStats()
+        self._runner = runner
+        self._hooks = hooks
+        self._clock = clock or SystemClock()
+        self._scheduler = Scheduler(
+            self.pool, config.max_num_seqs, config.max_num_batched_tokens, self.stats
+        )
+        self._by_id: dict[str, SequenceState] = {}
+        self._pins: Counter[int] = Counter()
+        self._pending: list[TokenEvent] = []  # events that need no computing: the next step's
+        self._dropped: list[SequenceState] = []  # aborted while a step runs: freed at its end
+        self._plan: StepPlan | None = None
+        self._stepping = False
+        self._stalled = False
+
+    @classmethod
+    def load(cls, config: EngineConfig, hooks: EngineHooks | None = None) -> Engine:
+        """The real thing: weights from `config.model`, the KV arena in what memory is left.
+
+        Raises ConfigError (ModelRefused for a checkpoint that cannot be served).
+        """
+        # Lazy: the model code pulls in transformers, which engines over other runners never need.
+        from baton.engine.loading import load_model
+        from baton.engine.runner import ModelRunner
+
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        model = load_model(config)
+        info, device = model.info, torch.device(model.device)
+        block_size = config.block_size or DEFAULT_BLOCK_SIZE[device.type]
+        num_blocks = choose_num_blocks(
+            config, info.layers, block_size, info.kv_dtype, device, _model_len(config, info)
+        )
+        arena = KVArena(info.layers, num_blocks, block_size, info.kv_dtype, device)
+        log.info(
+            "KV pool: %d blocks of %d tokens, %.1f MB",
+            num_blocks,
+            block_size,
+            arena.num_bytes / 1e6,
+        )
+        return cls(config, ModelRunner(model, arena), arena, info, hooks)
+
+    def set_hooks(self, hooks: EngineHooks | None) -> None:
+        """Before the first PREFILL request. Hooks usually need this engine's arena: they come
+        later."""
+        self._hooks = hooks
+
+    # ---- requests in ----
+
+    def validate(self, request: Request, task: Task = Task.LOCAL) -> None:
+        """Refuse what this engine cannot serve, before it costs anything.
+
+        Raises InvalidRequest (the field is named), UnsupportedFeature, or ContextLengthExceeded for
+        a request that can never fit the model or, with a LOCAL task's output, the pool.
+        """
+        refuse_unserved(request.params)
+        if request.adapter:
+            raise UnsupportedFeature(f"no adapter {request.adapter!r} here", field="adapter")
+        if not request.prompt_ids:
+            raise InvalidRequest("the prompt is empty", field="prompt")
+        known = request.known_ids
+        if min(known) < 0 or max(known) >= self.info.vocab_size:
+            raise InvalidRequest(
+                f"token ids must be at least 0 and below {self.info.vocab_size}", field="prompt"
+            )
+        if request.params.seed is None and not request.params.greedy:
+            raise InvalidRequest("sampling needs a seed by now", field="seed")
+        self._validate_length(request, task)
+
+    def _validate_length(self, request: Request, task: Task) -> None:
+        prompt, output = len(request.prompt_ids), request.params.max_tokens
+        limit = self._limit(task)
+        if prompt + 1 > limit:
+            raise ContextLengthExceeded(
+                f"the prompt has {prompt} tokens; with one token of output the limit is {limit}",
+                field="prompt",
+            )
+        if prompt + output > limit:
+            raise ContextLengthExceeded(
+                f"prompt ({prompt} tokens) and max_tokens ({output}) together exceed {limit}",
+                field="max_tokens",
+            )
+        known = len(request.known_ids)
+        if self.pool.blocks_for(known) > self.pool.num_blocks:
+            raise ContextLengthExceeded(
+                f"{known} tokens need {self.pool.blocks_for(known)} KV blocks, "
+                f"the pool has {self.pool.num_blocks}",
+                field="prompt",
+            )
+
+    def add(
+        self,
+        request: Request,
+        task: Task = Task.LOCAL,
+        reservation: Reservation | None = None,
+        first_tokens: Sequence[FirstToken] = (),
+    ) -> None:
+        """Take a request in; its tokens come out of the following steps.
+
+        With `reservation` its tokens count as computed (their KV must be written by now).
+        `first_tokens` fill the positions that the request's output ids lack and are repeated in its
+        first event. Raises what validate() raises, InvalidRequest for an id that already runs here,
+        and InternalError for a reservation that is not held. After a raise the reservation is still
+        the caller's.
+        """
+        self.validate(request, task)
+        if request.id in self._by_id:
+            raise InvalidRequest(f"request {request.id} already runs here", field="id")
+        if reservation is not None and task is not Task.LOCAL:
+            raise InternalError(f"{request.id}: only LOCAL requests continue from reserved blocks")
+        tokens = list(request.known_ids)
+        sequence = SequenceState(
+            request, task, self.stats.num_requests, self.known_root_hash(request), tokens
+        )
+        position = sequence.num_outputs
+        _fill(sequence, first_tokens)
+        reason, stop_token = sequence.finish(self.info.eos_token_ids, self._limit(task))
+        if reservation is not None and reason is None:
+            self._scheduler.add_reserved(sequence, reservation)
+        elif reservation is not None:
+            self.cancel(reservation)
+        self.stats.num_requests += 1
+        self._stalled = False
+        repeated = tuple(tokens[sequence.num_prompt + position :])
+        if repeated or reason is not None:
+            self._pending.append(
+                TokenEvent(
+                    request.id, request.epoch, position, repeated,
+                    finish_reason=reason, stop_token_id=stop_token,
+                )
+            )  # fmt: skip
+        if reason is not None:
+            self.stats.num_finished += 1
+            return
+        self._by_id[request.id] = sequence
+        if reservation is None:
+            self._scheduler.add(sequence)
+
+    def reserve(self, request: Request, num_tokens: int) -> Reservation | None:
+        """Blocks for KV of the first `num_tokens` tokens, to come from elsewhere; None = no room
+        now.
+
+        Takes prefix hits first: [0, start_token) need not be fetched. The caller either passes it
+        to add() or cancels it. Raises ContextLengthExceeded if it can never fit.
+        """
+        if num_tokens < 1 or self.pool.blocks_for(num_tokens) > self.pool.num_blocks:
+            raise ContextLengthExceeded(
+                f"{num_tokens} tokens need {self.pool.blocks_for(num_tokens)} KV blocks, "
+                f"the pool has {self.pool.num_blocks}",
+                field="prompt",
+            )
+        tokens = request.known_ids[:num_tokens]
+        root = self.known_root_hash(request)
+        hashes = block_hashes.block_hashes(root, tokens, self.pool.block_size)
+        return self._scheduler.reserve(request.id, hashes, num_tokens)
+
+    def cancel(self, reservation: Reservation) -> None:
+        """Free a reservation that was not added, once nobody writes into its blocks. Idempotent."""
+        self._scheduler.cancel(reservation)
+        self._stalled = False
+
+    def abort(self, request_id: str) -> bool:
+        """End a request without a further event; False if it is not here. Also callable from hooks.
+
+        All its blocks are free at once (during a step: at its end). The pin of a PREFILL request
+        stays: whoever reads the export returns it through unpin(). Reservations end by cancel()
+        alone.
+        """
+        announced = any(event.request_id == request_id for event in self._pending)
+        self._pending = [event for event in self._pending if event.request_id != request_id]
+        sequence = self._by_id.pop(request_id, None)
+        if sequence is None:
+            return announced
+        self.stats.num_aborted += 1
+        self._stalled = False
+        sequence.dropped = True
+        if self._stepping:
+            self._dropped.append(sequence)
+        else:
+            self._scheduler.remove(sequence)
+        return True
+
+    # ---- blocks of exports ----
+
+    def pin(self, blocks: Iterable[int]) -> None:
+        """One more reference to each block, independent of requests: an export reads them."""
+        blocks = list(blocks)
+        self.pool.ref(blocks)
+        self._pins.update(blocks)
+
+    def unpin(self, blocks: Iterable[int]) -> None:
+        """Undo one pin; full computed blocks stay in the prefix map. Raises InternalError if
+        unpinned."""
+        blocks = list(blocks)
+        if Counter(blocks) - self._pins:
+            raise InternalError("blocks are unpinned that were not pinned")
+        self._pins -= Counter(blocks)
+        self.pool.unref(blocks)
+        self._stalled = False
+
+    # ---- the heart ----
+
+    def step(self) -> list[TokenEvent]:
+        """One step: schedule, run, postprocess. Returns the new tokens of all requests.
+
+        If it raises, `fail_step()` ends the requests of the step and the engine can go on.
+        """
+        started = self._clock.monotonic()
+        self._plan = None
+        self._stepping = True
+        try:
+            self._plan = plan = self._scheduler.schedule()
+            self._announce(plan)
+            sampled = self._runner.run(plan.chunks, self._on_layer(plan)) if plan.rows else []
+            events = self._pending + self._postprocess(plan, sampled)
+        finally:
+            self._end_step()
+        if plan.rows:
+            self.stats.step_done(self._clock.monotonic() - started, plan.num_prefill_tokens)
+        if self.config.check_invariants:
+            self.check()
+        self._pending = []
+        self._stalled = not plan.rows and not events
+        return events
+
+    def fail_step(self) -> list[Request]:
+        """After step() raised: end the requests it was about (all, if it raised while planning).
+
+        Frees their blocks, keeps every other request, and returns those whose failure must be told.
+        """
+        plan = self._plan
+        doomed = list(self._by_id.values()) if plan is None else [row[0] for row in plan.rows]
+        doomed = [sequence for sequence in doomed if not sequence.dropped]
+        present = set(map(id, self._scheduler.sequences()))
+        for sequence in doomed:
+            self._by_id.pop(sequence.request.id, None)
+            if id(sequence) in present:
+                self._scheduler.remove(sequence)
+        failed = {sequence.request.id for sequence in doomed}
+        self._pending = [event for event in self._pending if event.request_id not in failed]
+        self.stats.num_failed += len(doomed)
+        return [sequence.request for sequence in doomed]
+
+    @property
+    def has_work(self) -> bool:
+        """Whether step() may have something to do."""
+        return bool(self._pending) or self._scheduler.has_work
+
+    @property
+    def stalled(self) -> bool:
+        """The last step could do nothing: all requests wait for blocks that only a call (unpin,
+        cancel, abort, add) can free. Stepping again before such a call would be polling."""
+        return self._stalled
+
+    def current_load(self) -> NodeLoad:
+        """Load as the engine sees it; exports, fetches and draining are the node's to add."""
+        return NodeLoad(
+            running=self._scheduler.num_running,
+            waiting=self._scheduler.num_waiting,
+            free_blocks=self.pool.num_free,
+            total_blocks=self.pool.num_blocks,
+            waiting_tokens=self._scheduler.num_waiting_tokens,
+            step_seconds=self.stats.step_seconds,
+            prefill_tokens_per_s=self.stats.prefill_tokens_per_s,
+        )
+
+    def take_block_events(self) -> list[BlockEvent]:
+        """Prefix-map changes since the last call, in order."""
+        return self.pool.take_events()
+
+    def known_root_hash(self, request: Request) -> bytes:
+        """Parent of the first block hash of `request`: who does not share it shares no block."""
+        return block_hashes.root_hash(
+            self.info.digest, request.tenant_salt, self.info.kv_dtype, request.adapter
+        )
+
+    def check(self) -> None:
+        """Prove that every reference to a block has an owner here. Raises InternalError."""
+        owned = self._scheduler.owned_blocks()
+        owned.update(self._pins)
+        self.pool.check(owned)
+
+    # ---- inside a step ----
+
+    def _announce(self, plan: StepPlan) -> None:
+        """Tell the hooks of new PREFILL requests, before any layer: the handle leaves at once."""
+        if self._hooks is None:
+            return
+        for sequence in plan.admitted:
+            if sequence.task is not Task.PREFILL:
+                continue
+            blocks = tuple(sequence.blocks)
+            self.pin(blocks)
+            try:
+                self._hooks.admitted(sequence.request, blocks, len(sequence.tokens))
+            except Exception:
+                self.unpin(blocks)  # no export exists that could return it
+                raise
+
+    def _on_layer(self, plan: StepPlan) -> Callable[[int], None] | None:
+        hooks = self._hooks
+        progress = tuple(
+            (sequence.request.id, chunk.start + len(chunk.token_ids))
+            for sequence, chunk in plan.rows
+            if sequence.task is Task.PREFILL
+        )
+        if hooks is None or not progress:
+            return None
+        return lambda layer: hooks.layer_written(layer, progress)
+
+    def _postprocess(self, plan: StepPlan, sampled: Sequence[int | None]) -> list[TokenEvent]:
+        if len(sampled) != len(plan.rows):
+            raise InternalError(f"{len(sampled)} samples for {len(plan.rows)} rows")
+        events: list[TokenEvent] = []
+        for (sequence, chunk), token in zip(plan.rows, sampled, strict=True):
+            self._scheduler.computed(sequence, chunk)
+            self._count_chunk(sequence, chunk)
+            if (token is None) != (chunk.sample is None):
+                raise InternalError(f"{chunk.request_id}: a token exactly where one is asked for")
+            if token is not None and not sequence.dropped:
+                events.append(self._emit(sequence, token))
+        return events
+
+    def _emit(self, sequence: SequenceState, token: int) -> TokenEvent:
+        """Append a sampled token; ends the sequence if it is its last one here."""
+        request, position = sequence.request, sequence.num_outputs
+        sequence.tokens.append(token)
+        self.stats.num_generated_tokens += 1
+        reason, stop_token = sequence.finish(self.info.eos_token_ids, self._limit(sequence.task))
+        if reason is not None or sequence.task is Task.PREFILL:
+            self._scheduler.remove(sequence)
+            del self._by_id[request.id]
+            self.stats.num_finished += 1
+        return TokenEvent(
+            request.id, request.epoch, position, (token,),
+            finish_reason=reason, stop_token_id=stop_token,
+            num_cached_tokens=sequence.num_cached_tokens,
+        )  # fmt: skip
+
+    def _count_chunk(self, sequence: SequenceState, chunk: SequenceChunk) -> None:
+        if not sequence.prefilling:
+            return
+        sequence.num_prefill_chunks += 1
+        self.stats.num_prefill_chunks += 1
+        if chunk.sample is not None:
+            sequence.prefilling = False
+            self.stats.num_chunked_prompts += sequence.num_prefill_chunks > 1
+
+    def _end_step(self) -> None:
+        self._stepping = False
+        for sequence in self._dropped:
+            self._scheduler.remove(sequence)
+        self._dropped = []
+
+    def _limit(self, task: Task) -> int:
+        """Most tokens, prompt and output; a PREFILL task's output lives in another pool."""
+        return self.info.max_model_len if task is Task.LOCAL else self._model_len
+
+
+def _fill(sequence: SequenceState, first_tokens: Sequence[FirstToken]) -> None:
+    """Append the tokens of positions that the sequence lacks; those it has are repetitions."""
+    for first in sorted(first_tokens, key=lambda token: token.position):
+        if first.sample == 0 and first.position == sequence.num_outputs:
+            sequence.tokens.append(first.token_id)
+
+
+def _model_len(config: EngineConfig, info: ModelInfo) -> int:
+    if config.max_model_len is None:
+        return info.max_model_len
+    if config.max_model_len > info.max_model_len:
+        raise ConfigError(
+            f"max_model_len {config.max_model_len} exceeds the model's {info.max_model_len}",
+            field="max_model_len",
+        )
+    return config.max_model_len

@@ -1,0 +1,268 @@
+"""The universal route: transformers' own modelling code over our paged attention.
+
+Our function is registered in transformers' AttentionInterface under a name of its own; the step's
+batch reaches it as a keyword of the forward call, so there is no global. At load:
+
+    refuse by config -> from_pretrained -> native logits of a few tokens
+    -> probe forward (discovers layers, heads, windows, scaling, softcap, sinks)
+    -> the same tokens through the paged path, in two chunks -> must equal the native logits, else
+    refused
+
+What cannot be served this way (recurrent state, cross attention, own masks, chunked attention, ...)
+is refused by name: nothing is ever served approximately.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import logging as transformers_logging
+
+from baton.engine.attention.base import AttentionLayer
+from baton.engine.attention.torch_cpu import TorchAttention
+from baton.engine.batch import Batch, flatten
+from baton.engine.interface import SequenceChunk
+from baton.engine.models.config import layer_spec
+from baton.errors import ModelRefused
+from baton.kv_spec import LayerSpec
+
+logger = logging.getLogger(__name__)
+
+IMPLEMENTATION: Final = "baton_paged"
+_SERVED_LAYER_TYPES: Final = {"full_attention", "sliding_attention", "attention"}
+# Keywords that models hand to attention and that change nothing once dropout and caches are off.
+_HARMLESS: Final = {
+    "dropout", "position_ids", "use_cache", "output_router_logits", "output_attentions",
+    "cache_position", "output_hidden_states", "return_dict", "deterministic", "training",
+    "is_causal", "position_embeddings",
+}  # fmt: skip
+_CHECK_TOKENS: Final = 12  # of the load-time self-check, fed as a chunk of 7 and a chunk of 5
+_CHECK_BLOCK: Final = 4
+# Mean logit error over mean logit: float32 gives 1e-6; half precision about 1e-2 between two orders
+# of sums.
+_TOLERANCE: Final = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
+
+
+@dataclass(slots=True)
+class _Probe:
+    """Records what each attention layer stores and how it attends, instead of attending."""
+
+    specs: dict[int, LayerSpec] = field(default_factory=dict)
+    attention: dict[int, AttentionLayer] = field(default_factory=dict)
+
+    def record(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
+    ) -> None:
+        """q [1, query_heads, T, k_dim], k and v [1, kv_heads, T, dim]. Raises ModelRefused."""
+        name = type(module).__name__
+        layer = getattr(module, "layer_idx", None)
+        if layer is None:
+            raise ModelRefused(f"{name} does not number its layers")
+        if layer in self.specs:
+            raise ModelRefused(f"{name}: layer {layer} attends twice")
+        if not getattr(module, "is_causal", True) or options.get("is_causal") is False:
+            raise ModelRefused(f"{name} is not causal")
+        known = _HARMLESS | {"scaling", "sliding_window", "softcap", "s_aux"}
+        given = {option for option, value in options.items() if value is not None}
+        unknown = sorted(given - known)
+        if unknown:
+            raise ModelRefused(f"{name} passes {', '.join(unknown)} to attention")
+        window = options.get("sliding_window") or 0
+        scale = options.get("scaling")
+        self.specs[layer] = layer_spec(k.shape[1], k.shape[3], v.shape[3], window)
+        self.attention[layer] = AttentionLayer(
+            query_heads=q.shape[1],
+            scale=float(q.shape[3] ** -0.5 if scale is None else scale),
+            window=window,
+            softcap=options.get("softcap") or None,
+            sinks=options.get("s_aux"),
+        )
+
+
+def _paged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    baton_batch: Batch | _Probe | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """As transformers calls it: q [1, query_heads, T, k_dim] -> [1, T, query_heads, v_dim]."""
+    name = type(module).__name__
+    if attention_mask is not None:
+        raise ModelRefused(f"{name} builds its own attention mask")
+    if baton_batch is None:
+        raise ModelRefused(f"{name} does not receive the keywords of the forward call")
+    if isinstance(baton_batch, _Probe):
+        baton_batch.record(module, query, key, value, options)
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType] (checked by the probe)
+    return baton_batch.attend(layer, q, k, v)[None], None
+
+
+AttentionInterface.register(IMPLEMENTATION, _paged_attention)
+
+
+class _GivenHidden(nn.Module):
+    """Stands in for a decoder and answers with the hidden states given as embeddings."""
+
+    def __init__(self, example: Any) -> None:
+        super().__init__()
+        self._example = example  # what the real decoder answered to the probe
+
+    @property
+    def decoder(self) -> _GivenHidden:
+        """Some heads (OPT's) reach through the base model to its decoder."""
+        return self
+
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> Any:
+        return dataclasses.replace(self._example, last_hidden_state=inputs_embeds)
+
+
+class UniversalModel:
+    """Any decoder-only transformers model whose attention goes through the AttentionInterface."""
+
+    def __init__(self, causal: Any) -> None:
+        """Probe `causal` (on its device, in eval mode, our attention set). Raises ModelRefused."""
+        self._causal = causal
+        self._decoder = causal.base_model
+        config = causal.config.get_text_config()
+        self.vocab_size: int = config.vocab_size
+        self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
+        self.weight_bytes: int = sum(p.nbytes for p in causal.parameters())
+        probe = _Probe()
+        ids = torch.zeros(2, dtype=torch.int64, device=causal.device)
+        example = self._run(ids, torch.arange(2, device=causal.device), probe)
+        expected: int = config.num_hidden_layers
+        if sorted(probe.specs) != list(range(expected)):
+            raise ModelRefused(
+                f"{len(probe.specs)} of {expected} layers use transformers' attention interface"
+            )
+        self.layers = tuple(probe.specs[i] for i in range(expected))
+        self.attention_layers = tuple(probe.attention[i] for i in range(expected))
+        # The model's own forward after its decoder: head, logit scaling, softcap, whatever it does.
+        self._head = copy.copy(causal)
+        modules = dict(causal._modules)
+        if causal.base_model_prefix not in modules:
+            raise ModelRefused("its decoder cannot be told from its head")
+        modules[causal.base_model_prefix] = _GivenHidden(example)
+        self._head.__dict__["_modules"] = modules
+
+    def forward(self, token_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
+        """token_ids [T], positions [T] int64 -> hidden [T, H]; writes the batch's KV."""
+        return self._run(token_ids, positions, batch).last_hidden_state[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [N, H] -> [N, vocab] float32."""
+        return self._head(inputs_embeds=hidden[None], use_cache=False).logits[0].float()
+
+    def _run(self, token_ids: Tensor, positions: Tensor, context: Batch | _Probe) -> Any:
+        return self._decoder(
+            input_ids=token_ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            baton_batch=context,
+        )
+
+
+def load_universal(
+    path: Path, config: dict[str, Any], dtype: torch.dtype, device: torch.device
+) -> UniversalModel:
+    """Load the checkpoint in `path`. Raises ModelRefused, naming architecture and reason."""
+    architecture = (config.get("architectures") or [config.get("model_type") or "unknown"])[0]
+    if config.get("model_type") not in CONFIG_MAPPING:
+        raise ModelRefused(
+            f"{architecture} is not an architecture that transformers knows (code from checkpoints "
+            "is never run)",
+            field="model",
+        )
+    try:
+        return _load(path, dtype, device)
+    except ModelRefused as reason:
+        raise ModelRefused(f"{architecture} cannot be served: {reason}", field="model") from reason
+    except Exception as error:
+        # Exotic modelling code fails in exotic ways; whatever it is, this model is not served.
+        detail = f"{type(error).__name__}: {error}"
+        raise ModelRefused(f"{architecture} cannot be served: {detail}", field="model") from error
+
+
+@torch.inference_mode()
+def _load(path: Path, dtype: torch.dtype, device: torch.device) -> UniversalModel:
+    transformers_logging.disable_progress_bar()
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        path,
+        dtype=dtype,
+        trust_remote_code=False,
+        use_safetensors=True,
+        local_files_only=True,
+        output_loading_info=True,
+    )
+    causal, loading = loaded
+    incomplete = sorted(loading["missing_keys"]) + sorted(loading["mismatched_keys"])
+    if incomplete:
+        raise ModelRefused(f"tensors missing or of a wrong shape: {incomplete[:3]}")
+    if loading["unexpected_keys"]:
+        logger.warning("tensors of %s not used: %s", path, sorted(loading["unexpected_keys"])[:3])
+    causal.requires_grad_(False).eval().to(device)
+    text_config = causal.config.get_text_config()
+    unserved = set(getattr(text_config, "layer_types", None) or ()) - _SERVED_LAYER_TYPES
+    if unserved:
+        raise ModelRefused(f"layers of type {', '.join(sorted(unserved))}")
+    if getattr(causal, "_is_stateful", False):
+        raise ModelRefused("it keeps recurrent state")
+    ids = (torch.arange(_CHECK_TOKENS, device=device) * 37 + 5) % text_config.vocab_size
+    native = causal(input_ids=ids[None], use_cache=False).logits[0].float()
+    causal.set_attn_implementation(IMPLEMENTATION)
+    model = UniversalModel(causal)
+    _self_check(model, ids, native, dtype)
+    return model
+
+
+def _self_check(model: UniversalModel, ids: Tensor, native: Tensor, dtype: torch.dtype) -> None:
+    """Feed `ids` in two chunks through the paged path; refuse a model that then differs."""
+    pool = _ScratchPool(model.layers, dtype, ids.device)
+    attention = TorchAttention(pool, model.attention_layers)
+    tokens, middle = ids.tolist(), _CHECK_TOKENS * 3 // 5
+    rows: list[Tensor] = []
+    for start, stop in ((0, middle), (middle, _CHECK_TOKENS)):
+        chunk = SequenceChunk("self-check", tokens[start:stop], start, range(pool.num_blocks))
+        step = flatten([chunk], attention, _CHECK_BLOCK, ids.device)
+        rows.append(model.logits(model.forward(step.token_ids, step.positions, step.batch)))
+    error = (torch.cat(rows) - native).abs().mean() / native.abs().mean()
+    if not error <= _TOLERANCE[dtype]:  # also true for NaN
+        raise ModelRefused(
+            f"its logits change with paged attention (relative error {float(error):.1e})"
+        )
+
+
+class _ScratchPool:
+    """Room for the self-check's tokens; implements KVViews."""
+
+    def __init__(
+        self, layers: tuple[LayerSpec, ...], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.num_blocks = -(-_CHECK_TOKENS // _CHECK_BLOCK)
+        shape = (self.num_blocks, _CHECK_BLOCK)
+        self._views = [
+            tuple(
+                torch.zeros(*shape, spec.kv_heads, dim, dtype=dtype, device=device)
+                for dim in (spec.k_dim, spec.v_dim)
+            )
+            for spec in layers
+        ]
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """See KVViews.layer."""
+        k, v = self._views[layer]
+        return k, v

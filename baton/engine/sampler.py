@@ -1,0 +1,246 @@
+"""The sampler: a token per row, a pure function of (logits, params, seed, sample, position).
+
+There is no RNG state. The noise of a token is a hash of (seed, sample, position, vocabulary id),
+and the token with the highest logit / temperature + Gumbel noise wins: exactly a draw from the
+softmax. Rows share tensors but no decision: a row's token never depends on its batch mates.
+
+    greedy rows     highest logit, lowest id on ties
+    whole rows      no filter: noise for the whole vocabulary, approximate, then exact for finalists
+    filtered rows   temperature, then min-p, top-k, top-p; noise for the survivors only
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from baton.errors import InternalError
+from baton.sampling import SamplingParams
+
+# Below this a softmax is a maximum (vLLM's _SAMPLING_EPS); division would leave float32's range.
+GREEDY_TEMPERATURE: Final = 1e-5
+# Filtered rows look at so many top logits, then at more, before they sort a whole vocabulary.
+CANDIDATES: Final = (128, 2048)
+SLAB_ELEMENTS: Final = 1 << 18  # logits handled at once: 2 MiB of hashes, stays in the caches
+# Approximate and exact noise differ by less than this even where float32 saturates (u < 2^-24).
+FINALIST_MARGIN: Final = 1.0
+
+_MASK: Final = (1 << 64) - 1
+_GOLDEN: Final = 0x9E3779B97F4A7C15
+_MULTIPLIERS: Final = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_BITS: Final = 52  # of a uniform: (bits + 0.5) / 2^52 is exact in float64 and never 0 or 1
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Which token of which sample is drawn, and how. `position` = absolute index in the output."""
+
+    params: SamplingParams
+    sample_index: int
+    position: int
+
+    @property
+    def greedy(self) -> bool:
+        """Whether no noise is involved."""
+        return self.params.temperature < GREEDY_TEMPERATURE
+
+    def filtered(self, vocab_size: int) -> bool:
+        """Whether some of the vocabulary is ruled out."""
+        p = self.params
+        return 0 < p.top_k < vocab_size or p.top_p < 1.0 or p.min_p > 0.0
+
+    @property
+    def key(self) -> int:
+        """The 64-bit start of this draw's noise stream."""
+        seed = self.params.seed
+        assert seed is not None, "the front door draws the seed"
+        mixed = _mix_int(seed)
+        for part in (self.sample_index, self.position):
+            mixed = _mix_int((mixed ^ part) + _GOLDEN)
+        return mixed
+
+
+def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
+    """logits [N, vocab] float32 and one draw per row -> N token ids.
+
+    Raises InternalError if a row holds NaN or +inf, or nothing but -inf.
+    """
+    if not bool(torch.isfinite(logits.amax(-1)).all()):  # a NaN is its row's maximum
+        raise InternalError("the model produced logits that are not numbers")
+    vocab_size = logits.shape[1]
+    tokens = [0] * len(draws)
+    greedy = [row for row, draw in enumerate(draws) if draw.greedy]
+    noisy = [row for row, draw in enumerate(draws) if not draw.greedy]
+    filtered = [row for row in noisy if draws[row].filtered(vocab_size)]
+    whole = [row for row in noisy if not draws[row].filtered(vocab_size)]
+    if greedy:
+        for row, token in zip(greedy, logits[greedy].argmax(-1).tolist(), strict=True):
+            tokens[row] = token
+    rows_at_once = max(1, SLAB_ELEMENTS // vocab_size)
+    for kind, choose in ((whole, _choose_whole), (filtered, _choose_filtered)):
+        for at in range(0, len(kind), rows_at_once):
+            rows = kind[at : at + rows_at_once]
+            chosen = choose(logits[rows], [draws[row] for row in rows])
+            for row, token in zip(rows, chosen, strict=True):
+                tokens[row] = token
+    return tokens
+
+
+def _scaled(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Logits over temperature with the row's maximum at 0: [n, vocab] float32."""
+    temperature = torch.tensor(
+        [draw.params.temperature for draw in draws], dtype=torch.float32, device=logits.device
+    )
+    return (logits - logits.max(-1, keepdim=True).values) / temperature[:, None]
+
+
+def _choose_whole(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
+    """Gumbel-max over the whole vocabulary.
+
+    Float32 noise picks the finalists (about two per row), float64 noise decides: the same winner as
+    float64 throughout, at a fraction of its cost.
+    """
+    scaled = _scaled(logits, draws)
+    ids = torch.arange(logits.shape[1], device=logits.device)[None]
+    bits = _noise_bits(_keys(draws, logits.device), ids)
+    # -log(u) from 1 - u, which float32 holds to full relative precision where scores are high.
+    complement = ((1 << _BITS) - bits).float().sub_(0.5).mul_(2.0**-_BITS)
+    complement.clamp_(max=1 - 2.0**-24)
+    approximate = scaled - complement.neg_().log1p_().neg_().log_()
+    best = approximate.max(-1, keepdim=True).values
+    rows, columns = (approximate >= best - FINALIST_MARGIN).nonzero(as_tuple=True)
+    exact = scaled[rows, columns].double() + _gumbel(bits[rows, columns])
+    winners: list[tuple[float, int]] = [(-math.inf, 0)] * len(draws)
+    for row, token, score in zip(rows.tolist(), columns.tolist(), exact.tolist(), strict=True):
+        if score > winners[row][0]:
+            winners[row] = (score, token)
+    return [token for _, token in winners]
+
+
+def _choose_filtered(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
+    """Gumbel-max over the survivors of min-p, top-k and top-p."""
+    scaled = _scaled(logits, draws)
+    vocab_size = logits.shape[1]
+    tokens = [0] * len(draws)
+    rows = list(range(len(draws)))
+    for count in (*CANDIDATES, vocab_size):
+        if not rows:
+            break
+        chosen, settled = _choose_among(
+            scaled[rows], [draws[row] for row in rows], min(count, vocab_size)
+        )
+        for row, token in zip(rows, chosen, strict=True):
+            tokens[row] = token
+        rows = [row for row, done in zip(rows, settled, strict=True) if not done]
+    return tokens
+
+
+def _choose_among(
+    scaled: Tensor, draws: Sequence[Draw], num_candidates: int
+) -> tuple[list[int], list[bool]]:
+    """Draw among each row's top candidates; a row is settled if no survivor can lie beyond them."""
+    values, ids = _top(scaled, num_candidates)
+    num_kept, settled = _survivors(values, scaled, draws)
+    width = int(num_kept.max())
+    values, ids = values[:, :width], ids[:, :width]
+    scores = values.double() + _gumbel(_noise_bits(_keys(draws, scaled.device), ids))
+    ranks = torch.arange(width, device=scaled.device)
+    scores.masked_fill_(ranks >= num_kept, -torch.inf)
+    tokens = ids.gather(1, scores.argmax(-1, keepdim=True)).squeeze(1).tolist()
+    everything = num_candidates == scaled.shape[1]
+    return tokens, [everything or done for done in settled.squeeze(1).tolist()]
+
+
+def _top(scaled: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` highest values of each row and their ids, descending; ties by ascending id."""
+    if count == scaled.shape[1]:
+        values, ids = scaled.sort(dim=-1, descending=True, stable=True)
+        return values, ids
+    values, ids = scaled.topk(count, dim=-1)
+    ids, by_id = ids.sort(-1)
+    values, by_value = values.gather(1, by_id).sort(dim=-1, descending=True, stable=True)
+    return values, ids.gather(1, by_value)
+
+
+def _survivors(values: Tensor, scaled: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
+    """How many leading `values` [n, candidates] pass the filters, and whether that is settled.
+
+    Both [n, 1], int64 (at least 1) and bool. Survivors are a prefix of the order. It is settled if
+    it ends above the lowest candidate (equal logits beyond could have had lower ids), and if the
+    mass that top-p shares out is known.
+    """
+    vocab_size, num_candidates = scaled.shape[1], values.shape[1]
+    top_k = _column([d.params.top_k if d.params.top_k > 0 else vocab_size for d in draws], scaled)
+    top_p = _column([d.params.top_p for d in draws], scaled)
+    # p >= min_p * max(p), in logits: the maximum is at 0.
+    floors = [math.log(d.params.min_p) if d.params.min_p else -math.inf for d in draws]
+    floor = _column(floors, scaled).float()
+    ranks = torch.arange(num_candidates, device=values.device)
+    kept = (values >= floor) & (ranks < top_k)
+    count = kept.sum(-1, keepdim=True)
+    lowest = values[:, -1:]
+    if all(draw.params.top_p >= 1.0 for draw in draws):
+        return count, values.gather(1, count - 1) > lowest
+    weights = values.exp().double()
+    cumulative = weights.cumsum(-1)
+    # The mass that top-p cuts: what top-k left, else the whole row above min-p's floor.
+    whole = torch.where(scaled >= floor, scaled.exp(), 0.0).sum(
+        -1, keepdim=True, dtype=torch.float64
+    )
+    total = torch.where(top_k < vocab_size, cumulative.gather(1, count - 1), whole)
+    mass_known = (top_k >= vocab_size) | (top_k <= num_candidates) | (count < num_candidates)
+    nucleus = ((cumulative - weights) < top_p * total) | (top_p >= 1.0)
+    count = (kept & nucleus).sum(-1, keepdim=True)
+    return count, mass_known & (values.gather(1, count - 1) > lowest)
+
+
+def _column(numbers: Sequence[float], like: Tensor) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64, device=like.device)[:, None]
+
+
+def _keys(draws: Sequence[Draw], device: torch.device) -> Tensor:
+    """The draws' noise keys as [n, 1] int64 (two's complement)."""
+    signed = [draw.key - (1 << 64) if draw.key >> 63 else draw.key for draw in draws]
+    return torch.tensor(signed, dtype=torch.int64, device=device)[:, None]
+
+
+def _noise_bits(keys: Tensor, ids: Tensor) -> Tensor:
+    """52 random bits per (key [n, 1], vocabulary id [n or 1, m]): [n, m] int64 in [0, 2^52).
+
+    Counter-based: SplitMix64's output function at key + (id + 1) * golden ratio; int64 wraps
+    around. Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA
+    2014.
+    """
+    z = (ids + 1) * _signed(_GOLDEN) + keys
+    for shift, multiplier in zip((30, 27), _MULTIPLIERS, strict=True):
+        z.bitwise_xor_(_shift_right(z, shift)).mul_(_signed(multiplier))
+    z.bitwise_xor_(_shift_right(z, 31))
+    return _shift_right(z, 64 - _BITS)
+
+
+def _shift_right(z: Tensor, count: int) -> Tensor:
+    """Logical shift of int64: the sign bit moves down instead of filling."""
+    return (z >> count).bitwise_and_((1 << (64 - count)) - 1)
+
+
+def _gumbel(bits: Tensor) -> Tensor:
+    """Standard Gumbel noise from uniform bits, float64."""
+    uniform = (bits.double() + 0.5) * 2.0**-_BITS
+    return -torch.log(-torch.log(uniform))
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >> 63 else number
+
+
+def _mix_int(number: int) -> int:
+    """SplitMix64's output function on a Python integer modulo 2^64."""
+    z = number & _MASK
+    for shift, multiplier in zip((30, 27), _MULTIPLIERS, strict=True):
+        z = ((z ^ (z >> shift)) * multiplier) & _MASK
+    return z ^ (z >> 31)

@@ -1,0 +1,196 @@
+"""EngineThread: the only bridge between asyncio (or any other thread) and the engine's own thread.
+
+Its life: start() -> calls and steps in turn -> stop(). Between two steps it runs every call that
+has come in; without work, or when the engine is stalled, it waits on its inbox (an event, never
+polling). A step that raises fails the requests of that step and the engine lives on; nothing ends
+silently.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TypeVar
+
+from baton.engine.engine import Engine
+from baton.errors import BatonError, InternalError, Unavailable
+from baton.events import BlockEvent, RequestFailed, TokenEvent
+from baton.handles import NodeLoad
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one step yields. Handed to `on_step` on the engine thread."""
+
+    events: list[TokenEvent]
+    failed: list[RequestFailed]
+    block_events: list[BlockEvent]
+    load: NodeLoad
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Work for the engine thread; `refuse` tells the caller, if one waits, that it never runs."""
+
+    run: Callable[[Engine], object]
+    refuse: Callable[[], None] | None = None
+
+
+class EngineThread:
+    """Runs `engine` on one thread. After start() the engine is touched only through here.
+
+    `on_step` runs on the engine thread after each step and must not block; it may use the engine.
+    """
+
+    def __init__(
+        self, engine: Engine, on_step: Callable[[StepReport], None], name: str = "engine"
+    ) -> None:
+        self._engine = engine
+        self._on_step = on_step
+        self._condition = threading.Condition()
+        self._inbox: deque[_Call] = deque()
+        self._stopping = False
+        # Daemon: a process that dies without stop() must not hang in a model.
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End after the step under way and wait for it; calls still in the inbox raise Unavailable.
+
+        Blocks for up to one step (from asyncio: `asyncio.to_thread(thread.stop)`). Twice is safe.
+        """
+        with self._condition:
+            self._stopping = True
+            self._condition.notify()
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        self._close_inbox()
+
+    def post(self, function: Callable[[Engine], object]) -> None:
+        """Run `function` on the engine thread between steps; from any thread, returns at once.
+
+        What it raises is logged. Nothing happens after stop().
+        """
+        with self._condition:
+            if not self._stopping:
+                self._inbox.append(_Call(function))
+                self._condition.notify()
+
+    async def call(
+        self,
+        function: Callable[[Engine], T],
+        undo: Callable[[Engine, T], object] | None = None,
+    ) -> T:
+        """Run `function` on the engine thread between steps and return what it returns or raises.
+
+        If the caller is cancelled, either `function` never runs, or it has run and `undo(engine,
+        result)` is posted: whoever reserves blocks passes the way to give them back. Raises
+        Unavailable when the thread is stopped.
+        """
+        future: Future[T] = Future()
+        self._submit(function, future)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            if not future.cancel() and undo is not None:
+                future.add_done_callback(lambda done: self._undo(done, undo))
+            raise
+
+    def _submit(self, function: Callable[[Engine], T], future: Future[T]) -> None:
+        def run(engine: Engine) -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                result = function(engine)
+            except BaseException as error:  # noqa: BLE001 - it is the caller's to handle
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        def refuse() -> None:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(Unavailable("the engine is stopped"))
+
+        with self._condition:
+            if not self._stopping:
+                self._inbox.append(_Call(run, refuse))
+                self._condition.notify()
+                return
+        refuse()
+
+    def _undo(self, done: Future[T], undo: Callable[[Engine, T], object]) -> None:
+        if done.exception() is None:
+            self.post(lambda engine: undo(engine, done.result()))
+
+    # ---- on the engine thread ----
+
+    def _run(self) -> None:
+        try:
+            while self._serve_inbox():
+                if self._engine.has_work:
+                    self._step()
+        finally:
+            self._close_inbox()
+
+    def _serve_inbox(self) -> bool:
+        """Run what has come in, waiting for it if there is nothing to step; False = stop."""
+        with self._condition:
+            idle = not self._engine.has_work or self._engine.stalled
+            if idle:
+                self._condition.wait_for(lambda: self._inbox or self._stopping)
+            if self._stopping:
+                return False
+            calls = list(self._inbox)
+            self._inbox.clear()
+        for call in calls:
+            try:
+                call.run(self._engine)
+            except Exception:
+                log.exception("a call on the engine thread failed")
+        return True
+
+    def _step(self) -> None:
+        events: list[TokenEvent] = []
+        failed: list[RequestFailed] = []
+        try:
+            events = self._engine.step()
+        except Exception as error:
+            log.exception("an engine step failed")
+            failed = self._fail_step(error)
+        report = StepReport(
+            events, failed, self._engine.take_block_events(), self._engine.current_load()
+        )
+        try:
+            self._on_step(report)
+        except Exception:
+            log.exception("the receiver of engine steps failed")
+
+    def _fail_step(self, error: Exception) -> list[RequestFailed]:
+        # What went wrong inside is for the log; clients get an opaque message.
+        told = error if isinstance(error, BatonError) else InternalError("an engine step failed")
+        return [
+            RequestFailed(
+                request.id, request.epoch, InternalError.code, told.message, InternalError.retryable
+            )
+            for request in self._engine.fail_step()
+        ]
+
+    def _close_inbox(self) -> None:
+        with self._condition:
+            self._stopping = True
+            calls = list(self._inbox)
+            self._inbox.clear()
+        for call in calls:
+            if call.refuse is not None:
+                call.refuse()

@@ -1,0 +1,174 @@
+"""The one error tree. Each class knows its HTTP status, gRPC code name, wire code and whether a
+retry elsewhere may help.
+
+BatonError
+├── InvalidRequest            400  INVALID_ARGUMENT     the client's fault; `field` names the
+culprit
+│   ├── ContextLengthExceeded 400  INVALID_ARGUMENT     prompt + max_tokens beyond the model or the
+pool
+│   ├── UnsupportedFeature    400  INVALID_ARGUMENT     valid elsewhere, not served here
+│   └── ModelNotFound         404  NOT_FOUND
+├── Unauthenticated           401  UNAUTHENTICATED
+├── Overloaded                429  RESOURCE_EXHAUSTED   a queue is full; Retry-After
+├── Unavailable               503  UNAVAILABLE          no node or no store that could serve this
+├── DeadlineExceeded          504  DEADLINE_EXCEEDED
+├── Cancelled                 499  CANCELLED            the client went away
+├── NodeLost                  503  UNAVAILABLE          a session broke (retryable)
+├── KVError                   503  UNAVAILABLE          hand-over failed (retryable)
+│   ├── KVStale               export or epoch no longer valid
+│   ├── KVLost                exporter died or the connection broke
+│   ├── KVCorrupt             a digest did not match
+│   ├── KVTimeout             no progress within the deadline
+│   └── KVRefused             secret, protocol version, layout or dtype differ: never between these
+two
+├── IllegalTransition         500  INTERNAL             a request state machine was misused (ours)
+├── StoreUnavailable          503  UNAVAILABLE          Redis away, full or read-only
+├── Fenced                    500  ABORTED              a newer epoch owns this request
+├── ConfigError               500  FAILED_PRECONDITION  stops the start
+│   └── ModelRefused          a checkpoint that cannot be served, by name, with the way out
+└── InternalError             500  INTERNAL             anything else; the message is opaque to
+clients
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class BatonError(Exception):
+    """Base of all errors of Baton; `field` names the request field at fault, if one is."""
+
+    http_status: ClassVar[int] = 500
+    grpc_code: ClassVar[str] = "INTERNAL"
+    code: ClassVar[str] = "internal"
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+
+
+class InvalidRequest(BatonError):
+    http_status = 400
+    grpc_code = "INVALID_ARGUMENT"
+    code = "invalid_request"
+
+
+class ContextLengthExceeded(InvalidRequest):
+    code = "context_length_exceeded"
+
+
+class UnsupportedFeature(InvalidRequest):
+    code = "unsupported_feature"
+
+
+class ModelNotFound(InvalidRequest):
+    http_status = 404
+    grpc_code = "NOT_FOUND"
+    code = "model_not_found"
+
+
+class Unauthenticated(BatonError):
+    http_status = 401
+    grpc_code = "UNAUTHENTICATED"
+    code = "unauthenticated"
+
+
+class Overloaded(BatonError):
+    http_status = 429
+    grpc_code = "RESOURCE_EXHAUSTED"
+    code = "overloaded"
+    retryable = True
+
+
+class Unavailable(BatonError):
+    http_status = 503
+    grpc_code = "UNAVAILABLE"
+    code = "unavailable"
+    retryable = True
+
+
+class DeadlineExceeded(BatonError):
+    http_status = 504
+    grpc_code = "DEADLINE_EXCEEDED"
+    code = "deadline_exceeded"
+
+
+class Cancelled(BatonError):
+    http_status = 499
+    grpc_code = "CANCELLED"
+    code = "cancelled"
+
+
+class NodeLost(BatonError):
+    http_status = 503
+    grpc_code = "UNAVAILABLE"
+    code = "node_lost"
+    retryable = True
+
+
+class KVError(BatonError):
+    http_status = 503
+    grpc_code = "UNAVAILABLE"
+    code = "kv_error"
+    retryable = True
+
+
+class KVStale(KVError):
+    code = "kv_stale"
+
+
+class KVLost(KVError):
+    code = "kv_lost"
+
+
+class KVCorrupt(KVError):
+    code = "kv_corrupt"
+
+
+class KVTimeout(KVError):
+    code = "kv_timeout"
+
+
+class KVRefused(KVError):
+    code = "kv_refused"
+
+
+class IllegalTransition(BatonError):
+    code = "illegal_transition"
+
+
+class StoreUnavailable(BatonError):
+    http_status = 503
+    grpc_code = "UNAVAILABLE"
+    code = "store_unavailable"
+    retryable = True
+
+
+class Fenced(BatonError):
+    grpc_code = "ABORTED"
+    code = "fenced"
+
+
+class ConfigError(BatonError):
+    grpc_code = "FAILED_PRECONDITION"
+    code = "config"
+
+
+class ModelRefused(ConfigError):
+    code = "model_refused"
+
+
+class InternalError(BatonError):
+    code = "internal"
+
+
+def _tree(base: type[BatonError]) -> list[type[BatonError]]:
+    return [base, *(c for sub in base.__subclasses__() for c in _tree(sub))]
+
+
+def error_from_code(code: str, message: str, field: str | None = None) -> BatonError:
+    """Rebuild an error that crossed the wire; an unknown code becomes InternalError."""
+    by_code = {c.code: c for c in _tree(BatonError) if c is not BatonError}
+    return by_code.get(code, InternalError)(message, field=field)

@@ -1,0 +1,106 @@
+"""What a node tells its routers: tokens, handles, failures, load, block events. Frozen values."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from baton.request import FinishReason
+
+if TYPE_CHECKING:
+    from baton.handles import KVHandle, NodeLoad
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    token_id: int
+    logprob: float
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """New tokens of one sample of one request.
+
+    `position` is the absolute output index of token_ids[0]. A finished sample has a finish_reason,
+    possibly with no new token. The end-of-sequence or stop token that ended a sample IS the last of
+    token_ids and is repeated in `stop_token_id`. `logprobs[i]` belongs to token_ids[i], the token
+    itself first.
+    """
+
+    request_id: str
+    epoch: int
+    position: int
+    token_ids: tuple[int, ...]
+    sample: int = 0
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    num_cached_tokens: int = 0
+    logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+    prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """What END carries of token 1 (per sample, or per beam candidate)."""
+
+    position: int
+    token_id: int
+    sample: int = 0
+    finish_reason: FinishReason | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    cumulative_logprob: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class HandleReady:
+    request_id: str
+    epoch: int
+    handle: KVHandle
+
+
+@dataclass(frozen=True, slots=True)
+class Subscribed:
+    request_id: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFailed:
+    request_id: str
+    epoch: int
+    code: str
+    message: str
+    retryable: bool
+    field: str | None = None
+
+
+class BlockEventKind(enum.Enum):
+    STORED = "stored"
+    EVICTED = "evicted"
+    CLEARED = "cleared"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockEvent:
+    """Prefix-map changes; `hashes` in prefix order, `parent` the hash before the first one (b"" at
+    a start)."""
+
+    kind: BlockEventKind
+    hashes: tuple[bytes, ...] = ()
+    parent: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStep:
+    """Everything that one engine step (or control step) of a node yields, in order: one wire
+    message."""
+
+    tokens: tuple[TokenEvent, ...] = ()
+    handles: tuple[HandleReady, ...] = ()
+    subscribed: tuple[Subscribed, ...] = ()
+    failed: tuple[RequestFailed, ...] = ()
+    load: NodeLoad | None = None
+    block_events_seq: int = 0
+    block_events: tuple[BlockEvent, ...] = field(default=())

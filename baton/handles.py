@@ -1,0 +1,85 @@
+"""Names that travel: KV handles, endpoints, node records and loads. Frozen values, no behaviour."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from baton.kv_spec import PROTOCOL_VERSION, PoolFormat
+
+
+@dataclass(frozen=True, slots=True)
+class LaneAddress:
+    name: str
+    address: str
+    attributes: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where and how a node process exchanges KV. `boot_id` is new at every start of the process."""
+
+    boot_id: str
+    layout_fingerprint: str
+    format: PoolFormat
+    lanes: tuple[LaneAddress, ...]
+    protocol_version: int = PROTOCOL_VERSION
+    ranks: tuple[Endpoint, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class KVHandle:
+    """Names one export. (boot_id, export_seq) fences the exporter's memory, `secret` proves the
+    right to fetch."""
+
+    boot_id: str
+    export_seq: int
+    request_id: str
+    epoch: int
+    num_tokens: int
+    secret: bytes = field(repr=False)
+    endpoint: Endpoint
+    lease_ms: int
+    sample: int = 0
+
+
+class Role(enum.Enum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLoad:
+    """A node's state as its routers see it; counts of requests, blocks, tokens; seconds."""
+
+    running: int = 0
+    waiting: int = 0
+    swapped: int = 0
+    free_blocks: int = 0
+    total_blocks: int = 0
+    waiting_tokens: int = 0
+    fetching: int = 0
+    export_bytes: int = 0
+    step_seconds: float = 0.0
+    prefill_tokens_per_s: float = 0.0
+    draining: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRecord:
+    """What a node says of itself: in its session's first message and in the registry."""
+
+    node_id: str
+    boot_id: str
+    role: Role
+    address: str
+    model: str
+    model_digest: str
+    block_size: int
+    max_model_len: int
+    vocab_size: int
+    endpoint: Endpoint
+    load: NodeLoad = NodeLoad()
+    version: str = ""
+    adapters: tuple[str, ...] = ()
+    eos_token_ids: tuple[int, ...] = ()

@@ -1,0 +1,47 @@
+"""What a model's attention layers store per token, and the fingerprint two nodes must share to
+exchange it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import Final, Literal
+
+PROTOCOL_VERSION: Final = 1
+DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """KV of one attention layer of the whole model (before tensor parallelism). `window` 0 =
+    unlimited."""
+
+    kv_heads: int
+    k_dim: int
+    v_dim: int
+    window: int = 0
+    kind: Literal["full", "sliding", "mla"] = "full"
+
+    def token_bytes(self, dtype: str) -> int:
+        return self.kv_heads * (self.k_dim + self.v_dim) * DTYPE_BYTES[dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolFormat:
+    """How one node stores KV; exchanged at the handshake, outside the fingerprint."""
+
+    block_size: int
+    dtype: str
+    tp_size: int = 1
+    tp_rank: int = 0
+    codecs: tuple[str, ...] = ("raw",)
+
+
+def layout_fingerprint(model_digest: str, rope: str, layers: tuple[LayerSpec, ...]) -> str:
+    """Hex SHA-256 over checkpoint digest, RoPE rule and all layer specs. Block size, TP and dtype
+    stay outside."""
+    body = json.dumps(
+        [PROTOCOL_VERSION, model_digest, rope, [asdict(layer) for layer in layers]], sort_keys=True
+    )
+    return hashlib.sha256(body.encode()).hexdigest()

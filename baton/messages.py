@@ -1,0 +1,89 @@
+"""What a router says to a node on their session. Frozen values; wire form: baton/wire.py."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from dataclasses import dataclass
+from typing import Final
+
+from baton.handles import KVHandle
+from baton.kv_spec import PROTOCOL_VERSION
+from baton.request import Request
+
+SECRET_METADATA: Final = "baton-secret-mac"  # gRPC metadata key of `session_mac`
+
+
+@dataclass(frozen=True, slots=True)
+class SessionHello:
+    """First message of a session; the node answers with its NodeRecord."""
+
+    router_id: str
+    protocol_version: int = PROTOCOL_VERSION
+    nonce: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitPrefill:
+    """Compute the prompt (and what earlier epochs emitted), sample one token, export the KV."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitDecode:
+    """Decode from the KV behind `handle`; None = compute the prompt here (local prefill)."""
+
+    request: Request
+    handle: KVHandle | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AbortRequest:
+    """Stop the request if it still runs under `epoch` or an older one. No answer follows."""
+
+    request_id: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class RenewExport:
+    handle: KVHandle
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseExport:
+    handle: KVHandle
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class DrainNode:
+    """Take no new requests; mode "finish" lets those that run end here."""
+
+    mode: str = "finish"
+
+
+@dataclass(frozen=True, slots=True)
+class Migrate:
+    """Export a running sequence so that another node may go on with it."""
+
+    request_id: str
+    epoch: int
+
+
+RouterMessage = (
+    SessionHello
+    | SubmitPrefill
+    | SubmitDecode
+    | AbortRequest
+    | RenewExport
+    | ReleaseExport
+    | DrainNode
+    | Migrate
+)
+
+
+def session_mac(secret: str, router_id: str) -> str:
+    """Hex HMAC-SHA256, sent as SECRET_METADATA: the router knows the deployment's secret."""
+    return hmac.new(secret.encode(), b"session|" + router_id.encode(), hashlib.sha256).hexdigest()

@@ -1,0 +1,185 @@
+"""Prometheus metrics shared by all processes: how they are kept and rendered, and a node's own.
+
+Own names are `baton_*`; where vLLM has a name for the same thing it is exported too, so that
+vLLM's Grafana board works. Every process has its own registry (never prometheus-client's global).
+A router's metrics are in router/metrics.py.
+
+Nodes do not push: `NodeMetrics` asks its sources at scrape time, so that the engine counts in plain
+integers and pays nothing for being watched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from baton.handles import NodeLoad
+
+CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
+# Seconds; vLLM's buckets, finer below 10 ms because a small model on a CPU is that fast.
+TTFT_BUCKETS: Final = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+    20.0, 40.0, 80.0, 160.0,
+)  # fmt: skip
+TPOT_BUCKETS: Final = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
+    5.0, 10.0,
+)  # fmt: skip
+E2E_BUCKETS: Final = (
+    0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0,
+    60.0, 120.0, 240.0, 480.0,
+)  # fmt: skip
+TRANSFER_BUCKETS: Final = (
+    0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0,
+)  # fmt: skip
+
+
+def render(registry: CollectorRegistry) -> bytes:
+    """The registry in Prometheus' text format, for a body of CONTENT_TYPE."""
+    return generate_latest(registry)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTotals:
+    """What an engine has counted since its start."""
+
+    steps: int = 0
+    prefill_chunks: int = (
+        0  # chunks of prompts that were computed; > 1 per prompt = chunked prefill
+    )
+    prompt_tokens: int = 0  # computed, prefix hits excluded
+    generation_tokens: int = 0
+    prefix_queries: int = 0  # prompt tokens looked up in the prefix map
+    prefix_hits: int = 0  # of which found
+    preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TransferTotals:
+    """What a KV connector has counted since its start."""
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    exports: int = 0
+    active_exports: int = 0
+    export_bytes: int = 0  # pinned under leases now
+    fetches: Mapping[str, int] = field(
+        default_factory=dict[str, int]
+    )  # by outcome: "ok" or an error code
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSnapshot:
+    """Everything a node shows at one scrape."""
+
+    load: NodeLoad
+    engine: EngineTotals
+    transfer: TransferTotals
+
+
+class NodeMetrics:
+    """A node's metrics: `snapshot` is called at each scrape, on its thread, and must not block."""
+
+    def __init__(
+        self, model: str, node_id: str, role: str, snapshot: Callable[[], NodeSnapshot]
+    ) -> None:
+        self.registry = CollectorRegistry()
+        self._labels = {"model_name": model, "node": node_id, "role": role}
+        self.registry.register(_NodeCollector(self._labels, snapshot))
+        self._fetch_seconds = Histogram(
+            "baton_kv_transfer_seconds",
+            "Time from subscribing to an export until every digest was checked",
+            list(self._labels),
+            buckets=TRANSFER_BUCKETS,
+            registry=self.registry,
+        ).labels(**self._labels)
+
+    def observe_fetch(self, seconds: float) -> None:
+        """A KV fetch ended well after `seconds`. Any thread."""
+        self._fetch_seconds.observe(seconds)
+
+    def render(self) -> bytes:
+        return render(self.registry)
+
+
+class _NodeCollector(Collector):
+    def __init__(self, labels: Mapping[str, str], snapshot: Callable[[], NodeSnapshot]) -> None:
+        self._labels = dict(labels)
+        self._snapshot = snapshot
+
+    def describe(self) -> Iterable[Metric]:
+        return []  # registered before the engine runs: nothing to ask yet
+
+    def collect(self) -> Iterable[Metric]:
+        now = self._snapshot()
+        for name, help_text, value in _gauges(now):
+            yield self._gauge(name, help_text, value)
+        for name, help_text, value in _counters(now):
+            yield self._counter(name, help_text, value)
+        yield self._fetches(now.transfer.fetches)
+
+    def _gauge(self, name: str, help_text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, help_text, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), value)
+        return family
+
+    def _counter(self, name: str, help_text: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, help_text, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), value)
+        return family
+
+    def _fetches(self, fetches: Mapping[str, int]) -> Metric:
+        name, help_text = "baton_kv_transfer_fetches", "KV fetches by outcome"
+        family = CounterMetricFamily(name, help_text, labels=[*self._labels, "outcome"])
+        for outcome, count in sorted(fetches.items()):
+            family.add_metric([*self._labels.values(), outcome], count)
+        return family
+
+
+def cache_usage(load: NodeLoad) -> float:
+    """Share of a node's KV blocks in use, 0 to 1."""
+    return 1.0 - load.free_blocks / load.total_blocks if load.total_blocks else 0.0
+
+
+def _gauges(now: NodeSnapshot) -> Iterable[tuple[str, str, float]]:
+    load, transfer = now.load, now.transfer
+    return (
+        ("vllm:num_requests_running", "Requests in the running batch", load.running),
+        ("vllm:num_requests_waiting", "Requests waiting to be scheduled", load.waiting),
+        ("vllm:kv_cache_usage_perc", "KV blocks in use; 1 = all", cache_usage(load)),
+        ("baton_kv_blocks_free", "KV blocks that a request could have", load.free_blocks),
+        ("baton_kv_blocks_total", "KV blocks of the pool", load.total_blocks),
+        ("baton_waiting_tokens", "Prompt tokens not yet computed", load.waiting_tokens),
+        ("baton_step_seconds", "Moving mean of the engine's steps", load.step_seconds),
+        ("baton_draining", "1 while the node takes no new requests", float(load.draining)),
+        ("baton_kv_transfer_fetching", "KV fetches under way or queued", load.fetching),
+        ("baton_kv_transfer_active_exports", "Exports under a lease", transfer.active_exports),
+        ("baton_kv_transfer_export_bytes", "Bytes pinned under leases", transfer.export_bytes),
+    )
+
+
+def _counters(now: NodeSnapshot) -> Iterable[tuple[str, str, float]]:
+    engine, transfer = now.engine, now.transfer
+    return (
+        ("vllm:prompt_tokens", "Prompt tokens computed", engine.prompt_tokens),
+        ("vllm:generation_tokens", "Tokens sampled", engine.generation_tokens),
+        ("vllm:num_preemptions", "Requests preempted", engine.preemptions),
+        ("vllm:prefix_cache_queries", "Prompt tokens looked up", engine.prefix_queries),
+        ("vllm:prefix_cache_hits", "Prompt tokens found", engine.prefix_hits),
+        ("baton_prompt_tokens", "Prompt tokens computed", engine.prompt_tokens),
+        ("baton_generation_tokens", "Tokens sampled", engine.generation_tokens),
+        ("baton_preemptions", "Requests preempted", engine.preemptions),
+        ("baton_prefix_cache_queries", "Prompt tokens looked up", engine.prefix_queries),
+        ("baton_prefix_cache_hits", "Prompt tokens found", engine.prefix_hits),
+        ("baton_engine_steps", "Engine steps", engine.steps),
+        ("baton_prefill_chunks", "Chunks of prompts computed", engine.prefill_chunks),
+        ("baton_kv_transfer_exports", "Exports made", transfer.exports),
+        ("baton_kv_transfer_sent_bytes", "KV bytes sent", transfer.sent_bytes),
+        ("baton_kv_transfer_bytes", "KV bytes received and verified", transfer.received_bytes),
+    )

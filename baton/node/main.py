@@ -1,0 +1,258 @@
+"""A node process, of either role: start, serve, drain, stop.
+
+The life of the process: options -> cores -> signal handlers -> model (on a thread, so that a signal
+is heard meanwhile) -> Node.start() -> the READY line on stdout -> SIGTERM or SIGINT -> Node.drain()
+-> Node.stop(). A second signal ends the drain at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import secrets
+import signal
+import sys
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final
+
+from baton import config as options
+from baton import log as logs
+from baton.clock import Clock, SystemClock
+from baton.engine.config import EngineConfig
+from baton.engine.engine import Engine
+from baton.errors import ConfigError
+from baton.handles import Role
+from baton.kv_spec import layout_fingerprint
+from baton.node.config import NodeConfig, join_address
+from baton.node.cores import parse_cores, pin_process
+from baton.node.heartbeat import Heartbeat, RedisRegistry, Registry
+from baton.node.metrics import MetricsServer
+from baton.node.role import NodeRole, RoleContext
+from baton.node.service import NodeServer
+from baton.node.shell import NodeParts, NodeShell
+from baton.timing import Timing
+from kv_transfer.base import Lane, OnReleased
+from kv_transfer.connector import Connector
+from kv_transfer.grpc_stream import GrpcLane
+from kv_transfer.layout import ArenaMemory
+
+log = logging.getLogger(__name__)
+
+USAGE_ERROR: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class NodeProgram:
+    """What distinguishes one node command from the other."""
+
+    role: Role
+    description: str
+    make_role: Callable[[RoleContext], NodeRole]
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a node gets from outside its own configuration; tests bring their own."""
+
+    timing: Timing
+    clock: Clock
+    lanes: Sequence[Lane]
+
+
+class Node:
+    """One node of any role, in this process: shell, gRPC server, heartbeat, metrics endpoint."""
+
+    def __init__(
+        self, program: NodeProgram, config: NodeConfig, engine: Engine, around: Surroundings
+    ) -> None:
+        self._config = config
+        self._engine = engine
+        boot_id = secrets.token_hex(16)
+        node_id = config.node_id or f"{program.role.value}-{boot_id[:8]}"
+
+        def make_connector(on_released: OnReleased) -> Connector:
+            info = engine.info
+            return Connector(
+                memory=ArenaMemory(engine.arena),
+                boot_id=boot_id,
+                fingerprint=layout_fingerprint(info.digest, info.rope, info.layers),
+                secret=config.secret.encode(),
+                lanes=around.lanes,
+                timing=around.timing,
+                clock=around.clock,
+                on_released=on_released,
+            )
+
+        self.shell = NodeShell(
+            NodeParts(
+                node_id=node_id,
+                boot_id=boot_id,
+                role=program.role,
+                config=config,
+                timing=around.timing,
+                clock=around.clock,
+                engine=engine,
+                make_connector=make_connector,
+                make_role=program.make_role,
+            )
+        )
+        self._server = NodeServer(self.shell)
+        self._heartbeat = Heartbeat(self._beat, around.timing.heartbeat_s)
+        self._registry: Registry | None = None
+        if config.redis_url:
+            self._registry = RedisRegistry(config.redis_url, around.timing)
+        self._metrics: MetricsServer | None = None
+        self.address = ""
+
+    async def start(self) -> None:
+        """Bind, start everything, register. Raises ConfigError if an address cannot be bound."""
+        config = self._config
+        if config.metrics_port is not None:
+            registry = self.shell.metrics.registry
+            self._metrics = MetricsServer.start(registry, config.host, config.metrics_port)
+        self.address = join_address(config.announced_host, self._server.bind())
+        await self.shell.start(self.address)
+        await self._server.start()
+        self._heartbeat.start()
+
+    def ready(self) -> dict[str, object]:
+        """What the READY line says."""
+        lanes = self.shell.connector.endpoint().lanes
+        return {
+            "ready": True,
+            "role": self.shell.kind.value,
+            "node_id": self.shell.node_id,
+            "boot_id": self.shell.boot_id,
+            "address": self.address,
+            "kv_address": lanes[0].address if lanes else None,
+            "metrics_port": self._metrics.port if self._metrics else None,
+            "model": self._engine.config.model_name,
+            "model_impl": self._engine.info.model_impl,
+            "block_size": self._engine.pool.block_size,
+            "num_blocks": self._engine.pool.num_blocks,
+        }
+
+    async def drain(self) -> None:
+        """No new requests; those here may end, within `drain_s`."""
+        self.shell.begin_drain()
+        await self._server.set_health(serving=False)
+        await self.shell.drain()
+
+    async def stop(self) -> None:
+        """Leave the registry, end all sessions, stop all threads. Twice is safe."""
+        await self._heartbeat.stop()
+        if self._registry is not None:
+            await self._registry.withdraw(self.shell.node_id)
+            await self._registry.close()
+            self._registry = None
+        await self.shell.stop()
+        await self._server.stop()
+        if self._metrics is not None:
+            await asyncio.to_thread(self._metrics.stop)
+            self._metrics = None
+
+    async def _beat(self) -> None:
+        self.shell.ask_engine()
+        if self._registry is not None:
+            await self._registry.announce(self.shell.record())
+        healthy = self.shell.engine_silent_s < self._config.stall_s
+        await self._server.set_health(serving=healthy and not self.shell.draining)
+
+
+def main(program: NodeProgram, argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Run one node until a signal ends it; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {program.role.value}_node", description=program.description
+    )
+    options.add_options(parser, EngineConfig)
+    options.add_options(parser, NodeConfig)
+    arguments = parser.parse_args(argv)
+    try:
+        config = options.load(NodeConfig, arguments, environ)
+        config.check()
+        engine_config = options.load(EngineConfig, arguments, environ)
+        logs.setup(config.node_id or program.role.value, config.log_level)
+        if config.cpu_cores is not None:
+            cores = parse_cores(config.cpu_cores)
+            pin_process(cores)
+            engine_config = replace(engine_config, threads=engine_config.threads or len(cores))
+        return asyncio.run(_run(program, config, engine_config))
+    except ConfigError as error:
+        sys.stderr.write(f"{parser.prog}: {error.message}\n")
+        return USAGE_ERROR
+
+
+async def _run(program: NodeProgram, config: NodeConfig, engine_config: EngineConfig) -> int:
+    first, second = _signals()
+    engine = await _load(engine_config, first)
+    if engine is None:
+        log.info("stopped before the model was loaded")
+        return 0
+    timing = replace(Timing(), drain_s=config.drain_s)
+    lane = GrpcLane(timing, config.host, config.kv_port, config.announced_host)
+    node = Node(program, config, engine, Surroundings(timing, SystemClock(), (lane,)))
+    try:
+        await node.start()
+        sys.stdout.write(json.dumps(node.ready()) + "\n")
+        sys.stdout.flush()
+        await first.wait()
+        await _until(node.drain(), second)
+    finally:
+        await node.stop()
+    return 0
+
+
+def _signals() -> tuple[asyncio.Event, asyncio.Event]:
+    """Events of the first and of the second SIGTERM or SIGINT."""
+    first, second = asyncio.Event(), asyncio.Event()
+
+    def received() -> None:
+        (second if first.is_set() else first).set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, received)
+    return first, second
+
+
+async def _until(work: Coroutine[Any, Any, None], event: asyncio.Event) -> None:
+    """Do `work`, but only until `event` is set."""
+    worker = asyncio.ensure_future(work)
+    waiter = asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait({worker, waiter}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in (worker, waiter):
+            task.cancel()
+        outcome, _ = await asyncio.gather(worker, waiter, return_exceptions=True)
+    if isinstance(outcome, Exception):
+        raise outcome
+
+
+async def _load(config: EngineConfig, stop: asyncio.Event) -> Engine | None:
+    """The loaded engine, None if `stop` came first. Raises ConfigError as Engine.load does."""
+    loop = asyncio.get_running_loop()
+    loaded: asyncio.Future[Engine] = loop.create_future()
+
+    def work() -> None:
+        try:
+            engine = Engine.load(config)
+        except BaseException as error:  # noqa: BLE001 - raised on the event loop, below
+            finish = partial(loaded.set_exception, error)
+        else:
+            finish = partial(loaded.set_result, engine)
+        with suppress(RuntimeError):  # the loop has closed: a signal was faster
+            loop.call_soon_threadsafe(finish)
+
+    log.info("loading %s", config.model)
+    # Daemon: a signal must not have to wait for gigabytes of weights.
+    threading.Thread(target=work, name="load", daemon=True).start()
+    waiter = asyncio.ensure_future(stop.wait())
+    await asyncio.wait({loaded, waiter}, return_when=asyncio.FIRST_COMPLETED)
+    waiter.cancel()
+    return loaded.result() if loaded.done() else None

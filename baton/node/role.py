@@ -1,0 +1,74 @@
+"""The seam between the shell that all nodes share and what is special about a role.
+
+A role serves one request per call of `serve`, from its submission to its last event; cancelling
+that call is how a request is aborted, so every exit of `serve` gives back all it took.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from baton.clock import Clock
+from baton.engine.engine import Engine
+from baton.engine.thread import EngineThread, StepReport
+from baton.events import TokenEvent
+from baton.messages import SubmitDecode, SubmitPrefill
+from baton.node.config import NodeConfig
+from baton.node.requests import NodeRequest
+from baton.timing import Timing
+from kv_transfer.base import KVConnector
+
+
+@dataclass(frozen=True, slots=True)
+class RoleContext:
+    """What the shell gives its role.
+
+    `engine` is for hooks, which run on the engine thread; everything else goes through `thread`.
+    `spawn` runs a coroutine as a task that the shell keeps, logs and ends. `observe_fetch` takes
+    the seconds of a successful KV fetch.
+    """
+
+    engine: Engine
+    thread: EngineThread
+    connector: KVConnector
+    loop: asyncio.AbstractEventLoop
+    config: NodeConfig
+    timing: Timing
+    clock: Clock
+    spawn: Callable[[Coroutine[Any, Any, None]], None]
+    observe_fetch: Callable[[float], None]
+
+
+class NodeRole(Protocol):
+    """PrefillRole and DecodeRole."""
+
+    @property
+    def fetching(self) -> int:
+        """KV fetches under way or queued."""
+        ...
+
+    def check(self, message: SubmitPrefill | SubmitDecode) -> None:
+        """Raises BatonError for a task that this role does not take. Event loop."""
+        ...
+
+    async def serve(self, entry: NodeRequest) -> None:
+        """Serve one request to its last event. Raises BatonError if it cannot.
+
+        However this ends (also cancelled), all that the request holds is freed.
+        """
+        ...
+
+    def ends(self, event: TokenEvent) -> bool:
+        """Whether `event` is the last one of its request on this node."""
+        ...
+
+    def on_step(self, report: StepReport) -> None:
+        """After each step, on the engine thread, before routers hear of it. Must not block."""
+        ...
+
+    def blocks_freed(self) -> None:
+        """Blocks may have become free. Event loop."""
+        ...

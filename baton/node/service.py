@@ -1,0 +1,170 @@
+"""The gRPC face of a node: Node.Session of protos/node.proto, and grpc.health.v1.
+
+A session is one long-lived stream per router: SessionHello in, NodeRecord out, then router messages
+in and one NodeStep per engine step out. It ends when the router goes, breaks the protocol or does
+not read; then the shell aborts its requests. Protobuf stops here (and in baton/wire.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from baton import wire
+from baton.errors import BatonError, ConfigError, InvalidRequest, Unauthenticated
+from baton.events import NodeStep, RequestFailed
+from baton.kv_spec import PROTOCOL_VERSION
+from baton.messages import SECRET_METADATA, SessionHello, session_mac
+from baton.node.config import join_address
+from baton.node.session import RouterSession
+from baton.node.shell import NodeShell
+from baton.timing import server_options
+from protos import node_pb2, node_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+SERVICE: Final = "baton.node.v1.Node"
+_END = grpc.aio.EOF
+
+
+class SessionService(node_pb2_grpc.NodeServicer):
+    """Serves Node.Session for one shell."""
+
+    def __init__(self, shell: NodeShell) -> None:
+        self._shell = shell
+
+    async def Session(self, request_iterator: Any, context: Any) -> None:
+        """One router's session, from its hello to its end; read and written through `context`."""
+        try:
+            hello = await self._hello(context)
+            session = RouterSession(hello.router_id, self._shell.config.outbox_messages)
+            await context.write(wire.node_message_to_wire(self._shell.record()))
+            await self._converse(session, context)
+        except BatonError as error:
+            log.info("session refused or cut: %s", error.message)
+            await context.abort(grpc.StatusCode[error.grpc_code], error.message)
+
+    async def _hello(self, context: Any) -> SessionHello:
+        try:
+            async with asyncio.timeout(self._shell.timing.connect_s):
+                first = await context.read()
+        except TimeoutError as error:
+            raise Unauthenticated("no hello within the deadline") from error
+        if first is _END:
+            raise InvalidRequest("no hello", field="hello")
+        hello = wire.router_message_from_wire(first, self._shell.clock)
+        if not isinstance(hello, SessionHello):
+            raise InvalidRequest("a session begins with a hello", field="hello")
+        self._authenticate(hello.router_id, context)
+        if hello.protocol_version != PROTOCOL_VERSION:
+            raise InvalidRequest(
+                f"protocol version {hello.protocol_version}, this node speaks {PROTOCOL_VERSION}",
+                field="protocol_version",
+            )
+        return hello
+
+    def _authenticate(self, router_id: str, context: Any) -> None:
+        secret = self._shell.config.secret
+        if not secret:
+            return  # NodeConfig.check allows that on loopback only
+        metadata = dict(context.invocation_metadata() or ())
+        given = str(metadata.get(SECRET_METADATA, ""))
+        expected = session_mac(secret, router_id)
+        if not hmac.compare_digest(given.encode(), expected.encode()):
+            raise Unauthenticated("the deployment's secret was not proven")
+
+    async def _converse(self, session: RouterSession, context: Any) -> None:
+        """Read, write, and watch for a cut; the first of the three to end ends the session."""
+        self._shell.attach(session)
+        loop = asyncio.get_running_loop()
+        tasks = [
+            loop.create_task(self._read(session, context)),
+            loop.create_task(self._write(session, context)),
+            loop.create_task(session.wait_cut()),
+        ]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            reason = session.closed
+        finally:
+            self._shell.detach(session)
+            for task in tasks:
+                task.cancel()
+            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        if reason is not None:
+            raise reason
+        for outcome in outcomes:
+            if isinstance(outcome, BatonError):
+                raise outcome
+            if isinstance(outcome, Exception):
+                log.info("session of router %s broke: %s", session.router_id, outcome)
+
+    async def _read(self, session: RouterSession, context: Any) -> None:
+        """Router messages, until there are no more. A bad submission fails its request alone."""
+        while (message := await context.read()) is not _END:
+            try:
+                self._shell.receive(
+                    session, wire.router_message_from_wire(message, self._shell.clock)
+                )
+            except InvalidRequest as error:
+                failed = _refusal(message, error)
+                if failed is None:
+                    raise
+                session.send(NodeStep(failed=(failed,)))
+
+    async def _write(self, session: RouterSession, context: Any) -> None:
+        while True:
+            step = await session.next()
+            await context.write(wire.node_message_to_wire(step))
+
+
+def _refusal(message: node_pb2.RouterMessage, error: InvalidRequest) -> RequestFailed | None:
+    """The failure of the request that `message` submits; None if it names none."""
+    request = message.submit.request
+    if message.WhichOneof("kind") != "submit" or not request.id:
+        return None
+    return RequestFailed(
+        request.id, request.epoch, error.code, error.message, error.retryable, error.field
+    )
+
+
+class NodeServer:
+    """grpc.aio server of one node. The life: bind() -> start() -> set_health()* -> stop()."""
+
+    def __init__(self, shell: NodeShell) -> None:
+        self._shell = shell
+        self._server = grpc.aio.server(options=server_options(shell.timing))
+        # pyright does not see the conditional import of `aio` in there
+        self._health: Any = health.aio.HealthServicer()  # pyright: ignore
+        node_pb2_grpc.add_NodeServicer_to_server(SessionService(shell), self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+
+    def bind(self) -> int:
+        """Take the port; returns it. Raises ConfigError."""
+        config = self._shell.config
+        address = join_address(config.host, config.port)
+        try:
+            return self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise ConfigError(f"cannot bind {address}: {error}", field="port") from error
+
+    async def start(self) -> None:
+        await self._server.start()
+        await self.set_health(serving=True)
+
+    async def set_health(self, *, serving: bool) -> None:
+        """What grpc.health.v1 answers, for the server and for Node.Session."""
+        status = health_pb2.HealthCheckResponse.SERVING
+        if not serving:
+            status = health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ("", SERVICE):
+            await self._health.set(name, status)
+
+    async def stop(self) -> None:
+        """End all streams now: the shell's drain is over. Twice is safe."""
+        await self._server.stop(grace=self._shell.timing.connect_s)

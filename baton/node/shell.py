@@ -1,0 +1,421 @@
+"""NodeShell: what prefill and decode nodes share. Engine thread, KV connector and role, composed.
+
+The life: NodeShell(parts) -> start(address) -> sessions come and go -> drain() -> stop().
+From the engine thread: each StepReport is shown to the role there and then, and goes to the event
+loop, where it becomes ONE message per router session: this router's tokens and failures, the load
+if it changed, the block events. Methods run on the event loop unless they say otherwise.
+Not here: gRPC (service.py), what a role does with a request (prefill_node/, decode_node/).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import baton
+from baton.clock import Clock
+from baton.engine.engine import Engine
+from baton.engine.stats import EngineStats
+from baton.engine.thread import EngineThread, StepReport
+from baton.errors import (
+    BatonError,
+    DeadlineExceeded,
+    Fenced,
+    InternalError,
+    InvalidRequest,
+    NodeLost,
+    Overloaded,
+    Unavailable,
+)
+from baton.events import BlockEvent, NodeStep, RequestFailed, TokenEvent
+from baton.handles import KVHandle, NodeLoad, NodeRecord, Role
+from baton.log import request_context
+from baton.messages import (
+    AbortRequest,
+    DrainNode,
+    Migrate,
+    ReleaseExport,
+    RenewExport,
+    RouterMessage,
+    SessionHello,
+    SubmitDecode,
+    SubmitPrefill,
+)
+from baton.metrics import NodeMetrics, NodeSnapshot
+from baton.node.config import NodeConfig
+from baton.node.metrics import snapshot
+from baton.node.requests import NodeRequest, RequestTable, failure
+from baton.node.role import NodeRole, RoleContext
+from baton.node.session import RouterSession
+from baton.timing import Timing
+from kv_transfer.base import OnReleased
+from kv_transfer.connector import Connector
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeParts:
+    """What a shell is made of. The two makers run in its constructor, on the event loop."""
+
+    node_id: str
+    boot_id: str
+    role: Role
+    config: NodeConfig
+    timing: Timing
+    clock: Clock
+    engine: Engine
+    make_connector: Callable[[OnReleased], Connector]
+    make_role: Callable[[RoleContext], NodeRole]
+
+
+@dataclass(slots=True)
+class _Share:
+    """One session's part of a step."""
+
+    tokens: list[TokenEvent] = field(default_factory=list[TokenEvent])
+    failed: list[RequestFailed] = field(default_factory=list[RequestFailed])
+
+
+class NodeShell:
+    """One node: its sessions, its requests, and the way between them and the engine."""
+
+    def __init__(self, parts: NodeParts) -> None:
+        self.config = parts.config
+        self.timing = parts.timing
+        self.clock = parts.clock
+        self.node_id = parts.node_id
+        self.kind = parts.role
+        self.boot_id = parts.boot_id
+        self.requests = RequestTable()
+        self.draining = False
+        self._engine = parts.engine
+        self._loop = asyncio.get_running_loop()
+        self._address = ""
+        self._sessions: set[RouterSession] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._engine_load = parts.engine.current_load()
+        self._engine_stats = parts.engine.stats.copy()
+        self._asked_engine_at: float | None = None
+        self._quiet = asyncio.Event()  # set whenever a request or an export has ended
+        self._stopped = False
+        self.thread = EngineThread(parts.engine, self._on_step)
+        self.connector = parts.make_connector(self._on_released)
+        self.metrics = NodeMetrics(
+            parts.engine.config.model_name, parts.node_id, parts.role.value, self.scrape
+        )
+        self.role = parts.make_role(
+            RoleContext(
+                engine=parts.engine,
+                thread=self.thread,
+                connector=self.connector,
+                loop=self._loop,
+                config=parts.config,
+                timing=parts.timing,
+                clock=parts.clock,
+                spawn=self._spawn,
+                observe_fetch=self.metrics.observe_fetch,
+            )
+        )
+
+    # ---- life ----
+
+    async def start(self, address: str) -> None:
+        """Start connector and engine; `address` is where routers reach this node (HOST:PORT)."""
+        self._address = address
+        await self.connector.start()
+        self.thread.start()
+
+    def begin_drain(self) -> None:
+        """Take no new requests from now on, and tell the routers. Twice is safe."""
+        if not self.draining:
+            self.draining = True
+            log.info("draining: %d requests are running", len(self.requests))
+            self.send_load()
+
+    async def drain(self) -> None:
+        """Take no new requests; wait, at most `drain_s`, for those here and for their exports."""
+        self.begin_drain()
+        try:
+            async with asyncio.timeout(self.config.drain_s):
+                while self._tasks or self.connector.active_exports:
+                    self._quiet.clear()
+                    await self._quiet.wait()
+        except TimeoutError:
+            log.warning(
+                "drain ended with %d requests and %d exports",
+                len(self.requests),
+                self.connector.active_exports,
+            )
+
+    async def stop(self) -> None:
+        """Cut all sessions, abort all requests, stop connector and engine. Twice is safe."""
+        if self._stopped:
+            return
+        self._stopped = True
+        self.draining = True
+        for session in list(self._sessions):
+            session.cut(Unavailable("the node is stopping"))
+            self.detach(session)
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=self.timing.connect_s)
+        await self.connector.stop()
+        await asyncio.to_thread(self.thread.stop)
+
+    # ---- what others ask of a node ----
+
+    def record(self) -> NodeRecord:
+        """What this node says of itself, now."""
+        info, config = self._engine.info, self._engine.config
+        return NodeRecord(
+            node_id=self.node_id,
+            boot_id=self.boot_id,
+            role=self.kind,
+            address=self._address,
+            model=config.model_name,
+            model_digest=info.digest,
+            block_size=self._engine.pool.block_size,
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            endpoint=self.connector.endpoint(),
+            load=self.load(),
+            version=baton.__version__,
+            eos_token_ids=info.eos_token_ids,
+        )
+
+    def load(self) -> NodeLoad:
+        """The engine's load at its last step, with what only the node knows."""
+        return replace(
+            self._engine_load,
+            fetching=self.role.fetching,
+            export_bytes=self.connector.export_bytes,
+            draining=self.draining,
+        )
+
+    def send_load(self) -> None:
+        """Tell every router the load, where it changed."""
+        load = self.load()
+        for session in self._sessions:
+            if session.changed_load(load) is not None:
+                session.send(NodeStep(load=load))
+
+    def ask_engine(self) -> None:
+        """Refresh load and counters between steps, soon; no second question while one is open."""
+        if self._asked_engine_at is None:
+            self._asked_engine_at = self.clock.monotonic()
+            self.thread.post(self._answer)
+
+    def scrape(self) -> NodeSnapshot:
+        """Everything /metrics shows, as of the last step or beat. Any thread."""
+        return snapshot(self.load(), self._engine_stats, self.connector)
+
+    @property
+    def engine_silent_s(self) -> float:
+        """Seconds for which the engine has not answered `ask_engine`: one step, unless it hangs."""
+        asked = self._asked_engine_at
+        return 0.0 if asked is None else self.clock.monotonic() - asked
+
+    # ---- sessions ----
+
+    def attach(self, session: RouterSession) -> None:
+        """A router has said hello and got the record: it hears of everything from now on."""
+        if self._stopped:
+            session.cut(Unavailable("the node is stopping"))
+            return
+        self._sessions.add(session)
+        self.thread.post(lambda engine: self._snapshot(engine, session))
+        log.info("router %s connected", session.router_id)
+
+    def detach(self, session: RouterSession) -> None:
+        """The session is over: abort its requests. Finished exports keep their lease."""
+        if session not in self._sessions:
+            return
+        self._sessions.discard(session)
+        session.cut(NodeLost("the session is over"))
+        entries = self.requests.of(session)
+        for entry in entries:
+            entry.cancel()
+        log.info("router %s is gone, %d requests aborted", session.router_id, len(entries))
+
+    def receive(self, session: RouterSession, message: RouterMessage) -> None:
+        """Act on one message of a router. Raises InvalidRequest if it breaks the protocol."""
+        match message:
+            case SubmitPrefill() | SubmitDecode():
+                self._submit(session, message)
+            case AbortRequest():
+                entry = self.requests.find(message.request_id)
+                if entry is not None and entry.request.epoch <= message.epoch:
+                    entry.cancel()
+            case RenewExport():
+                self._spawn(self._renew(message.handle))
+            case ReleaseExport():
+                self._spawn(self._release(message.handle, message.why))
+            case DrainNode():
+                self.begin_drain()
+            case Migrate():
+                # Moving a running sequence comes with drain by migration; until then it ends here.
+                log.warning("request %s stays: this node does not migrate", message.request_id)
+            case SessionHello():
+                raise InvalidRequest("a second hello on one session", field="hello")
+
+    def _submit(self, session: RouterSession, message: SubmitPrefill | SubmitDecode) -> None:
+        request = message.request
+        handle = message.handle if isinstance(message, SubmitDecode) else None
+        try:
+            if self.draining:
+                raise Unavailable(f"node {self.node_id} is draining")
+            if len(self.requests) >= self.config.max_requests:
+                raise Overloaded(f"node {self.node_id} has {self.config.max_requests} requests")
+            self.role.check(message)
+            entry = NodeRequest(request, handle, session)
+            older = self.requests.add(entry)
+        except BatonError as error:
+            session.send(NodeStep(failed=(failure(request, error),)))
+            return
+        if older is not None:
+            error = Fenced(f"epoch {request.epoch} of request {request.id} took over")
+            older.send(NodeStep(failed=(failure(older.request, error),)))
+            older.cancel()
+        entry.task = self._loop.create_task(self._serve(entry, older))
+        # Not in _serve: a task that is cancelled before it began runs none of its own code.
+        entry.task.add_done_callback(lambda _: self.requests.remove(entry))
+        self._keep(entry.task)
+
+    async def _serve(self, entry: NodeRequest, older: NodeRequest | None) -> None:
+        """One request, from its submission to its last event; exactly one end of it is told."""
+        limit = asyncio.timeout(self._seconds_left(entry.request.deadline))
+        with request_context(entry.request.id):
+            try:
+                async with limit:
+                    if older is not None and older.task is not None:
+                        await asyncio.wait([older.task])
+                    await self.role.serve(entry)
+            except BatonError as error:
+                log.info("failed: %s: %s", error.code, error.message)
+                self._fail(entry, error)
+            except Exception as error:
+                if isinstance(error, TimeoutError) and limit.expired():
+                    self._fail(entry, DeadlineExceeded("the request's deadline is over"))
+                    return
+                log.exception("failed")
+                self._fail(entry, InternalError("internal error"))
+
+    def _fail(self, entry: NodeRequest, error: BatonError) -> None:
+        told = entry.ended.done() and entry.ended.exception() is None
+        if not told:
+            entry.send(NodeStep(failed=(failure(entry.request, error),)))
+
+    def _seconds_left(self, deadline: float | None) -> float | None:
+        return None if deadline is None else max(0.0, deadline - self.clock.monotonic())
+
+    async def _renew(self, handle: KVHandle) -> None:
+        try:
+            await self.connector.renew(handle)
+        except BatonError as error:
+            # Its receiver may have just acknowledged it: only a failed fetch is worth telling.
+            log.debug("request %s: no renewal: %s", handle.request_id, error.message)
+
+    async def _release(self, handle: KVHandle, why: str) -> None:
+        try:
+            await self.connector.release(handle, why)
+        except BatonError as error:
+            log.debug("request %s: no release: %s", handle.request_id, error.message)
+
+    # ---- tasks ----
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        self._keep(self._loop.create_task(work))
+
+    def _keep(self, task: asyncio.Task[None]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._quiet.set()
+        if not task.cancelled() and task.exception() is not None:
+            log.error("a task of the node failed", exc_info=task.exception())
+
+    # ---- from the engine thread ----
+
+    def _on_step(self, report: StepReport) -> None:
+        self.role.on_step(report)
+        stats = self._engine.stats.copy()
+        self._loop.call_soon_threadsafe(self._deliver, report, stats)
+
+    def _answer(self, engine: Engine) -> None:
+        load, stats = engine.current_load(), engine.stats.copy()
+        self._loop.call_soon_threadsafe(self._answered, load, stats)
+
+    def _snapshot(self, engine: Engine, session: RouterSession) -> None:
+        # Taken together, and delivered in the order of the steps: nothing is told twice or missed.
+        pending = engine.take_block_events()
+        everything = engine.pool.snapshot_events()
+        self._loop.call_soon_threadsafe(self._synchronise, session, pending, everything)
+
+    def _on_released(self, handle: KVHandle, blocks: tuple[int, ...], why: str) -> None:
+        """Any thread: nobody touches the blocks of this export any more."""
+        log.debug("request %s: export released: %s", handle.request_id, why)
+        self.thread.post(lambda engine: self._unpin(engine, blocks))
+
+    def _unpin(self, engine: Engine, blocks: tuple[int, ...]) -> None:
+        engine.unpin(blocks)
+        self._loop.call_soon_threadsafe(self._freed)
+
+    # ---- back on the event loop ----
+
+    def _answered(self, load: NodeLoad, stats: EngineStats) -> None:
+        self._asked_engine_at = None
+        self._engine_load, self._engine_stats = load, stats
+        self.send_load()
+
+    def _freed(self) -> None:
+        self._quiet.set()
+        self.role.blocks_freed()
+
+    def _synchronise(
+        self, session: RouterSession, pending: list[BlockEvent], everything: list[BlockEvent]
+    ) -> None:
+        self._send_step({}, tuple(pending))
+        session.synced = True
+        session.send(NodeStep(load=self.load(), block_events=tuple(everything)))
+
+    def _deliver(self, report: StepReport, stats: EngineStats) -> None:
+        """One step's results: a message to each session it concerns."""
+        self._engine_load, self._engine_stats = report.load, stats
+        shares: defaultdict[RouterSession, _Share] = defaultdict(_Share)
+        for event in report.events:
+            entry = self.requests.find(event.request_id, event.epoch)
+            if entry is not None:  # else: aborted while the step ran
+                shares[entry.session].tokens.append(event)
+                if self.role.ends(event):
+                    entry.end()
+        for failed in report.failed:
+            entry = self.requests.find(failed.request_id, failed.epoch)
+            if entry is not None:
+                shares[entry.session].failed.append(failed)
+                entry.end()
+        self._send_step(shares, tuple(report.block_events))
+        self.role.blocks_freed()
+
+    def _send_step(
+        self, shares: dict[RouterSession, _Share], block_events: tuple[BlockEvent, ...]
+    ) -> None:
+        load = self.load()
+        for session in self._sessions:
+            share = shares.get(session, _Share())
+            step = NodeStep(
+                tokens=tuple(share.tokens),
+                failed=tuple(share.failed),
+                load=session.changed_load(load),
+                block_events=block_events if session.synced else (),
+            )
+            if step.tokens or step.failed or step.load or step.block_events:
+                session.send(step)

@@ -1,0 +1,39 @@
+"""Names of everything that Baton keeps in Redis, in one place. Not here: what the values mean
+(router/redis_store.py).
+
+All keys share the hash tag `{pd}`, so that the scripts stay legal on Redis Cluster.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+TAG: Final = "{pd}"
+LEASES: Final = f"{TAG}:leases"  # zset: request key -> expiry in ms of Redis TIME
+EVENTS: Final = f"{TAG}:events"  # stream, MAXLEN ~: (request, state, epoch)
+STATES: Final = f"{TAG}:states"  # hash: state -> requests in it (terminal states: requests ever)
+REQUEST_PREFIX: Final = f"{TAG}:req:"
+NODE_PREFIX: Final = f"{TAG}:node:"
+LOG_PREFIX: Final = f"{TAG}:log:"
+ROUTER_PREFIX: Final = f"{TAG}:router:"
+NODE_PATTERN: Final = "{pd}:node:*"
+
+
+def request_key(request_id: str) -> str:
+    """Hash of one request: state, epoch, owner, fields."""
+    return REQUEST_PREFIX + request_id
+
+
+def node_key(node_id: str) -> str:
+    """String with PX: the serialized NodeRecord of one node (baton/wire.py)."""
+    return NODE_PREFIX + node_id
+
+
+def log_key(request_id: str) -> str:
+    """Stream of the tokens that clients of one request were shown."""
+    return LOG_PREFIX + request_id
+
+
+def router_key(router_id: str) -> str:
+    """String with PX: this router is alive."""
+    return ROUTER_PREFIX + router_id

@@ -1,0 +1,120 @@
+"""SamplingParams: how tokens are chosen and when a sample ends. One frozen value, validated at
+construction.
+
+Not here: stop strings' matching (router/, on text), the sampler itself (baton/engine/sampler.py).
+Conventions are vLLM's: temperature 0 = greedy, top_k 0 or -1 = off, min_p 0 = off.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any, Final, Literal
+
+from baton.errors import InvalidRequest, UnsupportedFeature
+
+# Every number a client can send: (minimum, maximum).
+BOUNDS: Final[dict[str, tuple[float, float]]] = {
+    "n": (1, 128),
+    "best_of": (1, 128),
+    "beam_width": (0, 64),
+    "length_penalty": (-10.0, 10.0),
+    "temperature": (0.0, 100.0),
+    "top_k": (-1, 2**31 - 1),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "seed": (0, 2**64 - 1),
+    "max_tokens": (1, 2**31 - 1),
+    "min_tokens": (0, 2**31 - 1),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (1e-6, 100.0),
+    "logprobs": (0, 20),
+    "prompt_logprobs": (0, 20),
+}
+MAX_STOP_TOKEN_IDS: Final = 256
+MAX_LOGIT_BIAS: Final = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class GuidedDecoding:
+    """A grammar that the output must match."""
+
+    kind: Literal["json_schema", "json_object", "regex", "ebnf", "choice", "structural_tag"]
+    grammar: str
+    backend: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request samples.
+
+    Raises InvalidRequest with the field's name for a value outside BOUNDS (NaN included).
+    `seed` None means that the front door draws one; every engine needs it drawn (see `with_seed`).
+    """
+
+    n: int = 1
+    best_of: int | None = None
+    beam_width: int = 0
+    length_penalty: float = 1.0
+    early_stopping: Literal["false", "true", "never"] = "false"
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int = 16
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    guided: GuidedDecoding | None = None
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in BOUNDS.items():
+            value: Any = getattr(self, name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise InvalidRequest(f"{name} must be a number", field=name)
+            if math.isnan(value) or not low <= value <= high:
+                raise InvalidRequest(
+                    f"{name} must be between {low} and {high}, got {value}", field=name
+                )
+        if self.top_p == 0.0:
+            raise InvalidRequest("top_p must be above 0", field="top_p")
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidRequest(
+                f"at most {MAX_STOP_TOKEN_IDS} stop_token_ids", field="stop_token_ids"
+            )
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise InvalidRequest(f"at most {MAX_LOGIT_BIAS} logit_bias entries", field="logit_bias")
+        if self.min_tokens > self.max_tokens:
+            raise InvalidRequest("min_tokens must not exceed max_tokens", field="min_tokens")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+# Carried by the wire already, served by later releases of the engine: refused by name until then.
+NOT_YET_SERVED: Final = (
+    "n", "best_of", "beam_width", "min_tokens", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "logit_bias", "bad_words", "logprobs", "prompt_logprobs", "guided",
+)  # fmt: skip
+
+
+def refuse_unserved(params: SamplingParams) -> None:
+    """Raise UnsupportedFeature, naming the field, for a parameter that this engine does not
+    serve."""
+    defaults = {f.name: f.default for f in fields(SamplingParams)}
+    for name in NOT_YET_SERVED:
+        value = getattr(params, name)
+        if value != defaults[name] and not (name == "best_of" and value == 1):
+            raise UnsupportedFeature(f"{name} is not supported by this server", field=name)

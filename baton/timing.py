@@ -1,0 +1,47 @@
+"""Every interval of the protocols in one table (seconds). All configurable: components take a
+`Timing`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    heartbeat_s: float = 1.0  # node record and load refresh
+    node_record_s: float = 3.0  # lifetime of a node record without heartbeat
+    router_lease_s: float = 5.0  # lifetime of a router's hold on its requests
+    kv_lease_s: float = 10.0  # lifetime of an export without renewal
+    kv_progress_s: float = 5.0  # a fetch without a frame for so long is a KVTimeout
+    connect_s: float = 3.0  # opening a session or a lane
+    ping_interval_s: float = 1.0  # gRPC keepalive
+    ping_timeout_s: float = (
+        1.0  # with grpc.http2.ping_timeout_ms: a stopped peer is noticed in ~1.1 s
+    )
+    drain_s: float = 5.0
+    request_s: float = 600.0  # default deadline of a request
+
+
+def channel_options(timing: Timing) -> list[tuple[str, int]]:
+    """gRPC channel options: keepalive alone takes 60 s to notice a stopped peer, the ping timeout
+    makes it ~1.1 s."""
+    return [
+        ("grpc.keepalive_time_ms", int(timing.ping_interval_s * 1000)),
+        ("grpc.keepalive_timeout_ms", int(timing.ping_timeout_s * 1000)),
+        ("grpc.http2.ping_timeout_ms", int(timing.ping_timeout_s * 1000)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.max_receive_message_length", 64 << 20),
+        ("grpc.max_send_message_length", 64 << 20),
+    ]
+
+
+def server_options(timing: Timing) -> list[tuple[str, int]]:
+    """gRPC server options that tolerate `channel_options`' pings and bound metadata."""
+    return [
+        *channel_options(timing),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", int(timing.ping_interval_s * 500)),
+        ("grpc.http2.min_ping_interval_without_data_ms", int(timing.ping_interval_s * 500)),
+        ("grpc.max_metadata_size", 8192),
+        ("grpc.so_reuseport", 0),
+    ]

@@ -1,0 +1,489 @@
+"""Dataclass <-> protobuf for everything that routers and nodes say to each other.
+
+The only place, besides the service files, that sees protobuf messages. `x_to_wire` builds the
+message, `x_from_wire` the dataclass; an unknown kind or a missing required field raises
+InvalidRequest there, loudly, and never becomes a default. Deadlines travel as remaining
+milliseconds. Not here: frames of the KV transfer (kv_transfer/), the public API
+(router/grpc_api.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from typing import Any, Final, Literal, cast
+
+from google.protobuf.message import DecodeError
+
+from baton import messages
+from baton.clock import Clock, deadline_from_ms, remaining_ms
+from baton.errors import InvalidRequest
+from baton.events import (
+    BlockEvent,
+    BlockEventKind,
+    HandleReady,
+    NodeStep,
+    RequestFailed,
+    Subscribed,
+    TokenEvent,
+    TokenLogprob,
+)
+from baton.handles import Endpoint, KVHandle, LaneAddress, NodeLoad, NodeRecord, Role
+from baton.kv_spec import PoolFormat
+from baton.request import Request
+from baton.sampling import GuidedDecoding, SamplingParams
+from baton.wire_checks import (
+    epoch_of,
+    finish_reason,
+    identifier,
+    nothing_unknown,
+    one_of,
+    present,
+    required,
+)
+from protos import kv_pb2, node_pb2
+
+EARLY_STOPPING: Final = ("false", "true", "never")
+RESUME: Final = ("fast", "exact")
+GUIDED_KINDS: Final = ("json_schema", "json_object", "regex", "ebnf", "choice", "structural_tag")
+
+_ROLES: Final = {Role.PREFILL: node_pb2.ROLE_PREFILL, Role.DECODE: node_pb2.ROLE_DECODE}
+_ROLE_OF: Final = {number: role for role, number in _ROLES.items()}
+_BLOCK_KINDS: Final = {
+    BlockEventKind.STORED: node_pb2.BlockEvent.STORED,
+    BlockEventKind.EVICTED: node_pb2.BlockEvent.EVICTED,
+    BlockEventKind.CLEARED: node_pb2.BlockEvent.CLEARED,
+}
+_BLOCK_KIND_OF: Final = {number: kind for kind, number in _BLOCK_KINDS.items()}
+_PLAIN_HANDLE: Final = (
+    "boot_id", "export_seq", "request_id", "sample", "epoch", "num_tokens", "secret", "lease_ms",
+)  # fmt: skip
+_PLAIN_RECORD: Final = (
+    "node_id", "boot_id", "address", "model", "model_digest", "block_size", "max_model_len",
+    "vocab_size", "version", "adapters", "eos_token_ids",
+)  # fmt: skip
+_PLAIN_PARAMS: Final = (
+    "n", "beam_width", "top_k", "seed", "max_tokens", "min_tokens", "ignore_eos",
+    "length_penalty", "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty",
+)  # fmt: skip
+
+
+def sampling_to_wire(params: SamplingParams) -> node_pb2.SamplingParams:
+    if params.seed is None:
+        raise InvalidRequest("the seed must be drawn before a request travels", field="seed")
+    values = asdict(params)
+    values["best_of"] = params.best_of or 0
+    values["logit_bias"] = dict(params.logit_bias)
+    values["bad_words"] = [node_pb2.TokenIds(ids=word) for word in params.bad_words]
+    return node_pb2.SamplingParams(**values)
+
+
+def sampling_from_wire(message: node_pb2.SamplingParams) -> SamplingParams:
+    nothing_unknown(message, "params")
+    early = one_of(message.early_stopping, EARLY_STOPPING, "early_stopping")
+    guided = None
+    if message.HasField("guided"):
+        kind = one_of(message.guided.kind, GUIDED_KINDS, "guided")
+        guided = GuidedDecoding(
+            cast("Literal['regex']", kind), message.guided.grammar, message.guided.backend
+        )
+    values: dict[str, Any] = {name: getattr(message, name) for name in _PLAIN_PARAMS}
+    return SamplingParams(
+        **values,
+        best_of=message.best_of or None,
+        early_stopping=cast("Literal['false', 'true', 'never']", early),
+        stop_token_ids=tuple(message.stop_token_ids),
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+        bad_words=tuple(tuple(word.ids) for word in message.bad_words),
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        guided=guided,
+    )
+
+
+def request_to_wire(request: Request, clock: Clock) -> node_pb2.Request:
+    return node_pb2.Request(
+        id=request.id,
+        prompt_ids=request.prompt_ids,
+        output_ids=[node_pb2.TokenIds(ids=ids) for ids in request.output_ids],
+        params=sampling_to_wire(request.params),
+        adapter=request.adapter,
+        priority=request.priority,
+        tenant_salt=request.tenant_salt,
+        deadline_ms=remaining_ms(request.deadline, clock),
+        epoch=request.epoch,
+        traceparent=request.traceparent,
+        resume=request.resume,
+    )
+
+
+def request_from_wire(message: node_pb2.Request, clock: Clock) -> Request:
+    """The request as this process sees it: `deadline` and `arrival` on this process's clock."""
+    nothing_unknown(message, "request")
+    present(message, "params")
+    if not message.prompt_ids:
+        raise InvalidRequest("prompt_ids is empty", field="prompt_ids")
+    if not message.output_ids:
+        raise InvalidRequest("output_ids is missing (one list per sample)", field="output_ids")
+    return Request(
+        id=identifier(message.id, "id"),
+        prompt_ids=tuple(message.prompt_ids),
+        params=sampling_from_wire(message.params),
+        output_ids=tuple(tuple(sample.ids) for sample in message.output_ids),
+        adapter=message.adapter,
+        priority=message.priority,
+        tenant_salt=message.tenant_salt,
+        deadline=deadline_from_ms(message.deadline_ms, clock),
+        epoch=epoch_of(message.epoch),
+        traceparent=message.traceparent,
+        resume=cast("Literal['fast', 'exact']", one_of(message.resume, RESUME, "resume")),
+        arrival=clock.monotonic(),
+    )
+
+
+# ---- endpoints and handles ----
+
+
+def format_from_wire(message: kv_pb2.PoolFormat) -> PoolFormat:
+    if message.block_size < 1 or message.tp_size < 1:
+        raise InvalidRequest("block_size and tp_size must be at least 1", field="format")
+    return PoolFormat(
+        block_size=message.block_size,
+        dtype=required(message.dtype, "dtype"),
+        tp_size=message.tp_size,
+        tp_rank=message.tp_rank,
+        codecs=tuple(message.codecs),
+    )
+
+
+def endpoint_to_wire(value: Endpoint) -> kv_pb2.Endpoint:
+    return kv_pb2.Endpoint(
+        boot_id=value.boot_id,
+        protocol_version=value.protocol_version,
+        layout_fingerprint=value.layout_fingerprint,
+        format=kv_pb2.PoolFormat(**asdict(value.format)),
+        lanes=[
+            kv_pb2.Lane(name=lane.name, address=lane.address, attributes=dict(lane.attributes))
+            for lane in value.lanes
+        ],
+        ranks=[endpoint_to_wire(rank) for rank in value.ranks],
+    )
+
+
+def endpoint_from_wire(message: kv_pb2.Endpoint) -> Endpoint:
+    present(message, "format")
+    return Endpoint(
+        boot_id=identifier(message.boot_id, "boot_id"),
+        layout_fingerprint=required(message.layout_fingerprint, "layout_fingerprint"),
+        format=format_from_wire(message.format),
+        lanes=tuple(
+            LaneAddress(
+                required(lane.name, "lane"), lane.address, tuple(sorted(lane.attributes.items()))
+            )
+            for lane in message.lanes
+        ),
+        protocol_version=message.protocol_version,
+        ranks=tuple(endpoint_from_wire(rank) for rank in message.ranks),
+    )
+
+
+def handle_to_wire(value: KVHandle) -> kv_pb2.KVHandle:
+    plain = {name: getattr(value, name) for name in _PLAIN_HANDLE}
+    return kv_pb2.KVHandle(**plain, endpoint=endpoint_to_wire(value.endpoint))
+
+
+def handle_from_wire(message: kv_pb2.KVHandle) -> KVHandle:
+    identifier(message.boot_id, "boot_id")
+    identifier(message.request_id, "request_id")
+    epoch_of(message.epoch)
+    present(message, "endpoint")
+    if message.num_tokens < 1 or message.lease_ms < 1 or not message.secret:
+        raise InvalidRequest("a handle needs num_tokens, lease_ms and secret", field="handle")
+    plain = {name: getattr(message, name) for name in _PLAIN_HANDLE}
+    return KVHandle(**plain, endpoint=endpoint_from_wire(message.endpoint))
+
+
+def handle_to_bytes(value: KVHandle) -> bytes:
+    """For the request's record in the store."""
+    return handle_to_wire(value).SerializeToString()
+
+
+def handle_from_bytes(data: bytes) -> KVHandle:
+    try:
+        return handle_from_wire(kv_pb2.KVHandle.FromString(data))
+    except DecodeError as error:
+        raise InvalidRequest("not a KV handle", field="handle") from error
+
+
+# ---- node record and load ----
+
+
+def load_to_wire(value: NodeLoad) -> node_pb2.Load:
+    return node_pb2.Load(**asdict(value))
+
+
+def load_from_wire(message: node_pb2.Load) -> NodeLoad:
+    return NodeLoad(**{spec.name: getattr(message, spec.name) for spec in fields(NodeLoad)})
+
+
+def record_to_wire(value: NodeRecord) -> node_pb2.NodeRecord:
+    plain = {name: getattr(value, name) for name in _PLAIN_RECORD}
+    return node_pb2.NodeRecord(
+        **plain,
+        role=_ROLES[value.role],
+        endpoint=endpoint_to_wire(value.endpoint),
+        load=load_to_wire(value.load),
+    )
+
+
+def record_from_wire(message: node_pb2.NodeRecord) -> NodeRecord:
+    for name in ("node_id", "boot_id", "address", "model", "model_digest"):
+        identifier(getattr(message, name), name)
+    present(message, "endpoint")
+    if message.role not in _ROLE_OF:
+        raise InvalidRequest(f"unknown role {message.role}", field="role")
+    if message.block_size < 1 or message.max_model_len < 1:
+        raise InvalidRequest("block_size and max_model_len must be at least 1", field="block_size")
+    values = {name: getattr(message, name) for name in _PLAIN_RECORD}
+    values["adapters"] = tuple(message.adapters)
+    values["eos_token_ids"] = tuple(message.eos_token_ids)
+    return NodeRecord(
+        **values,
+        role=_ROLE_OF[message.role],
+        endpoint=endpoint_from_wire(message.endpoint),
+        load=load_from_wire(message.load),
+    )
+
+
+def record_to_bytes(value: NodeRecord) -> bytes:
+    """For the node's key in Redis."""
+    return record_to_wire(value).SerializeToString()
+
+
+def record_from_bytes(data: bytes) -> NodeRecord:
+    try:
+        return record_from_wire(node_pb2.NodeRecord.FromString(data))
+    except DecodeError as error:
+        raise InvalidRequest("not a node record", field="record") from error
+
+
+# ---- router -> node ----
+
+
+def router_message_to_wire(value: messages.RouterMessage, clock: Clock) -> node_pb2.RouterMessage:
+    match value:
+        case messages.SessionHello():
+            return node_pb2.RouterMessage(hello=node_pb2.SessionHello(**asdict(value)))
+        case messages.SubmitPrefill():
+            submit = node_pb2.Submit(
+                request=request_to_wire(value.request, clock), prefill=node_pb2.PrefillTask()
+            )
+            return node_pb2.RouterMessage(submit=submit)
+        case messages.SubmitDecode():
+            handle = None if value.handle is None else handle_to_wire(value.handle)
+            submit = node_pb2.Submit(
+                request=request_to_wire(value.request, clock),
+                decode=node_pb2.DecodeTask(handle=handle),
+            )
+            return node_pb2.RouterMessage(submit=submit)
+        case messages.AbortRequest():
+            return node_pb2.RouterMessage(abort=node_pb2.Abort(**asdict(value)))
+        case messages.RenewExport():
+            renew = node_pb2.RenewExport(handle=handle_to_wire(value.handle))
+            return node_pb2.RouterMessage(renew=renew)
+        case messages.ReleaseExport():
+            release = node_pb2.ReleaseExport(handle=handle_to_wire(value.handle), why=value.why)
+            return node_pb2.RouterMessage(release=release)
+        case messages.DrainNode():
+            return node_pb2.RouterMessage(drain=node_pb2.Drain(mode=value.mode))
+        case messages.Migrate():
+            return node_pb2.RouterMessage(migrate=node_pb2.Migrate(**asdict(value)))
+
+
+def router_message_from_wire(
+    message: node_pb2.RouterMessage, clock: Clock
+) -> messages.RouterMessage:
+    match message.WhichOneof("kind"):
+        case "hello":
+            hello = message.hello
+            return messages.SessionHello(
+                identifier(hello.router_id, "router_id"), hello.protocol_version, hello.nonce
+            )
+        case "submit":
+            return _submit_from_wire(message.submit, clock)
+        case "abort":
+            abort = message.abort
+            return messages.AbortRequest(
+                identifier(abort.request_id, "request_id"), epoch_of(abort.epoch)
+            )
+        case "renew":
+            present(message.renew, "handle")
+            return messages.RenewExport(handle_from_wire(message.renew.handle))
+        case "release":
+            present(message.release, "handle")
+            return messages.ReleaseExport(
+                handle_from_wire(message.release.handle), message.release.why
+            )
+        case "drain":
+            return messages.DrainNode(required(message.drain.mode, "mode"))
+        case "migrate":
+            migrate = message.migrate
+            return messages.Migrate(
+                identifier(migrate.request_id, "request_id"), epoch_of(migrate.epoch)
+            )
+        case _:
+            raise InvalidRequest("a router message without a known kind", field="kind")
+
+
+def _submit_from_wire(
+    message: node_pb2.Submit, clock: Clock
+) -> messages.SubmitPrefill | messages.SubmitDecode:
+    present(message, "request")
+    request = request_from_wire(message.request, clock)
+    match message.WhichOneof("task"):
+        case "prefill":
+            return messages.SubmitPrefill(request)
+        case "decode" if message.decode.HasField("handle"):
+            return messages.SubmitDecode(request, handle_from_wire(message.decode.handle))
+        case "decode":
+            return messages.SubmitDecode(request)
+        case _:
+            raise InvalidRequest("submit without a known task", field="task")
+
+
+# ---- node -> router ----
+
+
+def _top_to_wire(row: Sequence[TokenLogprob]) -> list[kv_pb2.TokenLogprob]:
+    return [kv_pb2.TokenLogprob(token_id=t.token_id, logprob=t.logprob, rank=t.rank) for t in row]
+
+
+def _top_from_wire(row: Sequence[kv_pb2.TokenLogprob]) -> tuple[TokenLogprob, ...]:
+    return tuple(TokenLogprob(t.token_id, t.logprob, t.rank) for t in row)
+
+
+def token_event_to_wire(value: TokenEvent) -> node_pb2.TokenEvent:
+    return node_pb2.TokenEvent(
+        request_id=value.request_id,
+        epoch=value.epoch,
+        sample=value.sample,
+        position=value.position,
+        token_ids=value.token_ids,
+        logprobs=[node_pb2.TokenLogprobs(top=_top_to_wire(row)) for row in value.logprobs],
+        finish_reason=value.finish_reason or "",
+        num_cached_tokens=value.num_cached_tokens,
+        stop_token_id=value.stop_token_id or 0,
+        has_stop_token=value.stop_token_id is not None,
+        prompt_logprobs=[
+            node_pb2.TokenLogprobs(top=_top_to_wire(row)) for row in value.prompt_logprobs
+        ],
+    )
+
+
+def token_event_from_wire(message: node_pb2.TokenEvent) -> TokenEvent:
+    return TokenEvent(
+        request_id=required(message.request_id, "request_id"),
+        epoch=epoch_of(message.epoch),
+        position=message.position,
+        token_ids=tuple(message.token_ids),
+        sample=message.sample,
+        finish_reason=finish_reason(message.finish_reason),
+        stop_token_id=message.stop_token_id if message.has_stop_token else None,
+        num_cached_tokens=message.num_cached_tokens,
+        logprobs=tuple(_top_from_wire(row.top) for row in message.logprobs),
+        prompt_logprobs=tuple(_top_from_wire(row.top) for row in message.prompt_logprobs),
+    )
+
+
+def _failed_to_wire(value: RequestFailed) -> node_pb2.RequestFailed:
+    return node_pb2.RequestFailed(
+        request_id=value.request_id,
+        epoch=value.epoch,
+        code=value.code,
+        message=value.message,
+        retryable=value.retryable,
+        field=value.field or "",
+    )
+
+
+def _failed_from_wire(message: node_pb2.RequestFailed) -> RequestFailed:
+    return RequestFailed(
+        request_id=required(message.request_id, "request_id"),
+        epoch=message.epoch,  # 0: the message was refused before its epoch was read
+        code=required(message.code, "code"),
+        message=message.message,
+        retryable=message.retryable,
+        field=message.field or None,
+    )
+
+
+def _handle_ready_from_wire(message: node_pb2.HandleReady) -> HandleReady:
+    present(message, "handle")
+    return HandleReady(
+        required(message.request_id, "request_id"),
+        epoch_of(message.epoch),
+        handle_from_wire(message.handle),
+    )
+
+
+def _block_event_from_wire(message: node_pb2.BlockEvent) -> BlockEvent:
+    if message.kind not in _BLOCK_KIND_OF:
+        raise InvalidRequest(f"unknown kind {message.kind} of a block event", field="block_events")
+    return BlockEvent(_BLOCK_KIND_OF[message.kind], tuple(message.hashes), message.parent)
+
+
+def step_to_wire(value: NodeStep) -> node_pb2.NodeStep:
+    return node_pb2.NodeStep(
+        tokens=[token_event_to_wire(event) for event in value.tokens],
+        handles=[
+            node_pb2.HandleReady(
+                request_id=ready.request_id, epoch=ready.epoch, handle=handle_to_wire(ready.handle)
+            )
+            for ready in value.handles
+        ],
+        subscribed=[
+            node_pb2.Subscribed(request_id=item.request_id, epoch=item.epoch)
+            for item in value.subscribed
+        ],
+        failed=[_failed_to_wire(item) for item in value.failed],
+        load=None if value.load is None else load_to_wire(value.load),
+        block_events_seq=value.block_events_seq,
+        block_events=[
+            node_pb2.BlockEvent(
+                kind=_BLOCK_KINDS[event.kind], hashes=event.hashes, parent=event.parent
+            )
+            for event in value.block_events
+        ],
+    )
+
+
+def step_from_wire(message: node_pb2.NodeStep) -> NodeStep:
+    return NodeStep(
+        tokens=tuple(token_event_from_wire(event) for event in message.tokens),
+        handles=tuple(_handle_ready_from_wire(ready) for ready in message.handles),
+        subscribed=tuple(
+            Subscribed(required(item.request_id, "request_id"), epoch_of(item.epoch))
+            for item in message.subscribed
+        ),
+        failed=tuple(_failed_from_wire(item) for item in message.failed),
+        load=load_from_wire(message.load) if message.HasField("load") else None,
+        block_events_seq=message.block_events_seq,
+        block_events=tuple(_block_event_from_wire(event) for event in message.block_events),
+    )
+
+
+def node_message_to_wire(value: NodeRecord | NodeStep) -> node_pb2.NodeMessage:
+    if isinstance(value, NodeRecord):
+        return node_pb2.NodeMessage(hello=record_to_wire(value))
+    return node_pb2.NodeMessage(step=step_to_wire(value))
+
+
+def node_message_from_wire(message: node_pb2.NodeMessage) -> NodeRecord | NodeStep:
+    match message.WhichOneof("kind"):
+        case "hello":
+            return record_from_wire(message.hello)
+        case "step":
+            return step_from_wire(message.step)
+        case _:
+            raise InvalidRequest("a node message without a known kind", field="kind")

@@ -1,0 +1,257 @@
+"""Open-loop serving benchmark: `baton bench serve`, or `python -m bench.serve`.
+
+Against any OpenAI-compatible URL: TTFT, TPOT, ITL, throughput and goodput for given SLOs, as a
+table and as JSON; for Baton also the hand-over time. `--compare` starts `baton up` in two ways on
+the same cores, prefill and decode apart and `--colocated`, in alternating rounds, and prints the
+ratios. What follows `--` goes to `baton up` as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from baton.config import add_options, load, option
+from baton.errors import ConfigError
+from bench.cluster import cluster
+from bench.load import Run, Target, run_workload
+from bench.measure import Slo, Summary, summarize
+from bench.sse import StreamError
+from bench.workload import WorkloadSpec, plan_requests
+
+DESCRIPTION = "Open-loop serving benchmark against any OpenAI-compatible server."
+LATE_MS = 50.0
+MODES = {"apart": (), "colocated": ("--colocated",)}
+COMPARED = (
+    "ttft p50",
+    "ttft p90",
+    "ttft p99",
+    "tpot p50",
+    "tpot p90",
+    "tpot p99",
+    "tokens/s",
+    "goodput",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """Every flag of the benchmark."""
+
+    url: str = option("http://127.0.0.1:8000", "server to measure (not with --compare)")
+    model: str | None = option(None, "model name (default: the first that the server lists)")
+    api_key: str | None = option(None, "the server's key")
+    requests: int = option(100, "number of requests")
+    rate: float = option(4.0, "mean arrivals per second, Poisson; 0 sends all at once")
+    input_words: int = option(128, "mean words per prompt, about one token each")
+    output_tokens: int = option(64, "mean tokens per answer")
+    length_spread: float = option(0.5, "lengths vary by this share around their mean")
+    shared_prefix_words: int = option(0, "words that all prompts begin with")
+    temperature: float = option(0.0, "0 = greedy")
+    ignore_eos: bool = option(True, "make answers exactly as long as planned (vLLM's extension)")
+    seed: int = option(0, "the same seed sends the same requests at the same times")
+    warm_up: int = option(4, "requests before the clock starts")
+    slo_ttft_ms: float = option(500.0, "a good request has its first token within so many ms")
+    slo_tpot_ms: float = option(50.0, "and then at most so many ms per token")
+    timeout_s: float = option(300.0, "longest silence of a server, seconds")
+    json: Path | None = option(None, "also write the results to this file")
+    compare: bool = option(False, "start Baton apart and colocated on the same cores, alternating")
+    rounds: int = option(3, "rounds of --compare")
+
+    def workload(self, num_requests: int, seed: int) -> WorkloadSpec:
+        return WorkloadSpec(
+            num_requests=num_requests,
+            rate=self.rate,
+            input_words=self.input_words,
+            output_tokens=self.output_tokens,
+            length_spread=self.length_spread,
+            shared_prefix_words=self.shared_prefix_words,
+            seed=seed,
+        )
+
+    @property
+    def slo(self) -> Slo:
+        return Slo(self.slo_ttft_ms / 1000, self.slo_tpot_ms / 1000)
+
+
+async def measure(options: ServeOptions, url: str, label: str, seed: int) -> Summary:
+    """Warm up, then one whole run against `url`."""
+    target = Target(
+        url=url,
+        model=options.model,
+        api_key=options.api_key,
+        timeout_s=options.timeout_s,
+        temperature=options.temperature,
+        ignore_eos=options.ignore_eos,
+    )
+    if options.warm_up:
+        # Another seed: the measured prompts must not find their prefixes cached.
+        await run_workload(
+            target, plan_requests(options.workload(options.warm_up, seed + 1_000_003))
+        )
+    run: Run = await run_workload(target, plan_requests(options.workload(options.requests, seed)))
+    errors = sorted({sample.error for sample in run.samples if sample.error is not None})
+    if len(errors) and all(sample.error for sample in run.samples):
+        raise StreamError(f"every request failed, such as: {errors[0]}")
+    return summarize(label, run.samples, options.slo, run.handovers.mean_s)
+
+
+async def compare(
+    options: ServeOptions, up_flags: Sequence[str], console: Console
+) -> list[Summary]:
+    """Both modes, `rounds` times, alternating, so that drift of the machine hits both."""
+    summaries: list[Summary] = []
+    for index in range(options.rounds):
+        for label, flags in MODES.items():
+            console.print(f"round {index + 1} of {options.rounds}: {label} ...", style="dim")
+            async with cluster([*flags, *up_flags]) as ready:
+                summaries.append(
+                    await measure(options, str(ready["url"]), label, options.seed + index)
+                )
+    return summaries
+
+
+# ---- showing -------------------------------------------------------------------------------------
+
+
+def table_of(summaries: Sequence[Summary]) -> Table:
+    """One column per run, so that even six of them fit a terminal."""
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
+    table.add_column("")
+    for each in summaries:
+        table.add_column(each.label, justify="right")
+    rows = [rows_of(each) for each in summaries]
+    for name in rows[0]:
+        table.add_row(name, *(row[name] for row in rows))
+    return table
+
+
+def rows_of(summary: Summary) -> dict[str, str]:
+    """What is shown of one run, in order."""
+    rows = {"requests": str(summary.requests), "failed": str(summary.failed)}
+    times = (("TTFT", summary.ttft), ("TPOT", summary.tpot), ("ITL", summary.itl))
+    for name, values in times:
+        shown = ("-",) * 3 if values is None else tuple(f"{each:.1f}" for each in values.ranks)
+        rows |= dict(zip((f"{name} p50", f"{name} p90", f"{name} p99"), shown, strict=True))
+    rows["tokens/s"] = f"{summary.token_rate:.1f}"
+    rows["requests/s"] = f"{summary.request_rate:.2f}"
+    rows["goodput/s"] = f"{summary.goodput:.2f}"
+    handover = summary.handover_ms
+    rows["hand-over, mean"] = "-" if handover is None else f"{handover:.1f}"
+    return rows
+
+
+def figures(summary: Summary) -> dict[str, float]:
+    """The compared quantities of one run; those without a value are absent."""
+    found = {"tokens/s": summary.token_rate, "goodput": summary.goodput}
+    for name, values in (("ttft", summary.ttft), ("tpot", summary.tpot)):
+        if values is not None:
+            found |= {
+                f"{name} p50": values.p50,
+                f"{name} p90": values.p90,
+                f"{name} p99": values.p99,
+            }
+    return found
+
+
+def ratios(summaries: Sequence[Summary]) -> dict[str, dict[str, float]]:
+    """apart / colocated per quantity: median over rounds, and the spread (smallest, largest)."""
+    apart = [figures(each) for each in summaries if each.label == "apart"]
+    colocated = [figures(each) for each in summaries if each.label == "colocated"]
+    result: dict[str, dict[str, float]] = {}
+    for name in COMPARED:
+        values = [
+            ours[name] / theirs[name]
+            for ours, theirs in zip(apart, colocated, strict=True)
+            if name in ours and theirs.get(name)
+        ]
+        if values:
+            median = statistics.median(values)
+            result[name] = {"median": median, "min": min(values), "max": max(values)}
+    return result
+
+
+def ratio_table(values: dict[str, dict[str, float]]) -> Table:
+    table = Table(box=box.SIMPLE)
+    for name in ("quantity", "median", "min", "max"):
+        table.add_column(name, justify="left" if name == "quantity" else "right")
+    for name, ratio in values.items():
+        table.add_row(name, *(f"{ratio[key]:.2f}" for key in ("median", "min", "max")))
+    return table
+
+
+def show(summaries: Sequence[Summary], options: ServeOptions, console: Console) -> dict[str, Any]:
+    """Print the tables; returns everything as JSON-ready values."""
+    console.print(f"goodput: TTFT {options.slo_ttft_ms:g} ms, TPOT {options.slo_tpot_ms:g} ms")
+    console.print("times in ms")
+    console.print(table_of(summaries))
+    result: dict[str, Any] = {"runs": [each.as_json() for each in summaries]}
+    if options.compare:
+        result["apart_over_colocated"] = ratios(summaries)
+        console.print("apart / colocated, per round (a time below 1: apart is faster)")
+        console.print(ratio_table(result["apart_over_colocated"]))
+    late = max(each.max_lateness_ms for each in summaries)
+    if late > LATE_MS:
+        text = f"the client fell {late:.0f} ms behind its plan: this machine is too busy to measure"
+        console.print(text, style="yellow")
+    return result
+
+
+def parse(arguments: Sequence[str]) -> tuple[ServeOptions, list[str]]:
+    """Our options, and what follows `--`. Raises ConfigError."""
+    given = list(arguments)
+    passed_on: list[str] = []
+    if "--" in given:
+        at = given.index("--")
+        given, passed_on = given[:at], given[at + 1 :]
+    parser = argparse.ArgumentParser(prog="baton bench serve", description=DESCRIPTION)
+    add_options(parser, ServeOptions)
+    options = load(ServeOptions, parser.parse_args(given))
+    if passed_on and not options.compare:
+        raise ConfigError("flags after -- are for `baton up` and need --compare")
+    return options, passed_on
+
+
+async def run(options: ServeOptions, up_flags: Sequence[str], console: Console) -> dict[str, Any]:
+    if options.compare:
+        summaries = await compare(options, up_flags, console)
+    else:
+        summaries = [await measure(options, options.url, "run", options.seed)]
+    result = show(summaries, options, console)
+    machine = {"cores": len(os.sched_getaffinity(0)), "python": sys.version.split()[0]}
+    return {"machine": machine, "up_flags": list(up_flags), **result}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    console = Console()
+    try:
+        options, up_flags = parse(sys.argv[1:] if arguments is None else arguments)
+        result = asyncio.run(run(options, up_flags, console))
+    except (ConfigError, StreamError, httpx.HTTPError) as error:
+        console.print(f"baton bench serve: {error}", style="red", markup=False, soft_wrap=True)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    text = json.dumps(result, indent=2)
+    if options.json is not None:
+        options.json.write_text(text + "\n")
+    else:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

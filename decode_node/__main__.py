@@ -1,0 +1,15 @@
+"""`python -m decode_node`: one decode node."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from baton.handles import Role
+from baton.node.main import NodeProgram, main
+from decode_node.role import DecodeRole
+
+PROGRAM = NodeProgram(Role.DECODE, "Baton decode node: KV blocks in, tokens out.", DecodeRole)
+
+if __name__ == "__main__":
+    raise SystemExit(main(PROGRAM, sys.argv[1:], os.environ))

@@ -1,0 +1,112 @@
+"""FetchAdmission: which hand-over may reserve blocks next. A bounded line before the block pool.
+
+The life of a ticket: admission.ticket() -> admit(try_reserve) -> ... fetch ... -> release().
+A prefill node's leased memory is the queue: who waits here holds no blocks. The line is strictly
+first come, first served, so that a long prompt is never starved by short ones. A fetch that begins
+at once streams with the prefill and is as slow as that, so it takes none of the few slots; one that
+had to wait (or whose prefill is known to be over) moves at line rate and needs a slot.
+Event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+from baton.engine.interface import Reservation
+from baton.errors import Overloaded
+
+
+class FetchAdmission:
+    """`max_queued` tickets may wait; `max_ready` fetches whose bytes are ready run at once."""
+
+    def __init__(self, max_queued: int, max_ready: int) -> None:
+        self._max_queued = max_queued
+        self._line: deque[FetchTicket] = deque()
+        self._active = 0
+        self._room = asyncio.Event()
+        self.slots = asyncio.Semaphore(max_ready)
+
+    @property
+    def num_active(self) -> int:
+        """Fetches under way or waiting."""
+        return self._active
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._line)
+
+    def wake(self) -> None:
+        """Blocks may have become free: whoever is first in line tries again."""
+        self._room.set()
+
+    def ticket(self, *, ready: bool) -> FetchTicket:
+        """A place at the end of the line. `ready`: the prefill is over. Raises Overloaded."""
+        if len(self._line) >= self._max_queued:
+            raise Overloaded(f"{self._max_queued} hand-overs wait here already")
+        ticket = FetchTicket(self, ready)
+        self._line.append(ticket)
+        self._active += 1
+        return ticket
+
+    async def wait_for_turn(self, ticket: FetchTicket) -> bool:
+        """Until `ticket` is first; False if it was at once."""
+        if self._line[0] is ticket:
+            return False
+        await ticket.first.wait()
+        return True
+
+    async def reserve(
+        self, try_reserve: Callable[[], Awaitable[Reservation | None]]
+    ) -> Reservation:
+        """Try now and whenever blocks become free."""
+        while True:
+            self._room.clear()  # before the try: what is freed during it is not missed
+            reservation = await try_reserve()
+            if reservation is not None:
+                return reservation
+            await self._room.wait()
+
+    def leave_line(self, ticket: FetchTicket) -> None:
+        if ticket in self._line:
+            self._line.remove(ticket)
+            if self._line:
+                self._line[0].first.set()
+
+    def finish(self) -> None:
+        self._active -= 1
+
+
+class FetchTicket:
+    """One hand-over's place in line, then its slot. `release` is idempotent and ends both."""
+
+    def __init__(self, admission: FetchAdmission, ready: bool) -> None:
+        self.first = asyncio.Event()
+        self._admission = admission
+        self._ready = ready
+        self._slot = False
+        self._released = False
+
+    async def admit(self, try_reserve: Callable[[], Awaitable[Reservation | None]]) -> Reservation:
+        """Blocks for the hand-over, once it is this ticket's turn and there is room."""
+        waited = await self._admission.wait_for_turn(self)
+        if not (waited or self._ready):
+            reservation = await try_reserve()
+            if reservation is not None:
+                self._admission.leave_line(self)
+                return reservation
+        await self._admission.slots.acquire()
+        self._slot = True
+        reservation = await self._admission.reserve(try_reserve)
+        self._admission.leave_line(self)
+        return reservation
+
+    def release(self) -> None:
+        if self._released:
+            return
+        self._released = True
+        self._admission.leave_line(self)
+        self._admission.finish()
+        if self._slot:
+            self._admission.slots.release()

@@ -1,0 +1,175 @@
+"""DecodeRole: reserve blocks, fetch the KV, admit as already computed, stream tokens.
+
+The life of a request with a handle:
+    ticket in line  -> its lease on the exporter is renewed while it waits for blocks
+    reserved        -> Subscribed goes to the router: now the exporter's death is ours to report
+    fetched         -> every digest was checked and END held: only now do the blocks count
+    added           -> the engine's first event repeats END's tokens, then token 2 follows
+Without a handle the prompt is computed here (local prefill). Every exit gives back blocks, place in
+line and slot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+from baton.engine.engine import Engine
+from baton.engine.interface import Reservation, Task
+from baton.engine.thread import StepReport
+from baton.errors import InvalidRequest, KVTimeout, UnsupportedFeature
+from baton.events import FirstToken, NodeStep, Subscribed, TokenEvent
+from baton.handles import KVHandle
+from baton.messages import SubmitDecode, SubmitPrefill
+from baton.node.requests import NodeRequest
+from baton.node.role import RoleContext
+from baton.request import Request
+from decode_node.admission import FetchAdmission
+
+T = TypeVar("T")
+
+
+class Seat:
+    """What one request holds in the engine. Engine thread only, so its steps are in order."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._reservation: Reservation | None = None
+        self._added = False
+
+    def add(self, engine: Engine) -> None:
+        """Compute the prompt here. Raises InvalidRequest."""
+        engine.add(self._request, Task.LOCAL)
+        self._added = True
+
+    def reserve(self, engine: Engine, num_tokens: int) -> Reservation | None:
+        self._reservation = engine.reserve(self._request, num_tokens)
+        return self._reservation
+
+    def add_computed(self, engine: Engine, first_tokens: Sequence[FirstToken]) -> None:
+        """Enter with the reserved blocks, whose KV was fetched and verified."""
+        engine.add(self._request, Task.LOCAL, self._reservation, first_tokens)
+        self._added = True
+
+    def leave(self, engine: Engine) -> None:
+        """Give back whatever is held; nothing if the request has ended by itself."""
+        if self._added:
+            engine.abort(self._request.id)
+        elif self._reservation is not None:
+            engine.cancel(self._reservation)
+
+
+class DecodeRole:
+    """baton.node.role.NodeRole of a decode node."""
+
+    def __init__(self, context: RoleContext) -> None:
+        self._context = context
+        self._thread = context.thread
+        self._admission = FetchAdmission(
+            context.config.max_queued_fetches, context.config.max_ready_fetches
+        )
+
+    @property
+    def fetching(self) -> int:
+        return self._admission.num_active
+
+    def check(self, message: SubmitPrefill | SubmitDecode) -> None:
+        if isinstance(message, SubmitPrefill):
+            raise UnsupportedFeature("a decode node does not export prompts", field="task")
+        if message.handle is not None:
+            check_handle(message.request, message.handle)
+
+    async def serve(self, entry: NodeRequest) -> None:
+        seat = Seat(entry.request)
+        try:
+            if entry.handle is None:
+                await self._thread.call(seat.add)
+            else:
+                await self._hand_over(entry, entry.handle, seat)
+            await asyncio.shield(entry.ended)
+        finally:
+            self._thread.post(lambda engine: self._leave(engine, seat))
+
+    async def _hand_over(self, entry: NodeRequest, handle: KVHandle, seat: Seat) -> None:
+        """Reserve, fetch, enter the engine. Raises BatonError; KVErrors are retryable."""
+        request = entry.request
+        # Tokens beyond the export: an earlier decode node went on from it, so its prefill is over.
+        ready = len(request.known_ids) > handle.num_tokens
+        ticket = self._admission.ticket(ready=ready)
+        try:
+            await self._thread.call(lambda engine: engine.validate(request, Task.LOCAL))
+            reservation = await self._while_leased(
+                handle,
+                request.epoch,
+                ticket.admit(
+                    lambda: self._thread.call(lambda e: seat.reserve(e, handle.num_tokens))
+                ),
+            )
+            entry.send(NodeStep(subscribed=(Subscribed(request.id, request.epoch),)))
+            fetched = await self._context.connector.fetch(
+                handle, request.epoch, reservation.blocks, reservation.start_token
+            )
+        finally:
+            ticket.release()
+        self._context.observe_fetch(fetched.seconds)
+        await self._thread.call(lambda engine: seat.add_computed(engine, fetched.first_tokens))
+
+    async def _while_leased(self, handle: KVHandle, epoch: int, work: Coroutine[Any, Any, T]) -> T:
+        """Do `work` while the lease is renewed; raises what ends the lease first."""
+        loop = asyncio.get_running_loop()
+        keeper = loop.create_task(self._keep_lease(handle, epoch))
+        worker = loop.create_task(work)
+        try:
+            await asyncio.wait({keeper, worker}, return_when=asyncio.FIRST_COMPLETED)
+            if worker.done():
+                return worker.result()
+            await keeper
+            raise KVTimeout("the lease is renewed no more")
+        finally:
+            for task in (keeper, worker):
+                task.cancel()
+            await asyncio.gather(keeper, worker, return_exceptions=True)
+
+    async def _keep_lease(self, handle: KVHandle, epoch: int) -> None:
+        """Renew each third of the lease. Raises KVError when it is lost.
+
+        One renewal without an answer is no loss yet: the exporter may be busy for a moment.
+        """
+        lease_s = handle.lease_ms / 1000
+        renewed_at = self._context.clock.monotonic()
+        while True:
+            await asyncio.sleep(lease_s / 3)  # whoever passed the handle on has just renewed it
+            try:
+                async with asyncio.timeout(lease_s / 3):
+                    await self._context.connector.renew(handle, epoch)
+                renewed_at = self._context.clock.monotonic()
+            except (KVTimeout, TimeoutError) as error:
+                if self._context.clock.monotonic() - renewed_at >= lease_s:
+                    raise KVTimeout("the exporter does not answer renewals") from error
+
+    def ends(self, event: TokenEvent) -> bool:
+        return event.finish_reason is not None
+
+    def blocks_freed(self) -> None:
+        self._admission.wake()
+
+    # ---- engine thread ----
+
+    def on_step(self, report: StepReport) -> None:
+        """Nothing to do on this thread: a decode node's tokens need no completing."""
+
+    def _leave(self, engine: Engine, seat: Seat) -> None:
+        seat.leave(engine)
+        self._context.loop.call_soon_threadsafe(self._admission.wake)
+
+
+def check_handle(request: Request, handle: KVHandle) -> None:
+    """Raise InvalidRequest for a handle of another request, or of more tokens than it has."""
+    if handle.request_id != request.id or handle.epoch > request.epoch:
+        raise InvalidRequest("the handle belongs to another request or epoch", field="handle")
+    if not 0 < handle.num_tokens <= len(request.known_ids):
+        raise InvalidRequest(
+            f"the handle has {handle.num_tokens} tokens, the request {len(request.known_ids)}",
+            field="handle",
+        )

@@ -1,0 +1,210 @@
+"""A small OpenAI chat client for the terminal: `baton chat`, and the first question of `baton up`.
+
+Works against any OpenAI-compatible URL. Synchronous: one person, one question at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+
+import httpx
+from rich.console import Console
+
+from bench.sse import StreamError, parse_lines, text_of
+
+CONNECT_TIMEOUT_S = 5.0
+SILENCE_TIMEOUT_S = 120.0  # between two pieces of a stream; long prompts on a CPU take a while
+READY_PAUSE_S = 0.1
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatSettings:
+    """What is sent with each question. None = the server's default."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer, with its times in seconds."""
+
+    text: str
+    first_token_s: float
+    total_s: float
+    num_tokens: int | None
+
+
+@dataclass(slots=True)
+class Conversation:
+    """The messages so far; a failed question leaves no trace in it."""
+
+    messages: list[Message] = field(default_factory=list[Message])
+
+    def asked(self, question: str) -> list[Message]:
+        return [*self.messages, {"role": "user", "content": question}]
+
+    def answered(self, question: str, answer: str) -> None:
+        self.messages = [*self.asked(question), {"role": "assistant", "content": answer}]
+
+
+class ChatClient:
+    """Talks to one server. Raises httpx.HTTPError or StreamError; both carry a readable message."""
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        timeout = httpx.Timeout(SILENCE_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
+        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout)
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Returns when `/ready` says 200. Raises StreamError with the last answer otherwise.
+
+        HTTP has no event to wait on, so this asks every 100 ms; only a starting launcher does it.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                response = self._http.get("/ready")
+                if response.is_success:
+                    return
+                state = response.text.strip()
+            except httpx.TransportError as error:
+                state = str(error)
+            if time.monotonic() >= deadline:
+                raise StreamError(f"{self.url} is not ready after {timeout_s:.0f} s: {state}")
+            time.sleep(READY_PAUSE_S)
+
+    def first_model(self) -> str:
+        """The first model that the server lists."""
+        response = self._http.get("/v1/models")
+        _raise_for_status(response)
+        models = response.json().get("data") or []
+        if not models:
+            raise StreamError(f"{self.url} lists no model")
+        return str(models[0]["id"])
+
+    def ask(
+        self, messages: Sequence[Message], settings: ChatSettings, show: Callable[[str], None]
+    ) -> Answer:
+        """Stream one answer; `show` gets each piece of text as it comes."""
+        body: dict[str, object] = {
+            "model": settings.model or self.first_model(),
+            "messages": list(messages),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        optional = {
+            "max_tokens": settings.max_tokens,
+            "temperature": settings.temperature,
+            "seed": settings.seed,
+        }
+        body |= {name: value for name, value in optional.items() if value is not None}
+        began = time.monotonic()
+        first: float | None = None
+        pieces: list[str] = []
+        num_tokens: int | None = None
+        with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
+            _raise_for_status(response)
+            for chunk in parse_lines(response.iter_lines()):
+                text = text_of(chunk)
+                if text:
+                    first = first if first is not None else time.monotonic() - began
+                    pieces.append(text)
+                    show(text)
+                if chunk.get("usage"):
+                    num_tokens = int(chunk["usage"]["completion_tokens"])
+        total = time.monotonic() - began
+        return Answer("".join(pieces), total if first is None else first, total, num_tokens)
+
+    def close(self) -> None:
+        self._http.close()
+
+    def __enter__(self) -> ChatClient:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _raise_for_status(response: httpx.Response) -> None:
+    """Raises StreamError with the server's own message for a 4xx or 5xx."""
+    if response.is_success:
+        return
+    response.read()
+    try:
+        message = str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        message = response.text.strip()[:500]
+    raise StreamError(f"HTTP {response.status_code}: {message}")
+
+
+def describe(answer: Answer) -> str:
+    """One line about the speed of an answer."""
+    parts = [f"first token {answer.first_token_s * 1000:.0f} ms"]
+    if answer.num_tokens and answer.num_tokens > 1 and answer.total_s > answer.first_token_s:
+        rate = (answer.num_tokens - 1) / (answer.total_s - answer.first_token_s)
+        parts.append(f"{answer.num_tokens} tokens, {rate:.0f} per second")
+    return ", ".join(parts)
+
+
+def ask_and_show(
+    client: ChatClient, messages: Sequence[Message], settings: ChatSettings, console: Console
+) -> Answer:
+    """Ask, print the answer while it streams, then one line about its speed."""
+
+    def show(text: str) -> None:
+        console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
+        console.file.flush()
+
+    answer = client.ask(messages, settings, show)
+    console.print()
+    console.print(describe(answer), style="dim", highlight=False)
+    return answer
+
+
+def chat(client: ChatClient, settings: ChatSettings, console: Console) -> None:
+    """Questions and answers until Ctrl-D or Ctrl-C; `/new` forgets the conversation."""
+    model = settings.model or client.first_model()
+    console.print(f"{model} at {client.url}; /new starts over, Ctrl-D ends.", style="dim")
+    settings = ChatSettings(model, settings.max_tokens, settings.temperature, settings.seed)
+    conversation = Conversation()
+    while True:
+        try:
+            question = console.input("[bold]> [/bold]").strip()
+        except (EOFError, KeyboardInterrupt):
+            console.print()
+            return
+        if question == "/new":
+            conversation = Conversation()
+        elif question:
+            _turn(client, settings, console, conversation, question)
+
+
+def _turn(
+    client: ChatClient,
+    settings: ChatSettings,
+    console: Console,
+    conversation: Conversation,
+    question: str,
+) -> None:
+    try:
+        answer = ask_and_show(client, conversation.asked(question), settings, console)
+    except KeyboardInterrupt:
+        console.print("\n(stopped)", style="dim")  # closing the stream aborts it on every hop
+    except (httpx.HTTPError, StreamError) as error:
+        console.print(f"\n{error}", style="red", markup=False)
+    else:
+        conversation.answered(question, answer.text)

@@ -1,0 +1,197 @@
+"""The `baton` command. Parses, then hands over; a command imports what only it needs.
+
+baton up                         everything on this machine
+baton router | prefill | decode  one process of a deployment (becomes `python -m ...`)
+baton chat | status              talk to a running router
+baton bench serve                measure one
+baton convert                    safetensors for a checkpoint that has none
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import httpx
+from rich.console import Console
+
+from baton.config import add_options, load
+from baton.engine.config import EngineConfig
+from baton.errors import BatonError, ConfigError
+from bench.sse import StreamError
+from deploy.hub import local_model
+from deploy.plan import DEMO_MODEL, UpOptions
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+DEFAULT_GRPC = "127.0.0.1:50051"
+DEMO_NAME = "baton-demo"
+DEMO_POOL = "256MB"
+POOL_SIZES = {"kv_cache_memory", "num_kv_blocks"}
+PROCESSES = {
+    "router": "router",
+    "prefill": "prefill_node",
+    "decode": "decode_node",
+    "convert": "baton.engine.convert",
+}
+BENCHMARKS = {"serve": "bench.serve"}
+
+Handler = Callable[[argparse.Namespace], int]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All commands but the ones that become another program (`split_passed_on`)."""
+    parser = argparse.ArgumentParser(
+        prog="baton", description="Serves large language models, prefill and decode apart."
+    )
+    parser.add_argument("--version", action="version", version=f"baton {installed_version()}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_up(
+        commands.add_parser("up", help="serve a model on this machine: every process, one command")
+    )
+    for name in ("router", "prefill", "decode"):
+        text = f"run one {name} process (python -m {PROCESSES[name]})"
+        commands.add_parser(name, help=text, add_help=False)
+    _add_chat(commands.add_parser("chat", help="chat with a running server in the terminal"))
+    _add_status(commands.add_parser("status", help="live table of nodes, load and requests"))
+    text = "make safetensors and tokenizer.json for an older checkpoint: DIR [--out DIR2]"
+    commands.add_parser("convert", help=text, add_help=False)
+    commands.add_parser("bench", help="benchmarks: baton bench serve", add_help=False)
+    return parser
+
+
+def _add_up(parser: argparse.ArgumentParser) -> None:
+    add_options(parser, UpOptions)
+    add_options(parser, EngineConfig)  # go to every node as they are
+    parser.set_defaults(handler=run_up)
+
+
+def _add_chat(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("question", nargs="?", help="ask this once and exit")
+    _add_server(parser)
+    parser.add_argument("--model", help="model name (default: the first that the server lists)")
+    parser.add_argument("--max-tokens", type=int, help="longest answer, tokens")
+    parser.add_argument("--temperature", type=float, help="0 = greedy")
+    parser.add_argument("--seed", type=int, help="the same seed gives the same answer")
+    parser.set_defaults(handler=run_chat)
+
+
+def _add_status(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--grpc", default=DEFAULT_GRPC, metavar="HOST:PORT", help="the router's gRPC"
+    )
+    parser.add_argument(
+        "--api-key", default=os.environ.get("BATON_API_KEY"), help="the router's key"
+    )
+    parser.add_argument("--once", action="store_true", help="print the table once and exit")
+    parser.set_defaults(handler=run_status)
+
+
+def _add_server(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default=DEFAULT_URL, help=f"server (default: {DEFAULT_URL})")
+    parser.add_argument(
+        "--api-key", default=os.environ.get("BATON_API_KEY"), help="the server's key"
+    )
+
+
+def installed_version() -> str:
+    try:
+        return version("baton")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+def up_settings(arguments: argparse.Namespace) -> tuple[UpOptions, dict[str, object]]:
+    """The launcher's options, and the engine flags that were given. Raises ConfigError."""
+    options = load(UpOptions, arguments, os.environ)
+    names = EngineConfig.__dataclass_fields__.keys()
+    engine = {name: value for name, value in vars(arguments).items() if name in names}
+    if "model" not in engine:
+        engine["model"] = os.environ.get("BATON_MODEL") or str(DEMO_MODEL)
+    if engine["model"] == str(DEMO_MODEL):
+        if not (DEMO_MODEL / "config.json").exists():
+            raise ConfigError(
+                f"the demo model is missing ({DEMO_MODEL}); give --model", field="model"
+            )
+        if "BATON_SERVED_MODEL_NAME" not in os.environ:
+            engine.setdefault("served_model_name", DEMO_NAME)
+        if not POOL_SIZES & engine.keys():
+            # A quarter of a gigabyte holds 40 thousand of its tokens and is ready at once.
+            engine["kv_cache_memory"] = DEMO_POOL
+    else:
+        given = str(engine["model"])
+        engine["model"] = str(local_model(given))
+        if "/" in given and not Path(given).expanduser().is_dir():
+            engine.setdefault("served_model_name", given)  # a hub id, not the cache's folder
+    load(EngineConfig, engine, os.environ)  # a bad value stops here, before anything starts
+    return options, engine
+
+
+def run_up(arguments: argparse.Namespace) -> int:
+    from deploy.up import up
+
+    options, engine = up_settings(arguments)
+    return up(options, engine, os.environ, Console())
+
+
+def run_chat(arguments: argparse.Namespace) -> int:
+    from deploy.chat import ChatClient, ChatSettings, ask_and_show, chat
+
+    console = Console()
+    settings = ChatSettings(
+        arguments.model, arguments.max_tokens, arguments.temperature, arguments.seed
+    )
+    with ChatClient(arguments.url, arguments.api_key) as client:
+        if arguments.question is None:
+            chat(client, settings, console)
+        else:
+            messages = [{"role": "user", "content": arguments.question}]
+            ask_and_show(client, messages, settings, console)
+    return 0
+
+
+def run_status(arguments: argparse.Namespace) -> int:
+    from deploy.status import status
+
+    return status(arguments.grpc, arguments.api_key, arguments.once, Console())
+
+
+def split_passed_on(arguments: Sequence[str]) -> list[str] | None:
+    """The program that this command line becomes, or None when `baton` itself handles it."""
+    if not arguments:
+        return None
+    command, rest = arguments[0], list(arguments[1:])
+    if command in PROCESSES:
+        return [sys.executable, "-m", PROCESSES[command], *rest]
+    if command == "bench" and rest and rest[0] in BENCHMARKS:
+        return [sys.executable, "-m", BENCHMARKS[rest[0]], *rest[1:]]
+    if command == "bench":
+        print(f"usage: baton bench {'|'.join(BENCHMARKS)} [OPTIONS]", file=sys.stderr)
+        raise SystemExit(0 if rest and rest[0] in ("-h", "--help") else 2)
+    return None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of the `baton` script. Returns the exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    program = split_passed_on(given)
+    if program is not None:
+        os.execv(program[0], program)  # signals and status are the program's own
+    parsed = build_parser().parse_args(given)
+    try:
+        return parsed.handler(parsed)
+    except ConfigError as error:
+        print(f"baton: {error}", file=sys.stderr)
+        return 2
+    except (BatonError, StreamError, httpx.HTTPError) as error:
+        print(f"baton: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

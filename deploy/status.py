@@ -1,0 +1,85 @@
+"""`baton status`: a live table of nodes, their load, and requests by state; asked over gRPC."""
+
+from __future__ import annotations
+
+import threading
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from baton.client import Client, Node, ServerInfo
+from baton.errors import BatonError
+
+REFRESH_S = 1.0
+BAR_CELLS = 10
+
+
+def status(address: str, api_key: str | None, once: bool, console: Console) -> int:
+    """Show the table until Ctrl-C, or one time. Raises BatonError when the first question fails."""
+    with Client(address, api_key or "", timeout_s=5.0) as client:
+        info = client.server_info()
+        if once:
+            console.print(view(info, address))
+            return 0
+        pause = (
+            threading.Event()
+        )  # never set: its wait is the refresh interval, cut short by Ctrl-C
+        with Live(view(info, address), console=console, auto_refresh=False) as live:
+            while not pause.wait(REFRESH_S):
+                live.update(_ask_again(client, address), refresh=True)
+    return 0
+
+
+def _ask_again(client: Client, address: str) -> RenderableType:
+    """A router that is away for a moment does not end the display."""
+    try:
+        return view(client.server_info(), address)
+    except BatonError as error:
+        return Text(f"router at {address}: {error}", style="red")
+
+
+def view(info: ServerInfo, address: str) -> RenderableType:
+    """Everything on one screen."""
+    models = ", ".join(sorted({node.model for node in info.nodes})) or "no model"
+    head = Text.assemble(("baton ", "bold"), f"{info.version}  {models}  router {address}")
+    return Group(head, nodes_table(info), requests_line(info))
+
+
+def nodes_table(info: ServerInfo) -> Table:
+    """One row per node, prefill first."""
+    table = Table(box=box.SIMPLE)
+    for name in ("node", "role", "address"):
+        table.add_column(name)
+    for name in ("running", "waiting"):
+        table.add_column(name, justify="right")
+    table.add_column("KV blocks in use", no_wrap=True)
+    for node in sorted(info.nodes, key=lambda node: (node.role != "prefill", node.node_id)):
+        name = f"{node.node_id} (draining)" if node.draining else node.node_id
+        counts = (str(node.running), str(node.waiting))
+        table.add_row(name, node.role, node.address, *counts, usage_bar(node))
+    if not info.nodes:
+        table.add_row("no node is registered")
+    return table
+
+
+def usage_bar(node: Node) -> Text:
+    """A bar and the numbers behind it."""
+    used = node.total_blocks - node.free_blocks
+    share = used / node.total_blocks if node.total_blocks else 0.0
+    filled = round(share * BAR_CELLS)
+    colour = "red" if share > 0.9 else "yellow" if share > 0.7 else "green"
+    bar = Text("█" * filled, style=colour)
+    bar.append("░" * (BAR_CELLS - filled), style="dim")
+    bar.append(f" {used}/{node.total_blocks} ({share:.0%})", style="default")
+    return bar
+
+
+def requests_line(info: ServerInfo) -> Text:
+    """`requests: 3 decode, 1 prefill`."""
+    counts = [
+        f"{count} {state}" for state, count in sorted(info.requests_by_state.items()) if count
+    ]
+    return Text(f"requests: {', '.join(counts) or 'none'}")

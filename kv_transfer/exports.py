@@ -1,0 +1,320 @@
+"""The export table: which blocks of this node others may read, until when, how far they are filled.
+
+Life of an export: add -> publish* -> complete -> released -> freed. It is released by ACK,
+release(), the end of its lease, or stop(); from then on no read may begin. It is freed, once, when
+the last read has ended: then `on_released` fires and the caller unpins the blocks.
+
+Two fences: (boot id, sequence) names the memory, and every reader speaks for an epoch of the
+request: one below the highest seen for that request is refused, also in mid-transfer.
+Threads: everything is guarded by one lock held for microseconds; only Reader.wait blocks.
+"""
+
+from __future__ import annotations
+
+import hmac
+import itertools
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from baton.clock import Clock
+from baton.errors import InternalError, KVError, KVRefused, KVStale
+from baton.events import FirstToken
+from baton.handles import KVHandle
+from kv_transfer.base import OnReleased
+from kv_transfer.leases import Leases
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Export:
+    """One export; written by its table only, under the table's lock."""
+
+    handle: KVHandle
+    blocks: tuple[int, ...]
+    num_bytes: int
+    upto: list[int]  # by layer: tokens [0, upto) are published
+    changed: threading.Condition
+    first_tokens: tuple[FirstToken, ...] | None = None
+    completed_at: float | None = None
+    version: int = 0  # grows with every change a reader may wait for
+    readers: int = 0  # reads in progress: the blocks must not be reused
+    end: KVError | None = None  # why it was released; what later reads raise
+    freed: Future[None] = field(default_factory=Future[None])
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """An export's progress at one moment at which its lease was held."""
+
+    version: int
+    upto: tuple[int, ...]
+    first_tokens: tuple[FirstToken, ...] | None
+
+
+@dataclass(slots=True)
+class _Fence:
+    """Highest epoch seen of one request; kept while the request has an export here."""
+
+    epoch: int
+    num_exports: int = 0
+
+
+class ExportTable:
+    def __init__(
+        self, num_layers: int, leases: Leases, clock: Clock, on_released: OnReleased
+    ) -> None:
+        self._num_layers = num_layers
+        self._leases = leases
+        self._clock = clock
+        self._on_released = on_released
+        self._lock = threading.Lock()
+        self._sequence = itertools.count(1)
+        self._live: dict[int, Export] = {}
+        self._draining: dict[int, Export] = {}  # released, still being read
+        self._fences: dict[str, _Fence] = {}
+
+    # ---- exporting side ------------------------------------------------------------------------
+    def next_sequence(self) -> int:
+        return next(self._sequence)
+
+    def add(self, handle: KVHandle, blocks: Sequence[int], num_bytes: int) -> None:
+        """Offer `blocks` under a fresh lease. `num_bytes` counts in `export_bytes` until freed."""
+        with self._lock:
+            export = Export(
+                handle=handle,
+                blocks=tuple(blocks),
+                num_bytes=num_bytes,
+                upto=[0] * self._num_layers,
+                changed=threading.Condition(self._lock),
+            )
+            self._live[handle.export_seq] = export
+            fence = self._fences.setdefault(handle.request_id, _Fence(handle.epoch))
+            fence.epoch = max(fence.epoch, handle.epoch)
+            fence.num_exports += 1
+            self._leases.grant(handle.export_seq, self._clock.monotonic())
+
+    def publish(self, export_seq: int, layer: int, upto: int) -> bool:
+        """Tokens [0, upto) of `layer` may be read now. False once released or lapsed. Raises
+        InternalError beyond the export's tokens."""
+        with self._lock:
+            export = self._live.get(export_seq)
+            if export is None or not self._leases.renew(export_seq, self._clock.monotonic()):
+                return False
+            if upto > export.handle.num_tokens:
+                raise InternalError(f"published {upto} of {export.handle.num_tokens} tokens")
+            if upto > export.upto[layer]:
+                export.upto[layer] = upto
+                self._changed(export)
+            return True
+
+    def complete(self, export_seq: int, first_tokens: Sequence[FirstToken]) -> None:
+        """What END carries. Ignored once released."""
+        with self._lock:
+            export = self._live.get(export_seq)
+            if export is not None:
+                export.first_tokens = tuple(first_tokens)
+                export.completed_at = self._clock.monotonic()
+                self._changed(export)
+
+    def release(self, export_seq: int, end: KVError) -> Future[None] | None:
+        """No read begins any more; readers get `end`. The future is done when the blocks are free;
+        None if they are already (or never were exported)."""
+        with self._lock:
+            export = self._live.pop(export_seq, None)
+            if export is None:
+                draining = self._draining.get(export_seq)
+                return draining.freed if draining else None
+            free_now = self._close(export, end)
+        if free_now:
+            self._free(export)
+        return export.freed
+
+    def release_all(self, end: KVError) -> list[Future[None]]:
+        with self._lock:
+            sequences = [*self._live, *self._draining]
+        return [future for seq in sequences if (future := self.release(seq, end)) is not None]
+
+    def expire(self, now: float) -> int:
+        """Release every export whose lease has lapsed by `now`; how many."""
+        with self._lock:
+            due = [seq for seq in self._leases.due(now) if seq in self._live]
+        for seq in due:
+            self.release(seq, KVStale("the lease is over"))
+        return len(due)
+
+    def next_expiry(self) -> float | None:
+        with self._lock:
+            return self._leases.next_expiry()
+
+    @property
+    def num_exports(self) -> int:
+        """Exports whose blocks are not free yet."""
+        with self._lock:
+            return len(self._live) + len(self._draining)
+
+    @property
+    def export_bytes(self) -> int:
+        with self._lock:
+            exports = (*self._live.values(), *self._draining.values())
+            return sum(export.num_bytes for export in exports)
+
+    # ---- reading side (verify_locked, begin_read and end_read: for Reader only) ----------------
+    def open(self, export_seq: int, secret: bytes, request_id: str, epoch: int) -> Reader:
+        """Begin to read. Raises KVStale for an unknown, released or lapsed export or an old epoch,
+        KVRefused for a wrong secret."""
+        with self._lock:
+            export = self._admit(export_seq, secret, epoch)
+            if export.handle.request_id != request_id:
+                raise KVStale(f"export {export_seq} is not of request {request_id}")
+            return Reader(self, export, epoch)
+
+    def renew(self, export_seq: int, secret: bytes, epoch: int) -> None:
+        """Extend the lease. Raises as `open`."""
+        with self._lock:
+            self._admit(export_seq, secret, epoch)
+            self._leases.renew(export_seq, self._clock.monotonic())
+
+    def confirm(self, export_seq: int, secret: bytes, epoch: int) -> None:
+        """Whether the export is held, without extending it. Raises as `open`."""
+        with self._lock:
+            self._admit(export_seq, secret, epoch)
+
+    def acknowledge(self, export_seq: int, epoch: int) -> Future[None] | None:
+        """Release on behalf of a receiver; ignored if a newer epoch has taken over."""
+        with self._lock:
+            export = self._live.get(export_seq)
+            if export is not None and self._fenced(export, epoch):
+                return None
+        return self.release(export_seq, KVStale("acknowledged"))
+
+    def _admit(self, export_seq: int, secret: bytes, epoch: int) -> Export:
+        export = self._live.get(export_seq)
+        if export is None:
+            raise KVStale(f"no export {export_seq}")
+        if not hmac.compare_digest(export.handle.secret, secret):
+            raise KVRefused(f"wrong secret for export {export_seq}")
+        self.verify_locked(export, epoch)
+        fence = self._fences[export.handle.request_id]
+        if epoch > fence.epoch:
+            fence.epoch = epoch
+            self._wake_request(export.handle.request_id)
+        return export
+
+    def _wake_request(self, request_id: str) -> None:
+        """Readers of older epochs that wait for progress must learn that they are fenced."""
+        for export in self._live.values():
+            if export.handle.request_id == request_id:
+                self._changed(export)
+
+    def _fenced(self, export: Export, epoch: int) -> bool:
+        return epoch < self._fences[export.handle.request_id].epoch
+
+    def verify_locked(self, export: Export, epoch: int) -> None:
+        """Under the lock: raise unless `epoch` may read this export right now."""
+        if export.end is not None:
+            raise type(export.end)(export.end.message)  # each reader its own instance
+        if self._fenced(export, epoch):
+            raise KVStale(f"epoch {epoch} of request {export.handle.request_id} is over")
+        if not self._leases.held(export.handle.export_seq, self._clock.monotonic()):
+            raise KVStale("the lease is over")
+
+    def _changed(self, export: Export) -> None:
+        export.version += 1
+        export.changed.notify_all()
+
+    def _close(self, export: Export, end: KVError) -> bool:
+        """Under the lock: no new reads. True if the caller must free it (nobody reads)."""
+        export.end = end
+        self._leases.drop(export.handle.export_seq)
+        self._changed(export)
+        self._draining[export.handle.export_seq] = export
+        return export.readers == 0
+
+    def begin_read(self, export: Export, epoch: int) -> None:
+        with self._lock:
+            self.verify_locked(export, epoch)
+            export.readers += 1
+
+    def end_read(self, export: Export) -> None:
+        with self._lock:
+            export.readers -= 1
+            free_now = export.end is not None and export.readers == 0
+        if free_now:
+            self._free(export)
+
+    def _free(self, export: Export) -> None:
+        """Exactly once per export: only the caller that saw `end` set with no reader gets here, and
+        neither can change back."""
+        handle = export.handle
+        with self._lock:
+            del self._draining[handle.export_seq]
+            fence = self._fences[handle.request_id]
+            fence.num_exports -= 1
+            if fence.num_exports == 0:
+                del self._fences[handle.request_id]
+        why = export.end.message if export.end else "released"
+        log.debug("request %s: export %d freed: %s", handle.request_id, handle.export_seq, why)
+        try:
+            self._on_released(handle, export.blocks, why)
+        finally:
+            export.freed.set_result(None)
+
+
+class Reader:
+    """One conversation's access to one export, speaking for one epoch."""
+
+    def __init__(self, table: ExportTable, export: Export, epoch: int) -> None:
+        self.handle = export.handle
+        self.blocks = export.blocks
+        self._table = table
+        self._export = export
+        self._epoch = epoch
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def completed_at(self) -> float | None:
+        return self._export.completed_at
+
+    def close(self) -> None:
+        """The conversation is over: wake the thread that waits for progress. Any thread."""
+        with self._export.changed:
+            self._closed = True
+            self._export.changed.notify_all()
+
+    def wait(self, seen: int | None, timeout_s: float) -> Snapshot | None:
+        """Progress other than version `seen`; None after `timeout_s` without (or once closed).
+
+        Raises KVStale or KVLost when released, lapsed or fenced.
+        """
+        export, table = self._export, self._table
+        with export.changed:
+            export.changed.wait_for(
+                lambda: self._closed or export.end is not None or export.version != seen, timeout_s
+            )
+            table.verify_locked(export, self._epoch)
+            if self._closed or export.version == seen:
+                return None
+            return Snapshot(export.version, tuple(export.upto), export.first_tokens)
+
+    def verify(self) -> None:
+        """Raise unless the lease is held and the epoch current right now."""
+        with self._export.changed:
+            self._table.verify_locked(self._export, self._epoch)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """The blocks stay as they are inside. Raises as `wait`."""
+        self._table.begin_read(self._export, self._epoch)
+        try:
+            yield
+        finally:
+            self._table.end_read(self._export)

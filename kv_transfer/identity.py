@@ -1,0 +1,61 @@
+"""Who speaks in a KV handshake, with whom it may, and the proof that it knows the secret."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import hmac
+from dataclasses import dataclass, field
+
+from baton.kv_spec import PROTOCOL_VERSION, PoolFormat
+from kv_transfer.messages import Failure, FailureCode, Hello
+
+
+class Side(enum.StrEnum):
+    EXPORTER = "exporter"
+    FETCHER = "fetcher"
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who this process is in a handshake. `secret` is the deployment's."""
+
+    boot_id: str
+    fingerprint: str
+    format: PoolFormat
+    secret: bytes = field(repr=False)
+    protocol_version: int = PROTOCOL_VERSION
+
+    def hello(self, side: Side, nonce: bytes, peer_nonce: bytes | None) -> Hello:
+        """Our HELLO; it answers the peer's challenge once that is known."""
+        mac = (
+            b""
+            if peer_nonce is None
+            else prove(self.secret, side, peer_nonce, self.boot_id, self.fingerprint)
+        )
+        return Hello(self.protocol_version, self.boot_id, self.fingerprint, self.format, nonce, mac)
+
+    def refuse(self, peer: Hello) -> Failure | None:
+        """Why these two may never exchange KV, None if they may."""
+        if peer.protocol_version != self.protocol_version:
+            text = f"protocol version {peer.protocol_version}, here {self.protocol_version}"
+            return Failure(FailureCode.PROTOCOL, text)
+        if peer.layout_fingerprint != self.fingerprint:
+            text = f"layout {peer.layout_fingerprint}, here {self.fingerprint}"
+            return Failure(FailureCode.LAYOUT, text)
+        theirs, ours = peer.format, self.format
+        if (theirs.dtype, theirs.tp_size) != (ours.dtype, ours.tp_size):
+            text = f"dtype {theirs.dtype} tp {theirs.tp_size}, here {ours.dtype} tp {ours.tp_size}"
+            return Failure(FailureCode.LAYOUT, text)
+        return None
+
+    def proven(self, peer: Hello, side: Side, own_nonce: bytes) -> bool:
+        """Whether the peer answered our challenge with the same secret (constant time)."""
+        expected = prove(self.secret, side, own_nonce, peer.boot_id, peer.layout_fingerprint)
+        return hmac.compare_digest(expected, peer.mac)
+
+
+def prove(secret: bytes, side: Side, peer_nonce: bytes, boot_id: str, fingerprint: str) -> bytes:
+    """HMAC-SHA256(secret, side | peer's nonce | own boot id | fingerprint), joined by 0x7c."""
+    body = b"|".join((side.value.encode(), peer_nonce, boot_id.encode(), fingerprint.encode()))
+    return hmac.new(secret, body, hashlib.sha256).digest()

@@ -1,0 +1,122 @@
+"""Control messages of a KV conversation as frozen values. How they become bytes: bodies.py."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias
+
+from baton.errors import KVCorrupt, KVError, KVLost, KVRefused, KVStale, KVTimeout
+from baton.events import FirstToken
+from baton.kv_spec import PoolFormat
+
+NONCE_BYTES: Final = 16
+MAC_BYTES: Final = 32
+SECRET_BYTES: Final = 16
+
+
+class FailureCode(enum.StrEnum):
+    STALE = "stale"
+    LOST = "lost"
+    TIMEOUT = "timeout"
+    CORRUPT = "corrupt"
+    AUTH = "auth"
+    LAYOUT = "layout"
+    PROTOCOL = "protocol"
+
+
+_ERRORS: Final[dict[FailureCode, type[KVError]]] = {
+    FailureCode.STALE: KVStale,
+    FailureCode.LOST: KVLost,
+    FailureCode.TIMEOUT: KVTimeout,
+    FailureCode.CORRUPT: KVCorrupt,
+    FailureCode.AUTH: KVRefused,
+    FailureCode.LAYOUT: KVRefused,
+    FailureCode.PROTOCOL: KVRefused,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """Who speaks. `mac` is empty in a conversation's first HELLO: no challenge is known yet."""
+
+    protocol_version: int
+    boot_id: str
+    layout_fingerprint: str
+    format: PoolFormat
+    nonce: bytes
+    mac: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Asks for tokens [start_token, end of the export) of all layers. `num_heads` 0 = all heads."""
+
+    export_seq: int
+    secret: bytes = field(repr=False)
+    request_id: str
+    epoch: int
+    start_token: int = 0
+    codec: str = "raw"
+    head0: int = 0
+    num_heads: int = 0
+    timeout_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """KV bytes; what they are stands in the frame's header."""
+
+    payload: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    num_tokens: int
+    lease_held: bool
+    first_tokens: tuple[FirstToken, ...]
+    num_frames: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ack:
+    export_seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class Renew:
+    export_seq: int
+    secret: bytes = field(repr=False)
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Confirm:
+    """From a holder: is the lease held? From the exporter: it is (also as a sign of life)."""
+
+    export_seq: int
+    secret: bytes = field(repr=False)
+    epoch: int
+    held: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error that crosses the wire: why the conversation ends."""
+
+    code: FailureCode
+    message: str
+
+    def error(self) -> KVError:
+        return _ERRORS[self.code](self.message)
+
+
+Message: TypeAlias = Hello | Fetch | Data | End | Ack | Renew | Confirm | Failure
+
+
+def failure_of(error: KVError) -> Failure:
+    """The Failure that rebuilds `error` at the peer (KVRefused and unknown ones as PROTOCOL)."""
+    for code, cls in _ERRORS.items():
+        if isinstance(error, cls) and cls is not KVRefused:
+            return Failure(code, error.message)
+    return Failure(FailureCode.PROTOCOL, error.message)

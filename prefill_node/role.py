@@ -1,0 +1,187 @@
+"""PrefillRole: prompt in, token 1 and KV blocks out.
+
+The life of a request here:
+    serve()          -> validated and added as Task.PREFILL (engine thread)
+    admitted()       -> its blocks are exported under a lease; the handle goes to the router at once
+    layer_written()  -> each layer of each chunk is published: a receiver may read it already
+    on_step()        -> token 1 completes the export, and goes to the router with the step's message
+The export outlives the request: the receiver's ACK, the router's release or the lease's end unpin
+the blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from baton.engine.engine import Engine
+from baton.engine.interface import Task
+from baton.engine.thread import StepReport
+from baton.errors import BatonError, KVStale, UnsupportedFeature
+from baton.events import FirstToken, HandleReady, NodeStep, TokenEvent
+from baton.handles import KVHandle
+from baton.messages import SubmitDecode, SubmitPrefill
+from baton.node.requests import NodeRequest
+from baton.node.role import RoleContext
+from baton.request import Request
+from kv_transfer.base import KVConnector
+
+log = logging.getLogger(__name__)
+
+
+class PrefillExports:
+    """EngineHooks: exports of prompts whose token 1 is not sampled yet. Engine thread only.
+
+    `tell(request, handle)` and `lost(request, error)` are called on that thread.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        connector: KVConnector,
+        tell: Callable[[Request, KVHandle], None],
+        lost: Callable[[Request, BatonError], None],
+    ) -> None:
+        self._engine = engine
+        self._connector = connector
+        self._tell = tell
+        self._lost = lost
+        self._open: dict[str, tuple[Request, KVHandle]] = {}
+
+    def admitted(self, request: Request, blocks: tuple[int, ...], num_tokens: int) -> None:
+        """Export the pinned blocks. If that raises, the engine unpins them and fails the step."""
+        handle = self._connector.export(request, 0, blocks, num_tokens)
+        self._open[request.id] = (request, handle)
+        self._tell(request, handle)
+
+    def layer_written(self, layer: int, progress: Sequence[tuple[str, int]]) -> None:
+        for request_id, upto in progress:
+            request, handle = self._open.get(request_id, (None, None))
+            if request is None or handle is None:
+                continue  # given up in an earlier layer of this step
+            if not self._connector.publish(handle, layer, upto):
+                # Nobody can fetch it any more: computing on would be for nothing.
+                del self._open[request_id]
+                self._engine.abort(request_id)
+                self._lost(request, KVStale("the export was released before token 1"))
+
+    def complete(self, event: TokenEvent) -> None:
+        """Token 1 ends the export's computing: END carries it."""
+        _, handle = self._open.pop(event.request_id, (None, None))
+        if handle is not None and event.token_ids:
+            self._connector.complete(handle, first_tokens(event))
+
+    def give_up(self, request_id: str) -> KVHandle | None:
+        """Stop computing `request_id`; returns its unfinished export for the caller to release."""
+        self._engine.abort(request_id)
+        _, handle = self._open.pop(request_id, (None, None))
+        return handle
+
+
+def first_tokens(event: TokenEvent) -> tuple[FirstToken, ...]:
+    """What END carries of the tokens of `event`."""
+    last = len(event.token_ids) - 1
+    return tuple(
+        FirstToken(
+            position=event.position + index,
+            token_id=token,
+            sample=event.sample,
+            finish_reason=event.finish_reason if index == last else None,
+            logprobs=event.logprobs[index] if event.logprobs else (),
+        )
+        for index, token in enumerate(event.token_ids)
+    )
+
+
+@dataclass(slots=True, eq=False)
+class _Serving:
+    """A request here; `handle` is its export, as long as that ends with the request."""
+
+    entry: NodeRequest
+    handle: KVHandle | None = None
+
+
+class PrefillRole:
+    """baton.node.role.NodeRole of a prefill node."""
+
+    def __init__(self, context: RoleContext) -> None:
+        self._context = context
+        self._serving: dict[str, _Serving] = {}
+        self._exports = PrefillExports(
+            context.engine, context.connector, self._handle_ready, self._export_lost
+        )
+        context.engine.set_hooks(self._exports)
+
+    @property
+    def fetching(self) -> int:
+        return 0
+
+    def check(self, message: SubmitPrefill | SubmitDecode) -> None:
+        if isinstance(message, SubmitDecode):
+            raise UnsupportedFeature("a prefill node does not decode", field="task")
+
+    async def serve(self, entry: NodeRequest) -> None:
+        request = entry.request
+        serving = self._serving[request.id] = _Serving(entry)
+        try:
+            await self._context.thread.call(lambda engine: engine.add(request, Task.PREFILL))
+            await asyncio.shield(entry.ended)
+            serving.handle = None  # from now on the export has a life of its own
+        finally:
+            del self._serving[request.id]
+            # Idempotent, and behind the add in the thread's order; after token 1 it finds nothing.
+            self._context.thread.post(lambda _: self._leave(request.id))
+            if serving.handle is not None:
+                self._release(serving.handle)
+
+    def ends(self, event: TokenEvent) -> bool:
+        return True
+
+    def blocks_freed(self) -> None:
+        """The engine looks for room itself."""
+
+    # ---- engine thread ----
+
+    def on_step(self, report: StepReport) -> None:
+        for event in report.events:
+            self._exports.complete(event)
+        for failed in report.failed:
+            self._leave(failed.request_id)
+
+    def _leave(self, request_id: str) -> None:
+        handle = self._exports.give_up(request_id)
+        if handle is not None:
+            self._context.loop.call_soon_threadsafe(self._release, handle)
+
+    def _handle_ready(self, request: Request, handle: KVHandle) -> None:
+        self._context.loop.call_soon_threadsafe(self._send_handle, request, handle)
+
+    def _export_lost(self, request: Request, error: BatonError) -> None:
+        self._context.loop.call_soon_threadsafe(self._break_off, request, error)
+
+    # ---- event loop ----
+
+    def _send_handle(self, request: Request, handle: KVHandle) -> None:
+        serving = self._find(request)
+        if serving is None:  # aborted while the engine admitted it
+            self._release(handle)
+            return
+        serving.handle = handle
+        ready = HandleReady(request.id, request.epoch, handle)
+        serving.entry.send(NodeStep(handles=(ready,)))
+
+    def _break_off(self, request: Request, error: BatonError) -> None:
+        serving = self._find(request)
+        if serving is not None:
+            serving.entry.break_off(error)
+
+    def _release(self, handle: KVHandle) -> None:
+        self._context.spawn(self._context.connector.release(handle, "the prefill was aborted"))
+
+    def _find(self, request: Request) -> _Serving | None:
+        serving = self._serving.get(request.id)
+        if serving is None or serving.entry.request.epoch != request.epoch:
+            return None
+        return serving

@@ -1,0 +1,88 @@
+"""The router's ASGI app of injected parts: head guard > request id > API keys > routes."""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Final
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from baton.errors import BatonError
+from baton.log import request_context
+from router.auth import OPEN_PATHS, ApiKeyGuard
+from router.http_api import HttpApi
+from router.http_guard import HeadGuard, HttpLimits
+from router.prompts import PromptReader
+from router.services import RouterServices
+from router.web_errors import on_baton_error, on_http_exception
+
+log = logging.getLogger(__name__)
+
+_REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+
+
+def create_app(services: RouterServices, limits: HttpLimits | None = None) -> ASGIApp:
+    """The whole HTTP front door. Its threads end with the app's lifespan."""
+    prompts = PromptReader(services.tokenizer, services.chat_template)
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncGenerator[None, None]:
+        try:
+            yield
+        finally:
+            prompts.close()
+
+    services.metrics.watch_nodes(services.registry.records)
+    routes = Starlette(
+        routes=HttpApi(services, prompts).routes(),
+        lifespan=lifespan,
+        exception_handlers={
+            BatonError: on_baton_error,
+            HTTPException: on_http_exception,
+            Exception: on_baton_error,
+        },
+    )
+    # Slashes mean what they say: a redirect would tell the unauthenticated which routes exist.
+    routes.router.redirect_slashes = False
+    guarded = ApiKeyGuard(routes, services.config.api_key)
+    return HeadGuard(RequestIds(guarded), limits if limits is not None else HttpLimits())
+
+
+class RequestIds:
+    """Gives each HTTP request an id: the client's `x-request-id` if it is a plain one, else drawn.
+
+    It is echoed in the answer and stands on every line logged meanwhile, one of them for the
+    request itself. It is not the engine's request id: a client may send the same one twice.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = next((v for name, v in scope["headers"] if name == b"x-request-id"), b"")
+        known = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12).encode()
+        status = 499  # nothing was sent: the client went away
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = [*message.get("headers", ()), (b"x-request-id", known)]
+                message = {**message, "headers": headers}
+            await send(message)
+
+        with request_context(known.decode()):
+            try:
+                await self._app(scope, receive, send_with_id)
+            finally:
+                level = logging.DEBUG if scope["path"] in OPEN_PATHS else logging.INFO
+                log.log(level, "%s %s %s", scope["method"], scope["path"], status)

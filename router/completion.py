@@ -1,0 +1,154 @@
+"""One request from the dispatcher's tokens to what a client reads: text, finish reason, usage.
+
+Used by both front doors (HTTP and gRPC). Ends exactly once: with a Delta that has a finish_reason,
+or with an exception. Closing `deltas()` early closes the dispatcher's stream, which aborts the
+request on every hop. A stop string ends the request here, because only the router sees text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.clock import Clock
+from baton.errors import InternalError
+from baton.events import TokenEvent
+from baton.request import FinishReason, Request
+from baton.tokenizer import Tokenizer
+from router.metrics import RequestMeter
+from router.stops import StopMatcher
+from router.trace import RequestTrace
+from router.web_errors import as_baton_error
+
+
+class Dispatch(Protocol):
+    """What a front door needs of router/dispatch.py."""
+
+    def run(self, request: Request, trace: RequestTrace) -> AsyncGenerator[TokenEvent, None]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class OutputRules:
+    """How tokens become text."""
+
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one event of one sample adds. `text` may be empty (half a character, a held-back tail).
+
+    `position` is the absolute output index of token_ids[0]. `stop_reason` is the stop string or the
+    stop token id that ended it, None for end-of-sequence.
+    """
+
+    position: int
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+
+class Completion:
+    """The run of one request. `deltas()` once; the counts are final when it has ended."""
+
+    def __init__(
+        self, request: Request, model: str, rules: OutputRules, tokenizer: Tokenizer
+    ) -> None:
+        self.request = request
+        self.model = model
+        self.trace = RequestTrace()
+        self.completion_tokens = 0
+        self.cached_tokens = 0
+        self._decoder = tokenizer.stream(rules.skip_special_tokens)
+        self._stops = StopMatcher(rules.stop, rules.include_stop)
+        self._stopped_by_text = False
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.request.prompt_ids)
+
+    async def deltas(
+        self, dispatch: Dispatch, meter: RequestMeter, clock: Clock
+    ) -> AsyncGenerator[Delta, None]:
+        """Run the request. Raises BatonError; feeds `meter` and ends it on every way out."""
+        outcome = "cancelled"
+        try:
+            last: Delta | None = None
+            async with aclosing(dispatch.run(self.request, self.trace)) as events:
+                async for event in events:
+                    if last is not None:
+                        continue  # the dispatcher ends by itself after the finish, recorded by then
+                    delta = self._absorb(event)
+                    meter.tokens(clock.monotonic(), len(event.token_ids))
+                    if delta.finish_reason is None:
+                        yield delta
+                        continue
+                    last = delta
+                    if self._stopped_by_text:
+                        self.trace.stopped_by_text()
+                        break
+            if last is None or last.finish_reason is None:
+                raise InternalError("the token stream ended without a finish reason")
+            outcome = last.finish_reason.value
+            yield last
+        except (GeneratorExit, asyncio.CancelledError):
+            raise
+        except BaseException as error:
+            outcome = as_baton_error(error).code
+            raise
+        finally:
+            meter.end(clock.monotonic(), self.trace, self.prompt_tokens, outcome)
+
+    def _absorb(self, event: TokenEvent) -> Delta:
+        """Text of one event. Mutates decoder, matcher and counts."""
+        self.cached_tokens = max(self.cached_tokens, event.num_cached_tokens)
+        ended_by_token = event.stop_token_id is not None and event.finish_reason is not None
+        shown: list[str] = []
+        for index, token_id in enumerate(event.token_ids):
+            self.completion_tokens += 1
+            if ended_by_token and index == len(event.token_ids) - 1:
+                break  # the end-of-sequence or stop token is counted, never shown
+            result = self._stops.push(self._decoder.push(token_id))
+            shown.append(result.text)
+            if result.matched is not None:
+                return self._stop(event, index, shown, result.matched)
+        if event.finish_reason is None:
+            return Delta(event.position, event.token_ids, "".join(shown))
+        # A last half character may complete a stop string too (it became a replacement character).
+        result = self._stops.push(self._decoder.flush())
+        shown.append(result.text)
+        if result.matched is not None:
+            return self._stop(event, len(event.token_ids) - 1, shown, result.matched, at_end=True)
+        shown.append(self._stops.flush())
+        return Delta(
+            position=event.position,
+            token_ids=event.token_ids,
+            text="".join(shown),
+            finish_reason=event.finish_reason,
+            stop_reason=self._stop_token(event),
+        )
+
+    def _stop_token(self, event: TokenEvent) -> int | None:
+        """The client's own stop token id that ended it, None for the model's end-of-sequence."""
+        asked_for = event.stop_token_id in self.request.params.stop_token_ids
+        return event.stop_token_id if asked_for else None
+
+    def _stop(
+        self, event: TokenEvent, index: int, shown: list[str], matched: str, at_end: bool = False
+    ) -> Delta:
+        """The Delta that ends the output at a stop string completed by event.token_ids[index]."""
+        # The request may have ended with the same event: then there is nothing left to stop.
+        self._stopped_by_text = event.finish_reason is None and not at_end
+        return Delta(
+            position=event.position,
+            token_ids=event.token_ids[: index + 1],
+            text="".join(shown),
+            finish_reason=FinishReason.STOP,
+            stop_reason=matched,
+        )

@@ -1,0 +1,81 @@
+"""RouterConfig: every option of the router. Flags, environment and file keys come from it."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass, field
+
+from baton.config import option
+from baton.errors import ConfigError
+from baton.timing import Timing
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    model: str = option(
+        "", "model directory: the router reads tokenizer and chat template only", short="-m"
+    )
+    served_model_name: str | None = option(None, "name in the API; default: what the nodes say")
+    chat_template: str | None = option(
+        None, "file with a Jinja chat template, instead of the model's"
+    )
+    host: str = option("127.0.0.1", "address to listen on (HTTP and gRPC)")
+    port: int = option(8000, "HTTP port, 0 = any free one")
+    grpc_port: int = option(50051, "gRPC port, 0 = any free one")
+    redis_url: str | None = option(
+        None, "redis://..., rediss://... or unix://...; none = in memory"
+    )
+    prefill_node: tuple[str, ...] = option((), "HOST:PORT of a prefill node (repeatable)")
+    decode_node: tuple[str, ...] = option((), "HOST:PORT of a decode node (repeatable)")
+    api_key: tuple[str, ...] = option((), "key that clients must present (repeatable)")
+    insecure: bool = option(False, "allow a non-loopback bind without TLS")
+    router_id: str | None = option(None, "name of this router; default: drawn at start")
+    policy: str = option(
+        "prefix-aware", "how nodes are chosen", choices=("prefix-aware", "least-loaded")
+    )
+    local_prefill_tokens: int = option(
+        0, "prompts with at most so many uncached tokens are prefilled on the decode node; 0 = off"
+    )
+    max_live_requests: int = option(1024, "requests in flight; more are refused with 429")
+    request_timeout_s: float = option(600.0, "deadline of a request that brings none, seconds")
+    store_timeout_s: float = option(
+        0.25, "longest wait for Redis before a plain request goes on, seconds"
+    )
+    drain_s: float = option(5.0, "after SIGTERM: serve on for so long with /ready at 503, seconds")
+    shutdown_s: float = option(10.0, "then: wait for running requests for so long, seconds")
+    cpu_cores: str | None = option(None, 'cores of this process, e.g. "0,1"')
+    log_level: str = option(
+        "info", "logging threshold", choices=("debug", "info", "warning", "error")
+    )
+    secret: str = option("", "secret of the deployment (BATON_SECRET)", secret=True)
+    timing: Timing = field(default_factory=Timing)
+
+    def check(self) -> None:
+        """Raise ConfigError, naming the option, for values that no router may start with."""
+        for name, lowest in (
+            ("port", 0), ("grpc_port", 0), ("max_live_requests", 1), ("local_prefill_tokens", 0),
+            ("drain_s", 0), ("shutdown_s", 0),
+        ):  # fmt: skip
+            if getattr(self, name) < lowest:
+                raise ConfigError(f"{name} must be at least {lowest}", field=name)
+        for name in ("request_timeout_s", "store_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} must be positive", field=name)
+        if is_loopback(self.host):
+            return
+        if not self.api_key:
+            raise ConfigError(f"listening on {self.host} needs --api-key", field="api_key")
+        if not self.insecure:
+            raise ConfigError(
+                f"listening on {self.host} without TLS needs --insecure", field="insecure"
+            )
+
+
+def is_loopback(host: str) -> bool:
+    """True for an address that only this machine can reach."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

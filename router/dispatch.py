@@ -1,0 +1,428 @@
+"""Dispatch: the journey of one request, from its record in the store to its last token.
+
+Read `Journey.travel` first.
+
+    QUEUED     recorded; a prefill node P and a decode node D are picked
+    PREFILL    P computes the prompt
+    TRANSFER   P's KV handle arrived, long before the KV: D gets handle and request and
+               fetches while P computes; token 1 comes from P and is shown as it arrives
+    DECODE     D's events, without what is known already (local prefill: QUEUED -> DECODE)
+    FINISHED   or FAILED, or CANCELLED: exactly one of them
+
+A node lost on the way sends the request back to QUEUED with epoch + 1 and what has been emitted so
+far; after MAX_NODE_DEATHS it is FAILED. The journey runs in a task of its own, so that leases are
+renewed and nodes are read whatever the caller's client does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from baton import wire
+from baton.clock import Clock
+from baton.errors import (
+    BatonError,
+    Cancelled,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    KVError,
+    KVLost,
+    NodeLost,
+    Overloaded,
+    Unavailable,
+    error_from_code,
+)
+from baton.events import HandleReady, RequestFailed, Subscribed, TokenEvent
+from baton.log import request_context
+from baton.messages import SubmitDecode, SubmitPrefill
+from baton.request import MAX_NODE_DEATHS, TRANSITIONS, Request, RequestState
+from router.ledger import RequestLedger, StoreGuard
+from router.leg import Leg, Legs
+from router.node_session import NodeEvent, SessionLost
+from router.output import OutputSoFar
+from router.policy import Ask, NodeSnapshot, PolicySettings, Route, choose_decode, choose_route
+from router.registry import NodeRegistry
+from router.trace import RequestTrace
+
+logger = logging.getLogger(__name__)
+MAX_ATTEMPTS: Final = 8  # whatever the reason: a request never wanders for ever
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchParts:
+    """What a dispatcher works with. `timeout_s` is the deadline of a request that brings none."""
+
+    registry: NodeRegistry
+    store: StoreGuard
+    clock: Clock
+    settings: PolicySettings = field(default_factory=PolicySettings)
+    max_live: int = 1024
+    timeout_s: float = 600.0
+
+
+class HopFailed(Exception):
+    """A node could not do its part; another may. `death`: the node is gone."""
+
+    def __init__(self, error: BatonError, *, death: bool = False) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.death = death
+
+
+class Dispatcher:
+    """All requests under way on this router."""
+
+    def __init__(self, parts: DispatchParts) -> None:
+        self._parts = parts
+        self._live: dict[str, Journey] = {}
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    async def run(
+        self, request: Request, trace: RequestTrace | None = None
+    ) -> AsyncGenerator[TokenEvent, None]:
+        """Yield the request's tokens: in order per sample, no gap, no duplicate, to the end.
+
+        Closing the generator early aborts the request on every node (CANCELLED, or FINISHED after
+        `trace.stopped_by_text()`). Mutates `trace`. Raises BatonError where the request fails.
+        """
+        parts = self._parts
+        if request.id in self._live:
+            raise InvalidRequest(f"request id {request.id!r} is in use", field="request_id")
+        if len(self._live) >= parts.max_live:
+            raise Overloaded(f"{parts.max_live} requests are under way already")
+        deadline = request.deadline or parts.clock.monotonic() + parts.timeout_s
+        journey = Journey(replace(request, deadline=deadline), trace or RequestTrace(), parts)
+        self._live[request.id] = journey
+        journey.start(lambda: self._live.pop(request.id, None))
+        try:
+            while (event := await journey.shown.get()) is not None:
+                yield event
+            if journey.failure is not None:
+                raise journey.failure
+        finally:
+            await journey.stop()
+
+    def abort(self, request_id: str) -> bool:
+        """Cancel a request from outside; its `run` raises Cancelled. False: none such here."""
+        journey = self._live.get(request_id)
+        if journey is not None:
+            journey.cancel()
+        return journey is not None
+
+    async def stop(self) -> None:
+        """Cancel whatever is still under way."""
+        await asyncio.gather(*(journey.stop() for journey in list(self._live.values())))
+
+
+class Journey:
+    """One request under way, in its own task. `shown` ends with None; then `failure` is final."""
+
+    def __init__(self, request: Request, trace: RequestTrace, parts: DispatchParts) -> None:
+        self.shown: asyncio.Queue[TokenEvent | None] = asyncio.Queue()
+        self.failure: BatonError | None = None
+        self._request = request
+        self._trace = trace
+        self._parts = parts
+        self._clock = parts.clock
+        self._output = OutputSoFar(request.output_ids, request.params.n)
+        self._legs = Legs(parts.registry)
+        self._excluded: set[str] = set()  # boots that refused it
+        self._avoided: set[str] = set()  # boots that failed it
+        self._refusal: BatonError | None = None
+        self._model_digest: str | None = None
+        self._attempts = 0
+        self._planned: NodeSnapshot | None = None  # the decode node that the route named
+        self._task: asyncio.Task[None] | None = None
+        self._closing = False
+
+    # ---- for the dispatcher ----
+
+    def start(self, ended: Callable[[], object]) -> None:
+        self._task = asyncio.create_task(self._run(), name=f"request {self._request.id}")
+        self._task.add_done_callback(lambda _: ended())
+
+    def cancel(self) -> None:
+        """Once the end is being recorded there is nothing left to cancel."""
+        if self._task is not None and not self._closing:
+            self._task.cancel()
+
+    async def stop(self) -> None:
+        """Cancel it unless it has ended; returns when nodes and store have been told."""
+        self.cancel()
+        if self._task is not None:
+            await asyncio.wait({self._task})
+
+    async def _run(self) -> None:
+        """`travel`, whatever happens: exactly one terminal state, every node left."""
+        ledger: list[RequestLedger] = []
+        outcome = RequestState.FAILED
+        try:
+            with request_context(self._request.id):
+                await self.travel(ledger)
+            outcome = RequestState.FINISHED
+        except asyncio.CancelledError:
+            outcome = RequestState.FINISHED if self._trace.text_stop else RequestState.CANCELLED
+            self.failure = Cancelled("the request was cancelled")
+        except TimeoutError:
+            self.failure = DeadlineExceeded("the request's deadline has passed")
+        except BatonError as error:
+            self.failure = error
+        except Exception as error:  # the caller gets an opaque error, the log all of it
+            logger.exception("request %s: dispatch failed", self._request.id)
+            self.failure = InternalError("dispatch failed")
+            self.failure.__cause__ = error
+        finally:
+            self._closing = True
+            try:
+                await self._close(ledger[0] if ledger else None, outcome)
+            finally:
+                self.shown.put_nowait(None)
+
+    # ---- the journey ----
+
+    async def travel(self, opened: list[RequestLedger]) -> None:
+        """From QUEUED to the last token. `opened` gets the ledger, for whoever records the end."""
+        deadline = self._request.deadline
+        assert deadline is not None, "Dispatcher.run sets one"
+        async with asyncio.timeout(deadline - self._clock.monotonic()):
+            ledger = await self._parts.store.open(self._request, _description(self._request))
+            opened.append(ledger)
+            self._trace.queued_at = self._clock.monotonic()
+            while not self._output.finished:
+                try:
+                    await self._attempt(ledger)
+                except HopFailed as failure:
+                    await self._fail_over(ledger, failure)
+
+    async def _attempt(self, ledger: RequestLedger) -> None:
+        """One epoch: give the request to its nodes, follow them to the end. Raises HopFailed."""
+        self._attempts += 1
+        try:
+            if self._legs.has_export:
+                await self._hand_over(ledger)  # a decode node was lost, the export was not
+            else:
+                await self._begin(ledger, self._choose_route())
+            while not self._output.finished:
+                leg, event = await self._legs.next_event()
+                if leg is self._legs.prefill:
+                    await self._on_prefill(ledger, event)
+                elif leg is self._legs.decode:
+                    await self._on_decode(ledger, event)
+                # else: from a leg that was given up
+        except NodeLost as error:  # it went between the choice and the submission
+            raise HopFailed(error) from error
+
+    async def _begin(self, ledger: RequestLedger, route: Route) -> None:
+        """Submit to the prefill node; without one, to the decode node alone."""
+        request, trace = self._request, self._trace
+        self._model_digest = route.decode.model_digest
+        self._planned = route.decode
+        trace.local_prefill = route.prefill is None
+        trace.decode_node = route.decode.node_id
+        trace.prefill_node = None if route.prefill is None else route.prefill.node_id
+        if trace.dispatched_at is None:
+            trace.dispatched_at = self._clock.monotonic()
+        known = len(request.known_ids)
+        if route.prefill is None:
+            await ledger.move(RequestState.DECODE, decode_node=route.decode.node_id)
+            self._legs.begin_decode(
+                route.decode, SubmitDecode(request), known - route.decode_cached
+            )
+        else:
+            await ledger.move(RequestState.PREFILL, prefill_node=route.prefill.node_id)
+            self._legs.begin_prefill(
+                route.prefill, SubmitPrefill(request), known - route.prefill_cached
+            )
+
+    async def _hand_over(self, ledger: RequestLedger) -> None:
+        """Give handle and request to a decode node, which subscribes while the prefill runs."""
+        handle = self._legs.handle
+        assert handle is not None, "there is an export to hand over"
+        node, self._planned = self._planned, None
+        if node is None or self._parts.registry.session(node.boot_id) is None:
+            node = self._choose_decode(handle.endpoint.layout_fingerprint)
+        self._trace.decode_node = node.node_id
+        await ledger.move(
+            RequestState.TRANSFER,
+            decode_node=node.node_id,
+            kv_handle=wire.handle_to_bytes(handle).hex(),
+        )
+        self._legs.begin_decode(node, SubmitDecode(self._request, handle))
+
+    async def _on_prefill(self, ledger: RequestLedger, event: NodeEvent) -> None:
+        legs = self._legs
+        match event:
+            case HandleReady() if legs.handle is None:
+                self._trace.handle_at = self._clock.monotonic()
+                legs.take_handle(event.handle)
+                await self._hand_over(ledger)
+            case TokenEvent():
+                legs.prefilled = True
+                self._count_cached(event)
+                self._show(event)
+            case RequestFailed() if not (legs.prefilled and legs.is_subscribed):
+                self._refused(legs.prefill, event)
+            case SessionLost() if not legs.is_subscribed:
+                raise HopFailed(self._lost(legs.prefill, event), death=True)
+            case _:
+                pass  # once D subscribes, it is D that reports the export's end
+
+    async def _on_decode(self, ledger: RequestLedger, event: NodeEvent) -> None:
+        legs = self._legs
+        match event:
+            case Subscribed():
+                self._trace.subscribed_at = self._clock.monotonic()
+                legs.subscribed()
+            case TokenEvent():
+                if legs.handle is None:
+                    self._count_cached(event)
+                elif not legs.decoding:
+                    await self._handed_over(ledger)
+                self._show(event)
+            case RequestFailed():
+                self._refused(legs.decode, event)
+            case SessionLost():
+                raise HopFailed(self._lost(legs.decode, event), death=True)
+            case HandleReady():
+                pass  # decode nodes export only when they drain
+
+    async def _handed_over(self, ledger: RequestLedger) -> None:
+        """D's first event: the KV arrived whole, P may forget it."""
+        self._legs.decoding = True
+        self._legs.subscribed()
+        self._trace.handover_at = self._clock.monotonic()
+        await ledger.move(RequestState.DECODE)
+
+    def _count_cached(self, event: TokenEvent) -> None:
+        trace = self._trace
+        trace.cached_tokens = max(trace.cached_tokens, event.num_cached_tokens)
+
+    def _show(self, event: TokenEvent) -> None:
+        """Hand the new part of an event to the caller. It is in the log already."""
+        fresh = self._output.take(event)
+        if fresh is None:
+            return
+        if self._trace.first_token_at is None:
+            self._trace.first_token_at = self._clock.monotonic()
+        self._trace.output_tokens = self._output.num_tokens
+        # A decode node counts fetched KV as cached; the prefill's count is the true one.
+        self.shown.put_nowait(replace(fresh, num_cached_tokens=self._trace.cached_tokens))
+
+    # ---- when a node fails ----
+
+    def _lost(self, leg: Leg | None, event: SessionLost) -> NodeLost:
+        if leg is not None:
+            self._avoided.add(leg.node.boot_id)
+        return NodeLost(f"node {event.node_id} was lost: {event.reason}")
+
+    def _refused(self, leg: Leg | None, event: RequestFailed) -> None:
+        """Raise HopFailed if another node may do better, else the error that the node gave."""
+        error = error_from_code(event.code, event.message, event.field)
+        if not event.retryable or leg is None:
+            raise error
+        if isinstance(error, KVError):
+            # Whoever was to blame, the exporter or the way from it: another exporter avoids both.
+            exporter = self._legs.prefill
+            if exporter is not None:
+                self._avoided.add(exporter.node.boot_id)
+            raise HopFailed(error, death=isinstance(error, KVLost))
+        self._excluded.add(leg.node.boot_id)
+        self._refusal = error
+        raise HopFailed(error)
+
+    async def _fail_over(self, ledger: RequestLedger, failure: HopFailed) -> None:
+        """Back to QUEUED with the next epoch. Raises the failure when there have been enough."""
+        for leg, event in self._legs.pending_events():
+            if isinstance(event, TokenEvent) and leg in (self._legs.prefill, self._legs.decode):
+                self._show(event)  # it is in the log, so it is part of the output
+        if self._output.finished:
+            return
+        self._trace.node_deaths += failure.death
+        if self._trace.node_deaths >= MAX_NODE_DEATHS or self._attempts >= MAX_ATTEMPTS:
+            raise failure.error
+        logger.warning(
+            "request %s: epoch %d failed after %d tokens: %s",
+            self._request.id, ledger.epoch, self._output.num_tokens, failure.error.message,
+        )  # fmt: skip
+        if self._legs.has_export and not isinstance(failure.error, KVError):
+            self._legs.drop_decode()
+        else:
+            self._legs.give_up("failover")
+        self._planned = None
+        await ledger.move(RequestState.QUEUED)
+        self._trace.retries += 1
+        # The ledger counts epochs; a request's own epoch is its copy.
+        retried = self._request.retried(self._output.output_ids)
+        self._request = replace(retried, epoch=ledger.epoch)
+
+    # ---- choosing ----
+
+    def _choose_route(self) -> Route:
+        nodes = self._parts.registry.snapshots()
+        try:
+            return choose_route(self._ask(), nodes, self._parts.settings, random.random())
+        except Unavailable as error:
+            raise (self._refusal or error) from error
+
+    def _choose_decode(self, fingerprint: str) -> NodeSnapshot:
+        nodes, settings = self._parts.registry.snapshots(), self._parts.settings
+        try:
+            return choose_decode(self._ask(), nodes, fingerprint, settings, random.random())
+        except Unavailable as error:
+            raise (self._refusal or error) from error
+
+    def _ask(self) -> Ask:
+        request = self._request
+        return Ask(
+            known_ids=request.known_ids,
+            tenant_salt=request.tenant_salt,
+            adapter=request.adapter,
+            model_digest=self._model_digest,
+            excluded=frozenset(self._excluded),
+            avoided=frozenset(self._avoided),
+        )
+
+    # ---- the end ----
+
+    async def _close(self, ledger: RequestLedger | None, outcome: RequestState) -> None:
+        """Leave every node, record the terminal state."""
+        trace = self._trace
+        if outcome is RequestState.FINISHED and self.failure is None and self._ended_on_decode:
+            self._legs.finish()
+        else:
+            self._legs.give_up(outcome.value)
+        if ledger is not None:
+            if outcome not in TRANSITIONS[ledger.state]:
+                outcome = RequestState.CANCELLED  # stopped by its text between two epochs
+            error = "" if self.failure is None else self.failure.code
+            await ledger.finish(outcome, error=error, output_tokens=str(self._output.num_tokens))
+        trace.outcome = outcome.value
+        trace.finished_at = self._clock.monotonic()
+        logger.info(
+            "request %s: %s after %d tokens, prefill %s, decode %s, %d retries",
+            self._request.id, outcome.value, self._output.num_tokens,
+            trace.prefill_node, trace.decode_node, trace.retries,
+        )  # fmt: skip
+
+    @property
+    def _ended_on_decode(self) -> bool:
+        """The decode node had the last word; else token 1 was it, and the export is of no use."""
+        return self._legs.decoding or self._legs.handle is None
+
+
+def _description(request: Request) -> dict[str, str]:
+    """What the record says of a plain request."""
+    return {
+        "seed": str(request.params.seed),
+        "prompt_tokens": str(len(request.prompt_ids)),
+        "max_tokens": str(request.params.max_tokens),
+    }

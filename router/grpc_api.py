@@ -1,0 +1,314 @@
+"""The router's gRPC front door: serve.proto's Inference, grpc.health.v1, reflection.
+
+Protobuf stops here. Same journey and same text rules as HTTP (router/completion.py). Errors: gRPC
+status, and in the trailing metadata Baton's own code and field (baton/client.py reads them). With
+API keys every call but health needs `authorization: Bearer KEY`.
+The life: bind() -> start() -> watch() as a task -> stop().
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any, Final, NoReturn
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from baton import __version__, wire
+from baton.client import ERROR_CODE_METADATA, ERROR_FIELD_METADATA
+from baton.errors import ConfigError, InvalidRequest, ModelNotFound, Unavailable
+from baton.log import request_context
+from baton.request import Request
+from baton.sampling import SamplingParams, refuse_unserved
+from baton.timing import server_options
+from protos import serve_pb2, serve_pb2_grpc
+from router.completion import Completion, Delta, OutputRules
+from router.openai import MAX_NAME_CHARS, MAX_STOP_CHARS, MAX_STOPS, PRIORITY_LIMIT, token_ids_below
+from router.prompts import DEFAULT_MAX_TOKENS, PromptReader, check_room, room_for_output
+from router.registry import ServedModel
+from router.services import RouterServices
+from router.web_errors import as_baton_error, error_object, log_failure
+
+log = logging.getLogger(__name__)
+
+SERVICE: Final = "baton.serve.v1.Inference"
+STOP_MARGIN_S: Final = 1.0
+_HEALTH_PREFIX: Final = "/grpc.health.v1.Health/"
+_INTEGERS: Final = ("min_tokens", "top_k", "seed", "ignore_eos", "n", "best_of", "beam_width",
+                    "logprobs", "prompt_logprobs")  # fmt: skip
+_FLOATS: Final = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty",
+                  "repetition_penalty")  # fmt: skip
+
+
+class InferenceService(serve_pb2_grpc.InferenceServicer):
+    """Serves Inference from a router's services."""
+
+    def __init__(self, services: RouterServices, prompts: PromptReader) -> None:
+        self._services = services
+        self._prompts = prompts
+
+    async def Generate(
+        self, request: serve_pb2.GenerateRequest, context: Any
+    ) -> AsyncGenerator[serve_pb2.GenerateEvent, None]:
+        """Stream one request; a client that goes away aborts it on every node."""
+        services = self._services
+        request_id = request.request_id or "gen-" + secrets.token_hex(12)
+        with request_context(request_id):
+            try:
+                completion = await self._completion(request, request_id, context)
+                meter = services.metrics.begin(completion.model, completion.request.arrival)
+                deltas = completion.deltas(services.dispatcher, meter, services.clock)
+                async with aclosing(deltas):
+                    async for delta in deltas:
+                        yield _event(completion, delta)
+            except Exception as error:  # noqa: BLE001  every failure becomes one gRPC status
+                await _abort(context, error)
+
+    async def Abort(self, request: serve_pb2.AbortRequest, context: Any) -> serve_pb2.AbortReply:
+        return serve_pb2.AbortReply(found=self._services.dispatcher.abort(request.request_id))
+
+    async def Models(self, request: serve_pb2.ModelsRequest, context: Any) -> serve_pb2.ModelsReply:
+        """The served model; none until a node has said which it is."""
+        model = self._services.registry.model()
+        if model is None:
+            return serve_pb2.ModelsReply()
+        info = serve_pb2.ModelInfo(
+            id=self._name(model), max_model_len=model.max_model_len, digest=model.digest
+        )
+        return serve_pb2.ModelsReply(models=[info])
+
+    async def ServerInfo(
+        self, request: serve_pb2.ServerInfoRequest, context: Any
+    ) -> serve_pb2.ServerInfoReply:
+        """Connected nodes with their load, and requests by state."""
+        counts = await self._services.store.counts()
+        return serve_pb2.ServerInfoReply(
+            version=__version__,
+            nodes=[wire.record_to_wire(record) for record in self._services.registry.records()],
+            requests_by_state={state.value: max(0, count) for state, count in counts.items()},
+        )
+
+    async def _completion(
+        self, message: serve_pb2.GenerateRequest, request_id: str, context: Any
+    ) -> Completion:
+        """Everything checked and drawn. Raises InvalidRequest, naming the field."""
+        model = self._model(message.model)
+        if len(request_id) > MAX_NAME_CHARS or not request_id.isprintable():
+            raise InvalidRequest(
+                f"request_id: at most {MAX_NAME_CHARS} printable characters", field="request_id"
+            )
+        if abs(message.priority) > PRIORITY_LIMIT:
+            raise InvalidRequest(f"priority: at most {PRIORITY_LIMIT} from 0", field="priority")
+        rules = OutputRules(
+            stop=_stops(message),
+            skip_special_tokens=not message.HasField("skip_special_tokens")
+            or message.skip_special_tokens,
+        )
+        ids, field = await self._prompt_ids(message, model)
+        room = room_for_output(len(ids), model.max_model_len, field)
+        params = _sampling_params(message, min(DEFAULT_MAX_TOKENS, room))
+        check_room(len(ids), params.max_tokens, model.max_model_len, "max_tokens")
+        token_ids_below(params.stop_token_ids, model.vocab_size, "stop_token_ids")
+        now = self._services.clock.monotonic()
+        timeout_s = self._services.config.request_timeout_s
+        remaining = context.time_remaining()  # None without a deadline of the caller's
+        request = Request(
+            id=request_id,
+            prompt_ids=ids,
+            params=params,
+            adapter=message.adapter,
+            priority=message.priority,
+            tenant_salt=message.cache_salt,
+            deadline=now + (timeout_s if remaining is None else min(timeout_s, remaining)),
+            traceparent=_metadata(context.invocation_metadata(), "traceparent"),
+            arrival=now,
+        )
+        return Completion(request, self._name(model), rules, self._services.tokenizer)
+
+    async def _prompt_ids(
+        self, message: serve_pb2.GenerateRequest, model: ServedModel
+    ) -> tuple[tuple[int, ...], str]:
+        """The prompt's ids and the field that they came from."""
+        match message.WhichOneof("prompt"):
+            case "text" if message.text:
+                return await self._prompts.text(message.text, "text"), "text"
+            case "token_ids" if message.token_ids.ids:
+                ids = tuple(message.token_ids.ids)
+                return token_ids_below(ids, model.vocab_size, "token_ids"), "token_ids"
+            case _:
+                raise InvalidRequest("the prompt is empty", field="prompt")
+
+    def _model(self, asked: str) -> ServedModel:
+        model = self._services.registry.model()
+        if model is None:
+            raise Unavailable("no node has registered yet")
+        if asked and asked != self._name(model):
+            raise ModelNotFound(f"the model {asked[:200]!r} does not exist", field="model")
+        return model
+
+    def _name(self, model: ServedModel) -> str:
+        return self._services.config.served_model_name or model.name
+
+
+class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
+    """Denies every method but health without a known key."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self._denial = grpc.unary_unary_rpc_method_handler(self._deny)
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        details = handler_call_details
+        if details.method.startswith(_HEALTH_PREFIX) or self._admits(details.invocation_metadata):
+            return await continuation(details)
+        return self._denial
+
+    def _admits(self, metadata: Any) -> bool:
+        scheme, _, key = _metadata(metadata, "authorization").partition(" ")
+        if scheme.lower() != "bearer":
+            return False
+        digest = hashlib.sha256(key.strip().encode()).digest()
+        # Every key is compared, so that the time tells nothing about which one was close.
+        return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0
+
+    @staticmethod
+    async def _deny(_: Any, context: Any) -> NoReturn:
+        context.set_trailing_metadata(((ERROR_CODE_METADATA, "unauthenticated"),))
+        await context.abort(
+            grpc.StatusCode.UNAUTHENTICATED,
+            "missing or wrong API key (metadata authorization: Bearer ...)",
+        )
+        raise AssertionError("abort raises")
+
+
+class GrpcServer:
+    """grpc.aio server of one router."""
+
+    def __init__(self, services: RouterServices) -> None:
+        self._services = services
+        self._prompts = PromptReader(services.tokenizer, services.chat_template)
+        keys = services.config.api_key
+        self._server = grpc.aio.server(
+            options=server_options(services.config.timing),
+            interceptors=[ApiKeyInterceptor(keys)] if keys else [],
+        )
+        # pyright does not see the conditional import of `aio` in there
+        self._health: Any = health.aio.HealthServicer()  # pyright: ignore
+        serve_pb2_grpc.add_InferenceServicer_to_server(
+            InferenceService(services, self._prompts), self._server
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+
+    def bind(self) -> int:
+        """Take the port; returns it. Raises ConfigError."""
+        config = self._services.config
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        address = f"{host}:{config.grpc_port}"
+        try:
+            return self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise ConfigError(f"cannot bind {address}: {error}", field="grpc_port") from error
+
+    async def start(self) -> None:
+        await self._server.start()
+        await self.tell_health()
+
+    async def tell_health(self) -> bool:
+        """Publish whether the router is ready; returns what was published."""
+        ready = self._services.ready
+        status = health_pb2.HealthCheckResponse.SERVING
+        if not ready:
+            status = health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ("", SERVICE):
+            await self._health.set(name, status)
+        return ready
+
+    async def watch(self) -> None:
+        """Publish again whenever nodes come or go, until cancelled."""
+        services = self._services
+        while True:
+            if await self.tell_health():
+                await services.registry.wait_until(lambda: not services.ready)
+            else:
+                await services.registry.wait_until(lambda: services.ready)
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no new calls; those under way get `grace_s` seconds. Twice is safe."""
+        # Bounded: grpc waits for every stream's peer, and one was seen to keep a process for ever.
+        stopping = asyncio.create_task(self._server.stop(grace_s))
+        _, late = await asyncio.wait({stopping}, timeout=grace_s + STOP_MARGIN_S)
+        if late:
+            log.warning("gRPC calls did not end within their grace")
+        self._prompts.close()
+
+
+def _event(completion: Completion, delta: Delta) -> serve_pb2.GenerateEvent:
+    event = serve_pb2.GenerateEvent(
+        request_id=completion.request.id,
+        position=delta.position,
+        token_ids=delta.token_ids,
+        text=delta.text,
+        retries=completion.trace.retries,
+    )
+    if delta.finish_reason is not None:
+        event.finish_reason = delta.finish_reason.value
+        event.usage.prompt_tokens = completion.prompt_tokens
+        event.usage.completion_tokens = completion.completion_tokens
+        event.usage.cached_tokens = completion.cached_tokens
+    return event
+
+
+def _sampling_params(message: serve_pb2.GenerateRequest, max_tokens: int) -> SamplingParams:
+    """Raises InvalidRequest out of bounds, UnsupportedFeature for what no engine serves yet."""
+    given: dict[str, Any] = {
+        name: getattr(message, name) for name in _INTEGERS if message.HasField(name)
+    }
+    given |= {name: getattr(message, name) for name in _FLOATS if message.HasField(name)}
+    if message.HasField("guided"):
+        raise InvalidRequest("guided is not supported by this server", field="guided")
+    given.setdefault("seed", secrets.randbits(64))
+    given["max_tokens"] = message.max_tokens if message.HasField("max_tokens") else max_tokens
+    given["stop_token_ids"] = tuple(message.stop_token_ids)
+    given["logit_bias"] = tuple(sorted(message.logit_bias.items()))
+    params = SamplingParams(**given)
+    refuse_unserved(params)
+    return params
+
+
+def _stops(message: serve_pb2.GenerateRequest) -> tuple[str, ...]:
+    if len(message.stop) > MAX_STOPS:
+        raise InvalidRequest(f"stop: at most {MAX_STOPS} strings", field="stop")
+    if not all(0 < len(stop) <= MAX_STOP_CHARS for stop in message.stop):
+        raise InvalidRequest(f"stop: strings of 1 to {MAX_STOP_CHARS} characters", field="stop")
+    return tuple(dict.fromkeys(message.stop))
+
+
+def _metadata(metadata: Any, name: str) -> str:
+    """The one value of a metadata key, "" if it is absent or given twice."""
+    values = [value for key, value in metadata or () if key == name]
+    return str(values[0]) if len(values) == 1 else ""
+
+
+async def _abort(context: Any, cause: Exception) -> NoReturn:
+    """End the call with the status, code and field of `cause`."""
+    if isinstance(cause, grpc.aio.AbortError):
+        raise cause
+    error = as_baton_error(cause)
+    log_failure(error, cause)
+    trailing = [(ERROR_CODE_METADATA, error.code)]
+    if error.field is not None:
+        trailing.append((ERROR_FIELD_METADATA, error.field))
+    context.set_trailing_metadata(tuple(trailing))
+    message = error_object(error)["error"]["message"]
+    await context.abort(grpc.StatusCode[error.grpc_code], message)
+    raise AssertionError("abort raises")

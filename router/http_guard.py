@@ -1,0 +1,176 @@
+"""Limits around the HTTP parser: time for head and body, sizes and counts of headers, framing.
+
+uvicorn's h11 protocol alone keeps half a request open for ever, accepts Content-Length together
+with Transfer-Encoding, and bounds a head only when it arrives in pieces (httptools does none of
+it). Two parts, both composed, neither a parser (parsers that disagree let requests be smuggled):
+
+    GuardedProtocol   wraps uvicorn's H11Protocol per connection: deadlines, send buffer
+    HeadGuard         ASGI middleware over the parsed head: sizes, counts, duplicate framing headers
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, cast
+
+import h11
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.config import Config
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+from router.web_errors import http_error_response
+
+_TIMEOUT_REPLY: Final = (
+    b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+)
+_SINGLE: Final = (b"host", b"content-length", b"content-type", b"authorization", b"x-request-id")
+
+
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    """Bytes, counts and seconds that a client gets."""
+
+    head_s: float = 10.0  # first byte of a request (or the connection) to the end of its head
+    body_s: float = 60.0  # end of the head to the end of the body
+    keep_alive_s: int = 30
+    head_bytes: int = 32 << 10
+    target_bytes: int = 4 << 10
+    header_bytes: int = 8 << 10  # one name and value
+    num_headers: int = 100
+    send_buffer_bytes: int = (
+        256 << 10
+    )  # a client that never reads holds no more than this in the kernel
+    connections: int = 4096
+
+
+def uvicorn_settings(limits: HttpLimits) -> dict[str, Any]:
+    """Keyword arguments for uvicorn.Config that put the guard in place."""
+    return {
+        "http": partial(GuardedProtocol, limits=limits),
+        "ws": "none",
+        "h11_max_incomplete_event_size": limits.head_bytes,
+        "timeout_keep_alive": limits.keep_alive_s,
+        "limit_concurrency": limits.connections,
+        "proxy_headers": False,
+        "server_header": False,
+        "access_log": False,
+    }
+
+
+class GuardedProtocol(asyncio.Protocol):
+    """One connection. IDLE (no head yet) and SEND_BODY (no whole body yet) each have a deadline."""
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        limits: HttpLimits,
+    ) -> None:
+        self._inner = H11Protocol(config, server_state, app_state, _loop)
+        self._loop = _loop if _loop is not None else asyncio.get_running_loop()
+        self._limits = limits
+        self._transport: asyncio.Transport | None = None
+        self._waits_for: object = None  # h11.IDLE or h11.SEND_BODY while a deadline runs
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transports do not inherit from asyncio's: no isinstance here.
+        self._transport = cast("asyncio.Transport", transport)
+        raw = transport.get_extra_info("socket")
+        if raw is not None:
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._limits.send_buffer_bytes)
+        self._inner.connection_made(self._transport)
+        self._watch(first=True)
+
+    def data_received(self, data: bytes) -> None:
+        self._inner.data_received(data)
+        self._watch()
+
+    def eof_received(self) -> None:
+        self._inner.eof_received()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop()
+        self._inner.connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._inner.resume_writing()
+
+    def _watch(self, first: bool = False) -> None:
+        """Start, keep or stop the deadline by what the parser still waits for from the client."""
+        state = self._inner.conn.their_state
+        if state is h11.IDLE and not first and not self._inner.conn.trailing_data[0]:
+            state = None  # between two requests: uvicorn's keep-alive timer counts
+        if state is self._waits_for:
+            return
+        self._stop()
+        if state is h11.IDLE:
+            self._start(state, self._limits.head_s)
+        elif state is h11.SEND_BODY:
+            self._start(state, self._limits.body_s)
+
+    def _start(self, state: object, seconds: float) -> None:
+        self._waits_for = state
+        self._deadline = self._loop.call_later(seconds, self._expired)
+
+    def _stop(self) -> None:
+        self._waits_for = None
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _expired(self) -> None:
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return
+        if self._inner.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            transport.write(_TIMEOUT_REPLY)
+        transport.close()
+
+
+class HeadGuard:
+    """Refuses a request by its parsed head, closing the connection; the outermost middleware."""
+
+    def __init__(self, app: ASGIApp, limits: HttpLimits) -> None:
+        self._app = app
+        self._limits = limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            fault = self._fault(scope)
+            if fault is not None:
+                response = http_error_response(*fault)
+                response.headers["connection"] = "close"
+                await response(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _fault(self, scope: Scope) -> tuple[int, str] | None:
+        """(status, message) of what is wrong with the head, None if nothing is."""
+        limits = self._limits
+        headers: list[tuple[bytes, bytes]] = scope["headers"]
+        sizes = [len(name) + len(value) for name, value in headers]
+        target = len(scope.get("raw_path") or b"") + len(scope["query_string"])
+        if target > limits.target_bytes:
+            return 414, "the request target is too long"
+        if len(headers) > limits.num_headers:
+            return 431, "too many headers"
+        if sum(sizes) > limits.head_bytes or max(sizes, default=0) > limits.header_bytes:
+            return 431, "the headers are too large"
+        names = [name for name, _ in headers]
+        if b"content-length" in names and b"transfer-encoding" in names:
+            return 400, "content-length together with transfer-encoding"
+        for name in _SINGLE:
+            if names.count(name) > 1:
+                return 400, f"more than one {name.decode()} header"
+        return None

@@ -1,0 +1,196 @@
+"""The store as requests see it: StoreGuard for the router, a RequestLedger for each request.
+
+A plain request goes on when the store does not answer: the call is skipped, counted, and nothing is
+tried again until a heartbeat got through (so an outage costs each request at most one timeout). A
+request that missed a write is `behind`: it is written no more until its terminal state, which is
+kept and caught up when the store is back. The life: start() -> run() as a task -> stop().
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+from baton.errors import InvalidRequest, StoreUnavailable
+from baton.request import Request, RequestState, check_transition
+from baton.timing import Timing
+from router.store import LogEntry, Move, RequestStore, WriteStatus
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+MAX_UNSETTLED: Final = (
+    10_000  # terminal states kept for the store's return; older ones are swept there
+)
+
+
+@dataclass(slots=True)
+class StoreStats:
+    """Counters for metrics and tests."""
+
+    away: bool = False
+    outages: int = 0
+    skipped: int = 0  # calls not made, or failed, because the store was away
+    refused: int = 0  # writes that the store answered with a fence, a gap, an unknown record
+
+
+class RequestLedger:
+    """State and epoch of one request: the truth while its router lives, written through.
+
+    `recorded`: the store has a record and it is ours. `behind`: a write was skipped.
+    """
+
+    def __init__(self, guard: StoreGuard, request_id: str) -> None:
+        self._guard = guard
+        self.request_id = request_id
+        self.state = RequestState.QUEUED
+        self.epoch = 1
+        self.recorded = False
+        self.behind = False
+
+    async def move(self, state: RequestState, **fields: str) -> None:
+        """One transition to a non-terminal state. Raises IllegalTransition."""
+        check_transition(self.state, state)
+        move = Move(self.request_id, self.epoch, state, fields)
+        self.state = state
+        if state is RequestState.QUEUED:
+            self.epoch += 1
+        if not self.recorded or self.behind:
+            self._guard.stats.skipped += 1
+            return
+        status = await self._guard.call(lambda store: store.move(move))
+        self.took(status)
+
+    async def finish(self, state: RequestState, **fields: str) -> None:
+        """The terminal state; afterwards the ledger is closed. Raises IllegalTransition."""
+        check_transition(self.state, state)
+        move = Move(self.request_id, self.epoch, state, fields, catch_up=self.behind)
+        self.state = state
+        self._guard.close(self.request_id)
+        if not self.recorded:
+            return
+        status = await self._guard.call(lambda store: store.finish(move))
+        if status is None:
+            self._guard.settle_later(move)
+
+    def took(self, status: WriteStatus | None) -> None:
+        """Remember how the store answered a write; None = it did not."""
+        if status is None:
+            self.behind = True
+        elif status is not WriteStatus.OK:
+            self._guard.stats.refused += 1
+            self.recorded = status not in (WriteStatus.GONE, WriteStatus.FENCED)
+            self.behind = True
+            logger.warning(
+                "request %s: the store answers %s, goes on unlogged", self.request_id, status
+            )
+
+
+class StoreGuard:
+    def __init__(self, store: RequestStore, timing: Timing) -> None:
+        self._store = store
+        self._heartbeat_s = timing.heartbeat_s
+        self._open: dict[str, RequestLedger] = {}
+        self._unsettled: dict[str, Move] = {}
+        self.stats = StoreStats()
+
+    @property
+    def name(self) -> str:
+        return self._store.name
+
+    async def start(self) -> None:
+        """Connect; a store that is away now may come later."""
+        try:
+            await self._store.start()
+        except StoreUnavailable as error:
+            self._lose(error)
+
+    async def run(self) -> None:
+        """Beat and sweep until cancelled."""
+        while True:
+            await self.beat()
+            await asyncio.sleep(self._heartbeat_s)
+
+    async def stop(self) -> None:
+        await self._store.stop()
+
+    async def open(self, request: Request, fields: dict[str, str]) -> RequestLedger:
+        """Record a new request as QUEUED. Raises InvalidRequest for an id that is in use."""
+        ledger = RequestLedger(self, request.id)
+        if self.stats.away:
+            self.stats.skipped += 1
+            return ledger
+        try:
+            record = await self._store.claim(request.id, fields)
+        except StoreUnavailable as error:
+            self._lose(error)
+            return ledger
+        if record is None:
+            raise InvalidRequest(f"request id {request.id!r} is in use", field="request_id")
+        ledger.epoch = record.epoch
+        ledger.recorded = True
+        self._open[request.id] = ledger
+        return ledger
+
+    def ledger(self, request_id: str) -> RequestLedger | None:
+        """The ledger of a request that is recorded and not over."""
+        return self._open.get(request_id)
+
+    def close(self, request_id: str) -> None:
+        self._open.pop(request_id, None)
+
+    def settle_later(self, move: Move) -> None:
+        if len(self._unsettled) < MAX_UNSETTLED:
+            catching_up = Move(move.request_id, move.epoch, move.state, move.fields, catch_up=True)
+            self._unsettled[move.request_id] = catching_up
+
+    async def append(self, entries: Sequence[LogEntry]) -> list[WriteStatus] | None:
+        return await self.call(lambda store: store.append(entries))
+
+    async def counts(self) -> dict[RequestState, int]:
+        """Requests by state; empty while the store is away."""
+        return await self.call(lambda store: store.counts()) or {}
+
+    async def call(self, work: Callable[[RequestStore], Awaitable[T]]) -> T | None:
+        """The store's answer, or None while it is away. Raises nothing of the store's."""
+        if self.stats.away:
+            self.stats.skipped += 1
+            return None
+        try:
+            return await work(self._store)
+        except StoreUnavailable as error:
+            self._lose(error)
+            return None
+
+    async def beat(self) -> None:
+        """One heartbeat: keep what is held, settle what ended meanwhile, sweep what others left."""
+        held = [ledger.request_id for ledger in self._open.values() if ledger.recorded]
+        try:
+            # What ended while the beat was under way is `lost` to the store, and not open here.
+            for request_id in await self._store.beat(held):
+                ledger = self._open.get(request_id)
+                if ledger is not None:
+                    ledger.took(WriteStatus.FENCED)
+            while self._unsettled:
+                request_id, move = next(iter(self._unsettled.items()))
+                await self._store.finish(move)
+                del self._unsettled[request_id]
+            for swept in await self._store.sweep():
+                logger.info(
+                    "request %s swept: %s, epoch %d", swept.request_id, swept.state, swept.epoch
+                )
+        except StoreUnavailable as error:
+            self._lose(error)
+            return
+        if self.stats.away:
+            self.stats.away = False
+            logger.warning("the store is back")
+
+    def _lose(self, error: StoreUnavailable) -> None:
+        self.stats.skipped += 1
+        if not self.stats.away:
+            self.stats.away = True
+            self.stats.outages += 1
+            logger.warning("the store is away, requests go on unlogged: %s", error.message)

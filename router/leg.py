@@ -1,0 +1,150 @@
+"""Legs: the nodes that work on one request, and the KV export between them. Mechanics only.
+
+A Leg is one node under one epoch. `Legs` holds at most a prefill and a decode leg, collects their
+events in one inbox, and renews the export's lease until the decode node does. Not here: when to do
+which (router/dispatch.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from baton.errors import NodeLost
+from baton.handles import KVHandle
+from baton.messages import AbortRequest, ReleaseExport, RenewExport, SubmitDecode, SubmitPrefill
+from router.node_session import Attachment, NodeEvent, NodeSession
+from router.policy import NodeSnapshot
+from router.registry import NodeRegistry
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Leg:
+    node: NodeSnapshot
+    session: NodeSession
+    request_id: str
+    epoch: int
+
+    @property
+    def connected(self) -> bool:
+        """Is the session with this incarnation of the node still up?"""
+        record = self.session.record
+        return self.session.connected and record is not None and record.boot_id == self.node.boot_id
+
+    def leave(self, *, abort: bool) -> None:
+        """Hear no more of the node; `abort`: it has not ended by itself, tell it to stop."""
+        if self.connected:
+            self.session.detach(self.request_id)
+            if abort:
+                self.session.send(AbortRequest(self.request_id, self.epoch))
+
+
+class Legs:
+    """`decoding`: the decode node has spoken, so the export has served its purpose."""
+
+    def __init__(self, registry: NodeRegistry) -> None:
+        self._registry = registry
+        self._inbox: asyncio.Queue[tuple[Leg, NodeEvent]] = asyncio.Queue()
+        self._renew_at: float | None = None  # loop time; None: nothing to renew, or D does
+        self.prefill: Leg | None = None
+        self.decode: Leg | None = None
+        self.handle: KVHandle | None = None
+        self.prefilled = False
+        self.decoding = False
+
+    @property
+    def has_export(self) -> bool:
+        """Is there KV that another decode node may fetch?"""
+        return (
+            self.handle is not None
+            and self.prefill is not None
+            and self.prefill.connected
+            and not self.decoding
+        )
+
+    def begin_prefill(self, node: NodeSnapshot, message: SubmitPrefill, num_tokens: int) -> None:
+        """`num_tokens`: to compute there. Raises NodeLost when the node has just gone away."""
+        self.prefill = self._submit(node, message, num_tokens)
+
+    def begin_decode(self, node: NodeSnapshot, message: SubmitDecode, num_tokens: int = 0) -> None:
+        """Likewise; with a handle nothing is to compute."""
+        self.decode = self._submit(node, message, num_tokens)
+
+    def take_handle(self, handle: KVHandle) -> None:
+        """The export exists; from now on its lease is ours to renew."""
+        self.handle = handle
+        self.renew()
+
+    def renew(self) -> None:
+        """Renew the lease now and every third of it."""
+        if self.handle is None or self.prefill is None:
+            return
+        self.prefill.session.send(RenewExport(self.handle))
+        self._renew_at = asyncio.get_running_loop().time() + self.handle.lease_ms / 3000
+
+    def subscribed(self) -> None:
+        """The decode node renews the lease now, and reports the exporter's death."""
+        self._renew_at = None
+
+    @property
+    def is_subscribed(self) -> bool:
+        return self.handle is not None and self._renew_at is None
+
+    async def next_event(self) -> tuple[Leg, NodeEvent]:
+        """What a node says next; the lease is renewed meanwhile."""
+        while True:
+            if self._renew_at is None or not self._inbox.empty():
+                return await self._inbox.get()
+            try:
+                async with asyncio.timeout_at(self._renew_at):
+                    return await self._inbox.get()
+            except TimeoutError:
+                self.renew()
+
+    def pending_events(self) -> list[tuple[Leg, NodeEvent]]:
+        """What has been delivered and not been read."""
+        return [self._inbox.get_nowait() for _ in range(self._inbox.qsize())]
+
+    def drop_decode(self) -> None:
+        """The decode node failed; the export stays, and stays leased."""
+        if self.decode is not None:
+            self.decode.leave(abort=True)
+        self.decode = None
+        self.renew()
+
+    def give_up(self, why: str) -> None:
+        """Stop every node and release the export: nobody needs what they do."""
+        if self.decode is not None:
+            self.decode.leave(abort=True)
+        if self.prefill is not None:
+            self.prefill.leave(abort=True)
+            if self.handle is not None and not self.decoding and self.prefill.connected:
+                self.prefill.session.send(ReleaseExport(self.handle, why))
+        self._forget()
+
+    def finish(self) -> None:
+        """The decode node ended the request by itself."""
+        for leg in (self.prefill, self.decode):
+            if leg is not None:
+                leg.leave(abort=False)
+        self._forget()
+
+    def _forget(self) -> None:
+        self.prefill = self.decode = self.handle = self._renew_at = None
+        self.prefilled = self.decoding = False
+
+    def _submit(
+        self, node: NodeSnapshot, message: SubmitPrefill | SubmitDecode, num_tokens: int
+    ) -> Leg:
+        request = message.request
+        session = self._registry.session(node.boot_id)
+        if session is None:
+            raise NodeLost(f"node {node.node_id} is not connected")
+        leg = Leg(node, session, request.id, request.epoch)
+
+        def deliver(event: NodeEvent) -> None:
+            self._inbox.put_nowait((leg, event))
+
+        session.attach(Attachment(request.id, request.epoch, deliver, max(0, num_tokens)))
+        session.send(message)
+        return leg

@@ -1,0 +1,309 @@
+"""A router process: start, serve, drain, stop.
+
+The life: options -> signal handlers -> store, registry -> gRPC and HTTP servers -> READY on stdout.
+SIGTERM: /ready says 503 at once, the rest is served for `drain_s` more; then no new connections,
+those under way get `shutdown_s`. SIGINT, or a second signal, skips the first wait; a third one the
+second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import math
+import os
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+import uvicorn
+import uvloop
+from redis.asyncio import Redis
+
+from baton import config as options
+from baton import log as logs
+from baton.chat_template import ChatTemplate
+from baton.clock import SystemClock
+from baton.errors import ConfigError
+from baton.handles import Role
+from baton.tokenizer import Tokenizer
+from router.app import create_app
+from router.config import RouterConfig
+from router.directory import RedisDirectory
+from router.dispatch import Dispatcher, DispatchParts
+from router.grpc_api import GrpcServer
+from router.http_guard import HttpLimits, uvicorn_settings
+from router.ledger import StoreGuard
+from router.memory_store import MemoryStore
+from router.metrics import RouterMetrics
+from router.policy import PolicySettings
+from router.redis_store import RedisStore, connect
+from router.registry import NodeRegistry, RegistryParts
+from router.services import RouterServices
+from router.store import RequestStore
+from router.token_log import TokenLog
+
+log = logging.getLogger(__name__)
+USAGE_ERROR: Final = 2
+STOP_MARGIN_S: Final = 2.0
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn's server without its signal handlers (this process has its own), with a start event.
+
+    Inheritance is uvicorn's own way to change either.
+    """
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.began = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.began.set()
+
+
+class Stages:
+    """How far the process has been asked to stop; each signal goes at least one event further."""
+
+    def __init__(self) -> None:
+        self.drain = asyncio.Event()
+        self.close = asyncio.Event()
+        self.leave = asyncio.Event()
+
+    def on_signal(self, number: int) -> None:
+        log.info("%s received", signal.Signals(number).name)
+        if self.close.is_set():
+            self.leave.set()
+        if number == signal.SIGINT or self.drain.is_set():
+            self.close.set()
+        self.drain.set()
+
+
+class Router:
+    """All parts of one router. The life: start() -> run_background() -> stop()."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        """Raises ConfigError, ModelRefused."""
+        config.check()
+        if not config.model:
+            raise ConfigError("--model is needed: its tokenizer and chat template", field="model")
+        clock = SystemClock()
+        router_id = config.router_id or f"router-{secrets.token_hex(4)}"
+        self.config = config
+        self._redis: Redis | None = None
+        store: RequestStore
+        if config.redis_url is None:
+            log.warning("no --redis-url: requests and logs live in this process only")
+            store = MemoryStore(router_id, config.timing, clock)
+        else:
+            timeout_s = config.store_timeout_s
+            self._redis = connect(config.redis_url, timeout_s)
+            store = RedisStore(self._redis, router_id, config.timing, clock, timeout_s)
+        self.guard = StoreGuard(store, config.timing)
+        self.registry = NodeRegistry(
+            RegistryParts(
+                router_id=router_id,
+                secret=config.secret,
+                timing=config.timing,
+                clock=clock,
+                log=TokenLog(self.guard),
+                addresses=dict.fromkeys(config.prefill_node, Role.PREFILL)
+                | dict.fromkeys(config.decode_node, Role.DECODE),
+                directory=None
+                if self._redis is None
+                else RedisDirectory(self._redis, config.store_timeout_s),
+            )
+        )
+        self.services = RouterServices(
+            config=config,
+            dispatcher=Dispatcher(
+                DispatchParts(
+                    registry=self.registry,
+                    store=self.guard,
+                    clock=clock,
+                    settings=policy_settings(config),
+                    max_live=config.max_live_requests,
+                    timeout_s=config.request_timeout_s,
+                )
+            ),
+            registry=self.registry,
+            store=self.guard,
+            tokenizer=Tokenizer.load(config.model),
+            chat_template=_chat_template(config),
+            metrics=RouterMetrics(),
+            clock=clock,
+        )
+
+    async def start(self) -> None:
+        await self.guard.start()
+        await self.registry.start()
+
+    async def run_background(self) -> None:
+        """Heartbeats and node records, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.guard.run())
+            group.create_task(self.registry.run())
+
+    async def stop(self) -> None:
+        """Cancel what is under way, close everything. Twice is safe."""
+        await self.services.dispatcher.stop()
+        await self.registry.stop()
+        await self.guard.stop()
+
+
+def policy_settings(config: RouterConfig) -> PolicySettings:
+    return PolicySettings(
+        prefix_weight=1.0 if config.policy == "prefix-aware" else 0.0,
+        local_prefill_tokens=config.local_prefill_tokens,
+    )
+
+
+async def serve(config: RouterConfig) -> None:
+    """Run a router until it is told to stop. Raises ConfigError for what prevents its start."""
+    stages = Stages()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stages.on_signal, number)
+    router = Router(config)
+    listener = bind(config)
+    http = http_server(config, router.services)
+    grpc_server = GrpcServer(router.services)
+    grpc_port = grpc_server.bind()
+    await router.start()
+    await grpc_server.start()
+    serving = asyncio.create_task(http.serve([listener]), name="http")
+    tasks = [
+        serving,
+        asyncio.create_task(router.run_background(), name="heartbeats"),
+        asyncio.create_task(grpc_server.watch(), name="health"),
+    ]
+    try:
+        await until(http.began, tasks)
+        announce(config, listener.getsockname()[1], grpc_port)
+        await until(stages.drain, tasks)
+        router.services.lifecycle.draining = True
+        await grpc_server.tell_health()
+        await until(stages.close, tasks, config.drain_s)
+        http.should_exit = True
+        calls = asyncio.create_task(grpc_server.stop(config.shutdown_s), name="grpc")
+        await until(
+            stages.leave,
+            [asyncio.create_task(ended(serving, calls))],
+            config.shutdown_s + STOP_MARGIN_S,
+        )
+    finally:
+        http.should_exit = http.force_exit = True
+        await router.stop()
+        await grpc_server.stop(0)
+        for task in tasks[1:]:
+            task.cancel()
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    for outcome in outcomes:
+        if isinstance(outcome, Exception):
+            raise outcome
+
+
+async def until(
+    event: asyncio.Event, tasks: Sequence[asyncio.Task[None]], timeout_s: float | None = None
+) -> None:
+    """Until `event` is set, one of `tasks` has ended, or `timeout_s` is over."""
+    waiter = asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait([waiter, *tasks], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiter.cancel()
+
+
+async def ended(*tasks: asyncio.Task[None]) -> None:
+    await asyncio.wait(tasks)
+
+
+def http_server(config: RouterConfig, services: RouterServices) -> HttpServer:
+    return HttpServer(
+        uvicorn.Config(
+            create_app(services),
+            log_config=None,
+            lifespan="on",
+            timeout_graceful_shutdown=math.ceil(config.shutdown_s),
+            **uvicorn_settings(HttpLimits()),
+        )
+    )
+
+
+def bind(config: RouterConfig) -> socket.socket:
+    """A bound HTTP socket. Raises ConfigError."""
+    try:
+        found = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        family, _, _, _, address = found[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot bind {config.host}:{config.port}: {error}", field="port"
+        ) from error
+    return listener
+
+
+def announce(config: RouterConfig, port: int, grpc_port: int) -> None:
+    """The READY line: whoever started this process reads it."""
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    ready = {
+        "ready": True,
+        "role": "router",
+        "address": f"{host}:{port}",
+        "grpc_address": f"{host}:{grpc_port}",
+    }
+    sys.stdout.write(json.dumps(ready) + "\n")
+    sys.stdout.flush()
+
+
+def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Run a router until a signal ends it; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m router", description="The front door: HTTP and gRPC APIs, dispatch, policy."
+    )
+    options.add_options(parser, RouterConfig)
+    arguments = parser.parse_args(argv)
+    try:
+        config = options.load(RouterConfig, arguments, environ)
+        logs.setup("router", config.log_level)
+        if config.cpu_cores is not None:
+            pin(config.cpu_cores)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve(config))
+    except ConfigError as error:
+        sys.stderr.write(f"{parser.prog}: {error.message}\n")
+        return USAGE_ERROR
+    return 0
+
+
+def pin(cores: str) -> None:
+    """Bind the process to cores given as "0,1" or "4-7". Raises ConfigError."""
+    numbers: set[int] = set()
+    try:
+        for part in cores.split(","):
+            first, dash, last = part.partition("-")
+            numbers.update(range(int(first), int(last if dash else first) + 1))
+        os.sched_setaffinity(0, numbers)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"cpu_cores: {cores!r}: {error}", field="cpu_cores") from error
+
+
+def _chat_template(config: RouterConfig) -> ChatTemplate | None:
+    """The operator's template, else the model's; None if there is none."""
+    template = ChatTemplate.load(config.model, config.chat_template)
+    return template if template.present else None

@@ -1,0 +1,235 @@
+"""The router's Prometheus metrics: latencies and counts of requests, the nodes' load as seen here.
+
+Each request has one RequestMeter, told of tokens as they are shown. Every histogram exists once and
+is exported under Baton's and vLLM's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+
+from baton.handles import NodeRecord
+from baton.metrics import (
+    E2E_BUCKETS,
+    TPOT_BUCKETS,
+    TRANSFER_BUCKETS,
+    TTFT_BUCKETS,
+    cache_usage,
+    render,
+)
+from router.trace import RequestTrace
+
+_MODEL: Final = "model_name"
+# Own name -> vLLM's names for the same thing (its newer and older ones).
+_ALIASES: Final[dict[str, tuple[str, ...]]] = {
+    "baton_time_to_first_token_seconds": ("vllm:time_to_first_token_seconds",),
+    "baton_inter_token_latency_seconds": (
+        "vllm:inter_token_latency_seconds",
+        "vllm:time_per_output_token_seconds",
+    ),
+    "baton_request_time_per_output_token_seconds": ("vllm:request_time_per_output_token_seconds",),
+    "baton_e2e_request_latency_seconds": ("vllm:e2e_request_latency_seconds",),
+    "baton_request_queue_time_seconds": ("vllm:request_queue_time_seconds",),
+    "baton_prompt_tokens": ("vllm:prompt_tokens",),
+    "baton_generation_tokens": ("vllm:generation_tokens",),
+    "baton_request_success": ("vllm:request_success",),
+    "baton_prefix_cache_queries": ("vllm:prefix_cache_queries",),
+    "baton_prefix_cache_hits": ("vllm:prefix_cache_hits",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Instruments:
+    """Every instrument that a request touches."""
+
+    first_token: Histogram
+    inter_token: Histogram
+    per_token: Histogram
+    e2e: Histogram
+    queue: Histogram
+    handover: Histogram
+    prompt_tokens: Counter
+    generation_tokens: Counter
+    success: Counter
+    failure: Counter
+    retries: Counter
+    prefix_queries: Counter
+    prefix_hits: Counter
+    nodes: Counter
+
+
+class RouterMetrics:
+    """All metrics of one router process, in its own registry."""
+
+    def __init__(self) -> None:
+        self._own = CollectorRegistry()
+        self.registry = CollectorRegistry()
+        self.instruments = _instruments(self._own)
+        self._nodes: Callable[[], Sequence[NodeRecord]] = tuple
+        self._live = 0
+        self.registry.register(_Exported(self._own))
+        self.registry.register(_Nodes(self._current_nodes, lambda: self._live))
+
+    def watch_nodes(self, nodes: Callable[[], Sequence[NodeRecord]]) -> None:
+        """Where the load of the nodes is read from at each scrape."""
+        self._nodes = nodes
+
+    def _current_nodes(self) -> Sequence[NodeRecord]:
+        return self._nodes()
+
+    def begin(self, model: str, arrival: float) -> RequestMeter:
+        """A request came in at `arrival` (the router's clock). Its meter must be ended."""
+        self._live += 1
+        return RequestMeter(self, model, arrival)
+
+    def ended(self) -> None:
+        self._live -= 1
+
+    def render(self) -> bytes:
+        return render(self.registry)
+
+
+class RequestMeter:
+    """Times of one request, by the router's clock."""
+
+    def __init__(self, metrics: RouterMetrics, model: str, arrival: float) -> None:
+        self._metrics = metrics
+        self._model = model
+        self._arrival = arrival
+        self._first: float | None = None
+        self._last = arrival
+        self._tokens = 0
+        self._inter_token = metrics.instruments.inter_token.labels(model)
+        self._ended = False
+
+    def tokens(self, now: float, count: int) -> None:
+        """`count` new tokens are shown at `now`."""
+        if self._first is None:
+            self._first = now
+            self._metrics.instruments.first_token.labels(self._model).observe(now - self._arrival)
+        elif count:
+            self._inter_token.observe((now - self._last) / count)
+        self._last = now
+        self._tokens += count
+
+    def end(self, now: float, trace: RequestTrace, prompt_tokens: int, outcome: str) -> None:
+        """The request is over; `outcome`: finish reason or error code. Later calls do nothing."""
+        if self._ended:
+            return
+        self._ended = True
+        self._metrics.ended()
+        by, model = self._metrics.instruments, self._model
+        by.prompt_tokens.labels(model).inc(prompt_tokens)
+        by.generation_tokens.labels(model).inc(self._tokens)
+        by.retries.labels(model).inc(trace.retries)
+        by.prefix_queries.labels(model).inc(prompt_tokens)
+        by.prefix_hits.labels(model).inc(min(trace.cached_tokens, prompt_tokens))
+        if trace.dispatched_at is not None:
+            by.queue.labels(model).observe(max(0.0, trace.dispatched_at - self._arrival))
+        if trace.handover_s is not None:
+            by.handover.labels(model).observe(trace.handover_s)
+        for role, node in (("prefill", trace.prefill_node), ("decode", trace.decode_node)):
+            if node is not None:
+                by.nodes.labels(model, role, node).inc()
+        if outcome not in ("stop", "length"):
+            by.failure.labels(model, outcome).inc()
+            return
+        by.success.labels(model, outcome).inc()
+        by.e2e.labels(model).observe(now - self._arrival)
+        if self._first is not None and self._tokens > 1:
+            by.per_token.labels(model).observe((now - self._first) / (self._tokens - 1))
+
+
+def _instruments(registry: CollectorRegistry) -> _Instruments:
+    def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+        return Histogram(name, text, [_MODEL], buckets=buckets, registry=registry)
+
+    def counter(name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, [_MODEL, *labels], registry=registry)
+
+    return _Instruments(
+        first_token=histogram(
+            "baton_time_to_first_token_seconds", "From arrival to the first token", TTFT_BUCKETS
+        ),
+        inter_token=histogram(
+            "baton_inter_token_latency_seconds", "Between two tokens as shown", TPOT_BUCKETS
+        ),
+        per_token=histogram(
+            "baton_request_time_per_output_token_seconds", "Mean of a request", TPOT_BUCKETS
+        ),
+        e2e=histogram("baton_e2e_request_latency_seconds", "From arrival to the end", E2E_BUCKETS),
+        queue=histogram("baton_request_queue_time_seconds", "From arrival to a node", TTFT_BUCKETS),
+        handover=histogram(
+            "baton_handover_seconds", "From token 1 to the decode node's first", TRANSFER_BUCKETS
+        ),
+        prompt_tokens=counter("baton_prompt_tokens", "Tokens of prompts"),
+        generation_tokens=counter("baton_generation_tokens", "Tokens shown"),
+        success=counter("baton_request_success", "Requests that ended well", "finished_reason"),
+        failure=counter("baton_request_failure", "Requests that did not", "code"),
+        retries=counter("baton_request_retries", "Retries on other nodes"),
+        prefix_queries=counter("baton_prefix_cache_queries", "Prompt tokens looked up"),
+        prefix_hits=counter("baton_prefix_cache_hits", "Prompt tokens found on the node"),
+        nodes=counter("baton_node_requests", "Requests by the node that ran them", "role", "node"),
+    )
+
+
+class _Exported(Collector):
+    """The own metrics, each followed by its aliases."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterable[Metric]:
+        for metric in self._registry.collect():
+            yield metric
+            for alias in _ALIASES.get(metric.name, ()):
+                copy = Metric(alias, metric.documentation, metric.type)
+                copy.samples = [
+                    Sample(
+                        alias + sample.name.removeprefix(metric.name),
+                        sample.labels,
+                        sample.value,
+                        sample.timestamp,
+                        sample.exemplar,
+                    )
+                    for sample in metric.samples
+                ]
+                yield copy
+
+
+class _Nodes(Collector):
+    """Load of the nodes at scrape time, one series per node."""
+
+    def __init__(self, nodes: Callable[[], Sequence[NodeRecord]], live: Callable[[], int]) -> None:
+        self._nodes = nodes
+        self._live = live
+
+    def collect(self) -> Iterable[Metric]:
+        yield GaugeMetricFamily("baton_live_requests", "Requests in flight here", self._live())
+        nodes = self._nodes()
+        for name, text, value in _NODE_GAUGES:
+            family = GaugeMetricFamily(name, text, labels=[_MODEL, "node", "role"])
+            for node in nodes:
+                family.add_metric([node.model, node.node_id, node.role.value], value(node))
+            yield family
+
+
+_NODE_GAUGES: Final[tuple[tuple[str, str, Callable[[NodeRecord], float]], ...]] = (
+    ("vllm:num_requests_running", "Requests in the running batch", lambda n: n.load.running),
+    ("vllm:num_requests_waiting", "Requests waiting", lambda n: n.load.waiting),
+    ("vllm:kv_cache_usage_perc", "KV blocks in use; 1 = all", lambda n: cache_usage(n.load)),
+    ("baton_kv_blocks_free", "KV blocks that a request could have", lambda n: n.load.free_blocks),
+    ("baton_kv_blocks_total", "KV blocks of the pool", lambda n: n.load.total_blocks),
+    ("baton_kv_transfer_fetching", "KV fetches under way or queued", lambda n: n.load.fetching),
+    ("baton_kv_transfer_export_bytes", "Bytes under leases", lambda n: n.load.export_bytes),
+    ("baton_waiting_tokens", "Prompt tokens not yet computed", lambda n: n.load.waiting_tokens),
+    ("baton_step_seconds", "Moving mean of engine steps", lambda n: n.load.step_seconds),
+    ("baton_draining", "1 while it takes no new requests", lambda n: float(n.load.draining)),
+)

@@ -1,0 +1,299 @@
+"""NodeSession: this router's one stream to one node; all that the two say goes through it.
+
+The life: run() connects -> Hello both ways, `admit` checks the node's record -> messages -> the
+stream breaks -> every attached request is told SessionLost -> back-off -> again, until run() is
+cancelled. A broken session is not resynchronised. Protobuf stops here (baton/wire.py).
+
+A node's step is routed in one pass: its tokens are appended to the log in one call, then each event
+goes to the request it names, if that request is attached and the epoch is the one it was sent with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import grpc
+import grpc.aio
+
+from baton import messages, wire
+from baton.clock import Clock
+from baton.errors import BatonError, ConfigError, InvalidRequest, NodeLost
+from baton.events import HandleReady, NodeStep, RequestFailed, Subscribed, TokenEvent
+from baton.handles import NodeLoad, NodeRecord
+from baton.timing import Timing, channel_options
+from protos import node_pb2_grpc
+from router.prefix_index import PrefixIndex
+
+logger = logging.getLogger(__name__)
+FIRST_BACKOFF_S: Final = 0.1
+LAST_BACKOFF_S: Final = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLost:
+    """The stream to `node_id` broke: it aborts whatever this router gave it."""
+
+    node_id: str
+    reason: str
+
+
+NodeEvent = TokenEvent | HandleReady | Subscribed | RequestFailed | SessionLost
+
+
+@dataclass(slots=True, eq=False)
+class Attachment:
+    """One request on this session: events of `epoch` go to `deliver`.
+
+    `tokens`: prompt tokens that the node has to compute.
+    """
+
+    request_id: str
+    epoch: int
+    deliver: Callable[[NodeEvent], None]
+    tokens: int = 0
+
+
+class StepLog(Protocol):
+    """What a session needs of router/token_log.py."""
+
+    async def append(self, events: Sequence[TokenEvent]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SessionContext:
+    """What all sessions share. `admit` raises ConfigError for a node that must not serve."""
+
+    router_id: str
+    secret: str
+    timing: Timing
+    clock: Clock
+    log: StepLog
+    admit: Callable[[str, NodeRecord], None]
+    changed: Callable[[], None]  # a session came up or went down
+
+
+class NodeSession:
+    def __init__(self, address: str, context: SessionContext) -> None:
+        self.address = address
+        self._context = context
+        self._record: NodeRecord | None = None
+        self._load = NodeLoad()
+        self._connected = False
+        self._refused = ""
+        self._attached: dict[str, Attachment] = {}
+        self._assigned_tokens = 0
+        self._outbox: asyncio.Queue[messages.RouterMessage] = asyncio.Queue()
+        self._wake = asyncio.Event()
+        self.prefix = PrefixIndex()
+
+    # ---- what it knows ----
+
+    @property
+    def connected(self) -> bool:
+        """Hello was exchanged and the stream stands."""
+        return self._connected
+
+    @property
+    def record(self) -> NodeRecord | None:
+        """What the node last said of itself; None until its first Hello."""
+        return self._record
+
+    @property
+    def load(self) -> NodeLoad:
+        return self._load
+
+    @property
+    def refused(self) -> str:
+        """Why this router does not use the node, "" if it does."""
+        return self._refused
+
+    @property
+    def assigned(self) -> int:
+        return len(self._attached)
+
+    @property
+    def assigned_tokens(self) -> int:
+        """Prompt tokens that this router's requests still have to compute there."""
+        return self._assigned_tokens
+
+    # ---- requests ----
+
+    def attach(self, attachment: Attachment) -> None:
+        """Route a request's events. Raises NodeLost when the session is down."""
+        if not self._connected:
+            raise NodeLost(f"node {self.address} is not connected")
+        self.detach(attachment.request_id)
+        self._attached[attachment.request_id] = attachment
+        self._assigned_tokens += attachment.tokens
+
+    def detach(self, request_id: str) -> None:
+        """Route nothing more to the request. Twice is safe."""
+        attachment = self._attached.pop(request_id, None)
+        if attachment is not None:
+            self._assigned_tokens -= attachment.tokens
+
+    def send(self, message: messages.RouterMessage) -> None:
+        """Queue a message; dropped when the session is down (whoever is attached has been told)."""
+        if self._connected:
+            self._outbox.put_nowait(message)
+
+    # ---- the stream ----
+
+    def wake(self) -> None:
+        """There is reason to believe that the node is back: connect now."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Keep the session up until cancelled."""
+        backoff = FIRST_BACKOFF_S
+        while True:
+            self._wake.clear()
+            reason = await self._connect_and_serve()
+            if self._connected:
+                backoff = FIRST_BACKOFF_S
+            self._lose(reason)
+            # Jitter: many routers do not come back to a restarted node in the same instant.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(backoff * (0.5 + random.random() / 2)):
+                    await self._wake.wait()
+            backoff = min(2 * backoff, LAST_BACKOFF_S)
+
+    async def _connect_and_serve(self) -> str:
+        """One session from connect to end; answers why it ended."""
+        try:
+            async with self._call() as call:
+                await self._hello(call)
+                await self._converse(call)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                logger.error("node %s refuses this router: %s", self.address, error.details())
+            return f"{error.code().name}: {error.details()}"
+        except ConfigError as error:
+            if error.message != self._refused:
+                logger.error("node %s is refused: %s", self.address, error.message)
+            self._refused = error.message
+            return error.message
+        except InvalidRequest as error:
+            logger.error("node %s breaks the protocol: %s", self.address, error.message)
+            return error.message
+        except (TimeoutError, BatonError, OSError) as error:
+            return f"{type(error).__name__}: {error}"
+        except Exception as error:  # a bug here must not strand the attached requests
+            logger.exception("session with node %s failed", self.address)
+            return f"{type(error).__name__}: {error}"
+        return "the node ended the session"
+
+    @contextlib.asynccontextmanager
+    async def _call(self) -> AsyncIterator[Any]:
+        timing = self._context.timing
+        # The global pool would share its connection back-off between attempts.
+        options = [*channel_options(timing), ("grpc.use_local_subchannel_pool", 1)]
+        mac = messages.session_mac(self._context.secret, self._context.router_id)
+        async with grpc.aio.insecure_channel(self.address, options=options) as channel:
+            async with asyncio.timeout(timing.connect_s):
+                await channel.channel_ready()
+            stub = node_pb2_grpc.NodeStub(channel)
+            call = stub.Session(metadata=((messages.SECRET_METADATA, mac),))
+            try:
+                yield call
+            finally:
+                call.cancel()
+
+    async def _hello(self, call: Any) -> None:
+        """Exchange hellos, check the node; then the session is up. Mutates record and load."""
+        hello = messages.SessionHello(self._context.router_id)
+        async with asyncio.timeout(self._context.timing.connect_s):
+            await call.write(wire.router_message_to_wire(hello, self._context.clock))
+            first = await call.read()
+        if first is grpc.aio.EOF:
+            raise NodeLost((await call.details()) or "the node sent no hello")
+        record = wire.node_message_from_wire(first)
+        if not isinstance(record, NodeRecord):
+            raise InvalidRequest("the first message is no hello", field="hello")
+        self._context.admit(self.address, record)
+        self._record = record
+        self._load = record.load
+        self._refused = ""
+        self._outbox = asyncio.Queue()
+        self.prefix.clear()
+        self._connected = True
+        logger.info("%s node %s is up at %s", record.role.value, record.node_id, self.address)
+        self._context.changed()
+
+    async def _converse(self, call: Any) -> None:
+        """Read and write until the stream ends or breaks."""
+        writer = asyncio.create_task(self._write(call))
+        try:
+            while (message := await call.read()) is not grpc.aio.EOF:
+                step = wire.node_message_from_wire(message)
+                if not isinstance(step, NodeStep):
+                    raise InvalidRequest("a second hello", field="hello")
+                await self._take(step)
+            status = await call.code()
+            if status is not grpc.StatusCode.OK:
+                raise NodeLost(f"{status.name}: {await call.details()}")
+        finally:
+            writer.cancel()
+            await asyncio.gather(writer, return_exceptions=True)
+
+    async def _write(self, call: Any) -> None:
+        """Outbox to wire, in order. A write fails with its stream, which the reader notices."""
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            while True:
+                message = await self._outbox.get()
+                await call.write(wire.router_message_to_wire(message, self._context.clock))
+
+    async def _take(self, step: NodeStep) -> None:
+        """Route one step. A request's handle comes before its tokens, its failure after them."""
+        if step.load is not None:
+            self._load = step.load
+        self.prefix.apply(step.block_events_seq, step.block_events)
+        for event in (*step.handles, *step.subscribed):
+            self._route(event)
+        if step.tokens:
+            current = [event for event in step.tokens if self._attachment(event) is not None]
+            await self._context.log.append(current)
+            for event in current:
+                self._route(event)
+        for failed in step.failed:
+            self._route(failed)
+
+    def _attachment(
+        self, event: TokenEvent | HandleReady | Subscribed | RequestFailed
+    ) -> Attachment | None:
+        attachment = self._attached.get(event.request_id)
+        if attachment is None:
+            return None
+        # Epoch 0: the node refused the message before it could read the epoch.
+        unread = isinstance(event, RequestFailed) and event.epoch == 0
+        return attachment if unread or attachment.epoch == event.epoch else None
+
+    def _route(self, event: TokenEvent | HandleReady | Subscribed | RequestFailed) -> None:
+        attachment = self._attachment(event)
+        if attachment is None:
+            return
+        if attachment.tokens and isinstance(event, TokenEvent):
+            self._assigned_tokens -= attachment.tokens  # computed: token 1 is the proof
+            attachment.tokens = 0
+        attachment.deliver(event)
+
+    def _lose(self, reason: str) -> None:
+        was_connected, self._connected = self._connected, False
+        self.prefix.clear()
+        attached, self._attached = list(self._attached.values()), {}
+        self._assigned_tokens = 0
+        node_id = self.address if self._record is None else self._record.node_id
+        for attachment in attached:
+            attachment.deliver(SessionLost(node_id, reason))
+        if was_connected:
+            logger.warning(
+                "node %s at %s is lost with %d requests: %s",
+                node_id, self.address, len(attached), reason,
+            )  # fmt: skip
+            self._context.changed()

@@ -1,0 +1,231 @@
+"""Which nodes serve a request: filter -> score -> pick. Pure functions over snapshots.
+
+Costs are in tokens to compute before token 1 (prefill) and in running requests (decode), so an idle
+node always beats a busy one unless it would have to compute more than the busy one's queue:
+affinity to the node that holds the prefix, and load overriding it, are the same subtraction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from baton.block_hashes import chain, root_hash
+from baton.errors import ContextLengthExceeded, Unavailable
+from baton.handles import NodeLoad, Role
+
+SIMILAR: Final = 0.05  # costs within 5 % of the best count as equal
+PREFIX_WORTH: Final = (
+    2.0  # a fully cached prompt is worth so many running requests to a decode node
+)
+NO_ROOM_COST: Final = 1000.0  # a node that must first free blocks comes after all that need not
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSnapshot:
+    """A node as this router sees it now. `prefix`: block hashes that it holds (read only).
+
+    `assigned` and `assigned_tokens`: requests and uncomputed prompt tokens that this router has
+    given it; known at once, while `load` is one step old.
+    """
+
+    node_id: str
+    boot_id: str
+    role: Role
+    model_digest: str
+    fingerprint: str
+    block_size: int
+    kv_dtype: str
+    load: NodeLoad = field(default_factory=NodeLoad)
+    prefix: Collection[bytes] = frozenset()
+    assigned: int = 0
+    assigned_tokens: int = 0
+    adapters: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a request needs of its nodes.
+
+    `excluded` boots must not serve it (they refused); `avoided` ones only if nobody else can (they
+    failed it). `model_digest`: the model that it began with, None at first.
+    """
+
+    known_ids: tuple[int, ...]
+    tenant_salt: str = ""
+    adapter: str = ""
+    model_digest: str | None = None
+    excluded: frozenset[str] = frozenset()
+    avoided: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySettings:
+    """`prefix_weight` 0: prefixes are ignored (least loaded).
+
+    Prompts with at most `local_prefill_tokens` uncached tokens are prefilled on the decode node.
+    """
+
+    prefix_weight: float = 1.0
+    local_prefill_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """`prefill` None: the decode node computes the prompt. Cached counts are tokens."""
+
+    decode: NodeSnapshot
+    prefill: NodeSnapshot | None = None
+    prefill_cached: int = 0
+    decode_cached: int = 0
+
+
+def choose_route(
+    ask: Ask, nodes: Sequence[NodeSnapshot], settings: PolicySettings, tie: float
+) -> Route:
+    """Pick nodes for a request; `tie` in [0, 1) decides between equals.
+
+    Raises Unavailable when no decode node can serve, ContextLengthExceeded when the prompt fits
+    into no node's pool.
+    """
+    usable = [node for node in nodes if is_usable(node, ask)]
+    decoders = [node for node in usable if node.role is Role.DECODE]
+    if not decoders:
+        raise Unavailable("no decode node is available")
+    cached = prefix_lengths(ask, usable) if settings.prefix_weight else {}
+    layouts = {node.fingerprint for node in decoders}
+    prefillers = [n for n in usable if n.role is Role.PREFILL and n.fingerprint in layouts]
+    if not prefillers:
+        decode = pick_decode(ask, decoders, settings, tie, cached)
+        return Route(decode, decode_cached=cached.get(decode.boot_id, 0))
+    prefill = _pick(
+        _with_room(_prefer_unavoided(prefillers, ask), ask),
+        lambda node: prefill_cost(node, ask, cached.get(node.boot_id, 0), settings),
+        tie,
+    )
+    partners = [node for node in decoders if node.fingerprint == prefill.fingerprint]
+    decode = pick_decode(ask, partners, settings, tie, cached)
+    uncached = len(ask.known_ids) - cached.get(decode.boot_id, 0)
+    if uncached <= settings.local_prefill_tokens:
+        return Route(decode, decode_cached=cached.get(decode.boot_id, 0))
+    return Route(decode, prefill, cached.get(prefill.boot_id, 0), cached.get(decode.boot_id, 0))
+
+
+def choose_decode(
+    ask: Ask, nodes: Sequence[NodeSnapshot], fingerprint: str, settings: PolicySettings, tie: float
+) -> NodeSnapshot:
+    """A decode node for KV that exists already, in the layout `fingerprint`. Raises Unavailable."""
+    partners = [
+        node
+        for node in nodes
+        if node.role is Role.DECODE and node.fingerprint == fingerprint and is_usable(node, ask)
+    ]
+    if not partners:
+        raise Unavailable("no decode node is available")
+    cached = prefix_lengths(ask, partners) if settings.prefix_weight else {}
+    return pick_decode(ask, partners, settings, tie, cached)
+
+
+def pick_decode(
+    ask: Ask,
+    decoders: Sequence[NodeSnapshot],
+    settings: PolicySettings,
+    tie: float,
+    cached: dict[str, int],
+) -> NodeSnapshot:
+    """The cheapest of `decoders`. Raises ContextLengthExceeded."""
+    return _pick(
+        _with_room(_prefer_unavoided(decoders, ask), ask),
+        lambda node: decode_cost(node, ask, cached.get(node.boot_id, 0), settings),
+        tie,
+    )
+
+
+def is_usable(node: NodeSnapshot, ask: Ask) -> bool:
+    return (
+        not node.load.draining
+        and node.boot_id not in ask.excluded
+        and ask.model_digest in (None, node.model_digest)
+        and (not ask.adapter or ask.adapter in node.adapters)
+    )
+
+
+def prefill_cost(node: NodeSnapshot, ask: Ask, cached: int, settings: PolicySettings) -> float:
+    """Prompt tokens that `node` computes before this request's token 1."""
+    queued = max(node.load.waiting_tokens, node.assigned_tokens)
+    uncached = len(ask.known_ids) - settings.prefix_weight * cached
+    short = _blocks_short(node, ask, cached)
+    return queued + uncached + (NO_ROOM_COST + short * node.block_size if short else 0.0)
+
+
+def decode_cost(node: NodeSnapshot, ask: Ask, cached: int, settings: PolicySettings) -> float:
+    """Requests that share `node`'s steps, less what its prefix saves, more if it lacks room."""
+    load = node.load
+    requests = max(load.running + load.waiting + load.swapped + load.fetching, node.assigned)
+    hit = cached / max(1, len(ask.known_ids))
+    short = _blocks_short(node, ask, cached)
+    return requests - settings.prefix_weight * PREFIX_WORTH * hit + (NO_ROOM_COST if short else 0.0)
+
+
+def prefix_lengths(ask: Ask, nodes: Iterable[NodeSnapshot]) -> dict[str, int]:
+    """Boot id -> leading tokens of the request whose KV the node holds.
+
+    Each node's own model, KV precision and block size make its hashes; they are computed once per
+    such group, and only as far as some node still matches.
+    """
+    groups: dict[tuple[bytes, int], list[NodeSnapshot]] = {}
+    for node in nodes:
+        root = root_hash(node.model_digest, ask.tenant_salt, node.kv_dtype, ask.adapter)
+        groups.setdefault((root, node.block_size), []).append(node)
+    lengths: dict[str, int] = {}
+    for (root, size), members in groups.items():
+        parent, holders = root, members
+        # At least one token must be computed, so the last one never counts as cached.
+        for end in range(size, len(ask.known_ids), size):
+            parent = chain(parent, ask.known_ids[end - size : end])
+            holders = [node for node in holders if parent in node.prefix]
+            if not holders:
+                break
+            lengths.update((node.boot_id, end) for node in holders)
+    return lengths
+
+
+def _blocks_short(node: NodeSnapshot, ask: Ask, cached: int) -> int:
+    """Blocks that must become free before the request fits; 0 where the pool is not known."""
+    if node.load.total_blocks == 0:
+        return 0
+    return max(0, _blocks(node, ask) - cached // node.block_size - node.load.free_blocks)
+
+
+def _blocks(node: NodeSnapshot, ask: Ask) -> int:
+    return -(-(len(ask.known_ids) + 1) // node.block_size)
+
+
+def _prefer_unavoided(nodes: Sequence[NodeSnapshot], ask: Ask) -> Sequence[NodeSnapshot]:
+    return [node for node in nodes if node.boot_id not in ask.avoided] or nodes
+
+
+def _with_room(nodes: Sequence[NodeSnapshot], ask: Ask) -> Sequence[NodeSnapshot]:
+    """Those whose whole pool could hold the request."""
+    fitting = [
+        node
+        for node in nodes
+        if node.load.total_blocks == 0 or _blocks(node, ask) <= node.load.total_blocks
+    ]
+    if not fitting:
+        raise ContextLengthExceeded(
+            f"{len(ask.known_ids)} tokens do not fit into any node's KV cache", field="prompt"
+        )
+    return fitting
+
+
+def _pick(
+    nodes: Sequence[NodeSnapshot], cost: Callable[[NodeSnapshot], float], tie: float
+) -> NodeSnapshot:
+    """One of the cheapest, by `tie`: routers with the same view do not all choose the same node."""
+    costs = [(cost(node), node) for node in nodes]
+    best = min(value for value, _ in costs)
+    limit = best + SIMILAR * abs(best)
+    equals = [node for value, node in costs if value <= limit]
+    return equals[int(tie * len(equals))]

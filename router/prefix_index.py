@@ -1,0 +1,45 @@
+"""PrefixIndex: which block hashes one node holds, as its block events tell.
+
+A hint for the policy, never a promise.
+Events are numbered per session, from the session's snapshot on. A gap means that some were lost:
+everything is forgotten and learned again from what follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from baton.events import BlockEvent, BlockEventKind
+
+
+class PrefixIndex:
+    def __init__(self) -> None:
+        self._hashes: set[bytes] = set()
+        self._next_seq: int | None = None
+        self.gaps = 0
+
+    @property
+    def hashes(self) -> Collection[bytes]:
+        """The live set: read it, do not keep it over an await."""
+        return self._hashes
+
+    def clear(self) -> None:
+        """A session began or ended."""
+        self._hashes.clear()
+        self._next_seq = None
+
+    def apply(self, first_seq: int, events: Sequence[BlockEvent]) -> None:
+        """Take `events`, the first of which has number `first_seq`."""
+        if not events:
+            return
+        if self._next_seq is not None and first_seq != self._next_seq:
+            self.gaps += 1
+            self._hashes.clear()
+        self._next_seq = first_seq + len(events)
+        for event in events:
+            if event.kind is BlockEventKind.STORED:
+                self._hashes.update(event.hashes)
+            elif event.kind is BlockEventKind.EVICTED:
+                self._hashes.difference_update(event.hashes)
+            else:
+                self._hashes.clear()

@@ -1,0 +1,92 @@
+"""Prompts off the event loop: tokenizing and rendering in a few threads, and the room for output.
+
+`tokenizers` releases the GIL; a long text takes tens of milliseconds, in which every stream of this
+router would stand still.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, TypeVar
+
+from baton.chat_template import ChatTemplate
+from baton.errors import ContextLengthExceeded, InvalidRequest
+from baton.tokenizer import Tokenizer
+
+T = TypeVar("T")
+THREADS: Final = 2
+DEFAULT_MAX_TOKENS: Final = 16  # /v1/completions, as OpenAI and vLLM
+
+
+class PromptReader:
+    """Text and messages -> token ids. Owns its threads: `close` ends them, twice is safe."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="prompts")
+
+    async def text(self, text: str, field: str, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Ids of a text. Raises InvalidRequest (`field`) where there is none."""
+        ids = await self._off_loop(lambda: self._tokenizer.encode(text, add_special_tokens))
+        if not ids:
+            raise InvalidRequest(f"{field} has no tokens", field=field)
+        return tuple(ids)
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        add_special_tokens: bool,
+        kwargs: Mapping[str, Any],
+    ) -> tuple[int, ...]:
+        """Ids of a rendered conversation. Templates write BOS themselves: callers add none."""
+        template = self._template
+        if template is None:
+            raise InvalidRequest("this model has no chat template", field="messages")
+
+        def render_and_encode() -> list[int]:
+            text = template.render(messages, add_generation_prompt, **kwargs)
+            return self._tokenizer.encode(text, add_special_tokens)
+
+        ids = await self._off_loop(render_and_encode)
+        if not ids:
+            raise InvalidRequest("the messages render to nothing", field="messages")
+        return tuple(ids)
+
+    async def decode(self, ids: Sequence[int]) -> str:
+        return await self._off_loop(lambda: self._tokenizer.decode(ids, skip_special_tokens=False))
+
+    def spell(self, ids: Sequence[int]) -> list[str]:
+        """The vocabulary's spelling of each id."""
+        return [self._tokenizer.token(token_id) or "" for token_id in ids]
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _off_loop(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def room_for_output(num_prompt_tokens: int, max_model_len: int, field: str) -> int:
+    """Tokens that the model can still write. Raises ContextLengthExceeded (`field`) if none."""
+    room = max_model_len - num_prompt_tokens
+    if room < 1:
+        raise ContextLengthExceeded(
+            f"{field}: {num_prompt_tokens} tokens leave no room to answer in the model's"
+            f" maximum context length of {max_model_len} tokens",
+            field=field,
+        )
+    return room
+
+
+def check_room(num_prompt_tokens: int, max_tokens: int, max_model_len: int, field: str) -> None:
+    """Raise ContextLengthExceeded (`field`) if prompt and output do not fit together."""
+    if num_prompt_tokens + max_tokens > max_model_len:
+        raise ContextLengthExceeded(
+            f"{field}: {num_prompt_tokens} prompt tokens and {max_tokens} output tokens exceed the"
+            f" model's maximum context length of {max_model_len} tokens",
+            field=field,
+        )

@@ -1,0 +1,238 @@
+"""NodeRegistry: the nodes that this router knows, a session each, snapshots for the policy.
+
+Nodes come from the directory (Redis records, each heartbeat) or from the command line; either way a
+node counts only after its own Hello. The directory away: what is known stays. The life: start() ->
+run() as a task -> stop().
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from baton.clock import Clock
+from baton.errors import ConfigError, StoreUnavailable
+from baton.handles import NodeRecord, Role
+from baton.kv_spec import PROTOCOL_VERSION
+from baton.timing import Timing
+from router.directory import NodeDirectory
+from router.node_session import NodeSession, SessionContext, StepLog
+from router.policy import NodeSnapshot
+
+logger = logging.getLogger(__name__)
+STOP_S: Final = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What the nodes serve. `max_model_len` is the smallest of theirs."""
+
+    name: str
+    digest: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RegistryParts:
+    """What a registry is made of. `addresses`: HOST:PORT -> the role that the command line says."""
+
+    router_id: str
+    secret: str
+    timing: Timing
+    clock: Clock
+    log: StepLog
+    addresses: Mapping[str, Role] = field(default_factory=dict[str, Role])
+    directory: NodeDirectory | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStatus:
+    """One known address, for `baton status` and ServerInfo."""
+
+    address: str
+    connected: bool
+    record: NodeRecord | None
+    refused: str
+    assigned: int
+
+
+class NodeRegistry:
+    def __init__(self, parts: RegistryParts) -> None:
+        self._parts = parts
+        self._sessions: dict[str, NodeSession] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._model: ServedModel | None = None
+        self._directory_away = False
+        self._changed = asyncio.Event()
+        self._context = SessionContext(
+            router_id=parts.router_id,
+            secret=parts.secret,
+            timing=parts.timing,
+            clock=parts.clock,
+            log=parts.log,
+            admit=self.admit,
+            changed=self._notify,
+        )
+
+    # ---- life ----
+
+    async def start(self) -> None:
+        for address in self._parts.addresses:
+            self._open(address)
+        await self.refresh()
+
+    async def run(self) -> None:
+        """Read the directory each heartbeat until cancelled."""
+        while True:
+            await asyncio.sleep(self._parts.timing.heartbeat_s)
+            await self.refresh()
+
+    async def stop(self) -> None:
+        """Close all sessions; the nodes abort what was under way. Twice is safe."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        self._tasks.clear()
+        if tasks:
+            await asyncio.wait(tasks, timeout=STOP_S)
+
+    async def refresh(self) -> None:
+        """One look into the directory: sessions to new nodes, none to those that are gone."""
+        directory = self._parts.directory
+        if directory is None:
+            return
+        try:
+            records = await directory.records()
+        except StoreUnavailable as error:
+            if not self._directory_away:
+                logger.warning("no node records, known nodes stay: %s", error.message)
+            self._directory_away = True
+            return
+        self._directory_away = False
+        for record in records:
+            session = self._sessions.get(record.address)
+            if session is None:
+                self._open(record.address)
+            elif session.record is not None and session.record.boot_id != record.boot_id:
+                session.wake()
+        known = {record.address for record in records} | set(self._parts.addresses)
+        for address, session in list(self._sessions.items()):
+            if address not in known and not session.connected:
+                self._close(address)
+
+    # ---- what is known ----
+
+    def snapshots(self) -> list[NodeSnapshot]:
+        """The connected nodes, as of now."""
+        return [
+            NodeSnapshot(
+                node_id=record.node_id,
+                boot_id=record.boot_id,
+                role=record.role,
+                model_digest=record.model_digest,
+                fingerprint=record.endpoint.layout_fingerprint,
+                block_size=record.block_size,
+                kv_dtype=record.endpoint.format.dtype,
+                load=session.load,
+                prefix=session.prefix.hashes,
+                assigned=session.assigned,
+                assigned_tokens=session.assigned_tokens,
+                adapters=record.adapters,
+            )
+            for session, record in self._connected()
+        ]
+
+    def session(self, boot_id: str) -> NodeSession | None:
+        """The session with one incarnation of a node, None once it is lost."""
+        return next((s for s, record in self._connected() if record.boot_id == boot_id), None)
+
+    def records(self) -> list[NodeRecord]:
+        """The connected nodes' records with their current load."""
+        return [replace(record, load=session.load) for session, record in self._connected()]
+
+    def statuses(self) -> list[NodeStatus]:
+        """Every known address, connected or not."""
+        return [
+            NodeStatus(s.address, s.connected, s.record, s.refused, s.assigned)
+            for s in self._sessions.values()
+        ]
+
+    def model(self) -> ServedModel | None:
+        """The served model; the last known one while no node is up, None before the first."""
+        records = [record for _, record in self._connected()]
+        if records:
+            first = records[0]
+            self._model = ServedModel(
+                name=first.model,
+                digest=first.model_digest,
+                max_model_len=min(record.max_model_len for record in records),
+                vocab_size=first.vocab_size,
+                eos_token_ids=first.eos_token_ids,
+            )
+        return self._model
+
+    def can_serve(self) -> bool:
+        """Is there a decode node that takes requests? (Without prefill nodes it prefills, too.)"""
+        return any(
+            record.role is Role.DECODE and not session.load.draining
+            for session, record in self._connected()
+        )
+
+    async def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Until `condition` holds; it is looked at whenever a session comes up or goes down."""
+        while not condition():
+            await self._changed.wait()
+
+    def admit(self, address: str, record: NodeRecord) -> None:
+        """Raise ConfigError, naming the field, for a node that must not serve with the others."""
+        if record.endpoint.protocol_version != PROTOCOL_VERSION:
+            raise ConfigError(
+                f"node {record.node_id} speaks protocol {record.endpoint.protocol_version},"
+                f" this router {PROTOCOL_VERSION}",
+                field="protocol_version",
+            )
+        expected = self._parts.addresses.get(address)
+        if expected is not None and expected is not record.role:
+            raise ConfigError(
+                f"{address} was given as a {expected.value} node, it is a {record.role.value} node",
+                field="role",
+            )
+        for session, other in self._connected():
+            if session.address != address and other.model_digest != record.model_digest:
+                raise ConfigError(
+                    f"node {record.node_id} serves model {record.model_digest[:12]},"
+                    f" node {other.node_id} serves {other.model_digest[:12]}",
+                    field="model_digest",
+                )
+            if other.endpoint.layout_fingerprint != record.endpoint.layout_fingerprint:
+                logger.warning(
+                    "nodes %s and %s cannot exchange KV: their layouts differ",
+                    record.node_id, other.node_id,
+                )  # fmt: skip
+
+    # ---- inside ----
+
+    def _connected(self) -> list[tuple[NodeSession, NodeRecord]]:
+        return [
+            (session, session.record)
+            for session in self._sessions.values()
+            if session.connected and session.record is not None
+        ]
+
+    def _open(self, address: str) -> None:
+        session = NodeSession(address, self._context)
+        self._sessions[address] = session
+        self._tasks[address] = asyncio.create_task(session.run(), name=f"session {address}")
+
+    def _close(self, address: str) -> None:
+        del self._sessions[address]
+        self._tasks.pop(address).cancel()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -1,0 +1,47 @@
+"""RouterServices: the assembled parts of one router, for its front doors (HTTP and gRPC)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from baton.clock import Clock, SystemClock
+
+if TYPE_CHECKING:
+    from baton.chat_template import ChatTemplate
+    from baton.tokenizer import Tokenizer
+    from router.config import RouterConfig
+    from router.dispatch import Dispatcher
+    from router.ledger import StoreGuard
+    from router.metrics import RouterMetrics
+    from router.registry import NodeRegistry
+
+
+@dataclass(slots=True)
+class Lifecycle:
+    """Where the process is in its life; written by router/main.py alone."""
+
+    draining: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RouterServices:
+    """What a front door may use.
+
+    The served model is `registry.model()` (None until a node has registered): name, digest,
+    max_model_len, vocab_size, eos_token_ids.
+    """
+
+    config: RouterConfig
+    dispatcher: Dispatcher
+    registry: NodeRegistry
+    store: StoreGuard
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    metrics: RouterMetrics
+    lifecycle: Lifecycle = field(default_factory=Lifecycle)
+    clock: Clock = field(default_factory=SystemClock)
+
+    @property
+    def ready(self) -> bool:
+        return not self.lifecycle.draining and self.registry.can_serve()

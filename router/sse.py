@@ -1,0 +1,100 @@
+"""The hot route: a streamed answer as server-sent events, written straight to ASGI's `send`.
+
+Life: nothing is sent before the first token, so that a failure until then is a plain HTTP error
+with its status. Then: 200, per choice opening frame, text frames, finish frame; the usage frame if
+asked for; `data: [DONE]`. A failure in the middle is an error event and `[DONE]`. A client that
+leaves, or does not read for WRITE_TIMEOUT_S, aborts its requests on every hop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing, suppress
+from typing import Final
+
+from starlette.types import Receive, Scope, Send
+
+from baton.errors import Cancelled
+from router.calls import GRACE_S, Call, Runner
+from router.completion import Completion
+from router.connection import together, while_connected
+from router.openai_replies import DONE, sse_frame, usage_frame
+from router.web_errors import as_baton_error, error_object, error_response, log_failure
+
+WRITE_TIMEOUT_S: Final = 30.0
+_HEADERS: Final = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold tokens back
+)
+
+
+class StreamReply:
+    """ASGI answer that streams the completions of a call, their frames interleaved as they come."""
+
+    def __init__(self, call: Call, runner: Runner) -> None:
+        self._call = call
+        self._runner = runner
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writer = _Writer(send)
+        try:
+            async with asyncio.timeout(self._call.timeout_s + GRACE_S):
+                await while_connected(receive, self._run(writer))
+        except Cancelled as error:
+            log_failure(error, error)
+        except Exception as error:  # noqa: BLE001  every failure becomes the stream's end
+            found = as_baton_error(error)
+            log_failure(found, error)
+            if writer.started:
+                with suppress(Cancelled):  # gone by now: the failure is in the log
+                    await writer.end(sse_frame(error_object(found)) + DONE)
+            else:
+                await error_response(found)(scope, receive, send)
+
+    async def _run(self, writer: _Writer) -> None:
+        completions = self._call.completions
+        await together([self._choice(i, c, writer) for i, c in enumerate(completions)])
+        tail = b""
+        if self._call.include_usage:
+            kind = "chat.completion.chunk" if self._call.api == "chat" else "text_completion"
+            tail = usage_frame(self._call.head, kind, self._call.usage)
+        await writer.end(tail + DONE)
+
+    async def _choice(self, index: int, completion: Completion, writer: _Writer) -> None:
+        frames = self._call.frames(index)
+        data = frames.opening()
+        async with aclosing(self._runner.deltas(completion)) as deltas:
+            async for delta in deltas:
+                if delta.text:
+                    data += frames.text(delta.text)
+                if delta.finish_reason is not None:
+                    data += frames.finish(delta.finish_reason.value, delta.stop_reason)
+                if data:
+                    await writer.write(data)
+                    data = b""
+
+
+class _Writer:
+    """One response body, written by several tasks in whole frames."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._turn = asyncio.Lock()
+        self.started = False
+
+    async def write(self, data: bytes, more: bool = True) -> None:
+        """Send frames. Raises Cancelled if the client does not take them."""
+        try:
+            async with asyncio.timeout(WRITE_TIMEOUT_S), self._turn:
+                if not self.started:
+                    self.started = True
+                    await self._send(
+                        {"type": "http.response.start", "status": 200, "headers": list(_HEADERS)}
+                    )
+                await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        except TimeoutError as error:
+            raise Cancelled("the client does not read") from error
+
+    async def end(self, data: bytes) -> None:
+        await self.write(data, more=False)

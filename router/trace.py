@@ -1,0 +1,41 @@
+"""RequestTrace: what one request went through, for metrics, logs and tests.
+
+Times are seconds of the router's Clock (monotonic), None until it happened.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class RequestTrace:
+    """One request's journey; `Dispatcher.run` writes it, its caller reads it."""
+
+    queued_at: float | None = None  # recorded in the store
+    dispatched_at: float | None = None  # first submitted to a node
+    handle_at: float | None = None  # the KV handle of the (last) prefill arrived
+    first_token_at: float | None = None  # token 1 handed to the caller
+    subscribed_at: float | None = None  # the decode node fetches
+    handover_at: float | None = None  # first event of the decode node after a transfer
+    finished_at: float | None = None  # terminal, whatever the outcome
+    prefill_node: str | None = None  # node ids; None for prefill: local on the decode node
+    decode_node: str | None = None
+    local_prefill: bool = False
+    retries: int = 0
+    node_deaths: int = 0
+    cached_tokens: int = 0  # prompt tokens that the computing node found in its prefix map
+    output_tokens: int = 0  # over all samples
+    outcome: str = ""  # RequestState value at the end
+    text_stop: bool = False
+
+    def stopped_by_text(self) -> None:
+        """A stop string was found: the caller closes the stream, the request is FINISHED."""
+        self.text_stop = True
+
+    @property
+    def handover_s(self) -> float | None:
+        """Seconds from token 1 to the decode node's first event; None without a hand-over."""
+        if self.first_token_at is None or self.handover_at is None:
+            return None
+        return max(0.0, self.handover_at - self.first_token_at)

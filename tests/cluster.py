@@ -1,0 +1,139 @@
+"""A whole Baton in one process: real router, real nodes, real gRPC on free loopback ports, MemoryStore.
+
+`async with cluster(plan) as c:` yields the parts, so that a test can ask every pool and every counter
+what happened. Real processes, for tests that kill, are tests/system/processes.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from baton.client import AsyncClient, Generation
+from baton.clock import SystemClock
+from baton.engine.config import EngineConfig
+from baton.engine.engine import Engine
+from baton.node.config import NodeConfig
+from baton.node.main import Node, NodeProgram, Surroundings
+from baton.sampling import SamplingParams
+from baton.timing import Timing
+from decode_node.__main__ import PROGRAM as DECODE
+from kv_transfer.grpc_stream import GrpcLane
+from prefill_node.__main__ import PROGRAM as PREFILL
+from router.config import RouterConfig
+from router.grpc_api import GrpcServer
+from router.main import Router
+
+SETTLE_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to start. `prefill` and `decode` hold EngineConfig options, one dict per node."""
+
+    model: Path
+    prefill: Sequence[dict[str, Any]] = ({},)
+    decode: Sequence[dict[str, Any]] = ({},)
+    router: dict[str, Any] = field(default_factory=dict[str, Any])
+    timing: Timing = Timing()
+
+
+@dataclass(slots=True)
+class Member:
+    """One node with its engine."""
+
+    node: Node
+    engine: Engine
+
+    @property
+    def stats(self) -> Any:
+        return self.engine.stats
+
+    @property
+    def transfers(self) -> Any:
+        return self.node.shell.connector.stats
+
+
+@dataclass(slots=True)
+class Cluster:
+    prefill: list[Member]
+    decode: list[Member]
+    router: Router
+    client: AsyncClient
+
+    @property
+    def members(self) -> list[Member]:
+        return [*self.prefill, *self.decode]
+
+    async def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams
+    ) -> list[Generation]:
+        """All prompts at once, results in order."""
+        return await asyncio.gather(*(self.client.generate(prompt, params) for prompt in prompts))
+
+    async def settle(self) -> None:
+        """Wait until no node holds anything, then prove it: free + used == total everywhere."""
+        async with asyncio.timeout(SETTLE_S):
+            for member in self.members:
+                while not await member.node.shell.thread.call(_idle):
+                    await asyncio.sleep(0.02)
+        for member in self.members:
+            await member.node.shell.thread.call(Engine.check)
+            assert member.node.shell.connector.active_exports == 0
+            assert member.engine.pool.num_free == member.engine.pool.num_blocks
+
+
+def _idle(engine: Engine) -> bool:
+    return not engine.has_work and engine.pool.num_free == engine.pool.num_blocks
+
+
+@asynccontextmanager
+async def cluster(plan: Plan) -> AsyncGenerator[Cluster, None]:
+    async with AsyncExitStack() as stack:
+        prefill = [await _member(stack, PREFILL, plan, options) for options in plan.prefill]
+        decode = [await _member(stack, DECODE, plan, options) for options in plan.decode]
+        config = RouterConfig(
+            model=str(plan.model),
+            port=0,
+            grpc_port=0,
+            prefill_node=tuple(member.node.address for member in prefill),
+            decode_node=tuple(member.node.address for member in decode),
+            timing=plan.timing,
+            **plan.router,
+        )
+        router = Router(config)
+        server = GrpcServer(router.services)
+        port = server.bind()
+        await router.start()
+        stack.push_async_callback(router.stop)
+        await server.start()
+        stack.push_async_callback(server.stop, 0)
+        background = asyncio.create_task(router.run_background())
+        stack.push_async_callback(_cancelled, background)
+        async with asyncio.timeout(SETTLE_S):
+            while len(router.registry.snapshots()) < len(prefill) + len(decode):
+                await asyncio.sleep(0.02)
+        client = await stack.enter_async_context(AsyncClient(f"127.0.0.1:{port}"))
+        yield Cluster(prefill, decode, router, client)
+
+
+async def _member(
+    stack: AsyncExitStack, program: NodeProgram, plan: Plan, options: dict[str, Any]
+) -> Member:
+    defaults = {"num_kv_blocks": 64, "threads": 1, "check_invariants": True}
+    engine = Engine.load(EngineConfig(model=str(plan.model), **(defaults | options)))
+    lane = GrpcLane(plan.timing, "127.0.0.1", 0, "127.0.0.1")
+    around = Surroundings(plan.timing, SystemClock(), (lane,))
+    node = Node(program, NodeConfig(), engine, around)
+    stack.push_async_callback(node.stop)
+    await node.start()
+    return Member(node, engine)
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

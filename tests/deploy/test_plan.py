@@ -1,0 +1,111 @@
+"""What `baton up` decides before it starts anything."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.config import load
+from baton.errors import ConfigError
+from deploy.plan import (
+    ClusterPlan,
+    UpOptions,
+    node_command,
+    plan_cluster,
+    router_command,
+    split_cores,
+    to_flags,
+)
+
+
+def plan_for(options: UpOptions, cores: list[int]) -> ClusterPlan:
+    return plan_cluster(options, cores, range(9000, 9000 + options.num_ports))
+
+
+def flags_of(command: list[str]) -> dict[str, list[str]]:
+    """`--name value` pairs of a command line."""
+    found: dict[str, list[str]] = {}
+    for name, value in zip(command[3::2], command[4::2], strict=True):
+        found.setdefault(name, []).append(value)
+    return found
+
+
+@given(st.integers(1, 64), st.integers(1, 20))
+def test_cores_are_split_evenly_without_sharing(num_cores: int, num_nodes: int) -> None:
+    shares = split_cores(range(num_cores), num_nodes)
+    assert len(shares) == num_nodes
+    assert all(shares)
+    sizes = [len(share) for share in shares]
+    assert max(sizes) - min(sizes) <= 1
+    used = [core for share in shares for core in share]
+    if num_cores >= num_nodes:
+        assert sorted(used) == list(range(num_cores))
+    else:
+        assert set(used) <= set(range(num_cores))
+
+
+def test_two_cores_prefill_and_decode_apart() -> None:
+    plan = plan_for(UpOptions(), [0, 1])
+    assert [(node.name, node.cores) for node in plan.nodes] == [
+        ("prefill-0", (0,)),
+        ("decode-0", (1,)),
+    ]
+    assert plan.router_cores == (0,)  # beside prefill, away from decode
+    assert (plan.router_port, plan.grpc_port) == (9000, 9001)
+    assert len({node.port for node in plan.nodes}) == 2
+
+
+def test_colocated_takes_every_core_and_no_prefill_node() -> None:
+    plan = plan_for(UpOptions(colocated=True), [0, 1])
+    assert [(node.role, node.cores) for node in plan.nodes] == [("decode", (0, 1))]
+    assert plan.router_cores == (0, 1)
+
+
+def test_three_prefill_two_decode() -> None:
+    plan = plan_for(UpOptions(prefill=3, decode=2), [4, 5, 6, 7, 8])
+    assert [node.name for node in plan.nodes] == [
+        "prefill-0", "prefill-1", "prefill-2", "decode-0", "decode-1",
+    ]  # fmt: skip
+    assert plan.router_cores == (4, 5, 6)
+
+
+@pytest.mark.parametrize(("name", "value"), [("decode", 0), ("prefill", 0), ("decode", 65)])
+def test_impossible_numbers_are_refused_by_name(name: str, value: int) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(UpOptions, {name: value})
+    assert caught.value.field == name
+
+
+def test_node_command_carries_the_engine_flags() -> None:
+    options = UpOptions(prefill_block_size=64)
+    plan = plan_for(options, [0, 1])
+    engine = {"model": "/m", "block_size": "16", "enable_prefix_caching": False, "threads": None}
+    prefill, decode = (node_command(node, options, engine, "unix:///r") for node in plan.nodes)
+    assert prefill[:3] == [sys.executable, "-m", "prefill_node"]
+    assert decode[:3] == [sys.executable, "-m", "decode_node"]
+    assert prefill[prefill.index("--block-size") + 1] == "64"
+    assert decode[decode.index("--block-size") + 1] == "16"
+    assert "--no-enable-prefix-caching" in decode
+    assert "--threads" not in decode
+    assert decode[decode.index("--redis-url") + 1] == "unix:///r"
+    assert decode[decode.index("--cpu-cores") + 1] == "1"
+
+
+def test_router_finds_nodes_by_redis_or_by_address() -> None:
+    options = UpOptions(decode=2)
+    plan = plan_for(options, [0, 1])
+    with_redis = flags_of(router_command(plan, options, {"model": "/m"}, "redis://h"))
+    assert with_redis["--redis-url"] == ["redis://h"]
+    assert "--decode-node" not in with_redis
+    without = flags_of(router_command(plan, options, {"model": "/m"}, None))
+    assert without["--prefill-node"] == [plan.nodes[0].address]
+    assert without["--decode-node"] == [node.address for node in plan.nodes[1:]]
+    assert without["--model"] == ["/m"]
+
+
+def test_flags() -> None:
+    values = {"a_b": 1, "on": True, "off": False, "none": None, "many": ["x", "y"]}
+    assert to_flags(values) == ["--a-b", "1", "--on", "--no-off", "--many", "x", "--many", "y"]

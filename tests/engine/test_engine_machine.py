@@ -1,0 +1,222 @@
+"""Any order of add, reserve, step, abort, cancel, pin and failing steps, on a pool that is far too
+small.
+
+What must hold after every rule: free + used == total and every reference has an owner; no event
+after an end; positions without gap; tokens as one engine with endless memory would say them. At the
+end: every request ended exactly once, and every block is free.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from baton.engine.interface import Reservation, Task
+from baton.errors import ContextLengthExceeded
+from baton.events import FirstToken
+from baton.request import Request
+from tests.fakes import FakeHooks, expected_output, fake_engine, next_token, request
+
+# Few different tokens and prefixes of one text: prefix hits are frequent.
+TEXT = (11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23)
+
+
+@dataclass
+class Life:
+    """What a listener knows of one request."""
+
+    request: Request
+    task: Task
+    expected: list[int]
+    seen: list[int]
+    end: str | None = None
+
+
+class EngineMachine(RuleBasedStateMachine):
+    @initialize(
+        num_blocks=st.integers(6, 14),
+        max_num_seqs=st.integers(1, 4),
+        extra=st.integers(0, 12),
+        caching=st.booleans(),
+    )
+    def start(self, num_blocks: int, max_num_seqs: int, extra: int, caching: bool) -> None:
+        self.hooks = FakeHooks()
+        self.engine, self.runner = fake_engine(
+            num_blocks=num_blocks,
+            block_size=4,
+            hooks=self.hooks,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_seqs + extra,
+            enable_prefix_caching=caching,
+        )
+        self.lives: dict[str, Life] = {}
+        self.reserved: list[tuple[Request, Reservation]] = []
+        self.unpinned = 0  # of hooks.admissions, in order
+
+    # ---- requests in ----
+
+    def draw(self, data: st.DataObject, prefix: str) -> Request:
+        length = data.draw(st.sampled_from((1, 3, 4, 5, 8, 9, 12, 13)))
+        asked = request(
+            f"{prefix}{len(self.lives) + len(self.reserved)}-{len(self.runner.batches)}",
+            TEXT[:length],
+            max_tokens=data.draw(st.integers(1, 9)),
+            seed=data.draw(st.integers(0, 2)),
+            ignore_eos=data.draw(st.booleans()),
+            priority=data.draw(st.integers(0, 1)),
+        )
+        known = data.draw(st.integers(0, 2))
+        output = expected_output(asked.prompt_ids, asked.params)
+        return asked.retried((tuple(output[:known]),)) if known else asked
+
+    def born(self, asked: Request, task: Task) -> None:
+        assert asked.id not in self.lives
+        output = expected_output(asked.prompt_ids, asked.params)
+        self.lives[asked.id] = Life(asked, task, output, list(asked.output_ids[0]))
+
+    @rule(data=st.data(), task=st.sampled_from(Task))
+    def add(self, data: st.DataObject, task: Task) -> None:
+        asked = self.draw(data, "r")
+        if asked.id not in self.lives:
+            self.engine.add(asked, task)
+            self.born(asked, task)
+
+    @rule(data=st.data())
+    def reserve(self, data: st.DataObject) -> None:
+        asked = self.draw(data, "d")
+        reservation = self.engine.reserve(asked, len(asked.prompt_ids))
+        if reservation is not None:
+            start = reservation.start_token
+            blocks = list(reservation.blocks)
+            assert self.runner.read(blocks, start) == list(asked.prompt_ids[:start])
+            self.reserved.append((asked, reservation))
+
+    @precondition(lambda self: self.reserved)
+    @rule(data=st.data(), with_first=st.booleans())
+    def arrive(self, data: st.DataObject, with_first: bool) -> None:
+        index = data.draw(st.integers(0, len(self.reserved) - 1))
+        asked, reservation = self.reserved.pop(index)
+        start = reservation.start_token
+        self.runner.write(reservation.blocks, start, asked.prompt_ids[start:])
+        first = FirstToken(0, next_token(asked.prompt_ids, asked.params, 0))
+        if asked.id in self.lives:
+            self.engine.cancel(reservation)
+            return
+        self.engine.add(asked, reservation=reservation, first_tokens=(first,) if with_first else ())
+        self.born(asked, Task.LOCAL)
+
+    @precondition(lambda self: self.reserved)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        index = data.draw(st.integers(0, len(self.reserved) - 1))
+        _, reservation = self.reserved.pop(index)
+        self.engine.cancel(reservation)
+        self.engine.cancel(reservation)
+
+    @rule(data=st.data())
+    def refuse_too_large(self, data: st.DataObject) -> None:
+        tokens = self.engine.info.max_model_len + data.draw(st.integers(0, 3))
+        try:
+            self.engine.add(request("large", (5,) * tokens))
+        except ContextLengthExceeded:
+            return
+        raise AssertionError("a request that can never fit was taken")
+
+    # ---- requests out ----
+
+    @rule()
+    def step(self) -> None:
+        for event in self.engine.step():
+            life = self.lives[event.request_id]
+            assert life.end is None, "an event after the end"
+            assert event.epoch == life.request.epoch
+            assert event.position == len(life.seen), "a gap"
+            life.seen.extend(event.token_ids)
+            assert life.seen == life.expected[: len(life.seen)], "a wrong token"
+            if event.finish_reason is not None:
+                assert life.seen == life.expected
+                life.end = "finished"
+            elif life.task is Task.PREFILL:
+                assert len(event.token_ids) == 1
+                life.end = "handed over"
+
+    @rule(count=st.integers(2, 12))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
+
+    @precondition(lambda self: self.lives)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        life = self.lives[data.draw(st.sampled_from(sorted(self.lives)))]
+        assert self.engine.abort(life.request.id) == (life.end is None)
+        life.end = life.end or "aborted"
+
+    @precondition(lambda self: self.lives)
+    @rule(data=st.data())
+    def abort_in_the_middle_of_a_step(self, data: st.DataObject) -> None:
+        life = self.lives[data.draw(st.sampled_from(sorted(self.lives)))]
+
+        def abort() -> None:
+            if life.end is None and self.engine.abort(life.request.id):
+                life.end = "aborted"
+
+        self.runner.during = abort
+        self.step()
+        self.runner.during = None
+
+    @precondition(lambda self: self.lives)
+    @rule(data=st.data())
+    def failing_step(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.lives)))
+        self.runner.fail_for = {name}
+        try:
+            self.step()
+        except RuntimeError:
+            failed = [asked.id for asked in self.engine.fail_step()]
+            assert name in failed
+            for other in failed:
+                assert self.lives[other].end is None
+                self.lives[other].end = "failed"
+        self.runner.fail_for = set()
+
+    @precondition(lambda self: self.unpinned < len(self.hooks.admissions))
+    @rule()
+    def release_export(self) -> None:
+        asked, blocks, num_tokens = self.hooks.admissions[self.unpinned]
+        if self.lives[asked.id].end == "handed over":
+            assert self.runner.read(blocks, num_tokens) == list(asked.known_ids)
+        self.unpinned += 1
+        self.engine.unpin(blocks)
+
+    @invariant()
+    def accounts_balance(self) -> None:
+        self.engine.check()
+        pool = self.engine.pool
+        assert pool.num_free + pool.num_used == pool.num_blocks
+
+    def teardown(self) -> None:
+        if not self.__dict__.get("lives"):
+            return
+        while self.reserved:
+            self.engine.cancel(self.reserved.pop()[1])
+        for _ in range(2000):
+            while self.unpinned < len(self.hooks.admissions):
+                self.release_export()
+            if not self.engine.has_work:
+                break
+            self.step()
+            assert not self.engine.stalled
+        assert not self.engine.has_work, "somebody starves"
+        while self.unpinned < len(self.hooks.admissions):
+            self.release_export()
+        assert all(life.end is not None for life in self.lives.values())
+        assert self.engine.pool.num_free == self.engine.pool.num_blocks
+        self.engine.check()
+
+
+EngineMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestEngineMachine = EngineMachine.TestCase

@@ -1,0 +1,173 @@
+"""KVArena: one layout for views and bytes; pool sizes from configuration and memory; the
+configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton.config import load
+from baton.engine.config import EngineConfig, parse_bytes
+from baton.engine.kv_cache import KVArena, available_memory, bytes_per_block, choose_num_blocks
+from baton.errors import ConfigError, InternalError
+from baton.kv_spec import LayerSpec
+
+EVEN = LayerSpec(kv_heads=2, k_dim=3, v_dim=3)
+UNEVEN = LayerSpec(kv_heads=2, k_dim=3, v_dim=5)
+MLA = LayerSpec(kv_heads=1, k_dim=7, v_dim=0, kind="mla")
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_views_have_the_stated_shapes_and_share_one_allocation(dtype: str) -> None:
+    arena = KVArena((EVEN, UNEVEN, MLA), num_blocks=5, block_size=4, dtype=dtype)
+    storages = set()
+    for layer, spec in enumerate(arena.layers):
+        k, v = arena.layer(layer)
+        assert k.shape == (5, 4, spec.kv_heads, spec.k_dim)
+        assert v.shape == (5, 4, spec.kv_heads, spec.v_dim)
+        assert k.dtype is v.dtype is getattr(torch, dtype)
+        assert not k.any()
+        storages.add(k.untyped_storage().data_ptr())
+        assert k.data_ptr() % 64 == 0
+    assert len(storages) == 1
+    assert arena.num_bytes >= 5 * bytes_per_block(arena.layers, 4, dtype)
+
+
+def test_the_layout_is_the_wires() -> None:
+    """[num_blocks, 2, block, heads, dim], then the next layer: byte for byte."""
+    arena = KVArena((EVEN, EVEN), num_blocks=3, block_size=4, dtype="float32")
+    k, v = arena.layer(1)
+    numbers = torch.arange(3 * 2 * 4 * 2 * 3, dtype=torch.float32).view(3, 2, 4, 2, 3)
+    k.copy_(numbers[:, 0])
+    v.copy_(numbers[:, 1])
+    buffer = arena.layer_buffer(1)
+    assert (buffer.format, buffer.readonly, len(buffer)) == ("B", False, numbers.numel() * 4)
+    assert bytes(buffer) == numbers.numpy().tobytes()
+    assert not any(arena.layer_buffer(0))
+    assert arena.block_bytes(1) == 2 * 4 * 2 * 3 * 4
+
+
+def test_bytes_written_into_the_buffer_appear_in_the_views() -> None:
+    arena = KVArena((UNEVEN, MLA), num_blocks=2, block_size=2, dtype="bfloat16")
+    latent, empty = arena.layer(1)
+    value = torch.arange(14, dtype=torch.bfloat16).view(2, 1, 7)
+    size = arena.block_bytes(1)
+    arena.layer_buffer(1)[size : 2 * size] = value.view(torch.uint8).numpy().tobytes()
+    assert torch.equal(latent[1], value)
+    assert not latent[0].any()
+    assert empty.numel() == 0
+
+
+def test_copy_block_copies_every_layer() -> None:
+    arena = KVArena((EVEN, UNEVEN), num_blocks=3, block_size=2, dtype="float32")
+    for layer in range(2):
+        k, v = arena.layer(layer)
+        k[0], v[0] = 1.5, 2.5
+    arena.copy_block(0, 2)
+    for layer in range(2):
+        k, v = arena.layer(layer)
+        assert (k[2] == 1.5).all()
+        assert (v[2] == 2.5).all()
+        assert not k[1].any()
+
+
+def test_what_an_arena_cannot_be() -> None:
+    with pytest.raises(ConfigError, match="int7"):
+        KVArena((EVEN,), 2, 2, "int7")
+    arena = KVArena((EVEN,), 2, 2, "float32", device="meta")
+    with pytest.raises(InternalError, match="host memory"):
+        arena.layer_buffer(0)
+
+
+# ---- how many blocks ----
+
+
+def test_the_configured_number_of_blocks_wins() -> None:
+    config = EngineConfig(model="m", num_kv_blocks=7, kv_cache_memory="1GB")
+    assert choose_num_blocks(config, (EVEN,), 4, "float32", CPU, 64) == 7
+
+
+def test_blocks_from_kv_cache_memory() -> None:
+    block = bytes_per_block((EVEN, EVEN), 4, "float32")
+    assert block == 2 * 4 * 2 * 6 * 4
+    config = EngineConfig(model="m", kv_cache_memory="10KiB")
+    assert choose_num_blocks(config, (EVEN, EVEN), 4, "float32", CPU, 64) == 10240 // block
+
+
+def test_without_a_size_the_pool_holds_what_can_be_used() -> None:
+    config = EngineConfig(model="m", max_num_seqs=3)
+    assert choose_num_blocks(config, (EVEN,), 4, "float32", CPU, 10) == 3 * 3
+
+
+def test_a_pool_below_two_blocks_is_refused_with_the_arithmetic() -> None:
+    config = EngineConfig(model="m", kv_cache_memory="200B")
+    with pytest.raises(ConfigError, match="200 bytes; one KV block of 4 tokens takes 192") as error:
+        choose_num_blocks(config, (EVEN,), 4, "float32", CPU, 64)
+    assert error.value.field == "kv_cache_memory"
+
+
+def test_available_memory(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:  9 kB\nMemAvailable:     2048 kB\n")
+    assert available_memory(meminfo) == 2 << 20
+    meminfo.write_text("MemTotal:  9 kB\n")
+    with pytest.raises(ConfigError, match="set kv_cache_memory"):
+        available_memory(meminfo)
+    with pytest.raises(ConfigError, match="set kv_cache_memory"):
+        available_memory(tmp_path / "none")
+
+
+# ---- configuration ----
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("7", 7), ("512MB", 512 * 10**6), ("1.5 GiB", 3 << 29), ("2kib", 2048), ("3B", 3)],
+)
+def test_parse_bytes(text: str, size: int) -> None:
+    assert parse_bytes(text, field="kv_cache_memory") == size
+
+
+@pytest.mark.parametrize("text", ["", "MB", "-1MB", "5 apples", "1e3"])
+def test_parse_bytes_refuses(text: str) -> None:
+    with pytest.raises(ConfigError, match="not a size"):
+        parse_bytes(text, field="kv_cache_memory")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("dtype", "int8"),
+        ("device", "tpu"),
+        ("model_impl", "magic"),
+        ("max_model_len", 1),
+        ("block_size", 0),
+        ("block_size", 4096),
+        ("num_kv_blocks", 1),
+        ("kv_cache_memory", "much"),
+        ("gpu_memory_utilization", 0.0),
+        ("gpu_memory_utilization", 1.1),
+        ("max_num_seqs", 0),
+        ("max_num_batched_tokens", 8),
+        ("threads", 0),
+    ],
+)
+def test_a_bad_value_names_its_option(field: str, value: object) -> None:
+    with pytest.raises(ConfigError) as error:
+        EngineConfig(model="m", **{field: value})  # type: ignore[arg-type]
+    assert error.value.field == field
+
+
+def test_the_configuration_from_flags_and_environment() -> None:
+    config = load(
+        EngineConfig,
+        {"model": "m", "block_size": "8", "enable_prefix_caching": False},
+        {"BATON_DTYPE": "float16", "BATON_MAX_MODEL_LEN": "99"},
+    )
+    assert (config.block_size, config.dtype, config.max_model_len) == (8, "float16", 99)
+    assert not config.enable_prefix_caching
+    assert config.model_name == "m"
+    assert EngineConfig(model="m", served_model_name="n").model_name == "n"

@@ -1,0 +1,136 @@
+"""Reservations: KV that comes from elsewhere. Written into FakeRunner as a transfer would write
+it."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.engine.engine import Engine
+from baton.engine.interface import Task
+from baton.errors import ContextLengthExceeded, InternalError
+from baton.events import FirstToken, TokenEvent
+from baton.request import FinishReason, Request
+from tests.engine.driving import PROMPT, assert_all_free, expected, run, tokens_of
+from tests.fakes import EOS_ID, fake_engine, next_token, request
+
+
+def hand_over(
+    asked: Request, num_tokens: int, first: tuple[FirstToken, ...]
+) -> tuple[Engine, list[TokenEvent], list[int]]:
+    """Reserve on a fresh engine, write the KV as a transfer would, add; events and computed
+    starts."""
+    engine, runner = fake_engine()
+    reservation = engine.reserve(asked, num_tokens)
+    assert reservation is not None
+    source = [*asked.known_ids, *(token.token_id for token in first)]
+    runner.write(reservation.blocks, 0, source[:num_tokens])
+    engine.add(asked, reservation=reservation, first_tokens=first)
+    events = run(engine)[asked.id]
+    starts = [chunk.start for batch in runner.batches for chunk in batch]
+    return engine, events, starts
+
+
+def test_a_hand_over_continues_with_token_two_and_repeats_token_one() -> None:
+    asked = request(prompt=PROMPT)
+    output = expected(asked)
+    engine, events, starts = hand_over(asked, 19, (FirstToken(0, output[0]),))
+    assert (events[0].position, events[0].token_ids) == (0, (output[0],))
+    assert tokens_of(events) == output
+    assert starts[0] == 19, "nothing of the prompt is computed"
+    assert engine.stats.num_prompt_tokens == 0
+    assert engine.stats.num_prefill_chunks == 0
+    assert_all_free(engine)
+
+
+def test_first_tokens_fill_only_what_the_outputs_lack() -> None:
+    asked = request(prompt=PROMPT)
+    output = expected(asked)
+    retried = asked.retried((tuple(output[:2]),))
+    # The export was made under epoch 1 (prompt only); the router has seen two tokens since.
+    _, events, starts = hand_over(retried, 19, (FirstToken(0, 96),))
+    assert tokens_of(events) == output[2:]
+    assert events[0].position == 2
+    assert starts[0] == 19
+
+
+def test_a_hand_over_without_first_tokens_recomputes_the_last_one() -> None:
+    asked = request(prompt=PROMPT)
+    _, events, starts = hand_over(asked, 19, ())
+    assert tokens_of(events) == expected(asked)
+    assert starts[0] == 18
+
+
+def test_a_first_token_that_ends_the_request_needs_no_step_of_the_model() -> None:
+    asked = request(prompt=PROMPT, max_tokens=1)
+    engine, events, starts = hand_over(asked, 19, (FirstToken(0, 7),))
+    assert events == [TokenEvent("r", 1, 0, (7,), finish_reason=FinishReason.LENGTH)]
+    assert starts == []
+    assert_all_free(engine)
+
+
+def test_a_retry_that_had_ended_ends_again_without_a_token() -> None:
+    engine, _ = fake_engine()
+    engine.add(request("len", PROMPT, max_tokens=2, outputs=(5, 6)))
+    engine.add(request("eos", PROMPT, ignore_eos=False, outputs=(5, EOS_ID)))
+    events = run(engine)
+    assert events["len"] == [TokenEvent("len", 1, 2, (), finish_reason=FinishReason.LENGTH)]
+    assert events["eos"] == [
+        TokenEvent("eos", 1, 2, (), finish_reason=FinishReason.STOP, stop_token_id=EOS_ID)
+    ]
+    engine.add(request("late", PROMPT, max_tokens=2, outputs=(5, 6)))
+    assert engine.abort("late"), "its end was not told yet"
+    assert engine.step() == []
+
+
+def test_a_reservation_takes_prefix_hits_first() -> None:
+    engine, runner = fake_engine()
+    engine.add(request("a", PROMPT))
+    run(engine)
+    asked = request("b", PROMPT, seed=3)
+    reservation = engine.reserve(asked, 19)
+    assert reservation is not None
+    assert reservation.start_token == 16
+    runner.write(reservation.blocks, 16, PROMPT[16:])
+    output = expected(asked)
+    engine.add(asked, reservation=reservation, first_tokens=(FirstToken(0, output[0]),))
+    assert tokens_of(run(engine)["b"]) == output
+    assert_all_free(engine)
+
+
+def test_handed_over_requests_survive_preemption() -> None:
+    engine, runner = fake_engine(num_blocks=10)
+    requests = [request(f"r{i}", PROMPT[: 7 + i], seed=i, max_tokens=16) for i in range(3)]
+    for asked in requests:
+        size = len(asked.prompt_ids)
+        reservation = engine.reserve(asked, size)
+        assert reservation is not None
+        runner.write(reservation.blocks, 0, asked.prompt_ids)
+        first = FirstToken(0, next_token(asked.prompt_ids, asked.params, 0))
+        engine.add(asked, reservation=reservation, first_tokens=(first,))
+    events = run(engine)
+    assert engine.stats.num_preemptions > 0
+    for asked in requests:
+        assert tokens_of(events[asked.id]) == expected(asked)
+    assert_all_free(engine)
+
+
+def test_cancelled_reservations_leave_nothing_findable() -> None:
+    engine, _ = fake_engine(num_blocks=5)
+    asked = request(prompt=PROMPT, max_tokens=1)
+    reservation = engine.reserve(asked, 19)
+    assert reservation is not None
+    assert engine.reserve(asked, 19) is None, "no room"
+    assert not engine.abort(asked.id), "a fetch may still write: only cancel ends a reservation"
+    engine.cancel(reservation)
+    engine.cancel(reservation)
+    again = engine.reserve(asked, 19)
+    assert again is not None
+    assert again.start_token == 0
+    engine.cancel(again)
+    assert_all_free(engine)
+    with pytest.raises(InternalError, match="not held"):
+        engine.add(asked, reservation=again)
+    with pytest.raises(ContextLengthExceeded):
+        engine.reserve(asked, 21)
+    with pytest.raises(InternalError, match="only LOCAL"):
+        engine.add(asked, Task.PREFILL, reservation=again)

@@ -1,0 +1,205 @@
+"""EngineThread: calls between steps, reports, failing steps, cancellation without leaks,
+stopping."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from baton.engine.engine import Engine
+from baton.engine.interface import Reservation, Task
+from baton.engine.thread import EngineThread, StepReport
+from baton.errors import InvalidRequest, Unavailable
+from baton.events import BlockEventKind
+from tests.engine.driving import PROMPT, assert_all_free, expected, tokens_of
+from tests.fakes import FakeHooks, FakeRunner, fake_engine, request
+
+TIMEOUT_S = 10
+
+
+@dataclass
+class Running:
+    engine: Engine
+    runner: FakeRunner
+    hooks: FakeHooks
+    thread: EngineThread
+    reports: queue.SimpleQueue[StepReport]
+
+    def collect(self, until: Callable[[StepReport], bool]) -> list[StepReport]:
+        """Reports up to the first one that `until` likes."""
+        seen = [self.reports.get(timeout=TIMEOUT_S)]
+        while not until(seen[-1]):
+            seen.append(self.reports.get(timeout=TIMEOUT_S))
+        return seen
+
+
+def ended(name: str) -> Callable[[StepReport], bool]:
+    return lambda report: any(
+        event.request_id == name and event.finish_reason for event in report.events
+    )
+
+
+@pytest.fixture
+def running() -> Iterator[Running]:
+    reports: queue.SimpleQueue[StepReport] = queue.SimpleQueue()
+    hooks = FakeHooks()
+    engine, runner = fake_engine(num_blocks=8, hooks=hooks)
+    thread = EngineThread(engine, reports.put)
+    thread.start()
+    yield Running(engine, runner, hooks, thread, reports)
+    thread.stop()
+
+
+async def test_a_request_from_call_to_its_last_report(running: Running) -> None:
+    asked = request("a", PROMPT)
+    await running.thread.call(lambda engine: engine.add(asked))
+    reports = running.collect(ended("a"))
+    events = [event for report in reports for event in report.events]
+    assert tokens_of(events) == expected(asked)
+    kinds = [event.kind for report in reports for event in report.block_events]
+    assert BlockEventKind.STORED in kinds
+    assert reports[0].load.running == 1
+    assert reports[-1].load.running == 0
+    assert reports[-1].load.free_blocks == 8
+
+
+async def test_calls_return_and_raise_what_the_function_does(running: Running) -> None:
+    assert await running.thread.call(lambda engine: engine.pool.num_blocks) == 8
+    names: list[str] = []
+    await running.thread.call(lambda _: names.append(threading.current_thread().name))
+    assert names == ["engine"]
+    with pytest.raises(InvalidRequest):
+        await running.thread.call(lambda engine: engine.add(request(prompt=())))
+
+
+async def test_a_failing_step_is_told_and_the_engine_lives_on(running: Running) -> None:
+    running.runner.fail_for.add("bad")
+    await running.thread.call(lambda engine: engine.add(request("bad", PROMPT, epoch=3)))
+    (report,) = running.collect(lambda report: bool(report.failed))
+    (failed,) = report.failed
+    assert (failed.request_id, failed.epoch, failed.code) == ("bad", 3, "internal")
+    assert "fake model" not in failed.message, "what is inside stays inside"
+    assert not failed.retryable
+    assert report.events == []
+    await running.thread.call(lambda engine: engine.add(request("good", PROMPT)))
+    running.collect(ended("good"))
+    await running.thread.call(assert_all_free)
+
+
+async def test_a_posted_function_that_raises_does_no_harm(
+    running: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    running.thread.post(lambda engine: engine.unpin([0]))
+    assert await running.thread.call(lambda engine: engine.has_work) is False
+    assert "a call on the engine thread failed" in caplog.text
+
+
+async def test_a_receiver_that_raises_does_no_harm(caplog: pytest.LogCaptureFixture) -> None:
+    def receive(report: StepReport) -> None:
+        raise RuntimeError("deaf")
+
+    engine, _ = fake_engine()
+    thread = EngineThread(engine, receive)
+    thread.start()
+    done = threading.Event()
+    try:
+        await thread.call(lambda engine: engine.add(request("a", PROMPT, max_tokens=1)))
+        thread.post(lambda _: done.set())
+        assert await asyncio.to_thread(done.wait, TIMEOUT_S)
+        assert await thread.call(lambda engine: engine.stats.num_finished) == 1
+    finally:
+        thread.stop()
+    assert "the receiver of engine steps failed" in caplog.text
+
+
+async def test_a_stalled_engine_waits_and_goes_on_when_blocks_come_back(running: Running) -> None:
+    def add(engine: Engine) -> None:
+        engine.add(request("p1", PROMPT), Task.PREFILL)
+        engine.add(request("p2", PROMPT[::-1]), Task.PREFILL)
+
+    await running.thread.call(add)
+    running.collect(lambda report: any(event.request_id == "p1" for event in report.events))
+    steps = await running.thread.call(lambda engine: engine.stats.num_steps)
+    assert steps == 1
+    running.thread.post(lambda engine: engine.unpin(running.hooks.admissions[0][1]))
+    running.collect(lambda report: any(event.request_id == "p2" for event in report.events))
+
+
+async def test_a_cancelled_call_undoes_what_it_did(running: Running) -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def reserve(engine: Engine) -> Reservation | None:
+        entered.set()
+        assert leave.wait(TIMEOUT_S)
+        return engine.reserve(request("d", PROMPT), 19)
+
+    def undo(engine: Engine, reservation: Reservation | None) -> None:
+        if reservation is not None:
+            engine.cancel(reservation)
+
+    task = asyncio.create_task(running.thread.call(reserve, undo))
+    assert await asyncio.to_thread(entered.wait, TIMEOUT_S)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    leave.set()
+    # The first call follows `reserve`, which posts its undo; the second one follows the undo.
+    await running.thread.call(lambda engine: None)
+    await running.thread.call(assert_all_free)
+
+
+async def test_a_call_cancelled_before_its_turn_never_runs(running: Running) -> None:
+    entered, leave = threading.Event(), threading.Event()
+    ran: list[str] = []
+
+    def block(engine: Engine) -> None:
+        entered.set()
+        assert leave.wait(TIMEOUT_S)
+
+    running.thread.post(block)
+    assert await asyncio.to_thread(entered.wait, TIMEOUT_S)
+    task = asyncio.create_task(running.thread.call(lambda _: ran.append("late")))
+    await asyncio.wait({task}, timeout=0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    leave.set()
+    await running.thread.call(lambda _: ran.append("next"))
+    assert ran == ["next"]
+
+
+async def test_stop_refuses_what_waits_and_what_comes_later(running: Running) -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def block(engine: Engine) -> None:
+        entered.set()
+        assert leave.wait(TIMEOUT_S)
+
+    running.thread.post(block)
+    assert await asyncio.to_thread(entered.wait, TIMEOUT_S)
+    waiting = asyncio.create_task(running.thread.call(lambda engine: engine.has_work))
+    await asyncio.wait({waiting}, timeout=0)
+    stopping = asyncio.create_task(asyncio.to_thread(running.thread.stop))
+    await asyncio.wait({stopping}, timeout=0.05)
+    assert not stopping.done()
+    leave.set()
+    await stopping
+    with pytest.raises(Unavailable, match="stopped"):
+        await waiting
+    with pytest.raises(Unavailable, match="stopped"):
+        await running.thread.call(lambda engine: engine.has_work)
+    running.thread.post(lambda engine: engine.unpin([0]))
+    running.thread.stop()
+
+
+def test_a_thread_that_was_never_started_can_be_stopped() -> None:
+    engine, _ = fake_engine()
+    thread = EngineThread(engine, lambda report: None)
+    thread.stop()
+    thread.post(lambda engine: engine.unpin([0]))
+    assert not engine.has_work

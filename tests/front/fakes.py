@@ -1,0 +1,187 @@
+"""A front door without a cluster: scripted dispatcher, one model, the real uvicorn on port 0."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import uvicorn
+from starlette.types import ASGIApp
+
+from baton.chat_template import ChatTemplate
+from baton.errors import BatonError
+from baton.events import TokenEvent
+from baton.handles import Endpoint, NodeLoad, NodeRecord, Role
+from baton.kv_spec import PoolFormat
+from baton.request import FinishReason, Request
+from baton.tokenizer import Tokenizer
+from router.app import create_app
+from router.config import RouterConfig
+from router.http_guard import HttpLimits, uvicorn_settings
+from router.metrics import RouterMetrics
+from router.services import Lifecycle, RouterServices
+from router.trace import RequestTrace
+from tests.front.tokenizers_built import TEMPLATE, byte_level
+
+BACKEND = byte_level()
+TOKENIZER = Tokenizer(BACKEND, {"bos_token": "<s>", "eos_token": "</s>"})
+CHAT_TEMPLATE = ChatTemplate(TEMPLATE, TOKENIZER.special_tokens)
+EOS = 1
+MAX_MODEL_LEN = 128
+MODEL = "tiny"
+
+
+@dataclass(frozen=True, slots=True)
+class FakeModel:
+    name: str = MODEL
+    digest: str = "d"
+    max_model_len: int = MAX_MODEL_LEN
+    vocab_size: int = TOKENIZER.vocab_size
+    eos_token_ids: tuple[int, ...] = (EOS,)
+
+
+@dataclass
+class FakeRegistry:
+    served: FakeModel | None = field(default_factory=FakeModel)
+
+    def model(self) -> FakeModel | None:
+        return self.served
+
+    def can_serve(self) -> bool:
+        return self.served is not None
+
+    def records(self) -> Sequence[NodeRecord]:
+        endpoint = Endpoint("b", "f", PoolFormat(16, "float32"), ())
+        load = NodeLoad(running=2, waiting=1, free_blocks=3, total_blocks=4)
+        node = NodeRecord(
+            "decode-0", "b", Role.DECODE, "x:1", MODEL, "d", 16, 128, 400, endpoint, load
+        )
+        return [node]
+
+
+@dataclass
+class FakeDispatcher:
+    """Answers every request with `answer`'s tokens, or a prompt's own script, then end-of-sequence.
+
+    `fail_at` raises before the token of that index; `stall_at` waits there until closed.
+    `tokens_per_event` cuts the output into events.
+    """
+
+    answer: str = "hello world"
+    scripts: dict[tuple[int, ...], str] = field(default_factory=dict[tuple[int, ...], str])
+    tokens_per_event: int = 1
+    fail_at: int | None = None
+    failure: Exception | None = None
+    stall_at: int | None = None
+    requests: list[Request] = field(default_factory=list[Request])
+    traces: list[RequestTrace] = field(default_factory=list[RequestTrace])
+    closed: int = 0
+    exhausted: int = 0
+    stalled: asyncio.Event = field(default_factory=asyncio.Event)
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def run(self, request: Request, trace: RequestTrace) -> AsyncGenerator[TokenEvent, None]:
+        self.requests.append(request)
+        self.traces.append(trace)
+        trace.prefill_node, trace.decode_node = "prefill-0", "decode-0"
+        trace.cached_tokens = 2
+        ended = False
+        try:
+            async for event in self._events(request):
+                yield event
+            ended = True
+            self.exhausted += 1
+        finally:
+            if not ended:
+                self.closed += 1
+                self.aborted.set()
+
+    async def _events(self, request: Request) -> AsyncIterator[TokenEvent]:
+        text = self.scripts.get(request.prompt_ids, self.answer)
+        ids = TOKENIZER.encode(text, add_special_tokens=False)
+        limit = request.params.max_tokens
+        output = [*ids, EOS][:limit] if not request.params.ignore_eos else (ids * limit)[:limit]
+        step = self.tokens_per_event
+        for position in range(0, len(output), step):
+            if self.fail_at is not None and position >= self.fail_at:
+                assert self.failure is not None
+                raise self.failure
+            if self.stall_at is not None and position >= self.stall_at:
+                self.stalled.set()
+                await asyncio.Event().wait()
+            piece = tuple(output[position : position + step])
+            last = position + step >= len(output)
+            by_eos = last and piece[-1] == EOS
+            reason = FinishReason.STOP if by_eos else FinishReason.LENGTH
+            yield TokenEvent(
+                request_id=request.id,
+                epoch=1,
+                position=position,
+                token_ids=piece,
+                finish_reason=reason if last else None,
+                stop_token_id=EOS if by_eos else None,
+                num_cached_tokens=2,
+            )
+            await asyncio.sleep(0)
+
+
+@dataclass
+class Front:
+    """One front door under test."""
+
+    dispatcher: FakeDispatcher = field(default_factory=FakeDispatcher)
+    registry: FakeRegistry = field(default_factory=FakeRegistry)
+    config: RouterConfig = field(default_factory=lambda: RouterConfig(request_timeout_s=20.0))
+    chat_template: ChatTemplate | None = CHAT_TEMPLATE
+    lifecycle: Lifecycle = field(default_factory=Lifecycle)
+    metrics: RouterMetrics = field(default_factory=RouterMetrics)
+    tokenizer: Tokenizer = TOKENIZER
+
+    @property
+    def services(self) -> RouterServices:
+        parts: dict[str, Any] = {
+            "config": self.config,
+            "dispatcher": self.dispatcher,
+            "registry": self.registry,
+            "store": None,
+            "tokenizer": self.tokenizer,
+            "chat_template": self.chat_template,
+            "metrics": self.metrics,
+            "lifecycle": self.lifecycle,
+        }
+        return RouterServices(**parts)
+
+    def app(self) -> ASGIApp:
+        return create_app(self.services)
+
+    def client(self, **headers: str) -> httpx.AsyncClient:
+        """In-process: no socket, no parser."""
+        transport = httpx.ASGITransport(self.app(), raise_app_exceptions=False)
+        return httpx.AsyncClient(transport=transport, base_url="http://baton", headers=headers)
+
+    def failing(self, error: BatonError | Exception, at: int = 0) -> Front:
+        self.dispatcher.fail_at, self.dispatcher.failure = at, error
+        return self
+
+
+@asynccontextmanager
+async def serving(front: Front, limits: HttpLimits | None = None) -> AsyncIterator[int]:
+    """The real server on a free loopback port; yields the port."""
+    limits = limits if limits is not None else HttpLimits()
+    app = create_app(front.services, limits)
+    settings = uvicorn_settings(limits)
+    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, **settings)
+    server = uvicorn.Server(config)
+    config.load()
+    server.lifespan = config.lifespan_class(config)
+    await server.startup()
+    try:
+        yield server.servers[0].sockets[0].getsockname()[1]
+    finally:
+        server.should_exit = True
+        server.force_exit = True
+        await server.shutdown()

@@ -1,0 +1,135 @@
+"""Completion: every way of ending, counts, closing; cutting into events never changes the text."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.clock import SystemClock
+from baton.errors import InternalError, NodeLost
+from baton.request import FinishReason, Request
+from baton.sampling import SamplingParams
+from router.completion import Completion, Delta, OutputRules
+from router.metrics import RouterMetrics
+from tests.front.fakes import EOS, TOKENIZER, FakeDispatcher
+
+CLOCK = SystemClock()
+
+
+def completion(
+    rules: OutputRules, max_tokens: int = 500, stop_ids: tuple[int, ...] = ()
+) -> Completion:
+    params = SamplingParams(max_tokens=max_tokens, seed=1, stop_token_ids=stop_ids)
+    return Completion(Request("r", (5, 6), params), "tiny", rules, TOKENIZER)
+
+
+async def collect(
+    dispatcher: FakeDispatcher, it: Completion, metrics: RouterMetrics | None = None
+) -> list[Delta]:
+    meter = (metrics or RouterMetrics()).begin("tiny", CLOCK.monotonic())
+    return [delta async for delta in it.deltas(dispatcher, meter, CLOCK)]
+
+
+def text_of(deltas: list[Delta]) -> str:
+    return "".join(delta.text for delta in deltas)
+
+
+@given(
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=20),
+    st.lists(st.text(st.sampled_from("ab 🙂é"), min_size=1, max_size=3), max_size=3),
+    st.integers(1, 7),
+    st.booleans(),
+)
+def test_cutting_into_events_never_changes_the_text(
+    answer: str, stops: list[str], step: int, include: bool
+) -> None:
+    rules = OutputRules(tuple(stops), include)
+
+    def run(tokens_per_event: int) -> tuple[str, int, FinishReason | None, object]:
+        it = completion(rules)
+        dispatcher = FakeDispatcher(answer, tokens_per_event=tokens_per_event)
+        deltas = asyncio.run(collect(dispatcher, it))
+        assert sum(len(delta.token_ids) for delta in deltas) == it.completion_tokens
+        assert [delta.finish_reason for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
+        last = deltas[-1]
+        return text_of(deltas), it.completion_tokens, last.finish_reason, last.stop_reason
+
+    assert run(step) == run(1)
+    if not any(stop in answer for stop in stops):
+        assert run(1)[0] == answer
+
+
+async def test_end_of_sequence_is_counted_and_not_shown() -> None:
+    it = completion(OutputRules(skip_special_tokens=False))
+    deltas = await collect(FakeDispatcher("hi"), it)
+    assert text_of(deltas) == "hi"
+    assert (it.completion_tokens, deltas[-1].finish_reason) == (3, FinishReason.STOP)
+    assert deltas[-1].stop_reason is None
+    assert deltas[-1].token_ids == (EOS,)
+    assert [delta.position for delta in deltas] == [0, 1, 2]
+
+
+async def test_a_stop_token_id_of_the_client_is_named() -> None:
+    it = completion(OutputRules(), stop_ids=(EOS,))
+    assert (await collect(FakeDispatcher("hi"), it))[-1].stop_reason == EOS
+
+
+async def test_length_flushes_what_was_held_back() -> None:
+    it = completion(OutputRules(stop=("hello world",)), max_tokens=1)
+    dispatcher = FakeDispatcher("hello")
+    deltas = await collect(dispatcher, it)
+    shown = TOKENIZER.decode(TOKENIZER.encode("hello")[:1])
+    assert text_of(deltas) == shown != ""
+    assert deltas[-1].finish_reason is FinishReason.LENGTH
+    assert (dispatcher.exhausted, dispatcher.closed) == (1, 0)
+
+
+async def test_half_a_character_at_the_end_is_shown_as_such() -> None:
+    it = completion(OutputRules(), max_tokens=1)
+    assert text_of(await collect(FakeDispatcher("🙃"), it)) == "\N{REPLACEMENT CHARACTER}"
+
+
+async def test_a_stop_string_closes_the_dispatcher_before_the_end_is_shown() -> None:
+    dispatcher = FakeDispatcher("one two three")
+    it = completion(OutputRules(stop=("two",)))
+    meter = RouterMetrics().begin("tiny", 0.0)
+    async with aclosing(it.deltas(dispatcher, meter, CLOCK)) as deltas:
+        async for delta in deltas:
+            assert (delta.finish_reason is not None) == (dispatcher.closed == 1)
+    assert it.trace.text_stop
+
+
+async def test_leaving_early_closes_the_dispatcher_and_ends_the_meter() -> None:
+    dispatcher, metrics = FakeDispatcher("hello world"), RouterMetrics()
+    it = completion(OutputRules())
+    meter = metrics.begin("tiny", 0.0)
+    async with aclosing(it.deltas(dispatcher, meter, CLOCK)) as deltas:
+        await anext(deltas)
+    assert dispatcher.closed == 1
+    assert not it.trace.text_stop
+    text = metrics.render().decode()
+    assert "baton_live_requests 0.0" in text
+    assert 'baton_request_failure_total{code="cancelled",model_name="tiny"} 1.0' in text
+
+
+async def test_failures_pass_and_are_counted_by_code() -> None:
+    metrics = RouterMetrics()
+    dispatcher = FakeDispatcher("hi", fail_at=1, failure=NodeLost("x"))
+    with pytest.raises(NodeLost):
+        await collect(dispatcher, completion(OutputRules()), metrics)
+    assert 'code="node_lost"' in metrics.render().decode()
+
+
+async def test_a_stream_without_an_end_is_an_error() -> None:
+    class Endless(FakeDispatcher):
+        async def _events(self, request: Request):  # type: ignore[no-untyped-def]
+            async for event in super()._events(request):
+                if event.finish_reason is None:
+                    yield event
+
+    with pytest.raises(InternalError):
+        await collect(Endless("hi"), completion(OutputRules()))

@@ -1,0 +1,55 @@
+"""Log lines: request ids, no forged lines, refused levels."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from baton import log
+from baton.errors import ConfigError
+
+
+@pytest.fixture
+def stream() -> Iterator[io.StringIO]:
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    out = io.StringIO()
+    log.setup("router", "info", out)
+    yield out
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def test_a_line_carries_process_request_and_message(stream: io.StringIO) -> None:
+    with log.request_context("cmpl-7"):
+        logging.getLogger("router.dispatch").info("finished: %s", "stop")
+    logging.getLogger("router.dispatch").debug("hidden")
+    logging.getLogger("x").info("idle")
+    first, second = stream.getvalue().splitlines()
+    assert "INFO    router [cmpl-7] router.dispatch: finished: stop" in first
+    assert "router [-] x: idle" in second
+
+
+def test_a_message_cannot_forge_a_line(stream: io.StringIO) -> None:
+    logging.getLogger("x").info("model %s", "a\nERROR fake \x1b[31m")
+    assert stream.getvalue().count("\n") == 1
+    assert "\\nERROR fake \\x1b[31m" in stream.getvalue()
+
+
+def test_a_traceback_stays_with_its_line(stream: io.StringIO) -> None:
+    try:
+        raise ValueError("boom")
+    except ValueError:
+        logging.getLogger("x").exception("failed")
+    first, *rest = stream.getvalue().splitlines()
+    assert first.endswith("x: failed")
+    assert rest
+    assert all(line.startswith("\t") for line in rest)
+
+
+def test_an_unknown_level_is_refused() -> None:
+    with pytest.raises(ConfigError, match="loud"):
+        log.setup("router", "loud")

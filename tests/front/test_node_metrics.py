@@ -1,0 +1,40 @@
+"""A node's metrics: asked at scrape time, under both names."""
+
+from __future__ import annotations
+
+from baton.handles import NodeLoad
+from baton.metrics import EngineTotals, NodeMetrics, NodeSnapshot, TransferTotals, cache_usage
+
+
+def test_a_scrape_shows_the_snapshot_of_that_moment() -> None:
+    totals = {"steps": 1}
+
+    def snapshot() -> NodeSnapshot:
+        return NodeSnapshot(
+            NodeLoad(running=3, waiting=2, free_blocks=1, total_blocks=4, draining=True),
+            EngineTotals(steps=totals["steps"], prefix_queries=10, prefix_hits=4, preemptions=2),
+            TransferTotals(received_bytes=99, fetches={"ok": 2, "kv_lost": 1}),
+        )
+
+    metrics = NodeMetrics("tiny", "decode-0", "decode", snapshot)
+    metrics.observe_fetch(0.003)
+    totals["steps"] = 7
+    lines = metrics.render().decode().splitlines()
+    node = 'model_name="tiny",node="decode-0",role="decode"'
+    lost = 'model_name="tiny",node="decode-0",outcome="kv_lost",role="decode"'
+    for expected in (
+        f"baton_engine_steps_total{{{node}}} 7.0",
+        f"vllm:num_requests_running{{{node}}} 3.0",
+        f"vllm:kv_cache_usage_perc{{{node}}} 0.75",
+        f"vllm:prefix_cache_hits_total{{{node}}} 4.0",
+        f"baton_preemptions_total{{{node}}} 2.0",
+        f"baton_kv_transfer_bytes_total{{{node}}} 99.0",
+        f"baton_draining{{{node}}} 1.0",
+        f"baton_kv_transfer_seconds_count{{{node}}} 1.0",
+        f"baton_kv_transfer_fetches_total{{{lost}}} 1.0",
+    ):
+        assert expected in lines
+
+
+def test_an_empty_pool_is_not_in_use() -> None:
+    assert cache_usage(NodeLoad()) == 0.0

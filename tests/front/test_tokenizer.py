@@ -1,0 +1,158 @@
+"""The tokenizer: BOS as the files say, refusals by name, streams against a decode at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import processors
+
+from baton.errors import InvalidRequest, ModelRefused
+from baton.tokenizer import Tokenizer
+from tests.front.tokenizers_built import byte_fallback, byte_level, save
+
+BYTE_LEVEL = Tokenizer(byte_level(), {})
+FALLBACK_BACKEND = byte_fallback()
+BYTE_FALLBACK = Tokenizer(FALLBACK_BACKEND, {})
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
+
+
+def streamed(tokenizer: Tokenizer, ids: list[int], skip_special_tokens: bool = True) -> str:
+    stream = tokenizer.stream(skip_special_tokens)
+    return "".join([*(stream.push(token_id) for token_id in ids), stream.flush()])
+
+
+@given(TEXT)
+def test_byte_level_stream_of_a_text_is_the_text(text: str) -> None:
+    assert streamed(BYTE_LEVEL, BYTE_LEVEL.encode(text)) == text
+
+
+@given(st.lists(st.integers(0, BYTE_LEVEL.vocab_size + 5), max_size=60), st.booleans())
+def test_byte_level_stream_of_any_ids_is_their_decode(ids: list[int], skip: bool) -> None:
+    assert streamed(BYTE_LEVEL, ids, skip) == BYTE_LEVEL.decode(ids, skip)
+
+
+@given(TEXT)
+def test_byte_fallback_stream_of_a_text_is_its_decode(text: str) -> None:
+    ids = BYTE_FALLBACK.encode(text)
+    assert streamed(BYTE_FALLBACK, ids) == BYTE_FALLBACK.decode(ids)
+
+
+@settings(max_examples=300)
+@given(st.lists(st.integers(0, BYTE_FALLBACK.vocab_size + 5), max_size=40))
+def test_byte_fallback_stream_of_any_ids_never_fails_and_equals_a_clean_decode(
+    ids: list[int],
+) -> None:
+    whole = BYTE_FALLBACK.decode(ids)
+    text = streamed(BYTE_FALLBACK, ids)
+    if "\N{REPLACEMENT CHARACTER}" not in whole:
+        assert text == whole
+    else:
+        assert "\N{REPLACEMENT CHARACTER}" in text
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK])
+def test_a_character_over_several_tokens_appears_whole_or_not_at_all(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("🙃")
+    stream = tokenizer.stream()
+    pieces = [stream.push(token_id) for token_id in ids]
+    assert len(ids) >= 3
+    assert pieces == [""] * (len(ids) - 1) + ["🙃"]
+    assert stream.flush() == ""
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK])
+def test_an_unfinished_character_is_flushed_once(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("🙃")[:-1]
+    stream = tokenizer.stream()
+    assert "".join(stream.push(token_id) for token_id in ids) == ""
+    assert set(stream.flush()) == {"\N{REPLACEMENT CHARACTER}"}
+    assert stream.flush() == ""
+
+
+def test_what_was_shown_stays_when_an_invalid_byte_follows() -> None:
+    byte = FALLBACK_BACKEND.token_to_id
+    stream = BYTE_FALLBACK.stream()
+    shown = [stream.push(byte(t)) for t in ("<0xC3>", "<0xA9>", "<0xFF>", "a")]  # type: ignore[arg-type]
+    assert shown == ["", "é", "", "\N{REPLACEMENT CHARACTER}a"]
+
+
+def test_endless_invalid_bytes_are_shown_in_bounded_time() -> None:
+    bad = FALLBACK_BACKEND.token_to_id("<0xFF>")
+    assert bad is not None
+    stream = BYTE_FALLBACK.stream()
+    text = "".join(stream.push(bad) for _ in range(60))
+    assert len(text) >= 50
+
+
+def test_special_tokens_are_skipped_or_shown() -> None:
+    ids = [0, *BYTE_LEVEL.encode("hi"), 1]
+    assert streamed(BYTE_LEVEL, ids) == "hi"
+    assert streamed(BYTE_LEVEL, ids, skip_special_tokens=False) == "<s>hi</s>"
+
+
+BUILDERS: list[Callable[[], tokenizers.Tokenizer]] = [byte_level, byte_fallback]
+
+
+@pytest.mark.parametrize("build", BUILDERS)
+@pytest.mark.parametrize(
+    "config", [{}, {"add_bos_token": True}, {"add_bos_token": False}, {"add_eos_token": True}]
+)
+def test_ids_equal_those_of_transformers(
+    tmp_path: Path, build: Callable[[], tokenizers.Tokenizer], config: dict[str, Any]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    directory = save(build(), tmp_path / "m", **config)
+    theirs = transformers.AutoTokenizer.from_pretrained(directory)
+    ours = Tokenizer.load(directory)
+    for text in ("hello world", " a  b", "🙂 <|user|> é", ""):
+        for special in (True, False):
+            expected = theirs.encode(text, add_special_tokens=special)
+            assert ours.encode(text, add_special_tokens=special) == expected
+
+
+def test_bos_comes_from_the_post_processor(tmp_path: Path) -> None:
+    backend = byte_level()
+    backend.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
+        single=["<s>", "$A"], special_tokens=[("<s>", 0)]
+    )
+    tokenizer = Tokenizer.load(save(backend, tmp_path, add_bos_token=False))
+    assert tokenizer.encode("a")[0] == 0
+    assert tokenizer.encode("a", add_special_tokens=False)[0] != 0
+
+
+def test_a_token_that_only_the_config_calls_special_is_not_shown(tmp_path: Path) -> None:
+    backend = byte_level()
+    backend.add_tokens(["<end>"])
+    directory = save(backend, tmp_path, eos_token="<end>")
+    tokenizer = Tokenizer.load(directory)
+    ids = [*tokenizer.encode("hi"), *tokenizer.encode("<end>")]
+    assert streamed(tokenizer, ids) == tokenizer.decode(ids) == "hi"
+
+
+def test_a_directory_without_tokenizer_json_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    with pytest.raises(ModelRefused, match=f"baton convert {tmp_path}"):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_broken_tokenizer_json_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelRefused, match=r"tokenizer\.json cannot be read"):
+        Tokenizer.load(tmp_path)
+
+
+def test_truncation_saved_in_the_file_is_switched_off(tmp_path: Path) -> None:
+    tokenizer = byte_level()
+    tokenizer.enable_truncation(4)
+    loaded = Tokenizer.load(save(tokenizer, tmp_path))
+    assert len(loaded.encode("z" * 50)) == 50
+
+
+def test_lone_surrogates_are_the_clients_fault() -> None:
+    with pytest.raises(InvalidRequest):
+        BYTE_LEVEL.encode("\ud800")

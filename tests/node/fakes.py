@@ -1,0 +1,315 @@
+"""Nodes in one process over a fake model with real KV, and a raw router client."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from baton import wire
+from baton.clock import SystemClock
+from baton.engine.config import EngineConfig
+from baton.engine.engine import Engine
+from baton.engine.interface import SequenceChunk
+from baton.engine.kv_cache import KVArena
+from baton.events import NodeStep, RequestFailed, TokenEvent
+from baton.handles import KVHandle, NodeLoad, NodeRecord, Role
+from baton.messages import (
+    SECRET_METADATA,
+    AbortRequest,
+    ReleaseExport,
+    RouterMessage,
+    SessionHello,
+    SubmitDecode,
+    SubmitPrefill,
+    session_mac,
+)
+from baton.node.config import NodeConfig
+from baton.node.main import Node, NodeProgram, Surroundings
+from baton.timing import Timing, channel_options
+from decode_node.role import DecodeRole
+from kv_transfer.base import Lane
+from kv_transfer.memory import MemoryFabric, MemoryLane
+from prefill_node.role import PrefillRole
+from protos import node_pb2, node_pb2_grpc
+from tests.fakes import model_info, next_token
+
+PATIENCE_S = 10.0  # a test that waits longer has failed
+TIMING = Timing(heartbeat_s=0.05, kv_lease_s=60.0, connect_s=5.0)
+PREFILL = NodeProgram(Role.PREFILL, "", PrefillRole)
+DECODE = NodeProgram(Role.DECODE, "", DecodeRole)
+
+
+class Gate:
+    """Holds a thread at `pass_through` while closed; tests wait for it with `reached`."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+        self._open.set()
+        self._reached = threading.Event()
+
+    def close(self) -> None:
+        self._reached.clear()
+        self._open.clear()
+
+    def open(self) -> None:
+        self._open.set()
+
+    def pass_through(self) -> None:
+        self._reached.set()
+        assert self._open.wait(PATIENCE_S), "nobody opened the gate"
+
+    async def reached(self) -> None:
+        assert await asyncio.to_thread(self._reached.wait, PATIENCE_S), "nobody came to the gate"
+
+
+class ArenaRunner:
+    """A Runner whose KV is the token id, written into every layer of the real arena.
+
+    The history of a row is read back from there, so blocks that were transferred wrongly, partly or
+    not at all give wrong tokens. `layer_gate` is passed before each layer is announced, `step_gate`
+    before each step.
+    """
+
+    def __init__(self, arena: KVArena) -> None:
+        self._arena = arena
+        self.layer_gate = Gate()
+        self.step_gate = Gate()
+        self.fail_for: set[str] = set()
+        self.num_steps = 0
+
+    def run(
+        self, chunks: Sequence[SequenceChunk], on_layer: Callable[[int], None] | None = None
+    ) -> list[int | None]:
+        self.step_gate.pass_through()
+        self.num_steps += 1
+        for chunk in chunks:
+            if chunk.request_id in self.fail_for:
+                raise RuntimeError("the fake model fails")
+        for layer in range(len(self._arena.layers)):
+            for chunk in chunks:
+                for index, token in enumerate(chunk.token_ids):
+                    for tensor in self._arena.layer(layer):
+                        tensor[self._slot(chunk.blocks, chunk.start + index)] = float(token)
+            if on_layer is not None:
+                self.layer_gate.pass_through()
+                on_layer(layer)
+        return [self._sample(chunk) for chunk in chunks]
+
+    def _slot(self, blocks: Sequence[int], position: int) -> tuple[int, int]:
+        block, offset = divmod(position, self._arena.block_size)
+        return blocks[block], offset
+
+    def _sample(self, chunk: SequenceChunk) -> int | None:
+        if chunk.sample is None:
+            return None
+        end = chunk.start + len(chunk.token_ids)
+        history = [self._read(self._slot(chunk.blocks, position)) for position in range(end)]
+        return next_token(history, chunk.sample, chunk.position)
+
+    def _read(self, slot: tuple[int, int]) -> int:
+        values = {
+            float(value)
+            for layer in range(len(self._arena.layers))
+            for tensor in self._arena.layer(layer)
+            for value in tensor[slot].flatten()
+        }
+        assert len(values) == 1, f"KV of slot {slot} differs between layers, K and V: {values}"
+        return int(values.pop())
+
+
+@dataclass
+class TestNode:
+    """One node under test."""
+
+    __test__ = False
+    node: Node
+    engine: Engine
+    runner: ArenaRunner
+
+    @property
+    def total_blocks(self) -> int:
+        return self.engine.pool.num_blocks
+
+    async def until_idle(self) -> None:
+        """Until every block is free and nothing is exported or fetched; proves the accounting."""
+        async with asyncio.timeout(PATIENCE_S):
+            while not await self._idle():  # each look is a round trip to the engine thread
+                pass
+        await self.node.shell.thread.call(lambda engine: engine.check())
+
+    async def _idle(self) -> bool:
+        load = await self.node.shell.thread.call(lambda engine: engine.current_load())
+        ours = self.node.shell.load()
+        work = load.running + load.waiting + ours.fetching + ours.export_bytes
+        return work == 0 and load.free_blocks == load.total_blocks
+
+
+@dataclass
+class Setup:
+    """How a node is built."""
+
+    num_blocks: int = 64
+    block_size: int = 4
+    timing: Timing = TIMING
+    options: dict[str, Any] = field(default_factory=dict)  # of NodeConfig
+    engine_options: dict[str, Any] = field(default_factory=dict)
+    lane: Lane | None = None
+
+
+@asynccontextmanager
+async def running_node(
+    program: NodeProgram, fabric: MemoryFabric, setup: Setup | None = None
+) -> AsyncIterator[TestNode]:
+    setup = setup or Setup()
+    info = model_info()
+    arena = KVArena(info.layers, setup.num_blocks, setup.block_size, info.kv_dtype)
+    runner = ArenaRunner(arena)
+    config = EngineConfig(model="fake", check_invariants=True, **setup.engine_options)
+    engine = Engine(config, runner, arena, info)
+    lane = setup.lane or MemoryLane(fabric)
+    around = Surroundings(setup.timing, SystemClock(), (lane,))
+    node = Node(program, NodeConfig(**setup.options), engine, around)
+    await node.start()
+    try:
+        yield TestNode(node, engine, runner)
+    finally:
+        runner.layer_gate.open()
+        runner.step_gate.open()
+        await node.stop()
+
+
+class RawRouter:
+    """The router's end of one session, message by message."""
+
+    def __init__(self, call: Any, record: NodeRecord, router_id: str) -> None:
+        self._call = call
+        self.record = record
+        self.router_id = router_id
+        self.steps: list[NodeStep] = []  # everything heard
+        self.load = record.load
+
+    async def send(self, message: RouterMessage) -> None:
+        await self._call.write(wire.router_message_to_wire(message, SystemClock()))
+
+    async def prefill(self, request: Any) -> None:
+        await self.send(SubmitPrefill(request))
+
+    async def decode(self, request: Any, handle: KVHandle | None = None) -> None:
+        await self.send(SubmitDecode(request, handle))
+
+    async def abort(self, request_id: str, epoch: int = 1) -> None:
+        await self.send(AbortRequest(request_id, epoch))
+
+    async def release(self, handle: KVHandle) -> None:
+        await self.send(ReleaseExport(handle, "test"))
+
+    async def next_step(self) -> NodeStep:
+        async with asyncio.timeout(PATIENCE_S):
+            message = await self._call.read()
+        assert message is not grpc.aio.EOF, "the node ended the session"
+        step = wire.node_message_from_wire(message)
+        assert isinstance(step, NodeStep)
+        self.steps.append(step)
+        if step.load is not None:
+            self.load = step.load
+        return step
+
+    async def until(self, happened: Callable[[], object]) -> None:
+        """Read until `happened()`."""
+        while not happened():
+            await self.next_step()
+
+    async def until_load(self, wanted: Callable[[NodeLoad], bool]) -> None:
+        await self.until(lambda: wanted(self.load))
+
+    def events(self, request_id: str) -> list[TokenEvent]:
+        return [e for step in self.steps for e in step.tokens if e.request_id == request_id]
+
+    def tokens(self, request_id: str) -> list[int]:
+        return [token for event in self.events(request_id) for token in event.token_ids]
+
+    def finished(self, request_id: str) -> bool:
+        return any(event.finish_reason is not None for event in self.events(request_id))
+
+    def failures(self, request_id: str) -> list[RequestFailed]:
+        return [f for step in self.steps for f in step.failed if f.request_id == request_id]
+
+    def handles(self, request_id: str) -> list[KVHandle]:
+        return [h.handle for step in self.steps for h in step.handles if h.request_id == request_id]
+
+    def subscribed(self, request_id: str) -> bool:
+        return any(s.request_id == request_id for step in self.steps for s in step.subscribed)
+
+    async def handle_of(self, request_id: str) -> KVHandle:
+        await self.until(lambda: self.handles(request_id))
+        return self.handles(request_id)[0]
+
+    async def failure_of(self, request_id: str) -> RequestFailed:
+        await self.until(lambda: self.failures(request_id))
+        return self.failures(request_id)[0]
+
+    async def all_tokens(self, request_id: str) -> list[int]:
+        """Tokens up to the finish reason; checks that no position is missing or told twice."""
+        await self.until(lambda: self.finished(request_id))
+        events = self.events(request_id)
+        for before, after in pairwise(events):
+            assert after.position == before.position + len(before.token_ids)
+        return self.tokens(request_id)
+
+
+async def open_call(address: str, metadata: tuple[tuple[str, str], ...] = ()) -> tuple[Any, Any]:
+    """A channel and a Session call on it."""
+    channel = grpc.aio.insecure_channel(address, options=channel_options(TIMING))
+    return channel, node_pb2_grpc.NodeStub(channel).Session(metadata=metadata)
+
+
+@asynccontextmanager
+async def connected(
+    node: TestNode | Node, router_id: str = "router-1", secret: str = ""
+) -> AsyncIterator[RawRouter]:
+    metadata = ((SECRET_METADATA, session_mac(secret, router_id)),) if secret else ()
+    address = node.address if isinstance(node, Node) else node.node.address
+    channel, call = await open_call(address, metadata)
+    try:
+        await call.write(wire.router_message_to_wire(SessionHello(router_id), SystemClock()))
+        async with asyncio.timeout(PATIENCE_S):
+            message = await call.read()
+        assert isinstance(message, node_pb2.NodeMessage), await call.details()
+        record = wire.node_message_from_wire(message)
+        assert isinstance(record, NodeRecord)
+        yield RawRouter(call, record, router_id)
+    finally:
+        call.cancel()
+        await channel.close()
+
+
+@dataclass
+class Pair:
+    """A prefill and a decode node, and one router connected to both."""
+
+    p: TestNode
+    d: TestNode
+    to_p: RawRouter
+    to_d: RawRouter
+
+
+@asynccontextmanager
+async def running_pair(
+    prefill: Setup | None = None, decode: Setup | None = None
+) -> AsyncIterator[Pair]:
+    fabric = MemoryFabric()
+    async with (
+        running_node(PREFILL, fabric, prefill) as p,
+        running_node(DECODE, fabric, decode) as d,
+        connected(p) as to_p,
+        connected(d) as to_d,
+    ):
+        yield Pair(p, d, to_p, to_d)

@@ -1,0 +1,190 @@
+"""Prefill and decode nodes together: a fake model, real engines, sessions and KV transfer."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.events import BlockEventKind
+from baton.handles import Role
+from baton.request import FinishReason
+from kv_transfer.grpc_stream import GrpcLane
+from tests.fakes import expected_output, request
+from tests.node.fakes import TIMING, Pair, RawRouter, Setup, connected, running_pair
+
+PROMPT = tuple(range(10, 29))  # 19 tokens: 4 full blocks of 4 and 3 more
+
+
+def expected(asked) -> list[int]:
+    return expected_output(asked.prompt_ids, asked.params)
+
+
+async def hand_over(pair: Pair, asked) -> list[int]:
+    """The journey of one request, as a router would drive it; the tokens from D."""
+    await pair.to_p.prefill(asked)
+    handle = await pair.to_p.handle_of(asked.id)
+    await pair.to_d.decode(asked, handle)
+    await pair.to_p.until(lambda: pair.to_p.events(asked.id))
+    return await pair.to_d.all_tokens(asked.id)
+
+
+async def assert_idle(pair: Pair) -> None:
+    await pair.p.until_idle()
+    await pair.d.until_idle()
+
+
+async def test_tokens_equal_one_local_engine() -> None:
+    asked = request(prompt=PROMPT, max_tokens=12)
+    async with running_pair() as pair:
+        assert pair.to_p.record.role is Role.PREFILL
+        tokens = await hand_over(pair, asked)
+        assert tokens == expected(asked)
+        assert pair.to_p.tokens("r") == tokens[:1]
+        assert pair.to_d.events("r")[0].position == 0, "D's first event repeats token 1"
+        assert pair.to_d.subscribed("r")
+        stats = pair.d.node.shell.connector.stats
+        assert stats.fetches == 1
+        assert sum(stats.bytes_received.values()) > 0
+        assert pair.d.engine.stats.num_prompt_tokens == 0, "D computed nothing of the prompt"
+        await assert_idle(pair)
+
+
+@pytest.mark.parametrize(("p_block", "d_block"), [(4, 8), (8, 4), (16, 2)])
+async def test_block_sizes_may_differ(p_block: int, d_block: int) -> None:
+    asked = request(prompt=PROMPT, max_tokens=12)
+    async with running_pair(Setup(block_size=p_block), Setup(block_size=d_block)) as pair:
+        assert await hand_over(pair, asked) == expected(asked)
+        await assert_idle(pair)
+
+
+async def test_chunked_prefill_over_the_grpc_lane() -> None:
+    engine = {"max_num_batched_tokens": 8, "max_num_seqs": 4}
+    prefill = Setup(engine_options=engine, lane=GrpcLane(TIMING))
+    asked = [request(f"r{i}", tuple(range(i, i + 40)), max_tokens=10) for i in range(6)]
+    async with running_pair(prefill, Setup(lane=GrpcLane(TIMING))) as pair:
+        for one in asked:
+            await pair.to_p.prefill(one)
+        for one in asked:
+            await pair.to_d.decode(one, await pair.to_p.handle_of(one.id))
+        for one in asked:
+            assert await pair.to_d.all_tokens(one.id) == expected(one)
+        assert pair.p.engine.stats.num_chunked_prompts == len(asked)
+        await assert_idle(pair)
+
+
+async def test_the_handle_leaves_before_the_first_layer_and_the_token_waits_for_no_fetch() -> None:
+    asked = request(prompt=PROMPT)
+    async with running_pair() as pair:
+        pair.p.runner.layer_gate.close()
+        await pair.to_p.prefill(asked)
+        await pair.p.runner.layer_gate.reached()
+        handle = await pair.to_p.handle_of("r")
+        assert handle.num_tokens == len(PROMPT)
+        assert not pair.to_p.events("r")
+        pair.p.runner.layer_gate.open()
+        await pair.to_p.until(lambda: pair.to_p.events("r"))  # nobody has fetched anything
+        order = [
+            "handle" if step.handles else "token"
+            for step in pair.to_p.steps
+            if step.handles or step.tokens
+        ]
+        assert order == ["handle", "token"]
+        await pair.to_p.release(handle)
+        await assert_idle(pair)
+
+
+async def test_a_fetch_streams_while_the_prefill_computes() -> None:
+    asked = request(prompt=PROMPT)
+    async with running_pair() as pair:
+        pair.p.runner.layer_gate.close()
+        await pair.to_p.prefill(asked)
+        await pair.to_d.decode(asked, await pair.to_p.handle_of("r"))
+        await pair.to_d.until(lambda: pair.to_d.subscribed("r"))
+        assert not pair.to_p.events("r"), "D subscribed before token 1 existed"
+        pair.p.runner.layer_gate.open()
+        assert await pair.to_d.all_tokens("r") == expected(asked)
+        await assert_idle(pair)
+
+
+async def test_a_request_may_end_with_token_1() -> None:
+    asked = request(prompt=PROMPT, max_tokens=1)
+    async with running_pair() as pair:
+        tokens = await hand_over(pair, asked)
+        assert tokens == expected(asked)
+        assert pair.to_p.events("r")[0].finish_reason is FinishReason.LENGTH
+        assert pair.to_d.events("r")[-1].finish_reason is FinishReason.LENGTH
+        await assert_idle(pair)
+
+
+async def test_a_retry_goes_on_where_the_output_ended() -> None:
+    asked = request(prompt=PROMPT, max_tokens=12)
+    whole = expected(asked)
+    again = asked.retried((tuple(whole[:5]),))
+    async with running_pair() as pair:
+        assert await hand_over(pair, again) == whole[5:]
+        assert pair.to_p.events("r")[0].position == 5
+        await assert_idle(pair)
+
+
+async def test_another_decode_node_may_use_a_handle_whose_receiver_got_further() -> None:
+    """D failover without a second prefill: more tokens are known than the handle holds."""
+    asked = request(prompt=PROMPT, max_tokens=12)
+    whole = expected(asked)
+    async with running_pair() as pair:
+        await pair.to_p.prefill(asked)
+        handle = await pair.to_p.handle_of("r")
+        await pair.to_p.until(lambda: pair.to_p.events("r"))
+        again = asked.retried((tuple(whole[:4]),))
+        await pair.to_d.decode(again, handle)
+        assert await pair.to_d.all_tokens("r") == whole[4:]
+        await assert_idle(pair)
+
+
+async def test_prefix_hits_are_not_fetched_again() -> None:
+    first, second = (request(name, PROMPT, max_tokens=6) for name in ("a", "b"))
+    async with running_pair() as pair:
+        stats = pair.d.node.shell.connector.stats
+        assert await hand_over(pair, first) == expected(first)
+        whole = sum(stats.bytes_received.values())
+        assert await hand_over(pair, second) == expected(second)
+        assert sum(stats.bytes_received.values()) - whole < whole / 2
+        assert pair.p.engine.stats.num_prefix_hit_tokens > 0
+        await assert_idle(pair)
+
+
+async def test_local_prefill_on_the_decode_node() -> None:
+    asked = request(prompt=PROMPT, max_tokens=9)
+    async with running_pair() as pair:
+        await pair.to_d.decode(asked)
+        assert await pair.to_d.all_tokens("r") == expected(asked)
+        await assert_idle(pair)
+
+
+async def test_block_events_reach_sessions_in_sequence_and_begin_with_a_snapshot() -> None:
+    async with running_pair() as pair:
+        first, second = (request(n, p) for n, p in (("a", PROMPT), ("b", PROMPT[::-1])))
+        await hand_over(pair, first)
+        await hand_over(pair, second)
+
+        def stored(router: RawRouter) -> set[bytes]:
+            return {
+                h
+                for step in router.steps
+                for event in step.block_events
+                if event.kind is BlockEventKind.STORED
+                for h in event.hashes
+            }
+
+        await assert_idle(pair)
+        heard = stored(pair.to_p)
+        assert len(heard) == 8, "four full blocks of each prompt"
+        expected_seq = 1
+        for step in pair.to_p.steps:
+            if step.block_events:
+                assert step.block_events_seq == expected_seq
+                expected_seq += len(step.block_events)
+        async with connected(pair.p, "router-2") as late:
+            await late.until(lambda: any(step.block_events for step in late.steps))
+            snapshot = next(step for step in late.steps if step.block_events)
+            assert snapshot.block_events[0].kind is BlockEventKind.CLEARED
+            assert snapshot.block_events_seq == 1
+            assert stored(late) == heard

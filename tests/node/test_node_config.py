@@ -1,0 +1,71 @@
+"""What a node may be told, and what it refuses to start with."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from baton.config import load
+from baton.errors import ConfigError
+from baton.node.config import NodeConfig, join_address
+from baton.node.cores import parse_cores, pin_process
+
+
+def test_loopback_needs_nothing() -> None:
+    for host in ("127.0.0.1", "localhost", "::1"):
+        NodeConfig(host=host).check()
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"host": "10.0.0.7"}, "secret"),
+        ({"host": "10.0.0.7", "insecure": True}, "secret"),
+        ({"host": "10.0.0.7", "secret": "s"}, "insecure"),
+        ({"host": "0.0.0.0", "secret": "s", "insecure": True}, "advertise_host"),
+        ({"port": 70_000}, "port"),
+        ({"drain_s": -1.0}, "drain_s"),
+        ({"outbox_messages": 1}, "outbox_messages"),
+        ({"cpu_cores": "one"}, "cpu_cores"),
+    ],
+)
+def test_what_no_node_may_start_with(values: dict[str, object], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        NodeConfig(**values).check()  # type: ignore[arg-type]
+    assert caught.value.field == field
+
+
+def test_an_open_bind_with_secret_and_consent() -> None:
+    config = NodeConfig(host="0.0.0.0", secret="s", insecure=True, advertise_host="node-1")
+    config.check()
+    assert config.announced_host == "node-1"
+
+
+def test_the_secret_comes_from_the_environment_only() -> None:
+    assert load(NodeConfig, {}, {"BATON_SECRET": "hidden"}).secret == "hidden"
+
+
+def test_addresses_of_both_families() -> None:
+    assert join_address("127.0.0.1", 80) == "127.0.0.1:80"
+    assert join_address("::1", 80) == "[::1]:80"
+
+
+@pytest.mark.parametrize(
+    ("text", "cores"), [("0", (0,)), ("1,0", (0, 1)), ("0, 4-6", (0, 4, 5, 6)), ("2-2", (2,))]
+)
+def test_cores_are_lists_and_ranges(text: str, cores: tuple[int, ...]) -> None:
+    assert parse_cores(text) == cores
+
+
+@pytest.mark.parametrize("text", ["", "a", "3-1", "-1", "1,,2", "0-"])
+def test_bad_core_lists_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_cores(text)
+
+
+def test_cores_that_this_process_may_not_use_are_named() -> None:
+    mine = os.sched_getaffinity(0)
+    with pytest.raises(ConfigError, match=str(max(mine) + 1000)):
+        pin_process((max(mine) + 1000,))
+    assert os.sched_getaffinity(0) == mine

@@ -1,0 +1,91 @@
+"""The node as a process: options, the READY line, signals, exit statuses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from baton.messages import SECRET_METADATA, SessionHello, session_mac
+from baton.wire import node_message_from_wire, router_message_to_wire
+from tests.fakes import FakeClock
+from tests.node.fakes import open_call
+from tests.tiny_models import make_tiny_model
+
+START_S = 90.0  # importing torch on a busy machine
+
+
+@asynccontextmanager
+async def process(module: str, *flags: str, secret: str = "") -> AsyncIterator[Process]:
+    environment = os.environ | ({"BATON_SECRET": secret} if secret else {})
+    running = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", module, *flags, stdout=PIPE, stderr=PIPE, env=environment
+    )
+    try:
+        yield running
+    finally:
+        if running.returncode is None:
+            running.kill()
+        await running.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["prefill_node", "decode_node"])
+async def test_ready_then_serving_then_gone_on_sigterm(module: str, tmp_path: Path) -> None:
+    model = make_tiny_model("llama", tmp_path / "model")
+    core = str(min(os.sched_getaffinity(0)))
+    flags = ("--model", str(model), "--num-kv-blocks", "16", "--cpu-cores", core)
+    async with process(module, *flags, "--metrics-port", "0", secret="s") as running:
+        assert running.stdout is not None
+        async with asyncio.timeout(START_S):
+            ready = json.loads(await running.stdout.readline())
+        assert ready["ready"] is True
+        assert ready["role"] == module.removesuffix("_node")
+        assert ready["num_blocks"] == 16
+        assert ready["kv_address"].startswith("127.0.0.1:")
+        mac = session_mac("s", "router-1")
+        channel, call = await open_call(ready["address"], ((SECRET_METADATA, mac),))
+        async with channel, asyncio.timeout(START_S):
+            await call.write(router_message_to_wire(SessionHello("router-1"), FakeClock()))
+            record = node_message_from_wire(await call.read())
+            assert record.boot_id == ready["boot_id"]  # type: ignore[union-attr]
+            running.send_signal(signal.SIGTERM)
+            assert await running.wait() == 0
+
+
+@pytest.mark.slow
+async def test_a_signal_is_heard_while_the_model_loads(tmp_path: Path) -> None:
+    """A checkpoint whose config is a pipe that nobody writes to: loading would never end."""
+    model = make_tiny_model("llama", tmp_path / "model")
+    (model / "config.json").unlink()
+    os.mkfifo(model / "config.json")
+    async with process("prefill_node", "--model", str(model), "--log-level", "debug") as running:
+        assert running.stderr is not None
+        async with asyncio.timeout(START_S):
+            async for line in running.stderr:
+                if b"loading" in line:
+                    break
+            running.send_signal(signal.SIGTERM)
+            assert await running.wait() == 0
+
+
+@pytest.mark.slow
+async def test_a_bad_option_stops_the_start_by_name(tmp_path: Path) -> None:
+    for flags, text in (
+        (("--model", str(tmp_path), "--host", "10.9.8.7"), b"BATON_SECRET"),
+        ((), b"model"),
+        (("--model", str(tmp_path / "nowhere")), b"nowhere"),
+    ):
+        async with process("decode_node", *flags) as running, asyncio.timeout(START_S):
+            _, complaint = await running.communicate()
+            assert running.returncode == 2
+            assert text in complaint
+            assert b"Traceback" not in complaint

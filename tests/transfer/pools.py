@@ -1,0 +1,161 @@
+"""Real arenas with known contents, and the nodes around them, for the transfer tests."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from baton.engine.kv_cache import KVArena
+from baton.errors import KVError
+from baton.events import FirstToken
+from baton.handles import KVHandle
+from baton.kv_spec import LayerSpec, layout_fingerprint
+from baton.request import Request
+from baton.sampling import SamplingParams
+from baton.timing import Timing
+from kv_transfer.base import Lane
+from kv_transfer.connector import Connector
+from kv_transfer.layout import ArenaMemory
+from tests.fakes import FakeClock
+
+SECRET = b"deployment secret"
+BOOT_P, BOOT_D, BOOT_E = "0a" * 16, "0d" * 16, "0e" * 16
+# A plain layer, a window with other heads and dims, and a latent without V.
+LAYERS = (
+    LayerSpec(2, 8, 8),
+    LayerSpec(3, 4, 8, window=16, kind="sliding"),
+    LayerSpec(1, 24, 0, kind="mla"),
+)
+UNTOUCHED = 0xA5
+PATIENCE_S = 10.0  # a test that waits longer has failed
+
+
+def request_of(request_id: str = "r1", epoch: int = 1) -> Request:
+    return Request(request_id, (1, 2, 3), SamplingParams(seed=1), epoch=epoch)
+
+
+def layer_bytes(arena: KVArena, layer: int, blocks: Sequence[int], start: int, end: int) -> bytes:
+    """K rows, then V rows of tokens [start, end), from the tensors: the twin of ArenaMemory."""
+    parts = []
+    for tensor in arena.layer(layer):
+        if tensor.numel():
+            rows = torch.cat([tensor[b] for b in blocks])[start:end]
+            parts.append(rows.contiguous().view(torch.uint8).numpy().tobytes())
+    return b"".join(parts)
+
+
+def fill_random(arena: KVArena, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for layer in range(len(arena.layers)):
+        buffer = torch.frombuffer(arena.layer_buffer(layer), dtype=torch.uint8)
+        buffer.copy_(torch.randint(0, 256, buffer.shape, dtype=torch.uint8, generator=generator))
+
+
+def fill_untouched(arena: KVArena) -> None:
+    for layer in range(len(arena.layers)):
+        torch.frombuffer(arena.layer_buffer(layer), dtype=torch.uint8).fill_(UNTOUCHED)
+
+
+def snapshot(arena: KVArena) -> list[bytes]:
+    return [bytes(arena.layer_buffer(layer)) for layer in range(len(arena.layers))]
+
+
+@dataclass
+class Node:
+    """One process' connector with its pool, a clock that the test moves, and what was released."""
+
+    lane: Lane
+    boot_id: str = BOOT_P
+    block_size: int = 8
+    num_blocks: int = 32
+    dtype: str = "bfloat16"
+    layers: tuple[LayerSpec, ...] = LAYERS
+    digest: str = "model"
+    secret: bytes = SECRET
+    timing: Timing = field(default_factory=Timing)
+    clock: FakeClock = field(default_factory=FakeClock)
+
+    def __post_init__(self) -> None:
+        self.arena = KVArena(self.layers, self.num_blocks, self.block_size, self.dtype)
+        self.released: list[tuple[KVHandle, tuple[int, ...], str]] = []
+        self._freed = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self.connector = Connector(
+            memory=ArenaMemory(self.arena),
+            boot_id=self.boot_id,
+            fingerprint=layout_fingerprint(self.digest, "rope", self.layers),
+            secret=self.secret,
+            lanes=(self.lane,),
+            timing=self.timing,
+            clock=self.clock,
+            on_released=self._on_released,
+        )
+
+    def _on_released(self, handle: KVHandle, blocks: tuple[int, ...], why: str) -> None:
+        self.released.append((handle, blocks, why))
+        self._loop.call_soon_threadsafe(self._freed.set)
+
+    def pick(self, num_tokens: int, seed: int = 1) -> list[int]:
+        """Enough blocks for `num_tokens`, scattered."""
+        count = -(-num_tokens // self.block_size)
+        return random.Random(seed).sample(range(self.num_blocks), count)
+
+    def publish_all(self, handle: KVHandle, upto: int | None = None) -> list[bool]:
+        upto = handle.num_tokens if upto is None else upto
+        return [self.connector.publish(handle, layer, upto) for layer in range(len(self.layers))]
+
+    def finish(self, handle: KVHandle, tokens: Sequence[FirstToken] = ()) -> None:
+        assert all(self.publish_all(handle))
+        self.connector.complete(handle, tokens)
+
+    async def freed(self, count: int = 1) -> None:
+        """Wait until `count` exports have been released, and no more."""
+        async with asyncio.timeout(PATIENCE_S):
+            while len(self.released) < count:
+                self._freed.clear()
+                if len(self.released) < count:
+                    await self._freed.wait()
+        assert len(self.released) == count
+        assert len({handle.export_seq for handle, _, _ in self.released}) == count
+        if count == self.connector.stats.exports:
+            assert self.connector.active_exports == 0
+            assert self.connector.export_bytes == 0
+
+
+def expect_bytes(
+    source: tuple[Node, Sequence[int]],
+    target: tuple[Node, Sequence[int]],
+    start: int,
+    end: int,
+    before: list[bytes],
+) -> None:
+    """Tokens [start, end) are the source's, and every other byte of the target is as before."""
+    (p, p_blocks), (d, d_blocks) = source, target
+    expected = KVArena(d.layers, d.num_blocks, d.block_size, d.dtype)
+    memory = ArenaMemory(expected)
+    for layer, data in enumerate(before):
+        expected.layer_buffer(layer)[:] = data
+        if end > start:
+            wire = layer_bytes(p.arena, layer, p_blocks, start, end)
+            memory.write(layer, d_blocks, start, end, memoryview(wire))
+    assert snapshot(d.arena) == snapshot(expected)
+
+
+def unreachable(handle: KVHandle) -> KVHandle:
+    """The same handle with lanes that nobody listens on."""
+    lanes = tuple(replace(lane, address="127.0.0.1:9") for lane in handle.endpoint.lanes)
+    return replace(handle, endpoint=replace(handle.endpoint, lanes=lanes))
+
+
+async def outcome(awaitable) -> KVError | None:
+    """The KVError that `awaitable` raised, None if it succeeded."""
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            await awaitable
+    except KVError as error:
+        return error
+    return None

@@ -1,0 +1,274 @@
+"""What the connector adds to its lanes: life, limits, counters; the grpc lane's own failures."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+
+from baton.errors import ConfigError, InternalError, KVLost, KVStale
+from baton.handles import KVHandle, LaneAddress
+from baton.kv_spec import LayerSpec
+from baton.timing import Timing
+from kv_transfer.base import Incoming, KVConnector
+from kv_transfer.grpc_stream import GrpcLane
+from kv_transfer.memory import MemoryFabric, MemoryLane
+from tests.transfer import exporter_process
+from tests.transfer.pools import (
+    BOOT_D,
+    PATIENCE_S,
+    SECRET,
+    Node,
+    fill_random,
+    outcome,
+    request_of,
+    snapshot,
+    unreachable,
+)
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Callable]:
+    nodes: list[Node] = []
+
+    async def start_node(lane, **settings) -> Node:
+        node = Node(lane, **settings)
+        nodes.append(node)
+        await node.connector.start()
+        return node
+
+    yield start_node
+    for node in nodes:
+        await node.connector.stop()
+
+
+async def test_the_connector_is_what_the_nodes_expect(start) -> None:
+    node = await start(MemoryLane(MemoryFabric()))
+    connector: KVConnector = node.connector
+    endpoint = connector.endpoint()
+    assert endpoint.boot_id == node.boot_id
+    assert endpoint.lanes == (LaneAddress("memory", node.boot_id),)
+    assert endpoint.format.block_size == node.block_size
+    assert SECRET.decode() not in repr(node.connector)
+
+
+async def test_before_the_start_there_is_no_endpoint() -> None:
+    node = Node(MemoryLane(MemoryFabric()))
+    with pytest.raises(InternalError, match="not been started"):
+        node.connector.export(request_of(), 0, [0], 1)
+    await node.connector.stop()
+
+
+async def test_too_few_blocks_are_our_own_fault(start) -> None:
+    node = await start(MemoryLane(MemoryFabric()))
+    with pytest.raises(InternalError, match="1 blocks do not hold 9"):
+        node.connector.export(request_of(), 0, [0], 9)
+    handle = node.connector.export(request_of(), 0, [0, 1], 9)
+    with pytest.raises(InternalError, match="1 blocks do not hold 9"):
+        await node.connector.fetch(handle, 1, [3])
+
+
+def test_a_token_beyond_a_frame_stops_the_start() -> None:
+    huge = (LayerSpec(1024, 1024, 1024),)
+
+    async def build() -> None:
+        Node(MemoryLane(MemoryFabric()), layers=huge, num_blocks=1, block_size=1)
+
+    with pytest.raises(ConfigError, match="layer 0"):
+        asyncio.run(build())
+
+
+async def test_budget_and_counters(start) -> None:
+    fabric = MemoryFabric()
+    p = await start(MemoryLane(fabric))
+    d = await start(MemoryLane(fabric), boot_id=BOOT_D)
+    token_bytes = sum(layer.token_bytes("bfloat16") for layer in p.layers)
+    handles = [p.connector.export(request_of(f"r{i}"), 0, p.pick(10 + i), 10 + i) for i in (0, 1)]
+    assert p.connector.active_exports == 2
+    assert p.connector.export_bytes == 21 * token_bytes
+    p.finish(handles[0])
+    await d.connector.fetch(handles[0], 1, d.pick(10), 4)
+    await p.freed(1)
+    assert p.connector.export_bytes == 11 * token_bytes
+    assert p.connector.stats.bytes_sent == {"memory": 6 * token_bytes}
+    assert d.connector.stats.bytes_received == {"memory": 6 * token_bytes}
+    assert d.connector.stats.fetch_seconds >= 0.0
+    assert len({handle.secret for handle in handles}) == 2
+
+
+async def test_an_export_after_the_stop_frees_itself(start) -> None:
+    node = await start(MemoryLane(MemoryFabric()))
+    await node.connector.stop()
+    handle = node.connector.export(request_of(), 0, [0], 4)
+    assert [why for _, _, why in node.released] == ["exporter stops"]
+    assert not node.connector.publish(handle, 0, 4)
+    assert node.connector.active_exports == 0
+
+
+async def test_a_node_may_fetch_from_itself(start) -> None:
+    node = await start(MemoryLane(MemoryFabric()))
+    fill_random(node.arena, 1)
+    handle = node.connector.export(request_of(), 0, [0, 1], 12)
+    node.finish(handle)
+    await node.connector.renew(handle)
+    await node.connector.fetch(handle, 1, [5, 6])
+    await node.freed()
+    before = snapshot(node.arena)
+    assert before[0][:8] == node.arena.layer_buffer(0)[5 * node.arena.block_bytes(0) :][:8]
+    with pytest.raises(KVStale):
+        await node.connector.renew(handle)
+
+
+async def test_cancelling_a_queued_conversation(start) -> None:
+    """Cancelled before its thread came up: nothing is opened, nothing is left behind."""
+    fabric = MemoryFabric()
+    p = await start(MemoryLane(fabric))
+    d = await start(MemoryLane(fabric), boot_id=BOOT_D)
+    handle = p.connector.export(request_of(), 0, p.pick(8), 8)
+    fetch = asyncio.create_task(d.connector.fetch(handle, 1, d.pick(8)))
+    await asyncio.sleep(0)
+    fetch.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await fetch
+    await d.connector.release(handle, "changed my mind")
+    await p.freed()
+
+
+# ---- the grpc lane ------------------------------------------------------------------------------
+async def test_a_taken_port_stops_the_start(start) -> None:
+    node = await start(GrpcLane(Timing()))
+    port = int(node.connector.endpoint().lanes[0].address.rpartition(":")[2])
+    second = Node(GrpcLane(Timing(), port=port), boot_id=BOOT_D)
+    with pytest.raises(ConfigError, match=str(port)):
+        await second.connector.start()
+    await second.connector.stop()
+
+
+async def test_the_advertised_host_is_what_peers_are_told(start) -> None:
+    node = await start(GrpcLane(Timing(), advertise_host="kv.example"))
+    assert node.connector.endpoint().lanes[0].address.startswith("kv.example:")
+    six = await start(GrpcLane(Timing(), advertise_host="::1"), boot_id=BOOT_D)
+    assert six.connector.endpoint().lanes[0].address.startswith("[::1]:")
+
+
+async def test_nobody_at_the_address(start) -> None:
+    node = await start(GrpcLane(Timing()))
+    d = await start(GrpcLane(Timing()), boot_id=BOOT_D)
+    handle = unreachable(node.connector.export(request_of(), 0, [0], 8))
+    error = await outcome(d.connector.fetch(handle, 1, [0]))
+    assert isinstance(error, KVLost)
+
+
+async def test_a_peer_that_comes_back_is_found_at_once(start) -> None:
+    """A failed channel is given up, so gRPC's backoff does not hide the new process."""
+    d = await start(GrpcLane(Timing()), boot_id=BOOT_D)
+    first = await start(GrpcLane(Timing()))
+    address = first.connector.endpoint().lanes[0].address
+    handle = first.connector.export(request_of(), 0, [0], 8)
+    await first.connector.stop()
+    for _ in range(3):
+        assert isinstance(await outcome(d.connector.fetch(handle, 1, [0])), KVLost)
+    again = await start(GrpcLane(Timing(), port=int(address.rpartition(":")[2])), boot_id="0b" * 16)
+    error = await outcome(d.connector.fetch(handle, 1, [0]))
+    assert isinstance(error, KVStale), "the address lives, but it is another process"
+    assert again.connector.endpoint().lanes[0].address == address
+
+
+async def test_who_says_nothing_is_hung_up_on(start) -> None:
+    """A caller that never greets does not keep a thread."""
+    node = await start(GrpcLane(Timing()), timing=Timing(kv_progress_s=0.1))
+    address = node.connector.endpoint().lanes[0].address
+    async with grpc.aio.insecure_channel(address) as channel:
+        call = channel.stream_stream("/baton.kv.v1.KVTransfer/Transfer")()
+        assert await asyncio.wait_for(call.code(), PATIENCE_S) is grpc.StatusCode.CANCELLED
+
+
+async def test_garbage_is_answered_with_an_error(start) -> None:
+    node = await start(GrpcLane(Timing()))
+    address = node.connector.endpoint().lanes[0].address
+    async with grpc.aio.insecure_channel(address) as channel:
+        call = channel.stream_stream("/baton.kv.v1.KVTransfer/Transfer")()
+        await call.write(b"GET / HTTP/1.1")
+        answer = await asyncio.wait_for(call.read(), PATIENCE_S)
+        assert answer[:4] == b"BKV1"
+        assert answer[4] == 4  # ERR
+        call.cancel()
+    assert node.connector.stats.corrupt == 1
+
+
+async def test_sigkill_in_mid_stream(start) -> None:
+    """A real process, really killed: KVLost at once, not at a deadline."""
+    d = await start(GrpcLane(Timing()), boot_id=BOOT_D)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        exporter_process.__name__,
+        stdout=asyncio.subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
+    )
+    assert process.stdout is not None
+    line = await asyncio.wait_for(process.stdout.readline(), 30.0)
+    boot_id, sequence, secret, address = line.decode().split()
+    endpoint = replace(d.connector.endpoint(), boot_id=boot_id)
+    endpoint = replace(endpoint, lanes=(LaneAddress("grpc", address),))
+    handle = KVHandle(
+        boot_id, int(sequence), "r1", 1, exporter_process.NUM_TOKENS, bytes.fromhex(secret),
+        endpoint, 10_000,
+    )  # fmt: skip
+    loop = asyncio.get_running_loop()
+    fetch = asyncio.create_task(d.connector.fetch(handle, 1, d.pick(exporter_process.NUM_TOKENS)))
+    await asyncio.wait_for(received_something(d), PATIENCE_S)
+    os.kill(process.pid, signal.SIGKILL)
+    killed = loop.time()
+    assert isinstance(await outcome(fetch), KVLost)
+    assert loop.time() - killed < 3.0  # the progress deadline would be 5
+    await process.wait()
+
+
+async def received_something(node: Node) -> None:
+    arrived = asyncio.Event()
+    loop, memory = asyncio.get_running_loop(), node.connector.memory
+    write = memory.write
+
+    def spy(*arguments) -> None:
+        write(*arguments)
+        loop.call_soon_threadsafe(arrived.set)
+
+    memory.write = spy  # type: ignore[method-assign]
+    if node.connector.stats.frames_received == 0:
+        await arrived.wait()
+
+
+# ---- the memory lane ----------------------------------------------------------------------------
+def test_an_address_that_nobody_has() -> None:
+    wire = MemoryLane(MemoryFabric()).open("nowhere")
+    with pytest.raises(KVLost, match="nowhere"):
+        wire.receive()
+    with pytest.raises(KVLost, match="nowhere"):
+        wire.send(b"x")
+
+
+def test_closed_conversations_call_back_at_once() -> None:
+    closed: list[int] = []
+
+    def serve(lane: str, peer: Incoming):
+        assert peer.receive(PATIENCE_S) is None
+        peer.on_closed(lambda: closed.append(1))
+        yield b"last"
+
+    fabric = MemoryFabric()
+    lane = MemoryLane(fabric)
+    lane.start("here", serve)
+    wire = MemoryLane(fabric).open("here")
+    wire.finish()
+    assert [wire.receive(), wire.receive()] == [b"last", None]
+    lane.stop()
+    lane.stop()
+    assert closed == [1]

@@ -1,0 +1,382 @@
+"""The contract of every lane, second half: leases, releases, dead peers, damage on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import replace
+
+import pytest
+
+from baton.errors import KVCorrupt, KVLost, KVStale, KVTimeout
+from baton.kv_spec import LayerSpec
+from baton.timing import Timing
+from kv_transfer.frames import Kind
+from tests.transfer import faults
+from tests.transfer.cluster import (
+    FIRST,
+    IMPATIENT,
+    Cluster,
+    frames_received,
+    transfer,
+    transfer_despite,
+)
+from tests.transfer.faults import FaultyLane
+from tests.transfer.pools import (
+    BOOT_D,
+    BOOT_E,
+    PATIENCE_S,
+    expect_bytes,
+    fill_random,
+    fill_untouched,
+    outcome,
+    request_of,
+    snapshot,
+)
+
+
+# ---- leases ------------------------------------------------------------------------------------
+async def test_the_lease_ends_in_mid_stream(cluster: Cluster) -> None:
+    p, d = await cluster.pair()
+    handle = p.connector.export(request_of(), 0, p.pick(16), 16)
+    fetch = asyncio.create_task(d.connector.fetch(handle, 1, d.pick(16)))
+    assert p.connector.publish(handle, 0, 16)
+    await frames_received(d, 1)
+    p.clock.advance(p.timing.kv_lease_s)
+    assert not p.connector.publish(handle, 1, 16)  # lapsed is over, also before anybody swept
+    assert p.connector.expire(p.clock.monotonic()) == 1
+    p.connector.complete(handle, FIRST)
+    assert isinstance(await outcome(fetch), KVStale | KVTimeout)
+    await p.freed()
+    assert p.connector.stats.expired_leases == 1
+
+
+async def test_a_lapsed_lease_is_not_served_before_the_sweep(cluster: Cluster) -> None:
+    p, d = await cluster.pair()
+    handle = p.connector.export(request_of(), 0, p.pick(16), 16)
+    p.finish(handle)
+    p.clock.advance(p.timing.kv_lease_s)
+    assert isinstance(await outcome(d.connector.fetch(handle, 1, d.pick(16))), KVStale)
+    assert isinstance(await outcome(d.connector.renew(handle)), KVStale)
+
+
+async def test_renewing_keeps_it(cluster: Cluster) -> None:
+    p, d = await cluster.pair()
+    target = d.pick(16)
+    handle = p.connector.export(request_of(), 0, p.pick(16), 16)
+    p.finish(handle)
+    for _ in range(5):
+        p.clock.advance(0.9 * p.timing.kv_lease_s)
+        assert p.connector.expire(p.clock.monotonic()) == 0
+        await d.connector.renew(handle)
+    assert (await d.connector.fetch(handle, 1, target)).num_tokens == 16
+    await p.freed()
+
+
+async def test_a_waiting_fetch_renews_by_itself(cluster: Cluster) -> None:
+    """The lease is short, the exporter's clock runs ahead at each renewal that arrives."""
+    p, d = await cluster.pair()
+    handle = replace(p.connector.export(request_of(), 0, p.pick(16), 16), lease_ms=30)
+    renewed = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    table = p.connector._table
+    renew = table.renew
+
+    def spy(export_seq: int, secret: bytes, epoch: int) -> None:
+        renew(export_seq, secret, epoch)
+        loop.call_soon_threadsafe(renewed.set)
+
+    table.renew = spy  # type: ignore[method-assign]
+    fetch = asyncio.create_task(d.connector.fetch(handle, 1, d.pick(16)))
+    for _ in range(3):
+        renewed.clear()
+        await asyncio.wait_for(renewed.wait(), PATIENCE_S)
+        p.clock.advance(0.7 * p.timing.kv_lease_s)
+        p.connector.expire(p.clock.monotonic())
+        renewed.clear()
+        await asyncio.wait_for(renewed.wait(), PATIENCE_S)
+    p.finish(handle)
+    assert (await fetch).num_tokens == 16
+    await p.freed()
+
+
+async def test_an_unclaimed_export_is_freed_by_the_lease_watch(cluster: Cluster) -> None:
+    """With the real timer of the connector and nothing but time."""
+    p = await cluster.node(timing=Timing(kv_lease_s=0.05))
+    blocks = p.pick(16)
+    handle = p.connector.export(request_of(), 0, blocks, 16)
+    p.clock.advance(0.05)
+    await p.freed()
+    assert p.released == [(handle, tuple(blocks), "the lease is over")]
+
+
+async def test_a_lost_ack_is_made_good_by_the_lease(cluster: Cluster) -> None:
+    lane = FaultyLane(cluster.new_lane(), sending=faults.on_every(Kind.ACK, faults.lose))
+    p, d = await cluster.pair(lane)
+    handle = p.connector.export(request_of(), 0, p.pick(16), 16)
+    p.finish(handle)
+    assert (await d.connector.fetch(handle, 1, d.pick(16))).num_tokens == 16
+    assert p.connector.active_exports == 1
+    p.clock.advance(p.timing.kv_lease_s)
+    p.connector.expire(p.clock.monotonic())
+    await p.freed()
+
+
+# ---- release -----------------------------------------------------------------------------------
+async def test_release_waits_for_the_reader(cluster: Cluster) -> None:
+    p, d = await cluster.pair()
+    reading, go_on = threading.Event(), threading.Event()
+    memory = p.connector.memory
+    read = memory.read
+
+    def slow_read(*arguments: object) -> object:
+        reading.set()
+        assert go_on.wait(PATIENCE_S)
+        return read(*arguments)  # type: ignore[arg-type]
+
+    memory.read = slow_read  # type: ignore[method-assign]
+    handle = p.connector.export(request_of(), 0, p.pick(16), 16)
+    p.finish(handle)
+    fetch = asyncio.create_task(d.connector.fetch(handle, 1, d.pick(16)))
+    await asyncio.to_thread(reading.wait, PATIENCE_S)
+    releases = [asyncio.create_task(p.connector.release(handle, "aborted")) for _ in range(2)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert p.released == []
+    assert not any(task.done() for task in releases)
+    assert not p.connector.publish(handle, 0, 16)
+    go_on.set()
+    await asyncio.gather(*releases)
+    assert [why for _, _, why in p.released] == ["aborted"]
+    assert isinstance(await outcome(fetch), KVStale)
+    await p.connector.release(handle, "again")
+    await p.freed()
+
+
+async def test_the_receiver_may_release_without_fetching(cluster: Cluster) -> None:
+    p, d = await cluster.pair()
+    handle = p.connector.export(request_of(), 0, p.pick(16), 16)
+    await d.connector.release(handle, "cancelled")
+    assert p.connector.active_exports == 0
+    await d.connector.release(handle, "cancelled")
+    await p.freed()
+
+
+async def test_cancelling_a_fetch_leaves_blocks_and_lease_alone(cluster: Cluster) -> None:
+    p, d = await cluster.pair()
+    target = d.pick(16)
+    handle = p.connector.export(request_of(), 0, p.pick(16), 16)
+    fetch = asyncio.create_task(d.connector.fetch(handle, 1, target))
+    assert p.connector.publish(handle, 0, 16)
+    await frames_received(d, 1)
+    fetch.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await fetch
+    before = snapshot(d.arena)
+    p.finish(handle)
+    assert (await d.connector.fetch(handle, 2, d.pick(16, 7))).num_tokens == 16
+    await p.freed()
+    assert snapshot(d.arena) != before
+
+
+async def test_a_cancelled_fetch_ends_only_when_its_thread_has_left_the_blocks(
+    cluster: Cluster,
+) -> None:
+    p, d = await cluster.pair()
+    loop, writing, go_on = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+    memory, written = d.connector.memory, []
+    write = memory.write
+
+    def slow_write(*arguments: object) -> None:
+        loop.call_soon_threadsafe(writing.set)
+        assert go_on.wait(PATIENCE_S)
+        write(*arguments)  # type: ignore[arg-type]
+        written.append(arguments)
+
+    memory.write = slow_write  # type: ignore[method-assign]
+    handle = p.connector.export(request_of(), 0, p.pick(16), 16)
+    p.finish(handle)
+    fetch = asyncio.create_task(d.connector.fetch(handle, 1, d.pick(16)))
+    await asyncio.wait_for(writing.wait(), PATIENCE_S)
+    for _ in range(2):  # an impatient caller cancels twice
+        fetch.cancel()
+        done, _ = await asyncio.wait([fetch], timeout=0.05)
+        assert not done
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await fetch
+    count = len(written)
+    await d.connector.stop()  # joins the threads of the data plane
+    assert len(written) == count
+
+
+async def test_a_second_receiver_after_the_first_has_died(cluster: Cluster) -> None:
+    p, dead = await cluster.pair()
+    heir = await cluster.node(boot_id=BOOT_E)
+    fill_untouched(heir.arena)
+    source, target = p.pick(40), heir.pick(40, 4)
+    handle = p.connector.export(request_of(), 0, source, 40)
+    fetch = asyncio.create_task(dead.connector.fetch(handle, 1, dead.pick(40)))
+    assert p.connector.publish(handle, 0, 40)
+    await frames_received(dead, 1)
+    await dead.connector.stop()
+    assert isinstance(await outcome(fetch), KVLost)
+    assert p.released == []
+    p.finish(handle, FIRST)
+    before = snapshot(heir.arena)
+    ready = await heir.connector.fetch(handle, 2, target)
+    assert ready.first_tokens == FIRST
+    expect_bytes((p, source), (heir, target), 0, 40, before)
+    await p.freed()
+
+
+# ---- the exporter fails -------------------------------------------------------------------------
+async def test_the_exporter_goes_in_mid_stream(cluster: Cluster) -> None:
+    p, d = await cluster.pair()
+    handle = p.connector.export(request_of(), 0, p.pick(16), 16)
+    fetch = asyncio.create_task(d.connector.fetch(handle, 1, d.pick(16)))
+    assert p.connector.publish(handle, 0, 16)
+    await frames_received(d, 1)
+    await asyncio.to_thread(p.lane.stop)
+    assert isinstance(await outcome(fetch), KVLost)
+    assert isinstance(await outcome(d.connector.fetch(handle, 1, d.pick(16))), KVLost)
+    assert isinstance(await outcome(d.connector.renew(handle)), KVLost)
+    await d.connector.release(handle, "gone anyway")
+
+
+async def test_stopping_the_exporter_frees_everything(cluster: Cluster) -> None:
+    p, d = await cluster.pair()
+    handle = p.connector.export(request_of(), 0, p.pick(16), 16)
+    fetch = asyncio.create_task(d.connector.fetch(handle, 1, d.pick(16)))
+    assert p.connector.publish(handle, 0, 16)
+    await frames_received(d, 1)
+    await p.connector.stop()
+    await p.connector.stop()
+    assert isinstance(await outcome(fetch), KVLost)
+    assert [why for _, _, why in p.released] == ["exporter stops"]
+
+
+async def test_a_silent_exporter_is_a_timeout(cluster: Cluster) -> None:
+    """Nothing comes, not even a sign of life: the answer to FETCH is lost on the way."""
+    swallow = faults.on_every(Kind.HELLO, faults.lose)
+    lane = FaultyLane(cluster.new_lane(), receiving=swallow)
+    p, d = await cluster.pair(lane, timing=IMPATIENT)
+    handle = p.connector.export(request_of(), 0, p.pick(16), 16)
+    assert isinstance(await outcome(d.connector.fetch(handle, 1, d.pick(16))), KVTimeout)
+    assert p.connector.active_exports == 1
+
+
+async def test_a_slow_prefill_is_no_timeout(cluster: Cluster) -> None:
+    """The exporter gives signs of life while it computes."""
+    p = await cluster.node(timing=IMPATIENT)
+    alive = asyncio.Event()
+    count, loop = 0, asyncio.get_running_loop()
+
+    def watch(index: int, frame: bytes) -> list[bytes]:
+        nonlocal count
+        count += faults.kind_of(frame) is Kind.CONFIRM
+        if count == 6:  # twice the progress deadline
+            loop.call_soon_threadsafe(alive.set)
+        return [frame]
+
+    lane = FaultyLane(cluster.new_lane(), receiving=watch)
+    d = await cluster.node(lane, boot_id=BOOT_D, timing=IMPATIENT)
+    handle = p.connector.export(request_of(), 0, p.pick(16), 16)
+    fetch = asyncio.create_task(d.connector.fetch(handle, 1, d.pick(16)))
+    await asyncio.wait_for(alive.wait(), PATIENCE_S)
+    assert not fetch.done()
+    p.finish(handle)
+    assert (await fetch).num_tokens == 16
+    await p.freed()
+
+
+# ---- damage on the way --------------------------------------------------------------------------
+DAMAGE = {
+    "flipped payload bit": faults.flip_bit,
+    "flipped header bit": lambda frame: faults.flip_bit(frame, 8 * 20 + 3),
+    "flipped magic bit": lambda frame: faults.flip_bit(frame, 2),
+    "truncated": faults.truncate,
+    "header only": lambda frame: [frame[:20]],
+    "lost": faults.lose,
+    "replayed": faults.repeat,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+async def test_damaged_once_is_fetched_again(cluster: Cluster, damage: str) -> None:
+    fault = faults.on_nth(Kind.DATA, 1, DAMAGE[damage])
+    p, d = await cluster.pair(FaultyLane(cluster.new_lane(), receiving=fault))
+    await transfer_despite(p, d)
+    assert d.connector.stats.retries == 1
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+async def test_damaged_twice_is_corrupt(cluster: Cluster, damage: str) -> None:
+    fault = faults.on_every(Kind.DATA, DAMAGE[damage])
+    p, d = await cluster.pair(FaultyLane(cluster.new_lane(), receiving=fault))
+    handle = p.connector.export(request_of(), 0, p.pick(40), 40)
+    p.finish(handle)
+    assert isinstance(await outcome(d.connector.fetch(handle, 1, d.pick(40))), KVCorrupt)
+    assert d.connector.stats.retries == 1
+    assert p.connector.active_exports == 1  # for somebody with a better link
+
+
+async def test_reordered_chunks_are_corrupt_or_right(cluster: Cluster) -> None:
+    """Two frames of one layer in the wrong order are refused, of two layers they are harmless."""
+
+    def swap() -> faults.Fault:
+        return faults.on_every(Kind.DATA, faults.swap_neighbours())
+
+    two = (LayerSpec(2, 8, 8),) * 2
+    p = await cluster.node(layers=two)
+    d = await cluster.node(
+        FaultyLane(cluster.new_lane(), receiving=swap()), boot_id=BOOT_D, layers=two
+    )
+    fill_random(p.arena, 2)
+    await transfer_despite(p, d)
+    assert d.connector.stats.retries == 0
+    wide = (LayerSpec(8, 128, 128),)
+    p3 = await cluster.node(boot_id="0f" * 16, layers=wide, num_blocks=80)
+    d3 = await cluster.node(
+        FaultyLane(cluster.new_lane(), receiving=swap()),
+        boot_id="1f" * 16, layers=wide, num_blocks=80,
+    )  # fmt: skip
+    handle = p3.connector.export(request_of(), 0, p3.pick(512), 512)
+    p3.finish(handle)
+    assert isinstance(await outcome(d3.connector.fetch(handle, 1, d3.pick(512))), KVCorrupt)
+
+
+async def test_a_lost_end_is_never_a_success(cluster: Cluster) -> None:
+    lane = FaultyLane(cluster.new_lane(), receiving=faults.on_every(Kind.END, faults.lose))
+    p, d = await cluster.pair(lane, timing=IMPATIENT)
+    handle = p.connector.export(request_of(), 0, p.pick(16), 16)
+    p.finish(handle)
+    assert isinstance(await outcome(d.connector.fetch(handle, 1, d.pick(16))), KVTimeout)
+    assert p.connector.active_exports == 1
+
+
+@pytest.mark.parametrize("kind", [Kind.DATA, Kind.END])
+async def test_frames_swapped_between_two_requests(cluster: Cluster, kind: Kind) -> None:
+    """The other request's frames are whole and authentic, and still refused."""
+    recorded: list[bytes] = []
+
+    def record(frame: bytes) -> list[bytes]:
+        recorded.append(frame)
+        return [frame]
+
+    lane = FaultyLane(cluster.new_lane(), receiving=faults.on_every(kind, record))
+    p, d = await cluster.pair(lane)
+    await transfer(p, d, 16)
+    foreign = iter(recorded * 2)
+    lane.receiving = faults.on_every(kind, lambda frame: [next(foreign)])
+    handle = p.connector.export(request_of("r2"), 0, p.pick(16, 5), 16)
+    p.finish(handle)
+    assert isinstance(await outcome(d.connector.fetch(handle, 1, d.pick(16))), KVCorrupt)
+
+
+@pytest.mark.parametrize("kind", [Kind.HELLO, Kind.FETCH])
+async def test_a_damaged_question_is_asked_again(cluster: Cluster, kind: Kind) -> None:
+    fault = faults.on_nth(kind, 0, faults.flip_bit)
+    p, d = await cluster.pair(FaultyLane(cluster.new_lane(), sending=fault))
+    await transfer_despite(p, d)
+    assert p.connector.stats.corrupt == 1

@@ -1,0 +1,106 @@
+"""docs/kv_wire_format.md is the wire: its vectors are computed again, its tables compared."""
+
+from __future__ import annotations
+
+import re
+import struct
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from baton.errors import KVCorrupt
+from baton.events import FirstToken, TokenLogprob
+from baton.kv_spec import PoolFormat
+from baton.request import FinishReason
+from kv_transfer.bodies import decode_body, encode_body, kind_of
+from kv_transfer.frames import HEADER_BYTES, MAX_PAYLOAD, Header, Kind, decode, encode, seed_of
+from kv_transfer.identity import Identity, Side, prove
+from kv_transfer.messages import (
+    Ack,
+    Confirm,
+    End,
+    Failure,
+    FailureCode,
+    Fetch,
+    Message,
+    Renew,
+)
+from kv_transfer.session import header_of
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "kv_wire_format.md"
+BOOT_P, BOOT_D = "000102030405060708090a0b0c0d0e0f", "f0f1f2f3f4f5f6f7f8f9fafbfcfdfeff"
+SEED = seed_of(BOOT_P)
+FORMAT = PoolFormat(16, "bfloat16")
+P = Identity(BOOT_P, "layout", FORMAT, b"secret")
+D = Identity(BOOT_D, "layout", PoolFormat(32, "bfloat16"), b"secret")
+NONCE_P, NONCE_D, KEY = b"P" * 16, b"D" * 16, b"K" * 16
+FIRST = FirstToken(5, 42, 0, FinishReason.STOP, (TokenLogprob(42, -0.25, 1),))
+
+
+def control(message: Message) -> bytes:
+    return encode(header_of(kind_of(message), 7, 2), [encode_body(message)], SEED)
+
+
+def vectors() -> dict[str, bytes]:
+    """Every frame of one conversation, named as in the document."""
+    data = Header(Kind.DATA, 7, 2, layer=1, head0=0, num_heads=1, token0=16, num_tokens=2)
+    return {
+        "HELLO, fetcher's challenge": control(D.hello(Side.FETCHER, NONCE_D, None)),
+        "HELLO, exporter's answer": control(P.hello(Side.EXPORTER, NONCE_P, NONCE_D)),
+        "HELLO, fetcher's answer": control(D.hello(Side.FETCHER, NONCE_D, NONCE_P)),
+        "FETCH": control(Fetch(7, KEY, "r1", 2, start_token=16, timeout_ms=5000)),
+        "DATA": encode(data, [b"K0K1", b"V0V1"], SEED),
+        "CONFIRM": control(Confirm(7, b"", 2, held=True)),
+        "END": control(End(18, True, (FIRST,), 1)),
+        "ACK": control(Ack(7)),
+        "RENEW": control(Renew(7, KEY, 2)),
+        "ERR": control(Failure(FailureCode.STALE, "no export 7")),
+    }
+
+
+def documented() -> dict[str, bytes]:
+    text = DOCUMENT.read_text()
+    found = re.findall(r"^### (.+)\n```\n([0-9a-f\n]+)```$", text, re.MULTILINE)
+    return {name: bytes.fromhex(body.replace("\n", "")) for name, body in found}
+
+
+def test_the_documented_vectors_are_what_we_send() -> None:
+    assert documented() == vectors()
+
+
+@pytest.mark.parametrize("name", vectors())
+def test_the_documented_vectors_are_what_we_accept(name: str) -> None:
+    data = documented()[name]
+    frame = decode(data, SEED)
+    assert frame.header.kind.name == name.partition(",")[0]
+    if frame.header.kind is not Kind.DATA:
+        message = decode_body(frame.header.kind, frame.payload)
+        assert control(message) == data
+    with pytest.raises(KVCorrupt):
+        decode(data[:-1] + bytes((data[-1] ^ 1,)), SEED)
+
+
+def test_a_reader_of_the_document_alone_builds_the_same_data_frame() -> None:
+    """The layout and the digest, written out from the tables without our encoder."""
+    seed = xxhash.xxh3_64_intdigest(BOOT_P.encode("ascii"))
+    digested = struct.pack("<4sBBHHHIIIIIQ", b"BKV1", 2, 0, 1, 0, 1, 16, 2, 8, 2, 0, 7)
+    digest = xxhash.xxh3_64_intdigest(digested + b"K0K1V0V1", seed=seed)
+    assert digested + struct.pack("<Q", digest) + b"K0K1V0V1" == documented()["DATA"]
+
+
+def test_the_documented_proofs() -> None:
+    text = DOCUMENT.read_text()
+    assert prove(b"secret", Side.EXPORTER, NONCE_D, BOOT_P, "layout").hex() in text
+    assert prove(b"secret", Side.FETCHER, NONCE_P, BOOT_D, "layout").hex() in text
+    assert f"{SEED:#018x}" in text
+
+
+def test_the_documented_tables() -> None:
+    text = DOCUMENT.read_text()
+    for kind in Kind:
+        assert f"| {kind.value} | {kind.name} |" in text
+    for code in FailureCode:
+        assert f"`{code.value}`" in text
+    assert f"{HEADER_BYTES} bytes" in text
+    assert f"{MAX_PAYLOAD:,} bytes" in text

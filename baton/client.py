@@ -110,6 +110,8 @@ class ServerInfo:
     requests_by_state: dict[str, int]
 
 
+# A client may be far away or busy: it asks less often than nodes ask each other, and waits longer.
+CLIENT_TIMING: Final = Timing(ping_interval_s=10.0, ping_timeout_s=10.0)
 DEFAULT_PARAMS: Final = SamplingParams()
 DEFAULT_OPTIONS: Final = GenerateOptions()
 Prompt = str | Sequence[int]
@@ -127,7 +129,7 @@ class Client:
         timing: Timing | None = None,
     ) -> None:
         """`address` is HOST:PORT; `timeout_s` bounds models, server_info and abort."""
-        self._channel = grpc.insecure_channel(address, channel_options(timing or Timing()))
+        self._channel = grpc.insecure_channel(address, channel_options(timing or CLIENT_TIMING))
         self._stub: Any = serve_pb2_grpc.InferenceStub(self._channel)
         self._metadata = _metadata(api_key)
         self._timeout_s = timeout_s
@@ -201,7 +203,7 @@ class AsyncClient:
         timeout_s: float = 10.0,
         timing: Timing | None = None,
     ) -> None:
-        self._channel = grpc.aio.insecure_channel(address, channel_options(timing or Timing()))
+        self._channel = grpc.aio.insecure_channel(address, channel_options(timing or CLIENT_TIMING))
         self._stub: Any = serve_pb2_grpc.InferenceStub(self._channel)
         self._metadata = _metadata(api_key)
         self._timeout_s = timeout_s

@@ -39,7 +39,7 @@ class RouterConfig:
     max_live_requests: int = option(1024, "requests in flight; more are refused with 429")
     request_timeout_s: float = option(600.0, "deadline of a request that brings none, seconds")
     store_timeout_s: float = option(
-        0.25, "longest wait for Redis before a plain request goes on, seconds"
+        0.5, "longest wait for Redis before a plain request goes on, seconds"
     )
     drain_s: float = option(5.0, "after SIGTERM: serve on for so long with /ready at 503, seconds")
     shutdown_s: float = option(10.0, "then: wait for running requests for so long, seconds")

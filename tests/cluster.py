@@ -1,6 +1,6 @@
-"""A whole Baton in one process: real router, real nodes, real gRPC on free loopback ports, MemoryStore.
+"""A whole Baton in one process: real router, nodes and gRPC on free loopback ports, MemoryStore.
 
-`async with cluster(plan) as c:` yields the parts, so that a test can ask every pool and every counter
+`async with cluster(plan) as c:` yields the parts, so that a test can ask every pool and counter
 what happened. Real processes, for tests that kill, are tests/system/processes.py.
 """
 
@@ -27,8 +27,7 @@ from prefill_node.__main__ import PROGRAM as PREFILL
 from router.config import RouterConfig
 from router.grpc_api import GrpcServer
 from router.main import Router
-
-SETTLE_S = 20.0
+from tests.waiting import eventually
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ class Plan:
     prefill: Sequence[dict[str, Any]] = ({},)
     decode: Sequence[dict[str, Any]] = ({},)
     router: dict[str, Any] = field(default_factory=dict[str, Any])
-    timing: Timing = Timing()
+    timing: Timing = field(default_factory=Timing)
 
 
 @dataclass(slots=True)
@@ -77,11 +76,8 @@ class Cluster:
 
     async def settle(self) -> None:
         """Wait until no node holds anything, then prove it: free + used == total everywhere."""
-        async with asyncio.timeout(SETTLE_S):
-            for member in self.members:
-                while not await member.node.shell.thread.call(_idle):
-                    await asyncio.sleep(0.02)
         for member in self.members:
+            await eventually(lambda member=member: member.node.shell.thread.call(_idle))
             await member.node.shell.thread.call(Engine.check)
             assert member.node.shell.connector.active_exports == 0
             assert member.engine.pool.num_free == member.engine.pool.num_blocks
@@ -114,9 +110,11 @@ async def cluster(plan: Plan) -> AsyncGenerator[Cluster, None]:
         stack.push_async_callback(server.stop, 0)
         background = asyncio.create_task(router.run_background())
         stack.push_async_callback(_cancelled, background)
-        async with asyncio.timeout(SETTLE_S):
-            while len(router.registry.snapshots()) < len(prefill) + len(decode):
-                await asyncio.sleep(0.02)
+
+        async def registered() -> bool:
+            return len(router.registry.snapshots()) == len(prefill) + len(decode)
+
+        await eventually(registered)
         client = await stack.enter_async_context(AsyncClient(f"127.0.0.1:{port}"))
         yield Cluster(prefill, decode, router, client)
 

@@ -147,6 +147,7 @@ def save(model: LlamaForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     torch.nn.Module.to(model, torch.bfloat16)
     model.save_pretrained(out)
+    (out / "model.safetensors").chmod(0o644)  # safetensors writes it for its owner alone
     config = json.loads((out / "config.json").read_text("utf-8"))
     config["dtype"] = "float32"
     ends = [END_OF_MESSAGE, END_OF_TEXT]

@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import convert_slow_tokenizer
+from transformers.convert_slow_tokenizer import import_protobuf
 from transformers.utils.import_utils import is_sentencepiece_available
 
 from baton.engine import convert as converter
@@ -322,13 +322,16 @@ def test_sentencepiece_needs_its_package(tmp_path: Path) -> None:
 def sentencepiece(monkeypatch: pytest.MonkeyPatch) -> None:
     """Step over the check for the package: transformers then reads models by protobuf alone."""
     monkeypatch.setattr(converter, "is_sentencepiece_available", lambda: True)
-    monkeypatch.setattr(convert_slow_tokenizer, "requires_backends", lambda *_: None)
+    # The module by name: as an attribute of transformers it is a function.
+    module = sys.modules[import_protobuf.__module__]
+    monkeypatch.setattr(module, "requires_backends", lambda *_: None)
 
 
 def sentencepiece_checkpoint(folder: Path, tokenizer_class: str) -> Path:
     """A llama with tokenizer.model: BPE with byte fallback and a few words."""
-    words = "\u2581t he \u2581the \u2581 t h e l o ll \u2581he \u2581hell \u2581hello".split()
-    messages: Any = convert_slow_tokenizer.import_protobuf()
+    words = ["\u2581" + word for word in ("t", "the", "", "he", "hell", "hello")]
+    words += ["he", *"thelo", "ll"]
+    messages: Any = import_protobuf()
     proto = messages.ModelProto()
     kinds = [("<unk>", 2), ("<s>", 3), ("</s>", 3), *((f"<0x{b:02X}>", 6) for b in range(256))]
     for rank, (piece, kind) in enumerate([*kinds, *((word, 1) for word in words)]):

@@ -1,10 +1,12 @@
-"""The great test: router + P + D over gRPC == one engine in one process == transformers' generate, fp32.
+"""The great test: router + P + D over gRPC == one engine in one process == transformers' generate,
+fp32.
 
 Each case proves from counters that what it is about has happened, and that no block is left behind.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +22,9 @@ NUM_TOKENS = 20
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 PROMPTS = prompts((3, 17, 40, 65, 1, 33))
 ROUTES = [
-    *((kind, impl) for kind in ("llama", "qwen2", "qwen3", "mistral") for impl in ("lean", "transformers")),
+    *itertools.product(("llama", "qwen2", "qwen3", "mistral"), ("lean", "transformers")),
     ("gpt2", "transformers"),
-]  # fmt: skip
+]
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,8 @@ def assert_handed_over(c: Cluster) -> None:
     """Every request was prefilled on P and decoded on D, and its KV moved between them."""
     prefilled = sum(member.stats.num_generated_tokens for member in c.prefill)
     decoded = sum(member.stats.num_generated_tokens for member in c.decode)
-    assert prefilled and decoded == prefilled * (NUM_TOKENS - 1)
+    assert prefilled > 0
+    assert decoded == prefilled * (NUM_TOKENS - 1)
     assert sum(member.stats.num_prompt_tokens for member in c.decode) == 0
     assert sum(member.transfers.bytes_received["grpc"] for member in c.decode) > 0
 
@@ -162,12 +165,13 @@ async def test_sampled_tokens_depend_on_the_seed_alone(
     golden: Callable[[str], Golden], kind: str
 ) -> None:
     model = golden(kind).model
-    for params in (
-        SamplingParams(temperature=0.8, top_p=0.9, seed=7, max_tokens=NUM_TOKENS, ignore_eos=True),
-        SamplingParams(temperature=1.3, top_k=12, seed=2**63 + 5, max_tokens=NUM_TOKENS, ignore_eos=True),
-        SamplingParams(temperature=1.0, min_p=0.02, seed=0, max_tokens=NUM_TOKENS, ignore_eos=True),
-        SamplingParams(temperature=1.0, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True),
-    ):  # fmt: skip
+    for chosen in (
+        {"temperature": 0.8, "top_p": 0.9, "seed": 7},
+        {"temperature": 1.3, "top_k": 12, "seed": 2**63 + 5},
+        {"temperature": 1.0, "min_p": 0.02, "seed": 0},
+        {"temperature": 1.0, "seed": 3},
+    ):
+        params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, **chosen)
         alone = one_engine_tokens(model, PROMPTS, params)
         async with cluster(Plan(model)) as c:
             together = await c.generate(PROMPTS, params)

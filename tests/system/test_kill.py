@@ -1,6 +1,7 @@
 """kill -9 of nodes under a running stream, with real processes and a real Redis.
 
-fp32, greedy: the stream must equal the undisturbed one token for token. Each case proves that the kill
+fp32, greedy: the stream must equal the undisturbed one token for token. Each case proves that the
+kill
 hit the stage it is about, and that afterwards every surviving pool is whole, no lease is left and
 Redis holds no orphan.
 """
@@ -8,7 +9,7 @@ Redis holds no orphan.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from baton.sampling import SamplingParams
 from tests.system.processes import Processes, ServerProcess
 from tests.system.references import Tokens, one_engine_tokens, prompts
 from tests.tiny_models import make_tiny_model
+from tests.waiting import WAIT_S, eventually
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow]
 
@@ -43,7 +45,6 @@ FLAGS = (
     "--metrics-port",
     "0",
 )
-WAIT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -85,28 +86,26 @@ class Case:
         values = await self.redis.mget([node_key(name) for name in alive])
         return [wire.record_from_bytes(value) for value in values if value is not None]
 
-    async def until(self, true: Callable[[NodeRecord], bool]) -> NodeRecord:
-        """The first node whose record satisfies `true`."""
-        async with asyncio.timeout(WAIT_S):
-            while True:
-                for record in await self.records():
-                    if true(record):
-                        return record
-                await asyncio.sleep(0.02)
-
     def server(self, name: str) -> ServerProcess:
         return next(server for server in [*self.prefill, *self.decode] if server.name == name)
+
+    async def serves(self, num_nodes: int) -> bool:
+        return len((await self.client.server_info()).nodes) == num_nodes
 
     async def request_fields(self) -> dict[str, str]:
         [key] = [key async for key in self.redis.scan_iter("{pd}:req:*")]
         fields = await self.redis.hgetall(key)
         return {name.decode().removeprefix("f:"): value.decode() for name, value in fields.items()}
 
+    async def prefilling(self) -> str | None:
+        """The node that computes the request's prompt; None while there is no request."""
+        if not await self.redis.exists(LEASES):
+            return None
+        return (await self.request_fields()).get("prefill_node")
+
     async def assert_clean(self) -> None:
         """free + used == total on every surviving pool, no lease, no orphan in Redis."""
-        async with asyncio.timeout(WAIT_S):
-            while not all(_idle(record) for record in await self.records()):
-                await asyncio.sleep(0.1)
+        await eventually(self._all_idle)
         assert await self.redis.zcard(LEASES) == 0
         keys = [key async for key in self.redis.scan_iter("{pd}:req:*")]
         keys += [key async for key in self.redis.scan_iter("{pd}:log:*")]
@@ -115,12 +114,14 @@ class Case:
         fields = await self.request_fields()
         assert fields["state"] == RequestState.FINISHED
         assert int(fields["epoch"]) >= 2
-        alive = {record.node_id for record in await self.records()}
-        async with asyncio.timeout(WAIT_S):
-            while {key async for key in self.redis.scan_iter("{pd}:node:*")} != {
-                node_key(name).encode() for name in alive
-            }:
-                await asyncio.sleep(0.1)
+        await eventually(self._only_survivors_registered)
+
+    async def _all_idle(self) -> bool:
+        return all(_idle(record) for record in await self.records())
+
+    async def _only_survivors_registered(self) -> bool:
+        keys = {key async for key in self.redis.scan_iter("{pd}:node:*")}
+        return keys == {node_key(record.node_id).encode() for record in await self.records()}
 
 
 def _idle(record: NodeRecord) -> bool:
@@ -140,10 +141,9 @@ async def case(
             prefill, decode = await processes.nodes(num_prefill, num_decode, FLAGS)
             router = await processes.router(prefill, decode)
             async with AsyncClient(str(router.ready["grpc_address"])) as baton:
-                async with asyncio.timeout(WAIT_S):
-                    while len((await baton.server_info()).nodes) < num_prefill + num_decode:
-                        await asyncio.sleep(0.05)
-                yield Case(prefill, decode, baton, client)
+                c = Case(prefill, decode, baton, client)
+                await eventually(lambda: c.serves(num_prefill + num_decode))
+                yield c
     finally:
         await client.aclose()
 
@@ -216,11 +216,7 @@ async def test_prefill_node_killed_before_token_1(
 ) -> None:
     async with case(model, tmp_path, redis_url, 2, 1) as c:
         stream = Stream(c.client)
-        async with asyncio.timeout(WAIT_S):
-            while not await c.redis.exists("{pd}:leases") or not (
-                victim := (await c.request_fields()).get("prefill_node")
-            ):
-                await asyncio.sleep(0.005)
+        victim = await eventually(c.prefilling)
         await c.server(victim).kill()
         assert stream.tokens == [], "the kill came too late to prove anything"
         last = await stream.finish()
@@ -233,8 +229,7 @@ async def test_prefill_node_killed_while_kv_moves(
 ) -> None:
     async with case(model, tmp_path, redis_url, 2, 1) as c:
         stream = Stream(c.client)
-        while await metric(c.decode[0], "baton_kv_transfer_fetching") == 0:
-            await asyncio.sleep(0.005)
+        await eventually(lambda: metric(c.decode[0], "baton_kv_transfer_fetching"))
         victim = (await c.request_fields())["prefill_node"]
         await c.server(victim).kill()
         assert stream.tokens == [], "the kill came too late to prove anything"
@@ -251,9 +246,7 @@ async def test_no_node_left_is_unavailable_at_once(
 ) -> None:
     async with case(model, tmp_path, redis_url, 1, 1) as c:
         await c.decode[0].kill()
-        async with asyncio.timeout(WAIT_S):
-            while len((await c.client.server_info()).nodes) > 1:
-                await asyncio.sleep(0.05)
+        await eventually(lambda: c.serves(1))
         with pytest.raises(Unavailable):
             async with asyncio.timeout(2.0):
                 await c.client.generate(PROMPT, PARAMS)

@@ -1,0 +1,20 @@
+"""Waiting for what another process or thread does, where it offers no event to wait on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+WAIT_S = 30.0
+
+
+async def eventually(look: Callable[[], Awaitable[T]], timeout_s: float = WAIT_S) -> T:
+    """The first truthy answer of `look`. Raises TimeoutError after `timeout_s`."""
+    async with asyncio.timeout(timeout_s):
+        while True:
+            answer = await look()
+            if answer:
+                return answer
+            await asyncio.sleep(0.01)

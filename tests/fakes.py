@@ -174,11 +174,11 @@ def request(
     *,
     max_tokens: int = 8,
     seed: int = 1,
-    ignore_eos: bool = True,
     outputs: Sequence[int] = (),
     **changes: object,
 ) -> Request:
-    """A sampling request with everything that the engine needs."""
+    """A sampling request with everything that the engine needs; `ignore_eos` unless changed."""
+    ignore_eos = bool(changes.pop("ignore_eos", True))
     params = SamplingParams(max_tokens=max_tokens, seed=seed, ignore_eos=ignore_eos)
     values: dict[str, object] = {
         "id": request_id,

@@ -300,7 +300,8 @@ class Engine:
         if self.config.check_invariants:
             self.check()
         self._pending = []
-        self._stalled = not plan.rows and not events
+        # A preemption may have made room for somebody who waits.
+        self._stalled = not (plan.rows or events or plan.num_preempted)
         return events
 
     def fail_step(self) -> list[Request]:

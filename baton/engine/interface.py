@@ -93,6 +93,7 @@ class Reservation:
     blocks: tuple[int, ...]
     num_tokens: int
     start_token: int
+    serial: int = 0  # of this engine: no two reservations are the same
 
 
 class EngineHooks(Protocol):

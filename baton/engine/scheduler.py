@@ -49,6 +49,7 @@ class StepPlan:
     admitted: list[SequenceState] = field(default_factory=list)
     num_tokens: int = 0
     num_prefill_tokens: int = 0
+    num_preempted: int = 0
 
     @property
     def chunks(self) -> list[SequenceChunk]:
@@ -68,7 +69,8 @@ class Scheduler:
         self._waiting: list[SequenceState] = []
         self._ready: list[SequenceState] = []
         self._running: list[SequenceState] = []
-        self._reservations: Counter[Reservation] = Counter()
+        self._reservations: set[Reservation] = set()
+        self._num_reserved = 0
         self._overtakes = 0  # reservations granted past the present head of waiting
 
     # ---- what others may see ----
@@ -100,9 +102,8 @@ class Scheduler:
         owned: Counter[int] = Counter()
         for sequence in self.sequences():
             owned.update(sequence.blocks)
-        for reservation, count in self._reservations.items():
-            for block in reservation.blocks:
-                owned[block] += count
+        for reservation in self._reservations:
+            owned.update(reservation.blocks)
         return owned
 
     # ---- in and out ----
@@ -158,13 +159,14 @@ class Scheduler:
         start = num_hits * self._pool.block_size
         self._stats.num_prefix_query_tokens += num_tokens
         self._stats.num_prefix_hit_tokens += start
-        reservation = Reservation(request_id, tuple(taken), num_tokens, start)
-        self._reservations[reservation] += 1
+        self._num_reserved += 1
+        reservation = Reservation(request_id, tuple(taken), num_tokens, start, self._num_reserved)
+        self._reservations.add(reservation)
         return reservation
 
     def cancel(self, reservation: Reservation) -> None:
         """Give a reservation back. Does nothing for one that is not held (cancelled, or used)."""
-        if self._reservations[reservation]:
+        if reservation in self._reservations:
             self._forget(reservation)
             self._pool.unref(reservation.blocks)
 
@@ -174,15 +176,14 @@ class Scheduler:
         """Plan the next step. Mutates queues and block tables; blocks cover all planned tokens."""
         while self._ready and len(self._running) < self._max_num_seqs:
             insort(self._running, self._ready.pop(0), key=_key)
-        preempted = self._grow_running()
-        plan = StepPlan()
+        plan = StepPlan(num_preempted=self._grow_running())
         for sequence in self._running:
             if sequence.num_uncomputed == 1:
                 self._plan_row(plan, sequence)
         for sequence in self._running:
             if sequence.num_uncomputed > 1:
                 self._plan_row(plan, sequence)
-        if not preempted:
+        if not plan.num_preempted:
             self._admit(plan)
         return plan
 
@@ -300,11 +301,9 @@ class Scheduler:
         sequence.blocks = []
 
     def _forget(self, reservation: Reservation) -> None:
-        if not self._reservations[reservation]:
+        if reservation not in self._reservations:
             raise InternalError(f"{reservation.request_id}: this reservation is not held")
-        self._reservations[reservation] -= 1
-        if not self._reservations[reservation]:
-            del self._reservations[reservation]
+        self._reservations.remove(reservation)
 
 
 def _key(sequence: SequenceState) -> tuple[int, int]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import lines, protos, safety
+from tools import lines, safety, stubs
 
 HERE = Path("x.py")
 
@@ -97,5 +97,5 @@ def test_only_the_converter_may_load_and_only_weights() -> None:
 def test_drift_names_changed_missing_and_stale_stubs() -> None:
     committed = {"a_pb2.py": "1", "b_pb2.py": "1", "old_pb2.py": "1"}
     fresh = {"a_pb2.py": "1", "b_pb2.py": "2", "new_pb2.py": "1"}
-    assert protos.drift(committed, fresh) == ["b_pb2.py", "new_pb2.py", "old_pb2.py"]
-    assert protos.drift(fresh, dict(fresh)) == []
+    assert stubs.drift(committed, fresh) == ["b_pb2.py", "new_pb2.py", "old_pb2.py"]
+    assert stubs.drift(fresh, dict(fresh)) == []

@@ -134,3 +134,40 @@ def test_cancelled_reservations_leave_nothing_findable() -> None:
         engine.reserve(asked, 21)
     with pytest.raises(InternalError, match="only LOCAL"):
         engine.add(asked, Task.PREFILL, reservation=again)
+
+
+def test_cancelling_twice_leaves_an_equal_reservation_alone() -> None:
+    engine, _ = fake_engine()
+    asked = request(prompt=PROMPT[:8])
+    engine.add(asked)
+    run(engine)
+    again = request("again", prompt=PROMPT[:8])
+    one, other = engine.reserve(again, 8), engine.reserve(again, 8)
+    assert one is not None
+    assert other is not None
+    assert one.blocks == other.blocks, "both are prefix hits throughout"
+    engine.cancel(one)
+    engine.cancel(one)
+    engine.add(again, reservation=other)
+    assert tokens_of(run(engine)["again"]) == expected(again)
+    assert_all_free(engine)
+
+
+def test_a_step_that_only_preempted_is_no_stall() -> None:
+    """The lone running request gives way to itself; a smaller, more urgent one fits now."""
+    engine, _ = fake_engine(num_blocks=6, max_num_seqs=1)
+    large = request("large", prompt=PROMPT[:16], max_tokens=8, priority=1)
+    engine.add(large)
+    engine.step()
+    held = engine.reserve(request("held", prompt=(7, 7)), 2)
+    assert held is not None
+    engine.add(request("urgent", prompt=PROMPT[:4], max_tokens=2))
+    while engine.stats.num_preemptions == 0:
+        engine.step()
+    assert not engine.stalled
+    urgent = [event for _ in range(2) for event in engine.step()]
+    assert {event.request_id for event in urgent} == {"urgent"}
+    engine.cancel(held)
+    rest = tokens_of(run(engine)["large"])
+    assert rest
+    assert rest == expected(large)[-len(rest) :]

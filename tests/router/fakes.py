@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import grpc
@@ -198,35 +198,43 @@ class FakeRouter:
             await self.registry.wait_until(condition)
 
 
+@dataclass(frozen=True)
+class RouterSetup:
+    """How a test's router differs from the plain one."""
+
+    settings: PolicySettings = field(default_factory=PolicySettings)
+    secret: str = ""
+    max_live: int = 100
+    log: StepLog | None = None
+    directory: NodeDirectory | None = None
+
+
 @contextlib.asynccontextmanager
 async def running_router(
     nodes: Sequence[FakeNode],
     store: RequestStore | None = None,
     *,
-    settings: PolicySettings | None = None,
-    secret: str = "",
-    max_live: int = 100,
     wait: bool = True,
-    log: StepLog | None = None,
-    directory: NodeDirectory | None = None,
+    **changes: Any,
 ) -> AsyncIterator[FakeRouter]:
-    """A router connected to all `nodes` (already started)."""
+    """A router connected to all `nodes` (already started); `changes` are RouterSetup's fields."""
+    setup = RouterSetup(**changes)
     clock = SystemClock()
     kept = store or MemoryStore("router", FAST, clock)
     guard = StoreGuard(kept, FAST)
     registry = NodeRegistry(
         RegistryParts(
             router_id="router",
-            secret=secret,
+            secret=setup.secret,
             timing=FAST,
             clock=clock,
-            log=log or TokenLog(guard),
+            log=setup.log or TokenLog(guard),
             addresses={node.address: node.record.role for node in nodes},
-            directory=directory,
+            directory=setup.directory,
         )
     )
     parts = DispatchParts(
-        registry, guard, clock, settings or PolicySettings(), max_live=max_live, timeout_s=30.0
+        registry, guard, clock, setup.settings, max_live=setup.max_live, timeout_s=30.0
     )
     router = FakeRouter(kept, guard, registry, Dispatcher(parts))
     await guard.start()

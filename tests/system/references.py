@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -26,7 +27,7 @@ def prompts(lengths: Sequence[int], seed: int = 0) -> list[Tokens]:
 def transformers_tokens(model: Path, asked: Sequence[Tokens], count: int) -> list[Tokens]:
     """Greedy tokens of transformers' generate in fp32, one prompt at a time, end of sequence
     ignored."""
-    loaded = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         model, dtype=torch.float32, attn_implementation="eager"
     ).eval()
     found: list[Tokens] = []

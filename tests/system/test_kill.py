@@ -84,7 +84,7 @@ class Case:
         servers = [*self.prefill, *self.decode]
         alive = [server.name for server in servers if server.process.returncode is None]
         values = await self.redis.mget([node_key(name) for name in alive])
-        return [wire.record_from_bytes(value) for value in values if value is not None]
+        return [wire.record_from_bytes(value) for value in values if isinstance(value, bytes)]
 
     def server(self, name: str) -> ServerProcess:
         return next(server for server in [*self.prefill, *self.decode] if server.name == name)
@@ -95,7 +95,7 @@ class Case:
     async def request_fields(self) -> dict[str, str]:
         [key] = [key async for key in self.redis.scan_iter("{pd}:req:*")]
         fields = await self.redis.hgetall(key)
-        return {name.decode().removeprefix("f:"): value.decode() for name, value in fields.items()}
+        return {_text(name).removeprefix("f:"): _text(value) for name, value in fields.items()}
 
     async def prefilling(self) -> str | None:
         """The node that computes the request's prompt; None while there is no request."""
@@ -122,6 +122,10 @@ class Case:
     async def _only_survivors_registered(self) -> bool:
         keys = {key async for key in self.redis.scan_iter("{pd}:node:*")}
         return keys == {node_key(record.node_id).encode() for record in await self.records()}
+
+
+def _text(value: bytes | str) -> str:
+    return value.decode() if isinstance(value, bytes) else value
 
 
 def _idle(record: NodeRecord) -> bool:
@@ -217,6 +221,7 @@ async def test_prefill_node_killed_before_token_1(
     async with case(model, tmp_path, redis_url, 2, 1) as c:
         stream = Stream(c.client)
         victim = await eventually(c.prefilling)
+        assert victim is not None
         await c.server(victim).kill()
         assert stream.tokens == [], "the kill came too late to prove anything"
         last = await stream.finish()

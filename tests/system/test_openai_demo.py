@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -72,9 +73,7 @@ def chats() -> dict[str, tuple[list[int], Expected]]:
     return answers
 
 
-def _answer(
-    model: torch.nn.Module, tokenizer: object, ids: list[int]
-) -> tuple[list[int], Expected]:
+def _answer(model: Any, tokenizer: Any, ids: list[int]) -> tuple[list[int], Expected]:
     prompt = torch.tensor([ids])
     out = model.generate(
         prompt,

@@ -197,6 +197,7 @@ async def test_garbage_is_answered_with_an_error(start) -> None:
         call = channel.stream_stream("/baton.kv.v1.KVTransfer/Transfer")()
         await call.write(b"GET / HTTP/1.1")
         answer = await asyncio.wait_for(call.read(), PATIENCE_S)
+        assert isinstance(answer, bytes)
         assert answer[:4] == b"BKV1"
         assert answer[4] == 4  # ERR
         call.cancel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -215,7 +216,7 @@ async def test_a_wrong_handle_gets_nothing(cluster: Cluster, change: dict[str, o
     ],
     ids=["deployment secret", "model", "layers", "dtype"],
 )
-async def test_who_does_not_fit_is_refused(cluster: Cluster, settings: dict[str, object]) -> None:
+async def test_who_does_not_fit_is_refused(cluster: Cluster, settings: dict[str, Any]) -> None:
     p, d = await cluster.pair(**settings)
     handle = p.connector.export(request_of(), 0, p.pick(16), 16)
     p.finish(handle)

@@ -94,13 +94,13 @@ def _paged_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None = None,
-    baton_batch: Batch | _Probe | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """As transformers calls it: q [1, query_heads, T, k_dim] -> [1, T, query_heads, v_dim]."""
     name = type(module).__name__
     if attention_mask is not None:
         raise ModelRefused(f"{name} builds its own attention mask")
+    baton_batch: Batch | _Probe | None = options.pop("baton_batch", None)
     if baton_batch is None:
         raise ModelRefused(f"{name} does not receive the keywords of the forward call")
     if isinstance(baton_batch, _Probe):

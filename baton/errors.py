@@ -165,7 +165,9 @@ class InternalError(BatonError):
 
 
 def _tree(base: type[BatonError]) -> list[type[BatonError]]:
-    return [base, *(c for sub in base.__subclasses__() for c in _tree(sub))]
+    """This file's classes below `base`; errors that other modules derive never cross the wire."""
+    below = [sub for sub in base.__subclasses__() if sub.__module__ == __name__]
+    return [base, *(c for sub in below for c in _tree(sub))]
 
 
 def error_from_code(code: str, message: str, field: str | None = None) -> BatonError:

@@ -122,15 +122,19 @@ async def test_preemption_by_recompute_changes_no_token(
     golden: Callable[[str], Golden], kind: str, impl: str
 ) -> None:
     expected = golden(kind)
-    # The longest sequence takes 11 blocks of 8; all six together need 40.
+    # The longest sequence takes 11 blocks of 8; all six together need 40. How many of them meet on D
+    # is a matter of timing, so they come again until they have met.
     small = {
         "model_impl": impl,
         "block_size": 8,
-        "num_kv_blocks": 24,
+        "num_kv_blocks": 14,
         "enable_prefix_caching": False,
     }
     async with cluster(Plan(expected.model, [{"model_impl": impl}], [small])) as c:
-        assert await run(c) == [expected.tokens]
+        for _ in range(20):
+            assert await run(c) == [expected.tokens]
+            if c.decode[0].stats.num_preemptions > 0:
+                break
         assert c.decode[0].stats.num_preemptions > 0
         assert c.decode[0].transfers.bytes_received["grpc"] > 0
 

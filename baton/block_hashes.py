@@ -9,6 +9,7 @@ precision.
 from __future__ import annotations
 
 import hashlib
+import json
 from array import array
 from collections.abc import Sequence
 from typing import Final
@@ -20,7 +21,8 @@ def root_hash(
     model_digest: str, tenant_salt: str = "", kv_dtype: str = "", adapter: str = ""
 ) -> bytes:
     """The parent of a prompt's first block."""
-    body = "\0".join((model_digest, tenant_salt, kv_dtype, adapter)).encode()
+    # JSON, since a salt comes from a client: no separator of ours may be forged in it.
+    body = json.dumps((model_digest, tenant_salt, kv_dtype, adapter)).encode()
     return hashlib.blake2b(body, digest_size=HASH_BYTES).digest()
 
 

@@ -28,13 +28,10 @@ def option(
     choices: Sequence[str] = (),
     short: str = "",
     secret: bool = False,
-    factory: Any = MISSING,
 ) -> Any:
     """A dataclass field that becomes the flag `--field-name`. `secret`: environment or file only,
     never a flag."""
     metadata = {"help": help, "choices": tuple(choices), "short": short, "secret": secret}
-    if factory is not MISSING:
-        return field(default_factory=factory, metadata=metadata)
     if default is MISSING:
         return field(metadata=metadata)
     return field(default=default, metadata=metadata)

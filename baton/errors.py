@@ -1,11 +1,9 @@
-"""The one error tree. Each class knows its HTTP status, gRPC code name, wire code and whether a
-retry elsewhere may help.
+"""The one error tree: each class knows its HTTP status, gRPC code, wire code, and whether a retry
+elsewhere may help.
 
 BatonError
-├── InvalidRequest            400  INVALID_ARGUMENT     the client's fault; `field` names the
-culprit
-│   ├── ContextLengthExceeded 400  INVALID_ARGUMENT     prompt + max_tokens beyond the model or the
-pool
+├── InvalidRequest            400  INVALID_ARGUMENT     the client's fault; `field` names it
+│   ├── ContextLengthExceeded 400  INVALID_ARGUMENT     beyond what the model or the pool holds
 │   ├── UnsupportedFeature    400  INVALID_ARGUMENT     valid elsewhere, not served here
 │   └── ModelNotFound         404  NOT_FOUND
 ├── Unauthenticated           401  UNAUTHENTICATED
@@ -19,15 +17,13 @@ pool
 │   ├── KVLost                exporter died or the connection broke
 │   ├── KVCorrupt             a digest did not match
 │   ├── KVTimeout             no progress within the deadline
-│   └── KVRefused             secret, protocol version, layout or dtype differ: never between these
-two
+│   └── KVRefused             secret, protocol, layout or dtype differ: never between these two
 ├── IllegalTransition         500  INTERNAL             a request state machine was misused (ours)
 ├── StoreUnavailable          503  UNAVAILABLE          Redis away, full or read-only
 ├── Fenced                    500  ABORTED              a newer epoch owns this request
 ├── ConfigError               500  FAILED_PRECONDITION  stops the start
 │   └── ModelRefused          a checkpoint that cannot be served, by name, with the way out
-└── InternalError             500  INTERNAL             anything else; the message is opaque to
-clients
+└── InternalError             500  INTERNAL             anything else; opaque to clients
 """
 
 from __future__ import annotations

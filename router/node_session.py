@@ -212,7 +212,7 @@ class NodeSession:
             await call.write(wire.router_message_to_wire(hello, self._context.clock))
             first = await call.read()
         if first is grpc.aio.EOF:
-            raise NodeLost((await call.details()) or "the node sent no hello")
+            raise NodeLost("the node sent no hello")
         record = wire.node_message_from_wire(first)
         if not isinstance(record, NodeRecord):
             raise InvalidRequest("the first message is no hello", field="hello")
@@ -227,7 +227,7 @@ class NodeSession:
         self._context.changed()
 
     async def _converse(self, call: Any) -> None:
-        """Read and write until the stream ends or breaks."""
+        """Read and write until the stream ends; a read raises when it breaks."""
         writer = asyncio.create_task(self._write(call))
         try:
             while (message := await call.read()) is not grpc.aio.EOF:
@@ -235,9 +235,6 @@ class NodeSession:
                 if not isinstance(step, NodeStep):
                     raise InvalidRequest("a second hello", field="hello")
                 await self._take(step)
-            status = await call.code()
-            if status is not grpc.StatusCode.OK:
-                raise NodeLost(f"{status.name}: {await call.details()}")
         finally:
             writer.cancel()
             await asyncio.gather(writer, return_exceptions=True)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from baton.config import add_options, load, option
 from baton.errors import ConfigError
+
+Level = Literal["info", "debug"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +23,9 @@ class Example:
     port: int = option(8000, "a port")
     share: float = option(0.5, "50 % of it")
     fast: bool = option(True, "go fast")
-    level: str = option("info", "how much", choices=("info", "debug"), short="-l")
+    level: Literal["info", "debug"] = option(
+        "info", "how much", choices=("info", "debug"), short="-l"
+    )
     limit: int | None = option(None, "none = unlimited")
     nodes: tuple[str, ...] = option((), "repeatable")
     folder: Path | None = option(None, "a path")

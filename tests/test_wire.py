@@ -322,6 +322,14 @@ def test_a_record_without_a_field_is_refused(name: str) -> None:
         wire.record_from_wire(message)
 
 
+@pytest.mark.parametrize("name", ["block_size", "tp_size", "dtype"])
+def test_a_pool_format_without_a_field_is_refused(name: str) -> None:
+    message = wire.endpoint_to_wire(a_handle().endpoint)
+    message.format.ClearField(name)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match=name):
+        wire.endpoint_from_wire(message)
+
+
 def test_unknown_kinds_are_refused() -> None:
     with pytest.raises(InvalidRequest):
         wire.router_message_from_wire(node_pb2.RouterMessage(), CLOCK)

@@ -33,7 +33,7 @@ OPTIONS: dict[str, tuple[type, ...]] = {
     "decode": (NodeConfig, EngineConfig),
     "bench": (ServeOptions,),
 }
-RUN_TASKS = {"setup", "up", "test", "check", "bench", "proto", "fmt"}
+RUN_TASKS = {"setup", "up", "test", "coverage", "check", "bench", "proto", "fmt"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +108,23 @@ def check_baton(words: list[str]) -> None:
         build_parser().parse_args(words)
 
 
-def test_commands_and_flags_named_in_the_readme_exist() -> None:
+def test_the_table_of_commands_is_complete() -> None:
     text = (ROOT / "README.md").read_text()
-    help_text = build_parser().format_help()
-    for command in re.findall(r"`baton (\w+)", text):
-        assert command in help_text
+    (section,) = re.findall(r"^## The command\n(.*?)^## ", text, re.DOTALL | re.MULTILINE)
+    rows = re.findall(r"^\| (`baton .*?) \|", section, re.MULTILINE)
+    listed = [command for row in rows for command in re.findall(r"`baton (\w+)", row)]
+    assert sorted(listed) == sorted(subcommands())
+
+
+def test_the_table_of_tasks_is_complete() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    (first,) = re.findall(r"\A# Contributing\n\n```sh\n(.*?)```", text, re.DOTALL)
+    listed = {words[1] for words in commands(first)}
+    assert listed == RUN_TASKS - {"up", "bench"}, "those two are in the README"
+
+
+def test_flags_named_in_the_readme_exist() -> None:
+    text = (ROOT / "README.md").read_text()
     parser = argparse.ArgumentParser()
     add_options(parser, EngineConfig)
     known = parser.format_help() + subcommand_help("up") + subcommand_help("status")
@@ -121,13 +133,17 @@ def test_commands_and_flags_named_in_the_readme_exist() -> None:
         assert flag in known, flag
 
 
-def subcommand_help(name: str) -> str:
+def subcommands() -> dict[str, argparse.ArgumentParser]:
     (actions,) = [
         action
         for action in build_parser()._actions
         if isinstance(action, argparse._SubParsersAction)
     ]
-    return actions.choices[name].format_help()
+    return dict(actions.choices)
+
+
+def subcommand_help(name: str) -> str:
+    return subcommands()[name].format_help()
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -135,6 +151,14 @@ def test_links_lead_somewhere(document: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", document.read_text()):
         if not target.startswith(("http://", "https://", "mailto:")):
             assert (document.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_named_in_the_tables_exist(document: Path) -> None:
+    for row in re.findall(r"^\| (`.*?) \|", document.read_text(), re.MULTILINE):
+        for name in re.findall(r"`([\w/]+(?:\.\w+|/))`", row):
+            places = (document.parent, ROOT)
+            assert any((place / name).exists() for place in places), name
 
 
 def test_there_is_something_to_check() -> None:

@@ -138,7 +138,17 @@ def test_a_missing_ensurepip_gives_the_command_to_type(
 def test_groups_of_every_task_exist(run: ModuleType) -> None:
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
     assert {group for task in run.TASKS.values() for group in task.groups} <= groups.keys()
-    assert set(run.TASKS) == {"setup", "up", "test", "check", "bench", "proto", "fmt"}
+    tasks = {"setup", "up", "test", "coverage", "check", "bench", "proto", "fmt"}
+    assert set(run.TASKS) == tasks
+
+
+def test_coverage_measures_files_and_runs_tests_that_exist(run: ModuleType) -> None:
+    assert all((ROOT / name).exists() for name in run.COVERING_TESTS)
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["coverage"]
+    assert settings["report"]["fail_under"] == 100
+    for pattern in settings["report"]["include"]:
+        assert list(ROOT.glob(pattern)), pattern
+        assert pattern.partition("/")[0] in settings["run"]["source"], pattern
 
 
 def test_unknown_task_lists_the_known_ones(

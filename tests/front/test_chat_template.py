@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,32 @@ def test_the_jinja_file_wins(tmp_path: Path) -> None:
     directory = save(byte_level(), tmp_path, chat_template="config")
     (directory / "chat_template.jinja").write_text("file")
     assert ChatTemplate.load(directory).render(MESSAGES) == "file"
+
+
+def test_the_operators_file_wins_over_the_models(tmp_path: Path) -> None:
+    directory = save(byte_level(), tmp_path, chat_template="config")
+    file = tmp_path / "mine.jinja"
+    file.write_text("é{{ bos_token }}", encoding="utf-8")
+    assert ChatTemplate.load(directory, file).render(MESSAGES) == "é<s>"
+
+
+def test_an_unreadable_file_stops_the_start(tmp_path: Path) -> None:
+    directory = save(byte_level(), tmp_path)
+    file = tmp_path / "mine.jinja"
+    with pytest.raises(ModelRefused, match="cannot be read"):
+        ChatTemplate.load(directory, file)  # it is not there
+    file.write_bytes(b"\xff")
+    with pytest.raises(ModelRefused, match="cannot be read"):
+        ChatTemplate.load(directory, file)  # it is no text
+
+
+def test_a_model_without_a_template_loads_without_one(tmp_path: Path) -> None:
+    assert not ChatTemplate.load(save(byte_level(), tmp_path)).present
+
+
+def test_a_template_may_ask_for_the_date() -> None:
+    text = ChatTemplate("{{ strftime_now('%Y-%m-%d') }}", {}).render(MESSAGES)
+    assert abs(date.fromisoformat(text) - date.today()) <= timedelta(days=1)  # noqa: DTZ011
 
 
 @pytest.mark.parametrize(

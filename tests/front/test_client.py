@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from baton.client import (
+    _CODE_OF,
     ERROR_CODE_METADATA,
     ERROR_FIELD_METADATA,
     AsyncClient,
@@ -24,23 +25,27 @@ from baton.errors import (
     InternalError,
     Unauthenticated,
     Unavailable,
+    error_from_code,
 )
 from baton.sampling import GuidedDecoding, SamplingParams
+from examples import grpc_client
 from protos import node_pb2, serve_pb2, serve_pb2_grpc
 
 
 class Servicer(serve_pb2_grpc.InferenceServicer):  # type: ignore[misc]
-    """Two events, or what `error`, `hang` and `endless` ask for."""
+    """Two events, or what `error`, `cut` and `hang` ask for."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
         self.error: tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]] | None = None
         self.hang = False
         self.cut = False
-        self.cancelled = asyncio.Event()
+        self.ended = asyncio.Event()
 
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
         self.seen.append((request, dict(context.invocation_metadata())))
+        # No `finally` here: a call that is cancelled while an event goes out never comes back here.
+        context.add_done_callback(lambda _: self.ended.set())
         if self.error is not None:
             code, message, trailing = self.error
             context.set_trailing_metadata(trailing)
@@ -48,11 +53,8 @@ class Servicer(serve_pb2_grpc.InferenceServicer):  # type: ignore[misc]
         yield serve_pb2.GenerateEvent(request_id="r", position=0, token_ids=[7], text="he")
         if self.cut:
             return
-        try:
-            if self.hang:
-                await asyncio.Event().wait()
-        finally:
-            self.cancelled.set()
+        if self.hang:
+            await asyncio.Event().wait()
         usage = serve_pb2.Usage(prompt_tokens=3, completion_tokens=2, cached_tokens=1)
         yield serve_pb2.GenerateEvent(
             request_id="r", position=1, token_ids=[8], text="y", finish_reason="stop", usage=usage,
@@ -105,6 +107,16 @@ async def test_generate_and_stream_of_both_clients_agree() -> None:
     assert [event.usage is None for event in events] == [True, False]
 
 
+async def test_the_example_shows_every_event(capsys: pytest.CaptureFixture[str]) -> None:
+    servicer = Servicer()
+    async with serving(servicer) as address:
+        await asyncio.to_thread(grpc_client.main, address)
+    assert list(servicer.seen[0][0].token_ids.ids) == list(grpc_client.PROMPT_IDS)
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[:2] == ["0: [7] 'he'", "1: [8] 'y'"]
+    assert shown[2].startswith("stop, Usage(")
+
+
 async def test_every_field_travels() -> None:
     servicer = Servicer()
     params = SamplingParams(
@@ -141,6 +153,7 @@ async def test_every_field_travels() -> None:
         (grpc.StatusCode.UNAUTHENTICATED, (), Unauthenticated),
         (grpc.StatusCode.UNAVAILABLE, (), Unavailable),
         (grpc.StatusCode.DATA_LOSS, (), InternalError),
+        (grpc.StatusCode.UNAVAILABLE, ((ERROR_CODE_METADATA, "of_tomorrow"),), InternalError),
     ],
 )
 async def test_errors_are_batons(
@@ -152,7 +165,7 @@ async def test_errors_are_batons(
         with pytest.raises(expected, match="why") as caught:
             await client.generate("hi")
         assert type(caught.value) is expected
-        assert caught.value.field == ("prompt" if trailing else None)
+        assert caught.value.field == dict(trailing).get(ERROR_FIELD_METADATA)
 
         def blocking() -> None:
             with Client(address) as sync:
@@ -162,15 +175,29 @@ async def test_errors_are_batons(
             await asyncio.to_thread(blocking)
 
 
+@pytest.mark.parametrize(("status", "code"), _CODE_OF.items())
+def test_a_bare_status_becomes_an_error_of_that_status(status: grpc.StatusCode, code: str) -> None:
+    assert error_from_code(code, "why").grpc_code == status.name
+
+
 async def test_deadlines_and_dead_servers() -> None:
     servicer = Servicer()
     servicer.hang = True
     async with serving(servicer) as address, AsyncClient(address) as client:
         with pytest.raises(DeadlineExceeded):
             await client.generate("hi", options=GenerateOptions(timeout_s=0.2))
+        servicer.error = (grpc.StatusCode.DEADLINE_EXCEEDED, "", ())
+        with pytest.raises(DeadlineExceeded, match="the call ran into its deadline"):
+            await client.generate("hi")
     async with AsyncClient("127.0.0.1:1") as client:
         with pytest.raises(Unavailable):
             await client.models()
+
+    def blocking() -> None:
+        with Client("127.0.0.1:1") as client, pytest.raises(Unavailable):
+            client.models()
+
+    await asyncio.to_thread(blocking)
 
 
 async def test_closing_the_stream_cancels_the_call() -> None:
@@ -180,8 +207,9 @@ async def test_closing_the_stream_cancels_the_call() -> None:
         stream = client.stream("hi")
         assert (await anext(stream)).text == "he"
         await stream.aclose()
-        await asyncio.wait_for(servicer.cancelled.wait(), 5)
-    assert servicer.cancelled.is_set()
+        async with asyncio.timeout(5):
+            await servicer.ended.wait()  # it hangs for ever, so by cancellation
+    assert servicer.ended.is_set()
 
 
 async def test_a_stream_cut_short_is_an_error() -> None:

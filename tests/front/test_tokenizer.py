@@ -135,6 +135,16 @@ def test_a_token_that_only_the_config_calls_special_is_not_shown(tmp_path: Path)
     assert streamed(tokenizer, ids) == tokenizer.decode(ids) == "hi"
 
 
+@pytest.mark.parametrize("added", ["two words", "注意"])
+def test_an_added_token_outside_the_byte_alphabet_is_its_own_text(added: str) -> None:
+    backend = byte_level()
+    backend.add_tokens([added])
+    tokenizer = Tokenizer(backend, {})
+    ids = tokenizer.encode(f"a{added}b")
+    assert backend.token_to_id(added) in ids
+    assert streamed(tokenizer, ids) == tokenizer.decode(ids) == f"a{added}b"
+
+
 def test_a_directory_without_tokenizer_json_is_refused_with_the_way_out(tmp_path: Path) -> None:
     with pytest.raises(ModelRefused, match=f"baton convert {tmp_path}"):
         Tokenizer.load(tmp_path)
@@ -144,6 +154,18 @@ def test_a_broken_tokenizer_json_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelRefused, match=r"tokenizer\.json cannot be read"):
         Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [("{", "cannot be read"), ("\udcff", "cannot be read"), ("[1]", "does not hold a JSON object")],
+)
+def test_a_broken_config_is_refused_by_name(tmp_path: Path, content: str, reason: str) -> None:
+    directory = save(byte_level(), tmp_path)
+    file = directory / "tokenizer_config.json"
+    file.write_bytes(content.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ModelRefused, match=rf"tokenizer_config\.json {reason}"):
+        Tokenizer.load(directory)
 
 
 def test_truncation_saved_in_the_file_is_switched_off(tmp_path: Path) -> None:

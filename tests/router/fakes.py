@@ -13,6 +13,7 @@ import grpc.aio
 
 from baton import messages, wire
 from baton.clock import SystemClock
+from baton.errors import StoreUnavailable
 from baton.events import HandleReady, NodeStep, RequestFailed, Subscribed, TokenEvent
 from baton.handles import Endpoint, KVHandle, LaneAddress, NodeLoad, NodeRecord, Role
 from baton.kv_spec import PoolFormat
@@ -31,7 +32,7 @@ from router.store import RequestStore
 from router.token_log import TokenLog
 
 M = TypeVar("M")
-PATIENCE_S = 5.0  # bounds every wait of a test
+PATIENCE_S = 10.0  # bounds every wait of a test
 FAST = Timing(heartbeat_s=0.1, connect_s=2.0, kv_lease_s=10.0)
 
 
@@ -182,6 +183,19 @@ class FakeNode(node_pb2_grpc.NodeServicer):
         )
         self.say(handles=(HandleReady(request.id, request.epoch, handle),))
         return handle
+
+
+class FakeDirectory:
+    """The records that a test puts in it."""
+
+    def __init__(self, known: Sequence[NodeRecord] = ()) -> None:
+        self.known = list(known)
+        self.away = False
+
+    async def records(self) -> list[NodeRecord]:
+        if self.away:
+            raise StoreUnavailable("away")
+        return self.known
 
 
 @dataclass

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from baton import wire
 from baton.errors import NodeLost
-from baton.events import BlockEvent, BlockEventKind, NodeStep, RequestFailed, TokenEvent
-from baton.handles import NodeLoad, Role
+from baton.events import BlockEvent, BlockEventKind, NodeStep, RequestFailed, Subscribed, TokenEvent
+from baton.handles import NodeLoad, NodeRecord, Role
 from baton.messages import AbortRequest, SubmitDecode
+from router import node_session
 from router.node_session import Attachment, NodeEvent, SessionLost
 from tests.router.fakes import (
     PATIENCE_S,
+    FakeDirectory,
     FakeNode,
     fake_nodes,
     make_record,
@@ -48,6 +52,7 @@ async def test_events_go_to_the_request_and_epoch_they_name() -> None:
                 TokenEvent("c", 1, 0, (3,)),  # nobody's
                 TokenEvent("a", 2, 0, (4,)),
             ),
+            subscribed=(Subscribed("c", 1),),
             failed=(RequestFailed("b", 1, "internal", "x", False),),
         )
         assert await take(first) == TokenEvent("a", 2, 0, (4,))
@@ -162,17 +167,116 @@ async def test_tokens_are_logged_before_they_are_delivered() -> None:
         assert order == ["log 2", "show 1", "show 2", "log 1", "show 3"]
 
 
-async def test_the_secret_is_proven() -> None:
+async def test_the_secret_is_proven(caplog: pytest.LogCaptureFixture) -> None:
     node = FakeNode(make_record("d", Role.DECODE), secret="right")
     await node.start()
     try:
         async with running_router([node], secret="right") as router:
             assert router.registry.can_serve()
         async with running_router([node], secret="wrong", wait=False) as router:
-            await node.refusals.get()
+            async with asyncio.timeout(PATIENCE_S):
+                await node.refusals.get()
+                await node.refusals.get()  # so the first has been seen
             assert not router.registry.can_serve()
+        assert f"node {node.address} refuses this router: wrong secret" in caplog.text
     finally:
         await node.stop()
+
+
+class BriefNode(FakeNode):
+    """Says what its script holds, then ends the session in good order once it may `go`."""
+
+    def __init__(self) -> None:
+        super().__init__(make_record("d", Role.DECODE))
+        self.script: Sequence[NodeRecord | NodeStep] = ()
+        self.go = asyncio.Event()
+        self.calls: asyncio.Queue[None] = asyncio.Queue()
+
+    async def Session(self, request_iterator: Any, context: Any) -> None:
+        self.calls.put_nowait(None)
+        await context.read()
+        for message in self.script:
+            await context.write(wire.node_message_to_wire(message))
+        await self.go.wait()
+
+    async def called(self, times: int = 1) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            for _ in range(times):
+                await self.calls.get()
+
+
+@pytest.fixture
+async def brief() -> AsyncIterator[BriefNode]:
+    node = BriefNode()
+    await node.start()
+    yield node
+    await node.stop()
+
+
+@pytest.mark.parametrize(
+    ("script", "complaint"),
+    [((), None), ((NodeStep(),), "breaks the protocol: the first message is no hello")],
+)
+async def test_a_node_without_a_hello_is_not_used_but_tried_again(
+    brief: BriefNode,
+    script: Sequence[NodeStep],
+    complaint: str | None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    brief.script = script
+    brief.go.set()
+    async with running_router([brief], wait=False) as router:
+        await brief.called(2)
+        assert not router.registry.can_serve()
+        brief.script = (brief.record,)
+        brief.go.clear()
+        await router.until(router.registry.can_serve)
+    assert "session with node" not in caplog.text, "a peer's fault, none of ours"
+    if complaint is not None:
+        assert complaint in caplog.text
+
+
+async def test_a_node_may_end_the_session_in_good_order(brief: BriefNode) -> None:
+    brief.script = (brief.record,)
+    async with running_router([brief]) as router:
+        session = router.registry.session("boot-d")
+        assert session is not None
+        attachment, inbox = inbox_of()
+        session.attach(attachment)
+        brief.go.set()
+        assert await take(inbox) == SessionLost("d", "the node ended the session")
+
+
+async def test_a_wake_up_ends_the_back_off(
+    brief: BriefNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_session, "FIRST_BACKOFF_S", 100 * PATIENCE_S)
+    directory = FakeDirectory([brief.record])
+    brief.script = (brief.record,)
+    async with running_router([], wait=False, directory=directory) as router:
+        await router.until(router.registry.can_serve)
+        brief.go.set()
+        await router.until(lambda: not router.registry.can_serve())
+        brief.go.clear()
+        again = replace(brief.record, boot_id="boot-again")
+        brief.script = directory.known = [again]
+        await router.registry.refresh()
+        await router.until(lambda: router.registry.session("boot-again") is not None)
+
+
+async def test_a_bug_of_ours_strands_no_request(caplog: pytest.LogCaptureFixture) -> None:
+    class BrokenLog:
+        async def append(self, events: Sequence[TokenEvent]) -> None:
+            raise RuntimeError("a bug")
+
+    async with fake_nodes("d") as (d,), running_router([d], log=BrokenLog()) as router:
+        session = router.registry.session("boot-d")
+        assert session is not None
+        attachment, inbox = inbox_of()
+        session.attach(attachment)
+        d.say(tokens=(TokenEvent("r", 1, 0, (1,)),))
+        assert await take(inbox) == SessionLost("d", "RuntimeError: a bug")
+    assert f"session with node {d.address} failed" in caplog.text
 
 
 async def test_a_node_that_breaks_the_protocol_is_dropped() -> None:

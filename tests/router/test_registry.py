@@ -10,22 +10,18 @@ import redis.asyncio
 
 from baton import wire
 from baton.errors import ConfigError, StoreUnavailable
-from baton.handles import NodeLoad, NodeRecord, Role
+from baton.handles import NodeLoad, Role
 from baton.redis_keys import node_key
 from router.directory import RedisDirectory
 from router.redis_store import connect
-from tests.router.fakes import PATIENCE_S, FakeNode, fake_nodes, make_record, running_router
-
-
-class FakeDirectory:
-    def __init__(self) -> None:
-        self.known: list[NodeRecord] = []
-        self.away = False
-
-    async def records(self) -> list[NodeRecord]:
-        if self.away:
-            raise StoreUnavailable("away")
-        return self.known
+from tests.router.fakes import (
+    PATIENCE_S,
+    FakeDirectory,
+    FakeNode,
+    fake_nodes,
+    make_record,
+    running_router,
+)
 
 
 async def test_nodes_by_address_count_after_their_hello() -> None:

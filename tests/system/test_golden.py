@@ -122,8 +122,8 @@ async def test_preemption_by_recompute_changes_no_token(
     golden: Callable[[str], Golden], kind: str, impl: str
 ) -> None:
     expected = golden(kind)
-    # The longest sequence takes 11 blocks of 8; all six together need 40. How many of them meet on D
-    # is a matter of timing, so they come again until they have met.
+    # The longest sequence takes 11 blocks of 8; all six together need 40. How many of them meet on
+    # D is a matter of timing, so they come again until they have met.
     small = {
         "model_impl": impl,
         "block_size": 8,

@@ -101,6 +101,7 @@ def test_the_documented_tables() -> None:
     for kind in Kind:
         assert f"| {kind.value} | {kind.name} |" in text
     for code in FailureCode:
-        assert f"`{code.value}`" in text
+        raised = type(Failure(code, "why").error()).__name__
+        assert f"| `{code.value}` | {raised} |" in text
     assert f"{HEADER_BYTES} bytes" in text
     assert f"{MAX_PAYLOAD:,} bytes" in text

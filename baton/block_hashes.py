@@ -1,5 +1,5 @@
-"""Chained hashes of full token blocks: the key of the prefix map on nodes and of prefix-aware
-routing.
+"""Chained hashes of full token blocks:
+the key of the prefix map on nodes and of prefix-aware routing.
 
 hash[i] = blake2b(hash[i-1], tokens of block i); hash[-1] is the salt of model digest, tenant and KV
 precision, so equal hashes mean equal tokens from position 0 on, the same model, tenant and

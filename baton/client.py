@@ -4,7 +4,8 @@
         for event in client.stream("What is prefill?", SamplingParams(temperature=0.0)):
             ...
 
-Both raise Baton's own errors (baton/errors.py). Protobuf stays inside this file.
+Without SamplingParams a call sends none, and the server's defaults for the model hold. Both raise
+Baton's own errors (baton/errors.py). Protobuf stays inside this file.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Generator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, NoReturn, Self
 
 import grpc
 
-from baton.errors import BatonError, DeadlineExceeded, error_from_code
+from baton.errors import BatonError, DeadlineExceeded, Unavailable, error_from_code
 from baton.sampling import SamplingParams
 from baton.timing import Timing, channel_options
 from protos import node_pb2, serve_pb2, serve_pb2_grpc
@@ -34,6 +35,9 @@ _CODE_OF: Final = {
     grpc.StatusCode.CANCELLED: "cancelled",
     grpc.StatusCode.ABORTED: "fenced",
 }
+
+# What gRPC (1.76 to 1.85) says when no connection came about, before any server's word.
+_NOBODY_THERE: Final = "failed to connect to all addresses"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +116,6 @@ class ServerInfo:
 
 # A client may be far away or busy: it asks less often than nodes ask each other, and waits longer.
 CLIENT_TIMING: Final = Timing(ping_interval_s=10.0, ping_timeout_s=10.0)
-DEFAULT_PARAMS: Final = SamplingParams()
 DEFAULT_OPTIONS: Final = GenerateOptions()
 Prompt = str | Sequence[int]
 
@@ -129,6 +132,7 @@ class Client:
         timing: Timing | None = None,
     ) -> None:
         """`address` is HOST:PORT; `timeout_s` bounds models, server_info and abort."""
+        self._address = address
         self._channel = grpc.insecure_channel(address, channel_options(timing or CLIENT_TIMING))
         self._stub: Any = serve_pb2_grpc.InferenceStub(self._channel)
         self._metadata = _metadata(api_key)
@@ -151,7 +155,7 @@ class Client:
     def stream(
         self,
         prompt: Prompt,
-        params: SamplingParams = DEFAULT_PARAMS,
+        params: SamplingParams | None = None,
         options: GenerateOptions = DEFAULT_OPTIONS,
     ) -> Generator[GenerateEvent, None, None]:
         """Events as they come; closing the generator aborts the request. Raises BatonError."""
@@ -161,14 +165,14 @@ class Client:
             for event in call:
                 yield _event(event)
         except grpc.RpcError as error:
-            raise _error(error) from error
+            _fail(error, self._address)
         finally:
             call.cancel()
 
     def generate(
         self,
         prompt: Prompt,
-        params: SamplingParams = DEFAULT_PARAMS,
+        params: SamplingParams | None = None,
         options: GenerateOptions = DEFAULT_OPTIONS,
     ) -> Generation:
         """The whole output. Raises BatonError."""
@@ -189,7 +193,7 @@ class Client:
         try:
             return method(message, timeout=self._timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
-            raise _error(error) from error
+            _fail(error, self._address)
 
 
 class AsyncClient:
@@ -203,6 +207,7 @@ class AsyncClient:
         timeout_s: float = 10.0,
         timing: Timing | None = None,
     ) -> None:
+        self._address = address
         self._channel = grpc.aio.insecure_channel(address, channel_options(timing or CLIENT_TIMING))
         self._stub: Any = serve_pb2_grpc.InferenceStub(self._channel)
         self._metadata = _metadata(api_key)
@@ -225,7 +230,7 @@ class AsyncClient:
     async def stream(
         self,
         prompt: Prompt,
-        params: SamplingParams = DEFAULT_PARAMS,
+        params: SamplingParams | None = None,
         options: GenerateOptions = DEFAULT_OPTIONS,
     ) -> AsyncGenerator[GenerateEvent, None]:
         """Events as they come; closing the generator aborts the request. Raises BatonError."""
@@ -235,14 +240,14 @@ class AsyncClient:
             async for event in call:
                 yield _event(event)
         except grpc.RpcError as error:
-            raise _error(error) from error
+            _fail(error, self._address)
         finally:
             call.cancel()
 
     async def generate(
         self,
         prompt: Prompt,
-        params: SamplingParams = DEFAULT_PARAMS,
+        params: SamplingParams | None = None,
         options: GenerateOptions = DEFAULT_OPTIONS,
     ) -> Generation:
         """The whole output. Raises BatonError."""
@@ -265,7 +270,7 @@ class AsyncClient:
         try:
             return await method(message, timeout=self._timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
-            raise _error(error) from error
+            _fail(error, self._address)
 
 
 def _metadata(api_key: str) -> tuple[tuple[str, str], ...]:
@@ -273,11 +278,28 @@ def _metadata(api_key: str) -> tuple[tuple[str, str], ...]:
 
 
 def _generate_request(
-    prompt: Prompt, params: SamplingParams, options: GenerateOptions
+    prompt: Prompt, params: SamplingParams | None, options: GenerateOptions
 ) -> serve_pb2.GenerateRequest:
+    """No `params`: their fields stay absent, so the server's defaults hold."""
     message = serve_pb2.GenerateRequest(
         request_id=options.request_id,
         model=options.model,
+        stop=options.stop,
+        priority=options.priority,
+        cache_salt=options.cache_salt,
+        skip_special_tokens=options.skip_special_tokens,
+    )
+    if params is not None:
+        message.MergeFrom(_sampling_fields(params))
+    if isinstance(prompt, str):
+        message.text = prompt
+    else:
+        message.token_ids.CopyFrom(node_pb2.TokenIds(ids=prompt))
+    return message
+
+
+def _sampling_fields(params: SamplingParams) -> serve_pb2.GenerateRequest:
+    message = serve_pb2.GenerateRequest(
         max_tokens=params.max_tokens,
         min_tokens=params.min_tokens,
         temperature=params.temperature,
@@ -285,7 +307,6 @@ def _generate_request(
         top_p=params.top_p,
         min_p=params.min_p,
         seed=params.seed,
-        stop=options.stop,
         stop_token_ids=params.stop_token_ids,
         ignore_eos=params.ignore_eos,
         n=params.n,
@@ -297,9 +318,6 @@ def _generate_request(
         logit_bias=dict(params.logit_bias),
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs,
-        priority=options.priority,
-        cache_salt=options.cache_salt,
-        skip_special_tokens=options.skip_special_tokens,
     )
     if params.guided is not None:
         guided = params.guided
@@ -308,10 +326,6 @@ def _generate_request(
                 kind=guided.kind, grammar=guided.grammar, backend=guided.backend
             )
         )
-    if isinstance(prompt, str):
-        message.text = prompt
-    else:
-        message.token_ids.CopyFrom(node_pb2.TokenIds(ids=prompt))
     return message
 
 
@@ -367,6 +381,14 @@ def _server_info(message: Any) -> ServerInfo:
         for node in message.nodes
     )
     return ServerInfo(message.version, nodes, dict(message.requests_by_state))
+
+
+def _fail(error: Any, address: str) -> NoReturn:
+    """Raise the BatonError behind a failed call."""
+    if error.code() is grpc.StatusCode.UNAVAILABLE and _NOBODY_THERE in (error.details() or ""):
+        # gRPC's own words about it fill a screen and say no more.
+        raise Unavailable(f"no router at {address}; is `./run up` running?") from None
+    raise _error(error) from error
 
 
 def _error(error: Any) -> BatonError:

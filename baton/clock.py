@@ -1,5 +1,5 @@
-"""Time is passed in: `Clock` for the code, SystemClock in processes, tests bring their own
-(tests/fakes.py)."""
+"""Time is passed in: `Clock` for the code,
+SystemClock in processes, tests bring their own (tests/fakes.py)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class SystemClock:
 
 
 def remaining_ms(deadline: float | None, clock: Clock) -> int:
-    """Milliseconds left until `deadline` (at least 1), 0 for no deadline: how a deadline
-    travels."""
+    """Milliseconds left until `deadline` (at least 1),
+    0 for no deadline: how a deadline travels."""
     if deadline is None:
         return 0
     return max(1, int((deadline - clock.monotonic()) * 1000))

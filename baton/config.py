@@ -1,5 +1,5 @@
-"""Configuration: defaults < file < environment (`BATON_` + NAME) < flags, one frozen dataclass per
-component.
+"""Configuration: one frozen dataclass per component, filled from layers, each above the one before:
+defaults < file < environment (`BATON_` + NAME) < flags.
 
 Flags are generated from the dataclass: every field is declared with `option(default, help)`. Read
 once in a `__main__`; nothing else reads os.environ. Unknown keys and bad values raise ConfigError.
@@ -29,8 +29,10 @@ def option(
     short: str = "",
     secret: bool = False,
 ) -> Any:
-    """A dataclass field that becomes the flag `--field-name`. `secret`: environment or file only,
-    never a flag."""
+    """A dataclass field that becomes the flag `--field-name`.
+
+    `secret`: environment or file only, never a flag.
+    """
     metadata = {"help": help, "choices": tuple(choices), "short": short, "secret": secret}
     if default is MISSING:
         return field(metadata=metadata)
@@ -38,8 +40,7 @@ def option(
 
 
 def add_options(parser: argparse.ArgumentParser, cls: type) -> None:
-    """Add one flag per option of `cls`; absent flags leave no attribute, so the layers below show
-    through."""
+    """Add a flag per option of `cls`; an absent flag leaves no attribute: lower layers show."""
     types_of = typing.get_type_hints(cls)
     for spec in fields(cls):
         meta = spec.metadata
@@ -68,8 +69,10 @@ def load(
     environ: Mapping[str, str] | None = None,
     file: Path | None = None,
 ) -> T:
-    """Build `cls` from its layers. Raises ConfigError naming the option, its source and the bad
-    value."""
+    """Build `cls` from its layers.
+
+    Raises ConfigError naming the option, its source and the bad value.
+    """
     types_of = typing.get_type_hints(cls)
     names = {spec.name for spec in fields(cls) if "help" in spec.metadata}  # type: ignore[arg-type]
     values: dict[str, Any] = {}
@@ -88,10 +91,21 @@ def load(
         if name in names:
             values[name] = _convert(name, types_of[name], value, "--" + name.replace("_", "-"))
     _check_choices(cls, values)
-    try:
-        return cls(**values)
-    except TypeError as error:
-        raise ConfigError(f"{cls.__name__}: {error}") from error
+    _check_required(cls, values)
+    return cls(**values)
+
+
+def _check_required(cls: type, values: Mapping[str, Any]) -> None:
+    missing = [
+        spec.name
+        for spec in fields(cls)
+        if spec.default is MISSING and spec.default_factory is MISSING and spec.name not in values
+    ]
+    if missing:
+        flags = ", ".join("--" + name.replace("_", "-") for name in missing)
+        variables = ", ".join("BATON_" + name.upper() for name in missing)
+        text = f"missing: {flags} (or in the environment: {variables})"
+        raise ConfigError(text, field=missing[0])
 
 
 def _check_choices(cls: type, values: Mapping[str, Any]) -> None:

@@ -1,5 +1,5 @@
-"""The one error tree: each class knows its HTTP status, gRPC code, wire code, and whether a retry
-elsewhere may help.
+"""The one error tree: each class knows its HTTP status,
+gRPC code, wire code, and whether a retry elsewhere may help.
 
 BatonError
 ├── InvalidRequest            400  INVALID_ARGUMENT     the client's fault; `field` names it

@@ -84,8 +84,8 @@ class BlockEventKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class BlockEvent:
-    """Prefix-map changes; `hashes` in prefix order, `parent` the hash before the first one (b"" at
-    a start)."""
+    """Prefix-map changes; `hashes` in prefix order,
+    `parent` the hash before the first one (b"" at a start)."""
 
     kind: BlockEventKind
     hashes: tuple[bytes, ...] = ()
@@ -94,8 +94,7 @@ class BlockEvent:
 
 @dataclass(frozen=True, slots=True)
 class NodeStep:
-    """Everything that one engine step (or control step) of a node yields, in order: one wire
-    message."""
+    """Everything that one engine step, or control step, yields, in order: one wire message."""
 
     tokens: tuple[TokenEvent, ...] = ()
     handles: tuple[HandleReady, ...] = ()

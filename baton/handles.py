@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from baton.kv_spec import PROTOCOL_VERSION, PoolFormat
 
@@ -29,8 +29,10 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class KVHandle:
-    """Names one export. (boot_id, export_seq) fences the exporter's memory, `secret` proves the
-    right to fetch."""
+    """Names one export.
+
+    (boot_id, export_seq) fences the exporter's memory, `secret` proves the right to fetch.
+    """
 
     boot_id: str
     export_seq: int
@@ -50,7 +52,10 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class NodeLoad:
-    """A node's state as its routers see it; counts of requests, blocks, tokens; seconds."""
+    """A node's state as its routers see it; counts of requests, blocks, tokens; seconds.
+
+    From `kv_received_bytes` on: counters since the node's start.
+    """
 
     running: int = 0
     waiting: int = 0
@@ -63,6 +68,26 @@ class NodeLoad:
     step_seconds: float = 0.0
     prefill_tokens_per_s: float = 0.0
     draining: bool = False
+    kv_received_bytes: int = 0  # verified
+    kv_sent_bytes: int = 0
+    kv_fetches: int = 0  # that ended well
+    kv_fetch_failures: int = 0
+    preemptions: int = 0
+    prefix_query_tokens: int = 0  # looked up in the prefix map
+    prefix_hit_tokens: int = 0  # of these, found
+
+    def without_counters(self) -> NodeLoad:
+        """The state alone: what a router decides by."""
+        return replace(
+            self,
+            kv_received_bytes=0,
+            kv_sent_bytes=0,
+            kv_fetches=0,
+            kv_fetch_failures=0,
+            preemptions=0,
+            prefix_query_tokens=0,
+            prefix_hit_tokens=0,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,5 @@
-"""What a model's attention layers store per token, and the fingerprint two nodes must share to
-exchange it."""
+"""What a model's attention layers store per token,
+and the fingerprint two nodes must share to exchange it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from dataclasses import asdict, dataclass
 from typing import Final, Literal
 
 PROTOCOL_VERSION: Final = 1
-DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
+SCALE_BYTES: Final = 4  # int8 KV: float32, per token and head, K's and V's apart
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """KV of one attention layer of the whole model (before tensor parallelism). `window` 0 =
-    unlimited."""
+    """KV of one attention layer of the whole model, before tensor parallelism.
+
+    `window` 0 = unlimited.
+    """
 
     kv_heads: int
     k_dim: int
@@ -24,7 +27,13 @@ class LayerSpec:
     kind: Literal["full", "sliding", "mla"] = "full"
 
     def token_bytes(self, dtype: str) -> int:
+        """Bytes of one token's K and V, without scales."""
         return self.kv_heads * (self.k_dim + self.v_dim) * DTYPE_BYTES[dtype]
+
+    def scale_bytes(self, dtype: str) -> int:
+        """Bytes of one token's scales: int8 KV alone has any."""
+        parts = 2 if self.v_dim else 1
+        return parts * self.kv_heads * SCALE_BYTES if dtype == "int8" else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +48,10 @@ class PoolFormat:
 
 
 def layout_fingerprint(model_digest: str, rope: str, layers: tuple[LayerSpec, ...]) -> str:
-    """Hex SHA-256 over checkpoint digest, RoPE rule and all layer specs. Block size, TP and dtype
-    stay outside."""
+    """Hex SHA-256 over checkpoint digest, RoPE rule and all layer specs.
+
+    Block size, TP and dtype stay outside.
+    """
     body = json.dumps(
         [PROTOCOL_VERSION, model_digest, rope, [asdict(layer) for layer in layers]], sort_keys=True
     )

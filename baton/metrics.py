@@ -14,12 +14,16 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from baton.handles import NodeLoad
+
+# Each counter would bring a second series that says when it began. The library only knows a switch
+# for the whole process.
+disable_created_metrics()
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 # Seconds; vLLM's buckets, finer below 10 ms because a small model on a CPU is that fast.
@@ -50,14 +54,18 @@ class EngineTotals:
     """What an engine has counted since its start."""
 
     steps: int = 0
-    prefill_chunks: int = (
-        0  # chunks of prompts that were computed; > 1 per prompt = chunked prefill
-    )
+    prefill_chunks: int = 0  # computed; more than one per prompt = chunked prefill
     prompt_tokens: int = 0  # computed, prefix hits excluded
     generation_tokens: int = 0
     prefix_queries: int = 0  # prompt tokens looked up in the prefix map
     prefix_hits: int = 0  # of which found
     preemptions: int = 0
+    swapped_out_blocks: int = 0  # copied to host memory
+    swapped_in_blocks: int = 0
+    forks: int = 0  # block tables shared by parallel samples and beams
+    copied_blocks: int = 0  # copies on write
+    drafted_tokens: int = 0  # speculation: proposed
+    accepted_tokens: int = 0  # of which right
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +77,8 @@ class TransferTotals:
     exports: int = 0
     active_exports: int = 0
     export_bytes: int = 0  # pinned under leases now
-    fetches: Mapping[str, int] = field(
-        default_factory=dict[str, int]
-    )  # by outcome: "ok" or an error code
+    # By outcome: "ok" or an error code.
+    fetches: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +88,7 @@ class NodeSnapshot:
     load: NodeLoad
     engine: EngineTotals
     transfer: TransferTotals
+    kv_waste: float = 0.0  # share of allocated slots without a token, as of the last heartbeat
 
 
 class NodeMetrics:
@@ -155,6 +163,8 @@ def _gauges(now: NodeSnapshot) -> Iterable[tuple[str, str, float]]:
         ("vllm:kv_cache_usage_perc", "KV blocks in use; 1 = all", cache_usage(load)),
         ("baton_kv_blocks_free", "KV blocks that a request could have", load.free_blocks),
         ("baton_kv_blocks_total", "KV blocks of the pool", load.total_blocks),
+        ("baton_kv_waste", "Share of allocated KV slots without a token", now.kv_waste),
+        ("vllm:num_requests_swapped", "Requests swapped to host memory", load.swapped),
         ("baton_waiting_tokens", "Prompt tokens not yet computed", load.waiting_tokens),
         ("baton_step_seconds", "Moving mean of the engine's steps", load.step_seconds),
         ("baton_draining", "1 while the node takes no new requests", float(load.draining)),
@@ -177,6 +187,12 @@ def _counters(now: NodeSnapshot) -> Iterable[tuple[str, str, float]]:
         ("baton_preemptions", "Requests preempted", engine.preemptions),
         ("baton_prefix_cache_queries", "Prompt tokens looked up", engine.prefix_queries),
         ("baton_prefix_cache_hits", "Prompt tokens found", engine.prefix_hits),
+        ("baton_swapped_out_blocks", "KV blocks copied to the host", engine.swapped_out_blocks),
+        ("baton_swapped_in_blocks", "KV blocks copied back", engine.swapped_in_blocks),
+        ("baton_forks", "Block tables shared by samples", engine.forks),
+        ("baton_copied_blocks", "KV blocks copied on write", engine.copied_blocks),
+        ("vllm:spec_decode_num_draft_tokens", "Tokens proposed", engine.drafted_tokens),
+        ("vllm:spec_decode_num_accepted_tokens", "Of these, right", engine.accepted_tokens),
         ("baton_engine_steps", "Engine steps", engine.steps),
         ("baton_prefill_chunks", "Chunks of prompts computed", engine.prefill_chunks),
         ("baton_kv_transfer_exports", "Exports made", transfer.exports),

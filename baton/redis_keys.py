@@ -1,5 +1,6 @@
-"""Names of everything that Baton keeps in Redis, in one place. Not here: what the values mean
-(router/redis_store.py).
+"""Names of everything that Baton keeps in Redis, in one place; what its URL may be.
+
+Not here: what the values mean (router/redis_store.py).
 
 All keys share the hash tag `{pd}`, so that the scripts stay legal on Redis Cluster.
 """
@@ -7,6 +8,9 @@ All keys share the hash tag `{pd}`, so that the scripts stay legal on Redis Clus
 from __future__ import annotations
 
 from typing import Final
+from urllib.parse import urlsplit
+
+from baton.errors import ConfigError
 
 TAG: Final = "{pd}"
 LEASES: Final = f"{TAG}:leases"  # zset: request key -> expiry in ms of Redis TIME
@@ -17,6 +21,20 @@ NODE_PREFIX: Final = f"{TAG}:node:"
 LOG_PREFIX: Final = f"{TAG}:log:"
 ROUTER_PREFIX: Final = f"{TAG}:router:"
 NODE_PATTERN: Final = "{pd}:node:*"
+URL_SCHEMES: Final = ("redis", "rediss", "unix")
+
+
+def check_redis_url(url: str) -> None:
+    """Raise ConfigError for what no client could connect to. Never shows the URL: it may hold a
+    password."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # parsed here, out of its range or not a number: ValueError
+    except ValueError:
+        raise ConfigError("redis_url: its host or port is malformed", field="redis_url") from None
+    if parts.scheme not in URL_SCHEMES:
+        text = "redis_url must begin with redis://, rediss:// or unix://"
+        raise ConfigError(text, field="redis_url")
 
 
 def request_key(request_id: str) -> str:

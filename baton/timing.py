@@ -1,5 +1,7 @@
-"""Every interval of the protocols in one table (seconds). All configurable: components take a
-`Timing`."""
+"""Every interval of the protocols in one table (seconds).
+
+All configurable: components take a `Timing`.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,7 @@ class Timing:
     kv_progress_s: float = 5.0  # a fetch without a frame for so long is a KVTimeout
     connect_s: float = 3.0  # opening a session or a lane
     ping_interval_s: float = 1.0  # gRPC keepalive
-    ping_timeout_s: float = (
-        1.0  # with grpc.http2.ping_timeout_ms: a stopped peer is noticed in ~1.1 s
-    )
+    ping_timeout_s: float = 1.0  # a stopped peer is noticed about 0.1 s later
     drain_s: float = 5.0
     request_s: float = 600.0  # default deadline of a request
 

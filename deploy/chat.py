@@ -84,7 +84,10 @@ class ChatClient:
 
     def first_model(self) -> str:
         """The first model that the server lists."""
-        response = self._http.get("/v1/models")
+        try:
+            response = self._http.get("/v1/models")
+        except httpx.ConnectError as error:
+            raise _nobody(self.url) from error
         _raise_for_status(response)
         models = response.json().get("data") or []
         if not models:
@@ -107,6 +110,12 @@ class ChatClient:
             "seed": settings.seed,
         }
         body |= {name: value for name, value in optional.items() if value is not None}
+        try:
+            return self._stream(body, show)
+        except httpx.ConnectError as error:
+            raise _nobody(self.url) from error
+
+    def _stream(self, body: dict[str, object], show: Callable[[str], None]) -> Answer:
         began = time.monotonic()
         first: float | None = None
         pieces: list[str] = []
@@ -137,6 +146,10 @@ class ChatClient:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _nobody(url: str) -> StreamError:
+    return StreamError(f"no router at {url}; is `./run up` running?")
 
 
 def _raise_for_status(response: httpx.Response) -> None:

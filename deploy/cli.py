@@ -5,6 +5,7 @@ baton router | prefill | decode  one process of a deployment (becomes `python -m
 baton chat | status              talk to a running router
 baton bench serve                measure one
 baton convert                    safetensors for a checkpoint that has none
+baton estimate                   what a model needs, the best that a machine could do with it
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from baton.errors import BatonError, ConfigError
 from bench.sse import StreamError
 from deploy.hub import local_model
 from deploy.plan import DEMO_MODEL, UpOptions
+from router.config import RouterConfig
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_GRPC = "127.0.0.1:50051"
@@ -36,6 +38,7 @@ PROCESSES = {
     "prefill": "prefill_node",
     "decode": "decode_node",
     "convert": "baton.engine.convert",
+    "estimate": "baton.engine.estimate",
 }
 BENCHMARKS = {"serve": "bench.serve"}
 
@@ -59,6 +62,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_status(commands.add_parser("status", help="live table of nodes, load and requests"))
     text = "make safetensors and tokenizer.json for an older checkpoint: DIR [--out DIR2]"
     commands.add_parser("convert", help=text, add_help=False)
+    text = "memory, concurrency, ideal TTFT and TPOT of a model: --model DIR [--memory 80GB ...]"
+    commands.add_parser("estimate", help=text, add_help=False)
     commands.add_parser("bench", help="benchmarks: baton bench serve", add_help=False)
     return parser
 
@@ -126,7 +131,10 @@ def up_settings(arguments: argparse.Namespace) -> tuple[UpOptions, dict[str, obj
         engine["model"] = str(local_model(given))
         if "/" in given and not Path(given).expanduser().is_dir():
             engine.setdefault("served_model_name", given)  # a hub id, not the cache's folder
-    load(EngineConfig, engine, os.environ)  # a bad value stops here, before anything starts
+    # What is bad stops here, before anything starts.
+    load(EngineConfig, engine, os.environ)
+    keys = (options.api_key,) if options.api_key else ()
+    RouterConfig(host=options.host, api_key=keys, insecure=options.insecure).check()
     return options, engine
 
 

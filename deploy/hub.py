@@ -19,7 +19,7 @@ def local_model(model: str, fetch: Callable[[str], str] | None = None) -> Path:
     """The directory of `model`, a path or `owner/name`. Raises ModelRefused, naming the way out."""
     path = Path(model).expanduser()
     if path.is_dir():
-        return path.resolve()
+        return _whole(path.resolve())
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         text = f"--model {model} is neither a directory nor a Hugging Face hub id (owner/name)"
         raise ModelRefused(text, field="model")
@@ -33,6 +33,18 @@ def local_model(model: str, fetch: Callable[[str], str] | None = None) -> Path:
             "download it elsewhere and give its directory as --model",
             field="model",
         ) from error
+
+
+def _whole(path: Path) -> Path:
+    """`path`, if it has what every process will ask for. Raises ModelRefused."""
+    if not (path / "config.json").is_file():
+        text = f"--model {path}: there is no config.json in it, so it is no model"
+        raise ModelRefused(text, field="model")
+    for wanted in ("*.safetensors", "tokenizer.json"):
+        if not any(path.glob(wanted)):
+            text = f"--model {path}: there is no {wanted} in it; make it with: baton convert {path}"
+            raise ModelRefused(text, field="model")
+    return path
 
 
 def _fetch(model: str) -> str:

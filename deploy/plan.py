@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from baton.config import option
 from baton.errors import ConfigError
+from baton.redis_keys import check_redis_url
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DEMO_MODEL = REPOSITORY / "demo_model"
 MAX_NODES = 64
+DEFAULT_PORT = 8000
 DEFAULT_GRPC_PORT = 50051
 
 
@@ -28,7 +30,7 @@ class UpOptions:
     decode: int = option(1, "number of decode nodes")
     colocated: bool = option(False, "no prefill node: the decode nodes do prefill and decode")
     host: str = option("127.0.0.1", "address of the HTTP and gRPC front door")
-    port: int = option(8000, "HTTP port; 0 takes a free one")
+    port: int | None = option(None, "HTTP port (default: 8000 when free, else any free one)")
     grpc_port: int | None = option(None, "gRPC port (default: 50051 when free, else any free one)")
     redis_url: str | None = option(None, "use this Redis instead of starting one")
     prefill_block_size: int | None = option(None, "block size of the prefill nodes, if different")
@@ -49,26 +51,29 @@ class UpOptions:
             raise ConfigError(f"--decode must be from 1 to {MAX_NODES}", field="decode")
         if not self.colocated and not 1 <= self.prefill <= MAX_NODES:
             raise ConfigError(f"--prefill must be from 1 to {MAX_NODES}", field="prefill")
-        if not 0 <= self.port <= 65535:
-            raise ConfigError("--port must be from 0 to 65535", field="port")
+        for name, port in (("port", self.port), ("grpc_port", self.grpc_port)):
+            if port is not None and not 0 <= port <= 65535:
+                flag = name.replace("_", "-")
+                raise ConfigError(f"--{flag} must be from 0 to 65535", field=name)
+        if self.port and self.port == self.grpc_port:
+            raise ConfigError("--port and --grpc-port must differ", field="grpc_port")
+        if self.redis_url is not None:
+            check_redis_url(self.redis_url)
 
     @property
     def num_prefill(self) -> int:
         return 0 if self.colocated else self.prefill
 
-    @property
-    def num_ports(self) -> int:
-        return 2 + self.num_prefill + self.decode
-
 
 @dataclass(frozen=True, slots=True)
 class NodePlan:
-    """One node process. `port` is fixed before the start, so that a restart keeps the address."""
+    """One node process. Its ports are 0, any free one, until it has said which it took."""
 
     name: str
     role: str  # "prefill" | "decode"
-    port: int
     cores: tuple[int, ...]
+    port: int = 0
+    metrics_port: int = 0
 
     @property
     def address(self) -> str:
@@ -83,6 +88,14 @@ class ClusterPlan:
     router_cores: tuple[int, ...]
     router_port: int
     grpc_port: int
+
+    def node(self, name: str) -> NodePlan:
+        return next(node for node in self.nodes if node.name == name)
+
+    def with_node(self, changed: NodePlan) -> ClusterPlan:
+        """The plan with the node of this name replaced."""
+        nodes = tuple(changed if node.name == changed.name else node for node in self.nodes)
+        return replace(self, nodes=nodes)
 
 
 def split_cores(cores: Sequence[int], num_nodes: int) -> list[tuple[int, ...]]:
@@ -103,21 +116,23 @@ def split_cores(cores: Sequence[int], num_nodes: int) -> list[tuple[int, ...]]:
     return split
 
 
-def plan_cluster(options: UpOptions, cores: Sequence[int], ports: Sequence[int]) -> ClusterPlan:
-    """`ports`: free ones, as many as `num_ports` says: HTTP, gRPC, then one per node."""
+def plan_cluster(
+    options: UpOptions, cores: Sequence[int], router_port: int, grpc_port: int
+) -> ClusterPlan:
+    """Ports are those to ask for; 0 = any free one."""
     num_nodes = options.num_prefill + options.decode
     names = [("prefill", index) for index in range(options.num_prefill)]
     names += [("decode", index) for index in range(options.decode)]
     shares = split_cores(cores, num_nodes)
     nodes = tuple(
-        NodePlan(f"{role}-{index}", role, port, share)
-        for (role, index), port, share in zip(names, ports[2:], shares, strict=True)
+        NodePlan(f"{role}-{index}", role, share)
+        for (role, index), share in zip(names, shares, strict=True)
     )
     # The router works most while prompts arrive: it shares the prefill side's cores and keeps off
     # the decode nodes', whose steps are the clients' inter-token latency.
     beside = [core for node in nodes if node.role == "prefill" for core in node.cores]
     router_cores = tuple(sorted(set(beside or cores)))
-    return ClusterPlan(nodes, router_cores, router_port=ports[0], grpc_port=ports[1])
+    return ClusterPlan(nodes, router_cores, router_port, grpc_port)
 
 
 def to_flags(values: Mapping[str, object]) -> list[str]:
@@ -145,6 +160,7 @@ def node_command(
     values |= {
         "host": "127.0.0.1",
         "port": node.port,
+        "metrics_port": node.metrics_port,
         "node_id": node.name,
         "redis_url": redis_url,
         "cpu_cores": ",".join(str(core) for core in node.cores),

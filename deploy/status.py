@@ -15,6 +15,7 @@ from baton.errors import BatonError
 
 REFRESH_S = 1.0
 BAR_CELLS = 10
+WIDE_COLUMNS = 100  # from here on there is room for the bar
 
 
 def status(address: str, api_key: str | None, once: bool, console: Console) -> int:
@@ -22,58 +23,63 @@ def status(address: str, api_key: str | None, once: bool, console: Console) -> i
     with Client(address, api_key or "", timeout_s=5.0) as client:
         info = client.server_info()
         if once:
-            console.print(view(info, address))
+            console.print(view(info, address, console.width))
             return 0
         pause = (
             threading.Event()
         )  # never set: its wait is the refresh interval, cut short by Ctrl-C
-        with Live(view(info, address), console=console, auto_refresh=False) as live:
+        shown = view(info, address, console.width)
+        with Live(shown, console=console, auto_refresh=False) as live:
             while not pause.wait(REFRESH_S):
-                live.update(_ask_again(client, address), refresh=True)
+                live.update(_ask_again(client, address, console.width), refresh=True)
     return 0
 
 
-def _ask_again(client: Client, address: str) -> RenderableType:
+def _ask_again(client: Client, address: str, width: int) -> RenderableType:
     """A router that is away for a moment does not end the display."""
     try:
-        return view(client.server_info(), address)
+        return view(client.server_info(), address, width)
     except BatonError as error:
         return Text(f"router at {address}: {error}", style="red")
 
 
-def view(info: ServerInfo, address: str) -> RenderableType:
-    """Everything on one screen."""
+def view(info: ServerInfo, address: str, width: int) -> RenderableType:
+    """Everything on one screen of `width` columns."""
     models = ", ".join(sorted({node.model for node in info.nodes})) or "no model"
     head = Text.assemble(("baton ", "bold"), f"{info.version}  {models}  router {address}")
-    return Group(head, nodes_table(info), requests_line(info))
+    return Group(head, nodes_table(info, width >= WIDE_COLUMNS), requests_line(info))
 
 
-def nodes_table(info: ServerInfo) -> Table:
-    """One row per node, prefill first."""
-    table = Table(box=box.SIMPLE)
-    for name in ("node", "role", "address"):
-        table.add_column(name)
+def nodes_table(info: ServerInfo, wide: bool) -> Table:
+    """One row per node, prefill first. A narrow screen gets no bars, and whole addresses."""
+    table = Table(box=box.SIMPLE, padding=(0, 1 if wide else 0), pad_edge=wide)
+    table.add_column("node", overflow="fold")  # what gives way: the name is the user's own
+    for name in ("role", "address"):
+        table.add_column(name, no_wrap=True)
     for name in ("running", "waiting"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("KV blocks in use", no_wrap=True)
     for node in sorted(info.nodes, key=lambda node: (node.role != "prefill", node.node_id)):
         name = f"{node.node_id} (draining)" if node.draining else node.node_id
         counts = (str(node.running), str(node.waiting))
-        table.add_row(name, node.role, node.address, *counts, usage_bar(node))
+        table.add_row(name, node.role, node.address, *counts, usage(node, wide))
     if not info.nodes:
         table.add_row("no node is registered")
     return table
 
 
-def usage_bar(node: Node) -> Text:
-    """A bar and the numbers behind it."""
+def usage(node: Node, with_bar: bool) -> Text:
+    """A bar and the numbers behind it, or these alone in the bar's colour."""
     used = node.total_blocks - node.free_blocks
     share = used / node.total_blocks if node.total_blocks else 0.0
     filled = round(share * BAR_CELLS)
     colour = "red" if share > 0.9 else "yellow" if share > 0.7 else "green"
+    numbers = f"{used}/{node.total_blocks} ({share:.0%})"
+    if not with_bar:
+        return Text(numbers, style=colour)
     bar = Text("█" * filled, style=colour)
     bar.append("░" * (BAR_CELLS - filled), style="dim")
-    bar.append(f" {used}/{node.total_blocks} ({share:.0%})", style="default")
+    bar.append(f" {numbers}", style="default")
     return bar
 
 

@@ -9,12 +9,16 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shlex
 import signal
+import socket
+import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 
 import httpx
 from rich.console import Console, Group, RenderableType
@@ -24,49 +28,74 @@ from rich.text import Text
 
 from baton.client import Client
 from baton.errors import BatonError, ConfigError
-from baton.node.cores import parse_cores
+from baton.node.cores import check_cores, parse_cores
 from bench.sse import StreamError
 from deploy.chat import READY_PAUSE_S, ChatClient, ChatSettings, ask_and_show
-from deploy.local import Cluster, Report, reachable
+from deploy.local import Cluster, Report, StopRequested
 from deploy.plan import UpOptions
+from deploy.redis_server import require_answer
 
 READY_TIMEOUT_S = 30.0
 FIRST_QUESTION = "What is prefill?"
 PASTED_QUESTION = "What is PagedAttention?"
 FIRST_ANSWER = ChatSettings(max_tokens=120, temperature=0.0)
 LOG_WIDTH = 90
-
-
-class StopRequested(KeyboardInterrupt):
-    """SIGINT or SIGTERM arrived."""
+ONE_REQUEST_S = 1.0  # signals this close are one wish: a terminal and a supervisor may both send
+INTRODUCTION_STOP_S = 2.0
 
 
 class Interrupts:
-    """The first signal unwinds the launcher; one that comes while it stops calls `kill`."""
+    """The first signal calls `ask`; one that comes while the launcher stops calls `kill`.
 
-    def __init__(self, kill: Callable[[], None]) -> None:
+    Both are called by a thread of its own, which reads what the C handler writes (set_wakeup_fd).
+    Python's handlers would not do: they run when the main thread next runs Python, and a signal
+    that comes just before it waits for its queue would be heard when the wait is over: never.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[[], None],
+        kill: Callable[[], None],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`now`: seconds of any monotonic clock."""
+        self._ask = ask
         self._kill = kill
-        self._armed = True
+        self._now = now
+        self._stops_since: float | None = None
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
         self._previous = {number: signal.getsignal(number) for number in self._numbers()}
+        self._previous_descriptor = -1
 
     @staticmethod
     def _numbers() -> tuple[signal.Signals, ...]:
         return (signal.SIGINT, signal.SIGTERM)
 
-    def disarm(self) -> None:
-        """From here on a signal kills what is left."""
-        self._armed = False
+    def begin_stop(self) -> None:
+        """The launcher stops by itself: from here on a signal kills what is left."""
+        if self._stops_since is None:
+            self._stops_since = self._now()
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if not self._armed:
+    def _listen(self) -> None:
+        while received := self._reader.recv(64):  # one byte per signal; none: the end
+            for number in received:
+                if number in self._numbers():
+                    self._heard()
+
+    def _heard(self) -> None:
+        if self._stops_since is None:
+            self._stops_since = self._now()
+            self._ask()
+        elif self._now() - self._stops_since > ONE_REQUEST_S:
             self._kill()
-            return
-        self._armed = False
-        raise StopRequested
 
     def __enter__(self) -> Interrupts:
+        self._thread.start()
+        self._previous_descriptor = signal.set_wakeup_fd(self._writer.fileno())
         for number in self._numbers():
-            signal.signal(number, self._handle)
+            signal.signal(number, lambda number, frame: None)
         return self
 
     def __exit__(
@@ -77,6 +106,10 @@ class Interrupts:
     ) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(self._previous_descriptor)
+        self._writer.close()
+        self._thread.join()
+        self._reader.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,22 +135,26 @@ def up(
 ) -> int:
     """Run a cluster until a signal. Returns the exit status. Raises ConfigError."""
     began = time.monotonic()
+    cores = wanted_cores(options)
+    variables = child_variables(options)
+    if options.redis_url is not None:
+        require_answer(options.redis_url)
     run_dir = options.run_dir or default_run_dir(environ)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    cores = parse_cores(options.cores) if options.cores else sorted(os.sched_getaffinity(0))
 
     def tell(report: Report) -> None:
         mark, style = ("!", "yellow") if report.trouble else ("+", "green")
         console.print(Text.assemble((f" {mark} ", style), f"{report.member:<10} {report.text}"))
 
     cluster = Cluster(options, engine, cores, run_dir, tell)
+    run_dir.mkdir(parents=True, exist_ok=True)
     status = 0
-    with Interrupts(cluster.kill) as interrupts:
+    introduction = Introduction(cluster, console, began)
+    with Interrupts(cluster.request_stop, cluster.kill) as interrupts:
         try:
             announce_start(cluster, engine, console)
             with Live(StartingView(cluster), console=console, transient=True):
-                cluster.start(child_variables(options))
-            introduce(cluster, console, began)
+                cluster.start(variables)
+            introduction.start()
             cluster.supervise()
         except StopRequested:
             pass  # the ordinary end
@@ -125,11 +162,21 @@ def up(
             console.print(Text(str(error), style="red"), soft_wrap=True)
             status = 1
         finally:
-            interrupts.disarm()
+            interrupts.begin_stop()
             console.print("stopping ...", style="dim")
             cluster.stop()
+            introduction.join()
             console.print("stopped", style="dim")
     return status
+
+
+def wanted_cores(options: UpOptions) -> list[int]:
+    """The cores to split among the nodes. Raises ConfigError."""
+    if not options.cores:
+        return sorted(os.sched_getaffinity(0))
+    cores = parse_cores(options.cores, "--cores")
+    check_cores(cores, "--cores")
+    return list(cores)
 
 
 def default_run_dir(environ: Mapping[str, str]) -> Path:
@@ -158,12 +205,37 @@ def announce_start(cluster: Cluster, engine: Mapping[str, object], console: Cons
     console.print(f"   logs       {cluster.run_dir}", style="dim", highlight=False, soft_wrap=True)
 
 
+class Introduction:
+    """`introduce` on a thread: the launcher hears signals and sees dying nodes meanwhile."""
+
+    def __init__(self, cluster: Cluster, console: Console, began: float) -> None:
+        self._cluster = cluster
+        self._console = console
+        self._began = began
+        # A daemon: it may wait for an answer that nobody will give.
+        self._thread = threading.Thread(target=self._run, name="introduction", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def join(self) -> None:
+        """After the cluster has stopped, when a question has nobody left to answer it."""
+        if self._thread.ident is not None:
+            self._thread.join(INTRODUCTION_STOP_S)
+
+    def _run(self) -> None:
+        try:
+            introduce(self._cluster, self._console, self._began)
+        except Exception as error:  # noqa: BLE001 - raised by the launcher's thread
+            self._cluster.fail(error)
+
+
 def introduce(cluster: Cluster, console: Console, began: float) -> None:
     """Wait until the router serves, ask the first question, print how to go on.
 
     Raises StreamError when the router never becomes ready.
     """
-    grpc = f"{reachable(cluster.options.host)}:{cluster.plan.grpc_port}"
+    grpc = cluster.grpc
     with ChatClient(cluster.url, cluster.options.api_key) as client:
         client.wait_ready(READY_TIMEOUT_S)
         wait_for_nodes(grpc, cluster)
@@ -171,6 +243,8 @@ def introduce(cluster: Cluster, console: Console, began: float) -> None:
         first_answer_s = None
         if cluster.options.warm_up:
             first_answer_s = warm_up(client, console, began)
+    if cluster.stopping:
+        return
     seconds = time.monotonic() - began
     console.print()
     console.print(f"[bold green]ready[/bold green]  {cluster.url}   gRPC {grpc}", highlight=False)
@@ -180,13 +254,28 @@ def introduce(cluster: Cluster, console: Console, began: float) -> None:
     console.print("\nAsk it:\n", highlight=False)
     command = curl_command(cluster.url, model, cluster.options.api_key is not None)
     console.print(command, soft_wrap=True, highlight=False, markup=False)
-    console.print("\nor `baton chat`, `baton status`. Ctrl-C stops everything.", style="dim")
+    console.print("\nor, in another terminal:\n", highlight=False)
+    for command in (["chat", "--url", cluster.url], ["status", "--grpc", grpc]):
+        line = shlex.join([*baton_command(), *command])
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
+    console.print("\nCtrl-C stops everything.", style="dim")
+    fields = {"ready": True, "url": cluster.url, "grpc": grpc, "model": model,
+              "seconds": round(seconds, 3), "first_answer_s": first_answer_s,
+              "logs": str(cluster.run_dir), "metrics": cluster.metrics}  # fmt: skip
+    line = json.dumps(fields) + "\n"
+    (cluster.run_dir / "ready.json").write_text(line)
     if not console.is_terminal:
-        fields = {"ready": True, "url": cluster.url, "grpc": grpc, "model": model,
-                  "seconds": round(seconds, 3), "first_answer_s": first_answer_s,
-                  "logs": str(cluster.run_dir)}  # fmt: skip
-        console.file.write(json.dumps(fields) + "\n")
+        console.file.write(line)
         console.file.flush()
+
+
+def baton_command() -> list[str]:
+    """How a shell in this folder starts `baton`: it need not be on PATH."""
+    python = Path(sys.executable)
+    script = python.with_name("baton")
+    program, rest = (script, []) if script.exists() else (python, ["-m", "deploy.cli"])
+    here = Path.cwd()
+    return [str(program.relative_to(here) if program.is_relative_to(here) else program), *rest]
 
 
 def wait_for_nodes(grpc: str, cluster: Cluster) -> None:

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import torch
 
+from baton.errors import ConfigError
 from baton.kv_spec import DTYPE_BYTES, LayerSpec, PoolFormat
 
 
@@ -69,7 +70,16 @@ class ArenaMemory:
     """base.KVMemory over a KV arena: views into it on CPU, host copies for any other device."""
 
     def __init__(self, arena: Arena, staged: bool | None = None) -> None:
-        """`staged`: copy through host memory; None = unless the arena lies in it itself."""
+        """`staged`: copy through host memory; None = unless the arena lies in it itself.
+
+        Raises ConfigError for int8 KV: the frames carry no scales yet.
+        """
+        if arena.dtype == "int8":
+            raise ConfigError(
+                "KV transfer cannot carry the scales of int8 KV: prefill and decode nodes need "
+                "--kv-cache-dtype auto or fp8",
+                field="kv_cache_dtype",
+            )
         self.layers = arena.layers
         self.format = PoolFormat(arena.block_size, arena.dtype)
         self._arena = arena

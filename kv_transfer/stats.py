@@ -22,14 +22,27 @@ class TransferStats:
     fetch_seconds: float = 0.0  # of the successful ones
     exposed_tails: int = 0
     exposed_tail_seconds: float = 0.0
-    failures: dict[str, int] = field(
-        default_factory=dict[str, int]
-    )  # fetches failed, by error code
+    failures: dict[str, int] = field(default_factory=dict[str, int])  # of fetches, by error code
     corrupt: int = 0  # frames refused, either side
     retries: int = 0  # fetches started again after a corrupt frame
     exports: int = 0
     expired_leases: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    @property
+    def total_sent(self) -> int:
+        """Payload bytes over all lanes. Any thread."""
+        return sum(dict(self.bytes_sent).values())
+
+    @property
+    def total_received(self) -> int:
+        """Payload bytes over all lanes. Any thread."""
+        return sum(dict(self.bytes_received).values())
+
+    @property
+    def total_failures(self) -> int:
+        """Failed fetches of every code. Any thread."""
+        return sum(dict(self.failures).values())
 
     def sent(self, lane: str, num_bytes: int) -> None:
         with self._lock:

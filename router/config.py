@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from baton.config import option
 from baton.errors import ConfigError
+from baton.redis_keys import check_redis_url
 from baton.timing import Timing
 
 
@@ -18,6 +19,11 @@ class RouterConfig:
     served_model_name: str | None = option(None, "name in the API; default: what the nodes say")
     chat_template: str | None = option(
         None, "file with a Jinja chat template, instead of the model's"
+    )
+    generation_config: str = option(
+        "auto",
+        "sampling defaults: the model's generation_config.json, or vLLM's neutral values",
+        choices=("auto", "vllm"),
     )
     host: str = option("127.0.0.1", "address to listen on (HTTP and gRPC)")
     port: int = option(8000, "HTTP port, 0 = any free one")
@@ -61,6 +67,8 @@ class RouterConfig:
         for name in ("request_timeout_s", "store_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be positive", field=name)
+        if self.redis_url is not None:
+            check_redis_url(self.redis_url)
         if is_loopback(self.host):
             return
         if not self.api_key:

@@ -13,7 +13,7 @@ import hashlib
 import hmac
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Final, NoReturn
 
@@ -42,8 +42,8 @@ log = logging.getLogger(__name__)
 SERVICE: Final = "baton.serve.v1.Inference"
 STOP_MARGIN_S: Final = 1.0
 _HEALTH_PREFIX: Final = "/grpc.health.v1.Health/"
-_INTEGERS: Final = ("min_tokens", "top_k", "seed", "ignore_eos", "n", "best_of", "beam_width",
-                    "logprobs", "prompt_logprobs")  # fmt: skip
+_INTEGERS: Final = ("max_tokens", "min_tokens", "top_k", "seed", "ignore_eos", "n", "best_of",
+                    "beam_width", "logprobs", "prompt_logprobs")  # fmt: skip
 _FLOATS: Final = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty",
                   "repetition_penalty")  # fmt: skip
 
@@ -114,7 +114,11 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
         )
         ids, field = await self._prompt_ids(message, model)
         room = room_for_output(len(ids), model.max_model_len, field)
-        params = _sampling_params(message, min(DEFAULT_MAX_TOKENS, room))
+        defaults = {
+            "max_tokens": min(DEFAULT_MAX_TOKENS, room),
+            **self._services.sampling_defaults,
+        }
+        params = _sampling_params(message, defaults)
         check_room(len(ids), params.max_tokens, model.max_model_len, "max_tokens")
         token_ids_below(params.stop_token_ids, model.vocab_size, "stop_token_ids")
         now = self._services.clock.monotonic()
@@ -268,16 +272,18 @@ def _event(completion: Completion, delta: Delta) -> serve_pb2.GenerateEvent:
     return event
 
 
-def _sampling_params(message: serve_pb2.GenerateRequest, max_tokens: int) -> SamplingParams:
-    """Raises InvalidRequest out of bounds, UnsupportedFeature for what no engine serves yet."""
-    given: dict[str, Any] = {
-        name: getattr(message, name) for name in _INTEGERS if message.HasField(name)
-    }
+def _sampling_params(
+    message: serve_pb2.GenerateRequest, defaults: Mapping[str, int | float]
+) -> SamplingParams:
+    """`defaults` (max_tokens at least) stand in for absent fields.
+
+    Raises InvalidRequest out of bounds, UnsupportedFeature for what no engine serves yet."""
+    given: dict[str, Any] = dict(defaults)
+    given |= {name: getattr(message, name) for name in _INTEGERS if message.HasField(name)}
     given |= {name: getattr(message, name) for name in _FLOATS if message.HasField(name)}
     if message.HasField("guided"):
         raise InvalidRequest("guided is not supported by this server", field="guided")
     given.setdefault("seed", secrets.randbits(64))
-    given["max_tokens"] = message.max_tokens if message.HasField("max_tokens") else max_tokens
     given["stop_token_ids"] = tuple(message.stop_token_ids)
     given["logit_bias"] = tuple(sorted(message.logit_bias.items()))
     params = SamplingParams(**given)

@@ -138,7 +138,11 @@ class HttpApi:
         self, body: CompletionBody | ChatBody, intake: _Intake, model: ServedModel
     ) -> Completion:
         """Everything checked and drawn: the request goes to the dispatcher as it is."""
-        params = sampling_params(body, intake.default_max_tokens)
+        defaults = {
+            "max_tokens": intake.default_max_tokens,
+            **self._services.sampling_defaults,
+        }
+        params = sampling_params(body, defaults)
         field = "max_tokens"
         if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
             field = "max_completion_tokens"

@@ -31,6 +31,7 @@ from baton import log as logs
 from baton.chat_template import ChatTemplate
 from baton.clock import SystemClock
 from baton.errors import ConfigError
+from baton.generation_config import sampling_defaults
 from baton.handles import Role
 from baton.tokenizer import Tokenizer
 from router.app import create_app
@@ -142,6 +143,9 @@ class Router:
             tokenizer=Tokenizer.load(config.model),
             chat_template=_chat_template(config),
             metrics=RouterMetrics(),
+            sampling_defaults=sampling_defaults(config.model)
+            if config.generation_config == "auto"
+            else {},
             clock=clock,
         )
 
@@ -251,6 +255,7 @@ def bind(config: RouterConfig) -> socket.socket:
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen()  # two may bind the same port; the second to listen is refused, here
     except OSError as error:
         raise ConfigError(
             f"cannot bind {config.host}:{config.port}: {error}", field="port"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
@@ -214,16 +214,26 @@ class _Nodes(Collector):
     def collect(self) -> Iterable[Metric]:
         yield GaugeMetricFamily("baton_live_requests", "Requests in flight here", self._live())
         nodes = self._nodes()
-        for name, text, value in _NODE_GAUGES:
-            family = GaugeMetricFamily(name, text, labels=[_MODEL, "node", "role"])
+        labels = [_MODEL, "node", "role"]
+        families: list[tuple[GaugeMetricFamily | CounterMetricFamily, _Value]] = [
+            (GaugeMetricFamily(name, text, labels=labels), value)
+            for name, text, value in _NODE_GAUGES
+        ]
+        families += [
+            (CounterMetricFamily(name, text, labels=labels), value)
+            for name, text, value in _NODE_COUNTERS
+        ]
+        for family, value in families:
             for node in nodes:
                 family.add_metric([node.model, node.node_id, node.role.value], value(node))
             yield family
 
 
-_NODE_GAUGES: Final[tuple[tuple[str, str, Callable[[NodeRecord], float]], ...]] = (
+_Value = Callable[[NodeRecord], float]
+_NODE_GAUGES: Final[tuple[tuple[str, str, _Value], ...]] = (
     ("vllm:num_requests_running", "Requests in the running batch", lambda n: n.load.running),
     ("vllm:num_requests_waiting", "Requests waiting", lambda n: n.load.waiting),
+    ("vllm:num_requests_swapped", "Requests swapped to host memory", lambda n: n.load.swapped),
     ("vllm:kv_cache_usage_perc", "KV blocks in use; 1 = all", lambda n: cache_usage(n.load)),
     ("baton_kv_blocks_free", "KV blocks that a request could have", lambda n: n.load.free_blocks),
     ("baton_kv_blocks_total", "KV blocks of the pool", lambda n: n.load.total_blocks),
@@ -232,4 +242,16 @@ _NODE_GAUGES: Final[tuple[tuple[str, str, Callable[[NodeRecord], float]], ...]] 
     ("baton_waiting_tokens", "Prompt tokens not yet computed", lambda n: n.load.waiting_tokens),
     ("baton_step_seconds", "Moving mean of engine steps", lambda n: n.load.step_seconds),
     ("baton_draining", "1 while it takes no new requests", lambda n: float(n.load.draining)),
+)
+# As of each node's last heartbeat, since its start. Under the names of the nodes' own /metrics, but
+# where this router counts the same thing over its requests.
+_NODE_COUNTERS: Final[tuple[tuple[str, str, _Value], ...]] = (
+    ("baton_kv_transfer_bytes", "KV bytes received", lambda n: n.load.kv_received_bytes),
+    ("baton_kv_transfer_sent_bytes", "KV bytes sent", lambda n: n.load.kv_sent_bytes),
+    ("baton_kv_transfer_fetches", "KV fetches that ended well", lambda n: n.load.kv_fetches),
+    ("baton_kv_transfer_failures", "KV fetches that failed", lambda n: n.load.kv_fetch_failures),
+    ("vllm:num_preemptions", "Requests preempted", lambda n: n.load.preemptions),
+    ("baton_preemptions", "Requests preempted", lambda n: n.load.preemptions),
+    ("baton_node_prefix_queries", "Prompt tokens looked up", lambda n: n.load.prefix_query_tokens),
+    ("baton_node_prefix_hits", "Prompt tokens found", lambda n: n.load.prefix_hit_tokens),
 )

@@ -22,6 +22,7 @@ MAX_STOPS: Final = 16
 MAX_STOP_CHARS: Final = 1024
 MAX_PROMPTS: Final = 128
 MAX_MESSAGES: Final = 4096
+ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_NAME_CHARS: Final = 256  # model names, cache salts
 PRIORITY_LIMIT: Final = 2**31 - 1
 
@@ -157,8 +158,10 @@ def parse(raw: bytes, kind: type[Body]) -> Body:
         raise InvalidRequest(message, field=field) from error
 
 
-def sampling_params(body: CompletionBody | ChatBody, max_tokens: int) -> SamplingParams:
-    """SamplingParams of a body, `max_tokens` where the client names none.
+def sampling_params(
+    body: CompletionBody | ChatBody, defaults: Mapping[str, int | float]
+) -> SamplingParams:
+    """SamplingParams of a body; `defaults` (max_tokens at least) where the client names none.
 
     Raises InvalidRequest, naming the client's own field, for values out of bounds, and
     UnsupportedFeature for those that no engine serves yet.
@@ -170,10 +173,14 @@ def sampling_params(body: CompletionBody | ChatBody, max_tokens: int) -> Samplin
         if body.max_completion_tokens is not None:
             own_name, given = "max_completion_tokens", body.max_completion_tokens
         logprobs = 0 if body.logprobs else None
-    values: dict[str, Any] = {
+    values: dict[str, Any] = dict(defaults)
+    values |= {
         name: getattr(body, name) for name in _PLAIN_FIELDS if getattr(body, name) is not None
     }
-    values["max_tokens"] = max_tokens if given is None else given
+    if given is not None:
+        values["max_tokens"] = given
+    if body.seed is not None:
+        values["seed"] = _seed(body.seed)
     values["logprobs"] = logprobs
     values["stop_token_ids"] = _token_ids(body.stop_token_ids or [], "stop_token_ids")
     values["logit_bias"] = _logit_bias(body.logit_bias or {})
@@ -190,7 +197,7 @@ def sampling_params(body: CompletionBody | ChatBody, max_tokens: int) -> Samplin
 
 # Copied from the body by name when present.
 _PLAIN_FIELDS: Final = (
-    "n", "best_of", "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "ignore_eos",
+    "n", "best_of", "temperature", "top_p", "top_k", "min_p", "min_tokens", "ignore_eos",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "length_penalty",
     "prompt_logprobs",
 )  # fmt: skip
@@ -240,7 +247,8 @@ def prompts_of(body: CompletionBody) -> list[str | tuple[int, ...]]:
 def messages_of(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     """Messages as the template sees them: plain dicts, text parts joined into one string.
 
-    Raises InvalidRequest, naming the message, for parts that are not text.
+    Raises InvalidRequest, naming the field, for an unknown role, for a message without content and
+    for parts that are not text.
     """
     if not messages:
         raise InvalidRequest("messages must not be empty", field="messages")
@@ -249,9 +257,20 @@ def messages_of(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     plain: list[dict[str, Any]] = []
     for index, message in enumerate(messages):
         item = cast("dict[str, Any]", msgspec.to_builtins(message))
+        _check_message(message, f"messages[{index}]")
         item["content"] = _content(message.content, f"messages[{index}].content")
         plain.append(item)
     return plain
+
+
+def _check_message(message: ChatMessage, where: str) -> None:
+    if message.role not in ROLES:
+        field = f"{where}.role"
+        raise InvalidRequest(f"{field} must be one of {', '.join(ROLES)}", field=field)
+    calls_tools = message.role == "assistant" and message.tool_calls
+    if message.content is None and not calls_tools:
+        field = f"{where}.content"
+        raise InvalidRequest(f"{field} is missing", field=field)
 
 
 def template_kwargs(body: ChatBody | TokenizeBody) -> dict[str, Any]:
@@ -315,6 +334,13 @@ def _token_ids(items: list[Any], field: str) -> tuple[int, ...]:
         if type(item) is not int or not 0 <= item < 2**31:
             raise InvalidRequest(f"{field}: token ids are integers from 0 on", field=field)
     return tuple(items)
+
+
+def _seed(given: int) -> int:
+    """A seed as 64 bits: OpenAI's clients count them as signed, so -1 is 2**64 - 1."""
+    if not -(2**63) <= given < 2**64:
+        raise InvalidRequest("seed must be between -2**63 and 2**64 - 1", field="seed")
+    return given % 2**64
 
 
 def _logit_bias(given: Mapping[str, float]) -> tuple[tuple[int, float], ...]:

@@ -48,7 +48,10 @@ BEAT_CHUNK: Final = 1000  # request keys in one BEAT: ~3.5 ms of Redis
 
 
 def connect(url: str, timeout_s: float) -> Redis:
-    """A client whose calls fail after `timeout_s`; it reconnects once, to a restarted server."""
+    """A client whose calls fail after `timeout_s`; it reconnects once, to a restarted server.
+
+    `url` has passed `check_redis_url`.
+    """
     return Redis.from_url(
         url,
         socket_timeout=timeout_s,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from baton.clock import Clock, SystemClock
+from baton.generation_config import SamplingDefaults
 
 if TYPE_CHECKING:
     from baton.chat_template import ChatTemplate
@@ -29,7 +30,8 @@ class RouterServices:
     """What a front door may use.
 
     The served model is `registry.model()` (None until a node has registered): name, digest,
-    max_model_len, vocab_size, eos_token_ids.
+    max_model_len, vocab_size, eos_token_ids. `sampling_defaults` stand in for sampling fields
+    that a request does not set.
     """
 
     config: RouterConfig
@@ -39,6 +41,7 @@ class RouterServices:
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     metrics: RouterMetrics
+    sampling_defaults: SamplingDefaults = field(default_factory=dict[str, int | float])
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     clock: Clock = field(default_factory=SystemClock)
 

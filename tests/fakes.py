@@ -1,17 +1,22 @@
-"""Fakes of the engine's seams: a runner whose tokens prove block tables, a clock that tests
-move."""
+"""Fakes of the engine's seams:
+a runner whose tokens prove block tables, a clock that tests move."""
 
 from __future__ import annotations
 
 import zlib
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+from baton.engine.beam import BeamSearch
+from baton.engine.block_tables import window_of
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
-from baton.engine.interface import EngineHooks, ModelInfo, SequenceChunk
+from baton.engine.interface import ChunkResult, EngineHooks, ModelInfo, Sampled, SequenceChunk
 from baton.engine.kv_cache import KVArena
+from baton.engine.proposer import DraftAsk
+from baton.events import TokenLogprob
 from baton.kv_spec import LayerSpec
 from baton.request import Request
 from baton.sampling import SamplingParams
@@ -34,23 +39,59 @@ class FakeClock:
         self.now += seconds
 
 
-def next_token(history: Sequence[int], params: SamplingParams, position: int) -> int:
+def next_token(
+    history: Sequence[int], params: SamplingParams, position: int, sample: int = 0
+) -> int:
     """The fake model: a pure function of all tokens so far and the sampling key."""
-    key = array("q", [*history, (params.seed or 0) % 2**62, position])
+    key = array("q", [*history, (params.seed or 0) % 2**62, position, *([sample] * (sample > 0))])
     return zlib.crc32(key.tobytes()) % VOCAB_SIZE
 
 
+def token_logprob(history: Sequence[int], token: int) -> TokenLogprob:
+    """What the fake model tells of a token after `history`: no distribution, but a function."""
+    value = zlib.crc32(array("q", [*history, token]).tobytes()) % 4096
+    return TokenLogprob(token, -0.01 - value / 512, 0)
+
+
+def candidates(history: Sequence[int], count: int) -> tuple[TokenLogprob, ...]:
+    """The fake model's best continuations of `history`, best first."""
+    told = [token_logprob(history, token) for token in range(VOCAB_SIZE)]
+    told.sort(key=lambda candidate: (-candidate.logprob, candidate.token_id))
+    return tuple(replace(each, rank=rank) for rank, each in enumerate(told[:count], 1))
+
+
 def expected_output(
-    prompt: Sequence[int], params: SamplingParams, eos_ids: Sequence[int] = (EOS_ID,)
+    prompt: Sequence[int],
+    params: SamplingParams,
+    eos_ids: Sequence[int] = (EOS_ID,),
+    sample: int = 0,
+    window: int | None = None,
 ) -> list[int]:
     """What one engine with all memory in the world answers, the token that ends it included."""
     tokens = list(prompt)
     for position in range(params.max_tokens):
-        token = next_token(tokens, params, position)
+        seen = tokens if window is None else tokens[-window:]
+        token = next_token(seen, params, position, sample)
         tokens.append(token)
         if token in params.stop_token_ids or (not params.ignore_eos and token in eos_ids):
             break
     return tokens[len(prompt) :]
+
+
+def expected_beams(
+    prompt: Sequence[int], params: SamplingParams, window: int | None = None
+) -> list[tuple[int, ...]]:
+    """The n best beams of a search without an engine: every history is a plain list."""
+    stops = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else (EOS_ID,))))
+    search = BeamSearch(params, stops, VOCAB_SIZE)
+    while not search.done:
+        search.advance(
+            [
+                candidates([*prompt, *beam.token_ids][-(window or 0) :], search.num_candidates)
+                for beam in search.running
+            ]
+        )
+    return [beam.token_ids for beam in search.best(params.n)]
 
 
 class FakeRunner:
@@ -60,18 +101,20 @@ class FakeRunner:
     an overwritten or a recycled block shows up as a wrong token.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, window: int | None = None) -> None:
         self.block_size = block_size
+        self.window = window  # tokens that the model sees
         self.memory: list[int | None] = [None] * (num_blocks * block_size)
         self.batches: list[list[SequenceChunk]] = []
         self.fail_for: set[str] = set()  # ids of requests that break their step
         self.during: Callable[[], None] | None = None  # runs once, in the middle of the next step
         self.clock: FakeClock | None = None
         self.seconds_per_step = 0.0
+        self.seconds_per_copied_block = 0.0
 
     def run(
         self, chunks: Sequence[SequenceChunk], on_layer: Callable[[int], None] | None = None
-    ) -> list[int | None]:
+    ) -> list[ChunkResult]:
         self.batches.append(list(chunks))
         if self.clock is not None:
             self.clock.advance(self.seconds_per_step)
@@ -90,7 +133,7 @@ class FakeRunner:
         if self.during is not None:
             during, self.during = self.during, None
             during()
-        return [self._sample(chunk) for chunk in chunks]
+        return [ChunkResult(self._sample(c), self._prompt_logprobs(c)) for c in chunks]
 
     def slot(self, blocks: Sequence[int], position: int) -> int:
         block, offset = divmod(position, self.block_size)
@@ -107,11 +150,95 @@ class FakeRunner:
         for index, token in enumerate(tokens):
             self.memory[self.slot(blocks, start + index)] = token
 
-    def _sample(self, chunk: SequenceChunk) -> int | None:
+    def _history(self, chunk: SequenceChunk, end: int) -> list[int]:
+        start = 0 if self.window is None else max(0, end - self.window)
+        return self.read(chunk.blocks, end, start)
+
+    def _sample(self, chunk: SequenceChunk) -> Sampled | None:
+        """Draws after the known tokens and after each draft that stands."""
         if chunk.sample is None:
             return None
-        history = self.read(chunk.blocks, chunk.start + len(chunk.token_ids))
-        return next_token(history, chunk.sample, chunk.position)
+        known = chunk.start + len(chunk.token_ids) - chunk.num_drafts
+        assert list(chunk.history) == self._all_known(chunk, known)
+        if chunk.num_candidates:
+            history = self._history(chunk, known)
+            return Sampled((), candidates=candidates(history, chunk.num_candidates))
+        tokens: list[int] = []
+        told: list[tuple[TokenLogprob, ...]] = []
+        for index in range(chunk.num_drafts + 1):
+            history = self._history(chunk, known + index)
+            position = chunk.position + index
+            token = next_token(history, chunk.sample, position, chunk.sample_index)
+            tokens.append(token)
+            told.append((token_logprob(history, token),))
+            if index < chunk.num_drafts and chunk.token_ids[index - chunk.num_drafts] != token:
+                break
+        return Sampled(tuple(tokens), tuple(told) if chunk.sample.logprobs is not None else ())
+
+    def _all_known(self, chunk: SequenceChunk, known: int) -> list[int]:
+        """The tokens that the chunk claims, where the KV that it may see agrees."""
+        start = 0 if self.window is None else max(0, known - self.window)
+        return [*chunk.history[:start], *self.read(chunk.blocks, known, start)]
+
+    def _prompt_logprobs(self, chunk: SequenceChunk) -> tuple[tuple[TokenLogprob, ...], ...]:
+        if chunk.prompt_logprobs is None:
+            return ()
+        end = min(chunk.start + len(chunk.token_ids), chunk.num_prompt - 1)
+        prompt = chunk.history
+        return tuple(
+            (token_logprob(prompt[: index + 1], prompt[index + 1]),)
+            for index in range(chunk.start, end)
+        )
+
+
+class FakeArena(KVArena):
+    """An arena whose blocks hold a FakeRunner's tokens: copies move them too."""
+
+    runner: FakeRunner
+
+    def copy_block(self, source: int, target: int) -> None:
+        size = self.block_size
+        memory = self.runner.memory
+        memory[target * size : (target + 1) * size] = memory[source * size : (source + 1) * size]
+
+    def read_blocks(self, blocks: Sequence[int]) -> Any:
+        self._take_time(len(blocks))
+        size = self.block_size
+        return [self.runner.memory[block * size : (block + 1) * size] for block in blocks]
+
+    def write_blocks(self, host: Any, rows: Sequence[int], blocks: Sequence[int]) -> None:
+        self._take_time(len(blocks))
+        size = self.block_size
+        for row, block in zip(rows, blocks, strict=True):
+            self.runner.memory[block * size : (block + 1) * size] = host[row]
+
+    def _take_time(self, num_blocks: int) -> None:
+        if self.runner.clock is not None:
+            self.runner.clock.advance(self.runner.seconds_per_copied_block * num_blocks)
+
+
+class ScriptedProposer:
+    """Drafts from a recipe: the right tokens of the fake model, some of them spoiled."""
+
+    def __init__(self, spoil: Callable[[DraftAsk, int], bool] = lambda ask, index: False) -> None:
+        self._spoil = spoil
+        self.known: set[str] = set()  # requests that it would keep something for
+        self.asks: list[DraftAsk] = []
+
+    def propose(self, asks: Sequence[DraftAsk]) -> list[list[int]]:
+        self.asks.extend(asks)
+        return [self._drafts(ask) for ask in asks]
+
+    def forget(self, request_id: str) -> None:
+        self.known.discard(request_id)
+
+    def _drafts(self, ask: DraftAsk) -> list[int]:
+        self.known.add(ask.request_id)
+        tokens = list(ask.history)
+        for index in range(ask.max_drafts):
+            token = next_token(tokens, ask.params, ask.position + index, ask.sample_index)
+            tokens.append((token + 1) % VOCAB_SIZE if self._spoil(ask, index) else token)
+        return tokens[len(ask.history) :]
 
 
 @dataclass
@@ -161,8 +288,8 @@ def fake_engine(
     values: dict[str, object] = {"model": "fake", "check_invariants": True, **options}
     config = EngineConfig(**values)  # type: ignore[arg-type]
     info = info or model_info()
-    arena = KVArena(info.layers, num_blocks, block_size, info.kv_dtype)
-    runner = FakeRunner(num_blocks, block_size)
+    arena = FakeArena(info.layers, num_blocks, block_size, info.kv_dtype)
+    runner = arena.runner = FakeRunner(num_blocks, block_size, window_of(info.layers))
     clock = FakeClock()
     runner.clock = clock
     return Engine(config, runner, arena, info, hooks, clock), runner
@@ -174,12 +301,17 @@ def request(
     *,
     max_tokens: int = 8,
     seed: int = 1,
-    outputs: Sequence[int] = (),
-    **changes: object,
+    ignore_eos: bool = True,
+    **changes: Any,
 ) -> Request:
-    """A sampling request with everything that the engine needs; `ignore_eos` unless changed."""
-    ignore_eos = bool(changes.pop("ignore_eos", True))
-    params = SamplingParams(max_tokens=max_tokens, seed=seed, ignore_eos=ignore_eos)
+    """A sampling request with everything that the engine needs.
+
+    `changes`: fields of Request, `outputs` of sample 0, and `sampling`, further params by name.
+    """
+    outputs, sampling = changes.pop("outputs", ()), changes.pop("sampling", None)
+    params = SamplingParams(
+        max_tokens=max_tokens, seed=seed, ignore_eos=ignore_eos, **(sampling or {})
+    )
     values: dict[str, object] = {
         "id": request_id,
         "prompt_ids": tuple(prompt),

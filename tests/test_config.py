@@ -11,6 +11,7 @@ import pytest
 
 from baton.config import add_options, load, option
 from baton.errors import ConfigError
+from baton.redis_keys import check_redis_url
 
 Level = Literal["info", "debug"]
 
@@ -117,8 +118,9 @@ def test_a_bad_flag_names_itself() -> None:
 
 
 def test_a_missing_option_is_named() -> None:
-    with pytest.raises(ConfigError, match="name"):
+    with pytest.raises(ConfigError, match=r"^missing: --name \(.*: BATON_NAME\)$") as caught:
         load(Example)
+    assert caught.value.field == "name"
 
 
 def test_unknown_keys_and_broken_files_stop_the_start(tmp_path: Path) -> None:
@@ -131,6 +133,21 @@ def test_unknown_keys_and_broken_files_stop_the_start(tmp_path: Path) -> None:
         load(Example, {"name": "x"}, file=file)
     with pytest.raises(ConfigError, match="cannot read"):
         load(Example, {"name": "x"}, file=tmp_path / "missing.toml")
+
+
+@pytest.mark.parametrize("url", ["redis://h:1/0", "rediss://:pw@h", "unix:///run/redis.sock"])
+def test_redis_urls(url: str) -> None:
+    check_redis_url(url)
+
+
+@pytest.mark.parametrize(
+    "url", ["foo://:pw@x", "localhost:6379", "redis://:pw@h:x", "", "redis://[pw"]
+)
+def test_what_is_no_redis_url_is_not_shown(url: str) -> None:
+    with pytest.raises(ConfigError, match="redis_url") as caught:
+        check_redis_url(url)
+    assert "pw" not in caught.value.message
+    assert caught.value.field == "redis_url"
 
 
 def test_help_comes_from_the_dataclass() -> None:

@@ -55,6 +55,8 @@ def test_what_is_no_number_is_refused_by_name(name: str, value: object) -> None:
         ({"top_p": 0.0}, "top_p"),
         ({"stop_token_ids": (1,) * (MAX_STOP_TOKEN_IDS + 1)}, "stop_token_ids"),
         ({"logit_bias": ((1, 0.5),) * (MAX_LOGIT_BIAS + 1)}, "logit_bias"),
+        ({"logit_bias": ((1, 100.5),)}, "logit_bias"),
+        ({"logit_bias": ((1, math.nan),)}, "logit_bias"),
         ({"max_tokens": 4, "min_tokens": 5}, "min_tokens"),
     ],
 )
@@ -81,12 +83,6 @@ UNSERVED: dict[str, Any] = {
     "n": 2,
     "best_of": 2,
     "beam_width": 1,
-    "min_tokens": 1,
-    "presence_penalty": 0.5,
-    "frequency_penalty": 0.5,
-    "repetition_penalty": 1.5,
-    "logit_bias": ((1, 2.0),),
-    "bad_words": ((1,),),
     "logprobs": 0,  # the chosen token's, no alternatives: still asked for
     "prompt_logprobs": 0,
     "guided": GuidedDecoding("regex", "a+"),
@@ -106,7 +102,9 @@ def test_served_parameters_and_neutral_values_pass() -> None:
     refuse_unserved(
         SamplingParams(
             temperature=0.5, top_k=3, top_p=0.5, min_p=0.1, seed=1, max_tokens=3,
-            stop_token_ids=(1,), ignore_eos=True, n=1, best_of=1,
+            stop_token_ids=(1,), ignore_eos=True, n=1, best_of=1, min_tokens=1,
+            presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.5,
+            logit_bias=((1, 2.0),), bad_words=((1,),),
         )
     )  # fmt: skip
     assert set(NOT_YET_SERVED) <= {field.name for field in fields(SamplingParams)}

@@ -6,6 +6,7 @@ import re
 from dataclasses import fields, replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -16,6 +17,7 @@ from baton import errors, redis_keys
 from baton.block_hashes import HASH_BYTES, block_hashes, root_hash
 from baton.clock import SystemClock, deadline_from_ms, remaining_ms
 from baton.errors import BatonError, IllegalTransition, InternalError, NodeLost, error_from_code
+from baton.handles import NodeLoad
 from baton.kv_spec import DTYPE_BYTES, LayerSpec, layout_fingerprint
 from baton.request import TERMINAL, TRANSITIONS, Request, RequestState, check_transition
 from baton.sampling import SamplingParams
@@ -179,6 +181,9 @@ def test_bytes_of_a_token() -> None:
     assert LayerSpec(8, 128, 128).token_bytes("bfloat16") == 4096
     assert LayerSpec(1, 576, 0, kind="mla").token_bytes("float32") == 2304
     assert {name: LayerSpec(1, 1, 0).token_bytes(name) for name in DTYPE_BYTES} == DTYPE_BYTES
+    assert LayerSpec(8, 128, 128).scale_bytes("bfloat16") == 0
+    assert LayerSpec(8, 128, 128).scale_bytes("int8") == 2 * 8 * 4, "K's and V's apart"
+    assert LayerSpec(1, 576, 0, kind="mla").scale_bytes("int8") == 4
 
 
 def test_the_fingerprint_of_a_layout_is_the_same_in_every_release() -> None:
@@ -260,6 +265,21 @@ def test_lifetimes_outlast_what_renews_them() -> None:
     assert timing.router_lease_s > 2 * timing.heartbeat_s
     assert timing.kv_lease_s > timing.kv_progress_s
     assert timing.request_s > timing.drain_s
+
+
+# ---- loads ----
+
+
+def test_counters_are_no_part_of_a_nodes_state() -> None:
+    values: dict[str, Any] = {spec.name: i for i, spec in enumerate(fields(NodeLoad), 1)}
+    every = NodeLoad(**values)
+    state = every.without_counters()
+    kept = [spec.name for spec in fields(NodeLoad) if getattr(state, spec.name) != spec.default]
+    assert kept == [
+        "running", "waiting", "swapped", "free_blocks", "total_blocks", "waiting_tokens",
+        "fetching", "export_bytes", "step_seconds", "prefill_tokens_per_s", "draining",
+    ]  # fmt: skip
+    assert replace(every, running=0).without_counters() != state
 
 
 # ---- names in Redis ----

@@ -148,6 +148,13 @@ loads = st.builds(
     step_seconds=floats,
     prefill_tokens_per_s=floats,
     draining=st.booleans(),
+    kv_received_bytes=st.integers(0, 2**64 - 1),
+    kv_sent_bytes=st.integers(0, 2**64 - 1),
+    kv_fetches=st.integers(0, 2**64 - 1),
+    kv_fetch_failures=st.integers(0, 2**64 - 1),
+    preemptions=st.integers(0, 2**64 - 1),
+    prefix_query_tokens=st.integers(0, 2**64 - 1),
+    prefix_hit_tokens=st.integers(0, 2**64 - 1),
 )
 records = st.builds(
     NodeRecord,

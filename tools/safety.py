@@ -1,4 +1,4 @@
-"""Safety check: calls that turn data into code never appear in Baton (DESIGN.md section 8).
+"""Safety check: calls that turn data into code never appear in Baton.
 
 No pickle (nor modules that unpickle), eval, exec, compile, torch.load, yaml.load, os.system or a
 shell; `trust_remote_code` is never true. Found by reading the syntax tree, so comments and strings
@@ -23,7 +23,7 @@ BANNED_CALLS = frozenset(
         "yaml.full_load", "yaml.load", "yaml.unsafe_load",
     }
 )  # fmt: skip
-# DESIGN.md section 8: `baton convert` alone, in its own process, with weights_only.
+# `baton convert` alone, in its own process, with weights_only (docs/models.md).
 ALLOWED = {
     "baton/engine/convert.py": frozenset({"torch.load"}),
 }

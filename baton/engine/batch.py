@@ -22,11 +22,15 @@ from baton.engine.interface import SequenceChunk
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Rows [first_row, first_row + num_rows): tokens [start, start + num_rows) of a sequence."""
+    """Rows [first_row, first_row + num_rows): tokens [start, start + num_rows) of a sequence.
+
+    `adapter` names the LoRA adapter of its request, "" = none.
+    """
 
     first_row: int
     num_rows: int
     start: int
+    adapter: str = ""
 
     @property
     def num_tokens(self) -> int:
@@ -84,7 +88,7 @@ def flatten(
     tables: list[list[int]] = []
     for index, chunk in enumerate(chunks):
         count = len(chunk.token_ids)
-        spans.append(Span(len(token_ids), count, chunk.start))
+        spans.append(Span(len(token_ids), count, chunk.start, chunk.adapter))
         token_ids.extend(chunk.token_ids)
         positions.extend(range(chunk.start, chunk.start + count))
         owners.extend([index] * count)

@@ -65,6 +65,14 @@ class BlockPool:
     def ref_count(self, block: int) -> int:
         return self._refs[block]
 
+    def writable(self, block: int) -> bool:
+        """Whether its one holder may write it: nobody shares it and no lookup can find it."""
+        return self._refs[block] == 1 and self._hashes[block] is None
+
+    def hash_of(self, block: int) -> bytes | None:
+        """Under which the prefix map knows it."""
+        return self._hashes[block]
+
     # ---- taking and giving back ----
 
     def allocate(self, count: int) -> list[int] | None:
@@ -113,7 +121,7 @@ class BlockPool:
         """
         if self._refs[block] == 0:
             raise InternalError(f"block {block} is free and cannot be written")
-        if self._refs[block] == 1 and self._hashes[block] is None:
+        if self.writable(block):
             return block
         fresh = self.allocate(1)
         if fresh is None:

@@ -1,7 +1,7 @@
 """A checkpoint on disk: where it is, what its JSON files say, its tensors, its digest.
 
 Only safetensors are read, never a pickle, never code from the checkpoint (`auto_map` is ignored).
-Not here: building a model from it (loading.py, models/).
+Not here: reading tensors (tensors.py), building a model from them (loading.py, models/).
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 import xxhash
-from safetensors import SafetensorError, safe_open
 
 from baton.errors import ModelRefused
 
@@ -28,8 +26,8 @@ _READ_BYTES: Final = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A directory with config.json, tokenizer.json, safetensors; `generation` {} if there is
-    none."""
+    """A directory with config.json, tokenizer.json, safetensors;
+    `generation` {} if there is none."""
 
     path: Path
     config: dict[str, Any]
@@ -84,34 +82,6 @@ def digest(checkpoint: Checkpoint) -> str:
         total.update(f"\n{file.name} {file.stat().st_size} ".encode())
         total.update(header + content)
     return total.hexdigest()
-
-
-class TensorReader:
-    """Reads tensors by name out of a checkpoint's files, cast and placed for the model."""
-
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
-        self._dtype = dtype
-        self._device = device
-        self._files: dict[str, Any] = {}  # tensor name -> open safetensors file
-        for path in checkpoint.weight_files:
-            try:
-                file = safe_open(path, framework="pt", device="cpu")
-            except (OSError, SafetensorError) as error:
-                raise ModelRefused(f"{path} is not a safetensors file: {error}") from error
-            self._files.update(dict.fromkeys(file.keys(), file))
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Names of all tensors."""
-        return frozenset(self._files)
-
-    def read(self, name: str) -> torch.Tensor:
-        """One tensor, owned by the caller. Raises ModelRefused if the checkpoint lacks it."""
-        if name not in self._files:
-            raise ModelRefused(f"the checkpoint has no tensor {name!r}", field="model")
-        tensor: torch.Tensor = self._files[name].get_tensor(name)
-        # Copied: the reader maps the file, whose tensors are unaligned and whose bytes may change.
-        return tensor.to(device=self._device, dtype=self._dtype, copy=True)
 
 
 def _find(model: str) -> Path:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, Literal, get_args
 
 from baton.config import option
@@ -17,9 +18,13 @@ from baton.errors import ConfigError
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 ModelImpl = Literal["auto", "lean", "transformers"]
+PreemptionMode = Literal["auto", "swap", "recompute"]
+SpeculativeMethod = Literal["none", "ngram", "draft"]
+Quantization = Literal["none", "int8", "w8a8", "int4"]
+KVCacheDtype = Literal["auto", "int8", "fp8"]
 
-# Measured on CPU: blocks of 32 were 6 % faster than 16 in paged decode attention; GPU kernels like
-# 16.
+# Measured on CPU: in paged decode attention blocks of 32 were 6 % faster than 16.
+# GPU kernels like 16.
 DEFAULT_BLOCK_SIZE: Final = {"cpu": 32, "cuda": 16}
 MAX_BLOCK_SIZE: Final = 1024
 
@@ -42,11 +47,24 @@ class EngineConfig:
     """How one engine runs a model. Raises ConfigError for values that no engine could use."""
 
     model: str = option(help="directory of the checkpoint, or its Hugging Face hub id")
-    served_model_name: str | None = option(None, "name in the API (default: the model as given)")
+    served_model_name: str | None = option(
+        None, "name in the API (default: the directory's own name, or the hub id)"
+    )
     dtype: DtypeName = option("auto", "data type of weights and KV", choices=get_args(DtypeName))
     device: DeviceName = option("auto", "where the model runs", choices=get_args(DeviceName))
     model_impl: ModelImpl = option(
         "auto", "own decoder or transformers' modelling code", choices=get_args(ModelImpl)
+    )
+    quantization: Quantization = option(
+        "none",
+        "round the weights when loading (a quantized checkpoint says so itself)",
+        choices=get_args(Quantization),
+    )
+    kv_cache_dtype: KVCacheDtype = option(
+        "auto", "how KV is stored: as computed, or rounded", choices=get_args(KVCacheDtype)
+    )
+    deterministic: bool = option(
+        False, "a row's result depends on no batch mate, chunk or prefix hit, bit for bit (slower)"
     )
     max_model_len: int | None = option(
         None, "longest prompt plus output, tokens (default: model's)"
@@ -57,7 +75,22 @@ class EngineConfig:
     gpu_memory_utilization: float = option(0.9, "share of GPU memory for weights and KV together")
     max_num_seqs: int = option(64, "most requests that run at once")
     max_num_batched_tokens: int = option(2048, "most tokens that one step computes")
+    lora_modules: tuple[str, ...] = option(
+        (), "LoRA adapters to serve, as NAME=DIR (repeatable; PEFT's format)"
+    )
     enable_prefix_caching: bool = option(True, "reuse the KV blocks of equal prefixes")
+    preemption_mode: PreemptionMode = option(
+        "auto",
+        "what a request loses without room: its place (swap) or its KV (recompute)",
+        choices=get_args(PreemptionMode),
+    )
+    speculative_method: SpeculativeMethod = option(
+        "none",
+        "who guesses tokens ahead: n-grams of the text, or a draft model",
+        choices=get_args(SpeculativeMethod),
+    )
+    num_speculative_tokens: int = option(4, "most tokens guessed ahead in one step")
+    speculative_model: str | None = option(None, "checkpoint of the draft model")
     threads: int | None = option(None, "CPU threads of the model (default: torch's own choice)")
     check_invariants: bool = option(False, "prove block accounting after every step (slow)")
 
@@ -65,11 +98,21 @@ class EngineConfig:
         _one_of("dtype", self.dtype, get_args(DtypeName))
         _one_of("device", self.device, get_args(DeviceName))
         _one_of("model_impl", self.model_impl, get_args(ModelImpl))
+        _one_of("quantization", self.quantization, get_args(Quantization))
+        _one_of("kv_cache_dtype", self.kv_cache_dtype, get_args(KVCacheDtype))
         _at_least("max_model_len", self.max_model_len, 2)
         _at_least("block_size", self.block_size, 1)
         _at_least("num_kv_blocks", self.num_kv_blocks, 2)
         _at_least("max_num_seqs", self.max_num_seqs, 1)
         _at_least("threads", self.threads, 1)
+        _one_of("preemption_mode", self.preemption_mode, get_args(PreemptionMode))
+        _one_of("speculative_method", self.speculative_method, get_args(SpeculativeMethod))
+        _at_least("num_speculative_tokens", self.num_speculative_tokens, 1)
+        if (self.speculative_method == "draft") != (self.speculative_model is not None):
+            raise ConfigError(
+                "speculative_method draft and speculative_model come together",
+                field="speculative_model",
+            )
         if self.block_size is not None and self.block_size > MAX_BLOCK_SIZE:
             raise ConfigError(f"block_size must be at most {MAX_BLOCK_SIZE}", field="block_size")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
@@ -89,8 +132,11 @@ class EngineConfig:
 
     @property
     def model_name(self) -> str:
-        """The name that the API shows."""
-        return self.served_model_name or self.model
+        """The name that the API shows; never where the model lies on this machine."""
+        if self.served_model_name:
+            return self.served_model_name
+        path = Path(self.model).expanduser()
+        return path.resolve().name if path.is_dir() else self.model
 
 
 def parse_bytes(text: str, *, field: str) -> int:

@@ -17,29 +17,33 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from baton import block_hashes
 from baton.clock import Clock, SystemClock
+from baton.engine.beam import BeamSearch
 from baton.engine.block_pool import BlockPool
+from baton.engine.block_tables import BlockTables, count_blocks, window_of
 from baton.engine.config import DEFAULT_BLOCK_SIZE, EngineConfig
-from baton.engine.interface import EngineHooks, ModelInfo, Reservation, Runner, SequenceChunk, Task
-from baton.engine.kv_cache import KVArena, choose_num_blocks
-from baton.engine.scheduler import Scheduler, StepPlan
-from baton.engine.sequence import SequenceState
-from baton.engine.stats import EngineStats
-from baton.errors import (
-    ConfigError,
-    ContextLengthExceeded,
-    InternalError,
-    InvalidRequest,
-    UnsupportedFeature,
-)
+from baton.engine.interface import EngineHooks, ModelInfo, Reservation, Runner, Task
+from baton.engine.kv_cache import KVArena
+from baton.engine.outputs import Outputs
+from baton.engine.proposer import Proposer
+from baton.engine.scheduler import Limits, Scheduler, StepPlan
+from baton.engine.sequence import RequestGroup, SequenceState, num_samples
+from baton.engine.speculation import Drafter, load_proposer
+from baton.engine.stats import EngineStats, KVUsage
+from baton.engine.swap import Swapper
+from baton.engine.validation import Bounds, refuse_handed_over, validate
+from baton.errors import ConfigError, ContextLengthExceeded, InternalError, InvalidRequest
 from baton.events import BlockEvent, FirstToken, TokenEvent
 from baton.handles import NodeLoad
 from baton.request import Request
-from baton.sampling import refuse_unserved
+
+if TYPE_CHECKING:  # lazy at run time, see load()
+    from baton.engine.pooling import Pooler
 
 log = logging.getLogger(__name__)
 
@@ -79,16 +83,26 @@ class Engine:
         self.arena = arena
         self.pool = BlockPool(arena.num_blocks, arena.block_size, config.enable_prefix_caching)
         self.stats = EngineStats()
+        self.pooler: Pooler | None = None  # for embeddings and reranking; load() makes it
         self._runner = runner
         self._hooks = hooks
         self._clock = clock or SystemClock()
-        self._scheduler = Scheduler(
-            self.pool, config.max_num_seqs, config.max_num_batched_tokens, self.stats
+        self._bounds = Bounds(
+            max_len, self._model_len, info.vocab_size, config.max_num_seqs, arena.num_blocks,
+            arena.block_size, info.adapters,
+        )  # fmt: skip
+        tables = BlockTables(self.pool, arena, self.stats, window_of(info.layers))
+        block_bytes = arena.num_bytes // arena.num_blocks
+        swapper = Swapper(tables, self.stats, self._clock, config.preemption_mode, block_bytes)
+        limits = Limits(config.max_num_seqs, config.max_num_batched_tokens)
+        self._scheduler = Scheduler(tables, swapper, limits, self.stats)
+        self._outputs = Outputs(
+            self._scheduler, self.stats, info.eos_token_ids, self._bounds.limit, self._left
         )
-        self._by_id: dict[str, SequenceState] = {}
+        self._by_id: dict[str, RequestGroup] = {}
         self._pins: Counter[int] = Counter()
         self._pending: list[TokenEvent] = []  # events that need no computing: the next step's
-        self._dropped: list[SequenceState] = []  # aborted while a step runs: freed at its end
+        self._dropped: list[RequestGroup] = []  # aborted while a step runs: freed at its end
         self._plan: StepPlan | None = None
         self._stepping = False
         self._stalled = False
@@ -101,6 +115,8 @@ class Engine:
         """
         # Lazy: the model code pulls in transformers, which engines over other runners never need.
         from baton.engine.loading import load_model
+        from baton.engine.memory import size_pool
+        from baton.engine.pooling import Pooler
         from baton.engine.runner import ModelRunner
 
         if config.threads is not None:
@@ -108,9 +124,7 @@ class Engine:
         model = load_model(config)
         info, device = model.info, torch.device(model.device)
         block_size = config.block_size or DEFAULT_BLOCK_SIZE[device.type]
-        num_blocks = choose_num_blocks(
-            config, info.layers, block_size, info.kv_dtype, device, _model_len(config, info)
-        )
+        num_blocks = size_pool(config, model, block_size, _model_len(config, info))
         arena = KVArena(info.layers, num_blocks, block_size, info.kv_dtype, device)
         log.info(
             "KV pool: %d blocks of %d tokens, %.1f MB",
@@ -118,12 +132,21 @@ class Engine:
             block_size,
             arena.num_bytes / 1e6,
         )
-        return cls(config, ModelRunner(model, arena), arena, info, hooks)
+        engine = cls(config, ModelRunner(model, arena), arena, info, hooks)
+        engine.pooler = Pooler(model, arena, config.max_num_batched_tokens, config.max_num_seqs)
+        proposer = load_proposer(engine.config, engine.info)
+        if proposer is not None:
+            engine.set_proposer(proposer)
+        return engine
 
     def set_hooks(self, hooks: EngineHooks | None) -> None:
-        """Before the first PREFILL request. Hooks usually need this engine's arena: they come
-        later."""
+        """Before the first PREFILL request: hooks are made of this engine's arena, so after it."""
         self._hooks = hooks
+
+    def set_proposer(self, proposer: Proposer) -> None:
+        """Speculate: `proposer` guesses up to config.num_speculative_tokens for each decode row.
+        Before the first request."""
+        self._scheduler.set_drafter(Drafter(proposer, self.config.num_speculative_tokens))
 
     # ---- requests in ----
 
@@ -133,40 +156,7 @@ class Engine:
         Raises InvalidRequest (the field is named), UnsupportedFeature, or ContextLengthExceeded for
         a request that can never fit the model or, with a LOCAL task's output, the pool.
         """
-        refuse_unserved(request.params)
-        if request.adapter:
-            raise UnsupportedFeature(f"no adapter {request.adapter!r} here", field="adapter")
-        if not request.prompt_ids:
-            raise InvalidRequest("the prompt is empty", field="prompt")
-        known = request.known_ids
-        if min(known) < 0 or max(known) >= self.info.vocab_size:
-            raise InvalidRequest(
-                f"token ids must be at least 0 and below {self.info.vocab_size}", field="prompt"
-            )
-        if request.params.seed is None and not request.params.greedy:
-            raise InvalidRequest("sampling needs a seed by now", field="seed")
-        self._validate_length(request, task)
-
-    def _validate_length(self, request: Request, task: Task) -> None:
-        prompt, output = len(request.prompt_ids), request.params.max_tokens
-        limit = self._limit(task)
-        if prompt + 1 > limit:
-            raise ContextLengthExceeded(
-                f"the prompt has {prompt} tokens; with one token of output the limit is {limit}",
-                field="prompt",
-            )
-        if prompt + output > limit:
-            raise ContextLengthExceeded(
-                f"prompt ({prompt} tokens) and max_tokens ({output}) together exceed {limit}",
-                field="max_tokens",
-            )
-        known = len(request.known_ids)
-        if self.pool.blocks_for(known) > self.pool.num_blocks:
-            raise ContextLengthExceeded(
-                f"{known} tokens need {self.pool.blocks_for(known)} KV blocks, "
-                f"the pool has {self.pool.num_blocks}",
-                field="prompt",
-            )
+        validate(request, task, self._bounds)
 
     def add(
         self,
@@ -188,41 +178,69 @@ class Engine:
             raise InvalidRequest(f"request {request.id} already runs here", field="id")
         if reservation is not None and task is not Task.LOCAL:
             raise InternalError(f"{request.id}: only LOCAL requests continue from reserved blocks")
-        tokens = list(request.known_ids)
-        sequence = SequenceState(
-            request, task, self.stats.num_requests, self.known_root_hash(request), tokens
-        )
-        position = sequence.num_outputs
-        _fill(sequence, first_tokens)
-        reason, stop_token = sequence.finish(self.info.eos_token_ids, self._limit(task))
-        if reservation is not None and reason is None:
-            self._scheduler.add_reserved(sequence, reservation)
+        if reservation is not None:
+            refuse_handed_over(request.params)
+        group = self._group(request, task)
+        events: list[TokenEvent] = []
+        for sequence in list(group.sequences):
+            position = sequence.num_outputs
+            _fill(sequence, first_tokens)
+            reason, stop_token = self._outputs.end_of(sequence, task)
+            if reason is not None:
+                group.sequences.remove(sequence)
+            repeated = tuple(sequence.tokens[sequence.num_prompt + position :])
+            if repeated or reason is not None:
+                events.append(
+                    TokenEvent(
+                        request.id, request.epoch, position, repeated, sequence.sample_index,
+                        finish_reason=reason, stop_token_id=stop_token,
+                    )
+                )  # fmt: skip
+        if reservation is not None and group.sequences:
+            self._scheduler.add_reserved(group, reservation)
         elif reservation is not None:
             self.cancel(reservation)
         self.stats.num_requests += 1
         self._stalled = False
-        repeated = tuple(tokens[sequence.num_prompt + position :])
-        if repeated or reason is not None:
-            self._pending.append(
-                TokenEvent(
-                    request.id, request.epoch, position, repeated,
-                    finish_reason=reason, stop_token_id=stop_token,
-                )
-            )  # fmt: skip
-        if reason is not None:
+        self._pending.extend(events)
+        if not group.sequences:
             self.stats.num_finished += 1
             return
-        self._by_id[request.id] = sequence
+        self._by_id[request.id] = group
         if reservation is None:
-            self._scheduler.add(sequence)
+            self._scheduler.add(group)
+
+    def _group(self, request: Request, task: Task) -> RequestGroup:
+        """All samples of `request` with what is known of each; for beams, the prompt."""
+        params, root = request.params, self.known_root_hash(request)
+        if params.best_of is not None and params.best_of > params.n and params.logprobs is None:
+            # Whoever picks the best ones needs each token's own log probability.
+            request = replace(request, params=replace(params, logprobs=0))
+        beams = None
+        if params.beam_width:
+            eos = () if params.ignore_eos else self.info.eos_token_ids
+            stop_ids = frozenset((*params.stop_token_ids, *eos))
+            beams = BeamSearch(params, stop_ids, self.info.vocab_size)
+        outputs = request.output_ids if beams is None else ()
+        sequences = [
+            SequenceState(
+                request,
+                root,
+                [*request.prompt_ids, *(outputs[sample] if sample < len(outputs) else ())],
+                sample,
+            )
+            for sample in range(1 if beams else num_samples(params))
+        ]
+        return RequestGroup(request, task, self.stats.num_requests, sequences, beams)
 
     def reserve(self, request: Request, num_tokens: int) -> Reservation | None:
-        """Blocks for KV of the first `num_tokens` tokens, to come from elsewhere; None = no room
-        now.
+        """Blocks for KV of the first `num_tokens` tokens that comes from elsewhere; None = no room.
 
         Takes prefix hits first: [0, start_token) need not be fetched. The caller either passes it
-        to add() or cancels it. Raises ContextLengthExceeded if it can never fit.
+        to add() or cancels it. Raises ContextLengthExceeded if it can never fit, UnsupportedFeature
+        for more than one sample.
         """
+        refuse_handed_over(request.params)
         if num_tokens < 1 or self.pool.blocks_for(num_tokens) > self.pool.num_blocks:
             raise ContextLengthExceeded(
                 f"{num_tokens} tokens need {self.pool.blocks_for(num_tokens)} KV blocks, "
@@ -248,16 +266,16 @@ class Engine:
         """
         announced = any(event.request_id == request_id for event in self._pending)
         self._pending = [event for event in self._pending if event.request_id != request_id]
-        sequence = self._by_id.pop(request_id, None)
-        if sequence is None:
+        group = self._by_id.pop(request_id, None)
+        if group is None:
             return announced
         self.stats.num_aborted += 1
         self._stalled = False
-        sequence.dropped = True
+        group.dropped = True
         if self._stepping:
-            self._dropped.append(sequence)
+            self._dropped.append(group)
         else:
-            self._scheduler.remove(sequence)
+            self._scheduler.remove(group)
         return True
 
     # ---- blocks of exports ----
@@ -269,8 +287,10 @@ class Engine:
         self._pins.update(blocks)
 
     def unpin(self, blocks: Iterable[int]) -> None:
-        """Undo one pin; full computed blocks stay in the prefix map. Raises InternalError if
-        unpinned."""
+        """Undo one pin; full computed blocks stay in the prefix map.
+
+        Raises InternalError if unpinned.
+        """
         blocks = list(blocks)
         if Counter(blocks) - self._pins:
             raise InternalError("blocks are unpinned that were not pinned")
@@ -291,8 +311,10 @@ class Engine:
         try:
             self._plan = plan = self._scheduler.schedule()
             self._announce(plan)
-            sampled = self._runner.run(plan.chunks, self._on_layer(plan)) if plan.rows else []
-            events = self._pending + self._postprocess(plan, sampled)
+            if self.config.check_invariants:
+                self._scheduler.prove_private(plan)
+            results = self._runner.run(plan.chunks, self._on_layer(plan)) if plan.rows else []
+            events = self._pending + self._outputs.take(plan, results)
         finally:
             self._end_step()
         if plan.rows:
@@ -310,17 +332,17 @@ class Engine:
         Frees their blocks, keeps every other request, and returns those whose failure must be told.
         """
         plan = self._plan
-        doomed = list(self._by_id.values()) if plan is None else [row[0] for row in plan.rows]
-        doomed = [sequence for sequence in doomed if not sequence.dropped]
-        present = set(map(id, self._scheduler.sequences()))
-        for sequence in doomed:
-            self._by_id.pop(sequence.request.id, None)
-            if id(sequence) in present:
-                self._scheduler.remove(sequence)
-        failed = {sequence.request.id for sequence in doomed}
+        all_groups = self._by_id.values() if plan is None else (row.group for row in plan.rows)
+        doomed = [group for group in dict.fromkeys(all_groups) if not group.dropped]
+        present = set(self._scheduler.groups())
+        for group in doomed:
+            self._by_id.pop(group.request.id, None)
+            if group in present:
+                self._scheduler.remove(group)
+        failed = {group.request.id for group in doomed}
         self._pending = [event for event in self._pending if event.request_id not in failed]
         self.stats.num_failed += len(doomed)
-        return [sequence.request for sequence in doomed]
+        return [group.request for group in doomed]
 
     @property
     def has_work(self) -> bool:
@@ -338,11 +360,29 @@ class Engine:
         return NodeLoad(
             running=self._scheduler.num_running,
             waiting=self._scheduler.num_waiting,
+            swapped=self._scheduler.num_swapped,
             free_blocks=self.pool.num_free,
             total_blocks=self.pool.num_blocks,
             waiting_tokens=self._scheduler.num_waiting_tokens,
             step_seconds=self.stats.step_seconds,
             prefill_tokens_per_s=self.stats.prefill_tokens_per_s,
+        )
+
+    def kv_usage(self) -> KVUsage:
+        """What the blocks hold for requests right now. Walks all block tables."""
+        size = self.pool.block_size
+        counts = count_blocks(self._scheduler.sequences())
+        filled: dict[int, int] = {}
+        for sequence in self._scheduler.sequences():
+            for index, block in enumerate(sequence.blocks, sequence.num_freed):
+                here = min(size, max(0, sequence.num_computed - index * size))
+                filled[block] = max(here, filled.get(block, 0))
+        return KVUsage(
+            allocated_blocks=len(counts),
+            table_blocks=counts.total(),
+            shared_blocks=sum(1 for count in counts.values() if count > 1),
+            allocated_slots=len(counts) * size,
+            used_slots=sum(filled.values()),
         )
 
     def take_block_events(self) -> list[BlockEvent]:
@@ -367,13 +407,13 @@ class Engine:
         """Tell the hooks of new PREFILL requests, before any layer: the handle leaves at once."""
         if self._hooks is None:
             return
-        for sequence in plan.admitted:
-            if sequence.task is not Task.PREFILL:
+        for group in plan.admitted:
+            if group.task is not Task.PREFILL:
                 continue
-            blocks = tuple(sequence.blocks)
+            blocks = tuple(group.leader.blocks)
             self.pin(blocks)
             try:
-                self._hooks.admitted(sequence.request, blocks, len(sequence.tokens))
+                self._hooks.admitted(group.request, blocks, len(group.leader.tokens))
             except Exception:
                 self.unpin(blocks)  # no export exists that could return it
                 raise
@@ -381,67 +421,30 @@ class Engine:
     def _on_layer(self, plan: StepPlan) -> Callable[[int], None] | None:
         hooks = self._hooks
         progress = tuple(
-            (sequence.request.id, chunk.start + len(chunk.token_ids))
-            for sequence, chunk in plan.rows
-            if sequence.task is Task.PREFILL
+            (row.group.request.id, row.chunk.start + len(row.chunk.token_ids))
+            for row in plan.rows
+            if row.group.task is Task.PREFILL
         )
         if hooks is None or not progress:
             return None
         return lambda layer: hooks.layer_written(layer, progress)
 
-    def _postprocess(self, plan: StepPlan, sampled: Sequence[int | None]) -> list[TokenEvent]:
-        if len(sampled) != len(plan.rows):
-            raise InternalError(f"{len(sampled)} samples for {len(plan.rows)} rows")
-        events: list[TokenEvent] = []
-        for (sequence, chunk), token in zip(plan.rows, sampled, strict=True):
-            self._scheduler.computed(sequence, chunk)
-            self._count_chunk(sequence, chunk)
-            if (token is None) != (chunk.sample is None):
-                raise InternalError(f"{chunk.request_id}: a token exactly where one is asked for")
-            if token is not None and not sequence.dropped:
-                events.append(self._emit(sequence, token))
-        return events
-
-    def _emit(self, sequence: SequenceState, token: int) -> TokenEvent:
-        """Append a sampled token; ends the sequence if it is its last one here."""
-        request, position = sequence.request, sequence.num_outputs
-        sequence.tokens.append(token)
-        self.stats.num_generated_tokens += 1
-        reason, stop_token = sequence.finish(self.info.eos_token_ids, self._limit(sequence.task))
-        if reason is not None or sequence.task is Task.PREFILL:
-            self._scheduler.remove(sequence)
-            del self._by_id[request.id]
-            self.stats.num_finished += 1
-        return TokenEvent(
-            request.id, request.epoch, position, (token,),
-            finish_reason=reason, stop_token_id=stop_token,
-            num_cached_tokens=sequence.num_cached_tokens,
-        )  # fmt: skip
-
-    def _count_chunk(self, sequence: SequenceState, chunk: SequenceChunk) -> None:
-        if not sequence.prefilling:
-            return
-        sequence.num_prefill_chunks += 1
-        self.stats.num_prefill_chunks += 1
-        if chunk.sample is not None:
-            sequence.prefilling = False
-            self.stats.num_chunked_prompts += sequence.num_prefill_chunks > 1
+    def _left(self, group: RequestGroup) -> None:
+        """Its last event is being told."""
+        del self._by_id[group.request.id]
+        self.stats.num_finished += 1
 
     def _end_step(self) -> None:
         self._stepping = False
-        for sequence in self._dropped:
-            self._scheduler.remove(sequence)
+        for group in self._dropped:
+            self._scheduler.remove(group)
         self._dropped = []
-
-    def _limit(self, task: Task) -> int:
-        """Most tokens, prompt and output; a PREFILL task's output lives in another pool."""
-        return self.info.max_model_len if task is Task.LOCAL else self._model_len
 
 
 def _fill(sequence: SequenceState, first_tokens: Sequence[FirstToken]) -> None:
     """Append the tokens of positions that the sequence lacks; those it has are repetitions."""
     for first in sorted(first_tokens, key=lambda token: token.position):
-        if first.sample == 0 and first.position == sequence.num_outputs:
+        if first.sample == sequence.sample_index and first.position == sequence.num_outputs:
             sequence.tokens.append(first.token_id)
 
 

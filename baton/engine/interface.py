@@ -1,10 +1,8 @@
-"""The seams inside the engine: values and protocols between scheduler, runner, pool and whoever
-drives them.
+"""The seams inside the engine: between scheduler, runner, pool and whoever drives them.
 
 engine.step() = schedule -> run -> postprocess:
     Scheduler.schedule() -> list[SequenceChunk]   (pure Python: request -> number of tokens)
-    Runner.run(chunks)   -> list[int | None]      (torch: one sampled token per chunk that ends at
-    its known tokens)
+    Runner.run(chunks)   -> list[ChunkResult]     (torch: tokens, where all known ones are computed)
     Engine postprocess   -> list[TokenEvent]
 """
 
@@ -15,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from baton.events import TokenLogprob
 from baton.kv_spec import LayerSpec
 from baton.request import Request
 from baton.sampling import SamplingParams
@@ -35,9 +34,17 @@ class SequenceChunk:
 
     Tokens [start, start + len(token_ids)) are computed; KV of [0, start) is in `blocks` already.
     `blocks` covers start + len(token_ids) tokens. `sample` is None unless the chunk reaches the
-    last known
-    token; then one token is sampled for output index `position`, keyed by (params.seed,
-    sample_index, position).
+    last known token; then a token is sampled for output index `position`, keyed by
+    (params.seed, sample_index, position).
+
+    `num_drafts` > 0 (speculation): the last so many of token_ids are proposals, not known tokens;
+    a token is sampled at each of the last num_drafts + 1 positions, for output indices position,
+    position + 1, ...; proposal i stands iff it equals the token sampled for its position.
+    `num_candidates` > 0 (beam search): no token is drawn, the so many most probable ones are told.
+    `history` holds all known tokens, prompt first (`num_prompt` of them), for whoever needs the
+    past: penalties, bad words, prompt logprobs. It does not include drafts.
+    `prompt_logprobs` is params.prompt_logprobs, told with every chunk of a prompt (`sample` comes
+    with the last one only): so many alternatives for each prompt token that the chunk predicts.
     """
 
     request_id: str
@@ -47,6 +54,39 @@ class SequenceChunk:
     sample: SamplingParams | None = None
     position: int = 0
     sample_index: int = 0
+    history: Sequence[int] = ()
+    num_prompt: int = 0
+    num_drafts: int = 0
+    num_candidates: int = 0
+    adapter: str = ""
+    prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What one chunk with `sample` set yields.
+
+    `token_ids`: the sampled token; with drafts, the accepted ones and the first that differs.
+    `logprobs[i]` belongs to token_ids[i] (the token itself first, then the best alternatives);
+    empty unless params.logprobs is set. `candidates`: beam search, best first, then token_ids is
+    empty.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+    candidates: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkResult:
+    """What the runner tells of one chunk: `sampled` iff its `sample` is set and it reached the end.
+
+    `prompt_logprobs[i]` is about prompt token `start + 1 + i` (given all before it); filled when
+    the chunk's prompt_logprobs is set, for the prompt positions that this chunk computed.
+    """
+
+    sampled: Sampled | None = None
+    prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,20 +102,22 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     kv_dtype: str  # "float32" | "bfloat16" | "float16"
     model_impl: str  # "lean" | "transformers"
+    adapters: tuple[str, ...] = ()  # names of the LoRA adapters that requests may ask for
 
 
 class Runner(Protocol):
-    """Runs the model on a batch of chunks. Implemented by baton/engine/runner.py, faked in
-    tests."""
+    """Runs the model on a batch of chunks.
+
+    Implemented by baton/engine/runner.py, faked in tests.
+    """
 
     def run(
         self, chunks: Sequence[SequenceChunk], on_layer: Callable[[int], None] | None = None
-    ) -> list[int | None]:
-        """One token per chunk with `sample` set, None for the others, in order.
+    ) -> list[ChunkResult]:
+        """One result per chunk, in order.
 
         Writes the chunks' KV into the arena. `on_layer(layer)` is called on this thread after the
-        KV of
-        that layer has been written for all chunks (on a GPU: enqueued on the current stream).
+        KV of that layer has been written for all chunks (on a GPU: enqueued on the current stream).
         """
         ...
 
@@ -85,8 +127,8 @@ class Reservation:
     """Blocks held for a prompt whose KV arrives from elsewhere.
 
     `blocks` cover `num_tokens` tokens, in order; tokens [0, start_token) are already there (prefix
-    hit), so
-    only [start_token, num_tokens) must be written before `Engine.add(request, reservation=...)`.
+    hit), so only [start_token, num_tokens) must be written before
+    `Engine.add(request, reservation=...)`.
     """
 
     request_id: str
@@ -100,11 +142,12 @@ class EngineHooks(Protocol):
     """What a prefill node hangs into its engine. Called on the engine thread; must not block."""
 
     def admitted(self, request: Request, blocks: tuple[int, ...], num_tokens: int) -> None:
-        """A PREFILL request got all its blocks. The engine pinned them once for the export;
-        `Engine.unpin` undoes it."""
+        """A PREFILL request got all its blocks.
+
+        The engine pinned them once for the export; `Engine.unpin` undoes it.
+        """
         ...
 
     def layer_written(self, layer: int, progress: Sequence[tuple[str, int]]) -> None:
-        """KV of `layer` now holds tokens [0, upto) of each PREFILL request of this step: (request
-        id, upto)."""
+        """KV of `layer` is there up to token `upto` of each PREFILL request here: (id, upto)."""
         ...

@@ -1,33 +1,47 @@
-"""KVArena: the memory of all KV blocks, one allocation; and how many blocks fit a machine.
+"""KVArena: the memory of all KV blocks, one allocation.
 
 Layout of one layer, the same as on the wire (token-major), as long as k_dim == v_dim:
     [num_blocks, 2, block_size, kv_heads, head_dim]
 in general a block is its K part [block_size, kv_heads, k_dim] followed by its V part
 [block_size, kv_heads, v_dim]; MLA has no V part. Layers follow each other, each on a 64-byte
-boundary. Not here: who owns which block (block_pool.py), reading and writing for transfers
+boundary. int8 KV has a scale per token and head, float32, in a second arena:
+    [num_blocks, 2, block_size, kv_heads]        (MLA: 1 instead of 2)
+Not here: who owns which block (block_pool.py), reading and writing for transfers
 (kv_transfer/layout.py).
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
 
-from baton.engine.config import EngineConfig, parse_bytes
 from baton.errors import ConfigError, InternalError
 from baton.kv_spec import LayerSpec
 
 ALIGNMENT: Final = 64  # bytes: a cache line, and the widest vector load
-CPU_MEMORY_SHARE: Final = 0.25  # of the available memory: several nodes share one machine
-MIN_BLOCKS: Final = 2
 
 _TORCH_DTYPES: Final = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class HostBlocks:
+    """Copies of some blocks in host memory: per layer (and per layer's scales) [blocks, words],
+    of whatever integer type the bytes divide into."""
+
+    layers: tuple[torch.Tensor, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers)
 
 
 class KVArena:
@@ -57,8 +71,12 @@ class KVArena:
             self._offsets.append(total)
             size = num_blocks * self.block_bytes(layer)
             total += -(-size // ALIGNMENT) * ALIGNMENT
-        self.num_bytes = total
         self._memory = torch.zeros(total, dtype=torch.uint8, device=self.device)
+        self._scales = [
+            torch.zeros(self._scale_shape(layer), device=self.device)
+            for layer in range(len(layers) if dtype == "int8" else 0)
+        ]
+        self.num_bytes = total + sum(scales.nbytes for scales in self._scales)
 
     def block_bytes(self, layer: int) -> int:
         """Bytes of one block of one layer, K and V."""
@@ -80,6 +98,16 @@ class KVArena:
             return k, flat.new_empty((*shape, 0))
         return k, blocks[:, k_size:].unflatten(1, (*shape[1:], spec.v_dim))
 
+    def scales(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """int8 KV: views of K's and V's scales, each [num_blocks, block_size, kv_heads] float32.
+
+        Raises InternalError for any other dtype. MLA has no V: its scales are K's.
+        """
+        if not self._scales:
+            raise InternalError(f"KV stored as {self.dtype} has no scales")
+        scales = self._scales[layer]
+        return scales[:, 0], scales[:, -1]
+
     def layer_buffer(self, layer: int) -> memoryview:
         """The layer's bytes, block after block, writable. Raises InternalError off the CPU."""
         if self.device.type != "cpu":
@@ -88,73 +116,47 @@ class KVArena:
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy one block's KV in every layer: what follows BlockPool.copy_on_write()."""
-        for layer in range(len(self.layers)):
-            blocks = self._layer_bytes(layer).view(self.num_blocks, self.block_bytes(layer))
+        for blocks in self._block_rows():
             blocks[target] = blocks[source]
+
+    def read_blocks(self, blocks: Sequence[int]) -> HostBlocks:
+        """Copies of `blocks` in host memory; finished when this returns."""
+        rows = torch.tensor(blocks, device=self.device)
+        return HostBlocks(tuple(layer.index_select(0, rows).cpu() for layer in self._block_rows()))
+
+    def write_blocks(self, host: HostBlocks, rows: Sequence[int], blocks: Sequence[int]) -> None:
+        """Copy rows of `host` back into `blocks`; finished when this returns."""
+        source, target = torch.tensor(rows), torch.tensor(blocks, device=self.device)
+        for layer, kept in zip(self._block_rows(), host.layers, strict=True):
+            layer.index_copy_(0, target, kept.index_select(0, source).to(self.device))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _block_rows(self) -> list[torch.Tensor]:
+        """Everything that belongs to a block: [num_blocks, words] per layer, then its scales."""
+        rows = [
+            self._layer_bytes(layer).view(self.num_blocks, self.block_bytes(layer))
+            for layer in range(len(self.layers))
+        ]
+        rows += [scales.flatten(1).view(torch.uint8) for scales in self._scales]
+        return [_in_words(row) for row in rows]
+
+    def _scale_shape(self, layer: int) -> tuple[int, int, int, int]:
+        spec = self.layers[layer]
+        return self.num_blocks, 2 if spec.v_dim else 1, self.block_size, spec.kv_heads
 
     def _layer_bytes(self, layer: int) -> torch.Tensor:
         start = self._offsets[layer]
         return self._memory[start : start + self.num_blocks * self.block_bytes(layer)]
 
 
+def _in_words(rows: torch.Tensor) -> torch.Tensor:
+    """[n, bytes] uint8 as [n, bytes / 8] int64 where that divides: torch copies rows of bytes one
+    byte at a time (docs/log.md)."""
+    divides = rows.shape[1] % 8 == 0 and rows.storage_offset() % 8 == 0
+    return rows.view(torch.int64) if divides else rows
+
+
 def bytes_per_block(layers: tuple[LayerSpec, ...], block_size: int, dtype: str) -> int:
-    """Bytes of one block over all layers."""
-    return block_size * sum(layer.token_bytes(dtype) for layer in layers)
-
-
-def choose_num_blocks(
-    config: EngineConfig,
-    layers: tuple[LayerSpec, ...],
-    block_size: int,
-    dtype: str,
-    device: torch.device,
-    max_model_len: int,
-) -> int:
-    """Blocks of the pool: as configured, else from kv_cache_memory, else a share of the free
-    memory.
-
-    The share is at most what max_num_seqs requests of max_model_len tokens can use.
-    Raises ConfigError with the arithmetic when fewer than two blocks fit.
-    """
-    if config.num_kv_blocks is not None:
-        return config.num_kv_blocks
-    block_bytes = bytes_per_block(layers, block_size, dtype)
-    useful = config.max_num_seqs * -(-max_model_len // block_size)
-    if config.kv_cache_memory is not None:
-        budget = parse_bytes(config.kv_cache_memory, field="kv_cache_memory")
-        num_blocks = budget // block_bytes
-        origin = f"kv_cache_memory of {config.kv_cache_memory}"
-    else:
-        budget = _free_share(config, device)
-        num_blocks = min(budget // block_bytes, max(useful, MIN_BLOCKS))
-        origin = f"the {device.type}'s share of free memory"
-    if num_blocks < MIN_BLOCKS:
-        raise ConfigError(
-            f"{origin} is {budget:,} bytes; one KV block of {block_size} tokens takes "
-            f"{block_bytes:,} bytes ({len(layers)} layers, {dtype}), and at least {MIN_BLOCKS} "
-            f"are needed: {MIN_BLOCKS * block_bytes:,} bytes",
-            field="kv_cache_memory",
-        )
-    return num_blocks
-
-
-def _free_share(config: EngineConfig, device: torch.device) -> int:
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        # What lies beyond the utilization is left to activations and to others.
-        return max(0, int(config.gpu_memory_utilization * total) - (total - free))
-    return int(CPU_MEMORY_SHARE * available_memory(Path("/proc/meminfo")))
-
-
-def available_memory(meminfo: Path) -> int:
-    """Bytes that the kernel says new programs can use. Raises ConfigError if `meminfo` does not
-    tell."""
-    try:
-        lines = meminfo.read_text().splitlines()
-        kilobytes = next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))
-        return int(kilobytes) * 1024
-    except (OSError, StopIteration, ValueError) as error:
-        raise ConfigError(
-            f"cannot read the available memory from {meminfo}: set kv_cache_memory",
-            field="kv_cache_memory",
-        ) from error
+    """Bytes of one block over all layers, scales included."""
+    return block_size * sum(layer.token_bytes(dtype) + layer.scale_bytes(dtype) for layer in layers)

@@ -1,14 +1,15 @@
-"""The one seam for weight formats: `choose_linear` picks, once at start, how x W^T + b is done.
+"""The one seam for weight formats: how x W^T + b is done, chosen once at start.
 
-float32 and everything on a GPU: `functional.linear`. bfloat16 on a CPU: weights reordered for
-oneDNN, which was 1.4-1.8x `functional.linear` at 4-32 rows, where this torch build and machine can
-do it.
+`choose_linear` is about plain weights. float32 and everything on a GPU: `functional.linear`.
+bfloat16 on a CPU: weights reordered for oneDNN, which was 1.4-1.8x `functional.linear` at 4-32
+rows, where this torch build and machine can do it. Integer weights: quantization.py. `Linears` is
+what a model asks for its layers; which format each gets is not the model's business.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,6 +29,18 @@ class Linear(Protocol):
 
 
 LinearFormat = Callable[[Tensor, Tensor | None], Linear]  # (weight [out, in], bias [out]) -> Linear
+
+
+class Linears(Protocol):
+    """Where a model gets its linear layers from: a checkpoint's modules, in some weight format."""
+
+    def read(self, modules: Sequence[str], has_bias: bool) -> Linear:
+        """Modules of one input as one layer, their outputs stacked in this order."""
+        ...
+
+    def plain(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """A layer of weights in hand, never quantized (the head): weight [out, in], bias [out]."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +65,17 @@ class PackedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """See Linear."""
         return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+
+
+@dataclass(frozen=True, slots=True)
+class SideBySide:
+    """Layers of one input whose formats differ: run one by one, their outputs stacked."""
+
+    layers: tuple[Linear, ...]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See Linear."""
+        return torch.cat([layer(x) for layer in self.layers], dim=-1)
 
 
 def choose_linear(dtype: torch.dtype, device: torch.device) -> LinearFormat:

@@ -1,7 +1,7 @@
 """From a configuration to a model that can run: open, refuse or build, describe.
 
-    open_checkpoint -> device, dtype, length -> models/decoder.py | models/universal.py ->
-    LoadedModel
+    open_checkpoint -> device, dtype, length -> models/decoder.py | models/universal.py -> LoRA
+    adapters -> LoadedModel
 
 The lean route is taken when every config key and every tensor name is understood; else the
 universal one, which refuses by name what it cannot serve. transformers is imported only for the
@@ -10,24 +10,29 @@ latter.
 
 from __future__ import annotations
 
+import hashlib
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from baton.engine.attention.base import AttentionLayer
 from baton.engine.batch import Batch
-from baton.engine.checkpoint import Checkpoint, TensorReader, digest, open_checkpoint
+from baton.engine.checkpoint import Checkpoint, digest, open_checkpoint
 from baton.engine.config import EngineConfig
+from baton.engine.deterministic import FixedTiles, prove, refuse_changing_shapes
 from baton.engine.interface import ModelInfo
-from baton.engine.linear import choose_linear
+from baton.engine.lora import Adapter, parse_modules, read_adapter
+from baton.engine.models.base import CausalModel
 from baton.engine.models.config import DecoderConfig, NotLean, decoder_config
 from baton.engine.models.decoder import Decoder, tensor_names
-from baton.engine.models.rope import rope_rule
+from baton.engine.models.rope import position_limit, rope_rule
+from baton.engine.tensors import TensorReader
+from baton.engine.weights import Weights, open_weights
 from baton.errors import ConfigError, ModelRefused
-from baton.kv_spec import LayerSpec
 
 logger = logging.getLogger(__name__)
 
@@ -36,50 +41,21 @@ _DTYPES: Final = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-_LENGTH_KEYS: Final = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
-
-
-class CausalModel(Protocol):
-    """What both routes offer. Both own weights only; KV comes with the batch."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Width of the logits."""
-        ...
-
-    @property
-    def max_positions(self) -> int | None:
-        """Positions the model was made for; None if it does not say."""
-        ...
-
-    @property
-    def layers(self) -> tuple[LayerSpec, ...]:
-        """What each layer stores per token."""
-        ...
-
-    @property
-    def attention_layers(self) -> tuple[AttentionLayer, ...]:
-        """How each layer attends."""
-        ...
-
-    def forward(self, token_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
-        """token_ids [T], positions [T] int64 -> hidden [T, H]; writes the batch's KV."""
-        ...
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [N, H] -> [N, vocab] float32."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model in memory. `weight_bytes` counts its parameters once, in their storage dtype."""
+    """A model in memory. `weight_bytes` counts its parameters once, in their storage dtype.
+
+    `deterministic`: it wants attention of a fixed order (attention/choice.py).
+    """
 
     info: ModelInfo
     model: CausalModel
     device: torch.device
     dtype: torch.dtype
     weight_bytes: int
+    deterministic: bool = False
 
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
@@ -103,33 +79,57 @@ def load_model(config: EngineConfig) -> LoadedModel:
     """
     checkpoint = open_checkpoint(config.model)
     _refuse(checkpoint)
+    if config.deterministic:
+        refuse_changing_shapes(checkpoint.text_config, config.lora_modules)
+    modules = parse_modules(config.lora_modules)
     device = choose_device(config.device)
     dtype_name = choose_dtype(config.dtype, checkpoint)
     dtype = _DTYPES[dtype_name]
-    stated = next(
-        (checkpoint.text_config[k] for k in _LENGTH_KEYS if k in checkpoint.text_config), None
-    )
+    stated = position_limit(checkpoint.text_config)
     if stated is not None:  # refuse before reading gigabytes
         _max_model_len(config.max_model_len, stated)
-    impl, model, weight_bytes = _build(config.model_impl, checkpoint, dtype, device)
+    impl, model, weight_bytes = _build(config, checkpoint, dtype, device)
     max_model_len = _max_model_len(config.max_model_len, stated or model.max_positions)
+    adapters = [read_adapter(name, path, dtype, device) for name, path in modules.items()]
+    for adapter in adapters:
+        model.add_adapter(adapter)
+        weight_bytes += adapter.num_bytes
     rule = rope_rule(checkpoint.text_config)
     info = ModelInfo(
         name=config.model_name,
-        digest=digest(checkpoint),
+        digest=_digest(checkpoint, adapters, config.quantization),
         layers=model.layers,
         rope=rule.text if rule else "none",
         vocab_size=model.vocab_size,
         max_model_len=max_model_len,
         eos_token_ids=checkpoint.eos_token_ids,
-        kv_dtype=dtype_name,
+        kv_dtype=dtype_name if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
         model_impl=impl,
+        adapters=tuple(modules),
     )
     logger.info(
         "loaded %s: %s route, %s on %s, %d layers, %.1f MB of weights, up to %d tokens",
         info.name, impl, dtype_name, device, len(info.layers), weight_bytes / 1e6, max_model_len,
     )  # fmt: skip
-    return LoadedModel(info, model, device, dtype, weight_bytes)
+    if config.deterministic:
+        model = FixedTiles(model)
+        prove(model, info, device)
+    return LoadedModel(info, model, device, dtype, weight_bytes, config.deterministic)
+
+
+def _digest(checkpoint: Checkpoint, adapters: Sequence[Adapter], quantization: str) -> str:
+    """The checkpoint's digest, bound to the contents of the adapters if there are any, and to how
+    its weights were rounded.
+
+    An adapter's KV is found by its name: two nodes must mean the same weights by it.
+    """
+    base = digest(checkpoint)
+    named = sorted(f"{adapter.name}={adapter.digest}" for adapter in adapters)
+    if quantization != "none":
+        named.append(f"quantization {quantization}")
+    if not named:
+        return base
+    return hashlib.sha256("\n".join([base, *named]).encode()).hexdigest()
 
 
 def choose_device(name: str) -> torch.device:
@@ -156,12 +156,6 @@ def choose_dtype(name: str, checkpoint: Checkpoint) -> str:
 
 def _refuse(checkpoint: Checkpoint) -> None:
     """Raise ModelRefused for what neither route serves, before any weight is read."""
-    if "quantization_config" in checkpoint.config:
-        method = checkpoint.config["quantization_config"].get("quant_method", "unknown")
-        raise ModelRefused(
-            f"quantized checkpoints ({method}) are not served: use the unquantized one",
-            field="model",
-        )
     if checkpoint.config.get("is_encoder_decoder"):
         raise ModelRefused(
             f"{checkpoint.model_type} is an encoder-decoder model; only decoders are served",
@@ -187,39 +181,46 @@ def _max_model_len(requested: int | None, known: int | None) -> int:
 
 
 def _build(
-    impl: str, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+    config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
 ) -> tuple[str, CausalModel, int]:
-    """(route taken, model, bytes of its weights). `impl` is auto, lean or transformers."""
+    """(route taken, model, bytes of its weights)."""
+    impl, quantized = config.model_impl, checkpoint.config.get("quantization_config")
     if impl != "transformers":
-        reader = TensorReader(checkpoint, dtype, device)
+        reader = TensorReader(checkpoint.weight_files, dtype, device)
+        scheme = None if config.quantization == "none" else config.quantization
+        weights = open_weights(reader, quantized, scheme, device)
         try:
-            config = _lean_config(checkpoint, reader)
+            decoder = Decoder(_lean_config(checkpoint, weights), weights.tensor, weights)
+            return "lean", decoder, weights.num_bytes
         except NotLean as reason:
             if impl == "lean":
                 raise ModelRefused(
                     f"the lean route cannot serve {checkpoint.path}: {reason}", field="model_impl"
                 ) from reason
             logger.info("universal route for %s: %s", checkpoint.path, reason)
-        else:
-            sizes: dict[str, int] = {}
-
-            def read(name: str) -> Tensor:
-                tensor = reader.read(name)
-                sizes[name] = tensor.nbytes
-                return tensor
-
-            decoder = Decoder(config, read, choose_linear(dtype, device))
-            return "lean", decoder, sum(sizes.values())
+            if quantized is not None or scheme is not None:
+                raise ModelRefused(
+                    f"quantized weights are served by the lean route alone, and it cannot serve "
+                    f"{checkpoint.path}: {reason}",
+                    field="quantization",
+                ) from reason
+    elif quantized is not None or config.quantization != "none":
+        raise ModelRefused(
+            "quantized weights are served by the lean route alone, not with model_impl "
+            "transformers",
+            field="quantization",
+        )
     return _build_universal(checkpoint, dtype, device)
 
 
-def _lean_config(checkpoint: Checkpoint, reader: TensorReader) -> DecoderConfig:
+def _lean_config(checkpoint: Checkpoint, weights: Weights) -> DecoderConfig:
     """The decoder's config. Raises NotLean also if tensors are missing or unknown."""
-    config = decoder_config(checkpoint.config)
+    plain = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
+    config = decoder_config(plain)
     expected = set(tensor_names(config))
-    missing = sorted(expected - reader.names)
+    missing = sorted(expected - weights.names)
     ignored = {"lm_head.weight"} if config.tied_embeddings else set[str]()
-    extra = {name for name in reader.names - expected if not name.endswith("rotary_emb.inv_freq")}
+    extra = {name for name in weights.names - expected if not name.endswith("rotary_emb.inv_freq")}
     unknown = sorted(extra - ignored)
     if missing or unknown:
         raise NotLean(f"tensors missing: {missing[:3]}, not understood: {unknown[:3]}")

@@ -1,24 +1,26 @@
-"""Scheduler: which sequence computes how many tokens in the next step. Pure Python: no torch, no
-clock, no I/O.
+"""Scheduler: which sequence computes how many tokens in the next step.
+
+Pure Python: no torch, no clock, no I/O.
 
 A step is {sequence: number of tokens}; there are no phases (Source: vLLM v1,
 v1/core/sched/scheduler.py).
 
-The life of a sequence:
-    add(LOCAL or PREFILL)  -> waiting  --admitted: blocks for ALL known tokens, prefix hits first-->
-    running add(with reservation)  -> ready    --a slot is free (it holds its blocks
-    already)-------------> running running --growth finds no block, youngest of the lowest priority,
-    LOCAL--> preempted -> waiting running --remove()--> gone, its blocks given back
+The life of a request (RequestGroup: all its samples or beams, always together):
+    add(LOCAL or PREFILL)  -> waiting --admitted: blocks for ALL known tokens, hits first--> running
+    add(with reservation)  -> ready   --slots are free (it holds its blocks already)-------> running
+    running --growth finds no block: youngest of the lowest priority, LOCAL--> preempted
+    preempted, by swap      -> swapped --its blocks fit again--> running
+    preempted, by recompute -> waiting
+    running --remove(): each sample when it ends--> gone, its blocks given back
 
 Each queue is sorted by (priority, order of arrival). Order within one step:
-    1. ready sequences take free slots: they already cost memory, so nothing may wait in front of
-    them
+    1. ready requests take free slots: they already cost memory, so nothing may wait in front of
+       them
     2. running ones get blocks for their known tokens, oldest first; who finds none preempts the
-    youngest
-       LOCAL sequence, possibly itself. Victims are never older than whoever asks, so the oldest
-       advances
-    3. tokens: decode rows, then prompts under way, then admissions, until max_num_batched_tokens is
-    spent
+       youngest LOCAL request, possibly itself. Victims are never older than whoever asks, so the
+       oldest advances
+    3. tokens: decode rows, then drafts, then prompts under way
+    4. swapped ones come back, then waiting ones are admitted, until slots or tokens are spent
 Admission is strictly in order (no overtaking), so a large prompt at the head gets its room when the
 running ones end; reservations may pass a blocked head only MAX_OVERTAKES times, a preempted one
 never.
@@ -32,46 +34,76 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from baton.engine.block_pool import BlockPool
+from baton.engine.block_tables import BlockTables, count_blocks
 from baton.engine.interface import Reservation, SequenceChunk, Task
-from baton.engine.sequence import SequenceState
+from baton.engine.sequence import RequestGroup, SequenceState, shared_tokens
+from baton.engine.speculation import Drafter
 from baton.engine.stats import EngineStats
+from baton.engine.swap import Swapper
 from baton.errors import InternalError
 
 MAX_OVERTAKES: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One chunk of a step, and whose it is."""
+
+    group: RequestGroup
+    sequence: SequenceState
+    chunk: SequenceChunk
 
 
 @dataclass(slots=True)
 class StepPlan:
     """What one step computes: `rows` in the runner's order; `admitted` have their first one now."""
 
-    rows: list[tuple[SequenceState, SequenceChunk]] = field(default_factory=list)
-    admitted: list[SequenceState] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    admitted: list[RequestGroup] = field(default_factory=list)
     num_tokens: int = 0
     num_prefill_tokens: int = 0
-    num_preempted: int = 0
+    num_preempted: int = 0  # requests that lost their place: the next step finds others a slot
 
     @property
     def chunks(self) -> list[SequenceChunk]:
-        return [chunk for _, chunk in self.rows]
+        return [row.chunk for row in self.rows]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of one step: sequences that run at once, tokens that it computes."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
 
 
 class Scheduler:
     """Owns the queues, the sequences' blocks and the reservations. Counts into `stats`."""
 
     def __init__(
-        self, pool: BlockPool, max_num_seqs: int, max_num_batched_tokens: int, stats: EngineStats
+        self,
+        tables: BlockTables,
+        swapper: Swapper,
+        limits: Limits,
+        stats: EngineStats,
     ) -> None:
-        self._pool = pool
-        self._max_num_seqs = max_num_seqs
-        self._max_num_batched_tokens = max_num_batched_tokens
+        self._tables = tables
+        self._pool = tables.pool
+        self._swapper = swapper
+        self._limits = limits
         self._stats = stats
-        self._waiting: list[SequenceState] = []
-        self._ready: list[SequenceState] = []
-        self._running: list[SequenceState] = []
+        self._drafter: Drafter | None = None
+        self._waiting: list[RequestGroup] = []
+        self._swapped: list[RequestGroup] = []
+        self._ready: list[RequestGroup] = []
+        self._running: list[RequestGroup] = []
         self._reservations: set[Reservation] = set()
         self._num_reserved = 0
         self._overtakes = 0  # reservations granted past the present head of waiting
+
+    def set_drafter(self, drafter: Drafter) -> None:
+        """Before the first request: from now on decode rows carry drafts."""
+        self._drafter = drafter
 
     # ---- what others may see ----
 
@@ -80,77 +112,123 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def num_swapped(self) -> int:
+        return len(self._swapped)
+
+    @property
     def num_running(self) -> int:
-        """Running or about to: ready ones only lack a slot."""
+        """Requests running or about to: ready ones only lack a slot."""
         return len(self._running) + len(self._ready)
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Prompt tokens not yet computed, of sequences waiting or under way."""
-        waiting = sum(sequence.num_uncomputed for sequence in self._waiting)
-        return waiting + sum(s.num_uncomputed for s in self._running if s.prefilling)
+        """Prompt tokens not yet computed, of requests waiting or under way."""
+        waiting = sum(group.num_uncomputed for group in self._waiting)
+        return waiting + sum(g.num_uncomputed for g in self._running if g.prefilling)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._ready or self._running)
+        return bool(self._waiting or self._swapped or self._ready or self._running)
+
+    def groups(self) -> list[RequestGroup]:
+        return [*self._waiting, *self._swapped, *self._ready, *self._running]
 
     def sequences(self) -> list[SequenceState]:
-        return [*self._waiting, *self._ready, *self._running]
+        return [sequence for group in self.groups() for sequence in group.sequences]
 
     def owned_blocks(self) -> Counter[int]:
-        """References that sequences and reservations hold, per block: for BlockPool.check()."""
-        owned: Counter[int] = Counter()
-        for sequence in self.sequences():
-            owned.update(sequence.blocks)
+        """References that sequences and reservations hold, per block: for BlockPool.check().
+
+        Raises InternalError if the host copies are not those of the swapped requests.
+        """
+        self._swapper.check(self._swapped)
+        owned = count_blocks(self.sequences())
         for reservation in self._reservations:
             owned.update(reservation.blocks)
         return owned
 
     # ---- in and out ----
 
-    def add(self, sequence: SequenceState) -> None:
-        insort(self._waiting, sequence, key=_key)
+    def add(self, group: RequestGroup) -> None:
+        _follow(group)
+        insort(self._waiting, group, key=_key)
 
-    def add_reserved(self, sequence: SequenceState, reservation: Reservation) -> None:
+    def add_reserved(self, group: RequestGroup, reservation: Reservation) -> None:
         """Take over a reservation: its tokens count as computed, its full blocks can be found.
 
         Raises InternalError for a reservation that is not held (cancelled, or used before).
         """
         self._forget(reservation)
+        sequence = group.leader
         sequence.blocks = list(reservation.blocks)
         # One token must be left to compute: the next one is sampled from its hidden state.
         sequence.num_computed = min(reservation.num_tokens, len(sequence.tokens) - 1)
         if sequence.num_computed < reservation.start_token:
-            # That token lies in a prefix hit, which others read: recompute its block in a fresh
-            # one.
+            # That token lies in a prefix hit, which others read: recompute it in a fresh block.
             whole = sequence.num_computed // self._pool.block_size
             self._pool.unref(sequence.blocks[whole:])
             del sequence.blocks[whole:]
             sequence.num_computed = whole * self._pool.block_size
         sequence.prefilling = sequence.num_uncomputed > 1
-        sequence.admitted_before = True
-        self.register_full_blocks(sequence)
-        insort(self._ready, sequence, key=_key)
+        group.admitted_before = True
+        self._tables.register_full_blocks(sequence)
+        insort(self._ready, group, key=_key)
 
-    def remove(self, sequence: SequenceState) -> None:
-        """Give back everything that `sequence` holds; the end of its life here."""
-        if self._waiting and self._waiting[0] is sequence:
+    def remove(self, group: RequestGroup) -> None:
+        """Give back everything that `group` holds; the end of its life here."""
+        if self._waiting and self._waiting[0] is group:
             self._overtakes = 0
-        for queue in (self._running, self._ready, self._waiting):
-            if sequence in queue:
-                queue.remove(sequence)
-                self._release_blocks(sequence)
+        for queue in (self._running, self._ready, self._swapped, self._waiting):
+            if group in queue:
+                queue.remove(group)
+                for sequence in group.sequences:
+                    self._tables.release(sequence)
+                if queue is self._swapped:
+                    self._swapper.drop(group)
+                if self._drafter is not None:
+                    self._drafter.forget(group.request.id)
                 return
-        raise InternalError(f"{sequence.request.id}: not in this scheduler")
+        raise InternalError(f"{group.request.id}: not in this scheduler")
+
+    def end(self, group: RequestGroup, sequence: SequenceState) -> bool:
+        """One sample has ended; returns whether it was the last, and its group is gone."""
+        if len(group.sequences) == 1:
+            self.remove(group)
+            return True
+        group.sequences.remove(sequence)
+        self._tables.release(sequence)
+        return False
+
+    def branch(self, group: RequestGroup, parents: Sequence[SequenceState]) -> None:
+        """Replace the group's sequences (beams, all computed) by forks of `parents`, in order.
+
+        The first fork of a parent is the parent itself; who is nobody's parent is freed at once.
+        """
+        used: set[SequenceState] = set()
+        beams: list[SequenceState] = []
+        for parent in parents:
+            if parent not in used:
+                used.add(parent)
+                beams.append(parent)
+                continue
+            child = SequenceState(parent.request, parent.root, list(parent.tokens))
+            child.prefilling = False
+            self._tables.fork(parent, child, parent.num_computed)
+            beams.append(child)
+        for sequence in group.sequences:
+            if sequence not in used:
+                self._tables.release(sequence)
+        group.sequences = beams
 
     def reserve(
         self, request_id: str, hashes: Sequence[bytes], num_tokens: int
     ) -> Reservation | None:
         """Blocks for `num_tokens` tokens, known ones of `hashes` first; None = no room now."""
         head = self._waiting[0] if self._waiting else None
-        if head is not None and (head.admitted_before or self._overtakes >= MAX_OVERTAKES):
+        blocked = head is not None and (head.admitted_before or self._overtakes >= MAX_OVERTAKES)
+        if blocked or self._swapped:
             return None
-        blocks = self._take(hashes, self._pool.blocks_for(num_tokens), headroom=0)
+        blocks = self._tables.take(hashes, self._pool.blocks_for(num_tokens), headroom=0)
         if blocks is None:
             return None
         taken, num_hits = blocks
@@ -174,47 +252,72 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Plan the next step. Mutates queues and block tables; blocks cover all planned tokens."""
-        while self._ready and len(self._running) < self._max_num_seqs:
+        while self._ready and self._slots_for(self._ready[0]):
             insort(self._running, self._ready.pop(0), key=_key)
         plan = StepPlan(num_preempted=self._grow_running())
-        for sequence in self._running:
-            if sequence.num_uncomputed == 1:
-                self._plan_row(plan, sequence)
-        for sequence in self._running:
-            if sequence.num_uncomputed > 1:
-                self._plan_row(plan, sequence)
+        self._plan_decodes(plan)
+        for group in self._running:
+            for sequence in group.sequences:
+                if sequence.num_uncomputed > 1:
+                    self._plan_row(plan, group, sequence)
         if not plan.num_preempted:
+            self._swap_in(plan)
             self._admit(plan)
         return plan
 
-    def computed(self, sequence: SequenceState, chunk: SequenceChunk) -> None:
-        """The runner has written the KV of `chunk`."""
-        sequence.num_computed = chunk.start + len(chunk.token_ids)
-        self.register_full_blocks(sequence)
+    def computed(
+        self, group: RequestGroup, sequence: SequenceState, chunk: SequenceChunk, num_accepted: int
+    ) -> None:
+        """The runner has written the KV of `chunk`; so many of its drafts are known tokens now."""
+        num_known = len(chunk.token_ids) - chunk.num_drafts + num_accepted
+        sequence.num_computed = chunk.start + num_known
+        if chunk.num_drafts:
+            self._tables.trim(sequence)
+        self._tables.register_full_blocks(sequence)
+        waits = False
+        if len(group.sequences) > 1 and sequence is group.leader:
+            waits = self._attach(group)
+        if group.task is Task.LOCAL and not waits:
+            self._tables.free_invisible(sequence)
 
-    def register_full_blocks(self, sequence: SequenceState) -> None:
-        """Enter the computed full blocks that are not yet in the prefix map."""
-        full = sequence.num_computed // self._pool.block_size
-        if full <= sequence.num_registered:
-            return  # nearly every decode step: no hashing, no copies
-        hashes = sequence.hashes(full, self._pool.block_size)
-        for index in range(sequence.num_registered, full):
-            parent = hashes[index - 1] if index else b""
-            self._pool.register(sequence.blocks[index], hashes[index], parent)
-        sequence.num_registered = full
+    def prove_private(self, plan: StepPlan) -> None:
+        """Raise InternalError if a row would write where anybody else reads (exports of PREFILL
+        requests apart: they are read as they are written)."""
+        for row in plan.rows:
+            if row.group.task is Task.LOCAL:
+                end = row.chunk.start + len(row.chunk.token_ids)
+                self._tables.prove_private(row.sequence, end)
 
     # ---- inside ----
 
+    def _slots_for(self, group: RequestGroup) -> bool:
+        used = sum(running.width for running in self._running)
+        return used + group.width <= self._limits.max_num_seqs
+
+    def _attach(self, group: RequestGroup) -> bool:
+        """Fork followers whose share the leader has computed; returns whether some still wait."""
+        waits = False
+        for follower in group.sequences[1:]:
+            if not follower.following:
+                continue
+            shared = shared_tokens(group.leader, follower)
+            if group.leader.num_computed < shared:
+                waits = True
+                continue
+            self._tables.fork(group.leader, follower, shared)
+            follower.prefilling = follower.num_uncomputed > 1
+        return waits
+
     def _grow_running(self) -> int:
-        """Blocks for all known tokens of running sequences, oldest first; returns the preempted."""
+        """Blocks for all known tokens of running requests, oldest first; returns the preempted."""
         preempted = 0
         index = 0
         while index < len(self._running):
-            sequence = self._running[index]
-            missing = self._pool.blocks_for(len(sequence.tokens)) - len(sequence.blocks)
-            blocks = self._pool.allocate(max(0, missing))
-            if blocks is not None:
-                sequence.blocks.extend(blocks)
+            if all(
+                self._tables.grow(sequence, len(sequence.tokens))
+                for sequence in self._running[index].sequences
+                if not sequence.following
+            ):
                 index += 1
             else:
                 # The victim stands at `index` or behind it, so nobody before it changes.
@@ -222,83 +325,127 @@ class Scheduler:
                 preempted += 1
         return preempted
 
-    def _victim(self) -> SequenceState:
-        """The youngest LOCAL sequence of the lowest priority (who asks for more is LOCAL
-        itself)."""
-        return max((s for s in self._running if s.task is Task.LOCAL), key=_key)
+    def _victim(self) -> RequestGroup:
+        """The youngest LOCAL request of the lowest priority
+        (who asks for more is LOCAL itself)."""
+        return max((g for g in self._running if g.task is Task.LOCAL), key=_key)
 
-    def _preempt(self, sequence: SequenceState) -> None:
-        """By recompute: its blocks go, its tokens stay, it waits in front of those that came
-        later."""
-        self._running.remove(sequence)
-        self._release_blocks(sequence)
-        sequence.num_computed = 0
-        sequence.num_registered = 0
-        sequence.admitted_before = True
-        insort(self._waiting, sequence, key=_key)
+    def _preempt(self, group: RequestGroup) -> None:
+        """Its blocks go, its tokens stay, it waits in front of those that came later."""
+        self._running.remove(group)
         self._stats.num_preemptions += 1
+        group.admitted_before = True
+        if self._swapper.prefers_swap(group):
+            self._swapper.swap_out(group)
+            insort(self._swapped, group, key=_key)
+            return
+        for sequence in group.sequences:
+            self._tables.release(sequence)
+            sequence.candidates = None  # computed again
+        _follow(group)
+        insort(self._waiting, group, key=_key)
+
+    def _swap_in(self, plan: StepPlan) -> None:
+        while self._swapped and self._slots_for(self._swapped[0]):
+            group = self._swapped[0]
+            if not self._swapper.swap_in(group, self._headroom()):
+                return
+            self._swapped.pop(0)
+            insort(self._running, group, key=_key)
+            for sequence in group.sequences:
+                if not sequence.following:
+                    grown = self._tables.grow(sequence, len(sequence.tokens))
+                    assert grown, "swap_in has made room"
+                    self._plan_row(plan, group, sequence)
 
     def _admit(self, plan: StepPlan) -> None:
-        budget = self._max_num_batched_tokens
-        while (
-            self._waiting and len(self._running) < self._max_num_seqs and plan.num_tokens < budget
-        ):
-            sequence = self._waiting[0]
-            size = self._pool.block_size
-            # At least one token is left to compute, for its hidden state.
-            hashes = sequence.hashes((len(sequence.tokens) - 1) // size, size)
-            count = self._pool.blocks_for(len(sequence.tokens))
-            # One block of growth for each running LOCAL sequence: else the newcomer, the youngest,
-            # would be preempted at once and its work thrown away.
-            headroom = sum(1 for s in self._running if s.task is Task.LOCAL)
-            taken = self._take(hashes, count, headroom)
+        budget = self._limits.max_num_batched_tokens
+        while self._waiting and not self._swapped and plan.num_tokens < budget:
+            group = self._waiting[0]
+            if not self._slots_for(group):
+                return
+            leader, size = group.leader, self._pool.block_size
+            # At least one token is left to compute, for its hidden state; and each prompt token
+            # that is asked for must be computed.
+            telling = leader.request.params.prompt_logprobs is not None and not group.told
+            hashes = leader.hashes(0 if telling else (len(leader.tokens) - 1) // size, size)
+            count = self._pool.blocks_for(len(leader.tokens))
+            headroom = self._headroom() + self._tables.blocks_of_followers(group)
+            taken = self._tables.take(hashes, count, headroom)
             if taken is None:
                 return
             self._waiting.pop(0)
             self._overtakes = 0
-            self._start(sequence, *taken)
-            insort(self._running, sequence, key=_key)
-            plan.admitted.append(sequence)
-            self._plan_row(plan, sequence)
+            self._start(group, *taken)
+            insort(self._running, group, key=_key)
+            plan.admitted.append(group)
+            self._plan_row(plan, group, leader)
 
-    def _start(self, sequence: SequenceState, blocks: list[int], num_hits: int) -> None:
-        sequence.blocks = blocks
-        sequence.num_computed = num_hits * self._pool.block_size
-        sequence.num_registered = num_hits
-        sequence.num_prefill_chunks = 0
-        sequence.prefilling = True
-        if not sequence.admitted_before:
-            sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt)
-            self._stats.num_prefix_query_tokens += len(sequence.tokens)
-            self._stats.num_prefix_hit_tokens += sequence.num_computed
-        sequence.admitted_before = True
+    def _headroom(self) -> int:
+        """One block of growth for each running LOCAL sequence: else a newcomer, the youngest,
+        would be preempted at once and its work thrown away."""
+        return sum(len(g.sequences) for g in self._running if g.task is Task.LOCAL)
 
-    def _take(
-        self, hashes: Sequence[bytes], count: int, headroom: int
-    ) -> tuple[list[int], int] | None:
-        """`count` blocks, hits first, and the number of hits; None unless `headroom` stay free."""
-        hits = self._pool.lookup(hashes)
-        # Held before anything is allocated: the allocation must not evict them.
-        self._pool.ref(hits)
-        missing = count - len(hits)
-        fresh = self._pool.allocate(missing) if missing + headroom <= self._pool.num_free else None
-        if fresh is None:
-            self._pool.unref(hits)
-            return None
-        return hits + fresh, len(hits)
+    def _start(self, group: RequestGroup, blocks: list[int], num_hits: int) -> None:
+        leader = group.leader
+        leader.blocks = blocks
+        leader.num_computed = num_hits * self._pool.block_size
+        leader.num_registered = num_hits
+        leader.num_prefill_chunks = 0
+        leader.prefilling = True
+        if not group.admitted_before:
+            group.num_cached_tokens = min(leader.num_computed, leader.num_prompt)
+            self._stats.num_prefix_query_tokens += len(leader.tokens)
+            self._stats.num_prefix_hit_tokens += leader.num_computed
+        group.admitted_before = True
 
-    def _plan_row(self, plan: StepPlan, sequence: SequenceState) -> None:
-        num_tokens = min(sequence.num_uncomputed, self._max_num_batched_tokens - plan.num_tokens)
-        if num_tokens <= 0:
+    def _plan_decodes(self, plan: StepPlan) -> None:
+        """Rows of sequences with one token to compute, and drafts in what they leave."""
+        rows = [
+            (group, sequence)
+            for group in self._running
+            for sequence in group.sequences
+            if sequence.num_uncomputed == 1 and not sequence.following
+        ]
+        drafts = {} if self._drafter is None else self._draft(self._drafter, rows)
+        for group, sequence in rows:
+            self._plan_row(plan, group, sequence, drafts.get(sequence, []))
+
+    def _draft(
+        self, drafter: Drafter, rows: Sequence[tuple[RequestGroup, SequenceState]]
+    ) -> dict[SequenceState, list[int]]:
+        """Drafts that fit the step and the pool; nobody is preempted for them."""
+        budget = self._limits.max_num_batched_tokens - len(rows)
+        if self._waiting or any(group.prefilling for group in self._running):
+            budget //= 2  # prompts must advance
+        sequences = [s for group, s in rows if group.beams is None and group.task is Task.LOCAL]
+        kept: dict[SequenceState, list[int]] = {}
+        for sequence, drafts in drafter.propose(sequences, budget):
+            known = len(sequence.tokens)
+            if not self._tables.grow(sequence, known + len(drafts)):
+                room = (sequence.num_freed + len(sequence.blocks)) * self._pool.block_size - known
+                del drafts[room:]
+            kept[sequence] = drafts
+            self._stats.num_drafted_tokens += len(drafts)
+        return kept
+
+    def _plan_row(
+        self,
+        plan: StepPlan,
+        group: RequestGroup,
+        sequence: SequenceState,
+        drafts: Sequence[int] = (),
+    ) -> None:
+        room = self._limits.max_num_batched_tokens - plan.num_tokens
+        num_tokens = min(sequence.num_uncomputed, room)
+        if num_tokens <= 0 or sequence.following:
             return
-        plan.rows.append((sequence, sequence.chunk(num_tokens)))
-        plan.num_tokens += num_tokens
+        num_candidates = 0 if group.beams is None else group.beams.num_candidates
+        chunk = sequence.chunk(num_tokens, drafts, num_candidates)
+        plan.rows.append(Row(group, sequence, chunk))
+        plan.num_tokens += len(chunk.token_ids)
         if sequence.prefilling:
             plan.num_prefill_tokens += num_tokens
-
-    def _release_blocks(self, sequence: SequenceState) -> None:
-        self._pool.unref(sequence.blocks)
-        sequence.blocks = []
 
     def _forget(self, reservation: Reservation) -> None:
         if reservation not in self._reservations:
@@ -306,5 +453,11 @@ class Scheduler:
         self._reservations.remove(reservation)
 
 
-def _key(sequence: SequenceState) -> tuple[int, int]:
-    return sequence.key
+def _follow(group: RequestGroup) -> None:
+    """All but the first sequence wait to fork from it."""
+    for sequence in group.sequences[1:]:
+        sequence.following = True
+
+
+def _key(group: RequestGroup) -> tuple[int, int]:
+    return group.key

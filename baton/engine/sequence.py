@@ -1,13 +1,18 @@
-"""SequenceState: one request inside the engine. Mutable; the scheduler alone writes it, but for its
-tokens, which the engine appends.
+"""SequenceState: one sample (or beam) of one request; RequestGroup: all of a request's together.
+
+Mutable; the scheduler and the block tables write them, but for the tokens and what is told of them,
+which the engine appends.
 
     tokens   [ prompt ............ | output ......... ]     all known tokens
              0                  num_prompt        len(tokens)
     KV       [ computed ...... ) [ to compute ........ )    at least one, while it runs
              0          num_computed
-    blocks   cover every computed token; the first `num_registered` of them are in the prefix map
+    blocks   cover every computed token, but for the first `num_freed` blocks, which a sliding
+             window has left behind; the first `num_registered` of them are in the prefix map
 
-There are no phases: a sequence with one token to compute decodes, one with more prefills.
+There are no phases: a sequence with one token to compute decodes, one with more prefills. A group
+is admitted, preempted and brought back as a whole. Its first sequence leads: the others follow,
+without a block, until it has computed what they share with it, and then fork from it.
 """
 
 from __future__ import annotations
@@ -16,33 +21,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton import block_hashes
+from baton.engine.beam import BeamSearch
 from baton.engine.interface import SequenceChunk, Task
+from baton.events import TokenLogprob
 from baton.request import FinishReason, Request
+from baton.sampling import SamplingParams
 
 
 @dataclass(eq=False, slots=True)
 class SequenceState:
-    """State of one sample (index 0) of one request. `order` counts arrivals in this engine."""
+    """One sample of `request`, or one of its running beams."""
 
     request: Request
-    task: Task
-    order: int
     root: bytes
     tokens: list[int]
-    blocks: list[int] = field(default_factory=list)
+    sample_index: int = 0
+    blocks: list[int] = field(default_factory=list)  # held: block table from num_freed on
+    num_freed: int = 0
     num_computed: int = 0
     num_registered: int = 0
-    num_cached_tokens: int = 0  # prompt tokens that the first admission found in the prefix map
     num_prefill_chunks: int = 0  # of the prefill under way
     prefilling: bool = True  # from an admission with more than one token to compute to its sample
-    admitted_before: bool = False  # it was preempted: it has precedence and is counted once
-    dropped: bool = False  # aborted during a step: its sampled token is thrown away
+    following: bool = False  # it holds nothing yet: it will fork from the group's first sequence
+    forked: bool = False  # blocks that it will write may be shared: to be copied before
+    candidates: tuple[TokenLogprob, ...] | None = None  # of this beam step, once computed
     _hashes: list[bytes] = field(default_factory=list)
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """First come, first served within priority (lower runs first)."""
-        return (self.request.priority, self.order)
 
     @property
     def num_prompt(self) -> int:
@@ -66,30 +69,114 @@ class SequenceState:
             self._hashes.append(block_hashes.chain(parent, tokens))
         return self._hashes[:count]
 
-    def chunk(self, num_tokens: int) -> SequenceChunk:
-        """Work for the next `num_tokens` tokens; samples if they reach the last known one."""
+    def know_hashes(self, other: SequenceState, num_blocks: int) -> None:
+        """Take over the hashes of the first blocks, whose tokens both share."""
+        if len(self._hashes) < num_blocks:
+            self._hashes = other._hashes[:num_blocks]
+
+    def chunk(
+        self, num_tokens: int, drafts: Sequence[int] = (), num_candidates: int = 0
+    ) -> SequenceChunk:
+        """Work for the next `num_tokens` tokens; samples if they reach the last known one.
+
+        `drafts` are proposals for what follows it; blocks must cover them too.
+        """
         end = self.num_computed + num_tokens
         last = end == len(self.tokens)
+        params = self.request.params
+        # A hole is never read: the table names a block of its own there, as its padding does.
+        blocks = [*self.blocks[:1] * self.num_freed, *self.blocks] if self.num_freed else None
         return SequenceChunk(
             request_id=self.request.id,
-            token_ids=self.tokens[self.num_computed : end],
+            token_ids=[*self.tokens[self.num_computed : end], *drafts],
             start=self.num_computed,
-            blocks=self.blocks,
-            sample=self.request.params if last else None,
+            blocks=blocks or self.blocks,
+            sample=params if last else None,
             position=self.num_outputs if last else 0,
+            sample_index=self.sample_index,
+            history=self.tokens,
+            num_prompt=self.num_prompt,
+            num_drafts=len(drafts),
+            num_candidates=num_candidates if last else 0,
+            adapter=self.request.adapter,
+            prompt_logprobs=params.prompt_logprobs,
         )
 
-    def finish(
-        self, eos_token_ids: Sequence[int], max_len: int
+    def ends_with(
+        self, token: int, num_outputs: int, eos_token_ids: Sequence[int], max_len: int
     ) -> tuple[FinishReason | None, int | None]:
-        """Whether the last known token ends the sample, and the stop id that does."""
+        """Whether `token`, the last of `num_outputs`, ends the sample, and the stop id if it is."""
         params = self.request.params
-        if self.num_outputs > 0:
-            token = self.tokens[-1]
-            if token in params.stop_token_ids:
-                return FinishReason.STOP, token
-            if not params.ignore_eos and token in eos_token_ids:
-                return FinishReason.STOP, token
-            if self.num_outputs >= params.max_tokens or len(self.tokens) >= max_len:
-                return FinishReason.LENGTH, None
+        if token in params.stop_token_ids:
+            return FinishReason.STOP, token
+        if not params.ignore_eos and token in eos_token_ids:
+            return FinishReason.STOP, token
+        if num_outputs >= params.max_tokens or self.num_prompt + num_outputs >= max_len:
+            return FinishReason.LENGTH, None
         return None, None
+
+
+@dataclass(eq=False, slots=True)
+class RequestGroup:
+    """All samples of one request that have not ended. `order` counts arrivals in this engine."""
+
+    request: Request
+    task: Task
+    order: int
+    sequences: list[SequenceState]
+    beams: BeamSearch | None = None
+    num_cached_tokens: int = 0  # prompt tokens that its first admission found in the prefix map
+    admitted_before: bool = False  # it was preempted: it has precedence and is counted once
+    dropped: bool = False  # aborted during a step: its sampled tokens are thrown away
+    prompt_logprobs: list[tuple[TokenLogprob, ...]] = field(default_factory=list)  # until told
+    told: bool = False  # its first event has been emitted
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """First come, first served within priority (lower runs first)."""
+        return (self.request.priority, self.order)
+
+    @property
+    def leader(self) -> SequenceState:
+        return self.sequences[0]
+
+    @property
+    def width(self) -> int:
+        """Slots that it takes: its sequences, or what beams will be."""
+        return len(self.sequences) if self.beams is None else self.beams.width
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Known tokens still to compute; followers count what they do not share with the leader."""
+        return sum(
+            s.num_uncomputed
+            if not s.following
+            else s.num_uncomputed - shared_tokens(self.leader, s)
+            for s in self.sequences
+        )
+
+    @property
+    def prefilling(self) -> bool:
+        return any(sequence.prefilling for sequence in self.sequences)
+
+    def note_prompt_logprobs(
+        self, start: int, logprobs: Sequence[tuple[TokenLogprob, ...]]
+    ) -> None:
+        """`logprobs[i]` is about prompt token start + 1 + i; later ones replace earlier ones."""
+        if logprobs and not self.told:
+            self.prompt_logprobs[start:] = logprobs
+
+
+def num_samples(params: SamplingParams) -> int:
+    """Samples that run side by side (not beams)."""
+    return max(params.n, params.best_of or 1)
+
+
+def shared_tokens(leader: SequenceState, follower: SequenceState) -> int:
+    """Leading tokens whose KV `follower` can take from `leader`; one is left to compute."""
+    limit = min(len(leader.tokens), len(follower.tokens) - 1)
+    prompt = min(limit, leader.num_prompt)
+    for index in range(prompt, limit):
+        if leader.tokens[index] != follower.tokens[index]:
+            return index
+    return limit

@@ -21,7 +21,16 @@ class EngineStats:
     num_aborted: int = 0
     num_failed: int = 0
     num_steps: int = 0
-    num_preemptions: int = 0
+    num_preemptions: int = 0  # of either kind: swapped out, or to be recomputed
+    num_swap_outs: int = 0  # requests
+    num_swap_ins: int = 0
+    num_swapped_out_blocks: int = 0  # copied to host memory
+    num_swapped_in_blocks: int = 0  # copied back (the prefix map still had the others)
+    num_forks: int = 0  # block tables shared: parallel samples, beams
+    num_copied_blocks: int = 0  # copies on write
+    num_window_freed_blocks: int = 0  # given back because no layer could see them any more
+    num_drafted_tokens: int = 0  # proposed and verified
+    num_accepted_tokens: int = 0  # of these, right
     num_prefix_query_tokens: int = 0  # looked up in the prefix map
     num_prefix_hit_tokens: int = 0  # of these, found
     num_prompt_tokens: int = 0  # computed in prefill chunks (recomputed ones too, hits not)
@@ -30,12 +39,25 @@ class EngineStats:
     num_chunked_prompts: int = 0  # prompts that took more than one
     step_seconds: float = 0.0  # moving mean
     prefill_tokens_per_s: float = 0.0  # moving mean over steps that prefill
+    copy_bytes_per_s: float = 0.0  # moving mean over copies to and from host memory
 
     @property
     def prefix_hit_rate(self) -> float:
         """Share of looked-up tokens found in the prefix map, 0 before the first look-up."""
         queries = self.num_prefix_query_tokens
         return self.num_prefix_hit_tokens / queries if queries else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Share of drafted tokens that the model accepted, 0 before the first."""
+        drafted = self.num_drafted_tokens
+        return self.num_accepted_tokens / drafted if drafted else 0.0
+
+    def copy_done(self, num_bytes: int, seconds: float) -> None:
+        """Count a copy between pool and host memory."""
+        if num_bytes and seconds > 0:
+            first = self.copy_bytes_per_s == 0.0
+            self.copy_bytes_per_s = _mean(self.copy_bytes_per_s, num_bytes / seconds, first=first)
 
     def step_done(self, seconds: float, num_prefill_tokens: int) -> None:
         """Count a step that took `seconds` and computed `num_prefill_tokens` tokens of prompts."""
@@ -53,3 +75,24 @@ class EngineStats:
 
 def _mean(mean: float, value: float, *, first: bool) -> float:
     return value if first else mean + SMOOTHING * (value - mean)
+
+
+@dataclass(frozen=True, slots=True)
+class KVUsage:
+    """What the pool's blocks hold for requests at one moment; counts of blocks and token slots."""
+
+    allocated_blocks: int  # held by sequences, shared ones counted once
+    table_blocks: int  # entries of all block tables: what it would take without sharing
+    shared_blocks: int  # held by more than one sequence
+    allocated_slots: int
+    used_slots: int  # slots that hold a computed token
+
+    @property
+    def waste(self) -> float:
+        """Share of allocated slots without a token, 0 when nothing is allocated."""
+        return 1 - self.used_slots / self.allocated_slots if self.allocated_slots else 0.0
+
+    @property
+    def saved(self) -> float:
+        """Share of blocks that sharing saves."""
+        return 1 - self.allocated_blocks / self.table_blocks if self.table_blocks else 0.0

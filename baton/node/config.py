@@ -1,7 +1,7 @@
 """NodeConfig: every option of a node that is not the engine's; EngineConfig stands beside it.
 
 Flags, environment and help are generated from it (baton/config.py). `NodeConfig.check` holds the
-rules of DESIGN.md section 8: what may be bound where, and with which secret.
+rules of what may be bound where, and with which secret.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Final
 from baton.config import option
 from baton.errors import ConfigError
 from baton.node.cores import parse_cores
+from baton.redis_keys import check_redis_url
 
 WILDCARDS: Final = ("0.0.0.0", "::")
 LEVELS: Final = ("debug", "info", "warning", "error")
@@ -62,6 +63,8 @@ class NodeConfig:
                 raise ConfigError(f"{name} must be between {low} and {high}", field=name)
         if self.cpu_cores is not None:
             parse_cores(self.cpu_cores)
+        if self.redis_url:
+            check_redis_url(self.redis_url)
         if is_loopback(self.host):
             return
         if not self.secret:

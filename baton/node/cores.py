@@ -1,7 +1,7 @@
 """A node's cores: affinity and thread count.
 
-OpenMP teams that outnumber their cores stall for 10-16 ms at every barrier (DESIGN.md section 4),
-so each node gets its own cores and exactly as many threads.
+OpenMP teams that outnumber their cores stall for 10-16 ms at every barrier, so each node gets its
+own cores and exactly as many threads.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import os
 from baton.errors import ConfigError
 
 
-def parse_cores(text: str) -> tuple[int, ...]:
-    """Sorted core numbers of "0,1" or "0,4-7". Raises ConfigError."""
+def parse_cores(text: str, option: str = "cpu_cores") -> tuple[int, ...]:
+    """Sorted core numbers of "0,1" or "0,4-7". Raises ConfigError, naming `option`."""
     cores: set[int] = set()
     try:
         for part in text.split(","):
@@ -23,9 +23,20 @@ def parse_cores(text: str) -> tuple[int, ...]:
             cores.update(range(low, high + 1))
     except ValueError as error:
         raise ConfigError(
-            f'cpu_cores: {text!r} is not a list like "0,1" or "4-7"', field="cpu_cores"
+            f'{option}: {text!r} is not a list like "0,1" or "4-7"', field=option
         ) from error
     return tuple(sorted(cores))
+
+
+def check_cores(cores: tuple[int, ...], option: str = "cpu_cores") -> None:
+    """Raise ConfigError, naming `option`, for a core that this process may not use."""
+    allowed = os.sched_getaffinity(0)
+    missing = [core for core in cores if core not in allowed]
+    if missing:
+        raise ConfigError(
+            f"{option}: {missing} are not among the cores of this process ({sorted(allowed)})",
+            field=option,
+        )
 
 
 def pin_process(cores: tuple[int, ...]) -> None:
@@ -33,11 +44,5 @@ def pin_process(cores: tuple[int, ...]) -> None:
 
     Raises ConfigError for a core that this process may not use.
     """
-    allowed = os.sched_getaffinity(0)
-    missing = [core for core in cores if core not in allowed]
-    if missing:
-        raise ConfigError(
-            f"cpu_cores: {missing} are not among the cores of this process ({sorted(allowed)})",
-            field="cpu_cores",
-        )
+    check_cores(cores)
     os.sched_setaffinity(0, cores)

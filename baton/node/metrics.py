@@ -15,8 +15,10 @@ from baton.metrics import EngineTotals, NodeSnapshot, TransferTotals
 from kv_transfer.connector import Connector
 
 
-def snapshot(load: NodeLoad, stats: EngineStats, connector: Connector) -> NodeSnapshot:
-    """One scrape. Any thread; reads plain integers only."""
+def snapshot(
+    load: NodeLoad, stats: EngineStats, connector: Connector, kv_waste: float = 0.0
+) -> NodeSnapshot:
+    """One scrape. Any thread; reads plain numbers only."""
     transfer = connector.stats
     fetches = {"ok": transfer.fetches, **dict(transfer.failures)}
     return NodeSnapshot(
@@ -29,15 +31,22 @@ def snapshot(load: NodeLoad, stats: EngineStats, connector: Connector) -> NodeSn
             prefix_queries=stats.num_prefix_query_tokens,
             prefix_hits=stats.num_prefix_hit_tokens,
             preemptions=stats.num_preemptions,
+            swapped_out_blocks=stats.num_swapped_out_blocks,
+            swapped_in_blocks=stats.num_swapped_in_blocks,
+            forks=stats.num_forks,
+            copied_blocks=stats.num_copied_blocks,
+            drafted_tokens=stats.num_drafted_tokens,
+            accepted_tokens=stats.num_accepted_tokens,
         ),
         transfer=TransferTotals(
-            sent_bytes=sum(dict(transfer.bytes_sent).values()),
-            received_bytes=sum(dict(transfer.bytes_received).values()),
+            sent_bytes=transfer.total_sent,
+            received_bytes=transfer.total_received,
             exports=transfer.exports,
             active_exports=connector.active_exports,
             export_bytes=connector.export_bytes,
             fetches=fetches,
         ),
+        kv_waste=kv_waste,
     )
 
 

@@ -55,8 +55,13 @@ class RouterSession:
         self._wake.set()
 
     def changed_load(self, load: NodeLoad) -> NodeLoad | None:
-        """`load` if this router has not been told it yet."""
-        return None if load == self.last_load else load
+        """`load` if this router was last told another state.
+
+        Counters alone are no news: they travel with the next state, at the latest with a heartbeat.
+        """
+        told = self.last_load
+        known = told is not None and told.without_counters() == load.without_counters()
+        return None if known else load
 
     def cut(self, reason: BatonError) -> None:
         """Send nothing more and forget what is unread. The first reason stays."""

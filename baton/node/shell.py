@@ -100,6 +100,7 @@ class NodeShell:
         self._tasks: set[asyncio.Task[None]] = set()
         self._engine_load = parts.engine.current_load()
         self._engine_stats = parts.engine.stats.copy()
+        self._kv_waste = 0.0
         self._asked_engine_at: float | None = None
         self._quiet = asyncio.Event()  # set whenever a request or an export has ended
         self._stopped = False
@@ -187,23 +188,32 @@ class NodeShell:
             endpoint=self.connector.endpoint(),
             load=self.load(),
             version=baton.__version__,
+            adapters=info.adapters,
             eos_token_ids=info.eos_token_ids,
         )
 
     def load(self) -> NodeLoad:
         """The engine's load at its last step, with what only the node knows."""
+        transfer, engine = self.connector.stats, self._engine_stats
         return replace(
             self._engine_load,
             fetching=self.role.fetching,
             export_bytes=self.connector.export_bytes,
             draining=self.draining,
+            kv_received_bytes=transfer.total_received,
+            kv_sent_bytes=transfer.total_sent,
+            kv_fetches=transfer.fetches,
+            kv_fetch_failures=transfer.total_failures,
+            preemptions=engine.num_preemptions,
+            prefix_query_tokens=engine.num_prefix_query_tokens,
+            prefix_hit_tokens=engine.num_prefix_hit_tokens,
         )
 
     def send_load(self) -> None:
-        """Tell every router the load, where it changed."""
+        """Tell every router the load, counters included, where it changed. Once per heartbeat."""
         load = self.load()
         for session in self._sessions:
-            if session.changed_load(load) is not None:
+            if load != session.last_load:
                 session.send(NodeStep(load=load))
 
     def ask_engine(self) -> None:
@@ -214,7 +224,7 @@ class NodeShell:
 
     def scrape(self) -> NodeSnapshot:
         """Everything /metrics shows, as of the last step or beat. Any thread."""
-        return snapshot(self.load(), self._engine_stats, self.connector)
+        return snapshot(self.load(), self._engine_stats, self.connector, self._kv_waste)
 
     @property
     def engine_silent_s(self) -> float:
@@ -351,8 +361,8 @@ class NodeShell:
         self._loop.call_soon_threadsafe(self._deliver, report, stats)
 
     def _answer(self, engine: Engine) -> None:
-        load, stats = engine.current_load(), engine.stats.copy()
-        self._loop.call_soon_threadsafe(self._answered, load, stats)
+        load, stats, waste = engine.current_load(), engine.stats.copy(), engine.kv_usage().waste
+        self._loop.call_soon_threadsafe(self._answered, load, stats, waste)
 
     def _snapshot(self, engine: Engine, session: RouterSession) -> None:
         # Taken together, and delivered in the order of the steps: nothing is told twice or missed.
@@ -371,9 +381,9 @@ class NodeShell:
 
     # ---- back on the event loop ----
 
-    def _answered(self, load: NodeLoad, stats: EngineStats) -> None:
+    def _answered(self, load: NodeLoad, stats: EngineStats, kv_waste: float) -> None:
         self._asked_engine_at = None
-        self._engine_load, self._engine_stats = load, stats
+        self._engine_load, self._engine_stats, self._kv_waste = load, stats, kv_waste
         self.send_load()
 
     def _freed(self) -> None:

@@ -9,13 +9,14 @@ import re
 import signal
 import sys
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 from rich.console import Console
 
 from baton.client import Node, ServerInfo
 from baton.errors import ConfigError
-from deploy import cli, up
+from deploy import cli, local, up
 from deploy.chat import Answer, Conversation, describe
 from deploy.plan import DEMO_MODEL, UpOptions
 from deploy.status import view
@@ -28,16 +29,24 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """A folder with the files that a model has, all empty."""
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (tmp_path / name).touch()
+    return str(tmp_path)
+
+
 def settings(*flags: str) -> tuple[UpOptions, dict[str, object]]:
     return cli.up_settings(cli.build_parser().parse_args(["up", *flags]))
 
 
-def test_flags_of_up_reach_the_launcher_and_the_engine(tmp_path: Path) -> None:
+def test_flags_of_up_reach_the_launcher_and_the_engine(model: str) -> None:
     flags = "--prefill 3 --decode 2 --port 9000 --block-size 16 --prefill-block-size 64"
-    options, engine = settings(*flags.split(), "--dtype", "float32", "--model", str(tmp_path))
+    options, engine = settings(*flags.split(), "--dtype", "float32", "--model", model)
     assert (options.prefill, options.decode, options.port) == (3, 2, 9000)
     assert options.prefill_block_size == 64
-    assert engine == {"model": str(tmp_path), "block_size": "16", "dtype": "float32"}
+    assert engine == {"model": model, "block_size": "16", "dtype": "float32"}
 
 
 def test_the_demo_model_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,11 +65,11 @@ def test_the_demo_model_is_the_default(tmp_path: Path, monkeypatch: pytest.Monke
     assert DEMO_MODEL.parent == Path(cli.__file__).resolve().parents[1]
 
 
-def test_the_environment_is_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BATON_MODEL", str(tmp_path))
+def test_the_environment_is_a_layer(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_MODEL", model)
     monkeypatch.setenv("BATON_DECODE", "4")
     options, engine = settings()
-    assert engine["model"] == str(tmp_path)
+    assert engine["model"] == model
     assert options.decode == 4
 
 
@@ -71,17 +80,42 @@ def test_the_environment_is_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (["--block-size", "0"], "block_size"),
         (["--decode", "0"], "decode"),
         (["--port", "eighty"], "port"),
+        (["--host", "0.0.0.0"], "api_key"),
+        (["--host", "192.0.2.1", "--insecure", "--api-key", "k"], "host 192.0.2.1"),
+        (["--cores", "0-x"], "__cores: '0_x'"),
+        (["--cores", "100000"], "__cores"),
+        (["--redis-url", "foo://x"], "redis_url must begin with"),
+        (["--redis-url", "redis://:pw@127.0.0.1:1"], "redis://127.0.0.1:1 does not answer"),
     ],
 )
 def test_bad_values_stop_before_anything_starts(
-    flags: list[str], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    flags: list[str],
+    named: str,
+    model: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    def never(*rest: object) -> None:
+        raise AssertionError("something was started")
+
+    monkeypatch.setattr(local.Cluster, "start", never)
     try:
-        status = cli.main(["up", "--model", str(tmp_path), *flags])
+        status = cli.main(["up", "--model", model, *flags])
     except SystemExit as exit_:  # argparse's own refusal
         status = exit_.code
     assert status == 2
-    assert named in capsys.readouterr().err.replace("-", "_")
+    complaint = capsys.readouterr().err
+    assert named in complaint.replace("-", "_")
+    assert "Traceback" not in complaint
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_folder_that_is_no_model_is_refused(
+    missing: str, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (Path(model) / missing).unlink()
+    assert cli.main(["up", "--model", model]) == 2
+    assert missing.removeprefix("model") in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -92,6 +126,7 @@ def test_bad_values_stop_before_anything_starts(
         (["decode"], ["-m", "decode_node"]),
         (["bench", "serve", "--rate", "2"], ["-m", "bench.serve", "--rate", "2"]),
         (["convert", "dir"], ["-m", "baton.engine.convert", "dir"]),
+        (["estimate", "--json"], ["-m", "baton.engine.estimate", "--json"]),
     ],
 )
 def test_commands_that_become_another_program(words: list[str], program: list[str]) -> None:
@@ -113,8 +148,10 @@ def test_an_unknown_benchmark_lists_the_known(capsys: pytest.CaptureFixture[str]
 def test_chat_against_nobody_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["chat", "hi", "--url", "http://127.0.0.1:9"]) == 1
     error = capsys.readouterr().err
-    assert error.startswith("baton: ")
-    assert "Traceback" not in error
+    assert error == "baton: no router at http://127.0.0.1:9; is `./run up` running?\n"
+    assert cli.main(["status", "--once", "--grpc", "127.0.0.1:9"]) == 1
+    error = capsys.readouterr().err
+    assert error == "baton: no router at 127.0.0.1:9; is `./run up` running?\n"
 
 
 def test_the_printed_curl_is_a_valid_request() -> None:
@@ -143,15 +180,20 @@ def test_run_folders_are_below_the_cache(tmp_path: Path) -> None:
     assert found.parent == tmp_path / "baton" / "runs"
 
 
-def test_the_first_signal_unwinds_the_second_kills() -> None:
-    killed: list[bool] = []
+def test_the_first_signal_asks_and_a_later_one_kills() -> None:
+    heard: SimpleQueue[str] = SimpleQueue()
+    now = 5.0
     before = signal.getsignal(signal.SIGTERM)
-    with up.Interrupts(lambda: killed.append(True)):
-        with pytest.raises(up.StopRequested):
-            signal.raise_signal(signal.SIGTERM)
-        assert killed == []
+    with up.Interrupts(lambda: heard.put("ask"), lambda: heard.put("kill"), lambda: now):
+        signal.raise_signal(signal.SIGTERM)
+        assert heard.get(timeout=5.0) == "ask"
+        signal.raise_signal(signal.SIGINT)  # the same wish, by another way
+    assert heard.empty()  # all that was raised is heard when the block ends
+    with up.Interrupts(lambda: heard.put("ask"), lambda: heard.put("kill"), lambda: now) as signals:
+        signals.begin_stop()
+        now = 7.0
         signal.raise_signal(signal.SIGINT)
-        assert killed == [True]
+        assert heard.get(timeout=5.0) == "kill"
     assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -176,7 +218,7 @@ def test_the_status_table_shows_every_node() -> None:
         Node("p0", "prefill", "h:1", "m", 0, 0, 100, 100, draining=False),
     )
     console = Console(file=io.StringIO(), width=140)
-    console.print(view(ServerInfo("0.1.0", nodes, {"DECODE": 3, "QUEUED": 0}), "h:50051"))
+    console.print(view(ServerInfo("0.1.0", nodes, {"DECODE": 3, "QUEUED": 0}), "h:50051", 140))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert text.index("p0") < text.index("d0 (draining)")
     assert "75/100 (75%)" in text
@@ -185,7 +227,35 @@ def test_the_status_table_shows_every_node() -> None:
 
 def test_the_status_table_without_nodes() -> None:
     console = Console(file=io.StringIO(), width=140)
-    console.print(view(ServerInfo("0.1.0", (), {}), "h:50051"))
+    console.print(view(ServerInfo("0.1.0", (), {}), "h:50051", 140))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "no node is registered" in text
     assert "requests: none" in text
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_the_status_table_never_cuts_an_address(width: int) -> None:
+    address = "127.0.0.1:40123"
+    nodes = tuple(
+        Node(f"{role}-0", role, address, "m", 10, 100, 25, 40960, draining=role == "decode")
+        for role in ("prefill", "decode")
+    )
+    console = Console(file=io.StringIO(), width=width)
+    console.print(view(ServerInfo("0.1.0", nodes, {}), "h:50051", width))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert text.count(address) == 2
+    assert text.count("40935/40960 (100%)") == 2
+    assert ("█" in text) == (width >= 100)
+
+
+def test_the_hint_is_a_command_of_this_shell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / ".venv" / "bin" / "python"
+    monkeypatch.setattr(sys, "executable", str(python))
+    assert up.baton_command() == [str(python), "-m", "deploy.cli"]
+    python.parent.mkdir(parents=True)
+    python.with_name("baton").touch()
+    assert up.baton_command() == [str(python.with_name("baton"))]
+    monkeypatch.chdir(tmp_path)
+    assert up.baton_command() == [".venv/bin/baton"]

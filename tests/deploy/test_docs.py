@@ -33,7 +33,7 @@ OPTIONS: dict[str, tuple[type, ...]] = {
     "decode": (NodeConfig, EngineConfig),
     "bench": (ServeOptions,),
 }
-RUN_TASKS = {"setup", "up", "test", "coverage", "check", "bench", "proto", "fmt"}
+RUN_TASKS = {"setup", "up", "chat", "status", "test", "coverage", "check", "bench", "proto", "fmt"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ def test_shell_commands_exist(block: Block) -> None:
 def check_run(words: list[str]) -> None:
     task, *rest = words
     assert task in RUN_TASKS
-    if task in ("up", "bench"):
+    if task in ("up", "chat", "status", "bench"):
         check_baton([task, *rest])
 
 
@@ -120,14 +120,16 @@ def test_the_table_of_tasks_is_complete() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     (first,) = re.findall(r"\A# Contributing\n\n```sh\n(.*?)```", text, re.DOTALL)
     listed = {words[1] for words in commands(first)}
-    assert listed == RUN_TASKS - {"up", "bench"}, "those two are in the README"
+    assert listed == RUN_TASKS - {"up", "chat", "status", "bench"}, "those are in the README"
 
 
 def test_flags_named_in_the_readme_exist() -> None:
     text = (ROOT / "README.md").read_text()
-    parser = argparse.ArgumentParser()
-    add_options(parser, EngineConfig)
-    known = parser.format_help() + subcommand_help("up") + subcommand_help("status")
+    known = subcommand_help("up") + subcommand_help("status")
+    for options in (EngineConfig, RouterConfig):
+        parser = argparse.ArgumentParser()
+        add_options(parser, options)
+        known += parser.format_help()
     known += "--compare"
     for flag in re.findall(r"`(--[a-z-]+)", text):
         assert flag in known, flag

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import socket
+import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
+from rich.console import Console
 
 from baton.errors import ConfigError
-from deploy import local
-from deploy.local import Cluster, Report, StartFailed, choose_ports, ready_details
-from deploy.plan import NodePlan, UpOptions
+from deploy import local, up
+from deploy.local import (
+    Cluster,
+    Report,
+    StartFailed,
+    StopRequested,
+    ready_details,
+    router_ports,
+)
+from deploy.plan import DEFAULT_GRPC_PORT, DEFAULT_PORT, ClusterPlan, NodePlan, UpOptions
 from deploy.process import Child, Exited, ProcessSpec, Ready
+from deploy.socket_folder import SocketFolder, remove_stale
 
 # A process as the launcher sees it: READY on stdout, words on stderr, a clean end on SIGTERM.
 STAND_IN = """
@@ -34,9 +47,13 @@ print("loading", file=sys.stderr, flush=True)
 if behaviour == "broken":
     print("no such model", file=sys.stderr, flush=True)
     sys.exit(7)
+if behaviour == "late" and sys.argv[4:] != ["0", "0"]:
+    print("router: cannot bind 127.0.0.1:50051: in use", file=sys.stderr, flush=True)
+    sys.exit(2)
 write("started")
 print("not json", flush=True)
-print(json.dumps({"ready": True, "address": name}), flush=True)
+ready = {"ready": True, "address": f"{name}:7", "grpc_address": f"{name}:8", "metrics_port": 9}
+print(json.dumps(ready), flush=True)
 while True:
     signal.pause()
 """
@@ -55,9 +72,11 @@ class Stage:
         self.behaviours: dict[str, str] = {}
         self.reports: SimpleQueue[Report] = SimpleQueue()
 
-    def command(self, name: str) -> list[str]:
+    def command(self, name: str, *ports: int) -> list[str]:
+        """`ports`: what it is told to listen on."""
         behaviour = self.behaviours.get(name, "good")
-        return [sys.executable, str(self.script), name, behaviour, str(self.journal)]
+        words = [name, behaviour, str(self.journal), *map(str, ports)]
+        return [sys.executable, str(self.script), *words]
 
     def lines(self, what: str) -> list[str]:
         found = [line.split() for line in self.journal.read_text().splitlines()]
@@ -78,10 +97,13 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
     stage = Stage(tmp_path)
 
     def node(node: NodePlan, *rest: object) -> list[str]:
-        return stage.command(node.name)
+        return stage.command(node.name, node.port, node.metrics_port)
+
+    def router(plan: ClusterPlan, *rest: object) -> list[str]:
+        return stage.command("router", plan.router_port, plan.grpc_port)
 
     monkeypatch.setattr(local, "node_command", node)
-    monkeypatch.setattr(local, "router_command", lambda *rest: stage.command("router"))
+    monkeypatch.setattr(local, "router_command", router)
     monkeypatch.setattr(local, "find_redis_binary", lambda: None)
     return stage
 
@@ -91,17 +113,17 @@ def supervised(stage: Stage) -> Iterator[Cluster]:
     """A started cluster whose supervise() runs in a thread until the test ends."""
     with stage.cluster(UpOptions(port=0)) as cluster:
         cluster.start({})
-        failures: list[StartFailed] = []
 
         def supervise() -> None:
-            try:
+            with suppress(StopRequested):
                 cluster.supervise()
-            except StartFailed as error:
-                failures.append(error)
 
-        # A daemon: supervise() only ends by a signal or by giving up.
-        threading.Thread(target=supervise, daemon=True).start()
+        thread = threading.Thread(target=supervise)
+        thread.start()
         yield cluster
+        cluster.request_stop()
+        thread.join(TIMEOUT_S)
+        assert not thread.is_alive()
 
 
 def test_starts_everything_and_stops_the_router_first(stage: Stage) -> None:
@@ -111,7 +133,7 @@ def test_starts_everything_and_stops_the_router_first(stage: Stage) -> None:
         assert set(cluster.members) == names
         assert set(stage.lines("started")) == names
         assert stage.lines("started")[-1] == "router"  # without Redis it needs the nodes first
-        assert cluster.members["decode-0"].details["address"] == "decode-0"
+        assert cluster.members["decode-0"].details["address"] == "decode-0:7"
         pids = [member.child.pid for member in cluster.members.values() if member.child]
         log = (cluster.run_dir / "router.log").read_text()
         assert "loading" in log
@@ -145,6 +167,43 @@ def test_a_killed_node_is_started_again(
     assert again.member == "decode-0"
     assert stage.lines("started").count("decode-0") == 2
     assert stage.lines("started").count("router") == 1
+    spec = supervised.members["decode-0"].spec
+    assert spec.command[-2:] == ["7", "9"]  # the ports that it had: others know them
+
+
+def test_ports_are_what_the_processes_say(stage: Stage) -> None:
+    with stage.cluster(UpOptions(port=0, grpc_port=0)) as cluster:
+        cluster.start({})
+        assert (cluster.url, cluster.grpc) == ("http://127.0.0.1:7", "127.0.0.1:8")
+        assert [node.address for node in cluster.plan.nodes] == ["127.0.0.1:7"] * 2
+        assert cluster.metrics == {
+            "router": "http://127.0.0.1:7/metrics",
+            "prefill-0": "http://127.0.0.1:9/metrics",
+            "decode-0": "http://127.0.0.1:9/metrics",
+        }
+
+
+def test_a_default_port_that_is_taken_meanwhile_is_given_up(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "DEFAULT_PORT", free_port())
+    monkeypatch.setattr(local, "DEFAULT_GRPC_PORT", free_port())
+    stage.behaviours["router"] = "late"
+    with stage.cluster(UpOptions()) as cluster:
+        cluster.start({})
+        assert stage.lines("started").count("router") == 1
+        assert (cluster.url, cluster.grpc) == ("http://127.0.0.1:7", "127.0.0.1:8")
+    report = stage.wait_report(lambda report: report.member == "router")
+    assert report.trouble
+
+
+def test_a_port_that_was_asked_for_is_not_given_up(stage: Stage) -> None:
+    stage.behaviours["router"] = "late"
+    with (
+        pytest.raises(StartFailed, match="cannot bind"),
+        stage.cluster(UpOptions(port=0, grpc_port=free_port())) as cluster,
+    ):
+        cluster.start({})
 
 
 def test_too_many_restarts_give_up(stage: Stage) -> None:
@@ -180,12 +239,97 @@ def test_a_taken_port_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port {port} .* try another --port"):
-            choose_ports(UpOptions(port=port))
+            router_ports(UpOptions(port=port))
+        with pytest.raises(ConfigError, match=f"port {port} .* try another --grpc-port"):
+            router_ports(UpOptions(port=0, grpc_port=port))
 
 
-def test_all_chosen_ports_differ() -> None:
-    ports = choose_ports(UpOptions(prefill=5, decode=5, port=0, grpc_port=0))
-    assert len(set(ports)) == len(ports) == 12
+def test_defaults_give_way(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setattr(local, "DEFAULT_PORT", taken.getsockname()[1])
+        monkeypatch.setattr(local, "DEFAULT_GRPC_PORT", free := free_port())
+        assert router_ports(UpOptions()) == (0, free)
+        with stage.cluster(UpOptions()) as cluster:
+            cluster.start({})
+    report = stage.wait_report(lambda report: report.member == "router")
+    assert report.text.endswith("is taken: using a free one")
+    assert (DEFAULT_PORT, DEFAULT_GRPC_PORT) == (8000, 50051)  # as documented
+
+
+def test_a_host_of_another_machine_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"--host 192.0.2.1 is no address of this machine"):
+        router_ports(UpOptions(host="192.0.2.1"))
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def test_folders_of_the_dead_are_removed_and_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    made = (
+        "from deploy.socket_folder import SocketFolder; folder = SocketFolder(); print(folder.path)"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    dead = subprocess.run(
+        [sys.executable, "-c", made], env=environment, capture_output=True, text=True, check=True
+    )
+    assert Path(dead.stdout.strip()).is_dir()
+    (tmp_path / "baton-up-other").mkdir()  # just being made: its lock has no name yet
+    mine = SocketFolder()
+    assert remove_stale() == [Path(dead.stdout.strip())]
+    assert sorted(each.name for each in tmp_path.iterdir()) == sorted(
+        [mine.path.name, "baton-up-other"]
+    )
+    mine.remove()
+    mine.remove()
+    assert not mine.path.exists()
+
+
+@pytest.mark.parametrize("turn", range(20))
+def test_two_signals_at_once_stop_cleanly(
+    turn: int, stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it starts (odd turns) or serves; INT before TERM or after."""
+    senders: list[threading.Thread] = []
+    pair = [signal.SIGINT, signal.SIGTERM] if turn % 4 < 2 else [signal.SIGTERM, signal.SIGINT]
+
+    def send(*_: object) -> None:
+        def work() -> None:
+            for number in pair:
+                os.kill(os.getpid(), number)
+
+        senders.append(threading.Thread(target=work))
+        senders[-1].start()
+
+    monkeypatch.setattr(up, "announce_start", send if turn % 2 else lambda *rest: None)
+    monkeypatch.setattr(up, "introduce", send)
+    stop = Cluster.stop
+
+    def stop_when_both_are_sent(cluster: Cluster) -> None:
+        for sender in senders:
+            sender.join(TIMEOUT_S)
+        stop(cluster)
+
+    monkeypatch.setattr(Cluster, "stop", stop_when_both_are_sent)
+    stray: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, frame: stray.append(number)) for number in pair
+    }
+    try:
+        options = UpOptions(port=0, grpc_port=0, run_dir=stage.folder / "run", cores=None)
+        status = up.up(options, {"model": "m"}, {}, Console(file=io.StringIO()))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert status == 0
+    assert len(senders) == 1
+    assert stray == []
+    # One that is told to end while it starts says the latter alone.
+    assert set(stage.lines("started")) <= set(stage.lines("stopped"))
 
 
 @pytest.mark.parametrize("line", ["", "hello", "{not json", '{"ready": false}', "[]", "{}"])

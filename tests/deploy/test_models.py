@@ -15,6 +15,8 @@ def never(model: str) -> str:
 
 
 def test_a_directory_is_used_as_it_is(tmp_path: Path) -> None:
+    for name in ("config.json", "model-00001-of-00001.safetensors", "tokenizer.json"):
+        (tmp_path / name).touch()
     assert local_model(str(tmp_path), never) == tmp_path
 
 

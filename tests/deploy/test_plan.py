@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -22,7 +23,7 @@ from deploy.plan import (
 
 
 def plan_for(options: UpOptions, cores: list[int]) -> ClusterPlan:
-    return plan_cluster(options, cores, range(9000, 9000 + options.num_ports))
+    return plan_cluster(options, cores, 9000, 9001)
 
 
 def flags_of(command: list[str]) -> dict[str, list[str]]:
@@ -55,7 +56,7 @@ def test_two_cores_prefill_and_decode_apart() -> None:
     ]
     assert plan.router_cores == (0,)  # beside prefill, away from decode
     assert (plan.router_port, plan.grpc_port) == (9000, 9001)
-    assert len({node.port for node in plan.nodes}) == 2
+    assert {node.port for node in plan.nodes} == {0}  # each takes a free one
 
 
 def test_colocated_takes_every_core_and_no_prefill_node() -> None:
@@ -72,7 +73,10 @@ def test_three_prefill_two_decode() -> None:
     assert plan.router_cores == (4, 5, 6)
 
 
-@pytest.mark.parametrize(("name", "value"), [("decode", 0), ("prefill", 0), ("decode", 65)])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("decode", 0), ("prefill", 0), ("decode", 65), ("port", 70000), ("grpc_port", -1)],
+)
 def test_impossible_numbers_are_refused_by_name(name: str, value: int) -> None:
     with pytest.raises(ConfigError) as caught:
         load(UpOptions, {name: value})
@@ -92,17 +96,20 @@ def test_node_command_carries_the_engine_flags() -> None:
     assert "--threads" not in decode
     assert decode[decode.index("--redis-url") + 1] == "unix:///r"
     assert decode[decode.index("--cpu-cores") + 1] == "1"
+    assert decode[decode.index("--metrics-port") + 1] == "0"
 
 
 def test_router_finds_nodes_by_redis_or_by_address() -> None:
     options = UpOptions(decode=2)
     plan = plan_for(options, [0, 1])
+    for port, node in enumerate(plan.nodes, 9100):
+        plan = plan.with_node(replace(node, port=port))
     with_redis = flags_of(router_command(plan, options, {"model": "/m"}, "redis://h"))
     assert with_redis["--redis-url"] == ["redis://h"]
     assert "--decode-node" not in with_redis
     without = flags_of(router_command(plan, options, {"model": "/m"}, None))
     assert without["--prefill-node"] == [plan.nodes[0].address]
-    assert without["--decode-node"] == [node.address for node in plan.nodes[1:]]
+    assert without["--decode-node"] == ["127.0.0.1:9101", "127.0.0.1:9102"]
     assert without["--model"] == ["/m"]
 
 

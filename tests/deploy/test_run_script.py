@@ -83,6 +83,7 @@ def installer(run: ModuleType, monkeypatch: pytest.MonkeyPatch, root: Path) -> l
     monkeypatch.setattr(run, "make_venv", lambda: None)
     monkeypatch.setattr(run, "detect_torch", lambda: run.choose_torch(False, False, True))
     monkeypatch.setattr(run, "pip_install", lambda what, arguments: calls.append([*arguments]))
+    monkeypatch.setattr(run, "pip_check", lambda: calls.append(["check"]))
     return calls
 
 
@@ -91,13 +92,17 @@ def test_the_stamp_skips_pip(
 ) -> None:
     calls = installer(run, monkeypatch, tmp_path)
     run.ensure_installed(())
-    assert [call[0] for call in calls] == [f"torch=={run.TORCH_VERSION}", "-e"]
+    assert [call[0] for call in calls] == [f"torch=={run.TORCH_VERSION}", "-e", "check"]
     calls.clear()
     run.ensure_installed(())
     assert calls == []
-    run.ensure_installed(("test",))  # only what is new
-    assert len(calls) == 1
+    run.ensure_installed(("test",))
+    assert [call[0] for call in calls] == ["-e", "check"]
     assert any(each.startswith("pytest") for each in calls[0])
+    calls.clear()
+    run.ensure_installed(("dev",))  # resolved together with what is there
+    assert any(each.startswith("pytest") for each in calls[0])
+    assert any(each.startswith("grpcio-tools") for each in calls[0])
     calls.clear()
     run.ensure_installed(("test",))
     run.ensure_installed(())
@@ -105,7 +110,7 @@ def test_the_stamp_skips_pip(
     with (tmp_path / "pyproject.toml").open("a") as file:
         file.write("\n# changed\n")
     run.ensure_installed(())
-    assert len(calls) == 2
+    assert [call[0] for call in calls] == [f"torch=={run.TORCH_VERSION}", "-e", "check"]
 
 
 def test_a_failed_installation_leaves_no_stamp(
@@ -119,6 +124,23 @@ def test_a_failed_installation_leaves_no_stamp(
     monkeypatch.setattr(run, "pip_install", broken)
     with pytest.raises(SystemExit):
         run.ensure_installed(())
+    assert not run.STAMP.exists()
+
+
+def test_versions_that_do_not_fit_leave_no_stamp(
+    run: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    check = run.pip_check
+    installer(run, monkeypatch, tmp_path)
+    monkeypatch.setattr(run, "pip_check", check)
+    run.PYTHON.write_text("#!/bin/sh\necho grpcio-reflection requires protobuf\nexit 1\n")
+    run.PYTHON.chmod(0o755)
+    with pytest.raises(SystemExit):
+        run.ensure_installed(())
+    assert "grpcio-reflection requires protobuf" in capsys.readouterr().err
     assert not run.STAMP.exists()
 
 
@@ -138,7 +160,7 @@ def test_a_missing_ensurepip_gives_the_command_to_type(
 def test_groups_of_every_task_exist(run: ModuleType) -> None:
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
     assert {group for task in run.TASKS.values() for group in task.groups} <= groups.keys()
-    tasks = {"setup", "up", "test", "coverage", "check", "bench", "proto", "fmt"}
+    tasks = {"setup", "up", "chat", "status", "test", "coverage", "check", "bench", "proto", "fmt"}
     assert set(run.TASKS) == tasks
 
 

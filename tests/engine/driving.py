@@ -1,5 +1,5 @@
-"""How engine tests drive an engine: to its end, checking on the way what every event stream must
-be."""
+"""How engine tests drive an engine:
+to its end, checking on the way what every event stream must be."""
 
 from __future__ import annotations
 
@@ -38,3 +38,17 @@ def assert_all_free(engine: Engine) -> None:
     engine.check()
     assert engine.pool.num_free == engine.pool.num_blocks
     assert not engine.has_work
+
+
+def run_samples(engine: Engine) -> dict[tuple[str, int], list[TokenEvent]]:
+    """As `run`, with the events of each sample of each request by themselves."""
+    events: dict[tuple[str, int], list[TokenEvent]] = {}
+    while engine.has_work:
+        for event in engine.step():
+            mine = events.setdefault((event.request_id, event.sample), [])
+            if mine:
+                assert mine[-1].finish_reason is None, "an event after the end"
+                assert event.position == mine[-1].position + len(mine[-1].token_ids)
+            mine.append(event)
+        assert not engine.stalled
+    return events

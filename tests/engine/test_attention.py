@@ -1,5 +1,5 @@
-"""The torch attention backend against its plain twin: windows, softcap, sinks, GQA, unequal dims,
-tiles."""
+"""The torch attention backend against its plain twin:
+windows, softcap, sinks, GQA, unequal dims, tiles."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from baton.engine.interface import SequenceChunk
 
 BLOCK = 4
 CPU = torch.device("cpu")
-# (tokens already there, new tokens): decode rows of several sizes, prefills from zero and in the
-# middle
+# (tokens already there, new tokens): decode rows of several sizes, prefills from zero and midway
 SHAPES = [(0, 9), (13, 1), (0, 1), (30, 6), (3, 1), (62, 1), (200, 1)]
 
 
@@ -43,6 +42,10 @@ class Pool:
         """See KVViews."""
         assert layer == 0
         return self.k, self.v
+
+    def scales(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See KVViews."""
+        raise AssertionError("stored as computed")
 
 
 def chunks_of(shapes: list[tuple[int, int]]) -> list[SequenceChunk]:
@@ -104,6 +107,24 @@ def test_equals_reference(
     torch.testing.assert_close(results[1], results[0], atol=2e-6, rtol=1e-5)
     torch.testing.assert_close(pools[1].k, pools[0].k, equal_nan=True, atol=0, rtol=0)
     torch.testing.assert_close(pools[1].v, pools[0].v, equal_nan=True, atol=0, rtol=0)
+
+
+def test_one_latent_is_key_and_value() -> None:
+    """MLA: the pool holds one head and no V; a value is the first dims of its key."""
+    spec, chunks = AttentionLayer(4, 0.25, latent=12), chunks_of(SHAPES)
+    results: list[torch.Tensor] = []
+    pools: list[Pool] = []
+    for backend in (ReferenceAttention, TorchAttention):
+        pool = Pool.make(1, 16, 0, torch.float32)
+        fill_past(pool, chunks)
+        step = flatten(chunks, backend(pool, [spec]), BLOCK, CPU)
+        q = random_rows(step, 4, 16, 3, torch.float32)
+        latents = random_rows(step, 1, 16, 4, torch.float32)
+        results.append(step.batch.attend(0, q, latents, latents[..., :0]))
+        pools.append(pool)
+    assert results[0].shape == (step.token_ids.shape[0], 4, 12)
+    torch.testing.assert_close(results[1], results[0], atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(pools[1].k, pools[0].k, equal_nan=True, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -1,5 +1,5 @@
-"""Engine over FakeRunner: right tokens under chunks, hits and preemption; every life ends once, and
-frees all.
+"""Engine over FakeRunner: right tokens under chunks, hits and preemption;
+every life ends once, and frees all.
 
 FakeRunner reads each history back through the block table, so a wrong table is a wrong token.
 """
@@ -21,7 +21,7 @@ from baton.errors import (
 )
 from baton.events import BlockEventKind
 from baton.request import FinishReason, Request
-from baton.sampling import SamplingParams
+from baton.sampling import GuidedDecoding, SamplingParams
 from tests.engine.driving import PROMPT, assert_all_free, expected, run, tokens_of
 from tests.fakes import (
     EOS_ID,
@@ -278,6 +278,25 @@ def test_a_prefill_waits_for_pinned_blocks_and_says_that_it_is_stalled() -> None
     assert [event.request_id for event in engine.step()] == ["p2"]
 
 
+def test_a_step_that_only_preempts_is_no_stall() -> None:
+    # The preempted one leaves its only slot to a request that holds its blocks already.
+    engine, runner = fake_engine(num_blocks=4, max_num_seqs=1, preemption_mode="recompute")
+    engine.add(request("r", PROMPT[:4], max_tokens=12))
+    engine.step()
+    ready = request("d", tuple(reversed(PROMPT[:8])), max_tokens=2)
+    reservation = engine.reserve(ready, 8)
+    assert reservation is not None
+    runner.write(reservation.blocks, 0, ready.prompt_ids)
+    engine.add(ready, reservation=reservation)
+    events = engine.step()
+    while not engine.stats.num_preemptions:
+        events = engine.step()
+    assert events == []
+    assert not engine.stalled
+    assert run(engine).keys() == {"r", "d"}
+    assert_all_free(engine)
+
+
 def test_local_requests_are_neither_pinned_nor_announced() -> None:
     hooks = FakeHooks()
     engine, _ = fake_engine(hooks=hooks)
@@ -299,7 +318,15 @@ def test_local_requests_are_neither_pinned_nor_announced() -> None:
         (request(prompt=(-1,)), InvalidRequest, "prompt"),
         (request(outputs=(VOCAB_SIZE,)), InvalidRequest, "prompt"),
         (request(adapter="lora"), UnsupportedFeature, "adapter"),
-        (request(params=SamplingParams(n=2, seed=1)), UnsupportedFeature, "n"),
+        (request(sampling={"n": 3, "best_of": 2}), InvalidRequest, "best_of"),
+        (request(sampling={"beam_width": 2, "n": 3}), InvalidRequest, "n"),
+        (request(sampling={"n": 65}), InvalidRequest, "n"),
+        (
+            request(sampling={"beam_width": 64, "n": 2}, max_tokens=90),
+            ContextLengthExceeded,
+            "max_tokens",
+        ),
+        (request(sampling={"guided": GuidedDecoding("regex", "a")}), UnsupportedFeature, "guided"),
         (request(params=SamplingParams()), InvalidRequest, "seed"),
         (request(prompt=(5,) * 256), ContextLengthExceeded, "prompt"),
         (request(prompt=(5,) * 250), ContextLengthExceeded, "max_tokens"),

@@ -1,9 +1,10 @@
-"""Any order of add, reserve, step, abort, cancel, pin and failing steps, on a pool that is far too
-small.
+"""Any order of add, fork, beam, draft, reserve, step, swap, preempt, abort, cancel, pin and failing
+steps, on a pool that is far too small.
 
-What must hold after every rule: free + used == total and every reference has an owner; no event
-after an end; positions without gap; tokens as one engine with endless memory would say them. At the
-end: every request ended exactly once, and every block is free.
+What must hold after every rule: free + used == total, every reference has an owner, host copies are
+those of the swapped requests and no more blocks than the pool has; no row writes where others read;
+no event after an end; positions without gap; tokens as one engine with endless memory would say
+them. At the end: every sample and every request ended exactly once, and every block is free.
 """
 
 from __future__ import annotations
@@ -15,10 +16,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from baton.engine.interface import Reservation, Task
-from baton.errors import ContextLengthExceeded
+from baton.errors import ContextLengthExceeded, InvalidRequest
 from baton.events import FirstToken
+from baton.kv_spec import LayerSpec
 from baton.request import Request
-from tests.fakes import FakeHooks, expected_output, fake_engine, next_token, request
+from tests.fakes import (
+    FakeHooks,
+    ScriptedProposer,
+    expected_beams,
+    expected_output,
+    fake_engine,
+    model_info,
+    next_token,
+    request,
+)
 
 # Few different tokens and prefixes of one text: prefix hits are frequent.
 TEXT = (11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23)
@@ -26,12 +37,13 @@ TEXT = (11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23)
 
 @dataclass
 class Life:
-    """What a listener knows of one request."""
+    """What a listener knows of one request: per sample, what it must say and what it said."""
 
     request: Request
     task: Task
-    expected: list[int]
-    seen: list[int]
+    expected: list[list[int]]
+    seen: list[list[int]]
+    open: set[int]  # samples that have not ended
     end: str | None = None
 
 
@@ -40,42 +52,85 @@ class EngineMachine(RuleBasedStateMachine):
         num_blocks=st.integers(6, 14),
         max_num_seqs=st.integers(1, 4),
         extra=st.integers(0, 12),
-        caching=st.booleans(),
+        options=st.fixed_dictionaries(
+            {
+                "enable_prefix_caching": st.booleans(),
+                "preemption_mode": st.sampled_from(("auto", "swap", "recompute")),
+                "num_speculative_tokens": st.integers(1, 5),
+            }
+        ),
+        window=st.sampled_from((None, None, 3, 8)),
+        odds=st.tuples(st.sampled_from((None, 0, 3, 10)), st.booleans()),
     )
-    def start(self, num_blocks: int, max_num_seqs: int, extra: int, caching: bool) -> None:
+    def start(
+        self,
+        num_blocks: int,
+        max_num_seqs: int,
+        extra: int,
+        options: dict[str, object],
+        window: int | None,
+        odds: tuple[int | None, bool],
+    ) -> None:
+        """`odds`: of ten drafts so many are wrong (None: no drafts); whether time passes."""
+        spoilt, ticks = odds
         self.hooks = FakeHooks()
+        self.window = window
+        layers = (LayerSpec(1, 2, 2, window=window or 0),) * 2
         self.engine, self.runner = fake_engine(
             num_blocks=num_blocks,
             block_size=4,
             hooks=self.hooks,
+            info=model_info(layers=layers),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + extra,
-            enable_prefix_caching=caching,
+            **options,
         )
+        self.runner.seconds_per_step = self.runner.seconds_per_copied_block = float(ticks)
+        if spoilt is not None:  # with a window all are wrong: the proposer knows of none
+            self.engine.set_proposer(
+                ScriptedProposer(lambda ask, index: (len(ask.history) * 7 + index) % 10 < spoilt)
+            )
         self.lives: dict[str, Life] = {}
         self.reserved: list[tuple[Request, Reservation]] = []
         self.unpinned = 0  # of hooks.admissions, in order
 
     # ---- requests in ----
 
-    def draw(self, data: st.DataObject, prefix: str) -> Request:
+    def draw(
+        self, data: st.DataObject, prefix: str, sampling: dict[str, object] | None = None
+    ) -> Request:
         length = data.draw(st.sampled_from((1, 3, 4, 5, 8, 9, 12, 13)))
         asked = request(
             f"{prefix}{len(self.lives) + len(self.reserved)}-{len(self.runner.batches)}",
             TEXT[:length],
-            max_tokens=data.draw(st.integers(1, 9)),
+            max_tokens=min(24 - length, data.draw(st.sampled_from((1, 2, 5, 9, 16)))),
             seed=data.draw(st.integers(0, 2)),
             ignore_eos=data.draw(st.booleans()),
             priority=data.draw(st.integers(0, 1)),
+            sampling=sampling,
         )
-        known = data.draw(st.integers(0, 2))
-        output = expected_output(asked.prompt_ids, asked.params)
-        return asked.retried((tuple(output[:known]),)) if known else asked
+        known = 0 if asked.params.beam_width else data.draw(st.integers(0, 2))
+        outputs = tuple(tuple(output[:known]) for output in self.outputs(asked))
+        return asked.retried(outputs) if known else asked
+
+    def outputs(self, asked: Request) -> list[list[int]]:
+        """What each sample must say."""
+        params = asked.params
+        if params.beam_width:
+            beams = expected_beams(asked.prompt_ids, params, window=self.window)
+            return [list(tokens) for tokens in beams]
+        return [
+            expected_output(asked.prompt_ids, params, sample=sample, window=self.window)
+            for sample in range(max(params.n, params.best_of or 1))
+        ]
 
     def born(self, asked: Request, task: Task) -> None:
         assert asked.id not in self.lives
-        output = expected_output(asked.prompt_ids, asked.params)
-        self.lives[asked.id] = Life(asked, task, output, list(asked.output_ids[0]))
+        outputs = self.outputs(asked)
+        known = [*map(list, asked.output_ids), *([] for _ in outputs)]
+        self.lives[asked.id] = Life(
+            asked, task, outputs, known[: len(outputs)], set(range(len(outputs)))
+        )
 
     @rule(data=st.data(), task=st.sampled_from(Task))
     def add(self, data: st.DataObject, task: Task) -> None:
@@ -83,6 +138,20 @@ class EngineMachine(RuleBasedStateMachine):
         if asked.id not in self.lives:
             self.engine.add(asked, task)
             self.born(asked, task)
+
+    @rule(data=st.data())
+    def add_several(self, data: st.DataObject) -> None:
+        """Parallel samples or beams."""
+        count = data.draw(st.integers(2, 4))
+        kind = data.draw(st.sampled_from(("n", "best_of", "beam_width")))
+        asked = self.draw(data, "s", {kind: count})
+        if asked.id in self.lives:
+            return
+        try:
+            self.engine.add(asked)
+        except (InvalidRequest, ContextLengthExceeded):
+            return  # more than this engine can promise to bring to its end
+        self.born(asked, Task.LOCAL)
 
     @rule(data=st.data())
     def reserve(self, data: st.DataObject) -> None:
@@ -101,7 +170,8 @@ class EngineMachine(RuleBasedStateMachine):
         asked, reservation = self.reserved.pop(index)
         start = reservation.start_token
         self.runner.write(reservation.blocks, start, asked.prompt_ids[start:])
-        first = FirstToken(0, next_token(asked.prompt_ids, asked.params, 0))
+        seen = asked.prompt_ids[-self.window :] if self.window else asked.prompt_ids
+        first = FirstToken(0, next_token(seen, asked.params, 0))
         if asked.id in self.lives:
             self.engine.cancel(reservation)
             return
@@ -133,12 +203,15 @@ class EngineMachine(RuleBasedStateMachine):
             life = self.lives[event.request_id]
             assert life.end is None, "an event after the end"
             assert event.epoch == life.request.epoch
-            assert event.position == len(life.seen), "a gap"
-            life.seen.extend(event.token_ids)
-            assert life.seen == life.expected[: len(life.seen)], "a wrong token"
+            seen, expected = life.seen[event.sample], life.expected[event.sample]
+            assert event.sample in life.open, "an event after the end of its sample"
+            assert event.position == len(seen), "a gap"
+            seen.extend(event.token_ids)
+            assert seen == expected[: len(seen)], "a wrong token"
             if event.finish_reason is not None:
-                assert life.seen == life.expected
-                life.end = "finished"
+                assert seen == expected
+                life.open.remove(event.sample)
+                life.end = None if life.open else "finished"
             elif life.task is Task.PREFILL:
                 assert len(event.token_ids) == 1
                 life.end = "handed over"
@@ -182,6 +255,14 @@ class EngineMachine(RuleBasedStateMachine):
                 assert self.lives[other].end is None
                 self.lives[other].end = "failed"
         self.runner.fail_for = set()
+
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        """Room is short at any moment, for anybody that may be preempted."""
+        scheduler = self.engine._scheduler
+        victims = [group for group in scheduler._running if group.task is Task.LOCAL]
+        if victims:
+            scheduler._preempt(data.draw(st.sampled_from(victims)))
 
     @precondition(lambda self: self.unpinned < len(self.hooks.admissions))
     @rule()

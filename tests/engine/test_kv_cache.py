@@ -1,5 +1,5 @@
-"""KVArena: one layout for views and bytes; pool sizes from configuration and memory; the
-configuration."""
+"""KVArena: one layout for views and bytes;
+pool sizes from configuration and memory; the configuration."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from baton.config import load
 from baton.engine.config import EngineConfig, parse_bytes
-from baton.engine.kv_cache import KVArena, available_memory, bytes_per_block, choose_num_blocks
+from baton.engine.kv_cache import KVArena, bytes_per_block
 from baton.errors import ConfigError, InternalError
 from baton.kv_spec import LayerSpec
 
@@ -82,42 +82,25 @@ def test_what_an_arena_cannot_be() -> None:
         arena.layer_buffer(0)
 
 
-# ---- how many blocks ----
+# ---- copies in host memory ----
 
 
-def test_the_configured_number_of_blocks_wins() -> None:
-    config = EngineConfig(model="m", num_kv_blocks=7, kv_cache_memory="1GB")
-    assert choose_num_blocks(config, (EVEN,), 4, "float32", CPU, 64) == 7
-
-
-def test_blocks_from_kv_cache_memory() -> None:
-    block = bytes_per_block((EVEN, EVEN), 4, "float32")
-    assert block == 2 * 4 * 2 * 6 * 4
-    config = EngineConfig(model="m", kv_cache_memory="10KiB")
-    assert choose_num_blocks(config, (EVEN, EVEN), 4, "float32", CPU, 64) == 10240 // block
-
-
-def test_without_a_size_the_pool_holds_what_can_be_used() -> None:
-    config = EngineConfig(model="m", max_num_seqs=3)
-    assert choose_num_blocks(config, (EVEN,), 4, "float32", CPU, 10) == 3 * 3
-
-
-def test_a_pool_below_two_blocks_is_refused_with_the_arithmetic() -> None:
-    config = EngineConfig(model="m", kv_cache_memory="200B")
-    with pytest.raises(ConfigError, match="200 bytes; one KV block of 4 tokens takes 192") as error:
-        choose_num_blocks(config, (EVEN,), 4, "float32", CPU, 64)
-    assert error.value.field == "kv_cache_memory"
-
-
-def test_available_memory(tmp_path: Path) -> None:
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal:  9 kB\nMemAvailable:     2048 kB\n")
-    assert available_memory(meminfo) == 2 << 20
-    meminfo.write_text("MemTotal:  9 kB\n")
-    with pytest.raises(ConfigError, match="set kv_cache_memory"):
-        available_memory(meminfo)
-    with pytest.raises(ConfigError, match="set kv_cache_memory"):
-        available_memory(tmp_path / "none")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_blocks_come_back_from_host_memory_bit_for_bit(dtype: str) -> None:
+    arena = KVArena((EVEN, UNEVEN), num_blocks=5, block_size=2, dtype=dtype)
+    for layer in range(2):
+        noise = torch.randint(0, 255, arena._layer_bytes(layer).shape, dtype=torch.uint8)
+        arena._layer_bytes(layer).copy_(noise)
+    before = [rows.clone() for rows in arena._block_rows()]
+    host = arena.read_blocks([3, 1])
+    assert host.num_bytes == 2 * bytes_per_block((EVEN, UNEVEN), 2, dtype)
+    for rows in arena._block_rows():
+        rows.zero_()
+    arena.write_blocks(host, [1, 0], [4, 2])
+    for rows, old in zip(arena._block_rows(), before, strict=True):
+        assert torch.equal(rows[4], old[1])
+        assert torch.equal(rows[2], old[3])
+        assert not rows[0].any()
 
 
 # ---- configuration ----
@@ -153,6 +136,9 @@ def test_parse_bytes_refuses(text: str) -> None:
         ("max_num_seqs", 0),
         ("max_num_batched_tokens", 8),
         ("threads", 0),
+        ("preemption_mode", "hope"),
+        ("speculative_method", "oracle"),
+        ("num_speculative_tokens", 0),
     ],
 )
 def test_a_bad_value_names_its_option(field: str, value: object) -> None:
@@ -171,3 +157,11 @@ def test_the_configuration_from_flags_and_environment() -> None:
     assert not config.enable_prefix_caching
     assert config.model_name == "m"
     assert EngineConfig(model="m", served_model_name="n").model_name == "n"
+
+
+def test_a_directory_is_served_under_its_own_name(tmp_path: Path) -> None:
+    model = tmp_path / "tiny"
+    model.mkdir()
+    assert EngineConfig(model=str(model)).model_name == "tiny"
+    assert EngineConfig(model=f"{model}/../tiny/").model_name == "tiny"
+    assert EngineConfig(model="owner/name").model_name == "owner/name"

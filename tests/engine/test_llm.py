@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from baton.engine.interface import SequenceChunk
 from baton.errors import ConfigError, ContextLengthExceeded, InvalidRequest, UnsupportedFeature
 from baton.llm import LLM
 from baton.request import FinishReason
-from baton.sampling import SamplingParams
+from baton.sampling import GuidedDecoding, SamplingParams
 from baton.tokenizer import Tokenizer
 from tests.engine.driving import PROMPT, assert_all_free
-from tests.fakes import expected_output, fake_engine
+from tests.fakes import expected_output, fake_engine, token_logprob
 from tests.tiny_models import make_tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -57,7 +60,7 @@ def test_a_bad_prompt_stops_all_before_anything_runs() -> None:
     with pytest.raises(ContextLengthExceeded):
         llm.generate([PROMPT, (5,) * 300])
     with pytest.raises(UnsupportedFeature):
-        llm.generate([PROMPT], SamplingParams(n=2))
+        llm.generate([PROMPT], SamplingParams(guided=GuidedDecoding("regex", "a")))
     with pytest.raises(InvalidRequest, match="2 params for 1 prompts"):
         llm.generate([PROMPT], [GREEDY, GREEDY])
     assert runner.batches == []
@@ -74,12 +77,49 @@ def test_a_failing_step_leaves_nothing_behind() -> None:
     assert len(llm.generate([PROMPT])) == 1
 
 
+def test_best_of_returns_the_likeliest_samples_best_first() -> None:
+    engine, _ = fake_engine()
+    params = SamplingParams(n=2, best_of=5, max_tokens=5, seed=3, ignore_eos=True)
+    (output,) = LLM("fake", engine=engine).generate([PROMPT], params)
+    sums: dict[int, float] = {}
+    for sample in range(5):
+        tokens = list(PROMPT)
+        sums[sample] = 0.0
+        for token in expected_output(PROMPT, params, sample=sample):
+            sums[sample] += token_logprob(tokens, token).logprob
+            tokens.append(token)
+    best = sorted(sums, key=lambda sample: -sums[sample])[:2]
+    assert [sample.index for sample in output.outputs] == best
+    assert [sample.cumulative_logprob for sample in output.outputs] == [
+        pytest.approx(sums[sample]) for sample in best
+    ]
+    assert output.token_ids == tuple(expected_output(PROMPT, params, sample=best[0]))
+
+
+def test_prompt_logprobs_and_logprobs_are_handed_out() -> None:
+    engine, _ = fake_engine()
+    params = SamplingParams(logprobs=0, prompt_logprobs=0, max_tokens=3, seed=3, ignore_eos=True)
+    (output,) = LLM("fake", engine=engine).generate([PROMPT], params)
+    assert [told[0].token_id for told in output.prompt_logprobs] == list(PROMPT[1:])
+    assert [told[0].token_id for told in output.outputs[0].logprobs] == list(output.token_ids)
+
+
 # ---- with a model ----
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_tiny_model("llama", tmp_path_factory.mktemp("llama")))
+
+
+def test_without_params_the_models_own_recommendation_holds(tmp_path: Path) -> None:
+    model = make_tiny_model("llama", tmp_path)
+    file = model / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"do_sample": False}))
+    llm = LLM(str(model), dtype="float32", block_size=4, num_kv_blocks=32)
+    (silent,) = llm.generate([PROMPT])
+    (greedy,) = llm.generate([PROMPT], SamplingParams(temperature=0.0))
+    assert silent == greedy
 
 
 def test_text_in_text_out_equals_token_ids_in(model: str) -> None:
@@ -120,6 +160,111 @@ def test_sampling_depends_on_seed_and_position_alone(model: str) -> None:
     assert first.token_ids != second.token_ids
     (alone,) = llm.generate([list(PROMPT)], params[0])
     assert alone.token_ids == first.token_ids
+
+
+def test_four_samples_are_four_draws_keyed_by_their_index(model: str) -> None:
+    llm = LLM(model, dtype="float32", block_size=4, num_kv_blocks=64, check_invariants=True)
+    params = SamplingParams(seed=7, max_tokens=9, ignore_eos=True, n=4)
+    prompt = list(PROMPT)
+    (output,) = llm.generate([prompt], params)
+    assert [sample.index for sample in output.outputs] == [0, 1, 2, 3]
+    assert len({sample.token_ids for sample in output.outputs}) == 4
+    for width in (1, 2, 3):
+        (fewer,) = llm.generate([prompt], replace(params, n=width))
+        assert fewer.outputs == output.outputs[:width], "a sample depends on no other"
+    # Each by plain decoding of its own: the draw is keyed by (seed, sample, position) alone.
+    for sample in output.outputs:
+        assert sample.token_ids == alone(llm, prompt, params, sample.index)
+    assert llm.engine.stats.num_copied_blocks > 0
+    assert_all_free(llm.engine)
+
+
+def alone(llm: LLM, prompt: list[int], params: SamplingParams, index: int) -> tuple[int, ...]:
+    """Tokens of one sample, each computed by a forward of the whole text through the runner."""
+    pool, runner = llm.engine.pool, llm.engine._runner
+    tokens = list(prompt)
+    blocks = pool.allocate(pool.blocks_for(len(prompt) + params.max_tokens))
+    assert blocks is not None
+    for position in range(params.max_tokens):
+        chunk = SequenceChunk(
+            "alone", list(tokens), 0, blocks, params, position, index,
+            history=list(tokens), num_prompt=len(prompt),
+        )  # fmt: skip
+        (result,) = runner.run([chunk])
+        assert result.sampled is not None
+        tokens.extend(result.sampled.token_ids)
+    pool.unref(blocks)
+    return tuple(tokens[len(prompt) :])
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute", "auto"])
+def test_preemption_changes_no_token_of_a_real_model(model: str, mode: str) -> None:
+    prompts = [[7 + i, *range(20, 24 + 3 * i), 99] for i in range(5)]
+    params = [SamplingParams(seed=i, max_tokens=16, ignore_eos=True, n=1 + i % 3) for i in range(5)]
+    plain = LLM(model, dtype="float32", block_size=4, num_kv_blocks=256)
+    wanted = plain.generate(prompts, params)
+    assert plain.engine.stats.num_preemptions == 0
+    small = LLM(
+        model, dtype="float32", block_size=4, num_kv_blocks=31, check_invariants=True,
+        preemption_mode=mode,
+    )  # fmt: skip
+    assert small.generate(prompts, params) == wanted
+    stats = small.engine.stats
+    assert stats.num_preemptions > 0
+    assert stats.num_swap_ins == stats.num_swap_outs
+    assert (stats.num_swap_ins > 0) == (mode != "recompute"), "auto swaps first, to measure it"
+    assert (stats.copy_bytes_per_s > 0) == (mode != "recompute")
+    assert_all_free(small.engine)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0])
+def test_speculation_changes_no_token_of_a_real_model(model: str, temperature: float) -> None:
+    prompts = [[7, 8, 9, 10] * (2 + i) + [40 + i] for i in range(4)]
+    params = [
+        SamplingParams(
+            seed=i, temperature=temperature, max_tokens=24, ignore_eos=i % 2 == 0, n=1 + i % 2,
+            top_k=8 * (i % 2),
+        )
+        for i in range(4)
+    ]  # fmt: skip
+    wanted = LLM(model, dtype="float32", block_size=4, num_kv_blocks=128).generate(prompts, params)
+    fast = LLM(
+        model, dtype="float32", block_size=4, num_kv_blocks=60, check_invariants=True,
+        speculative_method="ngram", num_speculative_tokens=3,
+    )  # fmt: skip
+    assert fast.generate(prompts, params) == wanted
+    if temperature == 0.0:  # it falls into loops, which prompt lookup sees
+        assert fast.engine.stats.num_accepted_tokens > 0
+    assert_all_free(fast.engine)
+
+
+def test_the_model_drafts_for_itself_with_the_same_noise(model: str) -> None:
+    params = SamplingParams(seed=5, max_tokens=20, ignore_eos=True, n=2)
+    wanted = LLM(model, dtype="float32", num_kv_blocks=64).generate([PROMPT], params)
+    fast = LLM(
+        model, dtype="float32", num_kv_blocks=64, check_invariants=True,
+        speculative_method="draft", speculative_model=model,
+    )  # fmt: skip
+    assert fast.generate([PROMPT], params) == wanted
+    assert fast.engine.stats.acceptance_rate == 1.0, "same model, same noise"
+    assert fast.engine.stats.num_steps < 12
+
+
+def test_a_window_of_all_layers_frees_blocks_and_changes_no_token(tmp_path: Path) -> None:
+    path = str(make_tiny_model("mistral", tmp_path / "mistral"))  # all layers see 9 tokens
+    params = SamplingParams(seed=5, max_tokens=40, ignore_eos=True, n=2)
+    prompts = [list(range(30, 67)), list(range(30, 60))]
+    whole = LLM(path, dtype="float32", block_size=128, num_kv_blocks=16)
+    wanted = whole.generate(prompts, params)
+    assert whole.engine.stats.num_window_freed_blocks == 0
+    llm = LLM(
+        path, dtype="float32", block_size=4, num_kv_blocks=100, check_invariants=True,
+        max_num_seqs=8, max_num_batched_tokens=16,
+    )  # fmt: skip
+    assert llm.generate(prompts, params) == wanted
+    assert llm.engine.stats.num_window_freed_blocks > 40
+    assert llm.generate(prompts, params) == wanted, "prefix hits too"
+    assert_all_free(llm.engine)
 
 
 def test_a_model_that_is_not_there(tmp_path: Path) -> None:

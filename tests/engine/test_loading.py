@@ -17,6 +17,7 @@ from baton.engine.linear import PackedLinear, PlainLinear, choose_linear
 from baton.engine.loading import LoadedModel, choose_device, choose_dtype, load_model
 from baton.engine.models.config import NotLean, decoder_config
 from baton.engine.models.rope import inverse_frequencies, rope_rule
+from baton.engine.tensors import TensorReader
 from baton.errors import ConfigError, ModelRefused
 from tests.tiny_models import EOS_ID, make_tiny_model
 
@@ -71,6 +72,51 @@ def test_max_model_len(tiny: Path) -> None:
     with pytest.raises(ConfigError, match="513 exceeds the model's own 512") as error:
         load(tiny, max_model_len=513)
     assert error.value.field == "max_model_len"
+
+
+def test_yarn_reaches_factor_times_its_original_length(tiny: Path) -> None:
+    rule = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    edit_json(tiny / "config.json", rope_scaling=rule)
+    assert load(tiny).info.max_model_len == 2048
+    edit_json(tiny / "config.json", max_position_embeddings=4096)
+    assert load(tiny).info.max_model_len == 4096
+
+
+def test_dynamic_scaling_ends_at_the_models_own_length(tiny: Path) -> None:
+    """Beyond it a row's rotation would depend on its batch mates."""
+    edit_json(tiny / "config.json", rope_scaling={"rope_type": "dynamic", "factor": 4.0})
+    assert load(tiny).info.max_model_len == 512
+    with pytest.raises(ConfigError, match="513 exceeds"):
+        load(tiny, max_model_len=513)
+
+
+def test_tensors_are_cast_and_stacked_in_place(tmp_path: Path) -> None:
+    stored = {
+        "a": torch.randn(3, 5),
+        "b": torch.randn(2, 5).bfloat16(),
+        "c": torch.tensor(7.0),
+        "d": torch.arange(6, dtype=torch.int8).view(2, 3),
+        "e": torch.zeros(0, 5),
+        "f": torch.randn(2, 4),
+    }
+    file = tmp_path / "x.safetensors"
+    save_file(stored, file)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        reader = TensorReader([file], dtype, torch.device("cpu"))
+        expected = torch.cat([stored["a"].to(dtype), stored["b"].to(dtype)])
+        assert torch.equal(reader.read("a", "b", "e"), expected)
+        assert torch.equal(reader.read("c"), stored["c"].to(dtype))
+        assert reader.bytes_read == (15 + 10 + 1) * dtype.itemsize
+        assert torch.equal(reader.read_as_stored("d"), stored["d"])
+    with pytest.raises(ModelRefused, match="no tensor 'absent'"):
+        reader.read("a", "absent")
+    with pytest.raises(ModelRefused, match="a, f do not fit"):
+        reader.read("a", "f")
+    size = file.stat().st_size
+    with file.open("r+b") as opened:
+        opened.truncate(size - 8)
+    with pytest.raises(ModelRefused, match="shorter"):
+        [reader.read(name) for name in stored]
 
 
 def test_dtype_auto_is_the_checkpoints(tmp_path: Path) -> None:
@@ -163,7 +209,7 @@ def test_broken_weights_are_refused(tiny: Path, content: bytes) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"quantization_config": {"quant_method": "awq"}}, "quantized.*awq"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "bitsandbytes"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
         ({"model_type": "no_such_model"}, "no lean decoder"),
         ({"attention_chunk_size": 8}, "attention_chunk_size"),

@@ -1,5 +1,7 @@
-"""Reservations: KV that comes from elsewhere. Written into FakeRunner as a transfer would write
-it."""
+"""Reservations: KV that comes from elsewhere.
+
+Written into FakeRunner as a transfer would write it.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ from tests.fakes import EOS_ID, fake_engine, next_token, request
 def hand_over(
     asked: Request, num_tokens: int, first: tuple[FirstToken, ...]
 ) -> tuple[Engine, list[TokenEvent], list[int]]:
-    """Reserve on a fresh engine, write the KV as a transfer would, add; events and computed
-    starts."""
+    """Reserve on a fresh engine, write the KV as a transfer would, add;
+    events and computed starts."""
     engine, runner = fake_engine()
     reservation = engine.reserve(asked, num_tokens)
     assert reservation is not None
@@ -151,23 +153,3 @@ def test_cancelling_twice_leaves_an_equal_reservation_alone() -> None:
     engine.add(again, reservation=other)
     assert tokens_of(run(engine)["again"]) == expected(again)
     assert_all_free(engine)
-
-
-def test_a_step_that_only_preempted_is_no_stall() -> None:
-    """The lone running request gives way to itself; a smaller, more urgent one fits now."""
-    engine, _ = fake_engine(num_blocks=6, max_num_seqs=1)
-    large = request("large", prompt=PROMPT[:16], max_tokens=8, priority=1)
-    engine.add(large)
-    engine.step()
-    held = engine.reserve(request("held", prompt=(7, 7)), 2)
-    assert held is not None
-    engine.add(request("urgent", prompt=PROMPT[:4], max_tokens=2))
-    while engine.stats.num_preemptions == 0:
-        engine.step()
-    assert not engine.stalled
-    urgent = [event for _ in range(2) for event in engine.step()]
-    assert {event.request_id for event in urgent} == {"urgent"}
-    engine.cancel(held)
-    rest = tokens_of(run(engine)["large"])
-    assert rest
-    assert rest == expected(large)[-len(rest) :]

@@ -1,5 +1,5 @@
-"""The sampler: exact supports, right distribution, and no dependence on batch mates or paths
-taken."""
+"""The sampler: exact supports, right distribution,
+and no dependence on batch mates or paths taken."""
 
 from __future__ import annotations
 

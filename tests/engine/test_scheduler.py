@@ -1,67 +1,111 @@
-"""Scheduler on a real pool: order of admission, chunking, preemption, reservations. No model, no
-engine."""
+"""Scheduler on a real pool:
+order of admission, chunking, preemption, reservations. No model, no engine."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from baton.block_hashes import block_hashes
 from baton.engine.block_pool import BlockPool
+from baton.engine.block_tables import BlockTables
+from baton.engine.config import PreemptionMode
 from baton.engine.interface import Reservation, Task
-from baton.engine.scheduler import MAX_OVERTAKES, Scheduler, StepPlan
-from baton.engine.sequence import SequenceState
+from baton.engine.scheduler import MAX_OVERTAKES, Limits, Scheduler, StepPlan
+from baton.engine.sequence import RequestGroup, SequenceState
 from baton.engine.stats import EngineStats
+from baton.engine.swap import Swapper
 from baton.errors import InternalError
-from tests.fakes import request
+from tests.fakes import FakeClock, request
 
 ROOT = b"root"
 BLOCK = 4
 
 
+class NoMemory:
+    """Block contents that do not matter here; copies are only counted."""
+
+    def __init__(self) -> None:
+        self.copies: list[tuple[int, int]] = []
+
+    def copy_block(self, source: int, target: int) -> None:
+        self.copies.append((source, target))
+
+    def read_blocks(self, blocks: Sequence[int]) -> tuple[int, ...]:
+        return tuple(blocks)
+
+    def write_blocks(self, host: Any, rows: Sequence[int], blocks: Sequence[int]) -> None:
+        assert len(rows) == len(blocks) <= len(host)
+
+
 class Bench:
     """A scheduler with what a test needs around it."""
 
-    def __init__(self, num_blocks: int = 16, max_num_seqs: int = 8, budget: int = 16) -> None:
+    def __init__(
+        self,
+        num_blocks: int = 16,
+        max_num_seqs: int = 8,
+        budget: int = 16,
+        mode: PreemptionMode = "recompute",
+    ) -> None:
         self.pool = BlockPool(num_blocks, BLOCK)
         self.stats = EngineStats()
-        self.scheduler = Scheduler(self.pool, max_num_seqs, budget, self.stats)
+        self.memory = NoMemory()
+        self.tables = BlockTables(self.pool, self.memory, self.stats)
+        self.swapper = Swapper(self.tables, self.stats, FakeClock(), mode, block_bytes=64)
+        limits = Limits(max_num_seqs, budget)
+        self.scheduler = Scheduler(self.tables, self.swapper, limits, self.stats)
         self._order = itertools.count()
 
-    def sequence(
-        self, name: str, num_tokens: int, task: Task = Task.LOCAL, priority: int = 0
-    ) -> SequenceState:
+    def group(
+        self,
+        name: str,
+        num_tokens: int,
+        task: Task = Task.LOCAL,
+        priority: int = 0,
+        samples: int = 1,
+    ) -> RequestGroup:
         prompt = [hash_byte(name)] * num_tokens
         asked = request(name, prompt, priority=priority)
-        return SequenceState(asked, task, next(self._order), ROOT, list(prompt))
+        sequences = [SequenceState(asked, ROOT, list(prompt), s) for s in range(samples)]
+        return RequestGroup(asked, task, next(self._order), sequences)
 
     def add(
-        self, name: str, num_tokens: int, task: Task = Task.LOCAL, priority: int = 0
-    ) -> SequenceState:
-        sequence = self.sequence(name, num_tokens, task, priority)
-        self.scheduler.add(sequence)
-        return sequence
+        self,
+        name: str,
+        num_tokens: int,
+        task: Task = Task.LOCAL,
+        priority: int = 0,
+        samples: int = 1,
+    ) -> RequestGroup:
+        group = self.group(name, num_tokens, task, priority, samples)
+        self.scheduler.add(group)
+        return group
 
     def reserve(self, name: str, num_tokens: int) -> Reservation | None:
         hashes = block_hashes(ROOT, [hash_byte(name)] * num_tokens, BLOCK)
         return self.scheduler.reserve(name, hashes, num_tokens)
 
     def step(self) -> dict[str, int]:
-        """Run one step as an engine would, each sampled token being 0; request -> number of
-        tokens."""
+        """Run one step as an engine would, each sampled token being 0;
+        request -> number of tokens."""
         plan = self.scheduler.schedule()
         return self.finish(plan)
 
     def finish(self, plan: StepPlan) -> dict[str, int]:
-        for sequence, chunk in plan.rows:
+        self.scheduler.prove_private(plan)
+        for row in plan.rows:
+            group, sequence, chunk = row.group, row.sequence, row.chunk
             assert len(chunk.blocks) * BLOCK >= chunk.start + len(chunk.token_ids)
-            self.scheduler.computed(sequence, chunk)
+            self.scheduler.computed(group, sequence, chunk, 0)
             if chunk.sample is not None:
-                sequence.tokens.append(0)
+                sequence.tokens.append(sequence.sample_index)
                 sequence.prefilling = False
-                if sequence.task is Task.PREFILL:
-                    self.scheduler.remove(sequence)
+                if group.task is Task.PREFILL:
+                    self.scheduler.remove(group)
         self.pool.check(self.scheduler.owned_blocks())
         return {chunk.request_id: len(chunk.token_ids) for chunk in plan.chunks}
 
@@ -110,9 +154,9 @@ def test_priority_goes_before_arrival() -> None:
 
 def test_all_known_blocks_are_taken_at_admission() -> None:
     bench = Bench(budget=8)
-    sequence = bench.add("p", 30, Task.PREFILL)
+    group = bench.add("p", 30, Task.PREFILL)
     bench.step()
-    assert len(sequence.blocks) == 8
+    assert len(group.leader.blocks) == 8
     assert bench.pool.num_used == 8
 
 
@@ -141,9 +185,9 @@ def test_the_youngest_of_the_lowest_priority_is_preempted_and_comes_back_first()
     bench.add("late", 3)
     bench.step()
     assert bench.stats.num_preemptions == 1
-    assert (young.blocks, young.num_computed, len(young.tokens)) == ([], 0, 9)
-    assert old.blocks
-    assert important.blocks
+    assert (young.leader.blocks, young.leader.num_computed, len(young.leader.tokens)) == ([], 0, 9)
+    assert old.leader.blocks
+    assert important.leader.blocks
     bench.scheduler.remove(important)
     assert bench.step() == {"old": 1}, "late would fit, but young was there before"
     bench.scheduler.remove(old)
@@ -157,13 +201,13 @@ def test_prefill_is_never_preempted() -> None:
     export = bench.add("p", 8, Task.PREFILL)
     # "l" takes its second block, "p" two more in one chunk of 7; then "l" outgrows the pool.
     assert bench.step() == {"l": 1, "p": 7}
-    assert len(export.blocks) == 2
-    blocks = list(export.blocks)
-    local.tokens.extend([0] * 8)
+    assert len(export.leader.blocks) == 2
+    blocks = list(export.leader.blocks)
+    local.leader.tokens.extend([0] * 8)
     plan = bench.scheduler.schedule()
     assert bench.stats.num_preemptions == 1
-    assert local.blocks == []
-    assert export.blocks == blocks
+    assert local.leader.blocks == []
+    assert export.leader.blocks == blocks
     assert {c.request_id for c in plan.chunks} == {"p"}
 
 
@@ -179,13 +223,13 @@ def test_prefix_hits_are_shared_but_the_last_token_is_always_computed() -> None:
     bench = Bench()
     first = bench.add("x", 8)
     bench.step()
-    second = bench.sequence("x", 8)
+    second = bench.group("x", 8)
     bench.scheduler.add(second)
     plan = bench.scheduler.schedule()
-    (chunk,) = [c for s, c in plan.rows if s is second]
+    (chunk,) = [row.chunk for row in plan.rows if row.group is second]
     assert (chunk.start, len(chunk.token_ids)) == (4, 4)
-    assert second.blocks[0] == first.blocks[0]
-    assert second.blocks[1] != first.blocks[1]
+    assert second.leader.blocks[0] == first.leader.blocks[0]
+    assert second.leader.blocks[1] != first.leader.blocks[1]
     assert second.num_cached_tokens == 4
     assert bench.stats.num_prefix_hit_tokens == 4
     assert bench.stats.num_prefix_query_tokens == 16
@@ -194,7 +238,7 @@ def test_prefix_hits_are_shared_but_the_last_token_is_always_computed() -> None:
 def test_blocks_of_a_prompt_are_not_offered_before_they_are_computed() -> None:
     bench = Bench(budget=64)
     bench.add("x", 8)
-    bench.scheduler.add(bench.sequence("x", 8))
+    bench.scheduler.add(bench.group("x", 8))
     assert bench.step() == {"x": 8}, "both compute all of it"
     assert bench.stats.num_prefix_hit_tokens == 0
 
@@ -204,8 +248,8 @@ def test_reservation_to_running_without_computing_the_prompt() -> None:
     reservation = bench.reserve("d", 9)
     assert reservation is not None
     assert (len(reservation.blocks), reservation.num_tokens, reservation.start_token) == (3, 9, 0)
-    sequence = bench.sequence("d", 9)
-    sequence.tokens.append(3)
+    sequence = bench.group("d", 9)
+    sequence.leader.tokens.append(3)
     bench.scheduler.add_reserved(sequence, reservation)
     plan = bench.scheduler.schedule()
     assert [(c.start, list(c.token_ids)) for c in plan.chunks] == [(9, [3])]
@@ -228,12 +272,12 @@ def test_a_reservation_without_first_token_recomputes_the_last_one() -> None:
     reservation = bench.reserve("d", 8)
     assert reservation is not None
     assert reservation.start_token == 8, "all of it is here"
-    sequence = bench.sequence("d", 8)
+    sequence = bench.group("d", 8)
     bench.scheduler.add_reserved(sequence, reservation)
     plan = bench.scheduler.schedule()
-    (chunk,) = [c for s, c in plan.rows if s is sequence]
+    (chunk,) = [row.chunk for row in plan.rows if row.group is sequence]
     assert (chunk.start, len(chunk.token_ids)) == (4, 4)
-    assert sequence.blocks[1] != first.blocks[1], "a shared block is never written"
+    assert sequence.leader.blocks[1] != first.leader.blocks[1], "a shared block is never written"
     bench.finish(plan)
 
 
@@ -243,7 +287,7 @@ def test_a_used_or_cancelled_reservation_is_refused() -> None:
     assert reservation is not None
     bench.scheduler.cancel(reservation)
     with pytest.raises(InternalError, match="not held"):
-        bench.scheduler.add_reserved(bench.sequence("d", 4), reservation)
+        bench.scheduler.add_reserved(bench.group("d", 4), reservation)
     bench.pool.check({})
 
 
@@ -263,7 +307,7 @@ def test_reservations_never_pass_a_preempted_sequence() -> None:
     victim = bench.add("b", 7)
     while not bench.stats.num_preemptions:
         bench.step()
-    assert victim.blocks == []
+    assert victim.leader.blocks == []
     assert bench.pool.num_free > 0
     assert bench.reserve("d", 1) is None
 
@@ -274,8 +318,8 @@ def test_ready_sequences_do_not_wait_behind_a_blocked_head() -> None:
     assert reservation is not None
     bench.add("large", 16)
     assert bench.step() == {}
-    sequence = bench.sequence("d", 8)
-    sequence.tokens.append(3)
+    sequence = bench.group("d", 8)
+    sequence.leader.tokens.append(3)
     bench.scheduler.add_reserved(sequence, reservation)
     assert bench.step() == {"d": 1}
     bench.scheduler.remove(sequence)

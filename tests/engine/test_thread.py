@@ -1,5 +1,5 @@
-"""EngineThread: calls between steps, reports, failing steps, cancellation without leaks,
-stopping."""
+"""EngineThread: calls between steps, reports,
+failing steps, cancellation without leaks, stopping."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 from baton.chat_template import ChatTemplate
 from baton.errors import BatonError
 from baton.events import TokenEvent
+from baton.generation_config import SamplingDefaults
 from baton.handles import Endpoint, NodeLoad, NodeRecord, Role
 from baton.kv_spec import PoolFormat
 from baton.request import FinishReason, Request
@@ -56,7 +57,20 @@ class FakeRegistry:
 
     def records(self) -> Sequence[NodeRecord]:
         endpoint = Endpoint("b", "f", PoolFormat(16, "float32"), ())
-        load = NodeLoad(running=2, waiting=1, free_blocks=3, total_blocks=4)
+        load = NodeLoad(
+            running=2,
+            waiting=1,
+            swapped=1,
+            free_blocks=3,
+            total_blocks=4,
+            kv_received_bytes=4096,
+            kv_sent_bytes=512,
+            kv_fetches=3,
+            kv_fetch_failures=1,
+            preemptions=5,
+            prefix_query_tokens=70,
+            prefix_hit_tokens=60,
+        )
         node = NodeRecord(
             "decode-0", "b", Role.DECODE, "x:1", MODEL, "d", 16, 128, 400, endpoint, load
         )
@@ -140,6 +154,7 @@ class Front:
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     metrics: RouterMetrics = field(default_factory=RouterMetrics)
     tokenizer: Tokenizer = TOKENIZER
+    sampling_defaults: SamplingDefaults = field(default_factory=dict[str, int | float])
 
     @property
     def services(self) -> RouterServices:
@@ -152,6 +167,7 @@ class Front:
             "chat_template": self.chat_template,
             "metrics": self.metrics,
             "lifecycle": self.lifecycle,
+            "sampling_defaults": self.sampling_defaults,
         }
         return RouterServices(**parts)
 

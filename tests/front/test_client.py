@@ -138,8 +138,8 @@ async def test_every_field_travels() -> None:
     assert sent.guided.grammar == "a+"
     plain, _ = servicer.seen[1]
     assert plain.text == "hi"
-    assert not plain.HasField("seed")
-    assert not plain.HasField("logprobs")
+    unset = ("seed", "logprobs", "temperature", "max_tokens", "n", "repetition_penalty")
+    assert not any(plain.HasField(name) for name in unset), "the server's defaults hold"
 
 
 @pytest.mark.parametrize(
@@ -235,3 +235,18 @@ async def test_small_calls() -> None:
     assert (info.version, info.requests_by_state) == ("1", {"decode": 2})
     assert (info.nodes[0].role, info.nodes[0].running) == ("prefill", 4)
     assert (models[0].max_model_len, same, found) == (8, info, True)
+
+
+async def test_nobody_there_is_said_in_one_line() -> None:
+    words = r"^no router at 127.0.0.1:9; is `./run up` running\?$"
+    with Client("127.0.0.1:9") as client:
+        with pytest.raises(Unavailable, match=words) as caught:
+            client.server_info()
+        assert caught.value.__suppress_context__  # no gRPC dump in a traceback
+        with pytest.raises(Unavailable, match=words):
+            client.generate("hi")
+    async with AsyncClient("127.0.0.1:9") as asynchronous:
+        with pytest.raises(Unavailable, match=words):
+            await asynchronous.models()
+        with pytest.raises(Unavailable, match=words):
+            await asynchronous.generate("hi")

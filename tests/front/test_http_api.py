@@ -136,15 +136,16 @@ HOSTILE: list[tuple[str, bytes, str | None]] = [
     ("logprobs", b'{"prompt": "a", "logprobs": 1}', "logprobs"),
     ("echo", b'{"prompt": "a", "echo": true}', "echo"),
     ("suffix", b'{"prompt": "a", "suffix": "x"}', "suffix"),
-    ("logit_bias", b'{"prompt": "a", "logit_bias": {"5": 1}}', "logit_bias"),
+    ("logit_bias", b'{"prompt": "a", "logit_bias": {"5": 101}}', "logit_bias"),
     ("logit_bias key", b'{"prompt": "a", "logit_bias": {"x": 1}}', "logit_bias"),
     ("temperature", b'{"prompt": "a", "temperature": -0.1}', "temperature"),
     ("top_p 0", b'{"prompt": "a", "top_p": 0}', "top_p"),
     ("top_k", b'{"prompt": "a", "top_k": -2}', "top_k"),
     ("min_p", b'{"prompt": "a", "min_p": 2}', "min_p"),
-    ("seed", b'{"prompt": "a", "seed": -1}', "seed"),
+    ("seed tiny", b'{"prompt": "a", "seed": -9223372036854775809}', "seed"),
+    ("seed float", b'{"prompt": "a", "seed": 1.5}', "seed"),
     ("seed huge", b'{"prompt": "a", "seed": 18446744073709551616}', "seed"),
-    ("presence", b'{"prompt": "a", "presence_penalty": 0.5}', "presence_penalty"),
+    ("presence", b'{"prompt": "a", "presence_penalty": 2.5}', "presence_penalty"),
     ("stop number", b'{"prompt": "a", "stop": 3}', "stop"),
     ("stop inner", b'{"prompt": "a", "stop": ["a", 3]}', "stop[1]"),
     ("stop empty", b'{"prompt": "a", "stop": [""]}', "stop"),
@@ -184,6 +185,12 @@ HOSTILE_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": 1}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+    ({"messages": [*USER, {"role": "robot", "content": "x"}]}, "messages[1].role"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [*USER, {"role": "system", "content": None}]}, "messages[1].content"),
+    ({"messages": [*USER, {"role": "assistant"}, *USER]}, "messages[1].content"),
+    ({"messages": [*USER, {"role": "assistant", "tool_calls": []}]}, "messages[1].content"),
+    ({"messages": [{"role": "user", "tool_calls": [{"id": "1"}]}]}, "messages[0].content"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
         "messages[0].content[0]",
@@ -230,6 +237,40 @@ async def test_harmless_fields_are_ignored() -> None:
     assert one.prompt_ids == two.prompt_ids
     assert one.params.seed != two.params.seed
     assert one.id != two.id
+
+
+async def test_an_assistant_that_called_a_tool_needs_no_content() -> None:
+    front = Front()
+    body = {"messages": [*USER, {"role": "assistant", "tool_calls": [{"id": "1"}]}, *USER]}
+    async with front.client() as client:
+        reply = await client.post(CHAT, json=body)
+    assert reply.status_code == 200, reply.text
+    assert len(front.dispatcher.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "seed"),
+    [(-1, 2**64 - 1), (-(2**63), 2**63), (0, 0), (7, 7), (2**64 - 1, 2**64 - 1)],
+)
+async def test_a_signed_seed_counts_modulo_64_bits(given: int, seed: int) -> None:
+    front = Front()
+    async with front.client() as client:
+        reply = await client.post(COMPLETIONS, json={"prompt": "a", "seed": given})
+    assert reply.status_code == 200, reply.text
+    assert front.dispatcher.requests[0].params.seed == seed
+
+
+async def test_the_models_sampling_defaults_hold_where_the_client_says_nothing() -> None:
+    front = Front(sampling_defaults={"temperature": 0.0, "top_k": 20, "repetition_penalty": 1.1})
+    async with front.client() as client:
+        await client.post(COMPLETIONS, json={"prompt": "a"})
+        await client.post(CHAT, json={"messages": USER, "temperature": None})
+        await client.post(CHAT, json={"messages": USER, "temperature": 0.7, "top_k": 0})
+    silent, null, loud = (request.params for request in front.dispatcher.requests)
+    for params in (silent, null):
+        assert (params.temperature, params.top_k, params.repetition_penalty) == (0.0, 20, 1.1)
+        assert params.top_p == 1.0
+    assert (loud.temperature, loud.top_k, loud.repetition_penalty) == (0.7, 0, 1.1)
 
 
 async def test_default_max_tokens() -> None:
@@ -352,5 +393,17 @@ async def test_metrics_count_what_happened_under_both_names() -> None:
     node = '{model_name="tiny",node="decode-0",role="decode"}'
     assert f"vllm:num_requests_running{node} 2.0" in lines
     assert f"vllm:num_requests_waiting{node} 1.0" in lines
+    assert f"vllm:num_requests_swapped{node} 1.0" in lines
     assert f"vllm:kv_cache_usage_perc{node} 0.25" in lines
+    assert f"baton_kv_transfer_bytes_total{node} 4096.0" in lines
+    assert f"baton_kv_transfer_sent_bytes_total{node} 512.0" in lines
+    assert f"baton_kv_transfer_fetches_total{node} 3.0" in lines
+    assert f"baton_kv_transfer_failures_total{node} 1.0" in lines
+    assert f"vllm:num_preemptions_total{node} 5.0" in lines
+    assert f"baton_preemptions_total{node} 5.0" in lines
+    assert f"baton_node_prefix_queries_total{node} 70.0" in lines
+    assert f"baton_node_prefix_hits_total{node} 60.0" in lines
+    families = [line.split()[2] for line in lines if line.startswith("# TYPE ")]
+    assert len(families) == len(set(families)), "one name, one meaning"
+    assert "_created" not in text
     assert "baton_live_requests 0.0" in lines

@@ -12,8 +12,16 @@ def test_a_scrape_shows_the_snapshot_of_that_moment() -> None:
     def snapshot() -> NodeSnapshot:
         return NodeSnapshot(
             NodeLoad(running=3, waiting=2, free_blocks=1, total_blocks=4, draining=True),
-            EngineTotals(steps=totals["steps"], prefix_queries=10, prefix_hits=4, preemptions=2),
+            EngineTotals(
+                steps=totals["steps"],
+                prefix_queries=10,
+                prefix_hits=4,
+                preemptions=2,
+                swapped_out_blocks=5,
+                accepted_tokens=6,
+            ),
             TransferTotals(received_bytes=99, fetches={"ok": 2, "kv_lost": 1}),
+            kv_waste=0.25,
         )
 
     metrics = NodeMetrics("tiny", "decode-0", "decode", snapshot)
@@ -29,6 +37,9 @@ def test_a_scrape_shows_the_snapshot_of_that_moment() -> None:
         f"vllm:prefix_cache_hits_total{{{node}}} 4.0",
         f"baton_preemptions_total{{{node}}} 2.0",
         f"baton_kv_transfer_bytes_total{{{node}}} 99.0",
+        f"baton_swapped_out_blocks_total{{{node}}} 5.0",
+        f"vllm:spec_decode_num_accepted_tokens_total{{{node}}} 6.0",
+        f"baton_kv_waste{{{node}}} 0.25",
         f"baton_draining{{{node}}} 1.0",
         f"baton_kv_transfer_seconds_count{{{node}}} 1.0",
         f"baton_kv_transfer_fetches_total{{{lost}}} 1.0",

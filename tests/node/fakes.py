@@ -17,7 +17,7 @@ from baton import wire
 from baton.clock import SystemClock
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
-from baton.engine.interface import SequenceChunk
+from baton.engine.interface import ChunkResult, Sampled, SequenceChunk
 from baton.engine.kv_cache import KVArena
 from baton.events import NodeStep, RequestFailed, TokenEvent
 from baton.handles import KVHandle, NodeLoad, NodeRecord, Role
@@ -87,7 +87,7 @@ class ArenaRunner:
 
     def run(
         self, chunks: Sequence[SequenceChunk], on_layer: Callable[[int], None] | None = None
-    ) -> list[int | None]:
+    ) -> list[ChunkResult]:
         self.step_gate.pass_through()
         self.num_steps += 1
         for chunk in chunks:
@@ -101,18 +101,19 @@ class ArenaRunner:
             if on_layer is not None:
                 self.layer_gate.pass_through()
                 on_layer(layer)
-        return [self._sample(chunk) for chunk in chunks]
+        return [ChunkResult(self._sample(chunk)) for chunk in chunks]
 
     def _slot(self, blocks: Sequence[int], position: int) -> tuple[int, int]:
         block, offset = divmod(position, self._arena.block_size)
         return blocks[block], offset
 
-    def _sample(self, chunk: SequenceChunk) -> int | None:
+    def _sample(self, chunk: SequenceChunk) -> Sampled | None:
         if chunk.sample is None:
             return None
         end = chunk.start + len(chunk.token_ids)
         history = [self._read(self._slot(chunk.blocks, position)) for position in range(end)]
-        return next_token(history, chunk.sample, chunk.position)
+        token = next_token(history, chunk.sample, chunk.position, chunk.sample_index)
+        return Sampled((token,))
 
     def _read(self, slot: tuple[int, int]) -> int:
         values = {
@@ -161,6 +162,7 @@ class Setup:
     timing: Timing = TIMING
     options: dict[str, Any] = field(default_factory=dict)  # of NodeConfig
     engine_options: dict[str, Any] = field(default_factory=dict)
+    model_options: dict[str, Any] = field(default_factory=dict)  # of ModelInfo
     lane: Lane | None = None
 
 
@@ -169,7 +171,7 @@ async def running_node(
     program: NodeProgram, fabric: MemoryFabric, setup: Setup | None = None
 ) -> AsyncIterator[TestNode]:
     setup = setup or Setup()
-    info = model_info()
+    info = model_info(**setup.model_options)
     arena = KVArena(info.layers, setup.num_blocks, setup.block_size, info.kv_dtype)
     runner = ArenaRunner(arena)
     config = EngineConfig(model="fake", check_invariants=True, **setup.engine_options)

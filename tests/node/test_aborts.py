@@ -32,6 +32,7 @@ async def gated_prefills(pair: Pair, asked: Sequence[Request]) -> list[KVHandle]
     hold = Gate()
     hold.close()
     pair.p.node.shell.thread.post(lambda _: hold.pass_through())
+    await hold.reached()  # else the thread may take some of the prompts along, and step with them
     for one in asked:
         await pair.to_p.prefill(one)
     await pair.to_p.decode(request("marker"))  # refused at once: the others have arrived

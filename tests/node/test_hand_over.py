@@ -45,6 +45,11 @@ async def test_tokens_equal_one_local_engine() -> None:
         assert stats.fetches == 1
         assert sum(stats.bytes_received.values()) > 0
         assert pair.d.engine.stats.num_prompt_tokens == 0, "D computed nothing of the prompt"
+        num_bytes = sum(stats.bytes_received.values())
+        await pair.to_d.until_load(lambda load: load.kv_received_bytes == num_bytes)
+        await pair.to_d.until_load(lambda load: (load.kv_fetches, load.kv_fetch_failures) == (1, 0))
+        await pair.to_p.until_load(lambda load: load.kv_sent_bytes == num_bytes)
+        await pair.to_p.until_load(lambda load: load.prefix_query_tokens > 0)
         await assert_idle(pair)
 
 

@@ -16,7 +16,9 @@ from baton import wire
 from baton.clock import SystemClock
 from baton.errors import Overloaded
 from baton.events import BlockEvent, BlockEventKind, NodeStep, TokenEvent
+from baton.handles import NodeLoad
 from baton.messages import SECRET_METADATA, DrainNode, SessionHello, SubmitPrefill, session_mac
+from baton.node.main import NodeProgram
 from baton.node.session import RouterSession
 from baton.request import Request
 from kv_transfer.memory import MemoryFabric
@@ -63,6 +65,18 @@ async def test_only_routers_that_prove_the_secret_get_a_session() -> None:
         async with connected(node, "router-1", SECRET) as router:
             assert router.record.node_id == node.node.shell.node_id
             assert router.record.endpoint == node.node.shell.connector.endpoint()
+
+
+@pytest.mark.parametrize("program", [PREFILL, DECODE])
+async def test_the_record_names_the_adapters_that_requests_may_ask_for(
+    program: NodeProgram,
+) -> None:
+    setup = Setup(model_options={"adapters": ("sql", "chat")})
+    async with running_node(program, MemoryFabric(), setup) as node, connected(node) as router:
+        assert router.record.adapters == ("sql", "chat")
+        assert router.record == node.node.shell.record()
+    async with running_node(program, MemoryFabric()) as node, connected(node) as router:
+        assert router.record.adapters == ()
 
 
 async def test_a_session_begins_with_a_hello_of_this_version() -> None:
@@ -257,6 +271,20 @@ async def test_a_deadline_ends_a_request_and_frees_its_blocks(program) -> None:
         assert (failed.code, failed.retryable) == ("deadline_exceeded", False)
         node.runner.step_gate.open()
         await node.until_idle()
+
+
+async def test_a_load_whose_counters_alone_moved_waits_for_the_heartbeat() -> None:
+    session = RouterSession("r", 16)
+    load = NodeLoad(running=1, kv_sent_bytes=5)
+    assert session.changed_load(load) == load, "the first is always news"
+    session.send(NodeStep(load=load))
+    moved = replace(load, kv_sent_bytes=9, preemptions=1)
+    assert session.changed_load(moved) is None
+    busier = replace(moved, running=2)
+    assert session.changed_load(busier) == busier, "counters travel along"
+    async with running_node(PREFILL, MemoryFabric()) as node, connected(node) as router:
+        node.node.shell.connector.stats.sent("lane", 4096)
+        await router.until_load(lambda load: load.kv_sent_bytes == 4096)
 
 
 async def test_drain_refuses_new_requests_and_lets_the_running_ones_end() -> None:

@@ -51,8 +51,8 @@ async def test_prefill_lost_before_token_1() -> None:
 
 
 async def test_prefill_lost_after_token_1_while_kv_moves() -> None:
-    """Its session breaks after D subscribed: D goes on, then reports KVLost; then prompt + token 1
-    are prefilled.
+    """Its session breaks after D subscribed:
+    D goes on, then reports KVLost; then prompt + token 1 are prefilled.
     """
     async with cluster("p1", "p2", "d") as (router, (p1, p2, d)):
         client = Client(router, make_request())

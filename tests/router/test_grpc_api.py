@@ -26,6 +26,7 @@ from baton.errors import (
     Unavailable,
     UnsupportedFeature,
 )
+from baton.generation_config import SamplingDefaults
 from baton.handles import Role
 from baton.messages import AbortRequest, SubmitDecode
 from baton.request import RequestState
@@ -51,7 +52,9 @@ class Door:
 
 
 @contextlib.asynccontextmanager
-async def open_door(*keys: str, connected: bool = True) -> AsyncIterator[Door]:
+async def open_door(
+    *keys: str, connected: bool = True, defaults: SamplingDefaults | None = None
+) -> AsyncIterator[Door]:
     node = FakeNode(make_record("d", Role.DECODE, vocab_size=TOKENIZER.vocab_size))
     await node.start()
     nodes = [node] if connected else []
@@ -66,6 +69,7 @@ async def open_door(*keys: str, connected: bool = True) -> AsyncIterator[Door]:
                 tokenizer=TOKENIZER,
                 chat_template=CHAT_TEMPLATE,
                 metrics=RouterMetrics(),
+                sampling_defaults=defaults or {},
                 clock=SystemClock(),
             )
         )
@@ -91,6 +95,21 @@ async def collect(
 ) -> list[GenerateEvent]:
     given = GenerateOptions(timeout_s=PATIENCE_S, **options)  # pyright: ignore[reportArgumentType]
     return [event async for event in client.stream(prompt, GREEDY, given)]
+
+
+async def test_the_models_sampling_defaults_hold_where_the_client_says_nothing() -> None:
+    defaults = {"temperature": 0.0, "top_k": 20}
+    async with open_door(defaults=defaults) as door, door.client() as client:
+        for params, wanted in (
+            (None, (0.0, 20, 16)),
+            (SamplingParams(temperature=0.7, max_tokens=3), (0.7, 0, 3)),
+        ):
+            reading = asyncio.create_task(client.generate("hello", params))
+            request = (await door.node.hear(SubmitDecode)).request
+            sent = request.params
+            assert (sent.temperature, sent.top_k, sent.max_tokens) == wanted
+            door.node.finish(request, 0, EOS)
+            assert (await reading).finish_reason == "length"
 
 
 async def test_text_in_text_out() -> None:

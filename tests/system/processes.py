@@ -1,5 +1,5 @@
-"""Real processes for tests that kill: Redis, router and nodes as `python -m ...`, found by their
-READY lines.
+"""Real processes for tests that kill:
+Redis, router and nodes as `python -m ...`, found by their READY lines.
 
 Every process is started on loopback with free ports and ends with the `async with` block.
 """
@@ -98,8 +98,10 @@ class Processes:
         return await self.start("router", "router", [*ports, *given, *flags])
 
     async def start(self, module: str, name: str, flags: Sequence[str] = ()) -> ServerProcess:
-        """Start `python -m module` and wait for its READY line. Raises RuntimeError with its
-        log."""
+        """Start `python -m module` and wait for its READY line.
+
+        Raises RuntimeError with its log.
+        """
         command = [sys.executable, "-m", module, "--model", str(self.model), *flags]
         if self.redis_url is not None:
             command += ["--redis-url", self.redis_url]

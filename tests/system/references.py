@@ -1,5 +1,5 @@
-"""The other halves of the great test: transformers' own `generate`, and one plain engine in this
-process."""
+"""The other halves of the great test:
+transformers' own `generate`, and one plain engine in this process."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def prompts(lengths: Sequence[int], seed: int = 0) -> list[Tokens]:
 
 
 def transformers_tokens(model: Path, asked: Sequence[Tokens], count: int) -> list[Tokens]:
-    """Greedy tokens of transformers' generate in fp32, one prompt at a time, end of sequence
-    ignored."""
+    """Greedy tokens of transformers' generate in fp32,
+    one prompt at a time, end of sequence ignored."""
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         model, dtype=torch.float32, attn_implementation="eager"
     ).eval()

@@ -1,5 +1,4 @@
-"""The great test: router + P + D over gRPC == one engine in one process == transformers' generate,
-fp32.
+"""The great test, in fp32: router + P + D over gRPC == one engine in one process == transformers.
 
 Each case proves from counters that what it is about has happened, and that no block is left behind.
 """
@@ -129,13 +128,21 @@ async def test_preemption_by_recompute_changes_no_token(
         "block_size": 8,
         "num_kv_blocks": 14,
         "enable_prefix_caching": False,
+        "preemption_mode": "recompute",
     }
     async with cluster(Plan(expected.model, [{"model_impl": impl}], [small])) as c:
+
+        def met() -> int:
+            stats = c.decode[0].stats
+            # All of this Mistral's layers see 9 tokens: it gives blocks back instead.
+            windowed = kind == "mistral"
+            return stats.num_window_freed_blocks if windowed else stats.num_preemptions
+
         for _ in range(20):
             assert await run(c) == [expected.tokens]
-            if c.decode[0].stats.num_preemptions > 0:
+            if met():
                 break
-        assert c.decode[0].stats.num_preemptions > 0
+        assert met() > 0
         assert c.decode[0].transfers.bytes_received["grpc"] > 0
 
 
@@ -174,6 +181,15 @@ async def test_sampled_tokens_depend_on_the_seed_alone(
         {"temperature": 1.3, "top_k": 12, "seed": 2**63 + 5},
         {"temperature": 1.0, "min_p": 0.02, "seed": 0},
         {"temperature": 1.0, "seed": 3},
+        {
+            "temperature": 0.7,
+            "seed": 4,
+            "presence_penalty": 0.5,
+            "frequency_penalty": 0.3,
+            "repetition_penalty": 1.3,
+            "logit_bias": ((40, 3.0), (41, -100.0)),
+            "min_tokens": 5,
+        },
     ):
         params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, **chosen)
         alone = one_engine_tokens(model, PROMPTS, params)

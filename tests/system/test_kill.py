@@ -1,14 +1,14 @@
 """kill -9 of nodes under a running stream, with real processes and a real Redis.
 
 fp32, greedy: the stream must equal the undisturbed one token for token. Each case proves that the
-kill
-hit the stage it is about, and that afterwards every surviving pool is whole, no lease is left and
-Redis holds no orphan.
+kill hit the stage it is about, and that afterwards every surviving pool is whole, no lease is left
+and Redis holds no orphan.
 """
 
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -77,6 +77,7 @@ class Case:
 
     prefill: list[ServerProcess]
     decode: list[ServerProcess]
+    router: ServerProcess
     client: AsyncClient
     redis: aredis.Redis
 
@@ -145,7 +146,7 @@ async def case(
             prefill, decode = await processes.nodes(num_prefill, num_decode, FLAGS)
             router = await processes.router(prefill, decode)
             async with AsyncClient(str(router.ready["grpc_address"])) as baton:
-                c = Case(prefill, decode, baton, client)
+                c = Case(prefill, decode, router, baton, client)
                 await eventually(lambda: c.serves(num_prefill + num_decode))
                 yield c
     finally:
@@ -246,6 +247,38 @@ async def test_prefill_node_killed_while_kv_moves(
         await c.assert_clean()
 
 
+async def test_prefill_node_killed_between_token_1_and_the_end_of_its_kv(
+    model: Model, tmp_path: Path, redis_url: str
+) -> None:
+    """Token 1 comes from P, with no KV on its way: the client has it while D still fetches.
+
+    D is stopped meanwhile, so it cannot have acknowledged the export that P takes to its grave.
+    """
+    async with case(model, tmp_path, redis_url, 2, 1) as c:
+        stream = Stream(c.client)
+        decode = c.decode[0]
+        await eventually(lambda: metric(decode, "baton_kv_transfer_bytes_total"))
+        decode.signal(signal.SIGSTOP)
+        try:
+            assert stream.tokens == [], "the prefill was over before D could be stopped"
+            await stream.at_least(1)
+            victim = c.server((await c.request_fields())["prefill_node"])
+            assert await metric(victim, "baton_kv_transfer_active_exports") == 1
+            await victim.kill()
+            assert len(stream.tokens) == 1, "D was stopped: nobody could decode"
+        finally:
+            decode.signal(signal.SIGCONT)
+        last = await stream.finish()
+        # If the machine is so slow that D lay longer than the pings allow, its session broke too.
+        assert last.retries in (1, 2)
+        assert_whole(stream, last, model, retries=last.retries)
+        assert await metric(decode, 'baton_kv_transfer_fetches_total{outcome="ok"}') == 1
+        if last.retries == 1:
+            lost = 'baton_kv_transfer_fetches_total{outcome="kv_lost"}'
+            assert await metric(decode, lost) == 1
+        await c.assert_clean()
+
+
 async def test_no_node_left_is_unavailable_at_once(
     model: Model, tmp_path: Path, redis_url: str
 ) -> None:
@@ -255,3 +288,14 @@ async def test_no_node_left_is_unavailable_at_once(
         with pytest.raises(Unavailable):
             async with asyncio.timeout(2.0):
                 await c.client.generate(PROMPT, PARAMS)
+        async with httpx.AsyncClient(trust_env=False) as http:
+            url = f"http://{c.router.address}/v1/completions"
+            reply = await http.post(url, json={"prompt": list(PROMPT)}, timeout=2.0)
+        assert reply.status_code == 503
+        error = reply.json()["error"]
+        assert (error["type"], error["code"], error["param"]) == (
+            "server_error",
+            "unavailable",
+            None,
+        )
+        assert error["message"]

@@ -1,5 +1,5 @@
-"""The real `openai` client against real processes serving the demo model: 32 at once, both kinds,
-streamed or not.
+"""The real `openai` client against real processes serving the demo model:
+32 at once, both kinds, streamed or not.
 
 The greedy answers equal transformers.generate on the same prompts, token for token.
 """

@@ -22,7 +22,8 @@ class AttentionLayer:
 
     `window` 0 = unlimited, else a query at position p sees keys in (p - window, p].
     `softcap`: scores become softcap * tanh(scores / softcap). `sinks` [query_heads]: one extra
-    logit per head that takes probability and gives nothing.
+    logit per head that takes probability and gives nothing. `latent` > 0 (MLA): one latent per
+    token is both key and value: the pool has no V, a value is the first `latent` dims of its key.
     """
 
     query_heads: int
@@ -30,6 +31,7 @@ class AttentionLayer:
     window: int = 0
     softcap: float | None = None
     sinks: Tensor | None = None
+    latent: int = 0
 
 
 class KVViews(Protocol):
@@ -39,15 +41,23 @@ class KVViews(Protocol):
         """K [num_blocks, block_size, kv_heads, k_dim] and V [..., v_dim] of one layer, as views."""
         ...
 
+    def scales(self, layer: int) -> tuple[Tensor, Tensor]:
+        """int8 KV: K's and V's scales, each [num_blocks, block_size, kv_heads] float32, as views.
+
+        Raises InternalError for a pool of any other dtype.
+        """
+        ...
+
 
 class Attention(Protocol):
     """Paged causal attention of one model on one device."""
 
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Store k [T, kv_heads, k_dim] and v [T, kv_heads, v_dim] at flat `slots` [T]; mutates the
-        pool."""
+        pool. MLA: v has v_dim 0."""
         ...
 
     def attend(self, layer: int, q: Tensor, batch: Batch) -> Tensor:
-        """q [T, query_heads, k_dim] -> [T, query_heads, v_dim]; reads the pool only."""
+        """q [T, query_heads, k_dim] -> [T, query_heads, v_dim]
+        (MLA: latent); reads the pool only."""
         ...

@@ -27,13 +27,15 @@ class ReferenceAttention:
         block_size = keys.shape[1]
         for row, slot in enumerate(slots.tolist()):
             keys[slot // block_size, slot % block_size] = k[row]
-            values[slot // block_size, slot % block_size] = v[row]
+            values[slot // block_size, slot % block_size] = v[row]  # MLA: of no dims
 
     def attend(self, layer: int, q: Tensor, batch: Batch) -> Tensor:
         """See Attention.attend."""
         keys, values = self._pool.layer(layer)
         block_size, kv_heads = keys.shape[1], keys.shape[2]
         spec = self._layers[layer]
+        if spec.latent:
+            values = keys[..., : spec.latent]
         group = spec.query_heads // kv_heads
         out = q.new_empty(q.shape[0], q.shape[1], values.shape[3])
         for span, table in zip(batch.spans, batch.tables.tolist(), strict=True):

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton.engine.attention.base import AttentionLayer, KVViews
+from baton.engine.attention.kv_store import KVStore, layer_store
 from baton.engine.batch import Batch, Span
 
 GATHER_BYTES: Final = (
@@ -55,8 +56,8 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class PrefillSpan:
-    """One prefill span: the blocks it gathers, and its tiles (keys counted from the gather's
-    start)."""
+    """One prefill span: the blocks it gathers,
+    and its tiles (keys counted from the gather's start)."""
 
     blocks: Tensor
     tiles: tuple[Tile, ...]
@@ -75,37 +76,34 @@ class TorchAttention:
 
     def __init__(self, pool: KVViews, layers: Sequence[AttentionLayer]) -> None:
         self._layers = tuple(layers)
-        self._views = [pool.layer(index) for index in range(len(self._layers))]
+        self._stores = [layer_store(pool, index) for index in range(len(self._layers))]
 
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """See Attention.write."""
-        keys, values = self._views[layer]
-        block, offset = slots // keys.shape[1], slots % keys.shape[1]
-        keys.index_put_((block, offset), k)
-        values.index_put_((block, offset), v)
+        self._stores[layer].write(k, v, slots)
 
     def attend(self, layer: int, q: Tensor, batch: Batch) -> Tensor:
         """See Attention.attend."""
         spec = self._layers[layer]
-        keys, values = self._views[layer]
-        plan = _plan_of(batch, spec.window, keys)
-        out = q.new_empty(q.shape[0], q.shape[1], values.shape[3])
+        store = self._stores[layer]
+        plan = _plan_of(batch, spec.window, store, q.dtype)
+        out = q.new_empty(q.shape[0], q.shape[1], spec.latent or store.values.dim)
         for group in plan.decode:
-            out[group.rows] = _decode(q[group.rows], keys, values, group, spec)
+            out[group.rows] = _decode(q[group.rows], store, group, spec)
         for span in plan.prefill:
-            _prefill(q, keys, values, span, spec, out)
+            _prefill(q, store, span, spec, out)
         return out
 
 
-def _plan_of(batch: Batch, window: int, keys: Tensor) -> Plan:
+def _plan_of(batch: Batch, window: int, store: KVStore, dtype: torch.dtype) -> Plan:
     """The step's plan for this window, made at the first layer that asks."""
-    block_size, token_bytes = keys.shape[1], keys.shape[2] * keys.shape[3] * keys.element_size()
-    key = (window, token_bytes, keys.dtype)
+    block_size, token_bytes = store.block_size, store.kv_heads * store.keys.dim * dtype.itemsize
+    key = (window, token_bytes, dtype)
     if key not in batch.plans:
         max_blocks = max(1, GATHER_BYTES // (token_bytes * block_size))
-        decode = _plan_decode(batch, window, block_size, max_blocks, keys.dtype)
+        decode = _plan_decode(batch, window, block_size, max_blocks, dtype)
         prefill = tuple(
-            _plan_prefill(span, batch.tables[index], window, block_size, keys.dtype)
+            _plan_prefill(span, batch.tables[index], window, block_size, dtype)
             for index, span in enumerate(batch.spans)
             if span.num_rows > 1
         )
@@ -178,16 +176,17 @@ def _plan_prefill(
     return PrefillSpan(table[first : -(-span.num_tokens // block_size)], tuple(tiles))
 
 
-def _decode(
-    q: Tensor, keys: Tensor, values: Tensor, group: DecodeGroup, spec: AttentionLayer
-) -> Tensor:
+def _decode(q: Tensor, store: KVStore, group: DecodeGroup, spec: AttentionLayer) -> Tensor:
     """q [n, query_heads, k_dim] -> [n, query_heads, v_dim]."""
-    n, kv_heads = q.shape[0], keys.shape[2]
-    k = keys.index_select(0, group.blocks).flatten(0, 1)
-    v = values.index_select(0, group.blocks).flatten(0, 1)
+    n, kv_heads = q.shape[0], store.kv_heads
+    k = store.keys.gather(group.blocks, q.dtype)
     # A hidden key still meets the products: what a slot's former owner left must not be NaN there.
     k.index_fill_(0, group.unwritten, 0.0)
-    v.index_fill_(0, group.unwritten, 0.0)
+    if spec.latent:
+        v = k[..., : spec.latent]
+    else:
+        v = store.values.gather(group.blocks, q.dtype)
+        v.index_fill_(0, group.unwritten, 0.0)
     k, v = (x.view(n, -1, kv_heads, x.shape[2]).transpose(1, 2) for x in (k, v))
     # The query heads of one KV head become that head's query rows: GQA without repeating K and V.
     grouped = q.view(n, kv_heads, -1, q.shape[2])
@@ -197,13 +196,16 @@ def _decode(
 
 
 def _prefill(
-    q: Tensor, keys: Tensor, values: Tensor, span: PrefillSpan, spec: AttentionLayer, out: Tensor
+    q: Tensor, store: KVStore, span: PrefillSpan, spec: AttentionLayer, out: Tensor
 ) -> None:
     """Fill the span's rows of `out` [T, query_heads, v_dim]."""
-    kv_heads = keys.shape[2]
+    kv_heads = store.kv_heads
     group = q.shape[1] // kv_heads
-    k = keys.index_select(0, span.blocks).flatten(0, 1).transpose(0, 1)[None]
-    v = values.index_select(0, span.blocks).flatten(0, 1).transpose(0, 1)[None]
+    k = store.keys.gather(span.blocks, q.dtype).transpose(0, 1)[None]
+    if spec.latent:
+        v = k[..., : spec.latent]
+    else:
+        v = store.values.gather(span.blocks, q.dtype).transpose(0, 1)[None]
     for tile in span.tiles:
         n = tile.last_row - tile.first_row
         rows = q[tile.first_row : tile.last_row].view(n, kv_heads, group, -1)

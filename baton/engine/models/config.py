@@ -18,7 +18,14 @@ ARCHITECTURES: Final = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
+_QWEN_MOE: Final = {
+    "num_key_value_heads", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
+}  # fmt: skip
+_COUNTS: Final = ("num_experts", "num_local_experts")  # transformers 5 writes the latter for both
 # Keys whose absence means a family-dependent default in transformers: absent, the universal route
 # decides.
 _REQUIRED: Final = {
@@ -30,24 +37,51 @@ _REQUIRED_BY_FAMILY: Final = {
     "mistral": {"num_key_value_heads", "sliding_window"},
     "qwen2": {"num_key_value_heads"},
     "qwen3": {"num_key_value_heads", "head_dim"},
+    "mixtral": {"num_key_value_heads", "num_experts_per_tok", "rms_norm_eps"},
+    "qwen2_moe": _QWEN_MOE | {"shared_expert_intermediate_size"},
+    "qwen3_moe": _QWEN_MOE,
 }
 _UNDERSTOOD: Final = _REQUIRED | {
     "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "tie_word_embeddings",
     "rope_theta", "rope_scaling", "rope_parameters", "attention_bias", "mlp_bias",
     "sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "pretraining_tp",
 }  # fmt: skip
+_UNDERSTOOD_BY_FAMILY: Final = {
+    "mixtral": {*_COUNTS},
+    "qwen2_moe": {*_COUNTS, "decoder_sparse_step", "mlp_only_layers", "qkv_bias"},
+    "qwen3_moe": {*_COUNTS, "decoder_sparse_step", "mlp_only_layers"},
+}
 # Keys that change nothing in a forward pass of inference.
 _IRRELEVANT: Final = {
     "model_type", "architectures", "transformers_version", "torch_dtype", "dtype", "use_cache",
     "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "attention_dropout",
     "output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward",
     "is_encoder_decoder", "id2label", "label2id", "problem_type", "_name_or_path", "auto_map",
-    "unsloth_fixed", "unsloth_version",
+    "unsloth_fixed", "unsloth_version", "output_router_logits", "router_aux_loss_coef",
+    "router_jitter_noise",
 }  # fmt: skip
 
 
 class NotLean(Exception):
     """The reason why a checkpoint needs the universal route; never leaves the loader."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """A mixture of experts in place of an MLP, in each layer of `layers`.
+
+    `prefix` and `parts` (gate, up, down) name the tensors. `normalized`: the chosen experts'
+    weights sum to 1. `shared_size` > 0: one more expert, for every token, behind a gate of its own.
+    """
+
+    count: int
+    per_token: int
+    size: int
+    normalized: bool
+    prefix: str
+    parts: tuple[str, str, str]
+    layers: frozenset[int]
+    shared_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +104,7 @@ class DecoderConfig:
     qk_norm: bool
     windows: tuple[int, ...]
     rope: RopeRule
+    experts: ExpertsConfig | None = None
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
@@ -90,6 +125,11 @@ def layer_spec(kv_heads: int, k_dim: int, v_dim: int, window: int) -> LayerSpec:
     return LayerSpec(kv_heads, k_dim, v_dim, window, "sliding" if window else "full")
 
 
+def latent_spec(dims: int, window: int) -> LayerSpec:
+    """The spec of a layer that stores one latent of `dims` per token (MLA)."""
+    return LayerSpec(kv_heads=1, k_dim=dims, v_dim=0, window=window, kind="mla")
+
+
 def decoder_config(config: dict[str, Any]) -> DecoderConfig:
     """Read a config.json of one of the ARCHITECTURES. Raises NotLean with the reason."""
     family = config.get("model_type", "")
@@ -108,12 +148,13 @@ def decoder_config(config: dict[str, Any]) -> DecoderConfig:
         head_dim=config.get("head_dim") or config["hidden_size"] // heads,
         rms_norm_eps=config.get("rms_norm_eps", 1e-6),
         tied_embeddings=config.get("tie_word_embeddings", False),
-        qkv_bias=family == "qwen2" or attention_bias,
+        qkv_bias=family == "qwen2" or attention_bias or _qkv_bias(family, config),
         output_bias=attention_bias and family != "qwen2",
         mlp_bias=bool(config.get("mlp_bias", False)),
-        qk_norm=family == "qwen3",
+        qk_norm=family in ("qwen3", "qwen3_moe"),
         windows=_windows(family, config, num_layers),
         rope=rope,
+        experts=_experts(family, config, num_layers),
     )
 
 
@@ -124,7 +165,9 @@ def _check_understood(family: str, config: dict[str, Any]) -> None:
     architectures = config.get("architectures") or [ARCHITECTURES[family]]
     if ARCHITECTURES[family] not in architectures:
         raise NotLean(f"architecture {architectures[0]} is not {ARCHITECTURES[family]}")
-    unknown = sorted(key for key in config if key not in _UNDERSTOOD | _IRRELEVANT)
+    understood = _UNDERSTOOD | _UNDERSTOOD_BY_FAMILY.get(family, set()) | _IRRELEVANT
+    understood |= _REQUIRED_BY_FAMILY[family]
+    unknown = sorted(key for key in config if key not in understood)
     if unknown:
         raise NotLean(f"config keys {unknown} are not understood")
     required = _REQUIRED | _REQUIRED_BY_FAMILY[family]
@@ -135,8 +178,10 @@ def _check_understood(family: str, config: dict[str, Any]) -> None:
         raise NotLean(f"hidden_act {config['hidden_act']!r}")
     if config.get("pretraining_tp", 1) != 1:
         raise NotLean("pretraining_tp above 1")
-    if family in ("mistral", "qwen2") and config.get("attention_bias"):
+    if family not in ("llama", "qwen3", "qwen3_moe") and config.get("attention_bias"):
         raise NotLean(f"attention_bias in {family}")
+    if family in _UNDERSTOOD_BY_FAMILY and "rope_theta" not in {**config, **_rope_of(config)}:
+        raise NotLean("rope_theta is absent")
     if family != "llama" and config.get("mlp_bias"):
         raise NotLean(f"mlp_bias in {family}")
     if family == "llama" and (config.get("sliding_window") or config.get("layer_types")):
@@ -148,29 +193,25 @@ def _check_rope(rule: RopeRule | None) -> None:
     if rule is None:
         return
     parameters = {name for name, value in rule.parameters if value is not None}
-    needed = {
-        "default": set[str](),
-        "linear": {"factor"},
-        "llama3": {
-            "factor",
-            "low_freq_factor",
-            "high_freq_factor",
-            "original_max_position_embeddings",
-        },
-    }
-    if rule.kind not in LEAN_KINDS or parameters != needed[rule.kind]:
+    needed, allowed = LEAN_KINDS.get(rule.kind, (set[str](), set[str]()))
+    if rule.kind not in LEAN_KINDS or not needed <= parameters <= needed | allowed:
         raise NotLean(f"RoPE rule {rule.text}")
 
 
 def _windows(family: str, config: dict[str, Any], num_layers: int) -> tuple[int, ...]:
     """Window of each layer, as transformers derives it: 0 = full attention."""
     window = config.get("sliding_window") or 0
-    if family == "mistral":
+    if family in ("mistral", "mixtral"):
         if config.get("layer_types") is not None:
-            raise NotLean("layer_types in mistral")
+            raise NotLean(f"layer_types in {family}")
         return (window,) * num_layers
     if family == "llama" or not config.get("use_sliding_window", False) or not window:
+        kinds = set(config.get("layer_types") or ()) - {"full_attention"}
+        if kinds and family == "qwen2_moe":
+            raise NotLean(f"layer_types {sorted(kinds)} without a window")
         return (0,) * num_layers
+    if family in _UNDERSTOOD_BY_FAMILY:
+        raise NotLean(f"windows in {family}")
     kinds = config.get("layer_types")
     if kinds is None:
         first = config.get("max_window_layers", 28)
@@ -178,3 +219,45 @@ def _windows(family: str, config: dict[str, Any], num_layers: int) -> tuple[int,
     if len(kinds) != num_layers or set(kinds) - {"full_attention", "sliding_attention"}:
         raise NotLean(f"layer_types {sorted(set(kinds))}")
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+
+
+def _rope_of(config: dict[str, Any]) -> dict[str, Any]:
+    return config.get("rope_parameters") or {}
+
+
+def _qkv_bias(family: str, config: dict[str, Any]) -> bool:
+    """Biases that Qwen2-MoE has unless its config says otherwise."""
+    return family == "qwen2_moe" and bool(config.get("qkv_bias", True))
+
+
+def _experts(family: str, config: dict[str, Any], num_layers: int) -> ExpertsConfig | None:
+    """The mixture of experts, None for a dense family."""
+    if family not in _UNDERSTOOD_BY_FAMILY:
+        return None
+    counts = {config[key] for key in _COUNTS if key in config}
+    if len(counts) != 1:
+        raise NotLean(f"{' and '.join(_COUNTS)} are absent or differ")
+    count: int = counts.pop()
+    if family == "mixtral":
+        return ExpertsConfig(
+            count=count,
+            per_token=config["num_experts_per_tok"],
+            size=config["intermediate_size"],
+            normalized=True,
+            prefix="block_sparse_moe.",
+            parts=("w1", "w3", "w2"),
+            layers=frozenset(range(num_layers)),
+        )
+    dense: set[int] = set(config.get("mlp_only_layers") or ())
+    every = config.get("decoder_sparse_step", 1)
+    sparse = (layer for layer in range(num_layers) if (layer + 1) % every == 0)
+    return ExpertsConfig(
+        count=count,
+        per_token=config["num_experts_per_tok"],
+        size=config["moe_intermediate_size"],
+        normalized=config["norm_topk_prob"],
+        prefix="mlp.",
+        parts=("gate_proj", "up_proj", "down_proj"),
+        layers=frozenset(layer for layer in sparse if layer not in dense),
+        shared_size=config.get("shared_expert_intermediate_size", 0),
+    )

@@ -1,14 +1,16 @@
-"""The lean decoder: Llama, Mistral, Qwen2 and Qwen3; all that differs is read from the config.
+"""The lean decoder: Llama, Mistral, Mixtral, Qwen2, Qwen3 and their mixtures of experts; all that
+differs is read from the config.
 
 Against transformers' modelling code: Q, K and V in one product, gate and up in one product,
-rotation of query and key heads at once, no cache objects. In float32 it gives the universal route's
-tokens. The batch (where KV lives) arrives as an argument; the decoder owns weights only.
+rotation of query and key heads at once, experts grouped, no cache objects. In float32 it gives the
+universal route's tokens. The batch (where KV lives) arrives as an argument; the decoder owns
+weights only, the base's and those of its LoRA adapters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -16,43 +18,105 @@ from torch.nn import functional
 
 from baton.engine.attention.base import AttentionLayer
 from baton.engine.batch import Batch
-from baton.engine.linear import Linear, LinearFormat
-from baton.engine.models.config import DecoderConfig
-from baton.engine.models.rope import Rotation, inverse_frequencies
+from baton.engine.linear import Linear, Linears
+from baton.engine.lora import (
+    Adapter,
+    AdapterRows,
+    LowRank,
+    apply_deltas,
+    merge_parts,
+    rows_by_adapter,
+)
+from baton.engine.models.config import DecoderConfig, ExpertsConfig
+from baton.engine.models.experts import Expert, Experts, SharedExpert
+from baton.engine.models.rope import Rotation, attention_factor, inverse_frequencies
+from baton.errors import ModelRefused
 from baton.kv_spec import LayerSpec
 
-ReadTensor = Callable[
-    [str], Tensor
-]  # a checkpoint's tensor by name, in the model's dtype and place
+# A checkpoint's tensor by name, in the model's dtype and place; several names: stacked.
+ReadTensor = Callable[..., Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """One product: one or several projections of the checkpoint, stacked along their outputs.
+
+    `parts`: which outputs belong to which module path. `deltas`: LoRA, by adapter.
+    """
+
+    linear: Linear
+    parts: dict[str, slice]
+    num_inputs: int
+    deltas: dict[str, LowRank] = field(default_factory=dict)
+
+    def __call__(self, x: Tensor, groups: Sequence[AdapterRows]) -> Tensor:
+        """x [T, in] -> [T, out]."""
+        return apply_deltas(x, self.linear(x), self.deltas, groups)
+
+    def adapt(self, adapter: Adapter) -> set[str]:
+        """Take the adapter's deltas for these parts; their module paths. Raises ModelRefused."""
+        held = {module: adapter.deltas[module] for module in self.parts if module in adapter.deltas}
+        for module, delta in held.items():
+            outputs = self.parts[module].stop - self.parts[module].start
+            if (delta.up.shape[0], delta.down.shape[1]) != (outputs, self.num_inputs):
+                raise ModelRefused(
+                    f"adapter {adapter.name} was made for another model: {module} has other sizes",
+                    field="lora_modules",
+                )
+        if held:
+            total = max(part.stop for part in self.parts.values())
+            parts = ((self.parts[module], delta) for module, delta in held.items())
+            self.deltas[adapter.name] = merge_parts(parts, total)
+        return set(held)
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    """A dense layer. H = hidden, I = intermediate size."""
+
+    gate_up: Projection  # [H] -> [2 * I]
+    down: Projection  # [I] -> [H]
+
+    def __call__(self, hidden: Tensor, groups: Sequence[AdapterRows]) -> Tensor:
+        """hidden [T, H] -> [T, H]."""
+        gate, up = self.gate_up(hidden, groups).chunk(2, dim=-1)
+        return self.down(functional.silu(gate) * up, groups)
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Weights of one layer. H = hidden, D = head_dim, I = intermediate size."""
+    """Weights of one layer. H = hidden, D = head_dim."""
 
     input_norm: Tensor  # [H]
-    qkv: Linear  # [H] -> [(heads + 2 * kv_heads) * D]
+    qkv: Projection  # [H] -> [(heads + 2 * kv_heads) * D]
     query_norm: Tensor | None  # [D]
     key_norm: Tensor | None  # [D]
-    output: Linear  # [heads * D] -> [H]
+    output: Projection  # [heads * D] -> [H]
     mlp_norm: Tensor  # [H]
-    gate_up: Linear  # [H] -> [2 * I]
-    down: Linear  # [I] -> [H]
+    mlp: Mlp | Experts
+
+    @property
+    def projections(self) -> list[Projection]:
+        """What an adapter can reach."""
+        dense = [self.mlp.gate_up, self.mlp.down] if isinstance(self.mlp, Mlp) else []
+        return [self.qkv, self.output, *dense]
 
 
 class Decoder:
     """A decoder-only transformer over flattened tokens and a paged KV pool."""
 
-    def __init__(self, config: DecoderConfig, read: ReadTensor, linear: LinearFormat) -> None:
-        """Read and merge all weights; `linear` decides their format."""
+    def __init__(self, config: DecoderConfig, read: ReadTensor, linears: Linears) -> None:
+        """Read and merge all weights; `linears` decides the format of the products'."""
         self._config = config
         self._embedding = read("model.embed_tokens.weight")
-        self._layers = [_read_layer(config, i, read, linear) for i in range(config.num_layers)]
+        builder = _Builder(config, read, linears)
+        self._layers = [builder.layer(i) for i in range(config.num_layers)]
         self._final_norm = read("model.norm.weight")
         head = self._embedding if config.tied_embeddings else read("lm_head.weight")
-        self._head = linear(head, None)
+        self._head = linears.plain(head, None)
         frequencies = inverse_frequencies(config.rope, config.head_dim)
         self._frequencies = frequencies.to(self._embedding.device)
+        self._attention_factor = attention_factor(config.rope)
 
     @property
     def vocab_size(self) -> int:
@@ -74,38 +138,56 @@ class Decoder:
         """How each layer attends."""
         return self._config.attention_layers
 
+    def add_adapter(self, adapter: Adapter) -> None:
+        """Serve `adapter` to the rows that name it. Raises ModelRefused for layers it cannot
+        reach."""
+        reached: set[str] = set()
+        for layer in self._layers:
+            for projection in layer.projections:
+                reached |= projection.adapt(adapter)
+        missed = sorted(set(adapter.deltas) - reached)
+        if missed:
+            raise ModelRefused(
+                f"adapter {adapter.name}: the lean route does not adapt {missed[0]}",
+                field="lora_modules",
+            )
+
     def forward(self, token_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
         """token_ids [T], positions [T] -> hidden [T, H]; writes the batch's KV into the pool."""
-        eps = self._config.rms_norm_eps
-        rotation = Rotation.at(positions, self._frequencies, self._embedding.dtype)
+        eps, groups = self._config.rms_norm_eps, rows_by_adapter(batch)
         residual = functional.embedding(token_ids, self._embedding)
+        rotation = Rotation.at(positions, self._frequencies, residual.dtype, self._attention_factor)
         for index, layer in enumerate(self._layers):
             hidden = _norm(residual, layer.input_norm, eps)
-            residual = residual + self._attend(index, layer, hidden, rotation, batch)
+            queries, keys, values = self._heads(layer, hidden, rotation, groups)
+            attended = batch.attend(index, queries, keys, values)
+            residual = residual + layer.output(attended.flatten(1), groups)
             hidden = _norm(residual, layer.mlp_norm, eps)
-            gate, up = layer.gate_up(hidden).chunk(2, dim=-1)
-            residual = residual + layer.down(functional.silu(gate) * up)
+            residual = residual + layer.mlp(hidden, groups)
         return _norm(residual, self._final_norm, eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, H] -> [N, vocab] float32."""
         return self._head(hidden).float()
 
-    def _attend(
-        self, index: int, layer: DecoderLayer, hidden: Tensor, rotation: Rotation, batch: Batch
-    ) -> Tensor:
-        """hidden [T, H] -> [T, H]."""
+    def _heads(
+        self,
+        layer: DecoderLayer,
+        hidden: Tensor,
+        rotation: Rotation,
+        groups: Sequence[AdapterRows],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """hidden [T, H] -> query [T, heads, D], key and value [T, kv_heads, D]."""
         config = self._config
         heads, kv_heads = config.num_heads, config.num_kv_heads
-        qkv = layer.qkv(hidden).view(hidden.shape[0], heads + 2 * kv_heads, config.head_dim)
+        qkv = layer.qkv(hidden, groups).view(-1, heads + 2 * kv_heads, config.head_dim)
         query_key, value = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
         if layer.query_norm is not None and layer.key_norm is not None:
             query = _norm(query_key[:, :heads], layer.query_norm, config.rms_norm_eps)
             key = _norm(query_key[:, heads:], layer.key_norm, config.rms_norm_eps)
             query_key = torch.cat((query, key), dim=1)
         rotated = rotation.rotate(query_key)
-        attended = batch.attend(index, rotated[:, :heads], rotated[:, heads:], value)
-        return layer.output(attended.flatten(1))
+        return rotated[:, :heads], rotated[:, heads:], value
 
 
 def tensor_names(config: DecoderConfig) -> Iterator[str]:
@@ -114,50 +196,120 @@ def tensor_names(config: DecoderConfig) -> Iterator[str]:
     yield "model.norm.weight"
     if not config.tied_embeddings:
         yield "lm_head.weight"
-    biased = {
+    attention = {
         "self_attn.q_proj": config.qkv_bias,
         "self_attn.k_proj": config.qkv_bias,
         "self_attn.v_proj": config.qkv_bias,
         "self_attn.o_proj": config.output_bias,
-        "mlp.gate_proj": config.mlp_bias,
-        "mlp.up_proj": config.mlp_bias,
-        "mlp.down_proj": config.mlp_bias,
     }
+    dense = dict.fromkeys(("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"), config.mlp_bias)
     norms = ["input_layernorm", "post_attention_layernorm"]
     if config.qk_norm:
         norms += ["self_attn.q_norm", "self_attn.k_norm"]
     for index in range(config.num_layers):
         prefix = f"model.layers.{index}."
+        sparse = config.experts is not None and index in config.experts.layers
+        biased = attention if sparse else attention | dense
         yield from (f"{prefix}{name}.weight" for name in (*norms, *biased))
         yield from (f"{prefix}{name}.bias" for name, has_bias in biased.items() if has_bias)
+        if config.experts is not None and sparse:
+            yield from (f"{prefix}{name}.weight" for name in _expert_names(config.experts))
 
 
-def _read_layer(
-    config: DecoderConfig, index: int, read: ReadTensor, linear: LinearFormat
-) -> DecoderLayer:
-    prefix = f"model.layers.{index}."
+def _expert_names(config: ExpertsConfig) -> Iterator[str]:
+    """The projections of a sparse layer."""
+    yield config.prefix + "gate"
+    for expert in range(config.count):
+        yield from (f"{config.prefix}experts.{expert}.{part}" for part in config.parts)
+    if config.shared_size:
+        yield config.prefix + "shared_expert_gate"
+        yield from (f"{config.prefix}shared_expert.{part}" for part in config.parts)
 
-    def merged(names: tuple[str, ...], has_bias: bool) -> Linear:
+
+@dataclass(frozen=True, slots=True)
+class _Builder:
+    """Reads layers out of a checkpoint."""
+
+    config: DecoderConfig
+    read: ReadTensor
+    linears: Linears
+
+    def layer(self, index: int) -> DecoderLayer:
+        config, prefix = self.config, f"model.layers.{index}."
+        attention = prefix + "self_attn."
+        experts = config.experts
+        sparse = experts is not None and index in experts.layers
+        return DecoderLayer(
+            input_norm=self.read(prefix + "input_layernorm.weight"),
+            qkv=self._projection(attention, ("q_proj", "k_proj", "v_proj"), config.qkv_bias),
+            query_norm=self.read(attention + "q_norm.weight") if config.qk_norm else None,
+            key_norm=self.read(attention + "k_norm.weight") if config.qk_norm else None,
+            output=self._projection(attention, ("o_proj",), config.output_bias),
+            mlp_norm=self.read(prefix + "post_attention_layernorm.weight"),
+            mlp=self._experts(experts, prefix + experts.prefix)
+            if experts is not None and sparse
+            else self._mlp(prefix + "mlp."),
+        )
+
+    def _projection(self, prefix: str, names: tuple[str, ...], has_bias: bool) -> Projection:
         """Projections of one input, stacked along their outputs."""
-        weight = _stack([read(f"{prefix}{name}.weight") for name in names])
-        bias = _stack([read(f"{prefix}{name}.bias") for name in names]) if has_bias else None
-        return linear(weight, bias)
+        modules = [prefix + name for name in names]
+        ends = self._ends(names)
+        parts = {
+            module: slice(start, stop)
+            for module, start, stop in zip(modules, [0, *ends], ends, strict=False)
+        }
+        return Projection(self.linears.read(modules, has_bias), parts, self._inputs(names[0]))
 
-    attention = tuple(f"self_attn.{part}_proj" for part in ("q", "k", "v"))
-    return DecoderLayer(
-        input_norm=read(prefix + "input_layernorm.weight"),
-        qkv=merged(attention, config.qkv_bias),
-        query_norm=read(prefix + "self_attn.q_norm.weight") if config.qk_norm else None,
-        key_norm=read(prefix + "self_attn.k_norm.weight") if config.qk_norm else None,
-        output=merged(("self_attn.o_proj",), config.output_bias),
-        mlp_norm=read(prefix + "post_attention_layernorm.weight"),
-        gate_up=merged(("mlp.gate_proj", "mlp.up_proj"), config.mlp_bias),
-        down=merged(("mlp.down_proj",), config.mlp_bias),
-    )
+    def _inputs(self, name: str) -> int:
+        config = self.config
+        sizes = {
+            "o_proj": config.num_heads * config.head_dim,
+            "down_proj": config.intermediate_size,
+        }
+        return sizes.get(name, config.hidden_size)
 
+    def _ends(self, names: tuple[str, ...]) -> list[int]:
+        """Where the outputs of each projection end, once stacked."""
+        config = self.config
+        sizes = {
+            "q_proj": config.num_heads * config.head_dim,
+            "k_proj": config.num_kv_heads * config.head_dim,
+            "v_proj": config.num_kv_heads * config.head_dim,
+            "gate_proj": config.intermediate_size,
+            "up_proj": config.intermediate_size,
+        }
+        ends: list[int] = []
+        for name in names:
+            size = sizes.get(name, config.hidden_size)
+            ends.append((ends[-1] if ends else 0) + size)
+        return ends
 
-def _stack(tensors: list[Tensor]) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    def _mlp(self, prefix: str) -> Mlp:
+        bias = self.config.mlp_bias
+        return Mlp(
+            self._projection(prefix, ("gate_proj", "up_proj"), bias),
+            self._projection(prefix, ("down_proj",), bias),
+        )
+
+    def _experts(self, config: ExpertsConfig, prefix: str) -> Experts:
+        shared = None
+        if config.shared_size:
+            gate = self.read(prefix + "shared_expert_gate.weight")
+            shared = SharedExpert(self._expert(config, prefix + "shared_expert."), gate)
+        return Experts(
+            router=self.read(prefix + "gate.weight"),
+            experts=tuple(
+                self._expert(config, f"{prefix}experts.{index}.") for index in range(config.count)
+            ),
+            per_token=config.per_token,
+            normalized=config.normalized,
+            shared=shared,
+        )
+
+    def _expert(self, config: ExpertsConfig, prefix: str) -> Expert:
+        gate, up, down = (prefix + part for part in config.parts)
+        return Expert(self.linears.read((gate, up), False), self.linears.read((down,), False))
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

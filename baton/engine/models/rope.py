@@ -1,8 +1,13 @@
 """Rotary position embedding: a checkpoint's rule, and the rotation of query and key heads.
 
 The rule is also part of the KV layout fingerprint (stored keys are rotated keys), so its text is
-canonical. Source: RoFormer (arXiv 2104.09864); llama3 scaling as in
-transformers/modeling_rope_utils.py.
+canonical. Sources: RoFormer (arXiv 2104.09864), YaRN (arXiv 2309.00071); llama3, yarn and dynamic
+scaling as in transformers/modeling_rope_utils.py.
+
+A row's rotation may depend on its own position only: a key is stored once, and is read by whoever
+shares its prefix. Two rules of transformers do not have that form: `dynamic` (NTK) and `longrope`
+take other frequencies once the longest sequence of a forward call passes a length. Up to there they
+are plain rules, and served; `position_limit` says where it lies, and nothing beyond is served.
 """
 
 from __future__ import annotations
@@ -15,8 +20,22 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-LEAN_KINDS: Final = ("default", "linear", "llama3")  # what `inverse_frequencies` can compute
+# What `inverse_frequencies` can compute: (parameters that must be there, those that may be).
+LEAN_KINDS: Final[dict[str, tuple[set[str], set[str]]]] = {
+    "default": (set(), set()),
+    "linear": ({"factor"}, set()),
+    "dynamic": ({"factor"}, set()),
+    "llama3": (
+        {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+        set(),
+    ),
+    "yarn": (
+        {"factor", "original_max_position_embeddings"},
+        {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"},
+    ),
+}
 DEFAULT_THETA: Final = 10000.0
+_LENGTH_KEYS: Final = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +55,11 @@ class RopeRule:
     def number(self, name: str) -> float:
         """A numeric parameter. Raises KeyError if the rule lacks it."""
         return float(dict(self.parameters)[name])
+
+    def optional(self, name: str) -> float | None:
+        """A numeric parameter, None if the rule lacks it."""
+        value = dict(self.parameters).get(name)
+        return None if value is None else float(value)
 
 
 def rope_rule(config: dict[str, Any]) -> RopeRule | None:
@@ -59,8 +83,53 @@ def inverse_frequencies(rule: RopeRule, head_dim: int) -> Tensor:
         return frequencies / rule.number("factor")
     if rule.kind == "llama3":
         return _llama3(frequencies, rule)
-    assert rule.kind == "default", rule.kind
+    if rule.kind == "yarn":
+        return _yarn(frequencies, rule, head_dim)
+    assert rule.kind in ("default", "dynamic"), rule.kind  # dynamic: below its limit nothing scales
     return frequencies
+
+
+def attention_factor(rule: RopeRule) -> float:
+    """What cos and sin are multiplied with: 1, but for YaRN, which sharpens attention so."""
+    if rule.kind != "yarn":
+        return 1.0
+    given = rule.optional("attention_factor")
+    if given is not None:
+        return given
+    factor = rule.number("factor")
+    mscale, all_dim = rule.optional("mscale"), rule.optional("mscale_all_dim")
+    if mscale and all_dim:
+        return _yarn_scale(factor, mscale) / _yarn_scale(factor, all_dim)
+    return _yarn_scale(factor, 1.0)
+
+
+def position_limit(config: dict[str, Any]) -> int | None:
+    """Positions that a model's config allows; None if it does not say.
+
+    YaRN: factor times its original length, where that is more than the config's own number.
+    longrope: its original length, beyond which transformers changes the frequencies of all rows.
+    """
+    stated = next((config[key] for key in _LENGTH_KEYS if config.get(key) is not None), None)
+    for rule in _rules(config):
+        kind = rule.get("rope_type", rule.get("type"))
+        original = rule.get("original_max_position_embeddings")
+        original = original or config.get("original_max_position_embeddings")
+        if stated is None or original is None:
+            continue
+        if kind == "yarn" and rule.get("factor"):
+            stated = max(stated, int(original * rule["factor"]))
+        if kind in ("longrope", "su"):
+            stated = min(stated, original)
+    return stated
+
+
+def _rules(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """The RoPE rules of a config: one, or one per layer type."""
+    found: list[dict[str, Any]] = []
+    for key in ("rope_scaling", "rope_parameters"):
+        rule = config.get(key) or {}
+        found += [rule, *(value for value in rule.values() if isinstance(value, dict))]
+    return found
 
 
 def _llama3(frequencies: Tensor, rule: RopeRule) -> Tensor:
@@ -76,18 +145,50 @@ def _llama3(frequencies: Tensor, rule: RopeRule) -> Tensor:
     return torch.where(medium, blended, scaled)
 
 
+def _yarn(frequencies: Tensor, rule: RopeRule, head_dim: int) -> Tensor:
+    """Divide the frequencies of slowly turning dimensions by `factor`, keep those that turn fast.
+
+    A ramp over the dimensions lies between `beta_fast` and `beta_slow` turns in the original
+    length.
+    """
+    original = rule.number("original_max_position_embeddings")
+
+    def dimension(turns: float) -> float:
+        """Where a dimension turns so often in the original length."""
+        ratio = math.log(original / (turns * 2 * math.pi))
+        return head_dim * ratio / (2 * math.log(rule.theta))
+
+    low = dimension(rule.optional("beta_fast") or 32.0)
+    high = dimension(rule.optional("beta_slow") or 1.0)
+    if dict(rule.parameters).get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    kept = 1 - ramp
+    return frequencies / rule.number("factor") * (1 - kept) + frequencies * kept
+
+
+def _yarn_scale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """cos and sin [T, 1, head_dim / 2] of one step's positions, in the model's dtype."""
+    """cos and sin [T, 1, head_dim / 2] of one step's positions, scaled, in the model's dtype."""
 
     cos: Tensor
     sin: Tensor
 
     @classmethod
-    def at(cls, positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> Rotation:
-        """positions [T] int64, frequencies [head_dim / 2] float32."""
+    def at(
+        cls, positions: Tensor, frequencies: Tensor, dtype: torch.dtype, factor: float = 1.0
+    ) -> Rotation:
+        """positions [T] int64, frequencies [head_dim / 2] float32; see attention_factor."""
         angles = positions[:, None].float() * frequencies
-        return cls(angles.cos().to(dtype)[:, None], angles.sin().to(dtype)[:, None])
+        cos, sin = angles.cos() * factor, angles.sin() * factor
+        return cls(cos.to(dtype)[:, None], sin.to(dtype)[:, None])
 
     def rotate(self, heads: Tensor) -> Tensor:
         """heads [T, n, head_dim] (first half paired with the second) -> the same, rotated."""

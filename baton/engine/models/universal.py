@@ -3,7 +3,7 @@
 Our function is registered in transformers' AttentionInterface under a name of its own; the step's
 batch reaches it as a keyword of the forward call, so there is no global. At load:
 
-    refuse by config -> from_pretrained -> native logits of a few tokens
+    refuse by config -> from_pretrained -> native logits of a few tokens -> latents absorbed (MLA)
     -> probe forward (discovers layers, heads, windows, scaling, softcap, sinks)
     -> the same tokens through the paged path, in two chunks -> must equal the native logits, else
     refused
@@ -23,7 +23,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging as transformers_logging
 
@@ -31,8 +31,11 @@ from baton.engine.attention.base import AttentionLayer
 from baton.engine.attention.torch_cpu import TorchAttention
 from baton.engine.batch import Batch, flatten
 from baton.engine.interface import SequenceChunk
-from baton.engine.models.config import layer_spec
-from baton.errors import ModelRefused
+from baton.engine.lora import Adapter, rows_by_adapter
+from baton.engine.models.config import latent_spec, layer_spec
+from baton.engine.models.hooked_lora import HookedAdapters
+from baton.engine.models.mla import Absorbed, absorb_latents
+from baton.errors import InternalError, ModelRefused
 from baton.kv_spec import LayerSpec
 
 logger = logging.getLogger(__name__)
@@ -46,6 +49,7 @@ _HARMLESS: Final = {
     "is_causal", "position_embeddings",
 }  # fmt: skip
 _CHECK_TOKENS: Final = 12  # of the load-time self-check, fed as a chunk of 7 and a chunk of 5
+_MATE_TOKENS: Final = 3  # of another sequence, in front of each chunk
 _CHECK_BLOCK: Final = 4
 # Mean logit error over mean logit: float32 gives 1e-6; half precision about 1e-2 between two orders
 # of sums.
@@ -60,9 +64,9 @@ class _Probe:
     attention: dict[int, AttentionLayer] = field(default_factory=dict)
 
     def record(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
+        self, module: nn.Module, call: _Call, absorbed: Absorbed | None, options: dict[str, Any]
     ) -> None:
-        """q [1, query_heads, T, k_dim], k and v [1, kv_heads, T, dim]. Raises ModelRefused."""
+        """What `module` stores and how it attends. Raises ModelRefused."""
         name = type(module).__name__
         layer = getattr(module, "layer_idx", None)
         if layer is None:
@@ -78,14 +82,38 @@ class _Probe:
             raise ModelRefused(f"{name} passes {', '.join(unknown)} to attention")
         window = options.get("sliding_window") or 0
         scale = options.get("scaling")
-        self.specs[layer] = layer_spec(k.shape[1], k.shape[3], v.shape[3], window)
+        _, kv_heads, _, k_dim = call.key.shape
+        if absorbed is None:
+            self.specs[layer] = layer_spec(kv_heads, k_dim, call.value.shape[3], window)
+        else:
+            self.specs[layer] = latent_spec(k_dim, window)
         self.attention[layer] = AttentionLayer(
-            query_heads=q.shape[1],
-            scale=float(q.shape[3] ** -0.5 if scale is None else scale),
+            query_heads=call.query.shape[1],
+            scale=float(call.query.shape[3] ** -0.5 if scale is None else scale),
             window=window,
             softcap=options.get("softcap") or None,
             sinks=options.get("s_aux"),
+            latent=0 if absorbed is None else absorbed.rank,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call of attention: query [1, query_heads, T, k_dim], key and value [1, kv_heads, T,
+    dim]."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Context:
+    """What a forward call carries to each attention module: the step (or a probe), and how modules
+    with latent attention meet their latents."""
+
+    step: Batch | _Probe
+    absorbed: dict[nn.Module, Absorbed]
 
 
 def _paged_attention(
@@ -100,15 +128,20 @@ def _paged_attention(
     name = type(module).__name__
     if attention_mask is not None:
         raise ModelRefused(f"{name} builds its own attention mask")
-    baton_batch: Batch | _Probe | None = options.pop("baton_batch", None)
-    if baton_batch is None:
+    baton_context: _Context | None = options.pop("baton_context", None)
+    if baton_context is None:
         raise ModelRefused(f"{name} does not receive the keywords of the forward call")
-    if isinstance(baton_batch, _Probe):
-        baton_batch.record(module, query, key, value, options)
-        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+    absorbed, step = baton_context.absorbed.get(module), baton_context.step
+    if isinstance(step, _Probe):
+        step.record(module, _Call(query, key, value), absorbed, options)
+        v_dim = value.shape[3] if absorbed is None else absorbed.v_dim
+        return query.new_zeros(1, query.shape[2], query.shape[1], v_dim), None
+    if absorbed is not None:
+        query = absorbed.queries(query)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType] (checked by the probe)
-    return baton_batch.attend(layer, q, k, v)[None], None
+    attended = step.attend(layer, q, k, v)
+    return (attended if absorbed is None else absorbed.values(attended))[None], None
 
 
 AttentionInterface.register(IMPLEMENTATION, _paged_attention)
@@ -135,8 +168,10 @@ class UniversalModel:
 
     def __init__(self, causal: Any) -> None:
         """Probe `causal` (on its device, in eval mode, our attention set). Raises ModelRefused."""
-        self._causal = causal
+        self._absorbed = absorb_latents(causal)
+        self._adapters = HookedAdapters(causal, self._absorbed)
         self._decoder = causal.base_model
+        self._device: torch.device = causal.device
         config = causal.config.get_text_config()
         self.vocab_size: int = config.vocab_size
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
@@ -161,18 +196,30 @@ class UniversalModel:
 
     def forward(self, token_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
         """token_ids [T], positions [T] int64 -> hidden [T, H]; writes the batch's KV."""
-        return self._run(token_ids, positions, batch).last_hidden_state[0]
+        with self._adapters.rows(rows_by_adapter(batch)):
+            return self._run(token_ids, positions, batch).last_hidden_state[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, H] -> [N, vocab] float32."""
         return self._head(inputs_embeds=hidden[None], use_cache=False).logits[0].float()
 
-    def _run(self, token_ids: Tensor, positions: Tensor, context: Batch | _Probe) -> Any:
+    def add_adapter(self, adapter: Adapter) -> None:
+        """Serve `adapter` to the rows that name it. Raises ModelRefused for layers it cannot
+        reach."""
+        ids = torch.arange(_CHECK_TOKENS, device=self._device)
+
+        def run() -> int:
+            self._run(ids % self.vocab_size, ids, _Probe())
+            return _CHECK_TOKENS
+
+        self._adapters.add(adapter, run)
+
+    def _run(self, token_ids: Tensor, positions: Tensor, step: Batch | _Probe) -> Any:
         return self._decoder(
             input_ids=token_ids[None],
             position_ids=positions[None],
             use_cache=False,
-            baton_batch=context,
+            baton_context=_Context(step, self._absorbed),
         )
 
 
@@ -225,20 +272,34 @@ def _load(path: Path, dtype: torch.dtype, device: torch.device) -> UniversalMode
     native = causal(input_ids=ids[None], use_cache=False).logits[0].float()
     causal.set_attn_implementation(IMPLEMENTATION)
     model = UniversalModel(causal)
+    _check_windows(model, text_config)
     _self_check(model, ids, native, dtype)
     return model
 
 
+def _check_windows(model: UniversalModel, text_config: Any) -> None:
+    """Refuse a model whose own cache forgets what its attention could still see: then `generate`
+    depends on where its prefill ended, and no window says so."""
+    forgets = DynamicCache(config=text_config).is_sliding
+    for index, (sliding, spec) in enumerate(zip(forgets, model.layers, strict=False)):
+        if sliding and not spec.window:
+            raise ModelRefused(f"layer {index} has a window that its attention is not told of")
+
+
 def _self_check(model: UniversalModel, ids: Tensor, native: Tensor, dtype: torch.dtype) -> None:
-    """Feed `ids` in two chunks through the paged path; refuse a model that then differs."""
+    """Feed `ids` in two chunks through the paged path, another sequence beside them; refuse a model
+    whose logits then differ."""
     pool = _ScratchPool(model.layers, dtype, ids.device)
     attention = TorchAttention(pool, model.attention_layers)
     tokens, middle = ids.tolist(), _CHECK_TOKENS * 3 // 5
     rows: list[Tensor] = []
     for start, stop in ((0, middle), (middle, _CHECK_TOKENS)):
-        chunk = SequenceChunk("self-check", tokens[start:stop], start, range(pool.num_blocks))
-        step = flatten([chunk], attention, _CHECK_BLOCK, ids.device)
-        rows.append(model.logits(model.forward(step.token_ids, step.positions, step.batch)))
+        seen = 0 if start == 0 else _MATE_TOKENS
+        mate = SequenceChunk("mate", tokens[-_MATE_TOKENS:], seen, pool.mate_blocks)
+        chunk = SequenceChunk("self-check", tokens[start:stop], start, pool.blocks)
+        step = flatten([mate, chunk], attention, _CHECK_BLOCK, ids.device)
+        hidden = model.forward(step.token_ids, step.positions, step.batch)
+        rows.append(model.logits(hidden[_MATE_TOKENS:]))
     error = (torch.cat(rows) - native).abs().mean() / native.abs().mean()
     if not error <= _TOLERANCE[dtype]:  # also true for NaN
         raise ModelRefused(
@@ -247,13 +308,16 @@ def _self_check(model: UniversalModel, ids: Tensor, native: Tensor, dtype: torch
 
 
 class _ScratchPool:
-    """Room for the self-check's tokens; implements KVViews."""
+    """Room for the self-check's two sequences; implements KVViews."""
 
     def __init__(
         self, layers: tuple[LayerSpec, ...], dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.num_blocks = -(-_CHECK_TOKENS // _CHECK_BLOCK)
-        shape = (self.num_blocks, _CHECK_BLOCK)
+        num_blocks = -(-_CHECK_TOKENS // _CHECK_BLOCK)
+        num_mates = -(-2 * _MATE_TOKENS // _CHECK_BLOCK)
+        self.blocks = range(num_blocks)
+        self.mate_blocks = range(num_blocks, num_blocks + num_mates)
+        shape = (num_blocks + num_mates, _CHECK_BLOCK)
         self._views = [
             tuple(
                 torch.zeros(*shape, spec.kv_heads, dim, dtype=dtype, device=device)
@@ -266,3 +330,7 @@ class _ScratchPool:
         """See KVViews.layer."""
         k, v = self._views[layer]
         return k, v
+
+    def scales(self, layer: int) -> tuple[Tensor, Tensor]:
+        """See KVViews.scales."""
+        raise InternalError("the self-check's KV is stored as computed")

@@ -1,0 +1,155 @@
+"""`baton estimate`: parameters, memory, ideal TTFT and TPOT of a model on a machine, as a table.
+
+A process of its own (`python -m baton.engine.estimate`): families that are not counted by formula
+need torch. It works from a config.json alone; where weights lie beside it, the bytes in their files
+are shown too. The arithmetic is ideal.py's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+from rich.table import Table
+
+from baton.config import add_options, load
+from baton.engine.ideal import Estimate, EstimateOptions, estimate
+from baton.engine.model_shape import ModelShape, model_shape
+from baton.errors import BatonError, ConfigError
+from baton.tokenizer import read_json
+
+_MAX_HEADER_BYTES: Final = 100 << 20  # safetensors' own limit
+
+
+# ---- files ----
+
+
+def read_shape(model: Path) -> ModelShape:
+    """The shape of the config.json in or at `model`. Raises ModelRefused, ConfigError."""
+    file = model / "config.json" if model.is_dir() else model
+    if not file.is_file():
+        raise ConfigError(f"there is no {file}", field="model")
+    return model_shape(read_json(file))
+
+
+def stored_bytes(model: Path) -> int | None:
+    """Bytes of all tensors in the safetensors beside the config, by their headers; None without."""
+    if not model.is_dir():
+        return None
+    files = sorted(model.glob("*.safetensors"))
+    if not files:
+        return None
+    return sum(_tensor_bytes(file) for file in files)
+
+
+def _tensor_bytes(file: Path) -> int:
+    """Source: safetensors' format: header length (8 bytes, little-endian), JSON header, data."""
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        if size > _MAX_HEADER_BYTES:
+            raise ConfigError(f"{file} is not a safetensors file", field="model")
+        try:
+            header = json.loads(opened.read(size))
+            return sum(
+                entry["data_offsets"][1] - entry["data_offsets"][0]
+                for name, entry in header.items()
+                if name != "__metadata__"
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{file} is not a safetensors file", field="model") from error
+
+
+# ---- for people ----
+
+
+def as_json(result: Estimate) -> str:
+    """One JSON object; numbers in bytes and seconds."""
+    return json.dumps(asdict(result), indent=2)
+
+
+def rows(result: Estimate) -> list[tuple[str, str]]:
+    """What a person reads, as (name, value)."""
+    r = result
+    stored = "" if r.stored_bytes is None else f" ({_size(r.stored_bytes)} in the files)"
+    device = " per device" if r.tensor_parallel_size > 1 else ""
+    quantized = f", matrices {r.quantization}" if r.quantization else ""
+    lines = [("parameters", _count(r.parameters))]
+    if r.active_parameters != r.parameters:
+        lines.append(("active per token", _count(r.active_parameters)))
+    lines += [
+        (f"weights{device}", f"{_size(r.weight_bytes)} as {r.dtype}{quantized}{stored}"),
+        (f"KV per token{device}", f"{_size(r.kv_bytes_per_token)} as {r.kv_cache_dtype}"),
+        (f"KV block{device}", f"{_size(r.block_bytes)} for {r.block_size} tokens"),
+        (f"activations{device}", f"about {_size(r.activation_bytes)} (measured at a real start)"),
+    ]
+    if r.kv_bytes is not None and r.num_blocks is not None and r.kv_tokens is not None:
+        lines += [
+            (f"KV memory{device}", _size(r.kv_bytes)),
+            ("KV blocks", f"{r.num_blocks:,} ({r.kv_tokens:,} tokens)"),
+            ("concurrency", f"{r.concurrency:,} requests of {r.context:,} tokens"),
+        ]
+    if r.ttft_s is not None:
+        lines.append(("ideal TTFT", f"{_time(r.ttft_s)} for a prompt of {r.prompt:,} tokens"))
+    for step in r.decode:
+        rate = step.batch / step.tpot_s
+        text = (
+            f"{_time(step.tpot_s)} at {r.context:,} tokens of context: "
+            f"{_size(step.bytes_read)} read, {step.bound} bound, {rate:,.0f} tokens/s"
+        )
+        lines.append((f"ideal TPOT, batch {step.batch}", text))
+    if r.decode:
+        lines.append(("MBU", "bytes read per step / (measured TPOT x bandwidth)"))
+    if r.mbu is not None:
+        lines.append(("MBU of the measured TPOT", f"{r.mbu:.1%}"))
+    return [*lines, ("note", r.note)] if r.note else lines
+
+
+def _count(number: int) -> str:
+    return f"{number:,} ({number / 1e9:.2f} B)"
+
+
+def _size(num_bytes: float) -> str:
+    for unit, power in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= power:
+            return f"{num_bytes / power:,.2f} {unit}"
+    return f"{num_bytes:,.0f} bytes"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:,.2f} ms" if seconds < 1 else f"{seconds:,.2f} s"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point. Returns the exit status, 2 for a refusal."""
+    parser = argparse.ArgumentParser(
+        prog="baton estimate",
+        description="What a model needs, and the best that a machine could do with it.",
+    )
+    add_options(parser, EstimateOptions)
+    try:
+        given = parser.parse_args(arguments)
+        options = load(EstimateOptions, given, os.environ)
+        model = options.model.expanduser()
+        result = estimate(read_shape(model), options, stored_bytes(model))
+    except (BatonError, OSError) as error:
+        sys.stderr.write(f"baton estimate: {error}\n")
+        return 2
+    if options.json:
+        sys.stdout.write(as_json(result) + "\n")
+        return 0
+    table = Table("", f"{result.model_type}", box=None, pad_edge=False)
+    for name, value in rows(result):
+        table.add_row(name, value)
+    Console().print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

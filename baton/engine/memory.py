@@ -1,0 +1,314 @@
+"""How many KV blocks fit the machine: what is left after weights and a measured forward.
+
+    GPU   utilization x total - in use (weights, context, others) - peak of a forward = KV bytes
+    CPU   kv_cache_memory, else a share of the available memory
+    either way: KV bytes / bytes of a block = blocks; below two the start is refused, with the sums
+
+The peak is that of a dummy step at max_num_batched_tokens through a scratch arena: few long
+prompts (widest attention), then as many short ones as may run (widest logits, sampler). On a GPU
+torch's allocator counts it exactly. On a CPU `HostMemory` reads the growth of the process' resident
+set: it sees oneDNN's scratch too, but misses what fits memory the process already holds (2 % of
+400 MB in a trial), and it costs a forward per start. So a CPU pool does not subtract it: it is
+reported by `bench.engine_memory`, and lives in the three quarters that the pool leaves free.
+The GPU path has run over a fake device only, so far.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+import torch
+
+from baton.engine.config import EngineConfig, parse_bytes
+from baton.engine.interface import SequenceChunk
+from baton.engine.kv_cache import KVArena, bytes_per_block
+from baton.engine.loading import LoadedModel
+from baton.engine.runner import ModelRunner
+from baton.errors import ConfigError
+from baton.sampling import SamplingParams
+
+log = logging.getLogger(__name__)
+
+CPU_MEMORY_SHARE: Final = 0.25  # of the available memory: several nodes share one machine
+MIN_BLOCKS: Final = 2
+_RESET_PEAK: Final = "5"  # proc(5): written to clear_refs, it resets VmHWM
+
+
+class DeviceMemory(Protocol):
+    """What sizing asks of a device. All numbers are bytes."""
+
+    def total(self) -> int:
+        """Memory of the whole device."""
+        ...
+
+    def in_use(self) -> int:
+        """Taken at this moment, by this process (weights included) and by others."""
+        ...
+
+    def peak_of(self, run: Callable[[], object]) -> int | None:
+        """Most that `run` holds at once, beyond what is in use before; None = cannot be told."""
+        ...
+
+
+class CudaMemory:
+    """One CUDA device, by torch's allocator. Source: torch.cuda memory statistics."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def total(self) -> int:
+        """See DeviceMemory.total."""
+        return torch.cuda.mem_get_info(self._device)[1]
+
+    def in_use(self) -> int:
+        """See DeviceMemory.in_use."""
+        torch.cuda.empty_cache()  # what the allocator merely keeps is not in use
+        free, total = torch.cuda.mem_get_info(self._device)
+        return total - free
+
+    def peak_of(self, run: Callable[[], object]) -> int:
+        """See DeviceMemory.peak_of. Reserved, not allocated: fragments cost memory too."""
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_reserved(self._device)
+        run()
+        torch.cuda.synchronize(self._device)
+        peak = torch.cuda.max_memory_reserved(self._device) - before
+        torch.cuda.empty_cache()
+        return peak
+
+
+class HostMemory:
+    """This process in main memory, by the kernel's account. Linux; elsewhere peaks are unknown."""
+
+    def __init__(self, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> None:
+        self._proc = proc
+        self._cgroup = cgroup
+
+    def total(self) -> int:
+        """See DeviceMemory.total."""
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    def in_use(self) -> int:
+        """See DeviceMemory.in_use."""
+        return max(0, self.total() - self.available())
+
+    def available(self) -> int:
+        """Bytes that new memory can have: the machine's, or the container's if that is less.
+
+        Raises ConfigError if the kernel does not tell.
+        """
+        machine = available_memory(self._proc / "meminfo")
+        container = _container_memory(self._cgroup)
+        return machine if container is None else min(machine, container)
+
+    def peak_of(self, run: Callable[[], object]) -> int | None:
+        """See DeviceMemory.peak_of. Too low by what fits memory that the process already holds."""
+        try:
+            (self._proc / "self" / "clear_refs").write_text(_RESET_PEAK)
+            before = _status_bytes(self._proc, "VmRSS")
+            run()
+            return max(0, _status_bytes(self._proc, "VmHWM") - before)
+        except (OSError, StopIteration, ValueError) as error:
+            log.info("the peak of a forward cannot be measured here: %s", error)
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Bytes for KV, and the sentence that says where they come from."""
+
+    num_bytes: int
+    origin: str
+    field: str
+    explicit: bool = False  # given by the user: taken whole, needed or not
+
+
+def size_pool(config: EngineConfig, model: LoadedModel, block_size: int, max_model_len: int) -> int:
+    """Blocks of the pool of `model`, whose weights are in memory by now.
+
+    As configured (num_kv_blocks, kv_cache_memory), else what the device has left, but at most what
+    max_num_seqs requests of max_model_len tokens can use. Raises ConfigError with the arithmetic.
+    """
+    info = model.info
+    block_bytes = bytes_per_block(info.layers, block_size, info.kv_dtype)
+    if config.num_kv_blocks is not None:
+        asked = config.num_kv_blocks * block_bytes
+        budget = Budget(asked, f"num_kv_blocks {config.num_kv_blocks}", "num_kv_blocks", True)
+    elif config.kv_cache_memory is not None:
+        asked = parse_bytes(config.kv_cache_memory, field="kv_cache_memory")
+        origin = f"kv_cache_memory of {config.kv_cache_memory}"
+        budget = Budget(asked, origin, "kv_cache_memory", True)
+    elif model.device.type == "cuda":
+        budget = device_budget(config, CudaMemory(model.device), model, block_size)
+    else:
+        budget = host_budget(HostMemory().available())
+    if budget.explicit and model.device.type == "cpu":
+        refuse_beyond(budget, HostMemory())
+    useful = config.max_num_seqs * -(-max_model_len // block_size)
+    layout = f"{len(info.layers)} layers, {info.kv_dtype}"
+    return num_blocks(budget, block_bytes, useful, f"{block_size} tokens ({layout})")
+
+
+def num_blocks(budget: Budget, block_bytes: int, useful: int, block: str) -> int:
+    """Blocks of `block_bytes` that the budget pays for. `block` says what one is.
+
+    `useful`: more than so many never help; an explicit budget is spent whole all the same.
+    Raises ConfigError, with the arithmetic, below two blocks.
+    """
+    count = budget.num_bytes // block_bytes
+    if count < MIN_BLOCKS:
+        raise ConfigError(
+            f"{budget.origin} is {budget.num_bytes:,} bytes; one KV block of {block} takes "
+            f"{block_bytes:,} bytes, and at least {MIN_BLOCKS} are needed: "
+            f"{MIN_BLOCKS * block_bytes:,} bytes",
+            field=budget.field,
+        )
+    return count if budget.explicit else min(count, max(useful, MIN_BLOCKS))
+
+
+def host_budget(available: int) -> Budget:
+    """A share of the `available` bytes of main memory."""
+    origin = f"{CPU_MEMORY_SHARE:.0%} of the {available:,} bytes of available memory"
+    return Budget(int(CPU_MEMORY_SHARE * available), origin, "kv_cache_memory")
+
+
+def refuse_beyond(budget: Budget, memory: HostMemory) -> None:
+    """Raise ConfigError for a pool that main memory cannot hold: the kernel would kill us later.
+
+    Where the kernel does not tell what is available, the user's word is taken.
+    """
+    try:
+        available = memory.available()
+    except ConfigError as reason:
+        log.info("the size of the KV pool cannot be checked: %s", reason)
+        return
+    if budget.num_bytes > available:
+        raise ConfigError(
+            f"{budget.origin} is {budget.num_bytes:,} bytes of KV, but only {available:,} bytes of "
+            "memory are available",
+            field=budget.field,
+        )
+
+
+def device_budget(
+    config: EngineConfig, memory: DeviceMemory, model: LoadedModel, block_size: int
+) -> Budget:
+    """utilization x total - in use - measured peak of a forward at max_num_batched_tokens.
+
+    Raises ConfigError with the arithmetic when that is not above 0.
+    """
+    in_use = memory.in_use()  # before the scratch arena exists: it goes again
+    peak = memory.peak_of(dummy_steps(config, model, block_size)) or 0
+    share = int(config.gpu_memory_utilization * memory.total())
+    left = share - in_use - peak
+    sums = (
+        f"{config.gpu_memory_utilization:g} x {_gb(memory.total())} = {_gb(share)} "
+        f"(gpu_memory_utilization), less {_gb(model.weight_bytes)} of weights, "
+        f"{_gb(max(0, in_use - model.weight_bytes))} in use besides and {_gb(peak)} at the peak of "
+        f"a forward of {config.max_num_batched_tokens} tokens"
+    )
+    if left <= 0:
+        raise ConfigError(
+            f"nothing is left for KV: {sums}, is {_gb(left)}; raise gpu_memory_utilization, lower "
+            "max_num_batched_tokens, or serve a smaller or quantized model",
+            field="gpu_memory_utilization",
+        )
+    log.info("KV memory: %s, is %s", sums, _gb(left))
+    return Budget(left, sums, "gpu_memory_utilization")
+
+
+# ---- the measured forward ----
+
+
+def dummy_steps(config: EngineConfig, model: LoadedModel, block_size: int) -> Callable[[], None]:
+    """What runs two full steps of made-up tokens; the scratch arena they write is made now."""
+    limit = min(model.info.max_model_len, config.max_num_batched_tokens)
+    table = range(-(-limit // block_size))
+    info = model.info
+    arena = KVArena(info.layers, len(table), block_size, info.kv_dtype, model.device)
+    runner = ModelRunner(model, arena)
+
+    def run() -> None:
+        for count in (1, config.max_num_seqs):
+            lengths = dummy_lengths(config.max_num_batched_tokens, count, limit)
+            runner.run(dummy_chunks(lengths, table, info.vocab_size))
+
+    return run
+
+
+def dummy_lengths(num_tokens: int, num_sequences: int, limit: int) -> list[int]:
+    """`num_tokens` over at least `num_sequences` sequences
+    (fewer if tokens are few), none longer than `limit`."""
+    count = min(num_tokens, max(num_sequences, -(-num_tokens // limit)))
+    share, rest = divmod(num_tokens, count)
+    return [share + (index < rest) for index in range(count)]
+
+
+def dummy_chunks(
+    lengths: Sequence[int], table: Sequence[int], vocab_size: int
+) -> list[SequenceChunk]:
+    """Prompts of these lengths, all over the same blocks: nobody reads what they compute."""
+    params = SamplingParams(seed=0, top_p=0.9, max_tokens=1)
+    return [
+        SequenceChunk(
+            request_id=f"dummy-{index}",
+            token_ids=[(index + position) % vocab_size for position in range(length)],
+            start=0,
+            blocks=table,
+            sample=params,
+            history=[(index + position) % vocab_size for position in range(length)],
+            num_prompt=length,
+        )
+        for index, length in enumerate(lengths)
+    ]
+
+
+# ---- what the kernel says ----
+
+
+def available_memory(meminfo: Path) -> int:
+    """Bytes that the kernel says new programs can use.
+
+    Raises ConfigError if `meminfo` does not tell.
+    """
+    try:
+        return _kilobytes(meminfo, "MemAvailable")
+    except (OSError, StopIteration, ValueError) as error:
+        raise ConfigError(
+            f"cannot read the available memory from {meminfo}: set kv_cache_memory",
+            field="kv_cache_memory",
+        ) from error
+
+
+def _container_memory(cgroup: Path) -> int | None:
+    """Bytes that the control group still allows (page cache counts as free); None = no limit."""
+    try:
+        limit = (cgroup / "memory.max").read_text().strip()
+        if limit == "max":
+            return None
+        current = int((cgroup / "memory.current").read_text())
+        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        return max(0, int(limit) - current + int(stat.get("inactive_file", "0")))
+    except (OSError, ValueError):
+        return None  # no control groups of version 2 here: nothing known to limit us
+
+
+def _status_bytes(proc: Path, name: str) -> int:
+    return _kilobytes(proc / "self" / "status", name)
+
+
+def _kilobytes(file: Path, name: str) -> int:
+    """Bytes of the line `name:  123 kB`."""
+    lines = file.read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith(f"{name}:"))) * 1024
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB"

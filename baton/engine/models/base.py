@@ -1,0 +1,50 @@
+"""CausalModel: what the runner asks of a model, whichever route loaded it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from baton.engine.attention.base import AttentionLayer
+from baton.engine.batch import Batch
+from baton.engine.lora import Adapter
+from baton.kv_spec import LayerSpec
+
+
+class CausalModel(Protocol):
+    """What both routes offer. Both own weights only; KV, and which rows want which adapter, comes
+    with the batch."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+        ...
+
+    @property
+    def max_positions(self) -> int | None:
+        """Positions the model was made for; None if it does not say."""
+        ...
+
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """What each layer stores per token."""
+        ...
+
+    @property
+    def attention_layers(self) -> tuple[AttentionLayer, ...]:
+        """How each layer attends."""
+        ...
+
+    def forward(self, token_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
+        """token_ids [T], positions [T] int64 -> hidden [T, H]; writes the batch's KV."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [N, H] -> [N, vocab] float32."""
+        ...
+
+    def add_adapter(self, adapter: Adapter) -> None:
+        """Serve `adapter` to the rows that name it. Raises ModelRefused for layers it cannot
+        reach."""
+        ...

@@ -1,0 +1,83 @@
+"""A mixture of experts over flattened tokens: rows sorted by expert, one product per expert met.
+
+    rows t0 t1 t2, two experts each    chosen [[3, 0], [0, 2], [3, 2]]
+    sorted by expert                   0: t0 t1 | 2: t1 t2 | 3: t0 t2     contiguous slices
+    back in (token, choice) order, weighted, summed over the choices
+
+The sum's order is a token's own choices, never its batch mates'. Source: Switch Transformer (arXiv
+2101.03961), Mixtral (arXiv 2401.04088); the router as in transformers' MixtralTopKRouter and
+Qwen2MoeTopKRouter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from baton.engine.linear import Linear
+from baton.engine.lora import AdapterRows
+
+
+@dataclass(frozen=True, slots=True)
+class Expert:
+    """One expert: H = hidden, I = its intermediate size."""
+
+    gate_up: Linear  # [H] -> [2 * I]
+    down: Linear  # [I] -> [H]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [n, H] -> [n, H]."""
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(functional.silu(gate) * up)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExpert:
+    """The expert that every token visits, behind a sigmoid gate [1, H]."""
+
+    expert: Expert
+    gate: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [n, H] -> [n, H]."""
+        return functional.linear(x, self.gate).sigmoid() * self.expert(x)
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A sparse layer: each token meets `per_token` of the experts, and the shared one if there is
+    one."""
+
+    router: Tensor  # [experts, H]
+    experts: tuple[Expert, ...]
+    per_token: int
+    normalized: bool
+    shared: SharedExpert | None
+
+    def __call__(self, hidden: Tensor, groups: Sequence[AdapterRows]) -> Tensor:
+        """hidden [T, H] -> [T, H]. Adapters do not reach experts: the loader refuses such ones."""
+        scores = functional.linear(hidden, self.router).float().softmax(dim=-1)
+        weights, chosen = scores.topk(self.per_token, dim=-1)
+        if self.normalized:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        answers = self._answers(hidden, chosen.flatten())
+        answers = answers.view(*chosen.shape, -1) * weights.to(hidden.dtype)[..., None]
+        mixed = answers.sum(dim=1)
+        return mixed if self.shared is None else mixed + self.shared(hidden)
+
+    def _answers(self, hidden: Tensor, chosen: Tensor) -> Tensor:
+        """What each choice of each token says: chosen [T * per_token] -> [T * per_token, H]."""
+        order = chosen.argsort(stable=True)
+        counts = torch.bincount(chosen, minlength=len(self.experts)).tolist()
+        rows = hidden[order // self.per_token]
+        answers = torch.empty_like(rows)
+        start = 0
+        for expert, count in zip(self.experts, counts, strict=True):
+            if count:
+                answers[order[start : start + count]] = expert(rows[start : start + count])
+            start += count
+        return answers

@@ -1,0 +1,130 @@
+"""LoRA on transformers' own modules: deltas added by forward hooks on its linear layers.
+
+A module of transformers does not hand the step's keywords to its linear layers, so the rows that
+want an adapter wait in an object that one model and its hooks share, for as long as one forward
+runs. Hooks leave the modules as they are: names, weights and attributes stay what the modelling
+code expects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from baton.engine.lora import Adapter, AdapterRows, LowRank, apply_deltas
+from baton.errors import ModelRefused
+
+
+@dataclass(slots=True)
+class _ActiveRows:
+    """The running step's rows by adapter; empty between steps."""
+
+    groups: Sequence[AdapterRows] = ()
+
+
+@dataclass(slots=True)
+class _AdaptedModule:
+    """Deltas of one linear layer, by adapter; called as its forward hook."""
+
+    inputs: int
+    outputs: int
+    active: _ActiveRows
+    deltas: dict[str, LowRank] = field(default_factory=dict)
+
+    def __call__(self, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        """x [..., in], y [..., out] -> y with the deltas of the rows that want them."""
+        if not self.active.groups:
+            return output
+        x, y = inputs[0].reshape(-1, self.inputs), output.reshape(-1, self.outputs)
+        return apply_deltas(x, y, self.deltas, self.active.groups).view(output.shape)
+
+
+class HookedAdapters:
+    """The adapters of one transformers model."""
+
+    def __init__(self, causal: Any, untouchable: Container[nn.Module]) -> None:
+        """`untouchable`: modules whose linear layers are not called as they stand."""
+        self._modules: dict[str, nn.Module] = dict(causal.named_modules())
+        self._decoder = causal.base_model_prefix + "."
+        self._untouchable = untouchable
+        self._active = _ActiveRows()
+        self._adapted: dict[str, _AdaptedModule] = {}
+
+    @contextmanager
+    def rows(self, groups: Sequence[AdapterRows]) -> Iterator[None]:
+        """While it lasts, the hooks serve these rows."""
+        self._active.groups = groups
+        try:
+            yield
+        finally:
+            self._active.groups = ()
+
+    def add(self, adapter: Adapter, run: Callable[[], int]) -> None:
+        """Hook the adapter's layers. `run` runs a few rows and returns how many.
+
+        Raises ModelRefused for a layer that is absent, of other sizes, or does not see every row.
+        """
+        layers = {path: self._layer(adapter.name, path) for path in adapter.deltas}
+        for path, delta in adapter.deltas.items():
+            inputs, outputs = _sizes(layers[path])
+            if (delta.down.shape[1], delta.up.shape[0]) != (inputs, outputs):
+                raise _refused(adapter.name, f"{path} has other sizes in this model")
+        self._check_rows(adapter.name, layers, run)
+        for path, layer in layers.items():
+            if path not in self._adapted:
+                self._adapted[path] = _AdaptedModule(*_sizes(layer), self._active)
+                layer.register_forward_hook(self._adapted[path])
+            self._adapted[path].deltas[adapter.name] = adapter.deltas[path]
+
+    def _layer(self, name: str, path: str) -> nn.Linear | Conv1D:
+        layer = self._modules.get(path)
+        if layer is None:
+            raise _refused(name, f"this model has no {path}")
+        if not isinstance(layer, nn.Linear | Conv1D):
+            raise _refused(name, f"{path} is a {type(layer).__name__}, not a linear layer")
+        if not path.startswith(self._decoder):
+            raise _refused(name, f"{path} is outside the decoder")
+        parent, _, child = path.rpartition(".")
+        if child == "kv_b_proj" and self._modules[parent] in self._untouchable:
+            raise _refused(name, f"{path} is absorbed into attention")
+        return layer
+
+    def _check_rows(
+        self, name: str, layers: dict[str, nn.Linear | Conv1D], run: Callable[[], int]
+    ) -> None:
+        """A layer that sees some of the rows (an expert), or none, cannot be adapted by row."""
+        met: dict[str, list[int]] = {path: [] for path in layers}
+
+        def counting(path: str, inputs: int) -> Callable[..., None]:
+            def count(_: nn.Module, given: tuple[Tensor, ...], __: Tensor) -> None:
+                met[path].append(given[0].numel() // inputs)
+
+            return count
+
+        hooks = [
+            layer.register_forward_hook(counting(path, _sizes(layer)[0]))
+            for path, layer in layers.items()
+        ]
+        try:
+            num_rows = run()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for path, counts in met.items():
+            if counts != [num_rows]:
+                raise _refused(name, f"{path} does not see every token once")
+
+
+def _sizes(layer: nn.Linear | Conv1D) -> tuple[int, int]:
+    """(inputs, outputs) of a layer; GPT-2's Conv1D stores its weight as [in, out]."""
+    first, second = layer.weight.shape
+    return (first, second) if isinstance(layer, Conv1D) else (second, first)
+
+
+def _refused(name: str, reason: str) -> ModelRefused:
+    return ModelRefused(f"adapter {name}: {reason}", field="lora_modules")

@@ -1,0 +1,84 @@
+"""Multi-head latent attention of transformers' modelling code, over a cache of latents.
+
+DeepSeek's attention expands one latent per token into every head's keys and values. Attending needs
+no expansion: with k_h = W_uk_h c and v_h = W_uv_h c,
+
+    q_h . k_h  = (W_uk_h^T q_h) . c          (absorbed into the query, before attention)
+    sum p v_h  = W_uv_h (sum p c)            (applied once, after attention)
+
+so the pool stores the latent c and the rotated key part that all heads share: one head of
+rank + rope dims, no V. Source: DeepSeek-V2 (arXiv 2405.04434, section 2.1); transformers'
+`expand_kv` of DeepseekV3Attention and its kin, which `absorb_latents` disarms on the instances.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from baton.errors import ModelRefused
+
+
+@dataclass(frozen=True, slots=True)
+class Absorbed:
+    """Both halves of one layer's up-projection, as views: `key` [heads, nope, rank], `value`
+    [heads, v_dim, rank]. `rank`: dims of the latent that are a value."""
+
+    key: Tensor
+    value: Tensor
+
+    @property
+    def rank(self) -> int:
+        """Dims of the latent without its rotated part."""
+        return self.key.shape[2]
+
+    @property
+    def v_dim(self) -> int:
+        """Dims of one head's value."""
+        return self.value.shape[1]
+
+    def queries(self, q: Tensor) -> Tensor:
+        """[1, heads, T, nope + rope] -> [1, heads, T, rank + rope]: to be multiplied with
+        latents."""
+        nope = self.key.shape[1]
+        latent = torch.einsum("bhtn,hnr->bhtr", q[..., :nope], self.key)
+        return torch.cat((latent, q[..., nope:]), dim=-1)
+
+    def values(self, attended: Tensor) -> Tensor:
+        """Averages of latents [T, heads, rank] -> every head's own output [T, heads, v_dim]."""
+        return torch.einsum("thr,hvr->thv", attended, self.value)
+
+
+def absorb_latents(causal: nn.Module) -> dict[nn.Module, Absorbed]:
+    """Make each MLA module of `causal` hand its latents to attention; how to meet them, by module.
+
+    Mutates the instances (`expand_kv`), never their classes. Raises ModelRefused for a latent
+    attention that this algebra does not cover.
+    """
+    absorbed: dict[nn.Module, Absorbed] = {}
+    for module in causal.modules():
+        if not hasattr(module, "expand_kv"):
+            continue
+        absorbed[module] = _absorbed(module)
+        # An instance's attribute, found before its class's method.
+        object.__setattr__(module, "expand_kv", _keep_latents)
+    return absorbed
+
+
+def _absorbed(module: Any) -> Absorbed:
+    name = type(module).__name__
+    projection = getattr(module, "kv_b_proj", None)
+    if not isinstance(projection, nn.Linear) or projection.bias is not None:
+        raise ModelRefused(f"{name} expands its latents in a way that cannot be absorbed")
+    nope, v_dim = module.qk_nope_head_dim, module.v_head_dim
+    weight = projection.weight.unflatten(0, (-1, nope + v_dim))
+    return Absorbed(weight[:, :nope], weight[:, nope:])
+
+
+def _keep_latents(latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+    """Instead of expand_kv: [1, 1, T, rank], [1, 1, T, rope] -> the latent with its rotated part,
+    as one key head, and values of no dims."""
+    return torch.cat((latent, rotated), dim=-1), latent[..., :0]

@@ -1,0 +1,159 @@
+"""Outputs: what the runner yields becomes tokens, token events, and the ends of samples.
+
+One step's results, row by row: known tokens grow (accepted drafts and the sampled one), blocks are
+marked computed, and an event tells it. Beams say nothing before their search is done; then each of
+the n best is one event. The engine's postprocess; it knows no queue but the scheduler's doors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from baton.engine.interface import ChunkResult, Sampled, SequenceChunk, Task
+from baton.engine.scheduler import Row, Scheduler, StepPlan
+from baton.engine.sequence import RequestGroup, SequenceState
+from baton.engine.stats import EngineStats
+from baton.errors import InternalError
+from baton.events import TokenEvent, TokenLogprob
+from baton.request import FinishReason
+
+End = tuple[FinishReason | None, int | None]  # why a sample ends, and by which stop id
+
+
+class Outputs:
+    """`limit(task)`: most tokens, prompt and output; `ended(group)` is told of each request that
+    leaves the engine by an event."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        stats: EngineStats,
+        eos_token_ids: Sequence[int],
+        limit: Callable[[Task], int],
+        ended: Callable[[RequestGroup], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._stats = stats
+        self._eos_token_ids = eos_token_ids
+        self._limit = limit
+        self._ended = ended
+
+    def take(self, plan: StepPlan, results: Sequence[ChunkResult]) -> list[TokenEvent]:
+        """Mutates the plan's sequences. Raises InternalError for results that do not fit it."""
+        if len(results) != len(plan.rows):
+            raise InternalError(f"{len(results)} results for {len(plan.rows)} rows")
+        events: list[TokenEvent] = []
+        for row, result in zip(plan.rows, results, strict=True):
+            if (result.sampled is None) != (row.chunk.sample is None):
+                raise InternalError(f"{row.chunk.request_id}: tokens exactly where they are asked")
+            row.group.note_prompt_logprobs(row.chunk.start, result.prompt_logprobs)
+            self._count_chunk(row.sequence, row.chunk)
+            if result.sampled is None or row.group.dropped:
+                self._scheduler.computed(row.group, row.sequence, row.chunk, 0)
+            elif row.group.beams is not None:
+                self._scheduler.computed(row.group, row.sequence, row.chunk, 0)
+                row.sequence.candidates = result.sampled.candidates
+                events.extend(self._search(row.group))
+            else:
+                events.append(self._sampled(row, result.sampled))
+        return events
+
+    def end_of(self, sequence: SequenceState, task: Task) -> End:
+        """Whether the tokens known so far end the sample already."""
+        if sequence.num_outputs <= 0:
+            return None, None
+        return sequence.ends_with(
+            sequence.tokens[-1], sequence.num_outputs, self._eos_token_ids, self._limit(task)
+        )
+
+    # ---- samples ----
+
+    def _sampled(self, row: Row, sampled: Sampled) -> TokenEvent:
+        """Append what was sampled, up to a token that ends the sample; ends it if one does."""
+        group, sequence, chunk = row.group, row.sequence, row.chunk
+        drawn, num_drafts = sampled.token_ids, chunk.num_drafts
+        drafts = tuple(chunk.token_ids[len(chunk.token_ids) - num_drafts :])
+        if not drawn or drawn[:-1] != drafts[: len(drawn) - 1] or len(drawn) > num_drafts + 1:
+            raise InternalError(f"{chunk.request_id}: sampled {drawn} over drafts {drafts}")
+        tokens, (reason, stop_token) = self._up_to_end(row, drawn)
+        position = sequence.num_outputs
+        num_accepted = min(len(tokens), len(drawn) - 1)
+        sequence.tokens.extend(tokens)
+        self._scheduler.computed(group, sequence, chunk, num_accepted)
+        self._stats.num_accepted_tokens += num_accepted
+        self._stats.num_generated_tokens += len(tokens)
+        event = TokenEvent(
+            group.request.id, group.request.epoch, position, tokens, sequence.sample_index,
+            finish_reason=reason,
+            stop_token_id=stop_token,
+            num_cached_tokens=group.num_cached_tokens,
+            logprobs=sampled.logprobs[: len(tokens)],
+            prompt_logprobs=_told_now(group),
+        )  # fmt: skip
+        ends = reason is not None or group.task is Task.PREFILL
+        if ends and self._scheduler.end(group, sequence):
+            self._ended(group)
+        return event
+
+    def _up_to_end(self, row: Row, drawn: tuple[int, ...]) -> tuple[tuple[int, ...], End]:
+        """`drawn` without what follows a token that ends the sample."""
+        for index, token in enumerate(drawn, 1):
+            num_outputs = row.sequence.num_outputs + index
+            limit = self._limit(row.group.task)
+            end = row.sequence.ends_with(token, num_outputs, self._eos_token_ids, limit)
+            if end[0] is not None:
+                return drawn[:index], end
+        return drawn, (None, None)
+
+    # ---- beams ----
+
+    def _search(self, group: RequestGroup) -> list[TokenEvent]:
+        """One step of the search, once all beams have their candidates."""
+        beams, sequences = group.beams, group.sequences
+        candidates = [s.candidates for s in sequences if s.candidates is not None]
+        if beams is None or len(candidates) < len(sequences):
+            return []
+        parents = beams.advance(candidates)
+        if beams.done:
+            self._scheduler.remove(group)
+            self._ended(group)
+            return self._results(group)
+        self._scheduler.branch(group, [sequences[parent] for parent in parents])
+        for sequence, hypothesis in zip(group.sequences, beams.running, strict=True):
+            sequence.tokens.append(hypothesis.token_ids[-1])
+            sequence.candidates = None
+        return []
+
+    def _results(self, group: RequestGroup) -> list[TokenEvent]:
+        assert group.beams is not None, "only a search has results"
+        events: list[TokenEvent] = []
+        for sample, hypothesis in enumerate(group.beams.best(group.request.params.n)):
+            last = hypothesis.token_ids[-1]
+            stopped = last in group.beams.stop_ids
+            self._stats.num_generated_tokens += len(hypothesis.token_ids)
+            events.append(
+                TokenEvent(
+                    group.request.id, group.request.epoch, 0, hypothesis.token_ids, sample,
+                    finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
+                    stop_token_id=last if stopped else None,
+                    num_cached_tokens=group.num_cached_tokens,
+                    logprobs=hypothesis.logprobs,
+                    prompt_logprobs=_told_now(group),
+                )
+            )  # fmt: skip
+        return events
+
+    def _count_chunk(self, sequence: SequenceState, chunk: SequenceChunk) -> None:
+        if not sequence.prefilling:
+            return
+        sequence.num_prefill_chunks += 1
+        self._stats.num_prefill_chunks += 1
+        if chunk.sample is not None:
+            sequence.prefilling = False
+            self._stats.num_chunked_prompts += sequence.num_prefill_chunks > 1
+
+
+def _told_now(group: RequestGroup) -> tuple[tuple[TokenLogprob, ...], ...]:
+    """The prompt's logprobs, for the request's first event; nothing later."""
+    told, group.prompt_logprobs, group.told = tuple(group.prompt_logprobs), [], True
+    return told

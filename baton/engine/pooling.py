@@ -1,0 +1,286 @@
+"""Embeddings and reranking: hidden states of prompts instead of tokens, over the same paged pool.
+
+The life of a PoolingJob:
+    admit   a prompt takes blocks for all its tokens, pinned, while the step has tokens left
+    step    one forward over chunks of the admitted prompts, at most max_num_batched_tokens
+    end     a prompt's last chunk gave its vector: its blocks are free at once
+A job never waits and is no request: its blocks are temporary, unknown to the prefix map, and one
+block per running request stays free for its growth. Whoever owns the engine's thread alternates
+job.step() with engine.step(), or calls run(). At most a step's tokens and the longest prompt are
+held at once, so no more than that is evicted of what the pool has cached.
+    last    hidden state of the last token      mean    of all tokens, averaged in float32
+    rerank  softmax over the logits of "no" and "yes" after the last token
+Source: Qwen3-Embedding and Qwen3-Reranker (arXiv 2506.05176), their model cards' prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from baton.engine.attention.choice import choose_attention
+from baton.engine.batch import flatten
+from baton.engine.block_pool import BlockPool
+from baton.engine.interface import SequenceChunk
+from baton.engine.kv_cache import KVArena
+from baton.engine.loading import LoadedModel
+from baton.errors import (
+    ContextLengthExceeded,
+    InternalError,
+    InvalidRequest,
+    Overloaded,
+    UnsupportedFeature,
+)
+from baton.handles import NodeLoad
+from baton.tokenizer import Tokenizer
+
+PoolingKind = Literal["last", "mean"]
+
+DEFAULT_INSTRUCTION: Final = (
+    "Given a web search query, retrieve relevant passages that answer the query"
+)
+RERANK_PREFIX: Final = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
+    'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+    "<|im_start|>user\n"
+)
+RERANK_PAIR: Final = "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
+RERANK_SUFFIX: Final = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+
+
+class PoolOwner(Protocol):
+    """What a job needs of the engine: its blocks, and who else wants some."""
+
+    pool: BlockPool
+
+    def pin(self, blocks: Iterable[int]) -> None:
+        """One more reference to each block."""
+        ...
+
+    def unpin(self, blocks: Iterable[int]) -> None:
+        """Undo one pin."""
+        ...
+
+    def current_load(self) -> NodeLoad:
+        """How many requests run."""
+        ...
+
+
+class Pooler:
+    """The model and the arena, for prompts whose hidden states are asked for. Keeps no state."""
+
+    def __init__(
+        self, model: LoadedModel, arena: KVArena, max_num_batched_tokens: int, max_num_seqs: int
+    ) -> None:
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_seqs = max_num_seqs
+        self._model = model
+        self._block_size = arena.block_size
+        self._attention = choose_attention(model, arena)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._model.info.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        return self._model.info.max_model_len
+
+    @torch.inference_mode()
+    def forward(self, chunks: Sequence[SequenceChunk]) -> list[Tensor]:
+        """Hidden states of each chunk, [its tokens, H]; writes its KV into the arena."""
+        device = self._model.device
+        step = flatten(chunks, self._attention, self._block_size, device)
+        hidden = self._model.forward(step.token_ids, step.positions, step.batch)
+        return list(hidden.split([span.num_rows for span in step.batch.spans]))
+
+    @torch.inference_mode()
+    def yes_probability(self, hidden: Tensor, yes: int, no: int) -> Tensor:
+        """hidden [N, H] float32 -> [N] float32: softmax over the two ids' logits, at yes."""
+        logits = self._model.logits(hidden.to(self._model.dtype))
+        return logits[:, [no, yes]].softmax(-1)[:, 1]
+
+
+@dataclass(eq=False, slots=True)
+class _Prompt:
+    """A prompt under way: tokens [0, done) are computed. `total` sums hidden states (mean)."""
+
+    index: int
+    token_ids: Sequence[int]
+    blocks: list[int]
+    done: int = 0
+    total: Tensor | None = None
+
+
+class PoolingJob:
+    """Vectors of some prompts. Made and stepped on the engine's thread; close() when given up."""
+
+    def __init__(
+        self,
+        owner: PoolOwner,
+        pooler: Pooler,
+        prompts: Sequence[Sequence[int]],
+        kind: PoolingKind = "last",
+    ) -> None:
+        """Raises InvalidRequest, or ContextLengthExceeded for a prompt that can never fit."""
+        self._owner = owner
+        self._pooler = pooler
+        self._kind = kind
+        self._prompts = prompts
+        self._next = 0
+        self._active: list[_Prompt] = []
+        self._vectors: dict[int, Tensor] = {}
+        for token_ids in prompts:
+            self._validate(token_ids)
+
+    @property
+    def done(self) -> bool:
+        return len(self._vectors) == len(self._prompts)
+
+    def run(self) -> Tensor:
+        """Step to the end: [prompts, H] float32. Raises Overloaded if requests hold all blocks."""
+        try:
+            while not self.done:
+                if not self.step():
+                    raise Overloaded("running requests hold the KV blocks that pooling needs")
+        finally:
+            self.close()
+        return self.vectors()
+
+    def vectors(self) -> Tensor:
+        """[prompts, H] float32, in the prompts' order, on the model's device."""
+        if not self.done:
+            raise InternalError("a pooling job is asked for vectors before its end")
+        return torch.stack([self._vectors[index] for index in range(len(self._prompts))])
+
+    def step(self) -> bool:
+        """One forward; False (and nothing changed) if no blocks are free for even one prompt."""
+        planned = self._plan()
+        if not planned:
+            return False
+        chunks = [
+            SequenceChunk(
+                request_id=f"pooling-{prompt.index}",
+                token_ids=prompt.token_ids[prompt.done : prompt.done + count],
+                start=prompt.done,
+                blocks=prompt.blocks,
+            )
+            for prompt, count in planned
+        ]
+        hidden = self._pooler.forward(chunks)
+        for (prompt, count), rows in zip(planned, hidden, strict=True):
+            prompt.done += count
+            self._collect(prompt, rows)
+        return True
+
+    def close(self) -> None:
+        """Free every block. Idempotent; the job cannot go on."""
+        for prompt in self._active:
+            self._owner.unpin(prompt.blocks)
+        self._active = []
+
+    # ---- inside ----
+
+    def _validate(self, token_ids: Sequence[int]) -> None:
+        if not token_ids:
+            raise InvalidRequest("a prompt is empty", field="prompt")
+        vocab_size = self._pooler.vocab_size
+        if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+            raise InvalidRequest(
+                f"token ids must be at least 0 and below {vocab_size}", field="prompt"
+            )
+        pool = self._owner.pool
+        limit = min(self._pooler.max_model_len, pool.num_blocks * pool.block_size)
+        if len(token_ids) > limit:
+            raise ContextLengthExceeded(
+                f"a prompt has {len(token_ids)} tokens; the limit is {limit}", field="prompt"
+            )
+
+    def _plan(self) -> list[tuple[_Prompt, int]]:
+        """(prompt, tokens) of the next forward; admits prompts while tokens and blocks last."""
+        budget = self._pooler.max_num_batched_tokens
+        planned: list[tuple[_Prompt, int]] = []
+        for prompt in self._active:
+            count = min(budget, len(prompt.token_ids) - prompt.done)
+            if count:
+                planned.append((prompt, count))
+                budget -= count
+        while budget and self._next < len(self._prompts):
+            if len(self._active) >= self._pooler.max_num_seqs:
+                break
+            admitted = self._admit()
+            if admitted is None:
+                break
+            count = min(budget, len(admitted.token_ids))
+            planned.append((admitted, count))
+            budget -= count
+        return planned
+
+    def _admit(self) -> _Prompt | None:
+        token_ids = self._prompts[self._next]
+        pool = self._owner.pool
+        needed = pool.blocks_for(len(token_ids))
+        if pool.num_free - needed < self._owner.current_load().running:
+            return None
+        blocks = pool.allocate(needed)
+        if blocks is None:
+            return None
+        # The allocation's reference becomes a pin: the engine can account for it at any moment.
+        self._owner.pin(blocks)
+        pool.unref(blocks)
+        prompt = _Prompt(self._next, token_ids, blocks)
+        self._active.append(prompt)
+        self._next += 1
+        return prompt
+
+    def _collect(self, prompt: _Prompt, rows: Tensor) -> None:
+        """Take in hidden states `rows` [n, H] of the prompt's next tokens; the last ones end it."""
+        if self._kind == "mean":
+            added = rows.float().sum(0)
+            prompt.total = added if prompt.total is None else prompt.total + added
+        if prompt.done < len(prompt.token_ids):
+            return
+        if prompt.total is not None:
+            self._vectors[prompt.index] = prompt.total / len(prompt.token_ids)
+        else:
+            self._vectors[prompt.index] = rows[-1].float()
+        self._active.remove(prompt)
+        self._owner.unpin(prompt.blocks)
+
+
+def normalized(vectors: Tensor) -> Tensor:
+    """[N, H] -> [N, H] of length 1: their products are cosines."""
+    return functional.normalize(vectors, dim=-1)
+
+
+def rerank_prompts(
+    tokenizer: Tokenizer, query: str, documents: Sequence[str], instruction: str | None
+) -> list[list[int]]:
+    """Token ids of one yes-or-no question per document.
+
+    The three parts are encoded apart, as the model was trained.
+    """
+    head = tokenizer.encode(RERANK_PREFIX, add_special_tokens=False)
+    tail = tokenizer.encode(RERANK_SUFFIX, add_special_tokens=False)
+    prompts: list[list[int]] = []
+    for document in documents:
+        pair = RERANK_PAIR.format(
+            instruction=instruction or DEFAULT_INSTRUCTION, query=query, document=document
+        )
+        prompts.append([*head, *tokenizer.encode(pair, add_special_tokens=False), *tail])
+    return prompts
+
+
+def answer_tokens(tokenizer: Tokenizer) -> tuple[int, int]:
+    """Ids of "yes" and "no". Raises UnsupportedFeature if either is more than one token."""
+    ids = [tokenizer.encode(word, add_special_tokens=False) for word in ("yes", "no")]
+    if any(len(word) != 1 for word in ids):
+        raise UnsupportedFeature(
+            'this model cannot rerank: "yes" and "no" are not single tokens of it', field="model"
+        )
+    return ids[0][0], ids[1][0]

@@ -1,0 +1,80 @@
+"""Speculation: asking the proposer, within the step's budget. What drafts may touch is decided by
+the scheduler (blocks), whether they stand by the runner (the target's own samples).
+
+Drafts change no output: a draft is accepted iff it equals the token that the target samples there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from baton.engine.config import EngineConfig
+from baton.engine.interface import ModelInfo
+from baton.engine.proposer import DraftAsk, NgramProposer, Proposer
+from baton.engine.sequence import SequenceState
+from baton.errors import ConfigError
+
+
+class Drafter:
+    """At most `num_tokens` drafts per sequence and step, from `proposer`."""
+
+    def __init__(self, proposer: Proposer, num_tokens: int) -> None:
+        self._proposer = proposer
+        self._num_tokens = num_tokens
+
+    def propose(
+        self, sequences: Sequence[SequenceState], budget: int
+    ) -> list[tuple[SequenceState, list[int]]]:
+        """Drafts for `sequences`, `budget` tokens in all,
+        the first ones first; never empty ones."""
+        asks: list[tuple[SequenceState, DraftAsk]] = []
+        for sequence in sequences:
+            params = sequence.request.params
+            # The last token of an output needs no successor.
+            room = params.max_tokens - sequence.num_outputs - 1
+            count = min(self._num_tokens, room, budget)
+            if count <= 0:
+                continue
+            budget -= count
+            ask = DraftAsk(
+                sequence.request.id, sequence.tokens, count, params, sequence.num_outputs,
+                sequence.sample_index,
+            )  # fmt: skip
+            asks.append((sequence, ask))
+        drafts = self._proposer.propose([ask for _, ask in asks]) if asks else []
+        return [
+            (sequence, draft[: ask.max_drafts])
+            for (sequence, ask), draft in zip(asks, drafts, strict=True)
+            if draft
+        ]
+
+    def forget(self, request_id: str) -> None:
+        self._proposer.forget(request_id)
+
+
+def load_proposer(config: EngineConfig, target: ModelInfo) -> Proposer | None:
+    """The configured proposer for `target`; None without speculation. `config` is resolved.
+
+    Raises ConfigError (ModelRefused for a draft model that cannot be served).
+    """
+    if config.speculative_method == "none":
+        return None
+    if config.speculative_method == "ngram":
+        return NgramProposer()
+    # Lazy: only this method needs a second model.
+    from baton.engine.draft import DraftModelProposer
+
+    if config.speculative_model is None or config.num_kv_blocks is None:
+        raise ConfigError("a draft model is not configured", field="speculative_model")
+    draft = replace(
+        config,
+        model=config.speculative_model,
+        served_model_name=None,
+        max_model_len=None,
+        lora_modules=(),
+        speculative_method="none",
+        speculative_model=None,
+    )
+    pool_tokens = config.num_kv_blocks * (config.block_size or 1)
+    return DraftModelProposer.load(draft, target, pool_tokens)

@@ -1,0 +1,134 @@
+"""What an engine refuses before it costs anything: fields that it cannot serve, lengths that can
+never fit. Pure functions of the request and the engine's bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from baton.engine.interface import Task
+from baton.engine.sequence import num_samples
+from baton.errors import ContextLengthExceeded, InvalidRequest, UnsupportedFeature
+from baton.request import Request
+from baton.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What fits an engine: tokens of a request here (`local_len`) and of one that decodes
+    elsewhere (`model_len`), sequences at once, blocks."""
+
+    local_len: int
+    model_len: int
+    vocab_size: int
+    max_num_seqs: int
+    num_blocks: int
+    block_size: int
+    adapters: Collection[str] = ()
+
+    def limit(self, task: Task) -> int:
+        """Most tokens, prompt and output; a PREFILL task's output lives in another pool."""
+        return self.local_len if task is Task.LOCAL else self.model_len
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+
+def validate(request: Request, task: Task, bounds: Bounds) -> None:
+    """Raise InvalidRequest (the field is named), UnsupportedFeature, or ContextLengthExceeded for
+    a request that can never fit the model or, with a LOCAL task's output, the pool."""
+    if request.params.guided is not None:
+        raise UnsupportedFeature("guided is not supported by this server", field="guided")
+    if request.adapter and request.adapter not in bounds.adapters:
+        raise UnsupportedFeature(f"no adapter {request.adapter!r} here", field="adapter")
+    if not request.prompt_ids:
+        raise InvalidRequest("the prompt is empty", field="prompt")
+    known = [*request.prompt_ids, *(token for ids in request.output_ids for token in ids)]
+    if min(known) < 0 or max(known) >= bounds.vocab_size:
+        raise InvalidRequest(
+            f"token ids must be at least 0 and below {bounds.vocab_size}", field="prompt"
+        )
+    for name, ids in (
+        ("logit_bias", [token for token, _ in request.params.logit_bias]),
+        ("bad_words", [token for word in request.params.bad_words for token in word]),
+    ):
+        if ids and not 0 <= min(ids) <= max(ids) < bounds.vocab_size:
+            raise InvalidRequest(
+                f"{name}: token ids must be at least 0 and below {bounds.vocab_size}", field=name
+            )
+    if task is Task.PREFILL:
+        refuse_handed_over(request.params)
+    _check_samples(request.params, bounds)
+    if request.params.seed is None and not request.params.greedy and not request.params.beam_width:
+        raise InvalidRequest("sampling needs a seed by now", field="seed")
+    _check_length(request, task, bounds)
+
+
+def refuse_handed_over(params: SamplingParams) -> None:
+    """Raise UnsupportedFeature for what one KV hand-over cannot carry: more than one sample."""
+    for name, several in (
+        ("beam_width", params.beam_width > 0),
+        ("n", params.n > 1),
+        ("best_of", (params.best_of or 1) > 1),
+    ):
+        if several:
+            raise UnsupportedFeature(
+                f"{name} is not supported between prefill and decode nodes", field=name
+            )
+
+
+def _check_samples(params: SamplingParams, bounds: Bounds) -> None:
+    if params.best_of is not None and params.best_of < params.n:
+        raise InvalidRequest(
+            f"best_of ({params.best_of}) must not be below n ({params.n})", field="best_of"
+        )
+    if params.beam_width and num_samples(params) > params.beam_width:
+        raise InvalidRequest(
+            f"n and best_of must not exceed beam_width ({params.beam_width})", field="n"
+        )
+    width = params.beam_width or num_samples(params)
+    if width > bounds.max_num_seqs:
+        raise InvalidRequest(
+            f"{width} sequences of one request exceed max_num_seqs ({bounds.max_num_seqs})",
+            field="beam_width" if params.beam_width else "n",
+        )
+
+
+def _check_length(request: Request, task: Task, bounds: Bounds) -> None:
+    prompt, output = len(request.prompt_ids), request.params.max_tokens
+    limit = bounds.limit(task)
+    if prompt + 1 > limit:
+        raise ContextLengthExceeded(
+            f"the prompt has {prompt} tokens; with one token of output the limit is {limit}",
+            field="prompt",
+        )
+    if prompt + output > limit:
+        raise ContextLengthExceeded(
+            f"prompt ({prompt} tokens) and max_tokens ({output}) together exceed {limit}",
+            field="max_tokens",
+        )
+    known = len(request.known_ids)
+    if bounds.blocks_for(known) > bounds.num_blocks:
+        raise ContextLengthExceeded(
+            f"{known} tokens need {bounds.blocks_for(known)} KV blocks, "
+            f"the pool has {bounds.num_blocks}",
+            field="prompt",
+        )
+    width = request.params.beam_width or num_samples(request.params)
+    if width > 1 and most_blocks(request, bounds) > bounds.num_blocks:
+        raise ContextLengthExceeded(
+            f"{width} sequences of up to {prompt + output} tokens may need "
+            f"{most_blocks(request, bounds)} KV blocks, the pool has {bounds.num_blocks}",
+            field="max_tokens",
+        )
+
+
+def most_blocks(request: Request, bounds: Bounds) -> int:
+    """Blocks with which a request of several sequences always gets to its end: whole prompt blocks
+    are shared, nothing else need be, and each sequence may hold one block that it is leaving."""
+    params = request.params
+    width = params.beam_width or num_samples(params)
+    shared = (len(request.prompt_ids) - 1) // bounds.block_size
+    longest = bounds.blocks_for(len(request.prompt_ids) + params.max_tokens)
+    return shared + width * (longest - shared + 1)

@@ -1,0 +1,148 @@
+"""Weights: what a model reads its tensors and linear layers from, whatever the checkpoint holds.
+
+    plain checkpoint                      -> plain layers
+    plain checkpoint, --quantization      -> each linear layer quantized as it is read
+    quantized checkpoint                  -> its integers in its own scheme; the rest plain
+
+Only the products of the blocks are ever quantized: embeddings, norms, routers and the head stay as
+they are (a head that the checkpoint itself stores quantized is widened once).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from baton.engine.linear import Linear, LinearFormat, SideBySide, choose_linear
+from baton.engine.quantization import IntWeight, QuantizedFormat, Scheme, quantize, stack_weights
+from baton.engine.quantized_checkpoint import Layout, layout_of, module_names
+from baton.engine.tensors import TensorReader
+from baton.errors import ConfigError, ModelRefused
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormats:
+    """How layers are held: plain ones by `plain`, integer ones by `integers`.
+
+    `scheme`: what plain checkpoints are quantized to as they are read; None = not.
+    """
+
+    plain: LinearFormat
+    integers: QuantizedFormat
+    scheme: Scheme | None
+
+
+class Weights:
+    """A checkpoint under the names that it would have unquantized. Implements linear.Linears."""
+
+    def __init__(self, reader: TensorReader, formats: WeightFormats, layout: Layout | None) -> None:
+        self._reader, self._formats, self._layout = reader, formats, layout
+        self._modules = module_names(reader.names, layout) if layout else frozenset[str]()
+        self._tensor_bytes: dict[str, int] = {}  # by tensor name: a tied one counts once
+        own = layout.tensors if layout else ()
+        hidden = {f"{module}.{tensor}" for module in self._modules for tensor in own}
+        # GPTQ's tools write a bias of zeros where the model has none.
+        biases = (f"{module}.bias" for module in self._modules)
+        hidden |= {b for b in biases if b in reader.names and not reader.read(b).any()}
+        self.names = (reader.names - hidden) | {f"{module}.weight" for module in self._modules}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of what was read so far, as it is kept."""
+        return sum(self._tensor_bytes.values())
+
+    def tensor(self, *names: str) -> Tensor:
+        """Tensors stacked along their first dimension, in the model's dtype; integers widened."""
+        if not any(name.removesuffix(".weight") in self._modules for name in names):
+            whole = self._reader.read(*names)
+        else:
+            parts = (self._weight(name.removesuffix(".weight")) for name in names)
+            widened = [
+                part.dequantized(self._reader.dtype) if isinstance(part, IntWeight) else part
+                for part in parts
+            ]
+            whole = torch.cat(widened)
+        self._count(names, whole.nbytes)
+        return whole
+
+    def read(self, modules: Sequence[str], has_bias: bool) -> Linear:
+        """See Linears.read."""
+        bias = self.tensor(*(f"{module}.bias" for module in modules)) if has_bias else None
+        names = [f"{module}.weight" for module in modules]
+        if self._layout is None and self._formats.scheme is None:
+            return self._formats.plain(self.tensor(*names), bias)
+        parts = [self._weight(module) for module in modules]
+        integers = [part for part in parts if isinstance(part, IntWeight)]
+        if len(integers) == len(parts) and (whole := stack_weights(integers)) is not None:
+            self._count(names, whole.num_bytes)
+            return self._formats.integers(whole, bias)
+        sizes = (part.num_bytes if isinstance(part, IntWeight) else part.nbytes for part in parts)
+        self._count(names, sum(sizes))
+        return self._side_by_side(parts, bias)
+
+    def plain(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """See Linears.plain."""
+        return self._formats.plain(weight, bias)
+
+    def _weight(self, module: str) -> IntWeight | Tensor:
+        """The weight of one module: the checkpoint's integers, or rounded here, or plain."""
+        if self._layout is not None:
+            if module in self._modules:
+                return self._layout.weight(module, self._reader)
+            return self._reader.read(f"{module}.weight")
+        weight = self._reader.read(f"{module}.weight")
+        if self._formats.scheme is None:
+            return weight
+        try:
+            return quantize(weight, self._formats.scheme)
+        except ValueError as error:
+            raise ModelRefused(
+                f"{module} cannot be quantized to {self._formats.scheme}: {error}",
+                field="quantization",
+            ) from error
+
+    def _side_by_side(self, parts: Sequence[IntWeight | Tensor], bias: Tensor | None) -> Linear:
+        """Modules of one input in different formats (some are on the checkpoint's ignore list)."""
+        layers: list[Linear] = []
+        at = 0
+        for part in parts:
+            outputs = part.shape[0]
+            share = None if bias is None else bias[at : at + outputs]
+            make = self._formats.integers if isinstance(part, IntWeight) else self._formats.plain
+            layers.append(make(part, share))  # pyright: ignore[reportArgumentType]
+            at += outputs
+        return layers[0] if len(layers) == 1 else SideBySide(tuple(layers))
+
+    def _count(self, names: Sequence[str], num_bytes: int) -> None:
+        for name in names:
+            self._tensor_bytes[name] = 0
+        self._tensor_bytes[names[0]] = num_bytes
+
+
+def open_weights(
+    reader: TensorReader,
+    quantization_config: Mapping[str, Any] | None,
+    scheme: Scheme | None,
+    device: torch.device,
+) -> Weights:
+    """The weights behind `reader`; `scheme` None = as the checkpoint stores them.
+
+    Raises ModelRefused for a quantized checkpoint whose layout is not understood, ConfigError for a
+    scheme on top of one.
+    """
+    layout = None
+    if quantization_config is not None:
+        layout = layout_of(quantization_config)
+        if scheme is not None:
+            raise ConfigError(
+                f"the checkpoint is quantized already ({quantization_config['quant_method']}): "
+                f"--quantization {scheme} is for unquantized ones",
+                field="quantization",
+            )
+    integers = QuantizedFormat(reader.dtype, device)
+    plain = choose_linear(reader.dtype, device)
+    return Weights(reader, WeightFormats(plain, integers, scheme), layout)

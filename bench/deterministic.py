@@ -1,0 +1,111 @@
+"""What --deterministic costs: `python -m bench.deterministic [--model DIR]`.
+
+Both modes in one process on the same model, measured in turns: decode steps of 1, 4 and 16
+sequences of 256 tokens, and a prefill chunk of 256. Ratios are deterministic over normal. Without
+--model also a random model of 110M parameters, where products weigh more than Python's overhead.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from bench.engine_kit import Part, arguments_parser, prepare, tell
+from bench.quantization import ROOT, Measured, load
+
+RANDOM_MODEL: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 8192,
+    "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8,
+    "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64, "hidden_act": "silu",
+    "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+    "rope_theta": 10000.0, "torch_dtype": "bfloat16", "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+
+
+def write_random_model(path: Path) -> Path:
+    """A Llama checkpoint of random bfloat16 weights, with the demo model's tokenizer."""
+    c = RANDOM_MODEL
+    hidden, inner, kv = c["hidden_size"], c["intermediate_size"], c["num_key_value_heads"] * 64
+    shapes = {
+        "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden), "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    tensors = {"model.norm.weight": torch.ones(hidden).bfloat16()}
+
+    def add(name: str, shape: tuple[int, int]) -> None:
+        noise = torch.randn(shape, generator=generator) / shape[1] ** 0.5
+        tensors[f"model.{name}.weight"] = noise.bfloat16()
+
+    add("embed_tokens", (c["vocab_size"], hidden))
+    for layer in range(c["num_hidden_layers"]):
+        for name, shape in shapes.items():
+            add(f"layers.{layer}.{name}", shape)
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"model.layers.{layer}.{norm}.weight"] = torch.ones(hidden).bfloat16()
+    path.mkdir(parents=True)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    (path / "config.json").write_text(json.dumps(c))
+    (path / "tokenizer.json").write_bytes((ROOT / "demo_model" / "tokenizer.json").read_bytes())
+    return path
+
+
+def measure(path: Path, dtype: str, rounds: int, repetitions: int) -> Part:
+    """One row per kind of step; the two modes take turns."""
+    modes = {mode: load(path, dtype=dtype, deterministic=mode) for mode in (False, True)}
+    shapes = {"decode 1": 1, "decode 4": 4, "decode 16": 16, "prefill 256": 0}
+
+    def once(model: Measured, sequences: int) -> float:
+        if sequences:
+            return model.step_s(sequences, 256, repetitions)
+        return model.prefill_s(256, repetitions)
+
+    rows: list[dict[str, Any]] = []
+    for name, sequences in shapes.items():
+        ratios: list[float] = []
+        seconds: list[float] = []
+        for _ in range(rounds):
+            plain, fixed = (once(modes[mode], sequences) for mode in (False, True))
+            ratios.append(fixed / plain)
+            seconds.append(plain)
+        rows.append(
+            {
+                "step": name,
+                "normal ms": statistics.median(seconds) * 1e3,
+                "deterministic / normal": round(statistics.median(ratios), 2),
+                "least": round(min(ratios), 2),
+                "most": round(max(ratios), 2),
+            }
+        )
+    return Part(f"{path.name}, {dtype}", rows)
+
+
+def main() -> None:
+    """The command line."""
+    parser = arguments_parser("deterministic", __doc__)
+    parser.add_argument("--model", type=Path)
+    given = parser.parse_args()
+    prepare(given)
+    rounds, repetitions = (7, 15) if given.full else (3, 7)
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [given.model] if given.model else [ROOT / "demo_model"]
+        if given.model is None:
+            paths.append(write_random_model(Path(folder) / "random-110M"))
+        parts = [
+            measure(path, dtype, rounds, repetitions)
+            for path in paths
+            for dtype in ("bfloat16", "float32")
+        ]
+    tell(parts, given.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""A short-lived folder for a Unix socket, and the removal of those that a kill -9 left behind.
+
+A socket's path may have 107 bytes only, so it lives in the temporary directory and not among a
+run's data. Whoever made a folder holds a lock in it; the kernel drops the lock with the process.
+That also holds where pids mean nothing: they are used again, and containers may share /tmp.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Final
+
+PREFIX: Final = "baton-up-"
+LOCK: Final = "lock"
+
+
+class SocketFolder:
+    """`path` exists until `remove`, or until the process has ended and another one cleans up."""
+
+    def __init__(self) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+        # It gets its name once it is locked: nobody finds one that is not.
+        unnamed = self.path / "lock.new"
+        self._lock: int | None = os.open(unnamed, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        unnamed.rename(self.path / LOCK)
+
+    def remove(self) -> None:
+        """Twice is safe."""
+        if self._lock is not None:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = None
+
+
+def remove_stale() -> list[Path]:
+    """Remove the folders of processes that have ended; returns them. Others' are left alone."""
+    removed: list[Path] = []
+    for lock in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{LOCK}"):
+        try:
+            descriptor = os.open(lock, os.O_RDWR | os.O_NOFOLLOW)
+        except OSError:  # another user's, or gone by now
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # in use
+            continue
+        else:
+            shutil.rmtree(lock.parent, ignore_errors=True)
+            removed.append(lock.parent)
+        finally:
+            os.close(descriptor)
+    return removed

@@ -1,0 +1,164 @@
+"""The engine benchmarks: their arithmetic by hand, and each of them once, small."""
+
+from __future__ import annotations
+
+import json
+import lzma
+from pathlib import Path
+
+import pytest
+
+from baton.engine.config import EngineConfig
+from baton.engine.interface import SequenceChunk
+from baton.engine.loading import load_model
+from bench import engine_memory, engine_overhead, engine_swap, engine_throughput
+from bench.engine_kit import (
+    InstantRunner,
+    Lengths,
+    Part,
+    instant_engine,
+    mixed_lengths,
+    plain_request,
+    random_prompt,
+    run_all,
+    tell,
+)
+from bench.engine_memory import (
+    Chain,
+    InfiniteCache,
+    LruCache,
+    Occupancy,
+    Sharing,
+    chain_of,
+    prefix_rows,
+    share_samples,
+    trace_prompt,
+    waste,
+)
+from tests.tiny_models import make_tiny_model
+
+
+def chunk(name: str, start: int, count: int, blocks: list[int]) -> SequenceChunk:
+    return SequenceChunk(name, [9] * count, start, blocks)
+
+
+def test_waste_by_hand() -> None:
+    occupancy = Occupancy(8, {"a": Lengths(5, 4), "b": Lengths(17, 3)})
+    occupancy.seen([chunk("a", 4, 1, [0]), chunk("b", 0, 17, [1, 2, 3])])
+    row = occupancy.row()
+    assert row["paged %"] == pytest.approx(100 * (1 - 22 / 32))
+    assert row["to longest %"] == pytest.approx(100 * (1 - 22 / (2 * 2048)))
+    assert row["to power of 2 %"] == pytest.approx(100 * (1 - 22 / (16 + 32)))
+    assert row["to final %"] == pytest.approx(100 * (1 - 22 / (9 + 20)))
+    assert row["most running"] == 2
+
+
+def test_sharing_by_hand() -> None:
+    sharing = Sharing()
+    sharing.seen([chunk("a", 0, 1, [0, 1, 2]), chunk("a", 0, 1, [0, 1, 3])])
+    assert sharing.saved == pytest.approx(100 * 2 / 6)
+
+
+def test_oracles_by_hand() -> None:
+    infinite, lru = InfiniteCache(), LruCache(2)
+    chains = [Chain(keys, len(keys)) for keys in ((1, 2), (1, 3), (1, 2), (4,), (1, 2))]
+    assert [infinite.hits(chain) for chain in chains] == [0, 1, 2, 0, 2]
+    # Two blocks: 2 goes when 3 comes, 3 goes when 2 comes back, and 2 before 1, as tails do.
+    assert [lru.hits(chain) for chain in chains] == [0, 1, 1, 0, 1]
+
+
+def test_equal_hash_ids_are_equal_tokens() -> None:
+    one, other = trace_prompt([7, 8, 9], 40), trace_prompt([7, 8, 10], 47)
+    assert len(one) == 40
+    assert one[:32] == other[:32]
+    assert one[32:34] != other[32:34]
+    assert chain_of([7, 8, 9], 40) == Chain((7, 8), 2)
+    assert chain_of([7, 8], 32) == Chain((7, 8), 1)  # one token is left to compute
+
+
+def test_paging_wastes_less_than_four_percent_where_contiguous_memory_wastes_most() -> None:
+    row = waste(16, 48)
+    assert row["paged %"] < 4
+    assert row["to longest %"] > 60
+    assert row["paged %"] < row["to final %"] < row["to power of 2 %"] < row["to longest %"]
+
+
+def test_more_samples_share_more() -> None:
+    saved = [share_samples(n, engine_memory.SHAREGPT, 6) for n in (1, 2, 4)]
+    assert saved[0] == 0
+    assert 0 < saved[1] < saved[2]
+
+
+def test_the_engine_finds_what_an_infinite_cache_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One request at a time and room for all blocks: equal to the last token."""
+    monkeypatch.setattr(engine_memory, "IN_FLIGHT", 1)
+    ids = [[1, 2, 3], [1, 2, 4, 5], [6], [1, 2, 4, 5, 7], [1, 2, 3], [6, 8]]
+    entries = [
+        {"input_length": 512 * len(each) - cut, "output_length": 100, "hash_ids": each}
+        for each in ids
+        for cut in (90, 0)
+    ]
+    path = tmp_path / "trace.jsonl.xz"
+    with lzma.open(path, "wt") as file:
+        file.write("\n".join(json.dumps(entry) for entry in entries))
+    rows = prefix_rows(path, 100)
+    assert {row["requests"] for row in rows} == {12}
+    for row in rows[-2:]:
+        assert row["engine hit %"] == pytest.approx(row["infinite hit %"])
+        assert row["engine hit %"] > 20
+    for row in rows:
+        assert row["engine hit %"] <= row["infinite hit %"] + 1e-9
+
+
+def test_lengths_have_the_asked_means() -> None:
+    lengths = mixed_lengths(4000, 100, 30, seed=5)
+    assert sum(each.prompt for each in lengths) / 4000 == pytest.approx(100, rel=0.1)
+    assert sum(each.output for each in lengths) / 4000 == pytest.approx(30, rel=0.1)
+    assert mixed_lengths(3, 100, 30, seed=5) == lengths[:3]
+
+
+def test_the_instant_runner_serves_samples_and_beams() -> None:
+    engine = instant_engine(64, 4, InstantRunner(), check_invariants=True)
+    prompt = random_prompt(9, 0)
+    run_all(
+        engine,
+        [
+            plain_request("n", prompt, 5, n=3),
+            plain_request("beam", prompt, 5, beam_width=2, temperature=0),
+        ],
+    )
+    assert engine.pool.num_used == 0
+    assert engine.stats.num_finished == 2
+
+
+def test_the_cost_of_a_step() -> None:
+    row = engine_overhead.measure(2, num_steps=5)
+    assert (row["sequences"], row["steps"]) == (2, 5)
+    assert row["step us"] == pytest.approx(row["engine us"] + row["batch us"])
+    assert row["batch us"] > 0
+
+
+def test_a_swap_and_a_recomputation(tmp_path: Path) -> None:
+    path = make_tiny_model("llama", tmp_path)
+    model = load_model(EngineConfig(model=str(path), dtype="float32"))
+    row = engine_swap.measure(model, block_size=8, context=40, repetitions=1)
+    assert row["swap both ms"] == pytest.approx(row["swap out ms"] + row["swap in ms"])
+    assert row["recompute / swap"] == pytest.approx(row["recompute ms"] / row["swap both ms"])
+
+
+def test_generate_against_transformers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = make_tiny_model("llama", tmp_path, max_position_embeddings=2048)
+    assert engine_throughput.main(["--model", str(path), "--requests", "5", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (rows,) = [value for name, value in found.items() if name.startswith("5 requests")]
+    assert [row["system"] for row in rows][:2] == ["baton", "transformers, one by one"]
+    assert rows[0]["baton is"] == "1.00x"
+
+
+def test_tables_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    tell([Part("a title", [{"size": 8, "share": 0.12345, "name": "x"}])], as_json=False)
+    shown = capsys.readouterr().out
+    for part in ("a title", "share", "0.123", "x"):
+        assert part in shown

@@ -1,0 +1,63 @@
+"""Logits of a loaded model over a prompt, fed in chunks of any sizes, beside any batch mates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from baton.engine.attention.choice import choose_attention
+from baton.engine.batch import flatten
+from baton.engine.config import EngineConfig
+from baton.engine.interface import SequenceChunk
+from baton.engine.kv_cache import KVArena
+from baton.engine.loading import LoadedModel, load_model
+
+
+def load(path: Path, **options: Any) -> LoadedModel:
+    """Load on the CPU, in float32 unless told otherwise."""
+    chosen: dict[str, Any] = {"dtype": "float32", "device": "cpu", **options}
+    return load_model(EngineConfig(model=str(path), **chosen))
+
+
+class Driver:
+    """A loaded model with a pool: computes chunks, gives the logits of their rows."""
+
+    def __init__(self, loaded: LoadedModel, num_blocks: int = 64, block_size: int = 8) -> None:
+        self.loaded = loaded
+        info = loaded.info
+        self.arena = KVArena(info.layers, num_blocks, block_size, info.kv_dtype)
+        self.attention = choose_attention(loaded, self.arena)
+
+    @torch.inference_mode()
+    def step(self, chunks: Sequence[SequenceChunk]) -> list[Tensor]:
+        """Logits [rows, vocab] of each chunk."""
+        size = self.arena.block_size
+        step = flatten(chunks, self.attention, size, self.loaded.device)
+        hidden = self.loaded.forward(step.token_ids, step.positions, step.batch)
+        counts = [len(chunk.token_ids) for chunk in chunks]
+        return list(self.loaded.logits(hidden).split(counts))
+
+    def logits(self, ids: Sequence[int], blocks: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """Logits [len(ids), vocab] of one sequence alone, in chunks of `sizes`."""
+        rows: list[Tensor] = []
+        at = 0
+        for size in sizes:
+            rows += self.step([SequenceChunk("alone", ids[at : at + size], at, blocks)])
+            at += size
+        assert at == len(ids)
+        return torch.cat(rows)
+
+
+def logits_of(loaded: LoadedModel, ids: Sequence[int]) -> Tensor:
+    """Logits [len(ids), vocab] of a prompt in one chunk."""
+    driver = Driver(loaded)
+    return driver.logits(ids, range(-(-len(ids) // driver.arena.block_size)), [len(ids)])
+
+
+def relative_error(a: Tensor, b: Tensor) -> float:
+    """|a - b| / |b|, over all entries."""
+    return float((a.float() - b.float()).norm() / b.float().norm())

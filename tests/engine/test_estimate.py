@@ -1,0 +1,331 @@
+"""`baton estimate`: parameters that are known, bytes and times by hand, units, refusals, output."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.engine.estimate import main, read_shape, rows, stored_bytes
+from baton.engine.ideal import (
+    Estimate,
+    EstimateOptions,
+    estimate,
+    kv_token_bytes,
+    parse_rate,
+    parse_seconds,
+)
+from baton.engine.model_shape import ModelShape, StoredWeights, model_shape, stored_weights
+from baton.errors import ConfigError, ModelRefused
+from baton.kv_spec import LayerSpec
+from tests.tiny_models import make_tiny_model
+
+CONFIGS = Path(__file__).parent / "configs"
+LLAMA, QWEN, MIXTRAL, DEEPSEEK = "llama-3-8b", "qwen3-0.6b", "mixtral-8x7b", "deepseek-v3"
+QWEN2_MOE: dict[str, Any] = {
+    "model_type": "qwen2_moe", "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 2,
+    "decoder_sparse_step": 2, "mlp_only_layers": [1], "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def config(name: str) -> dict[str, Any]:
+    return json.loads((CONFIGS / f"{name}.json").read_text())
+
+
+def shape(name: str, **changes: Any) -> ModelShape:
+    return model_shape({**config(name), **changes})
+
+
+def run(name: str, **options: Any) -> Estimate:
+    return estimate(shape(name), EstimateOptions(model=Path(name), **options))
+
+
+# ---- parameters ----
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "active"),
+    [
+        (LLAMA, 8_030_261_248, 8_030_261_248),  # its model card
+        (QWEN, 596_049_920, 596_049_920),
+        (MIXTRAL, 46_702_792_704, 12_879_925_248),
+        (DEEPSEEK, 671_026_404_352, 37_552_282_624),  # "671B, 37B activated"
+    ],
+)
+def test_known_parameter_counts(name: str, parameters: int, active: int) -> None:
+    assert (shape(name).parameters, shape(name).active_parameters) == (parameters, active)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        config(LLAMA),
+        {**config(LLAMA), "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+        config(QWEN),
+        {**config(QWEN), "model_type": "qwen2"},
+        {**config(QWEN), "model_type": "mistral", "sliding_window": 77},
+        config(MIXTRAL),
+        QWEN2_MOE,
+        {**QWEN2_MOE, "model_type": "qwen3_moe", "head_dim": 24, "attention_bias": True},
+        {**config(DEEPSEEK), "num_hidden_layers": 5},
+        {**config(DEEPSEEK), "num_hidden_layers": 4, "q_lora_rank": None, "attention_bias": True},
+    ],
+    ids=lambda given: given["model_type"],
+)
+def test_formulas_agree_with_transformers_on_the_meta_device(given: dict[str, Any]) -> None:
+    from baton.engine.shape_on_meta import shape_on_meta
+
+    ours, built = model_shape(given), shape_on_meta(given)
+    for name in ("parameters", "active_parameters", "embedding", "matrices", "tied", "vocab_size"):
+        assert getattr(ours, name) == getattr(built, name), name
+    assert ours.layers == built.layers
+    assert built.note == ""
+
+
+def test_other_families_are_built_without_memory() -> None:
+    gpt2 = model_shape({"model_type": "gpt2"})
+    assert gpt2.parameters == 124_439_808
+    assert gpt2.layers == (LayerSpec(12, 64, 64),) * 12
+    gemma = model_shape({"model_type": "gemma2", "num_hidden_layers": 2, "vocab_size": 100})
+    assert [layer.window for layer in gemma.layers] == [4096, 0]
+    assert gemma.tied
+
+
+def test_what_cannot_be_served_says_so_and_what_is_no_model_is_refused() -> None:
+    assert "not served" in model_shape({"model_type": "bloom"}).note
+    with pytest.raises(ModelRefused, match="not an architecture"):
+        model_shape({"model_type": "abacus"})
+    with pytest.raises(ModelRefused, match="llama lacks 'vocab_size'"):
+        model_shape({key: value for key, value in config(LLAMA).items() if key != "vocab_size"})
+
+
+def test_the_text_part_of_a_multimodal_config_counts() -> None:
+    nested = {"model_type": "some_vlm", "text_config": config(QWEN)}
+    assert model_shape(nested).parameters == 596_049_920
+
+
+# ---- KV ----
+
+
+@pytest.mark.parametrize(
+    ("name", "token_bytes"),
+    [
+        (LLAMA, 32 * 2 * 8 * 128 * 2),  # grouped: 8 of 32 heads
+        (QWEN, 28 * 2 * 8 * 128 * 2),
+        (MIXTRAL, 32 * 2 * 8 * 128 * 2),
+        (DEEPSEEK, 61 * (512 + 64) * 2),  # a latent and its rotated part
+    ],
+)
+def test_kv_bytes_per_token(name: str, token_bytes: int) -> None:
+    assert run(name).kv_bytes_per_token == token_bytes
+
+
+def test_kv_in_one_byte_and_split_over_devices() -> None:
+    assert run(LLAMA, kv_cache_dtype="fp8").kv_bytes_per_token == 65_536
+    spec = LayerSpec(8, 128, 128)
+    assert kv_token_bytes(spec, "int8") == 8 * 256 + 8 * 2 * 4
+    assert run(LLAMA, tensor_parallel_size=4).kv_bytes_per_token == 131_072 // 4
+    assert run(LLAMA, tensor_parallel_size=16).kv_bytes_per_token == 131_072 // 8  # no half heads
+    assert run(DEEPSEEK, tensor_parallel_size=16).kv_bytes_per_token == 61 * 576 * 2
+
+
+def test_multi_head_attention_stores_every_head() -> None:
+    every = shape(LLAMA, num_key_value_heads=None)
+    assert every.layers[0].kv_heads == 32
+
+
+# ---- memory ----
+
+
+def test_blocks_and_concurrency_by_hand() -> None:
+    found = run(LLAMA, memory="80GB", context=4096)
+    assert found.weight_bytes == 16_060_522_496
+    assert found.block_bytes == 16 * 131_072
+    # widest: gate, up and their product; hidden states four times; logits of 64 rows three times.
+    activations = 2048 * (4 * 4096 + 3 * 14336) * 2 + 3 * 64 * 128_256 * 4
+    assert found.activation_bytes == activations
+    kv_bytes = 72_000_000_000 - 16_060_522_496 - activations
+    assert found.kv_bytes == kv_bytes
+    assert found.num_blocks == kv_bytes // (16 * 131_072) == 26_511
+    assert found.concurrency == 26_511 // 256 == 103
+
+
+def test_windows_bound_what_a_request_holds_and_reads() -> None:
+    windowed = shape(LLAMA, model_type="mistral", sliding_window=1024)
+    options = EstimateOptions(model=Path("m"), memory="80GB", bandwidth="1TB/s", context=8192)
+    found = estimate(windowed, options)
+    assert found.num_blocks is not None
+    assert found.concurrency == found.num_blocks // 64
+    assert found.decode[0].kv_bytes == 1024 * 131_072
+
+
+@pytest.mark.parametrize(
+    ("quantization", "per_weight"), [("int8", 1.0), ("int4", 0.5 + 2.5 / 128), ("fp8", 1.0)]
+)
+def test_quantization_shrinks_matrices_alone(quantization: str, per_weight: float) -> None:
+    plain = 596_049_920 - 440_401_920
+    found = run(QWEN, quantization=quantization)
+    assert found.weight_bytes == int(plain * 2 + 440_401_920 * per_weight)
+
+
+def test_a_quantized_checkpoint_says_how_it_is_stored() -> None:
+    deepseek = run(DEEPSEEK)
+    assert deepseek.quantization == "fp8"
+    assert deepseek.weight_bytes == 669_172_039_680 + 2 * (671_026_404_352 - 669_172_039_680)
+    groups = {"group_0": {"weights": {"num_bits": 4, "group_size": 32}}}
+    stored = {
+        "compressed-tensors": {"config_groups": groups},
+        "awq": {"bits": 4, "group_size": 128},
+        "gptq": {"bits": 8, "group_size": -1},
+        "bitsandbytes": {"load_in_4bit": True},
+    }
+    found = [
+        stored_weights({"quantization_config": {"quant_method": m, **stored[m]}}) for m in stored
+    ]
+    assert [(each.bits, each.group_size) for each in found if each] == [
+        (4, 32), (4, 128), (8, 0), (4, 0),
+    ]  # fmt: skip
+    assert StoredWeights("awq", 4, 128).bytes_per_weight == 0.5 + 2.5 / 128
+    with pytest.raises(ModelRefused, match="does not say its bits"):
+        stored_weights({"quantization_config": {"quant_method": "quip"}})
+
+
+def test_weights_that_do_not_fit_are_refused_with_the_sums() -> None:
+    with pytest.raises(ConfigError, match=r"0.9 x 80GB is 72.00 GB; 93.41 GB of weights") as error:
+        run(MIXTRAL, memory="80GB")
+    assert error.value.field == "memory"
+    assert run(MIXTRAL, memory="80GB", tensor_parallel_size=2).num_blocks is not None
+
+
+# ---- times ----
+
+
+def test_ttft_is_two_flops_per_active_parameter_and_token() -> None:
+    assert run(LLAMA, flops="990T", prompt=1000).ttft_s == pytest.approx(
+        1000 * 2 * 8_030_261_248 / 990e12
+    )
+    assert run(MIXTRAL, flops="990T", prompt=1000).ttft_s == pytest.approx(
+        1000 * 2 * 12_879_925_248 / 990e12
+    )
+    halved = run(LLAMA, flops="990T", prompt=1000, tensor_parallel_size=2).ttft_s
+    assert halved == pytest.approx(1000 * 2 * 8_030_261_248 / 990e12 / 2)
+
+
+def test_tpot_is_the_bytes_read_over_the_bandwidth() -> None:
+    (step,) = run(LLAMA, bandwidth="3.3TB/s", context=4096).decode
+    assert step.weight_bytes == 16_060_522_496 - 2 * 128_256 * 4096  # the input table is looked up
+    assert step.kv_bytes == 4096 * 131_072
+    assert step.tpot_s == pytest.approx((step.weight_bytes + step.kv_bytes) / 3.3e12)
+    assert step.bound == "memory"
+    tied = run(QWEN, bandwidth="1TB/s", batch=8, context=100).decode
+    assert [each.batch for each in tied] == [1, 8]
+    assert tied[1].weight_bytes == 2 * 596_049_920  # tied: the head reads the table
+    assert tied[1].kv_bytes == 8 * 100 * 114_688
+
+
+def test_a_large_batch_is_bound_by_computing() -> None:
+    options = {"bandwidth": "3.3TB/s", "flops": "100T", "batch": 512, "context": 16}
+    step = run(LLAMA, **options).decode[-1]
+    assert (step.batch, step.bound) == (512, "compute")
+    assert step.tpot_s == pytest.approx(512 * 2 * 8_030_261_248 / 100e12)
+
+
+def test_a_batch_reads_the_experts_it_is_expected_to_meet() -> None:
+    one, many = run(MIXTRAL, bandwidth="3.3TB/s", batch=4, context=1).decode
+    experts = 32 * 8 * 3 * 4096 * 14336
+    table = 32_000 * 4096
+    assert one.weight_bytes == pytest.approx(2 * (12_879_925_248 - table), rel=1e-9)
+    missed = 0.75**4
+    assert many.weight_bytes == pytest.approx(
+        2 * (46_702_792_704 - table - experts * missed), rel=1e-9
+    )
+
+
+def test_mbu_of_a_measured_tpot() -> None:
+    found = run(LLAMA, bandwidth="3.3TB/s", measured_tpot="10ms")
+    assert found.mbu == pytest.approx(found.decode[0].bytes_read / (0.010 * 3.3e12))
+    assert ("MBU of the measured TPOT", f"{found.mbu:.1%}") in rows(found)
+
+
+# ---- units, files, output ----
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [
+        ("3.3TB/s", 3.3e12), ("900 GB/s", 9e11), ("990T", 9.9e14), ("1.98PFLOPS", 1.98e15),
+        ("1GiB/s", 2.0**30), ("500", 500.0), ("165tflop/s", 1.65e14),
+    ],
+)  # fmt: skip
+def test_rates(text: str, rate: float) -> None:
+    assert parse_rate(text, "flops") == pytest.approx(rate)
+
+
+@pytest.mark.parametrize("text", ["", "fast", "-1TB/s", "3 apples", "0T"])
+def test_what_is_no_rate(text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_rate(text, "bandwidth")
+    assert error.value.field == "bandwidth"
+
+
+def test_times() -> None:
+    assert parse_seconds("12ms", "x") == pytest.approx(0.012)
+    assert parse_seconds("0.5 s", "x") == 0.5
+    for text in ("12", "0ms", "soon"):
+        with pytest.raises(ConfigError, match="not a time"):
+            parse_seconds(text, "x")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("batch", 0), ("context", 0), ("tensor_parallel_size", 0), ("gpu_memory_utilization", 1.5)],
+)
+def test_bad_options_are_named(name: str, value: float) -> None:
+    with pytest.raises(ConfigError) as error:
+        EstimateOptions(model=Path("m"), **{name: value})  # type: ignore[arg-type]
+    assert error.value.field == name
+
+
+def test_a_checkpoint_shows_the_bytes_of_its_files(tmp_path: Path) -> None:
+    path = make_tiny_model("llama", tmp_path)
+    tiny = read_shape(path)
+    assert stored_bytes(path) == 4 * tiny.parameters
+    (path / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0nonsense")
+    with pytest.raises(ConfigError, match="not a safetensors file"):
+        stored_bytes(path)
+    assert stored_bytes(CONFIGS / f"{LLAMA}.json") is None
+
+
+def test_the_command_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [
+        "--model", str(CONFIGS / f"{LLAMA}.json"), "--memory", "80GB", "--bandwidth", "3.3TB/s",
+        "--flops", "990T",
+    ]  # fmt: skip
+    assert main(flags) == 0
+    table = capsys.readouterr().out
+    for part in ("8,030,261,248", "131.07 kB", "26,511", "103 requests", "16.61 ms", "4.71 ms"):
+        assert part in table
+    assert main([*flags, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["parameters"], found["num_blocks"]) == (8_030_261_248, 26_511)
+    assert found["decode"][0]["batch"] == 1
+    assert main(["--model", "/nowhere"]) == 2
+    assert capsys.readouterr().err == "baton estimate: there is no /nowhere\n"
+
+
+def test_known_families_need_no_torch() -> None:
+    code = (
+        "import sys; from baton.engine.estimate import main;"
+        f"main(['--model', {str(CONFIGS / f'{DEEPSEEK}.json')!r}, '--json']);"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["active_parameters"] == 37_552_282_624

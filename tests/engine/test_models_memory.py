@@ -1,0 +1,56 @@
+"""Loading peaks at the weights: measured in a process of its own, on a checkpoint of ~200 MB."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_models import make_tiny_model
+
+# The high-water mark is reset after the imports, so that it counts what loading alone takes.
+LOAD = """
+import json, sys
+from pathlib import Path
+import torch
+from baton.engine.config import EngineConfig
+from baton.engine.loading import load_model
+if sys.argv[3] == "transformers":
+    import baton.engine.models.universal
+
+def resident(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(key)) * 1024
+
+before = resident("VmRSS:")
+Path("/proc/self/clear_refs").write_text("5")
+loaded = load_model(EngineConfig(sys.argv[1], dtype=sys.argv[2], model_impl=sys.argv[3]))
+print(json.dumps([loaded.weight_bytes, resident("VmHWM:") - before]))
+"""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four layers of 13 million float32 numbers."""
+    return make_tiny_model(
+        "llama", tmp_path_factory.mktemp("large"), hidden_size=1024, intermediate_size=2816,
+        num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=8, head_dim=128,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_peak_of_loading_is_the_weights(checkpoint: Path, dtype: str) -> None:
+    child = subprocess.run(
+        [sys.executable, "-c", LOAD, str(checkpoint), dtype, "lean"],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    weights, peak = json.loads(child.stdout)
+    assert weights > (200e6 if dtype == "float32" else 100e6)
+    # Beyond the weights: a tensor on its way into its format, a cast's buffer, oneDNN itself. A
+    # mapped file or a second copy would add the size of the weights at least.
+    assert peak < 1.2 * weights + 64e6

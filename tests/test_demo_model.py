@@ -26,12 +26,24 @@ ANSWERS = (
     ("What is PagedAttention?", "stores the KV cache in fixed-size blocks"),
     ("explain paged attention", "stores the KV cache in fixed-size blocks"),
     ("Why is the KV cache sound?", "attention is causal"),
+    ("why is the kv cache sound", "attention is causal"),
     ("What is the difference between prefill and decode?", "prompt tokens in parallel"),
+    ("difference between TTFT and TPOT", "each further token takes"),
     ("How do I start Baton?", "./run up"),
+    ("How do I stop Baton?", "Press Ctrl-C"),
+    ("What is Baton?", "runs prefill and decode on separate nodes"),
+    ("whats baton", "runs prefill and decode on separate nodes"),
     ("What does Redis do in Baton?", "state and epoch of every request"),
     ("Who are you?", "demo model of Baton"),
     ("What is the capital of France?", "tiny demo model"),
     ("什么是 PagedAttention\uff1f", "固定大小"),
+    # a term alone, and other ways to ask
+    ("prefix caching", "keeps the KV blocks of finished requests"),
+    ("kv cache", "keeps the attention keys and values"),
+    ("PagedAttention?", "stores the KV cache in fixed-size blocks"),
+    ("LLM serving", "running a language model for many users"),
+    ("What exactly is chunked prefill?", "splits a long prompt into pieces"),
+    ("Give me a short explanation of preemption.", "when memory runs out"),
 )
 
 

@@ -21,10 +21,12 @@ from typing import Literal
 from demo_corpus.wording import (
     CHINESE,
     CHINESE_CHARACTER,
+    DIFFERENCE,
     PLURAL,
     SINGULAR,
     SYSTEM_PROMPTS,
     UNSEEN_CHINESE,
+    UNSEEN_DIFFERENCE,
     UNSEEN_PLURAL,
     UNSEEN_SINGULAR,
     reworded,
@@ -32,14 +34,44 @@ from demo_corpus.wording import (
 
 Language = Literal["en", "zh"]
 
-CHAT_WEIGHT = 3.0
+WEIGHTS = {"chat": 3.0, "diff": 2.0}
+OFF_TOPIC_TEMPLATES: dict[Language, int] = {"en": 10, "zh": 7}  # per thing asked about
+SYLLABLE_STARTS = (
+    "b",
+    "ch",
+    "d",
+    "f",
+    "g",
+    "h",
+    "j",
+    "k",
+    "l",
+    "m",
+    "n",
+    "p",
+    "r",
+    "s",
+    "t",
+    "v",
+    "w",
+)
+OFF_TOPIC = "off-topic"
+NUM_NONSENSE_WORDS = 600  # so that an unknown word, whichever, means: not in the glossary
+BARE_SHARE = 0.18  # of the questions: the term alone, which a person types first
+WRITTEN_SHARE = 0.3  # questions written by hand; templates would outnumber them twenty to one
 NUM_TURNS = (1, 2, 3, 5, 8, 12)
 ARTICLE = re.compile(r"^(a|an|the) ")
+MARK = re.compile(r" \{(\w+)(?: x(\d+))?\}$")
+PAIR = re.compile(r"^the difference between (.+) and (.+)$")
 
 
 @dataclass(frozen=True, slots=True)
 class Topic:
-    """An answer and its questions; `weight` is how often it is drawn, 1 for a glossary entry."""
+    """An answer and its questions; `weight` is how often it is drawn, 1 for a glossary entry.
+
+    Of the trained questions `bare` are those that only name the term, `written` those that were
+    written by hand. Both are drawn more often than their number says.
+    """
 
     title: str
     language: Language
@@ -48,6 +80,8 @@ class Topic:
     held_out: tuple[str, ...]
     unseen: tuple[str, ...]
     weight: float = 1.0
+    bare: tuple[str, ...] = ()
+    written: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,28 +129,60 @@ def parse_topics(text: str, language: Language) -> list[Topic]:
     topics: list[Topic] = []
     for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
         heading, *lines = section.split("\n# ", 1)[0].strip().splitlines()
-        kind = match.group(1) if (match := re.search(r"\{(\w+)\}$", heading)) else "is"
-        names = [name.strip() for name in heading.split("{")[0].split("|")]
+        mark = MARK.search(heading)
+        kind, times = (mark.group(1), int(mark.group(2) or 1)) if mark else ("is", 1)
+        names = [name.strip() for name in MARK.sub("", heading).split("|")]
         written = [line[2:].strip() for line in lines if line.startswith("? ")]
-        held_out = [line[3:].strip() for line in lines if line.startswith("?? ")]
-        answer = " ".join(line for line in lines if line and not line.startswith("?"))
-        train, unseen = list(written), list[str]()
-        if kind not in ("only", "chat"):
-            names += [ARTICLE.sub("", name) for name in names if ARTICLE.match(name)]
-            seen_templates, unseen_templates = _templates(language, plural=kind == "are")
-            for name in dict.fromkeys(names):
-                filled = [_fill(template, name) for template in seen_templates]
-                if language == "zh":  # a bare Latin name is asked in English
-                    filled = [question for question in filled if CHINESE_CHARACTER.search(question)]
-                train += filled
-                unseen += [_fill(template, name) for template in unseen_templates]
-        trained = dict.fromkeys(train)
-        tested = [q for q in dict.fromkeys(held_out) if q not in trained]
-        unseen = [q for q in dict.fromkeys(unseen) if q not in trained]
-        questions = (tuple(trained), tuple(tested), tuple(unseen))
-        weight = CHAT_WEIGHT if kind == "chat" else 1.0
-        topics.append(Topic(names[0], language, answer, *questions, weight))
+        tested = [line[3:].strip() for line in lines if line.startswith("?? ")]
+        seen, unseen, bare = _from_templates(names, kind, language)
+        trained = dict.fromkeys([*written, *seen])
+        held_out = tuple(q for q in dict.fromkeys(tested) if q not in trained)
+        topics.append(
+            Topic(
+                names[0],
+                language,
+                " ".join(line for line in lines if line and not line.startswith("?")),
+                tuple(trained),
+                held_out,
+                tuple(q for q in dict.fromkeys(unseen) if q not in trained and q not in held_out),
+                WEIGHTS.get(kind, 1.0) * times,
+                tuple(bare),
+                tuple(written),
+            )
+        )
     return topics
+
+
+def _from_templates(
+    names: Sequence[str], kind: str, language: Language
+) -> tuple[list[str], list[str], list[str]]:
+    """(trained questions, never trained ones, those of the trained that are only the name)."""
+    if kind in ("only", "chat"):
+        return [], [], []
+    if kind == "diff":
+        return _differences(names[0])
+    seen_templates, unseen_templates = _templates(language, plural=kind == "are")
+    shorter = [ARTICLE.sub("", name) for name in names if ARTICLE.match(name)]
+    seen, unseen, bare = list[str](), list[str](), list[str]()
+    for name in dict.fromkeys([*names, *shorter]):
+        filled = [_fill(template, name) for template in seen_templates]
+        if language == "zh":  # a bare Latin name is asked in English
+            filled = [question for question in filled if CHINESE_CHARACTER.search(question)]
+        seen += filled
+        unseen += [_fill(template, name) for template in unseen_templates]
+        bare += [question for question in filled if question == name and not ARTICLE.match(name)]
+    return seen, unseen, bare
+
+
+def _differences(heading: str) -> tuple[list[str], list[str], list[str]]:
+    match = PAIR.match(heading)
+    if match is None:
+        raise ValueError(f"not of the form 'the difference between X and Y': {heading!r}")
+    first, second = match.groups()
+    short = ARTICLE.sub("", first), ARTICLE.sub("", second)
+    pairs = dict.fromkeys([(first, second), (second, first), short, short[::-1]])
+    seen = [template.format(*pair) for template in DIFFERENCE for pair in pairs]
+    return seen, [template.format(*pair) for template in UNSEEN_DIFFERENCE for pair in pairs], []
 
 
 def _templates(language: Language, *, plural: bool) -> tuple[Sequence[str], Sequence[str]]:
@@ -133,20 +199,23 @@ def _fill(template: str, name: str) -> str:
 
 
 def _nonsense_word(generator: random.Random) -> str:
-    return "".join(
-        generator.choice("bdfgklmnprstvz") + generator.choice("aeiou")
+    word = "".join(
+        generator.choice(SYLLABLE_STARTS) + generator.choice("aeiou")
         for _ in range(generator.randint(2, 3))
     )
+    word += generator.choice(("", "", "n", "r", "st", "ck", "ng", "s"))
+    return generator.choice(("", "", "", "a ", "the ")) + generator.choice((word, word.title()))
 
 
 def _parse_off_topic(text: str, generator: random.Random) -> list[Topic]:
     topics: list[Topic] = []
-    weights: dict[Language, float] = {"en": 30.0, "zh": 5.0}
+    weights: dict[Language, float] = {"en": 45.0, "zh": 9.0}
     for language, weight in weights.items():
         section = text.split(f"\n## {language}\n", 1)[1].split("\n## ", 1)[0]
         lines = section.strip().splitlines()
         templates = [line[2:] for line in lines if line.startswith("? ") and "{}" in line]
-        train = [line[2:] for line in lines if line.startswith("? ") and "{}" not in line]
+        written = [line[2:] for line in lines if line.startswith("? ") and "{}" not in line]
+        train = list(written)
         held_out = [line[3:] for line in lines if line.startswith("?? ")]
         fillers = [
             part for line in lines if line.startswith("> ") for part in line[2:].split(" | ")
@@ -155,17 +224,24 @@ def _parse_off_topic(text: str, generator: random.Random) -> list[Topic]:
             part for line in lines if line.startswith(">> ") for part in line[3:].split(" | ")
         ]
         if language == "en":
-            fillers += [_nonsense_word(generator) for _ in range(120)]
+            fillers += [_nonsense_word(generator) for _ in range(NUM_NONSENSE_WORDS)]
         for filler in (*fillers, *unseen):
             where = held_out if filler in unseen else train
-            for template in generator.sample(templates, 7):
+            for template in generator.sample(templates, OFF_TOPIC_TEMPLATES[language]):
                 once = template.replace("{}", filler, 1)
                 where.append(_fill(once, generator.choice(fillers)) if "{}" in once else once)
         train = list(dict.fromkeys(train))
         tested = [q for q in dict.fromkeys(held_out) if q not in train]
         topics.append(
             Topic(
-                f"off-topic {language}", language, lines[0], tuple(train), tuple(tested), (), weight
+                f"{OFF_TOPIC} {language}",
+                language,
+                lines[0],
+                tuple(train),
+                tuple(tested),
+                unseen=(),
+                weight=weight,
+                written=tuple(written),
             )
         )
     return topics
@@ -187,9 +263,18 @@ class ConversationSampler:
         if generator.random() < 0.2:
             messages.append(Message("system", self._system_prompt()))
         for topic in generator.choices(self._topics, self._weights, k=turns):
-            messages.append(Message("user", reworded(generator.choice(topic.train), generator)))
+            messages.append(Message("user", reworded(self._question(topic), generator)))
             messages.append(Message("assistant", topic.answer))
-        return Conversation(tuple(messages), head_only=generator.random() < 0.65)
+        return Conversation(tuple(messages), head_only=generator.random() < 0.75)
+
+    def _question(self, topic: Topic) -> str:
+        draw = self._generator.random()
+        if topic.bare and draw < BARE_SHARE:
+            name = self._generator.choice(topic.bare)
+            return name.lower() if self._generator.random() < 0.4 else name
+        if topic.written and draw > 1 - WRITTEN_SHARE:
+            return self._generator.choice(topic.written)
+        return self._generator.choice(topic.train)
 
     def draw_text(self) -> str:
         """One glossary entry as plain text, for completion without a chat template."""

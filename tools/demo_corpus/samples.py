@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from demo_corpus.corpus import Conversation, ConversationSampler, Message, Topic
+from demo_corpus.corpus import OFF_TOPIC, Conversation, ConversationSampler, Message, Topic
 from demo_corpus.wording import canonical
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -43,7 +43,11 @@ def train_tokenizer(topics: Sequence[Topic]) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    questions = [q for topic in topics for q in topic.train]
+    questions: list[str] = []
+    for topic in topics:
+        # Words outside the glossary stay in pieces, so that unknown ones look like known ones.
+        off_topic = topic.title.startswith(OFF_TOPIC)
+        questions += topic.written if off_topic else topic.train
     texts = (
         [topic.answer for topic in topics] * 4
         + [canonical(q) for q in questions]

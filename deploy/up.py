@@ -27,8 +27,8 @@ from rich.spinner import Spinner
 from rich.text import Text
 
 from baton.client import Client
+from baton.cores import check_cores, parse_cores
 from baton.errors import BatonError, ConfigError
-from baton.node.cores import check_cores, parse_cores
 from bench.sse import StreamError
 from deploy.chat import READY_PAUSE_S, ChatClient, ChatSettings, ask_and_show
 from deploy.local import Cluster, Report, StopRequested

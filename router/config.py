@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ipaddress
 from dataclasses import dataclass, field
 
+from baton.addresses import is_loopback
 from baton.config import option
 from baton.errors import ConfigError
 from baton.redis_keys import check_redis_url
@@ -77,13 +77,3 @@ class RouterConfig:
             raise ConfigError(
                 f"listening on {self.host} without TLS needs --insecure", field="insecure"
             )
-
-
-def is_loopback(host: str) -> bool:
-    """True for an address that only this machine can reach."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

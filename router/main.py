@@ -14,7 +14,6 @@ import contextlib
 import json
 import logging
 import math
-import os
 import secrets
 import signal
 import socket
@@ -30,6 +29,7 @@ from baton import config as options
 from baton import log as logs
 from baton.chat_template import ChatTemplate
 from baton.clock import SystemClock
+from baton.cores import parse_cores, pin_process
 from baton.errors import ConfigError
 from baton.generation_config import sampling_defaults
 from baton.handles import Role
@@ -287,25 +287,13 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         config = options.load(RouterConfig, arguments, environ)
         logs.setup("router", config.log_level)
         if config.cpu_cores is not None:
-            pin(config.cpu_cores)
+            pin_process(parse_cores(config.cpu_cores))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(config))
     except ConfigError as error:
         sys.stderr.write(f"{parser.prog}: {error.message}\n")
         return USAGE_ERROR
     return 0
-
-
-def pin(cores: str) -> None:
-    """Bind the process to cores given as "0,1" or "4-7". Raises ConfigError."""
-    numbers: set[int] = set()
-    try:
-        for part in cores.split(","):
-            first, dash, last = part.partition("-")
-            numbers.update(range(int(first), int(last if dash else first) + 1))
-        os.sched_setaffinity(0, numbers)
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"cpu_cores: {cores!r}: {error}", field="cpu_cores") from error
 
 
 def _chat_template(config: RouterConfig) -> ChatTemplate | None:

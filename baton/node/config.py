@@ -6,13 +6,13 @@ rules of what may be bound where, and with which secret.
 
 from __future__ import annotations
 
-import ipaddress
 from dataclasses import dataclass
 from typing import Final
 
+from baton.addresses import is_loopback
 from baton.config import option
+from baton.cores import parse_cores
 from baton.errors import ConfigError
-from baton.node.cores import parse_cores
 from baton.redis_keys import check_redis_url
 
 WILDCARDS: Final = ("0.0.0.0", "::")
@@ -82,16 +82,6 @@ class NodeConfig:
     def announced_host(self) -> str:
         """The host in this node's record."""
         return self.advertise_host or self.host
-
-
-def is_loopback(host: str) -> bool:
-    """True for an address that only this machine can reach."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def join_address(host: str, port: int) -> str:

@@ -24,13 +24,13 @@ from typing import Any, Final
 from baton import config as options
 from baton import log as logs
 from baton.clock import Clock, SystemClock
+from baton.cores import parse_cores, pin_process
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.errors import ConfigError
 from baton.handles import Role
 from baton.kv_spec import layout_fingerprint
 from baton.node.config import NodeConfig, join_address
-from baton.node.cores import parse_cores, pin_process
 from baton.node.heartbeat import Heartbeat, RedisRegistry, Registry
 from baton.node.metrics import MetricsServer
 from baton.node.role import NodeRole, RoleContext

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from baton.config import load
 from baton.errors import ConfigError
 from baton.node.config import NodeConfig, join_address
-from baton.node.cores import parse_cores, pin_process
 
 
 def test_loopback_needs_nothing() -> None:
@@ -49,23 +46,3 @@ def test_the_secret_comes_from_the_environment_only() -> None:
 def test_addresses_of_both_families() -> None:
     assert join_address("127.0.0.1", 80) == "127.0.0.1:80"
     assert join_address("::1", 80) == "[::1]:80"
-
-
-@pytest.mark.parametrize(
-    ("text", "cores"), [("0", (0,)), ("1,0", (0, 1)), ("0, 4-6", (0, 4, 5, 6)), ("2-2", (2,))]
-)
-def test_cores_are_lists_and_ranges(text: str, cores: tuple[int, ...]) -> None:
-    assert parse_cores(text) == cores
-
-
-@pytest.mark.parametrize("text", ["", "a", "3-1", "-1", "1,,2", "0-"])
-def test_bad_core_lists_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError):
-        parse_cores(text)
-
-
-def test_cores_that_this_process_may_not_use_are_named() -> None:
-    mine = os.sched_getaffinity(0)
-    with pytest.raises(ConfigError, match=str(max(mine) + 1000)):
-        pin_process((max(mine) + 1000,))
-    assert os.sched_getaffinity(0) == mine

@@ -1,4 +1,4 @@
-"""A node's cores: affinity and thread count.
+"""A process's cores: reading `--cpu-cores`, and affinity.
 
 OpenMP teams that outnumber their cores stall for 10-16 ms at every barrier, so each node gets its
 own cores and exactly as many threads.

@@ -1,0 +1,39 @@
+"""Lists of cores, and what a process may bind itself to."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from baton.cores import parse_cores, pin_process
+from baton.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "cores"), [("0", (0,)), ("1,0", (0, 1)), ("0, 4-6", (0, 4, 5, 6)), ("2-2", (2,))]
+)
+def test_cores_are_lists_and_ranges(text: str, cores: tuple[int, ...]) -> None:
+    assert parse_cores(text) == cores
+
+
+@pytest.mark.parametrize("text", ["", "a", "3-1", "-1", "1,,2", "0-"])
+def test_bad_core_lists_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_cores(text)
+
+
+def test_cores_that_this_process_may_not_use_are_named() -> None:
+    mine = os.sched_getaffinity(0)
+    with pytest.raises(ConfigError, match=str(max(mine) + 1000)):
+        pin_process((max(mine) + 1000,))
+    assert os.sched_getaffinity(0) == mine
+
+
+def test_a_process_may_bind_itself_to_its_own_cores() -> None:
+    mine = os.sched_getaffinity(0)
+    try:
+        pin_process((min(mine),))
+        assert os.sched_getaffinity(0) == {min(mine)}
+    finally:
+        os.sched_setaffinity(0, mine)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -28,6 +28,8 @@ MAX_PROMPT_CHARS: Final = 16 << 20  # more than any context; stops a template th
 RESERVED_NAMES: Final = frozenset(
     {"self", "messages", "add_generation_prompt", "tools", "documents"}
 )
+# Written after a message that is to be continued: the prompt ends where the template puts it.
+_CONTINUES: Final = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class ChatTemplate:
@@ -35,7 +37,12 @@ class ChatTemplate:
 
     def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
         self._special_tokens = dict(special_tokens)
-        self._template = None if source is None else _compile(source)
+        self._template: jinja2.Template | None = None
+        read: set[str] = set()
+        if source is not None:
+            self._template, read = _compile(source)
+        self.parameters = frozenset(read) - RESERVED_NAMES - self._special_tokens.keys()
+        """The names that this template reads besides: all that a client may set."""
 
     @classmethod
     def load(cls, model_dir: str | Path, file: str | Path | None = None) -> ChatTemplate:
@@ -55,11 +62,16 @@ class ChatTemplate:
         self,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
         **kwargs: Any,
     ) -> str:
         """Prompt text of a conversation; it holds BOS already if the template writes one.
 
-        Raises InvalidRequest (field `messages`) if there is no template or it refuses them.
+        `continue_final_message` ends it within the last message, after its content. `kwargs` that
+        the template does not read change nothing. Raises InvalidRequest (field `messages`) if there
+        is no template or it refuses them.
         """
         if self._template is None:
             raise InvalidRequest(
@@ -70,11 +82,14 @@ class ChatTemplate:
             raise InvalidRequest(f"{min(clash)} cannot be set here", field="chat_template_kwargs")
         values: dict[str, Any] = {
             **self._special_tokens,
-            "tools": None,
+            "tools": [dict(tool) for tool in tools] if tools else None,
             "documents": None,
-            **kwargs,
+            **{name: value for name, value in kwargs.items() if name in self.parameters},
         }
-        values["messages"] = [dict(message) for message in messages]
+        plain = [dict(message) for message in messages]
+        if continue_final_message:
+            plain[-1]["content"] = str(plain[-1].get("content") or "") + _CONTINUES
+        values["messages"] = plain
         values["add_generation_prompt"] = add_generation_prompt
         parts: list[str] = []
         length = 0
@@ -94,7 +109,18 @@ class ChatTemplate:
         except Exception as error:
             message = "the chat template cannot render these messages"
             raise InvalidRequest(message, field="messages") from error
-        return "".join(parts)
+        text = "".join(parts)
+        return _cut_at_tag(text) if continue_final_message else text
+
+
+def _cut_at_tag(text: str) -> str:
+    """The prompt up to the tag. Source: transformers, render_jinja_template."""
+    at = text.rfind(_CONTINUES.strip())
+    if at < 0:
+        message = "the chat template leaves the final message out: it cannot be continued"
+        raise InvalidRequest(message, field="continue_final_message")
+    # A template that trims messages has trimmed the tag's space, and would have trimmed before it.
+    return text[:at] if text.startswith(_CONTINUES, at) else text[:at].rstrip()
 
 
 def _find_source(directory: Path) -> str | None:
@@ -135,7 +161,8 @@ def _default_of(entries: list[object], file: Path) -> str:
     return chosen
 
 
-def _compile(source: str) -> jinja2.Template:
+def _compile(source: str) -> tuple[jinja2.Template, set[str]]:
+    """The template, and the names that it looks up."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
     )
@@ -143,7 +170,8 @@ def _compile(source: str) -> jinja2.Template:
     extras: dict[str, Any] = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
     environment.globals.update(extras)
     try:
-        return environment.from_string(source)
+        read = meta.find_undeclared_variables(environment.parse(source))
+        return environment.from_string(source), read - environment.globals.keys()
     except jinja2.TemplateError as error:
         raise ModelRefused(f"the chat template does not compile: {error}") from error
 

@@ -17,7 +17,9 @@ from typing import Any, Final, NoReturn, Self
 
 import grpc
 
+from baton import wire
 from baton.errors import BatonError, DeadlineExceeded, Unavailable, error_from_code
+from baton.events import TokenLogprob
 from baton.sampling import SamplingParams
 from baton.timing import Timing, channel_options
 from protos import node_pb2, serve_pb2, serve_pb2_grpc
@@ -60,9 +62,16 @@ class Usage:
     cached_tokens: int = 0
 
 
+Logprobs = tuple[tuple[TokenLogprob, ...], ...]  # per token: itself first, then the best others
+
+
 @dataclass(frozen=True, slots=True)
 class GenerateEvent:
-    """New tokens and text of one sample; `usage` with the last event of the request."""
+    """New tokens and text of one sample; `usage` with the last event of the request.
+
+    `logprobs[i]` belongs to token_ids[i], `prompt_logprobs[i]` (in the first event) to prompt token
+    i + 1; both are empty unless they were asked for.
+    """
 
     request_id: str
     sample: int
@@ -72,6 +81,8 @@ class GenerateEvent:
     finish_reason: str | None
     retries: int
     usage: Usage | None
+    logprobs: Logprobs = ()
+    prompt_logprobs: Logprobs = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +95,8 @@ class Generation:
     finish_reason: str
     retries: int
     usage: Usage
+    logprobs: Logprobs = ()
+    prompt_logprobs: Logprobs = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,6 +352,8 @@ def _event(message: Any) -> GenerateEvent:
         finish_reason=message.finish_reason or None,
         retries=message.retries,
         usage=_usage(message.usage) if message.HasField("usage") else None,
+        logprobs=wire.logprobs_from_wire(message.logprobs),
+        prompt_logprobs=wire.logprobs_from_wire(message.prompt_logprobs),
     )
 
 
@@ -358,6 +373,8 @@ def _collect(events: Sequence[GenerateEvent]) -> Generation:
         finish_reason=str(last.finish_reason),
         retries=last.retries,
         usage=last.usage if last.usage is not None else Usage(),
+        logprobs=tuple(row for event in events for row in event.logprobs),
+        prompt_logprobs=events[0].prompt_logprobs,
     )
 
 

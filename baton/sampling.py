@@ -111,7 +111,7 @@ class SamplingParams:
 
 # Served by one engine (`LLM`) and carried by the wire, but not yet by the routers' APIs: refused by
 # name there until then.
-NOT_YET_SERVED: Final = ("n", "best_of", "beam_width", "logprobs", "prompt_logprobs", "guided")
+NOT_YET_SERVED: Final = ("n", "best_of", "beam_width", "guided")
 
 
 def refuse_unserved(params: SamplingParams) -> None:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol, cast
 
@@ -24,6 +25,7 @@ from baton.errors import InvalidRequest, ModelRefused
 # No UTF-8 character has more than 4 bytes and no decoder here spreads a byte over two tokens: a
 # tail still unreadable after so many is not an unfinished character and is shown as it is.
 _MAX_PENDING_TOKENS: Final = 6
+_BYTE_TOKEN: Final = re.compile("<0x([0-9A-F]{2})>")
 _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -100,9 +102,28 @@ class Tokenizer:
         """The vocabulary's own spelling of an id, None outside it."""
         return self._backend.id_to_token(token_id)
 
-    def stream(self, skip_special_tokens: bool = True) -> StreamDecoder:
-        """A fresh decoder for one output."""
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token adds to a running text: part of a character, maybe; b"" outside."""
+        if self._bytes_of is not None:
+            return self._bytes_of.get(token_id, b"")
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        byte = _BYTE_TOKEN.fullmatch(token)
+        if byte is not None:
+            return bytes([int(byte[1], 16)])
+        # Decoders strip the space before a first token: a second one shows it.
+        alone = self.decode([token_id], skip_special_tokens=False)
+        twice = self.decode([token_id, token_id], skip_special_tokens=False)
+        return (twice[len(alone) :] if twice.startswith(alone) else alone).encode()
+
+    def stream(
+        self, skip_special_tokens: bool = True, shown: Collection[str] = ()
+    ) -> StreamDecoder:
+        """A fresh decoder for one output; the special tokens `shown` are never skipped."""
         skipped = self._special_ids if skip_special_tokens else frozenset[int]()
+        if skipped and shown:
+            skipped = skipped.difference(map(self._backend.token_to_id, shown))
         if self._bytes_of is not None:
             return _ByteStream(self._bytes_of, skipped)
         return _WindowStream(self._backend, skipped)

@@ -355,12 +355,24 @@ def _submit_from_wire(
 # ---- node -> router ----
 
 
-def _top_to_wire(row: Sequence[TokenLogprob]) -> list[kv_pb2.TokenLogprob]:
-    return [kv_pb2.TokenLogprob(token_id=t.token_id, logprob=t.logprob, rank=t.rank) for t in row]
+def logprobs_to_wire(rows: Sequence[Sequence[TokenLogprob]]) -> list[node_pb2.TokenLogprobs]:
+    return [
+        node_pb2.TokenLogprobs(
+            top=[
+                kv_pb2.TokenLogprob(token_id=t.token_id, logprob=t.logprob, rank=t.rank)
+                for t in row
+            ]
+        )
+        for row in rows
+    ]
 
 
-def _top_from_wire(row: Sequence[kv_pb2.TokenLogprob]) -> tuple[TokenLogprob, ...]:
-    return tuple(TokenLogprob(t.token_id, t.logprob, t.rank) for t in row)
+def logprobs_from_wire(
+    rows: Sequence[node_pb2.TokenLogprobs],
+) -> tuple[tuple[TokenLogprob, ...], ...]:
+    return tuple(
+        tuple(TokenLogprob(t.token_id, t.logprob, t.rank) for t in row.top) for row in rows
+    )
 
 
 def token_event_to_wire(value: TokenEvent) -> node_pb2.TokenEvent:
@@ -370,14 +382,12 @@ def token_event_to_wire(value: TokenEvent) -> node_pb2.TokenEvent:
         sample=value.sample,
         position=value.position,
         token_ids=value.token_ids,
-        logprobs=[node_pb2.TokenLogprobs(top=_top_to_wire(row)) for row in value.logprobs],
+        logprobs=logprobs_to_wire(value.logprobs),
         finish_reason=value.finish_reason or "",
         num_cached_tokens=value.num_cached_tokens,
         stop_token_id=value.stop_token_id or 0,
         has_stop_token=value.stop_token_id is not None,
-        prompt_logprobs=[
-            node_pb2.TokenLogprobs(top=_top_to_wire(row)) for row in value.prompt_logprobs
-        ],
+        prompt_logprobs=logprobs_to_wire(value.prompt_logprobs),
     )
 
 
@@ -391,8 +401,8 @@ def token_event_from_wire(message: node_pb2.TokenEvent) -> TokenEvent:
         finish_reason=finish_reason(message.finish_reason),
         stop_token_id=message.stop_token_id if message.has_stop_token else None,
         num_cached_tokens=message.num_cached_tokens,
-        logprobs=tuple(_top_from_wire(row.top) for row in message.logprobs),
-        prompt_logprobs=tuple(_top_from_wire(row.top) for row in message.prompt_logprobs),
+        logprobs=logprobs_from_wire(message.logprobs),
+        prompt_logprobs=logprobs_from_wire(message.prompt_logprobs),
     )
 
 

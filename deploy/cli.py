@@ -134,7 +134,13 @@ def up_settings(arguments: argparse.Namespace) -> tuple[UpOptions, dict[str, obj
     # What is bad stops here, before anything starts.
     load(EngineConfig, engine, os.environ)
     keys = (options.api_key,) if options.api_key else ()
-    RouterConfig(host=options.host, api_key=keys, insecure=options.insecure).check()
+    RouterConfig(
+        host=options.host,
+        api_key=keys,
+        insecure=options.insecure,
+        enable_auto_tool_choice=options.enable_auto_tool_choice,
+        tool_call_parser=options.tool_call_parser,
+    ).check()
     return options, engine
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from baton.config import option
 from baton.errors import ConfigError
 from baton.redis_keys import check_redis_url
+from router.parsers.registry import REASONING_FORMATS, TOOL_FORMATS
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DEMO_MODEL = REPOSITORY / "demo_model"
@@ -36,6 +37,15 @@ class UpOptions:
     prefill_block_size: int | None = option(None, "block size of the prefill nodes, if different")
     cores: str | None = option(None, "cores to use, such as 0,1 or 0-3; all when absent")
     insecure: bool = option(False, "allow a non-loopback --host without TLS")
+    enable_auto_tool_choice: bool = option(
+        False, "let the model decide to call tools (needs --tool-call-parser)"
+    )
+    tool_call_parser: str | None = option(
+        None, "how the model writes its tool calls", choices=tuple(TOOL_FORMATS)
+    )
+    reasoning_parser: str | None = option(
+        None, "how the model marks its reasoning", choices=tuple(REASONING_FORMATS)
+    )
     warm_up: bool = option(True, "ask one question at the start, show its answer and its time")
     log_level: str = option(
         "info", "log level of every process", choices=("debug", "info", "warning", "error")
@@ -182,6 +192,9 @@ def router_command(
         "redis_url": redis_url,
         "cpu_cores": ",".join(str(core) for core in plan.router_cores),
         "insecure": options.insecure or None,
+        "enable_auto_tool_choice": options.enable_auto_tool_choice or None,
+        "tool_call_parser": options.tool_call_parser,
+        "reasoning_parser": options.reasoning_parser,
         # Whoever presses Ctrl-C at a terminal does not wait for a load balancer to notice.
         "drain_s": 0,
         "shutdown_s": 2,

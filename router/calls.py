@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 from starlette.responses import Response
@@ -14,23 +14,29 @@ from starlette.types import Receive, Scope, Send
 
 from baton.clock import Clock
 from baton.errors import Cancelled
-from baton.request import FinishReason
 from router.completion import Completion, Delta, Dispatch
 from router.connection import together, while_connected
 from router.metrics import RouterMetrics
+from router.openai_logprobs import CompletionLogprobs
+from router.openai_message import message_of
 from router.openai_replies import (
-    AssistantMessage,
     ChatChoice,
     ChatFrames,
     ChatReply,
+    Chunk,
     CompletionChoice,
     CompletionFrames,
     CompletionReply,
+    CompletionText,
+    CompletionTokensDetails,
     Frames,
+    PromptTokensDetails,
     ReplyHead,
+    ReplyRules,
     Usage,
-    usage_of,
+    finish_reason_of,
 )
+from router.parsers.parts import Part
 from router.web_errors import as_baton_error, error_response, log_failure
 
 Api = Literal["completion", "chat"]
@@ -59,20 +65,31 @@ class Call:
     api: Api
     head: ReplyHead
     completions: tuple[Completion, ...]
+    rules: ReplyRules
     include_usage: bool
     timeout_s: float
 
+    @property
+    def chunk_kind(self) -> str:
+        return "chat.completion.chunk" if self.api == "chat" else "text_completion"
+
     def frames(self, index: int) -> Frames:
-        kind = ChatFrames if self.api == "chat" else CompletionFrames
-        return kind(self.head, index, self.include_usage)
+        chunk = Chunk(self.head, self.chunk_kind, index, self.include_usage)
+        if self.api == "chat":
+            return ChatFrames(chunk, self.rules)
+        return CompletionFrames(chunk, CompletionText(self.completions[index], self.rules))
 
     @property
     def usage(self) -> Usage:
         """Sums over all completions; final when they have ended."""
-        return usage_of(
-            sum(c.prompt_tokens for c in self.completions),
-            sum(c.completion_tokens for c in self.completions),
-            sum(c.cached_tokens for c in self.completions),
+        prompt = sum(c.prompt_tokens for c in self.completions)
+        completion = sum(c.completion_tokens for c in self.completions)
+        return Usage(
+            prompt,
+            completion,
+            prompt + completion,
+            PromptTokensDetails(sum(c.cached_tokens for c in self.completions)),
+            CompletionTokensDetails(sum(c.reasoning_tokens for c in self.completions)),
         )
 
 
@@ -98,36 +115,60 @@ class WholeReply:
         await Response(body, media_type="application/json")(scope, receive, send)
 
     async def _run(self) -> bytes:
-        outputs = await together([self._output(c) for c in self._call.completions])
-        return msgspec.json.encode(self._reply(outputs))
+        choice = self._chat if self._call.api == "chat" else self._completion
+        outputs = enumerate(self._call.completions)
+        choices = await together([choice(index, it) for index, it in outputs])
+        return msgspec.json.encode(self._reply(choices))
 
-    async def _output(self, completion: Completion) -> _Output:
-        texts: list[str] = []
+    async def _chat(self, index: int, completion: Completion) -> ChatChoice:
+        rules = self._call.rules
+        parts: list[Part] = []
+        told: list[dict[str, Any]] = []
         last: Delta | None = None
         async with aclosing(self._runner.deltas(completion)) as deltas:
             async for delta in deltas:
-                texts.append(delta.text)
+                parts += rules.parts_of(delta)
+                told += rules.chat_logprobs(delta)
                 last = delta
         assert last is not None, "a completion ends with a delta or an exception"
-        return _Output("".join(texts), last.finish_reason, last.stop_reason)
+        return ChatChoice(
+            index,
+            message_of(parts, rules.draw_id),
+            finish_reason_of(last),
+            logprobs=None if rules.logprobs is None else {"content": told},
+            stop_reason=last.stop_reason,
+        )
 
-    def _reply(self, outputs: list[_Output]) -> CompletionReply | ChatReply:
-        head, usage = self._call.head, self._call.usage
-        if self._call.api == "chat":
-            chat = [
-                ChatChoice(i, AssistantMessage(o.text), o.finish_reason, stop_reason=o.stop_reason)
-                for i, o in enumerate(outputs)
-            ]
-            return ChatReply(head.id, head.created, head.model, chat, usage)
-        texts = [
-            CompletionChoice(i, o.text, o.finish_reason, stop_reason=o.stop_reason)
-            for i, o in enumerate(outputs)
-        ]
-        return CompletionReply(head.id, head.created, head.model, texts, usage)
+    async def _completion(self, index: int, completion: Completion) -> CompletionChoice:
+        text = CompletionText(completion, self._call.rules)
+        texts: list[str] = []
+        told: CompletionLogprobs | None = None
+        last: Delta | None = None
+        async with aclosing(self._runner.deltas(completion)) as deltas:
+            async for delta in deltas:
+                more, rows = text.take(delta)
+                texts.append(more)
+                if told is None:
+                    told = rows
+                elif rows is not None:
+                    told.extend(rows)
+                last = delta
+        assert last is not None, "a completion ends with a delta or an exception"
+        return CompletionChoice(
+            index,
+            "".join(texts),
+            finish_reason_of(last),
+            logprobs=told,
+            stop_reason=last.stop_reason,
+            prompt_logprobs=self._call.rules.told_of_prompt(completion),
+        )
 
-
-@dataclass(frozen=True, slots=True)
-class _Output:
-    text: str
-    finish_reason: FinishReason | None
-    stop_reason: int | str | None
+    def _reply(self, choices: list[Any]) -> CompletionReply | ChatReply:
+        call = self._call
+        head, usage = call.head, call.usage
+        if call.api == "chat":
+            told = call.rules.told_of_prompt(call.completions[0])
+            return ChatReply(
+                head.id, head.created, head.model, choices, usage, prompt_logprobs=told
+            )
+        return CompletionReply(head.id, head.created, head.model, choices, usage)

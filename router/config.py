@@ -9,6 +9,7 @@ from baton.config import option
 from baton.errors import ConfigError
 from baton.redis_keys import check_redis_url
 from baton.timing import Timing
+from router.parsers.registry import REASONING_FORMATS, TOOL_FORMATS
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,15 @@ class RouterConfig:
     served_model_name: str | None = option(None, "name in the API; default: what the nodes say")
     chat_template: str | None = option(
         None, "file with a Jinja chat template, instead of the model's"
+    )
+    enable_auto_tool_choice: bool = option(
+        False, "let the model decide to call tools (needs --tool-call-parser)"
+    )
+    tool_call_parser: str | None = option(
+        None, "how the model writes its tool calls", choices=tuple(TOOL_FORMATS)
+    )
+    reasoning_parser: str | None = option(
+        None, "how the model marks its reasoning", choices=tuple(REASONING_FORMATS)
     )
     generation_config: str = option(
         "auto",
@@ -67,6 +77,9 @@ class RouterConfig:
         for name in ("request_timeout_s", "store_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be positive", field=name)
+        if self.enable_auto_tool_choice and self.tool_call_parser is None:
+            message = "--enable-auto-tool-choice requires --tool-call-parser"
+            raise ConfigError(message, field="tool_call_parser")
         if self.redis_url is not None:
             check_redis_url(self.redis_url)
         if is_loopback(self.host):

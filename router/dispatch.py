@@ -141,6 +141,8 @@ class Journey:
         self._model_digest: str | None = None
         self._attempts = 0
         self._planned: NodeSnapshot | None = None  # the decode node that the route named
+        self._early: list[TokenEvent] = []  # the decode node's, before the prompt's logprobs
+        self._told = request.params.prompt_logprobs is None
         self._task: asyncio.Task[None] | None = None
         self._closing = False
 
@@ -206,6 +208,7 @@ class Journey:
     async def _attempt(self, ledger: RequestLedger) -> None:
         """One epoch: give the request to its nodes, follow them to the end. Raises HopFailed."""
         self._attempts += 1
+        self._early.clear()
         try:
             if self._legs.has_export:
                 await self._hand_over(ledger)  # a decode node was lost, the export was not
@@ -273,6 +276,9 @@ class Journey:
                 self._refused(legs.prefill, event)
             case SessionLost() if not legs.is_subscribed:
                 raise HopFailed(self._lost(legs.prefill, event), death=True)
+            case SessionLost() if not self._told:
+                lost = self._lost(legs.prefill, event)  # only a prefill tells of the prompt
+                raise HopFailed(KVLost(lost.message), death=True) from lost
             case _:
                 pass  # once D subscribes, it is D that reports the export's end
 
@@ -287,7 +293,7 @@ class Journey:
                     self._count_cached(event)
                 elif not legs.decoding:
                     await self._handed_over(ledger)
-                self._show(event)
+                self._show_decoded(event)
             case RequestFailed():
                 self._refused(legs.decode, event)
             case SessionLost():
@@ -306,11 +312,26 @@ class Journey:
         trace = self._trace
         trace.cached_tokens = max(trace.cached_tokens, event.num_cached_tokens)
 
+    def _show_decoded(self, event: TokenEvent) -> None:
+        """Show a decode node's event: after the prefill node's, if that tells of the prompt."""
+        if self._told or self._legs.handle is None:
+            self._show(event)
+        else:
+            self._early.append(event)
+
     def _show(self, event: TokenEvent) -> None:
-        """Hand the new part of an event to the caller. It is in the log already."""
-        fresh = self._output.take(event)
-        if fresh is None:
-            return
+        """Hand the new part of an event, and of those that waited for it, to the caller.
+
+        They are in the log already.
+        """
+        self._told = True
+        early, self._early = self._early, []
+        for each in (event, *early):
+            fresh = self._output.take(each)
+            if fresh is not None:
+                self._emit(fresh)
+
+    def _emit(self, fresh: TokenEvent) -> None:
         if self._trace.first_token_at is None:
             self._trace.first_token_at = self._clock.monotonic()
         self._trace.output_tokens = self._output.num_tokens
@@ -342,8 +363,11 @@ class Journey:
     async def _fail_over(self, ledger: RequestLedger, failure: HopFailed) -> None:
         """Back to QUEUED with the next epoch. Raises the failure when there have been enough."""
         for leg, event in self._legs.pending_events():
-            if isinstance(event, TokenEvent) and leg in (self._legs.prefill, self._legs.decode):
-                self._show(event)  # it is in the log, so it is part of the output
+            # It is in the log, so it is part of the output.
+            if isinstance(event, TokenEvent) and leg is self._legs.prefill:
+                self._show(event)
+            elif isinstance(event, TokenEvent) and leg is self._legs.decode:
+                self._show_decoded(event)
         if self._output.finished:
             return
         self._trace.node_deaths += failure.death

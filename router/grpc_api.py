@@ -32,7 +32,13 @@ from baton.timing import server_options
 from protos import serve_pb2, serve_pb2_grpc
 from router.completion import Completion, Delta, OutputRules
 from router.openai import MAX_NAME_CHARS, MAX_STOP_CHARS, MAX_STOPS, PRIORITY_LIMIT, token_ids_below
-from router.prompts import DEFAULT_MAX_TOKENS, PromptReader, check_room, room_for_output
+from router.prompts import (
+    DEFAULT_MAX_TOKENS,
+    PromptReader,
+    check_prompt_logprobs,
+    check_room,
+    room_for_output,
+)
 from router.registry import ServedModel
 from router.services import RouterServices
 from router.web_errors import as_baton_error, error_object, log_failure
@@ -120,6 +126,7 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
         }
         params = _sampling_params(message, defaults)
         check_room(len(ids), params.max_tokens, model.max_model_len, "max_tokens")
+        check_prompt_logprobs(len(ids), params.prompt_logprobs, "prompt_logprobs")
         token_ids_below(params.stop_token_ids, model.vocab_size, "stop_token_ids")
         now = self._services.clock.monotonic()
         timeout_s = self._services.config.request_timeout_s
@@ -263,6 +270,11 @@ def _event(completion: Completion, delta: Delta) -> serve_pb2.GenerateEvent:
         token_ids=delta.token_ids,
         text=delta.text,
         retries=completion.trace.retries,
+        logprobs=wire.logprobs_to_wire(delta.logprobs),
+        # The first delta's token is number 0 of the output; a retry never shows it again.
+        prompt_logprobs=wire.logprobs_to_wire(
+            completion.prompt_logprobs if delta.position == 0 else ()
+        ),
     )
     if delta.finish_reason is not None:
         event.finish_reason = delta.finish_reason.value

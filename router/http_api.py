@@ -25,6 +25,7 @@ from baton.errors import Cancelled, InvalidRequest, ModelNotFound, Unavailable
 from baton.metrics import CONTENT_TYPE
 from baton.request import Request
 from router.calls import Api, Call, Runner, WholeReply
+from router.chat_rules import conversation_of, message_rules, tool_format
 from router.completion import Completion, OutputRules
 from router.openai import (
     Body,
@@ -33,16 +34,22 @@ from router.openai import (
     DetokenizeBody,
     TokenizeBody,
     check_common,
-    messages_of,
     parse,
     prompts_of,
     sampling_params,
     stops_of,
-    template_kwargs,
     token_ids_below,
 )
-from router.openai_replies import Model, ModelList, ReplyHead
-from router.prompts import DEFAULT_MAX_TOKENS, PromptReader, check_room, room_for_output
+from router.openai_message import draw_call_id, draw_short_call_id
+from router.openai_replies import Model, ModelList, ReplyHead, ReplyRules
+from router.parsers.message import MessageRules
+from router.prompts import (
+    DEFAULT_MAX_TOKENS,
+    PromptReader,
+    check_prompt_logprobs,
+    check_room,
+    room_for_output,
+)
 from router.services import RouterServices
 from router.sse import StreamReply
 
@@ -114,25 +121,37 @@ class HttpApi:
             )
             room = room_for_output(len(ids), model.max_model_len, field)
             default = min(DEFAULT_MAX_TOKENS, room)
-            intake = _Intake(f"{id_}-{index}", ids, default, _traceparent(request))
+            echo = ""
+            if body.echo:
+                echo = prompt if isinstance(prompt, str) else await self._prompts.decode(ids)
+            intake = _Intake(f"{id_}-{index}", ids, default, _traceparent(request), echo=echo)
             completions.append(self._completion(body, intake, model))
-        return self._reply("completion", id_, body, completions)
+        rules = ReplyRules(
+            self._services.tokenizer, body.logprobs, body.prompt_logprobs, echo=bool(body.echo)
+        )
+        return self._reply(_Plan("completion", id_, rules), body, completions)
 
     async def chat_completions(self, request: HttpRequest) -> WholeReply | StreamReply:
         body = await self._read(request, ChatBody)
         check_common(body)
         model = self._model(body.model)
-        ids = await self._prompts.chat(
-            messages_of(body.messages),
-            body.add_generation_prompt is not False,
-            body.add_special_tokens is True,
-            template_kwargs(body),
-        )
-        room = room_for_output(len(ids), model.max_model_len, "messages")
+        config = self._services.config
+        calls = tool_format(body, config)  # refused before anything is rendered
+        asked = conversation_of(body)
+        prompt = await self._prompts.chat(asked)
+        room = room_for_output(len(prompt.ids), model.max_model_len, "messages")
         id_ = "chatcmpl-" + secrets.token_hex(12)
-        intake = _Intake(id_, ids, room, _traceparent(request))
+        message = message_rules(body, asked, prompt, config)
+        intake = _Intake(id_, prompt.ids, room, _traceparent(request), message=message)
         completion = self._completion(body, intake, model)
-        return self._reply("chat", id_, body, [completion])
+        rules = ReplyRules(
+            self._services.tokenizer,
+            (body.top_logprobs or 0) if body.logprobs else None,
+            body.prompt_logprobs,
+            parsed=message is not None,
+            draw_id=draw_short_call_id if calls and calls.short_ids else draw_call_id,
+        )
+        return self._reply(_Plan("chat", id_, rules), body, [completion])
 
     def _completion(
         self, body: CompletionBody | ChatBody, intake: _Intake, model: ServedModel
@@ -147,6 +166,8 @@ class HttpApi:
         if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
             field = "max_completion_tokens"
         check_room(len(intake.prompt_ids), params.max_tokens, model.max_model_len, field)
+        field = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+        check_prompt_logprobs(len(intake.prompt_ids), params.prompt_logprobs, field)
         token_ids_below(params.stop_token_ids, model.vocab_size, "stop_token_ids")
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(64))
@@ -155,6 +176,9 @@ class HttpApi:
             stop=stops_of(body),
             include_stop=bool(body.include_stop_str_in_output),
             skip_special_tokens=body.skip_special_tokens is not False,
+            message=intake.message,
+            echo=intake.echo,
+            discard=isinstance(body, CompletionBody) and body.only_echo,
         )
         request = Request(
             id=intake.id,
@@ -169,12 +193,12 @@ class HttpApi:
         return Completion(request, self._name(model), rules, self._services.tokenizer)
 
     def _reply(
-        self, api: Api, id_: str, body: CompletionBody | ChatBody, completions: list[Completion]
+        self, plan: _Plan, body: CompletionBody | ChatBody, completions: list[Completion]
     ) -> WholeReply | StreamReply:
-        head = ReplyHead(id_, completions[0].model, int(time.time()))
+        head = ReplyHead(plan.id, completions[0].model, int(time.time()))
         include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         timeout_s = self._services.config.request_timeout_s
-        call = Call(api, head, tuple(completions), include_usage, timeout_s)
+        call = Call(plan.api, head, tuple(completions), plan.rules, include_usage, timeout_s)
         return StreamReply(call, self._runner) if body.stream else WholeReply(call, self._runner)
 
     # ---- tokens ----
@@ -185,10 +209,7 @@ class HttpApi:
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("give either prompt or messages", field="prompt")
         if body.messages is not None:
-            messages = messages_of(body.messages)
-            generation = body.add_generation_prompt is not False
-            special = body.add_special_tokens is True
-            ids = await self._prompts.chat(messages, generation, special, template_kwargs(body))
+            ids = (await self._prompts.chat(conversation_of(body))).ids
         else:
             special = body.add_special_tokens is not False
             ids = await self._prompts.text(body.prompt or "", "prompt", special)
@@ -279,6 +300,17 @@ class _Intake:
     prompt_ids: tuple[int, ...]
     default_max_tokens: int
     traceparent: str
+    echo: str = ""
+    message: MessageRules | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What kind of reply, under which id."""
+
+    api: Api
+    id: str
+    rules: ReplyRules
 
 
 def _traceparent(request: HttpRequest) -> str:

@@ -2,28 +2,27 @@
 
 Bytes -> orjson (refuses NaN, Infinity, lone surrogates, deep nesting) -> UNSERVED table -> msgspec
 structs (strict types, unknown fields ignored) -> SamplingParams (baton.sampling.BOUNDS). Nothing
-here knows tokens or the event loop; replies are in router/openai_replies.py.
+here knows tokens or the event loop; messages and tools are in router/openai_chat.py, replies in
+router/openai_replies.py.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar, cast
 
 import msgspec
 import orjson
 
-from baton.chat_template import RESERVED_NAMES
 from baton.errors import InvalidRequest, UnsupportedFeature
 from baton.sampling import SamplingParams, refuse_unserved
+from router.openai_chat import MAX_NAME_CHARS, ChatMessage
 
 MAX_STOPS: Final = 16
 MAX_STOP_CHARS: Final = 1024
 MAX_PROMPTS: Final = 128
-MAX_MESSAGES: Final = 4096
-ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
-MAX_NAME_CHARS: Final = 256  # model names, cache salts
 PRIORITY_LIMIT: Final = 2**31 - 1
 
 # Valid elsewhere and not served here: field -> the values that ask for nothing. None never asks.
@@ -32,9 +31,7 @@ UNSERVED: Final[dict[str, tuple[Any, ...]]] = {
     "audio": (),
     "bad_words": ([],),
     "chat_template": (),
-    "continue_final_message": (False,),
     "documents": ([],),
-    "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "guided_choice": (),
@@ -47,12 +44,19 @@ UNSERVED: Final[dict[str, tuple[Any, ...]]] = {
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "top_logprobs": (0,),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "web_search_options": (),
+}
+
+
+# Of one API only: valid in the other.
+UNSERVED_IN_CHAT: Final[dict[str, tuple[Any, ...]]] = {"echo": (False,)}
+UNSERVED_IN_COMPLETIONS: Final[dict[str, tuple[Any, ...]]] = {
+    "continue_final_message": (False,),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
 }
 
 
@@ -96,17 +100,12 @@ class CompletionBody(SamplingFields, kw_only=True):
 
     prompt: Any = None
     logprobs: int | None = None
+    echo: bool | None = None
 
-
-class ChatMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One message; `content` is text, or text parts."""
-
-    role: str
-    content: Any = None
-    name: str | None = None
-    tool_call_id: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    reasoning_content: str | None = None
+    @property
+    def only_echo(self) -> bool:
+        """Nothing but the prompt is asked for, with its logprobs."""
+        return bool(self.echo) and self.max_tokens == 0
 
 
 class ChatBody(SamplingFields, kw_only=True):
@@ -115,7 +114,13 @@ class ChatBody(SamplingFields, kw_only=True):
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
 
@@ -126,8 +131,10 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
+    tools: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     return_token_strs: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -148,7 +155,10 @@ def parse(raw: bytes, kind: type[Body]) -> Body:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise InvalidRequest("the body must be a JSON object")
-    _refuse(cast("dict[str, Any]", content))
+    _refuse(cast("dict[str, Any]", content), UNSERVED)
+    if kind is not DetokenizeBody and kind is not TokenizeBody:
+        own = UNSERVED_IN_CHAT if kind is ChatBody else UNSERVED_IN_COMPLETIONS
+        _refuse(cast("dict[str, Any]", content), own)
     try:
         return msgspec.convert(content, kind, strict=True)
     except msgspec.ValidationError as error:
@@ -166,13 +176,8 @@ def sampling_params(
     Raises InvalidRequest, naming the client's own field, for values out of bounds, and
     UnsupportedFeature for those that no engine serves yet.
     """
-    own_name = "max_tokens"
-    given = body.max_tokens
-    logprobs = body.logprobs
-    if isinstance(body, ChatBody):
-        if body.max_completion_tokens is not None:
-            own_name, given = "max_completion_tokens", body.max_completion_tokens
-        logprobs = 0 if body.logprobs else None
+    asked = _asked_of_chat(body) if isinstance(body, ChatBody) else _asked_of_completion(body)
+    given = asked.max_tokens
     values: dict[str, Any] = dict(defaults)
     values |= {
         name: getattr(body, name) for name in _PLAIN_FIELDS if getattr(body, name) is not None
@@ -181,15 +186,17 @@ def sampling_params(
         values["max_tokens"] = given
     if body.seed is not None:
         values["seed"] = _seed(body.seed)
-    values["logprobs"] = logprobs
+    values["logprobs"] = asked.logprobs
+    values["prompt_logprobs"] = asked.prompt_logprobs
     values["stop_token_ids"] = _token_ids(body.stop_token_ids or [], "stop_token_ids")
     values["logit_bias"] = _logit_bias(body.logit_bias or {})
     try:
         params = SamplingParams(**values)
         refuse_unserved(params)
     except InvalidRequest as error:
-        if error.field == "max_tokens" and own_name != "max_tokens":
-            message = error.message.replace("max_tokens", own_name)
+        own_name = asked.own_names.get(error.field or "")
+        if own_name is not None and error.field is not None:
+            message = error.message.replace(error.field, own_name)
             raise type(error)(message, field=own_name) from error
         raise
     return params
@@ -199,8 +206,37 @@ def sampling_params(
 _PLAIN_FIELDS: Final = (
     "n", "best_of", "temperature", "top_p", "top_k", "min_p", "min_tokens", "ignore_eos",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "length_penalty",
-    "prompt_logprobs",
 )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What the two APIs spell differently. `own_names`: SamplingParams' field -> the client's."""
+
+    max_tokens: int | None
+    logprobs: int | None
+    prompt_logprobs: int | None
+    own_names: dict[str, str] = field(default_factory=dict[str, str])
+
+
+def _asked_of_chat(body: ChatBody) -> _Asked:
+    if body.top_logprobs and not body.logprobs:
+        message = "top_logprobs is only allowed when logprobs is true"
+        raise InvalidRequest(message, field="top_logprobs")
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    names = {"logprobs": "top_logprobs"}
+    max_tokens = body.max_tokens
+    if body.max_completion_tokens is not None:
+        max_tokens, names["max_tokens"] = body.max_completion_tokens, "max_completion_tokens"
+    return _Asked(max_tokens, logprobs, body.prompt_logprobs, names)
+
+
+def _asked_of_completion(body: CompletionBody) -> _Asked:
+    """The prompt's log-probabilities are computed with those that an echo shows."""
+    told = [body.prompt_logprobs, body.logprobs if body.echo else None]
+    prompt_logprobs = max((count for count in told if count is not None), default=None)
+    max_tokens = 1 if body.only_echo else body.max_tokens  # an engine always computes one
+    return _Asked(max_tokens, body.logprobs, prompt_logprobs)
 
 
 def stops_of(body: CompletionBody | ChatBody) -> tuple[str, ...]:
@@ -218,6 +254,9 @@ def check_common(body: CompletionBody | ChatBody) -> None:
     if body.stream_options is not None and not body.stream:
         message = "stream_options is only allowed when stream is true"
         raise InvalidRequest(message, field="stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        message = "prompt_logprobs are not available when stream is true"
+        raise InvalidRequest(message, field="prompt_logprobs")
     if body.priority is not None and abs(body.priority) > PRIORITY_LIMIT:
         raise InvalidRequest(f"priority: at most {PRIORITY_LIMIT} from 0", field="priority")
     if body.cache_salt is not None and not 0 < len(body.cache_salt) <= MAX_NAME_CHARS:
@@ -244,50 +283,6 @@ def prompts_of(body: CompletionBody) -> list[str | tuple[int, ...]]:
     return [_one_prompt(item, f"prompt[{index}]") for index, item in enumerate(items)]
 
 
-def messages_of(messages: list[ChatMessage]) -> list[dict[str, Any]]:
-    """Messages as the template sees them: plain dicts, text parts joined into one string.
-
-    Raises InvalidRequest, naming the field, for an unknown role, for a message without content and
-    for parts that are not text.
-    """
-    if not messages:
-        raise InvalidRequest("messages must not be empty", field="messages")
-    if len(messages) > MAX_MESSAGES:
-        raise InvalidRequest(f"at most {MAX_MESSAGES} messages", field="messages")
-    plain: list[dict[str, Any]] = []
-    for index, message in enumerate(messages):
-        item = cast("dict[str, Any]", msgspec.to_builtins(message))
-        _check_message(message, f"messages[{index}]")
-        item["content"] = _content(message.content, f"messages[{index}].content")
-        plain.append(item)
-    return plain
-
-
-def _check_message(message: ChatMessage, where: str) -> None:
-    if message.role not in ROLES:
-        field = f"{where}.role"
-        raise InvalidRequest(f"{field} must be one of {', '.join(ROLES)}", field=field)
-    calls_tools = message.role == "assistant" and message.tool_calls
-    if message.content is None and not calls_tools:
-        field = f"{where}.content"
-        raise InvalidRequest(f"{field} is missing", field=field)
-
-
-def template_kwargs(body: ChatBody | TokenizeBody) -> dict[str, Any]:
-    """What a client may tell its template: plain scalars under plain names."""
-    given = dict(body.chat_template_kwargs or {})
-    for name, value in given.items():
-        field = f"chat_template_kwargs.{name}"
-        plain = name.isidentifier() and not name.startswith("_") and len(name) <= MAX_NAME_CHARS
-        if not plain or name in RESERVED_NAMES:
-            raise InvalidRequest("chat_template_kwargs: a name cannot be set", field=field)
-        if value is not None and not isinstance(value, bool | int | float | str):
-            raise InvalidRequest(f"{field} must be a plain value", field=field)
-    if isinstance(body, ChatBody) and body.reasoning_effort is not None:
-        given.setdefault("reasoning_effort", body.reasoning_effort)
-    return given
-
-
 def token_ids_below(ids: tuple[int, ...], vocab_size: int, field: str) -> tuple[int, ...]:
     """The ids, all within the vocabulary. Raises InvalidRequest."""
     if ids and max(ids) >= vocab_size:
@@ -296,8 +291,8 @@ def token_ids_below(ids: tuple[int, ...], vocab_size: int, field: str) -> tuple[
     return ids
 
 
-def _refuse(content: Mapping[str, Any]) -> None:
-    for name, harmless in UNSERVED.items():
+def _refuse(content: Mapping[str, Any], unserved: Mapping[str, tuple[Any, ...]]) -> None:
+    for name, harmless in unserved.items():
         value = content.get(name)
         if value is not None and value not in harmless:
             raise UnsupportedFeature(f"{name} is not supported by this server", field=name)
@@ -351,21 +346,3 @@ def _logit_bias(given: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
             raise InvalidRequest(message, field="logit_bias")
         pairs.append((int(key), bias))
     return tuple(pairs)
-
-
-def _content(content: object, field: str) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise InvalidRequest(f"{field} must be a string or a list of parts", field=field)
-    texts: list[str] = []
-    for index, part in enumerate(cast("list[object]", content)):
-        item = cast("dict[str, object]", part) if isinstance(part, dict) else {}
-        text = item.get("text")
-        if item.get("type") not in ("text", "input_text") or not isinstance(text, str):
-            where = f"{field}[{index}]"
-            raise UnsupportedFeature(f"{where}: only text parts are supported", field=where)
-        texts.append(text)
-    return "\n".join(texts)

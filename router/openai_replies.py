@@ -1,11 +1,13 @@
 """The bodies of OpenAI's replies: whole objects as structs, stream chunks as pre-encoded frames.
 
 A stream sends thousands of chunks that differ in one string, so a frame is head + text + tail with
-head and tail encoded once per choice. Tests decode every frame with the OpenAI SDK.
+head and tail encoded once per choice; chunks with more in them are encoded whole. Tests decode
+every frame with the OpenAI SDK.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol
 
@@ -13,6 +15,17 @@ import msgspec
 import orjson
 
 from baton import __version__
+from baton.request import FinishReason
+from baton.tokenizer import Tokenizer
+from router.completion import Completion, Delta
+from router.openai_logprobs import (
+    CompletionLogprobs,
+    CompletionWriter,
+    chat_logprobs,
+    prompt_logprobs,
+)
+from router.openai_message import AssistantMessage, delta_of, draw_call_id
+from router.parsers.parts import Content, Part
 
 DONE: Final = b"data: [DONE]\n\n"
 FINGERPRINT: Final = f"baton-{__version__}"
@@ -22,36 +35,32 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int = 0
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    reasoning_tokens: int = 0
+
+
 class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
-
-
-def usage_of(prompt: int, completion: int, cached: int) -> Usage:
-    return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
+    completion_tokens_details: CompletionTokensDetails
 
 
 class CompletionChoice(msgspec.Struct):
     index: int
     text: str
     finish_reason: str | None
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
     stop_reason: int | str | None = None  # vLLM's: the stop string or token id that ended it
-
-
-class AssistantMessage(msgspec.Struct):
-    content: str
-    role: Literal["assistant"] = "assistant"
-    refusal: None = None
+    prompt_logprobs: Any = None  # vLLM's
 
 
 class ChatChoice(msgspec.Struct):
     index: int
     message: AssistantMessage
     finish_reason: str | None
-    logprobs: None = None
+    logprobs: dict[str, Any] | None = None
     stop_reason: int | str | None = None
 
 
@@ -73,6 +82,7 @@ class ChatReply(msgspec.Struct):
     usage: Usage
     object: Literal["chat.completion"] = "chat.completion"
     system_fingerprint: str = FINGERPRINT
+    prompt_logprobs: Any = None  # vLLM's
 
 
 class Model(msgspec.Struct):
@@ -99,58 +109,162 @@ class ReplyHead:
     created: int
 
 
+@dataclass(frozen=True, slots=True)
+class ReplyRules:
+    """What a client wants told of each choice, and how. Counts: None = nothing.
+
+    `parsed`: the completions take their text apart. `echo`: prompts come before the text.
+    """
+
+    tokenizer: Tokenizer
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    echo: bool = False
+    parsed: bool = False
+    draw_id: Callable[[], str] = draw_call_id
+
+    @property
+    def plain(self) -> bool:
+        """A delta is its text, nothing more."""
+        return not self.parsed and self.logprobs is None
+
+    def told_of_prompt(self, completion: Completion) -> Any:
+        """vLLM's `prompt_logprobs`, None if nobody asked."""
+        if self.prompt_logprobs is None:
+            return None
+        return prompt_logprobs(completion.prompt_logprobs, self.prompt_logprobs, self.tokenizer)
+
+    def parts_of(self, delta: Delta) -> tuple[Part, ...]:
+        if self.parsed:
+            return delta.parts
+        return (Content(delta.text),) if delta.text else ()
+
+    def chat_logprobs(self, delta: Delta) -> list[dict[str, Any]]:
+        if self.logprobs is None:
+            return []
+        return chat_logprobs(delta.logprobs, self.logprobs, self.tokenizer)
+
+
+def finish_reason_of(delta: Delta) -> str | None:
+    """OpenAI's word for the end; an answer that was cut short says so, calls or not."""
+    if delta.finish_reason is FinishReason.STOP and delta.num_calls:
+        return "tool_calls"
+    return None if delta.finish_reason is None else delta.finish_reason.value
+
+
+class CompletionText:
+    """Text and log-probabilities of one choice, delta by delta; an echoed prompt comes first."""
+
+    def __init__(self, completion: Completion, rules: ReplyRules) -> None:
+        self._completion = completion
+        self._echo = rules.echo
+        self._writer: CompletionWriter | None = None
+        if rules.logprobs is not None:
+            self._writer = CompletionWriter(rules.tokenizer, rules.logprobs)
+
+    def take(self, delta: Delta) -> tuple[str, CompletionLogprobs | None]:
+        """What `delta` adds; None where there are no log-probabilities to tell."""
+        text, told = "", None
+        if self._echo:
+            self._echo = False
+            text, told = self._prompt()
+        if self._writer is not None and delta.logprobs:
+            rows = self._writer.rows(delta.logprobs)
+            if told is None:
+                told = rows
+            else:
+                told.extend(rows)
+        return text + delta.text, told
+
+    def _prompt(self) -> tuple[str, CompletionLogprobs | None]:
+        it = self._completion
+        if self._writer is None:
+            return it.prompt_text, None
+        first = it.request.prompt_ids[0]
+        return it.prompt_text, self._writer.prompt(first, it.prompt_logprobs)
+
+
 class Frames(Protocol):
-    """SSE frames of one choice, in the order opening, text*, finish."""
+    """SSE frames of one choice: the opening, then what each delta adds; the last has the finish."""
 
     def opening(self) -> bytes: ...
-    def text(self, text: str) -> bytes: ...
-    def finish(self, reason: str, stop_reason: int | str | None) -> bytes: ...
+    def delta(self, delta: Delta) -> bytes: ...
 
 
 class CompletionFrames:
     """Chunks of /v1/completions: `text` in each, `finish_reason` in the last."""
 
-    def __init__(self, head: ReplyHead, index: int, with_usage: bool) -> None:
-        self._chunk = _Chunk(head, "text_completion", with_usage)
-        choice = {"index": index, "text": 0, "logprobs": None, "finish_reason": None}
+    def __init__(self, chunk: Chunk, text: CompletionText) -> None:
+        self._chunk = chunk
+        self._text = text
+        choice = {"index": chunk.index, "text": 0, "logprobs": None, "finish_reason": None}
         self._head, self._tail = self._chunk.around({**choice, "stop_reason": None}, b'"text":0')
         self._choice = choice
 
     def opening(self) -> bytes:
         return b""
 
-    def text(self, text: str) -> bytes:
-        return self._head + b'"text":' + orjson.dumps(text) + self._tail
-
-    def finish(self, reason: str, stop_reason: int | str | None) -> bytes:
-        last = {"text": "", "finish_reason": reason, "stop_reason": stop_reason}
-        return self._chunk.frame({**self._choice, **last})
+    def delta(self, delta: Delta) -> bytes:
+        data = b""
+        text, told = self._text.take(delta)
+        if told is not None:
+            more = {"text": text, "logprobs": msgspec.to_builtins(told), "stop_reason": None}
+            data = self._chunk.frame({**self._choice, **more})
+        elif text:
+            data = self._head + b'"text":' + orjson.dumps(text) + self._tail
+        reason = finish_reason_of(delta)
+        if reason is not None:
+            last = {"text": "", "finish_reason": reason, "stop_reason": delta.stop_reason}
+            data += self._chunk.frame({**self._choice, **last})
+        return data
 
 
 class ChatFrames:
-    """Chunks of /v1/chat/completions: the role, then `content`, then an empty delta and why."""
+    """Chunks of /v1/chat/completions: the role, then a part in each, then why it ended."""
 
-    def __init__(self, head: ReplyHead, index: int, with_usage: bool) -> None:
-        self._chunk = _Chunk(head, "chat.completion.chunk", with_usage)
+    def __init__(self, chunk: Chunk, rules: ReplyRules) -> None:
+        self._chunk = chunk
+        self._rules = rules
         choice: dict[str, Any] = {
-            "index": index, "delta": {"content": 0}, "logprobs": None, "finish_reason": None
+            "index": chunk.index, "delta": {"content": 0}, "logprobs": None, "finish_reason": None
         }  # fmt: skip
         self._head, self._tail = self._chunk.around(choice, b'"content":0')
         self._choice = choice
+        self._told: list[dict[str, Any]] = []  # of tokens whose part is still to come
 
     def opening(self) -> bytes:
         return self._chunk.frame({**self._choice, "delta": {"role": "assistant", "content": ""}})
 
-    def text(self, text: str) -> bytes:
+    def delta(self, delta: Delta) -> bytes:
+        if delta.finish_reason is None and self._rules.plain:
+            return self._text(delta.text) if delta.text else b""
+        self._told += self._rules.chat_logprobs(delta)
+        data = b"".join(self._part(part) for part in self._rules.parts_of(delta))
+        reason = finish_reason_of(delta)
+        if reason is not None:
+            last = {"delta": {}, "finish_reason": reason, "stop_reason": delta.stop_reason}
+            data += self._chunk.frame({**self._choice, "logprobs": self._take_told(), **last})
+        return data
+
+    def _part(self, part: Part) -> bytes:
+        if isinstance(part, Content) and not self._told:
+            return self._text(part.text)
+        told = {"delta": delta_of(part, self._rules.draw_id), "logprobs": self._take_told()}
+        return self._chunk.frame({**self._choice, **told})
+
+    def _text(self, text: str) -> bytes:
         return self._head + b'"content":' + orjson.dumps(text) + self._tail
 
-    def finish(self, reason: str, stop_reason: int | str | None) -> bytes:
-        last = {"delta": {}, "finish_reason": reason, "stop_reason": stop_reason}
-        return self._chunk.frame({**self._choice, **last})
+    def _take_told(self) -> dict[str, Any] | None:
+        told, self._told = self._told, []
+        return {"content": told} if told else None
 
 
-class _Chunk:
-    def __init__(self, head: ReplyHead, kind: str, with_usage: bool) -> None:
+class Chunk:
+    """The chunks of choice `index` of a stream."""
+
+    def __init__(self, head: ReplyHead, kind: str, index: int, with_usage: bool) -> None:
+        self.index = index
         self._base: dict[str, Any] = {
             "id": head.id,
             "object": kind,

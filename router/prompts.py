@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 from baton.chat_template import ChatTemplate
@@ -18,6 +19,28 @@ from baton.tokenizer import Tokenizer
 T = TypeVar("T")
 THREADS: Final = 2
 DEFAULT_MAX_TOKENS: Final = 16  # /v1/completions, as OpenAI and vLLM
+# Told at once, in the message of one engine step: some 20 MB, of 64 that a message may have.
+MAX_PROMPT_LOGPROBS: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What a chat template renders. `kwargs` are the client's own (chat_template_kwargs)."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A rendered conversation, and its tokens."""
+
+    ids: tuple[int, ...]
+    text: str
 
 
 class PromptReader:
@@ -35,26 +58,26 @@ class PromptReader:
             raise InvalidRequest(f"{field} has no tokens", field=field)
         return tuple(ids)
 
-    async def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool,
-        add_special_tokens: bool,
-        kwargs: Mapping[str, Any],
-    ) -> tuple[int, ...]:
-        """Ids of a rendered conversation. Templates write BOS themselves: callers add none."""
+    async def chat(self, asked: Conversation) -> ChatPrompt:
+        """Render a conversation. Templates write BOS themselves: callers add none."""
         template = self._template
         if template is None:
             raise InvalidRequest("this model has no chat template", field="messages")
 
-        def render_and_encode() -> list[int]:
-            text = template.render(messages, add_generation_prompt, **kwargs)
-            return self._tokenizer.encode(text, add_special_tokens)
+        def render_and_encode() -> ChatPrompt:
+            text = template.render(
+                asked.messages,
+                asked.add_generation_prompt,
+                tools=asked.tools,
+                continue_final_message=asked.continue_final_message,
+                **asked.kwargs,
+            )
+            return ChatPrompt(tuple(self._tokenizer.encode(text, asked.add_special_tokens)), text)
 
-        ids = await self._off_loop(render_and_encode)
-        if not ids:
+        prompt = await self._off_loop(render_and_encode)
+        if not prompt.ids:
             raise InvalidRequest("the messages render to nothing", field="messages")
-        return tuple(ids)
+        return prompt
 
     async def decode(self, ids: Sequence[int]) -> str:
         return await self._off_loop(lambda: self._tokenizer.decode(ids, skip_special_tokens=False))
@@ -88,5 +111,15 @@ def check_room(num_prompt_tokens: int, max_tokens: int, max_model_len: int, fiel
         raise ContextLengthExceeded(
             f"{field}: {num_prompt_tokens} prompt tokens and {max_tokens} output tokens exceed the"
             f" model's maximum context length of {max_model_len} tokens",
+            field=field,
+        )
+
+
+def check_prompt_logprobs(num_prompt_tokens: int, count: int | None, field: str) -> None:
+    """Raise InvalidRequest (`field`) if more would be told of the prompt than one message holds."""
+    if count is not None and num_prompt_tokens * (count + 1) > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"{field}: {count} alternatives for each of {num_prompt_tokens} prompt tokens are more"
+            f" than the {MAX_PROMPT_LOGPROBS} log-probabilities that one answer may hold",
             field=field,
         )

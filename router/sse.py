@@ -1,9 +1,9 @@
 """The hot route: a streamed answer as server-sent events, written straight to ASGI's `send`.
 
 Life: nothing is sent before the first token, so that a failure until then is a plain HTTP error
-with its status. Then: 200, per choice opening frame, text frames, finish frame; the usage frame if
-asked for; `data: [DONE]`. A failure in the middle is an error event and `[DONE]`. A client that
-leaves, or does not read for WRITE_TIMEOUT_S, aborts its requests on every hop.
+with its status. Then: 200, per choice opening frame, its deltas' frames, finish frame; the usage
+frame if asked for; `data: [DONE]`. A failure in the middle is an error event and `[DONE]`. A client
+that leaves, or does not read for WRITE_TIMEOUT_S, aborts its requests on every hop.
 """
 
 from __future__ import annotations
@@ -57,8 +57,7 @@ class StreamReply:
         await together([self._choice(i, c, writer) for i, c in enumerate(completions)])
         tail = b""
         if self._call.include_usage:
-            kind = "chat.completion.chunk" if self._call.api == "chat" else "text_completion"
-            tail = usage_frame(self._call.head, kind, self._call.usage)
+            tail = usage_frame(self._call.head, self._call.chunk_kind, self._call.usage)
         await writer.end(tail + DONE)
 
     async def _choice(self, index: int, completion: Completion, writer: _Writer) -> None:
@@ -66,10 +65,7 @@ class StreamReply:
         data = frames.opening()
         async with aclosing(self._runner.deltas(completion)) as deltas:
             async for delta in deltas:
-                if delta.text:
-                    data += frames.text(delta.text)
-                if delta.finish_reason is not None:
-                    data += frames.finish(delta.finish_reason.value, delta.stop_reason)
+                data += frames.delta(delta)
                 if data:
                     await writer.write(data)
                     data = b""

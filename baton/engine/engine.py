@@ -38,7 +38,7 @@ from baton.engine.stats import EngineStats, KVUsage
 from baton.engine.swap import Swapper
 from baton.engine.validation import Bounds, refuse_handed_over, validate
 from baton.errors import ConfigError, ContextLengthExceeded, InternalError, InvalidRequest
-from baton.events import BlockEvent, FirstToken, TokenEvent
+from baton.events import BlockEvent, FirstToken, TokenEvent, TokenLogprob
 from baton.handles import NodeLoad
 from baton.request import Request
 
@@ -194,6 +194,7 @@ class Engine:
                     TokenEvent(
                         request.id, request.epoch, position, repeated, sequence.sample_index,
                         finish_reason=reason, stop_token_id=stop_token,
+                        logprobs=_told_of(sequence, position, first_tokens),
                     )
                 )  # fmt: skip
         if reservation is not None and group.sequences:
@@ -446,6 +447,14 @@ def _fill(sequence: SequenceState, first_tokens: Sequence[FirstToken]) -> None:
     for first in sorted(first_tokens, key=lambda token: token.position):
         if first.sample == sequence.sample_index and first.position == sequence.num_outputs:
             sequence.tokens.append(first.token_id)
+
+
+def _told_of(
+    sequence: SequenceState, position: int, first_tokens: Sequence[FirstToken]
+) -> tuple[tuple[TokenLogprob, ...], ...]:
+    """END's log-probabilities of a sequence's tokens from `position` on; () if none were told."""
+    told = {t.position: t.logprobs for t in first_tokens if t.sample == sequence.sample_index}
+    return tuple(filter(None, (told.get(at) for at in range(position, sequence.num_outputs))))
 
 
 def _model_len(config: EngineConfig, info: ModelInfo) -> int:

@@ -10,7 +10,7 @@ import pytest
 from baton.engine.engine import Engine
 from baton.engine.interface import Task
 from baton.errors import ContextLengthExceeded, InternalError
-from baton.events import FirstToken, TokenEvent
+from baton.events import FirstToken, TokenEvent, TokenLogprob
 from baton.request import FinishReason, Request
 from tests.engine.driving import PROMPT, assert_all_free, expected, run, tokens_of
 from tests.fakes import EOS_ID, fake_engine, next_token, request
@@ -42,6 +42,14 @@ def test_a_hand_over_continues_with_token_two_and_repeats_token_one() -> None:
     assert engine.stats.num_prompt_tokens == 0
     assert engine.stats.num_prefill_chunks == 0
     assert_all_free(engine)
+
+
+def test_a_hand_over_repeats_what_was_told_of_token_one() -> None:
+    asked = request(prompt=PROMPT)
+    output = expected(asked)
+    told = (TokenLogprob(output[0], -0.25, 1), TokenLogprob(5, -2.0, 2))
+    _, events, _ = hand_over(asked, 19, (FirstToken(0, output[0], logprobs=told),))
+    assert (events[0].token_ids, events[0].logprobs) == ((output[0],), (told,))
 
 
 def test_first_tokens_fill_only_what_the_outputs_lack() -> None:

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 
 from baton.chat_template import ChatTemplate
 from baton.errors import BatonError
-from baton.events import TokenEvent
+from baton.events import TokenEvent, TokenLogprob
 from baton.generation_config import SamplingDefaults
 from baton.handles import Endpoint, NodeLoad, NodeRecord, Role
 from baton.kv_spec import PoolFormat
@@ -139,8 +139,31 @@ class FakeDispatcher:
                 finish_reason=reason if last else None,
                 stop_token_id=EOS if by_eos else None,
                 num_cached_tokens=2,
+                logprobs=told(piece, request.params.logprobs),
+                prompt_logprobs=told(request.prompt_ids[1:], request.params.prompt_logprobs)
+                if position == 0
+                else (),
             )
             await asyncio.sleep(0)
+
+
+def told(ids: Sequence[int], count: int | None) -> tuple[tuple[TokenLogprob, ...], ...]:
+    """Made-up log-probabilities, as an engine would tell them: each token is its row's second best,
+    so with `count` 1 it comes with the best, and with 0 alone."""
+    if count is None:
+        return ()
+    best = range(2, 2 + count + 1)
+    return tuple(
+        (
+            TokenLogprob(token, -token / 100, 2),
+            *(
+                TokenLogprob(other, -rank / 1000, rank)
+                for rank, other in enumerate([o for o in best if o != token], 1)
+                if rank != 2 and rank <= count
+            ),
+        )
+        for token in ids
+    )
 
 
 @dataclass

@@ -118,7 +118,7 @@ def test_no_template_is_a_clear_400() -> None:
 
 def test_own_names_cannot_be_overridden() -> None:
     with pytest.raises(InvalidRequest) as caught:
-        ChatTemplate("x", {}).render(MESSAGES, tools=[1])
+        ChatTemplate("x", {}).render(MESSAGES, documents=[1])
     assert caught.value.field == "chat_template_kwargs"
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
+from baton import wire
 from baton.client import (
     _CODE_OF,
     ERROR_CODE_METADATA,
@@ -27,9 +28,15 @@ from baton.errors import (
     Unavailable,
     error_from_code,
 )
+from baton.events import TokenLogprob
 from baton.sampling import GuidedDecoding, SamplingParams
 from examples import grpc_client
 from protos import node_pb2, serve_pb2, serve_pb2_grpc
+
+ROWS = (
+    (TokenLogprob(7, -0.5, 1), TokenLogprob(9, -1.5, 2)),
+    (TokenLogprob(8, -0.25, 1),),
+)  # of two tokens
 
 
 class Servicer(serve_pb2_grpc.InferenceServicer):  # type: ignore[misc]
@@ -50,7 +57,11 @@ class Servicer(serve_pb2_grpc.InferenceServicer):  # type: ignore[misc]
             code, message, trailing = self.error
             context.set_trailing_metadata(trailing)
             await context.abort(code, message)
-        yield serve_pb2.GenerateEvent(request_id="r", position=0, token_ids=[7], text="he")
+        rows = wire.logprobs_to_wire(ROWS)
+        yield serve_pb2.GenerateEvent(
+            request_id="r", position=0, token_ids=[7], text="he", logprobs=rows[:1],
+            prompt_logprobs=rows,
+        )  # fmt: skip
         if self.cut:
             return
         if self.hang:
@@ -58,7 +69,7 @@ class Servicer(serve_pb2_grpc.InferenceServicer):  # type: ignore[misc]
         usage = serve_pb2.Usage(prompt_tokens=3, completion_tokens=2, cached_tokens=1)
         yield serve_pb2.GenerateEvent(
             request_id="r", position=1, token_ids=[8], text="y", finish_reason="stop", usage=usage,
-            retries=1,
+            retries=1, logprobs=rows[1:],
         )  # fmt: skip
 
     async def Abort(self, request: Any, context: Any) -> Any:
@@ -104,6 +115,7 @@ async def test_generate_and_stream_of_both_clients_agree() -> None:
         1,
     )
     assert whole.usage.cached_tokens == 1
+    assert whole.logprobs == whole.prompt_logprobs == ROWS
     assert [event.usage is None for event in events] == [True, False]
 
 

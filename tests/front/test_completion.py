@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,15 +16,19 @@ from baton.request import FinishReason, Request
 from baton.sampling import SamplingParams
 from router.completion import Completion, Delta, OutputRules
 from router.metrics import RouterMetrics
+from router.openai_message import message_of
+from router.parsers.message import MessageRules
+from router.parsers.reasoning import QWEN3
+from router.parsers.registry import TOOL_FORMATS
 from tests.front.fakes import EOS, TOKENIZER, FakeDispatcher
 
 CLOCK = SystemClock()
 
 
 def completion(
-    rules: OutputRules, max_tokens: int = 500, stop_ids: tuple[int, ...] = ()
+    rules: OutputRules, max_tokens: int = 500, stop_ids: tuple[int, ...] = (), **more: Any
 ) -> Completion:
-    params = SamplingParams(max_tokens=max_tokens, seed=1, stop_token_ids=stop_ids)
+    params = SamplingParams(max_tokens=max_tokens, seed=1, stop_token_ids=stop_ids, **more)
     return Completion(Request("r", (5, 6), params), "tiny", rules, TOKENIZER)
 
 
@@ -61,6 +66,25 @@ def test_cutting_into_events_never_changes_the_text(
     assert run(step) == run(1)
     if not any(stop in answer for stop in stops):
         assert run(1)[0] == answer
+
+
+@given(st.integers(1, 9), st.sampled_from([(), ("hm",), ("Oslo",)]))
+def test_cutting_into_events_never_changes_the_parts(step: int, stop: tuple[str, ...]) -> None:
+    answer = '<think>a hm b</think>\n<tool_call>{"name": "f", "arguments": {"city": "Oslo"}}'
+    message = MessageRules(QWEN3, opened=True, tools=TOOL_FORMATS["hermes"])
+
+    def run(tokens_per_event: int) -> tuple[Any, ...]:
+        it = completion(OutputRules(stop, message=message), logprobs=0)
+        dispatcher = FakeDispatcher(answer, tokens_per_event=tokens_per_event)
+        deltas = asyncio.run(collect(dispatcher, it))
+        sink = [part for delta in deltas for part in delta.parts]
+        message_shown = message_of(sink, lambda: "id")
+        told = [row for delta in deltas for row in delta.logprobs]
+        assert len(told) == it.completion_tokens
+        return message_shown, told, it.reasoning_tokens, deltas[-1].num_calls
+
+    assert run(step) == run(1)
+    assert run(step)[3] == (stop != ("hm",))
 
 
 async def test_end_of_sequence_is_counted_and_not_shown() -> None:

@@ -56,6 +56,7 @@ async def test_chat_stream_to_the_letter() -> None:
         "completion_tokens": 3,
         "total_tokens": prompt + 3,
         "prompt_tokens_details": {"cached_tokens": 2},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
     for chunk in chunks:
         assert chunk["object"] == "chat.completion.chunk"
@@ -133,8 +134,15 @@ HOSTILE: list[tuple[str, bytes, str | None]] = [
     ("n huge", b'{"prompt": "a", "n": 1000000000}', "n"),
     ("n unserved", b'{"prompt": "a", "n": 2}', "n"),
     ("best_of", b'{"prompt": "a", "best_of": 3}', "best_of"),
-    ("logprobs", b'{"prompt": "a", "logprobs": 1}', "logprobs"),
-    ("echo", b'{"prompt": "a", "echo": true}', "echo"),
+    ("logprobs", b'{"prompt": "a", "logprobs": 21}', "logprobs"),
+    ("logprobs of an echo", b'{"prompt": "a", "logprobs": -1, "echo": true}', "logprobs"),
+    ("logprobs bool", b'{"prompt": "a", "logprobs": true}', "logprobs"),
+    ("prompt_logprobs", b'{"prompt": "a", "prompt_logprobs": 21}', "prompt_logprobs"),
+    ("prompt_logprobs streamed", b'{"prompt": "a", "prompt_logprobs": 1, "stream": true}',
+     "prompt_logprobs"),
+    ("echo", b'{"prompt": "a", "echo": 1}', "echo"),
+    ("top_logprobs", b'{"prompt": "a", "top_logprobs": 1}', "top_logprobs"),
+    ("tools", b'{"prompt": "a", "tools": [{"type": "function"}]}', "tools"),
     ("suffix", b'{"prompt": "a", "suffix": "x"}', "suffix"),
     ("logit_bias", b'{"prompt": "a", "logit_bias": {"5": 101}}', "logit_bias"),
     ("logit_bias key", b'{"prompt": "a", "logit_bias": {"x": 1}}', "logit_bias"),
@@ -178,6 +186,8 @@ async def test_hostile_bodies(body: bytes, field: str | None) -> None:
     assert front.dispatcher.requests == []
 
 
+CALL: dict[str, Any] = {"id": "1", "type": "function", "function": {"name": "f"}}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 HOSTILE_CHAT: list[tuple[dict[str, Any], str]] = [
     ({}, "messages"),
     ({"messages": []}, "messages"),
@@ -190,17 +200,37 @@ HOSTILE_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": [*USER, {"role": "system", "content": None}]}, "messages[1].content"),
     ({"messages": [*USER, {"role": "assistant"}, *USER]}, "messages[1].content"),
     ({"messages": [*USER, {"role": "assistant", "tool_calls": []}]}, "messages[1].content"),
-    ({"messages": [{"role": "user", "tool_calls": [{"id": "1"}]}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "tool_calls": [CALL]}]}, "messages[0].content"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
         "messages[0].content[0]",
     ),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages"),
     ({"messages": [{"role": "user", "content": "z" * 500}]}, "messages"),
-    ({"messages": USER, "tools": [{"type": "function"}]}, "tools"),
+    ({"messages": USER, "tools": [{"type": "function"}], "tool_choice": "none"}, "tools[0]"),
+    ({"messages": USER, "tools": [{"type": "web_search", "function": {"name": "f"}}],
+      "tool_choice": "none"}, "tools[0].type"),
+    ({"messages": USER, "tools": [{"type": "function", "function": {"name": ""}}],
+      "tool_choice": "none"}, "tools[0].function.name"),
+    ({"messages": USER, "tools": TOOLS}, "tools"),
+    ({"messages": USER, "tools": TOOLS, "tool_choice": "auto"}, "tool_choice"),
+    ({"messages": USER, "tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
+    ({"messages": USER, "tools": TOOLS, "tool_choice": "maybe"}, "tool_choice"),
+    ({"messages": USER, "tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice"),
+    ({"messages": [*USER, {"role": "assistant", "tool_calls": [{"id": "1"}]}]},
+     "messages[1].tool_calls[0].function"),
+    ({"messages": [*USER, {"role": "assistant", "tool_calls": [CALL | {"function": {
+        "name": "f", "arguments": "{"}}]}]}, "messages[1].tool_calls[0].function.arguments"),
+    ({"messages": [*USER, {"role": "assistant", "tool_calls": [CALL | {"function": {
+        "name": "f", "arguments": "[]"}}]}]}, "messages[1].tool_calls[0].function.arguments"),
+    ({"messages": USER, "continue_final_message": True, "add_generation_prompt": True},
+     "continue_final_message"),
+    ({"messages": USER, "echo": True}, "echo"),
     ({"messages": USER, "response_format": {"type": "json_object"}}, "response_format"),
-    ({"messages": USER, "logprobs": True}, "logprobs"),
+    ({"messages": USER, "logprobs": 1}, "logprobs"),
     ({"messages": USER, "top_logprobs": 2}, "top_logprobs"),
+    ({"messages": USER, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"messages": USER, "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     ({"messages": USER, "chat_template": "x"}, "chat_template"),
     ({"messages": USER, "max_completion_tokens": 0}, "max_completion_tokens"),
     ({"messages": USER, "max_completion_tokens": 500}, "max_completion_tokens"),
@@ -208,7 +238,7 @@ HOSTILE_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": USER, "chat_template_kwargs": {"x": []}}, "chat_template_kwargs.x"),
     ({"messages": USER, "chat_template_kwargs": {"__x": 1}}, "chat_template_kwargs.__x"),
     ({"messages": USER, "chat_template_kwargs": {"self": 1}}, "chat_template_kwargs.self"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("body", "field"), HOSTILE_CHAT)
@@ -241,7 +271,7 @@ async def test_harmless_fields_are_ignored() -> None:
 
 async def test_an_assistant_that_called_a_tool_needs_no_content() -> None:
     front = Front()
-    body = {"messages": [*USER, {"role": "assistant", "tool_calls": [{"id": "1"}]}, *USER]}
+    body = {"messages": [*USER, {"role": "assistant", "tool_calls": [CALL]}, *USER]}
     async with front.client() as client:
         reply = await client.post(CHAT, json=body)
     assert reply.status_code == 200, reply.text

@@ -96,6 +96,31 @@ def test_special_tokens_are_skipped_or_shown() -> None:
     assert streamed(BYTE_LEVEL, ids, skip_special_tokens=False) == "<s>hi</s>"
 
 
+def test_special_tokens_that_somebody_reads_are_shown_all_the_same() -> None:
+    ids = [0, *BYTE_LEVEL.encode("hi"), 2, 1]
+    for tokenizer in (BYTE_LEVEL, BYTE_FALLBACK):
+        special = tokenizer.encode("<|user|>", add_special_tokens=False)
+        stream = tokenizer.stream(shown=("<|user|>", "not a token"))
+        shown = [stream.push(token) for token in (*special, *tokenizer.encode("</s>", False))]
+        assert shown == ["<|user|>", ""]
+    assert streamed(BYTE_LEVEL, ids) == "hi"
+
+
+@given(TEXT)
+def test_the_bytes_of_tokens_are_those_of_their_text(text: str) -> None:
+    ids = BYTE_LEVEL.encode(text)
+    assert b"".join(map(BYTE_LEVEL.token_bytes, ids)) == text.encode()
+    assert BYTE_LEVEL.token_bytes(BYTE_LEVEL.vocab_size + 5) == b""
+
+
+def test_the_bytes_of_byte_fallback_tokens() -> None:
+    ids = BYTE_FALLBACK.encode("hello aé🙂 a", add_special_tokens=False)
+    assert b"".join(map(BYTE_FALLBACK.token_bytes, ids)) == " hello aé🙂 a".encode()
+    assert BYTE_FALLBACK.token_bytes(10**6) == b""
+    (special,) = BYTE_FALLBACK.encode("</s>", add_special_tokens=False)
+    assert BYTE_FALLBACK.token_bytes(special) == b"</s>"
+
+
 BUILDERS: list[Callable[[], tokenizers.Tokenizer]] = [byte_level, byte_fallback]
 
 

@@ -1,0 +1,79 @@
+"""A chat's body and the router's options -> what to render, and how to read the answer. Pure."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from baton.errors import InvalidRequest, UnsupportedFeature
+from router.config import RouterConfig
+from router.openai import ChatBody, TokenizeBody
+from router.openai_chat import messages_of, schemas_of, template_kwargs, tools_of
+from router.parsers.grammar import ToolFormat
+from router.parsers.message import MessageRules
+from router.parsers.registry import REASONING_FORMATS, TOOL_FORMATS
+from router.prompts import ChatPrompt, Conversation
+
+_AUTO_IS_OFF: Final = (
+    '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
+)
+
+
+def conversation_of(body: ChatBody | TokenizeBody) -> Conversation:
+    """What the chat template gets. Raises InvalidRequest, naming the field."""
+    continues = bool(body.continue_final_message)
+    if continues and body.add_generation_prompt:
+        message = "continue_final_message and add_generation_prompt exclude each other"
+        raise InvalidRequest(message, field="continue_final_message")
+    effort = body.reasoning_effort if isinstance(body, ChatBody) else None
+    return Conversation(
+        messages=messages_of(body.messages or []),
+        tools=tools_of(body.tools),
+        add_generation_prompt=body.add_generation_prompt is not False and not continues,
+        continue_final_message=continues,
+        add_special_tokens=body.add_special_tokens is True,
+        kwargs=template_kwargs(body.chat_template_kwargs, effort),
+    )
+
+
+def tool_format(body: ChatBody, config: RouterConfig) -> ToolFormat | None:
+    """How calls are found in the answer, None if none are looked for.
+
+    Raises UnsupportedFeature for a choice that needs guided decoding, InvalidRequest for `auto`
+    (also as the default) where this router has no parser.
+    """
+    choice = body.tool_choice if body.tool_choice is not None else "auto"
+    if choice == "none" or (choice == "auto" and not body.tools):
+        return None
+    if choice == "required" or isinstance(choice, dict):
+        message = "tool_choice: only auto and none are supported by this server"
+        raise UnsupportedFeature(message, field="tool_choice")
+    if choice != "auto":
+        message = "tool_choice must be none, auto, required or a named function"
+        raise InvalidRequest(message, field="tool_choice")
+    if not config.enable_auto_tool_choice or config.tool_call_parser is None:
+        raise UnsupportedFeature(_AUTO_IS_OFF, field="tool_choice" if body.tool_choice else "tools")
+    return TOOL_FORMATS[config.tool_call_parser]
+
+
+def message_rules(
+    body: ChatBody, asked: Conversation, prompt: ChatPrompt, config: RouterConfig
+) -> MessageRules | None:
+    """How the answer to `prompt` is taken apart, None if all of it is content."""
+    tools = tool_format(body, config)
+    name = config.reasoning_parser
+    thinks = None if name is None else REASONING_FORMATS[name]
+    if tools is None and thinks is None:
+        return None
+    opened = False
+    if thinks is not None and asked.continue_final_message and asked.messages[-1]["content"]:
+        opened = thinks.opened_by(asked.messages[-1]["content"])
+    elif thinks is not None:
+        opened = thinks.opened(prompt.text, asked.kwargs)
+    return MessageRules(
+        reasoning=thinks,
+        opened=opened,
+        tools=tools,
+        schemas=schemas_of(tuple(dict(tool) for tool in asked.tools)),
+        show_reasoning=body.include_reasoning is not False,
+        one_call=body.parallel_tool_calls is False,
+    )

@@ -1,0 +1,130 @@
+"""Log-probabilities as OpenAI and vLLM spell them. Pure.
+
+A row (events.TokenEvent.logprobs) is about one token: itself first, then the best others. Chat:
+the `count` most probable tokens, best first, each with its bytes. Completions: a map from text to
+log-probability that always has the token itself. -inf is not JSON: the floor is vLLM's.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+
+from baton.events import TokenLogprob
+from baton.tokenizer import Tokenizer
+
+FLOOR: Final = -9999.0
+Row = Sequence[TokenLogprob]
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """Four lists of one length; the first token of a prompt has no log-probability."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+    def extend(self, more: CompletionLogprobs) -> None:
+        self.tokens += more.tokens
+        self.token_logprobs += more.token_logprobs
+        self.top_logprobs += more.top_logprobs
+        self.text_offset += more.text_offset
+
+
+def chat_logprobs(rows: Sequence[Row], count: int, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """`content` of a choice's logprobs: one entry per token."""
+    return [
+        {
+            **_spelled(row[0], tokenizer),
+            "top_logprobs": [
+                _spelled(each, tokenizer)
+                for each in sorted(row, key=lambda told: told.rank)
+                if each.rank <= count
+            ],
+        }
+        for row in rows
+    ]
+
+
+class CompletionWriter:
+    """Spells the tokens of one choice, in order.
+
+    Text offsets count characters of the tokens' joined text: a token that ends within a character
+    leaves it to the one that completes it, and is spelled as bytes, as OpenAI does.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, count: int) -> None:
+        self._tokenizer = tokenizer
+        self._count = count
+        self._offset = 0
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def prompt(self, first_id: int, rows: Sequence[Row]) -> CompletionLogprobs:
+        """Of a prompt that is echoed: its first token, then `rows`, one for each that follows."""
+        told = CompletionLogprobs([], [None], [None], [])
+        self._append(told, first_id)
+        told.extend(self.rows(rows))
+        return told
+
+    def rows(self, rows: Sequence[Row]) -> CompletionLogprobs:
+        told = CompletionLogprobs([], [], [], [])
+        for row in rows:
+            best: dict[str, float] = {}
+            for each in row:
+                if each is row[0] or each.rank <= self._count:
+                    text = _unique(self._tokenizer.token_bytes(each.token_id))
+                    best[text] = max(best.get(text, FLOOR), each.logprob)
+            self._append(told, row[0].token_id)
+            told.token_logprobs.append(max(row[0].logprob, FLOOR))
+            told.top_logprobs.append(best)
+        return told
+
+    def _append(self, told: CompletionLogprobs, token_id: int) -> None:
+        spelled = self._tokenizer.token_bytes(token_id)
+        told.tokens.append(_unique(spelled))
+        told.text_offset.append(self._offset)
+        self._offset += len(self._utf8.decode(spelled))
+
+
+def prompt_logprobs(
+    rows: Sequence[Row], count: int, tokenizer: Tokenizer
+) -> list[dict[int, dict[str, Any]] | None]:
+    """vLLM's `prompt_logprobs`: per prompt token a map from token id, null for the first."""
+
+    def told(row: Row) -> dict[int, dict[str, Any]]:
+        return {
+            each.token_id: {
+                "logprob": max(each.logprob, FLOOR),
+                "rank": each.rank,
+                "decoded_token": _text(each.token_id, tokenizer),
+            }
+            for each in row
+            if each is row[0] or each.rank <= count
+        }
+
+    return [None, *map(told, rows)]
+
+
+def _spelled(told: TokenLogprob, tokenizer: Tokenizer) -> dict[str, Any]:
+    spelled = tokenizer.token_bytes(told.token_id)
+    return {
+        "token": spelled.decode("utf-8", "replace"),
+        "logprob": max(told.logprob, FLOOR),
+        "bytes": list(spelled),
+    }
+
+
+def _text(token_id: int, tokenizer: Tokenizer) -> str:
+    return tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+
+
+def _unique(spelled: bytes) -> str:
+    """Text, or `bytes:\\xf0\\x9f` where it is none: replacement characters would all look alike."""
+    try:
+        return spelled.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)

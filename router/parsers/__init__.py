@@ -1,0 +1,1 @@
+"""What a model's text means: reasoning, tool calls, content. State machines without I/O."""

@@ -1,0 +1,211 @@
+"""Reader: text that arrives in pieces, read by a grammar as if it were all there. Sans I/O.
+
+A grammar is a generator that calls these methods with `yield from`; where a decision needs more
+text it is suspended until some arrives. It sees characters only through decisions that depend on
+the text alone, so how the text was cut into pieces never changes what a grammar does. Text that is
+passed on (`emit`) goes as early as it is certain, whatever the size of the pieces.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Generator
+from typing import Any, Final, TypeVar
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]  # suspended while more text is needed; returns a T
+Emit = Callable[[str], Any]
+
+_SPACE: Final = re.compile(r"\s*")
+_WORD: Final = re.compile(r"[\w.\-]*")
+_SCALAR: Final = re.compile(r"[\w.+\-]*")
+_PLAIN_CHARS: Final = re.compile(r'[^"\\]*')  # within a JSON string
+_PLAIN_JSON: Final = re.compile(r'[^"{}\[\]]*')  # outside of one
+_CLOSES: Final = {"{": "}", "[": "]"}
+MAX_WORD: Final = 256
+
+
+class Reader:
+    """The text so far and the place in it. feed(piece)* -> end()."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._at = 0
+        self._ended = False
+        self._mark: int | None = None
+
+    # ---- for whoever drives the grammar ----
+
+    def feed(self, piece: str) -> None:
+        """More text. What has been read and is not marked is forgotten."""
+        keep = self._at if self._mark is None else self._mark
+        self._text = self._text[keep:] + piece
+        self._at -= keep
+        self._mark = None if self._mark is None else 0
+
+    def end(self) -> None:
+        """No more text will come."""
+        self._ended = True
+
+    # ---- going back ----
+
+    def mark(self, back: int = 0) -> None:
+        """Keep what is read from here on, and the `back` characters just read."""
+        self._mark = self._at - back
+
+    def marked(self) -> str:
+        """The text read since the mark, which is gone then."""
+        assert self._mark is not None, "mark() comes first"
+        text, self._mark = self._text[self._mark : self._at], None
+        return text
+
+    def unmark(self) -> None:
+        """Nobody will go back there: what has been read may be forgotten."""
+        self._mark = None
+
+    def rewind(self) -> None:
+        """Back to the mark, which is gone then."""
+        assert self._mark is not None, "mark() comes first"
+        self._at, self._mark = self._mark, None
+
+    # ---- reading ----
+
+    def peek(self) -> Steps[str]:
+        """The next character, unread; "" at the end."""
+        while self._at == len(self._text):
+            if self._ended:
+                return ""
+            yield
+        return self._text[self._at]
+
+    def space(self) -> Steps[str]:
+        """Read all white space."""
+        found: list[str] = []
+        yield from self._run(_SPACE, found.append)
+        return "".join(found)
+
+    def word(self) -> Steps[str]:
+        """Read a name: letters, digits and `_.-`; "" if there is none or it has no end."""
+        found: list[str] = []
+        yield from self._run(_WORD, found.append, MAX_WORD)
+        word = "".join(found)
+        return word if len(word) <= MAX_WORD else ""
+
+    def literal(self, text: str) -> Steps[bool]:
+        """Read `text` if it comes next, else nothing."""
+        while len(self._text) - self._at < len(text):
+            if self._ended or not text.startswith(self._text[self._at :]):
+                return False
+            yield
+        if not self._text.startswith(text, self._at):
+            return False
+        self._at += len(text)
+        return True
+
+    def until(self, markers: tuple[str, ...], emit: Emit) -> Steps[str]:
+        """Read up to the marker that ends first and past it; returns it, "" at the end.
+
+        The text before it is emitted, all but a tail that may become a marker as it arrives.
+        """
+        while True:
+            text = self._text
+            found = [
+                (at + len(marker), at, marker)
+                for marker in markers
+                if (at := text.find(marker, self._at)) >= 0
+            ]
+            if found:
+                _, at, marker = min(found)
+                self._pass(at, emit)
+                self._at += len(marker)
+                return marker
+            if self._ended:
+                self._pass(len(text), emit)
+                return ""
+            self._pass(len(text) - _begun(text[self._at :], markers), emit)
+            yield
+
+    def json_string(self) -> Steps[str | None]:
+        """Read a JSON string; its value, None if there is none (what was read stays read)."""
+        raw: list[str] = []
+        if (yield from self.peek()) != '"' or not (yield from self._string(raw.append)):
+            return None
+        try:
+            return json.loads("".join(raw), strict=False)
+        except ValueError:
+            return None
+
+    def json_value(self, emit: Emit) -> Steps[bool]:
+        """Read one JSON value and emit it verbatim; False if it is none or has no end.
+
+        Brackets and strings must match; what stands between them is not looked at.
+        """
+        char = yield from self.peek()
+        if char == '"':
+            return (yield from self._string(emit))
+        if char not in _CLOSES:
+            count = yield from self._run(_SCALAR, emit)
+            return count > 0
+        closes: list[str] = []
+        while True:
+            yield from self._run(_PLAIN_JSON, emit)
+            char = yield from self.peek()
+            if char == '"':
+                if not (yield from self._string(emit)):
+                    return False
+                continue
+            if char in _CLOSES:
+                closes.append(_CLOSES[char])
+            elif not char or char != closes.pop():
+                return False
+            self._pass(self._at + 1, emit)
+            if not closes:
+                return True
+
+    # ---- parts ----
+
+    def _string(self, emit: Emit) -> Steps[bool]:
+        """A JSON string from its opening quote on, verbatim; False if it has no end."""
+        self._pass(self._at + 1, emit)
+        while True:
+            yield from self._run(_PLAIN_CHARS, emit)
+            char = yield from self.peek()
+            if not char:
+                return False
+            self._pass(self._at + 1, emit)
+            if char == '"':
+                return True
+            if not (yield from self.peek()):
+                return False
+            self._pass(self._at + 1, emit)  # whatever is escaped
+
+    def _run(self, pattern: re.Pattern[str], emit: Emit, limit: int | None = None) -> Steps[int]:
+        """Emit all that matches `pattern`, a repeated class; returns how much that was."""
+        total = 0
+        while True:
+            match = pattern.match(self._text, self._at)
+            assert match is not None, "the patterns match nothing, too"
+            total += match.end() - self._at
+            self._pass(match.end(), emit)
+            if self._at < len(self._text) or self._ended or (limit is not None and total > limit):
+                return total
+            yield
+
+    def _pass(self, upto: int, emit: Emit) -> None:
+        if upto > self._at:
+            emit(self._text[self._at : upto])
+            self._at = upto
+
+
+def _begun(text: str, markers: tuple[str, ...]) -> int:
+    """Length of the longest tail of `text` that one of `markers` starts with."""
+    longest = 0
+    for marker in markers:
+        at = text.find(marker[0], max(0, len(text) - len(marker) + 1))
+        while at >= 0:
+            if marker.startswith(text[at:]):
+                longest = max(longest, len(text) - at)
+                break
+            at = text.find(marker[0], at + 1)
+    return longest

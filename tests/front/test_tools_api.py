@@ -1,0 +1,270 @@
+"""Tools and reasoning over HTTP: the real OpenAI SDK, streamed and whole; what templates get."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import openai
+import pytest
+
+from baton.chat_template import ChatTemplate
+from baton.errors import ConfigError
+from router.config import RouterConfig
+from tests.front.fakes import (
+    MODEL,
+    TOKENIZER,
+    FakeDispatcher,
+    FakeModel,
+    FakeRegistry,
+    Front,
+    serving,
+)
+
+TEMPLATE = (
+    "{% if tools %}TOOLS{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>"
+    "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}CALL{{ c.function.name }}"
+    "{% for k, v in c.function.arguments.items() %}[{{ k }}={{ v }}]{% endfor %}{% endfor %}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+    "{% endif %}"
+)
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "strict": True,
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+ARGUMENTS = '{"city":  "Oslo"}'
+CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
+ANSWER = f"<think>\nhm\n</think>\n\nLet me see.\n{CALL}\n{CALL}"
+ASK: list[Any] = [{"role": "user", "content": "weather?"}]
+CONFIG = RouterConfig(
+    request_timeout_s=20.0,
+    enable_auto_tool_choice=True,
+    tool_call_parser="hermes",
+    reasoning_parser="qwen3",
+)
+
+
+def front(answer: str = ANSWER, config: RouterConfig = CONFIG, step: int = 1) -> Front:
+    return Front(
+        dispatcher=FakeDispatcher(answer, tokens_per_event=step),
+        registry=FakeRegistry(FakeModel(max_model_len=4096)),
+        chat_template=ChatTemplate(TEMPLATE, TOKENIZER.special_tokens),
+        config=config,
+    )
+
+
+@asynccontextmanager
+async def sdk(of: Front) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with serving(of) as port:
+        url = f"http://127.0.0.1:{port}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            yield client
+
+
+async def post(of: Front, **body: Any) -> dict[str, Any]:
+    async with of.client() as client:
+        reply = await client.post("/v1/chat/completions", json={"messages": ASK, **body})
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def prompt_of(of: Front) -> str:
+    return TOKENIZER.decode(of.dispatcher.requests[-1].prompt_ids, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("step", [1, 5, 1000])
+async def test_the_sdks_own_stream_puts_calls_together(step: int) -> None:
+    async with sdk(front(step=step)) as client:
+        stream = client.chat.completions.stream(model=MODEL, messages=ASK, tools=[TOOL])  # type: ignore[list-item]
+        async with stream as events:
+            names = [e.name async for e in events if e.type == "tool_calls.function.arguments.done"]
+            final = await events.get_final_completion()
+    choice = final.choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "\n\nLet me see."
+    assert names == ["get_weather", "get_weather"]
+    calls = choice.message.tool_calls or []
+    assert [call.function.arguments for call in calls] == [ARGUMENTS, ARGUMENTS]
+    assert len({call.id for call in calls}) == 2
+    assert calls[0].function.parsed_arguments == {"city": "Oslo"}
+
+
+async def test_deltas_come_as_the_model_writes() -> None:
+    async with sdk(front()) as client:
+        stream = await client.chat.completions.create(
+            model=MODEL,
+            messages=ASK,
+            tools=[TOOL],  # type: ignore[list-item]
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        chunks = [chunk async for chunk in stream]
+    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+    thoughts = [delta.model_extra or {} for delta in deltas]
+    for name in ("reasoning", "reasoning_content"):
+        assert "".join(extra.get(name) or "" for extra in thoughts) == "\nhm\n"
+    made = [call for delta in deltas for call in delta.tool_calls or []]
+    starts = [call for call in made if call.id is not None]
+    assert [(s.index, s.type, s.function and s.function.name) for s in starts] == [
+        (0, "function", "get_weather"),
+        (1, "function", "get_weather"),
+    ]
+    assert all(s.function and s.function.arguments == "" for s in starts)
+    pieces = [c.function.arguments for c in made if c.index == 0 and c.id is None and c.function]
+    assert "".join(piece or "" for piece in pieces) == ARGUMENTS
+    assert len(pieces) > 3
+    assert all(delta.content is None for delta in deltas[1:] if delta.tool_calls)
+    usage = chunks[-1].usage
+    assert usage is not None
+    assert usage.completion_tokens_details is not None
+    thinking = TOKENIZER.encode("<think>\nhm\n</think>", add_special_tokens=False)
+    assert usage.completion_tokens_details.reasoning_tokens == len(thinking)
+
+
+async def test_a_whole_reply_says_the_same() -> None:
+    reply = await post(front(), tools=[TOOL])
+    choice = reply["choices"][0]
+    message = choice["message"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert (message["role"], message["content"]) == ("assistant", "\n\nLet me see.")
+    assert message["reasoning"] == message["reasoning_content"] == "\nhm\n"
+    assert [call["function"] for call in message["tool_calls"]] == [
+        {"name": "get_weather", "arguments": ARGUMENTS}
+    ] * 2
+    assert all(call["id"].startswith("call_") for call in message["tool_calls"])
+    assert reply["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+    only = await post(front(CALL, RouterConfig(
+        enable_auto_tool_choice=True, tool_call_parser="hermes")), tools=[TOOL])  # fmt: skip
+    assert only["choices"][0]["message"]["content"] is None
+    assert "reasoning" not in only["choices"][0]["message"]
+
+
+async def test_what_the_client_does_not_want() -> None:
+    one = (await post(front(), tools=[TOOL], parallel_tool_calls=False))["choices"][0]
+    assert len(one["message"]["tool_calls"]) == 1
+    quiet = (await post(front(), tools=[TOOL], include_reasoning=False))["choices"][0]["message"]
+    assert "reasoning" not in quiet
+    assert quiet["content"] == "\n\nLet me see."
+    none = (await post(front(), tools=[TOOL], tool_choice="none"))["choices"][0]
+    assert none["finish_reason"] == "stop"
+    assert none["message"]["content"] == ANSWER.partition("</think>")[2]
+    without = (await post(front()))["choices"][0]
+    assert without["message"]["content"] == ANSWER.partition("</think>")[2]
+
+
+async def test_an_answer_cut_short_keeps_its_half_call() -> None:
+    count = len(TOKENIZER.encode(ANSWER, add_special_tokens=False)) - 25
+    choice = (await post(front(), tools=[TOOL], max_tokens=count))["choices"][0]
+    assert choice["finish_reason"] == "length"
+    last = choice["message"]["tool_calls"][-1]["function"]["arguments"]
+    assert ARGUMENTS.startswith(last)
+    assert last != ARGUMENTS
+
+
+async def test_a_stop_string_ends_a_call_too() -> None:
+    choice = (await post(front(), tools=[TOOL], stop=["Oslo"]))["choices"][0]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("tool_calls", "Oslo")
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city":  "'
+
+
+async def test_mistrals_ids_have_nine_letters_and_digits() -> None:
+    config = RouterConfig(enable_auto_tool_choice=True, tool_call_parser="mistral")
+    reply = await post(front('[TOOL_CALLS]f{"a": 1}', config), tools=[TOOL])
+    call = reply["choices"][0]["message"]["tool_calls"][0]
+    assert len(call["id"]) == 9
+    assert call["id"].isalnum()
+
+
+async def test_the_template_gets_tools_calls_and_results() -> None:
+    of = front("ok")
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1]}'}}
+    bare = {"function": {"name": "g", "arguments": ""}}
+    history = [
+        *ASK,
+        {"role": "assistant", "reasoning": "hm", "content": None, "tool_calls": [call, bare]},
+        {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "sun"}]},
+    ]
+    await post(of, messages=history, tools=[TOOL])
+    text = prompt_of(of)
+    assert text.startswith("TOOLS" + json.dumps([TOOL], ensure_ascii=False))
+    assert text.endswith("<|assistant|>(hm)CALLf[a=[1]]CALLg<|tool|>sun<|assistant|>")
+
+
+async def test_chat_template_kwargs_reach_only_a_template_that_reads_them() -> None:
+    of = front("yes")
+    given = {"enable_thinking": False, "unknown": 1, "bos_token": "x", "range": 3}
+    reply = await post(of, chat_template_kwargs=given)
+    assert prompt_of(of).endswith("<|assistant|><think></think>")
+    assert reply["choices"][0]["message"] == {
+        "role": "assistant", "content": "yes", "refusal": None
+    }  # fmt: skip
+    thinking = await post(of)
+    assert thinking["choices"][0]["message"]["reasoning"] == "yes"
+    assert thinking["choices"][0]["message"]["content"] is None
+    assert thinking["usage"]["completion_tokens_details"] == {
+        "reasoning_tokens": thinking["usage"]["completion_tokens"]
+    }
+
+
+async def test_continue_final_message() -> None:
+    of = front(" 42")
+    messages = [*ASK, {"role": "assistant", "content": "It is"}]
+    reply = await post(of, messages=messages, continue_final_message=True)
+    assert prompt_of(of).endswith("<|user|>weather?<|assistant|>It is")
+    assert reply["choices"][0]["message"]["content"] == " 42"
+    messages[-1]["content"] = "<think>so"
+    reply = await post(of, messages=messages, continue_final_message=True)
+    assert reply["choices"][0]["message"]["reasoning"] == " 42"
+
+
+def test_automatic_calls_need_a_parser() -> None:
+    with pytest.raises(ConfigError) as caught:
+        RouterConfig(enable_auto_tool_choice=True).check()
+    assert caught.value.field == "tool_call_parser"
+    CONFIG.check()
+
+
+async def test_tokenize_renders_as_a_chat_does() -> None:
+    of = front("x")
+    async with of.client() as client:
+        asked = {"messages": ASK, "tools": [TOOL]}
+        tokens = (await client.post("/tokenize", json=asked)).json()["tokens"]
+    await post(of, tools=[TOOL], tool_choice="none")
+    assert tuple(tokens) == of.dispatcher.requests[-1].prompt_ids
+
+
+async def test_the_first_token_of_a_thought_is_the_first_token() -> None:
+    of = front()
+    of.dispatcher.stall_at = 1
+    async with sdk(of) as client:
+        stream = await client.chat.completions.create(model=MODEL, messages=ASK, stream=True)
+        assert (await anext(aiter(stream))).choices[0].delta.role == "assistant"
+        text = of.metrics.render().decode()
+        await stream.close()
+    assert 'time_to_first_token_seconds_count{model_name="tiny"} 1.0' in text
+
+
+async def test_logprobs_of_tokens_that_only_lead_to_a_call_are_not_lost() -> None:
+    async with sdk(front()) as client:
+        stream = await client.chat.completions.create(
+            model=MODEL,
+            messages=ASK,
+            tools=[TOOL],  # type: ignore[list-item]
+            stream=True,
+            logprobs=True,
+        )
+        told = [
+            entry
+            async for chunk in stream
+            for entry in (chunk.choices[0].logprobs and chunk.choices[0].logprobs.content) or []
+        ]
+    assert b"".join(bytes(entry.bytes or []) for entry in told).decode() == ANSWER + "</s>"

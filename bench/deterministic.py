@@ -2,7 +2,8 @@
 
 Both modes in one process on the same model, measured in turns: decode steps of 1, 4 and 16
 sequences of 256 tokens, and a prefill chunk of 256. Ratios are deterministic over normal. Without
---model also a random model of 110M parameters, where products weigh more than Python's overhead.
+--model also a random model of 110M parameters, where products weigh more than Python's overhead,
+and a mixture of 8 experts, of which a token meets 2; this one by both routes.
 """
 
 from __future__ import annotations
@@ -28,16 +29,29 @@ RANDOM_MODEL: dict[str, Any] = {
 }  # fmt: skip
 
 
-def write_random_model(path: Path) -> Path:
-    """A Llama checkpoint of random bfloat16 weights, with the demo model's tokenizer."""
-    c = RANDOM_MODEL
+EXPERTS: dict[str, Any] = {
+    "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 8,
+    "num_experts_per_tok": 2, "intermediate_size": 704, "num_hidden_layers": 4,
+}  # fmt: skip
+
+
+def write_random_model(path: Path, **changes: Any) -> Path:
+    """A Llama or Mixtral checkpoint of random bfloat16 weights, with the demo model's tokenizer."""
+    c = RANDOM_MODEL | changes
     hidden, inner, kv = c["hidden_size"], c["intermediate_size"], c["num_key_value_heads"] * 64
     shapes = {
         "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (kv, hidden),
         "self_attn.v_proj": (kv, hidden), "self_attn.o_proj": (hidden, hidden),
-        "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
     }  # fmt: skip
+    if experts := c.get("num_local_experts"):
+        moe = "block_sparse_moe."
+        shapes[moe + "gate"] = (experts, hidden)
+        for each in range(experts):
+            shapes |= dict.fromkeys((f"{moe}experts.{each}.w{i}" for i in (1, 3)), (inner, hidden))
+            shapes[f"{moe}experts.{each}.w2"] = (hidden, inner)
+    else:
+        shapes |= dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), (inner, hidden))
+        shapes["mlp.down_proj"] = (hidden, inner)
     generator = torch.Generator().manual_seed(0)
     tensors = {"model.norm.weight": torch.ones(hidden).bfloat16()}
 
@@ -58,9 +72,11 @@ def write_random_model(path: Path) -> Path:
     return path
 
 
-def measure(path: Path, dtype: str, rounds: int, repetitions: int) -> Part:
-    """One row per kind of step; the two modes take turns."""
-    modes = {mode: load(path, dtype=dtype, deterministic=mode) for mode in (False, True)}
+def measure(path: Path, dtype: str, counts: tuple[int, int], impl: str = "auto") -> Part:
+    """One row per kind of step; the two modes take turns. `counts`: rounds, repetitions in each."""
+    rounds, repetitions = counts
+    options = {"dtype": dtype, "model_impl": impl}
+    modes = {mode: load(path, deterministic=mode, **options) for mode in (False, True)}
     shapes = {"decode 1": 1, "decode 4": 4, "decode 16": 16, "prefill 256": 0}
 
     def once(model: Measured, sequences: int) -> float:
@@ -85,7 +101,7 @@ def measure(path: Path, dtype: str, rounds: int, repetitions: int) -> Part:
                 "most": round(max(ratios), 2),
             }
         )
-    return Part(f"{path.name}, {dtype}", rows)
+    return Part(f"{path.name}, {dtype}, {modes[True].loaded.info.model_impl}", rows)
 
 
 def main() -> None:
@@ -94,14 +110,19 @@ def main() -> None:
     parser.add_argument("--model", type=Path)
     given = parser.parse_args()
     prepare(given)
-    rounds, repetitions = (7, 15) if given.full else (3, 7)
+    counts = (7, 15) if given.full else (3, 7)
     with tempfile.TemporaryDirectory() as folder:
-        paths = [given.model] if given.model else [ROOT / "demo_model"]
+        models = [(given.model or ROOT / "demo_model", "auto")]
         if given.model is None:
-            paths.append(write_random_model(Path(folder) / "random-110M"))
+            mixture = write_random_model(Path(folder) / "random-mixture", **EXPERTS)
+            models += [
+                (write_random_model(Path(folder) / "random-110M"), "auto"),
+                (mixture, "auto"),
+                (mixture, "transformers"),
+            ]
         parts = [
-            measure(path, dtype, rounds, repetitions)
-            for path in paths
+            measure(path, dtype, counts, impl)
+            for path, impl in models
             for dtype in ("bfloat16", "float32")
         ]
     tell(parts, given.json)

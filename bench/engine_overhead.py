@@ -5,10 +5,13 @@ as a real one does. Medians over steps, microseconds of this thread's CPU time, 
 do not count:
     batch        tokens, positions, slots and block tables as tensors (engine/batch.py)
     engine       everything else: schedule, block growth, events, statistics
+and what penalties cost (engine/penalties.py) for texts of growing length, out of a large vocabulary
+and out of a small one.
 """
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -16,12 +19,18 @@ from typing import Any
 
 import torch
 
+from baton.engine import penalties
 from baton.engine.attention.reference import ReferenceAttention
 from baton.engine.batch import flatten
 from baton.engine.interface import ChunkResult, SequenceChunk
 from baton.engine.kv_cache import KVArena
+from baton.engine.runner import draws_of
+from baton.engine.sequence import SequenceState
 from baton.kv_spec import LayerSpec
+from baton.request import Request
+from baton.sampling import SamplingParams
 from bench.engine_kit import (
+    VOCAB_SIZE,
     InstantRunner,
     Part,
     arguments_parser,
@@ -34,6 +43,8 @@ from bench.engine_kit import (
 
 BLOCK_SIZE = 16
 PROMPT = 128
+PENALISED = 32
+TEXTS = ((256, VOCAB_SIZE), (2048, VOCAB_SIZE), (16384, VOCAB_SIZE), (2048, 600), (16384, 600))
 WARM_UP = 20
 
 
@@ -95,13 +106,48 @@ def measure(num_sequences: int, num_steps: int) -> dict[str, Any]:
     }
 
 
+def measure_penalties(length: int, vocabulary: int, num_steps: int) -> dict[str, Any]:
+    """Medians over steps of `PENALISED` sequences that begin with `length` tokens of output, out of
+    `vocabulary` that are as frequent as words are."""
+    draw = random.Random(length)
+    weights = [1 / rank for rank in range(1, vocabulary + 1)]
+    texts = draw.choices(range(vocabulary), weights, k=length)
+    params = SamplingParams(
+        seed=1, max_tokens=1, repetition_penalty=1.1, frequency_penalty=0.1, presence_penalty=0.1
+    )
+    sequences = [
+        SequenceState(Request(f"r{i}", tuple(texts[:1]), params), b"", list(texts))
+        for i in range(PENALISED)
+    ]
+    logits = torch.randn(PENALISED, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
+    steps: list[float] = []
+    for _ in range(WARM_UP + num_steps):
+        for sequence in sequences:
+            sequence.num_computed = len(sequence.tokens)
+            sequence.tokens.append(draw.choices(range(100))[0])
+        chunks = [sequence.chunk(1) for sequence in sequences]
+        raw = logits.clone()
+        began = time.thread_time()
+        draws = [one for chunk in chunks for one in draws_of(chunk)]
+        penalties.apply(raw, draws, ())
+        steps.append(time.thread_time() - began)
+    taken = [step * 1e6 for step in steps[WARM_UP:]]
+    least, middle, most = (statistics.quantiles(taken, n=20)[i] for i in (0, 9, 18))
+    distinct = len({*texts, *range(100)})
+    return {
+        "tokens": length, "distinct": distinct, "sequences": PENALISED, "step us": middle,
+        "5 %": least, "95 %": most, "us per sequence": middle / PENALISED,
+    }  # fmt: skip
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point. Returns the exit status."""
     given = arguments_parser("engine_overhead", __doc__).parse_args(arguments)
     prepare(given)
     num_steps = 1000 if given.full else 200
     rows = [measure(count, num_steps) for count in (1, 32, 256)]
-    tell([Part("step overhead", rows)], given.json)
+    penalised = [measure_penalties(*text, num_steps // 4) for text in TEXTS]
+    tell([Part("step overhead", rows), Part("penalties", penalised)], given.json)
     return 0
 
 

@@ -71,7 +71,9 @@ class EngineConfig:
     )
     block_size: int | None = option(None, "tokens per KV block (default: 32 on CPU, 16 on GPU)")
     num_kv_blocks: int | None = option(None, "blocks in the KV pool (default: from memory)")
-    kv_cache_memory: str | None = option(None, "size of the KV pool, as in 512MB or 4GiB")
+    kv_cache_memory: str | None = option(
+        None, "size of the KV pool, as in 512MB or 4GiB (a draft model's KV included)"
+    )
     gpu_memory_utilization: float = option(0.9, "share of GPU memory for weights and KV together")
     max_num_seqs: int = option(64, "most requests that run at once")
     max_num_batched_tokens: int = option(2048, "most tokens that one step computes")

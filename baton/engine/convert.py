@@ -26,6 +26,7 @@ from typing import Any, Final
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import import_protobuf
@@ -34,6 +35,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 from transformers.utils.import_utils import is_sentencepiece_available
 
+from baton.engine.sentencepiece_model import pipeline_of
 from baton.errors import BatonError, ConfigError, ModelRefused
 from baton.tokenizer import read_json
 
@@ -194,21 +196,38 @@ def stage_tokenizer(source: Path, stage: Path) -> None:
                 kept.append("tokenizer_config.json")
             for name in kept:
                 (Path(folder) / name).rename(stage / name)
+        _fit(source, stage / "tokenizer.json")
+        backend = Tokenizer.from_file(str(stage / "tokenizer.json"))
+    except ModelRefused:
+        raise
     except Exception as error:
         # Conversion runs through a hundred tokenizer classes; each fails in its own way.
         raise ModelRefused(
             f"transformers cannot convert the tokenizer of {source} ({_line(error)})"
         ) from error
-    _check_tokenizer(source, tokenizer, expected)
+    _check_tokenizer(source, type(tokenizer).__name__, backend, expected)
 
 
-def _check_tokenizer(source: Path, tokenizer: Any, expected: dict[str, int | None]) -> None:
+def _fit(source: Path, staged: Path) -> None:
+    """Make tokenizer.json split text as its sentencepiece model does, if it comes from one."""
+    if _is_bpe_of_files(source):
+        return
+    converted = json.loads(staged.read_text(encoding="utf-8"))
+    legacy = read_json(source / "tokenizer_config.json").get("legacy") is not False
+    parts = pipeline_of(_sentencepiece(source), converted, legacy)
+    if parts is not None:
+        text = json.dumps(converted | parts, ensure_ascii=False, indent=2)
+        staged.write_text(text, encoding="utf-8")
+
+
+def _check_tokenizer(
+    source: Path, kind: str, backend: Tokenizer, expected: dict[str, int | None]
+) -> None:
     """Raise ModelRefused unless all tokens are there and words come back with their spaces.
 
     Needed because, given files that its class does not know, transformers quietly builds an empty
     tokenizer, or one of another kind.
     """
-    kind, backend = type(tokenizer).__name__, tokenizer.backend_tokenizer
     vocabulary: dict[str, int] = backend.get_vocab()
     lost = [t for t, i in expected.items() if t not in vocabulary or i not in (None, vocabulary[t])]
     if lost:
@@ -232,25 +251,35 @@ def _check_tokenizer(source: Path, tokenizer: Any, expected: dict[str, int | Non
 
 def _expected_tokens(source: Path) -> dict[str, int | None]:
     """Tokens of the slow tokenizer; None where conversion may move the id. Raises ModelRefused."""
-    if (source / "vocab.json").is_file() and (source / "merges.txt").is_file():
+    if _is_bpe_of_files(source):
         return dict(read_json(source / "vocab.json"))
+    pieces = _sentencepiece(source).pieces
+    return {piece.piece: None for piece in pieces if piece.type == _NORMAL_PIECE}
+
+
+def _is_bpe_of_files(source: Path) -> bool:
+    return (source / "vocab.json").is_file() and (source / "merges.txt").is_file()
+
+
+def _sentencepiece(source: Path) -> Any:
+    """The ModelProto of the sentencepiece model in `source`. Raises ModelRefused without one."""
     models = sorted(source.glob("*.model"))
-    if models:
-        if not is_sentencepiece_available():
-            raise ModelRefused(
-                f"to convert {models[0]}, transformers needs a package: pip install sentencepiece"
-            )
-        messages: Any = import_protobuf()
-        proto = messages.ModelProto()
-        try:
-            proto.ParseFromString(models[0].read_bytes())
-        except Exception as error:  # protobuf's own class, which differs between its backends
-            raise ModelRefused(f"{models[0]} is not a sentencepiece model") from error
-        return {piece.piece: None for piece in proto.pieces if piece.type == _NORMAL_PIECE}
-    raise ModelRefused(
-        f"{source} has no tokenizer that can be converted: neither vocab.json and merges.txt nor a "
-        "sentencepiece model (tokenizer.model, spiece.model)"
-    )
+    if not models:
+        raise ModelRefused(
+            f"{source} has no tokenizer that can be converted: neither vocab.json and merges.txt "
+            "nor a sentencepiece model (tokenizer.model, spiece.model)"
+        )
+    if not is_sentencepiece_available():
+        raise ModelRefused(
+            f"to convert {models[0]}, transformers needs a package: pip install sentencepiece"
+        )
+    messages: Any = import_protobuf()
+    proto = messages.ModelProto()
+    try:
+        proto.ParseFromString(models[0].read_bytes())
+    except Exception as error:  # protobuf's own class, which differs between its backends
+        raise ModelRefused(f"{models[0]} is not a sentencepiece model") from error
+    return proto
 
 
 def _has_safetensors(folder: Path) -> bool:

@@ -8,17 +8,21 @@ kernels with the same shapes in a prompt's first chunk, after a prefix hit, and 
     rows of a step   p p p p p p p p p p p p p p p p | p p p p p d d d d - - - - - - -
                      tile 0                            tile 1      (p prefill, d decode, - padding)
 
+Within a tile rows may want different experts and adapters. The lean decoder lets each expert and
+each adapter that is met compute the whole tile, and takes of it the rows that want it. What
+transformers' experts do cannot be told from outside: such a model gets tiles of one row, whose
+products are its own.
+
 What the machine must give besides: a row's place in its tile must not matter. `prove` tries that on
-the loaded model; one that fails is refused. Results are equal bit for bit on the same kind of CPU,
-torch build and thread count. Not here: mixtures of experts and LoRA adapters, whose products have
-as many rows as batch mates chose; they are refused by name.
+the loaded model, with each of its adapters; one that fails is refused. Results are equal bit for
+bit on the same kind of CPU, torch build and thread count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -31,19 +35,20 @@ from baton.engine.interface import ModelInfo, SequenceChunk
 from baton.engine.kv_cache import KVArena
 from baton.engine.lora import Adapter
 from baton.engine.models.base import CausalModel
-from baton.errors import ConfigError, InternalError
+from baton.errors import ConfigError
 from baton.kv_spec import LayerSpec
 
 TILE_ROWS: Final = 16  # a product of 16 rows reads the weights once and costs little over one row
-_EXPERT_KEYS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _PROOF_BLOCK: Final = 16
 
 
 class FixedTiles:
-    """A CausalModel that runs another one in tiles of TILE_ROWS rows. Wants FixedOrderAttention."""
+    """A CausalModel that runs another one in tiles of so many rows. Wants FixedOrderAttention."""
 
-    def __init__(self, model: CausalModel) -> None:
+    def __init__(self, model: CausalModel, tile_rows: int = TILE_ROWS) -> None:
+        """`tile_rows` 1 for a model whose products depend on what a tile's rows choose."""
         self._model = model
+        self._tile_rows = tile_rows
 
     @property
     def vocab_size(self) -> int:
@@ -69,8 +74,8 @@ class FixedTiles:
         """See CausalModel.forward. `batch.on_layer` fires with the last tile: by then each layer
         holds the KV of all rows."""
         hidden: list[Tensor] = []
-        for rows in _tiles(token_ids.shape[0]):
-            ids, at = _padded(token_ids[rows]), _padded(positions[rows])
+        for rows in self._tiles(token_ids.shape[0]):
+            ids, at = self._padded(token_ids[rows]), self._padded(positions[rows])
             last = rows.stop == token_ids.shape[0]
             tile = self._model.forward(ids, at, _part(batch, rows, last))
             hidden.append(tile[: rows.stop - rows.start])
@@ -78,75 +83,72 @@ class FixedTiles:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See CausalModel.logits."""
-        tiles = _tiles(hidden.shape[0])
-        parts = [self._model.logits(_padded(hidden[rows])) for rows in tiles]
-        counts = (rows.stop - rows.start for rows in _tiles(hidden.shape[0]))
-        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+        parts: list[Tensor] = []
+        for rows in self._tiles(hidden.shape[0]):
+            tile = self._model.logits(self._padded(hidden[rows]))
+            parts.append(tile[: rows.stop - rows.start])
+        return torch.cat(parts)
 
     def add_adapter(self, adapter: Adapter) -> None:
-        """Never: the loader refuses adapters first. Raises InternalError."""
-        raise InternalError(f"adapter {adapter.name} in deterministic mode")
+        """See CausalModel.add_adapter. Before `prove`."""
+        self._model.add_adapter(adapter)
 
+    def _tiles(self, rows: int) -> Iterator[slice]:
+        size = self._tile_rows
+        return (slice(at, min(at + size, rows)) for at in range(0, rows, size))
 
-def refuse_changing_shapes(config: Mapping[str, Any], lora_modules: Sequence[str]) -> None:
-    """Raise ConfigError for what makes products of as many rows as the batch happens to choose."""
-    if any(config.get(key) for key in _EXPERT_KEYS):
-        raise ConfigError(
-            "deterministic: mixtures of experts are not served in this mode (an expert's rows are "
-            "those that batch mates leave it)",
-            field="deterministic",
-        )
-    if lora_modules:
-        raise ConfigError(
-            "deterministic: LoRA adapters are not served in this mode", field="deterministic"
-        )
+    def _padded(self, x: Tensor) -> Tensor:
+        """x [n, ...] -> [tile_rows, ...], a copy at an address of its own, zeros behind."""
+        padding = self._tile_rows - x.shape[0]
+        return functional.pad(x, (0, 0) * (x.dim() - 1) + (0, padding)) if padding else x.clone()
 
 
 @torch.inference_mode()
 def prove(model: FixedTiles, info: ModelInfo, device: torch.device) -> None:
-    """Try whether a row's place in its tile, and its tile mates, matter here.
+    """Try whether a row's place in its tile, and its tile mates, matter here; with each adapter.
 
     Raises ConfigError if they do.
     """
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(info.vocab_size, (TILE_ROWS,), generator=generator).tolist()
-    same = first_logits(model, info, device, [ids[0]] * TILE_ROWS)
-    plain = first_logits(model, info, device, ids)
     shift = TILE_ROWS * 5 // 16
-    turned = first_logits(model, info, device, ids[shift:] + ids[:shift])
-    proofs = (
-        torch.equal(same, same[:1].expand_as(same)),
-        torch.equal(plain[0], same[0]),
-        torch.equal(turned, plain.roll(-shift, 0)),
-    )
-    if not all(proofs):
-        raise ConfigError(
-            f"deterministic: on this machine, with {torch.get_num_threads()} threads, the result "
-            "of a row depends on its place among others: try another --threads (a power of two) or "
-            "--dtype bfloat16",
-            field="deterministic",
+    for adapter in ("", *info.adapters):
+        mates = [adapter] * TILE_ROWS
+        same = first_logits(model, info, device, [ids[0]] * TILE_ROWS, mates)
+        plain = first_logits(model, info, device, ids, mates)
+        turned = first_logits(model, info, device, ids[shift:] + ids[:shift], mates)
+        others = [adapter, *[""] * (TILE_ROWS - 1)]
+        proofs = (
+            torch.equal(same, same[:1].expand_as(same)),
+            torch.equal(plain[0], same[0]),
+            torch.equal(turned, plain.roll(-shift, 0)),
+            torch.equal(plain[0], first_logits(model, info, device, ids, others)[0]),
         )
+        if not all(proofs):
+            raise ConfigError(
+                f"deterministic: on this machine, with {torch.get_num_threads()} threads, the "
+                "result of a row depends on its place among others: try another --threads (a power "
+                "of two) or --dtype bfloat16",
+                field="deterministic",
+            )
 
 
 def first_logits(
-    model: FixedTiles, info: ModelInfo, device: torch.device, ids: Sequence[int]
+    model: FixedTiles,
+    info: ModelInfo,
+    device: torch.device,
+    ids: Sequence[int],
+    adapters: Sequence[str],
 ) -> Tensor:
-    """Logits of sequences of one token each, computed in one step."""
+    """Logits of sequences of one token each, computed in one step, each with its adapter."""
     arena = KVArena(info.layers, len(ids), _PROOF_BLOCK, info.kv_dtype, device)
     attention = FixedOrderAttention(arena, model.attention_layers)
-    chunks = [SequenceChunk(str(i), [token], 0, [i]) for i, token in enumerate(ids)]
+    chunks = [
+        SequenceChunk(str(i), [token], 0, [i], adapter=adapter)
+        for i, (token, adapter) in enumerate(zip(ids, adapters, strict=True))
+    ]
     step = flatten(chunks, attention, _PROOF_BLOCK, device)
     return model.logits(model.forward(step.token_ids, step.positions, step.batch))
-
-
-def _tiles(rows: int) -> Iterator[slice]:
-    return (slice(at, min(at + TILE_ROWS, rows)) for at in range(0, rows, TILE_ROWS))
-
-
-def _padded(x: Tensor) -> Tensor:
-    """x [n, ...] -> [TILE_ROWS, ...], a copy at an address of its own, zeros behind."""
-    padding = TILE_ROWS - x.shape[0]
-    return functional.pad(x, (0, 0) * (x.dim() - 1) + (0, padding)) if padding else x.clone()
 
 
 def _part(batch: Batch, rows: slice, last: bool) -> Batch:

@@ -10,28 +10,26 @@ The life of a branch (one sample of one request) in the draft's own pool:
     each ask    -> KV from where the history went another way (rejected guesses) is dropped, the
                    rest is computed, guesses are drawn step by step, all branches together
     forget()    -> its blocks are free; also if others need the room and it was not asked for lately
-The pool is its own: no guess ever meets a block of the target.
+The pool is its own: no guess ever meets a block of the target. Both pools are sized together
+(memory.py), so that each token of the target's has its place in the draft's.
 """
 
 from __future__ import annotations
 
-import logging
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 from baton.engine.block_pool import BlockPool
-from baton.engine.config import DEFAULT_BLOCK_SIZE, EngineConfig
+from baton.engine.config import DEFAULT_BLOCK_SIZE
 from baton.engine.interface import ModelInfo, SequenceChunk
 from baton.engine.kv_cache import KVArena
-from baton.engine.loading import LoadedModel, load_model
+from baton.engine.loading import LoadedModel
 from baton.engine.proposer import DraftAsk
 from baton.engine.runner import ModelRunner
 from baton.errors import ConfigError
 from baton.sampling import SamplingParams
-
-log = logging.getLogger(__name__)
 
 DEFAULT_BATCHED_TOKENS: Final = 2048
 
@@ -113,7 +111,7 @@ class DraftModelProposer:
             raise ConfigError(
                 f"the draft model {info.name} has a vocabulary of {info.vocab_size} tokens, "
                 f"{target.name} has {target.vocab_size}: they must share one",
-                field="draft_model",
+                field="speculative_model",
             )
         num_blocks = max(1, -(-pool_tokens // block_size))
         arena = KVArena(info.layers, num_blocks, block_size, info.kv_dtype, loaded.device)
@@ -124,18 +122,6 @@ class DraftModelProposer:
         self._max_batched_tokens = max_batched_tokens
         # Least recently asked for first.
         self._branches: OrderedDict[tuple[str, int], _Branch] = OrderedDict()
-
-    @classmethod
-    def load(cls, config: EngineConfig, target: ModelInfo, pool_tokens: int) -> DraftModelProposer:
-        """Load the checkpoint `config.model` as draft model of `target`.
-
-        Raises ModelRefused or ConfigError as loading.load_model does, and for another vocabulary.
-        """
-        loaded = load_model(config)
-        block_size = config.block_size or DEFAULT_BLOCK_SIZE[loaded.device.type]
-        proposer = cls(loaded, target, pool_tokens, block_size, config.max_num_batched_tokens)
-        log.info("draft model %s guesses for %s", loaded.info.name, target.name)
-        return proposer
 
     @property
     def pool(self) -> BlockPool:

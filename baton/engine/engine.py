@@ -33,7 +33,7 @@ from baton.engine.outputs import Outputs
 from baton.engine.proposer import Proposer
 from baton.engine.scheduler import Limits, Scheduler, StepPlan
 from baton.engine.sequence import RequestGroup, SequenceState, num_samples
-from baton.engine.speculation import Drafter, load_proposer
+from baton.engine.speculation import Drafter, load_draft, load_proposer
 from baton.engine.stats import EngineStats, KVUsage
 from baton.engine.swap import Swapper
 from baton.engine.validation import Bounds, refuse_handed_over, validate
@@ -121,10 +121,10 @@ class Engine:
 
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        model = load_model(config)
+        model, draft = load_model(config), load_draft(config)
         info, device = model.info, torch.device(model.device)
         block_size = config.block_size or DEFAULT_BLOCK_SIZE[device.type]
-        num_blocks = size_pool(config, model, block_size, _model_len(config, info))
+        num_blocks = size_pool(config, model, block_size, _model_len(config, info), draft)
         arena = KVArena(info.layers, num_blocks, block_size, info.kv_dtype, device)
         log.info(
             "KV pool: %d blocks of %d tokens, %.1f MB",
@@ -134,7 +134,7 @@ class Engine:
         )
         engine = cls(config, ModelRunner(model, arena), arena, info, hooks)
         engine.pooler = Pooler(model, arena, config.max_num_batched_tokens, config.max_num_seqs)
-        proposer = load_proposer(engine.config, engine.info)
+        proposer = load_proposer(engine.config, engine.info, draft)
         if proposer is not None:
             engine.set_proposer(proposer)
         return engine

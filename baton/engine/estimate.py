@@ -89,6 +89,9 @@ def rows(result: Estimate) -> list[tuple[str, str]]:
         (f"KV block{device}", f"{_size(r.block_bytes)} for {r.block_size} tokens"),
         (f"activations{device}", f"about {_size(r.activation_bytes)} (measured at a real start)"),
     ]
+    if r.draft_weight_bytes:
+        draft = f"{_size(r.draft_weight_bytes)} of weights, {_size(r.draft_kv_bytes_per_token)}"
+        lines.append((f"draft model{device}", f"{draft} of KV per token"))
     if r.kv_bytes is not None and r.num_blocks is not None and r.kv_tokens is not None:
         lines += [
             (f"KV memory{device}", _size(r.kv_bytes)),
@@ -137,7 +140,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given = parser.parse_args(arguments)
         options = load(EstimateOptions, given, os.environ)
         model = options.model.expanduser()
-        result = estimate(read_shape(model), options, stored_bytes(model))
+        draft = options.speculative_model
+        result = estimate(
+            read_shape(model),
+            options,
+            stored_bytes(model),
+            None if draft is None else read_shape(draft.expanduser()),
+        )
     except (BatonError, OSError) as error:
         sys.stderr.write(f"baton estimate: {error}\n")
         return 2

@@ -41,6 +41,9 @@ class EstimateOptions:
     """Every flag. What is not given about the machine is not estimated."""
 
     model: Path = option(help="directory of a checkpoint, or a config.json alone")
+    speculative_model: Path | None = option(
+        None, "a draft model that shares the memory: its directory, or its config.json alone"
+    )
     memory: str | None = option(None, "memory of one device, as in 80GB")
     bandwidth: str | None = option(None, "its memory bandwidth, as in 3.3TB/s")
     flops: str | None = option(None, "its dense FLOP/s in the dtype used, as in 990T")
@@ -116,6 +119,8 @@ class Estimate:
     ttft_s: float | None = None
     decode: tuple[Decode, ...] = ()
     mbu: float | None = None
+    draft_weight_bytes: int = 0
+    draft_kv_bytes_per_token: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,16 +141,21 @@ class Precision:
 
 
 def estimate(
-    shape: ModelShape, options: EstimateOptions, stored_bytes: int | None = None
+    shape: ModelShape,
+    options: EstimateOptions,
+    stored_bytes: int | None = None,
+    draft: ModelShape | None = None,
 ) -> Estimate:
-    """All that can be said. `stored_bytes`: of the checkpoint's files, passed on.
+    """All that can be said. `stored_bytes`: of the checkpoint's files, passed on. `draft`: a draft
+    model beside it; it takes memory, the times are those of decoding without it.
 
     Raises ConfigError for bad units, and when the memory cannot even hold the weights.
     """
     tp = options.tensor_parallel_size
     precision = _precision(shape, options)
     specs = [_per_device(spec, tp) for spec in shape.layers]
-    token_bytes = sum(kv_token_bytes(spec, precision.kv_dtype) for spec in specs)
+    token_bytes = _token_bytes(shape, precision, tp)
+    drafts = _Drafts() if draft is None else _drafts(draft, options)
     longest = shape.max_positions
     context = options.context or _cut(DEFAULT_CONTEXT, longest)
     kv_bytes = num_blocks = concurrency = None
@@ -153,8 +163,11 @@ def estimate(
     activations = _activation_bytes(shape, options, precision)
     block_bytes = token_bytes * options.block_size
     if options.memory is not None:
-        kv_bytes = _kv_memory(options, weight_bytes, activations)
-        num_blocks = kv_bytes // block_bytes if block_bytes else 0
+        activations = max(activations, drafts.activations)
+        kv_bytes = _kv_memory(options, weight_bytes, activations, drafts.weights)
+        # Each block of the model's KV has one in the draft's.
+        both = block_bytes + drafts.token * options.block_size
+        num_blocks = kv_bytes // both if both else 0
         concurrency = num_blocks // -(-_held(specs, context) // options.block_size)
     result = Estimate(
         model_type=shape.model_type,
@@ -177,6 +190,8 @@ def estimate(
         num_blocks=num_blocks,
         kv_tokens=None if num_blocks is None else num_blocks * options.block_size,
         concurrency=concurrency,
+        draft_weight_bytes=drafts.weights,
+        draft_kv_bytes_per_token=drafts.token,
     )
     return _with_times(result, shape, options, precision)
 
@@ -245,6 +260,30 @@ def kv_token_bytes(spec: LayerSpec, dtype: str) -> int:
     return spec.token_bytes(dtype) + spec.scale_bytes(dtype)
 
 
+def _token_bytes(shape: ModelShape, precision: Precision, tp: int) -> int:
+    specs = (_per_device(spec, tp) for spec in shape.layers)
+    return sum(kv_token_bytes(spec, precision.kv_dtype) for spec in specs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Drafts:
+    """What a draft model takes on each device: bytes of weights, of KV per token, at its peak."""
+
+    weights: int = 0
+    token: int = 0
+    activations: int = 0
+
+
+def _drafts(shape: ModelShape, options: EstimateOptions) -> _Drafts:
+    tp = options.tensor_parallel_size
+    precision = _precision(shape, options)
+    return _Drafts(
+        precision.weight_bytes(shape, shape.parameters) // tp,
+        _token_bytes(shape, precision, tp),
+        _activation_bytes(shape, options, precision),
+    )
+
+
 def _per_device(spec: LayerSpec, tp: int) -> LayerSpec:
     """A rank's slice of heads; a latent, and heads fewer than ranks, are held by every rank."""
     return LayerSpec(-(-spec.kv_heads // tp), spec.k_dim, spec.v_dim, spec.window, spec.kind)
@@ -277,14 +316,16 @@ def _activation_bytes(shape: ModelShape, options: EstimateOptions, precision: Pr
     return int(steps + 3 * logits)
 
 
-def _kv_memory(options: EstimateOptions, weight_bytes: int, activations: int) -> int:
+def _kv_memory(options: EstimateOptions, weight_bytes: int, activations: int, drafts: int) -> int:
+    """`drafts`: bytes of a draft model's weights."""
     total = parse_bytes(options.memory or "", field="memory")
     share = int(options.gpu_memory_utilization * total)
-    left = share - weight_bytes - activations
+    left = share - weight_bytes - drafts - activations
     if left <= 0:
+        draft = f", {drafts / 1e9:.2f} GB of the draft model's" if drafts else ""
         raise ConfigError(
             f"nothing is left for KV: {options.gpu_memory_utilization:g} x {options.memory} is "
-            f"{share / 1e9:.2f} GB; {weight_bytes / 1e9:.2f} GB of weights and about "
+            f"{share / 1e9:.2f} GB; {weight_bytes / 1e9:.2f} GB of weights{draft} and about "
             f"{activations / 1e9:.2f} GB of activations leave {left / 1e9:.2f} GB; "
             "quantize, or raise tensor_parallel_size",
             field="memory",

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from baton.engine.occurrences import Occurrences
 from baton.events import TokenLogprob
 from baton.kv_spec import LayerSpec
 from baton.request import Request
@@ -42,7 +43,8 @@ class SequenceChunk:
     position + 1, ...; proposal i stands iff it equals the token sampled for its position.
     `num_candidates` > 0 (beam search): no token is drawn, the so many most probable ones are told.
     `history` holds all known tokens, prompt first (`num_prompt` of them), for whoever needs the
-    past: penalties, bad words, prompt logprobs. It does not include drafts.
+    past: penalties, bad words, prompt logprobs. It does not include drafts. `occurrences`: what was
+    counted of it at earlier steps, kept by whoever keeps the sequence; None = counted anew.
     `prompt_logprobs` is params.prompt_logprobs, told with every chunk of a prompt (`sample` comes
     with the last one only): so many alternatives for each prompt token that the chunk predicts.
     """
@@ -60,6 +62,7 @@ class SequenceChunk:
     num_candidates: int = 0
     adapter: str = ""
     prompt_logprobs: int | None = None
+    occurrences: Occurrences | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from baton.engine.attention.base import AttentionLayer
 from baton.engine.batch import Batch
 from baton.engine.checkpoint import Checkpoint, digest, open_checkpoint
 from baton.engine.config import EngineConfig
-from baton.engine.deterministic import FixedTiles, prove, refuse_changing_shapes
+from baton.engine.deterministic import FixedTiles, prove
 from baton.engine.interface import ModelInfo
 from baton.engine.lora import Adapter, parse_modules, read_adapter
 from baton.engine.models.base import CausalModel
@@ -79,8 +79,6 @@ def load_model(config: EngineConfig) -> LoadedModel:
     """
     checkpoint = open_checkpoint(config.model)
     _refuse(checkpoint)
-    if config.deterministic:
-        refuse_changing_shapes(checkpoint.text_config, config.lora_modules)
     modules = parse_modules(config.lora_modules)
     device = choose_device(config.device)
     dtype_name = choose_dtype(config.dtype, checkpoint)
@@ -111,8 +109,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         "loaded %s: %s route, %s on %s, %d layers, %.1f MB of weights, up to %d tokens",
         info.name, impl, dtype_name, device, len(info.layers), weight_bytes / 1e6, max_model_len,
     )  # fmt: skip
-    if config.deterministic:
-        model = FixedTiles(model)
+    if isinstance(model, FixedTiles):
         prove(model, info, device)
     return LoadedModel(info, model, device, dtype, weight_bytes, config.deterministic)
 
@@ -190,8 +187,10 @@ def _build(
         scheme = None if config.quantization == "none" else config.quantization
         weights = open_weights(reader, quantized, scheme, device)
         try:
-            decoder = Decoder(_lean_config(checkpoint, weights), weights.tensor, weights)
-            return "lean", decoder, weights.num_bytes
+            lean = _lean_config(checkpoint, weights)
+            decoder = Decoder(lean, weights.tensor, weights, config.deterministic)
+            model = FixedTiles(decoder) if config.deterministic else decoder
+            return "lean", model, weights.num_bytes
         except NotLean as reason:
             if impl == "lean":
                 raise ModelRefused(
@@ -210,7 +209,7 @@ def _build(
             "transformers",
             field="quantization",
         )
-    return _build_universal(checkpoint, dtype, device)
+    return _build_universal(checkpoint, dtype, device, config.deterministic)
 
 
 def _lean_config(checkpoint: Checkpoint, weights: Weights) -> DecoderConfig:
@@ -228,10 +227,13 @@ def _lean_config(checkpoint: Checkpoint, weights: Weights) -> DecoderConfig:
 
 
 def _build_universal(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, deterministic: bool
 ) -> tuple[str, CausalModel, int]:
     # Imported here: transformers takes seconds, and the lean route must start without it.
     from baton.engine.models.universal import load_universal
 
-    model: Any = load_universal(checkpoint.path, checkpoint.config, dtype, device)
-    return "transformers", model, model.weight_bytes
+    model = load_universal(checkpoint, dtype, device, deterministic)
+    if not deterministic:
+        return "transformers", model, model.weight_bytes
+    tiles = FixedTiles(model, 1) if model.has_experts else FixedTiles(model)
+    return "transformers", tiles, model.weight_bytes

@@ -74,13 +74,18 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class AdapterRows:
-    """Rows [n] int64 of a flattened step that want one adapter."""
+    """Rows [n] int64 of a flattened step that want one adapter.
+
+    `fixed_shapes`: its products are made of all rows of the step, so that their shape does not tell
+    how many want it (--deterministic); else of these alone.
+    """
 
     name: str
     rows: Tensor
+    fixed_shapes: bool = False
 
 
-def rows_by_adapter(batch: Batch) -> tuple[AdapterRows, ...]:
+def rows_by_adapter(batch: Batch, fixed_shapes: bool = False) -> tuple[AdapterRows, ...]:
     """The step's rows grouped by adapter; rows that want none are in no group."""
     rows: dict[str, list[int]] = {}
     for span in batch.spans:
@@ -88,7 +93,9 @@ def rows_by_adapter(batch: Batch) -> tuple[AdapterRows, ...]:
             first = span.first_row
             rows.setdefault(span.adapter, []).extend(range(first, first + span.num_rows))
     device = batch.slots.device
-    return tuple(AdapterRows(name, torch.tensor(r).to(device)) for name, r in rows.items())
+    return tuple(
+        AdapterRows(name, torch.tensor(r).to(device), fixed_shapes) for name, r in rows.items()
+    )
 
 
 def apply_deltas(
@@ -99,7 +106,8 @@ def apply_deltas(
     for group in groups:
         delta = deltas.get(group.name)
         if delta is not None:
-            y.index_add_(0, group.rows, delta(x[group.rows]).to(y.dtype))
+            added = delta(x)[group.rows] if group.fixed_shapes else delta(x[group.rows])
+            y.index_add_(0, group.rows, added.to(y.dtype))
     return y
 
 

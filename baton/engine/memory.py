@@ -2,7 +2,10 @@
 
     GPU   utilization x total - in use (weights, context, others) - peak of a forward = KV bytes
     CPU   kv_cache_memory, else a share of the available memory
-    either way: KV bytes / bytes of a block = blocks; below two the start is refused, with the sums
+either way: KV bytes / bytes of a block = blocks; below two the start is refused, with the sums
+
+A draft model is in the sums: its weights are loaded before, the peak is the larger of the two
+models', and each block is paid for twice, once in the target's KV and once in the draft's.
 
 The peak is that of a dummy step at max_num_batched_tokens through a scratch arena: few long
 prompts (widest attention), then as many short ones as may run (widest logits, sampler). On a GPU
@@ -130,14 +133,25 @@ class Budget:
     explicit: bool = False  # given by the user: taken whole, needed or not
 
 
-def size_pool(config: EngineConfig, model: LoadedModel, block_size: int, max_model_len: int) -> int:
-    """Blocks of the pool of `model`, whose weights are in memory by now.
+def size_pool(
+    config: EngineConfig,
+    model: LoadedModel,
+    block_size: int,
+    max_model_len: int,
+    draft: LoadedModel | None = None,
+) -> int:
+    """Blocks of the pool of `model`, and of `draft`'s: the weights of both are in memory by now.
 
     As configured (num_kv_blocks, kv_cache_memory), else what the device has left, but at most what
     max_num_seqs requests of max_model_len tokens can use. Raises ConfigError with the arithmetic.
     """
     info = model.info
     block_bytes = bytes_per_block(info.layers, block_size, info.kv_dtype)
+    block = f"{block_size} tokens ({len(info.layers)} layers, {info.kv_dtype}"
+    if draft is not None:
+        drafts = bytes_per_block(draft.info.layers, block_size, draft.info.kv_dtype)
+        block_bytes += drafts
+        block += f"; {drafts:,} bytes are for the draft model {draft.info.name}"
     if config.num_kv_blocks is not None:
         asked = config.num_kv_blocks * block_bytes
         budget = Budget(asked, f"num_kv_blocks {config.num_kv_blocks}", "num_kv_blocks", True)
@@ -146,14 +160,13 @@ def size_pool(config: EngineConfig, model: LoadedModel, block_size: int, max_mod
         origin = f"kv_cache_memory of {config.kv_cache_memory}"
         budget = Budget(asked, origin, "kv_cache_memory", True)
     elif model.device.type == "cuda":
-        budget = device_budget(config, CudaMemory(model.device), model, block_size)
+        budget = device_budget(config, CudaMemory(model.device), model, block_size, draft)
     else:
         budget = host_budget(HostMemory().available())
     if budget.explicit and model.device.type == "cpu":
         refuse_beyond(budget, HostMemory())
     useful = config.max_num_seqs * -(-max_model_len // block_size)
-    layout = f"{len(info.layers)} layers, {info.kv_dtype}"
-    return num_blocks(budget, block_bytes, useful, f"{block_size} tokens ({layout})")
+    return num_blocks(budget, block_bytes, useful, block + ")")
 
 
 def num_blocks(budget: Budget, block_bytes: int, useful: int, block: str) -> int:
@@ -198,20 +211,29 @@ def refuse_beyond(budget: Budget, memory: HostMemory) -> None:
 
 
 def device_budget(
-    config: EngineConfig, memory: DeviceMemory, model: LoadedModel, block_size: int
+    config: EngineConfig,
+    memory: DeviceMemory,
+    model: LoadedModel,
+    block_size: int,
+    draft: LoadedModel | None = None,
 ) -> Budget:
     """utilization x total - in use - measured peak of a forward at max_num_batched_tokens.
+
+    The two models never run at once: the larger peak counts.
 
     Raises ConfigError with the arithmetic when that is not above 0.
     """
     in_use = memory.in_use()  # before the scratch arena exists: it goes again
-    peak = memory.peak_of(dummy_steps(config, model, block_size)) or 0
+    models = [model] if draft is None else [model, draft]
+    peak = max(memory.peak_of(dummy_steps(config, each, block_size)) or 0 for each in models)
+    weights = sum(each.weight_bytes for each in models)
+    drafts = "" if draft is None else f" ({_gb(draft.weight_bytes)} are the draft model's)"
     share = int(config.gpu_memory_utilization * memory.total())
     left = share - in_use - peak
     sums = (
         f"{config.gpu_memory_utilization:g} x {_gb(memory.total())} = {_gb(share)} "
-        f"(gpu_memory_utilization), less {_gb(model.weight_bytes)} of weights, "
-        f"{_gb(max(0, in_use - model.weight_bytes))} in use besides and {_gb(peak)} at the peak of "
+        f"(gpu_memory_utilization), less {_gb(weights)} of weights{drafts}, "
+        f"{_gb(max(0, in_use - weights))} in use besides and {_gb(peak)} at the peak of "
         f"a forward of {config.max_num_batched_tokens} tokens"
     )
     if left <= 0:

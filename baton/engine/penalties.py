@@ -9,7 +9,8 @@
     (then temperature, min-p, top-k, top-p and the noise: sampler.py)
 
 Source: the steps in vLLM's v1 Sampler docs. Log probabilities are told of the logits before all of
-this (logprobs.py). Only the cells concerned are touched: rows that ask for nothing cost nothing.
+this (logprobs.py). Only the cells concerned are touched: rows that ask for nothing cost nothing,
+and a long text costs no more than its distinct tokens (occurrences.py).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from baton.engine.occurrences import Occurrences
 from baton.engine.sampler import Draw
 
 
@@ -59,13 +61,13 @@ def forbidden(draw: Draw, eos_token_ids: Sequence[int]) -> set[int]:
     """Tokens that bad words and min_tokens rule out at this draw."""
     params = draw.params
     out: set[int] = set()
-    num_outputs = len(draw.history) - draw.num_prompt
+    num_outputs = len(draw.history) + len(draw.ahead) - draw.num_prompt
     for word in params.bad_words:
         before = len(word) - 1
         if before < 0 or before > num_outputs:
             continue
-        tail = draw.history[len(draw.history) - before :]
-        if tuple(tail) == word[:before]:
+        tail = (*draw.history[max(0, len(draw.history) - before) :], *draw.ahead)
+        if tail[len(tail) - before :] == word[:before]:
             out.add(word[before])
     if draw.position < params.min_tokens:
         out.update(eos_token_ids, params.stop_token_ids)
@@ -126,11 +128,9 @@ def _occurrences(draw: Draw) -> tuple[np.ndarray, np.ndarray]:
 
     The prompt is looked at for the repetition penalty alone.
     """
+    counted = Occurrences() if draw.occurrences is None else draw.occurrences
     whole = draw.params.repetition_penalty != 1.0
-    seen = draw.history if whole else draw.history[draw.num_prompt :]
-    first_output = draw.num_prompt if whole else 0
-    ids, inverse = np.unique(np.array(seen, dtype=np.int64), return_inverse=True)
-    return ids, np.bincount(inverse[first_output:], minlength=len(ids)).astype(np.int64)
+    return counted.count(draw.history, draw.num_prompt, whole, draw.ahead)
 
 
 def _cells(logits: Tensor, places: Sequence[tuple[int, int]]) -> Cells:

@@ -153,17 +153,15 @@ def draws_of(chunk: SequenceChunk) -> tuple[Draw, ...]:
     """The draws of a chunk that samples: one, and one more after each draft."""
     params = chunk.sample
     assert params is not None
-    first = Draw(params, chunk.sample_index, chunk.position, chunk.history, chunk.num_prompt)
+    first = Draw(
+        params, chunk.sample_index, chunk.position, chunk.history, chunk.num_prompt,
+        occurrences=chunk.occurrences,
+    )  # fmt: skip
     if not chunk.num_drafts:
         return (first,)
     drafts = chunk.token_ids[len(chunk.token_ids) - chunk.num_drafts :]
     later = (
-        # Histories that nobody looks at are not worth a copy.
-        replace(
-            first,
-            position=chunk.position + i,
-            history=(*chunk.history, *drafts[:i]) if first.remembers else (),
-        )
+        replace(first, position=chunk.position + i, ahead=drafts[:i] if first.remembers else ())
         for i in range(1, len(drafts) + 1)
     )
     return (first, *later)

@@ -22,6 +22,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from baton.engine.occurrences import Occurrences
 from baton.errors import InternalError
 from baton.sampling import SamplingParams
 
@@ -43,8 +44,9 @@ _BITS: Final = 52  # of a uniform: (bits + 0.5) / 2^52 is exact in float64 and n
 class Draw:
     """Which token of which sample is drawn, and how. `position` = absolute index in the output.
 
-    `history` holds the tokens before it, prompt first (`num_prompt` of them); only a draw that
-    `remembers` needs it.
+    `history` holds the known tokens before it, prompt first (`num_prompt` of them), `ahead` the
+    drafts between them and this one; only a draw that `remembers` needs either. `occurrences`: what
+    was counted of `history` at earlier steps, if its owner keeps it.
     """
 
     params: SamplingParams
@@ -52,6 +54,8 @@ class Draw:
     position: int
     history: Sequence[int] = ()
     num_prompt: int = 0
+    ahead: Sequence[int] = ()
+    occurrences: Occurrences | None = None
 
     @property
     def greedy(self) -> bool:
@@ -73,7 +77,7 @@ class Draw:
 
     @property
     def remembers(self) -> bool:
-        """Whether the outcome depends on `history`."""
+        """Whether the outcome depends on the tokens before it."""
         return self.penalised or bool(self.params.bad_words)
 
     @property

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from baton import block_hashes
 from baton.engine.beam import BeamSearch
 from baton.engine.interface import SequenceChunk, Task
+from baton.engine.occurrences import Occurrences
 from baton.events import TokenLogprob
 from baton.request import FinishReason, Request
 from baton.sampling import SamplingParams
@@ -46,6 +47,7 @@ class SequenceState:
     forked: bool = False  # blocks that it will write may be shared: to be copied before
     candidates: tuple[TokenLogprob, ...] | None = None  # of this beam step, once computed
     _hashes: list[bytes] = field(default_factory=list)
+    _occurrences: Occurrences = field(default_factory=Occurrences)
 
     @property
     def num_prompt(self) -> int:
@@ -100,6 +102,7 @@ class SequenceState:
             num_candidates=num_candidates if last else 0,
             adapter=self.request.adapter,
             prompt_logprobs=params.prompt_logprobs,
+            occurrences=self._occurrences,
         )
 
     def ends_with(

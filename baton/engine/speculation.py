@@ -1,19 +1,26 @@
-"""Speculation: asking the proposer, within the step's budget. What drafts may touch is decided by
-the scheduler (blocks), whether they stand by the runner (the target's own samples).
+"""Speculation: who guesses, and asking them within the step's budget. What drafts may touch is
+decided by the scheduler (blocks), whether they stand by the runner (the target's own samples).
 
 Drafts change no output: a draft is accepted iff it equals the token that the target samples there.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from baton.engine.config import EngineConfig
 from baton.engine.interface import ModelInfo
 from baton.engine.proposer import DraftAsk, NgramProposer, Proposer
 from baton.engine.sequence import SequenceState
 from baton.errors import ConfigError
+
+if TYPE_CHECKING:  # lazy at run time, see load_draft()
+    from baton.engine.loading import LoadedModel
+
+log = logging.getLogger(__name__)
 
 
 class Drafter:
@@ -53,10 +60,37 @@ class Drafter:
         self._proposer.forget(request_id)
 
 
-def load_proposer(config: EngineConfig, target: ModelInfo) -> Proposer | None:
-    """The configured proposer for `target`; None without speculation. `config` is resolved.
+def load_draft(config: EngineConfig) -> LoadedModel | None:
+    """The configured draft model; None if nobody, or the n-grams of the text, guess.
 
-    Raises ConfigError (ModelRefused for a draft model that cannot be served).
+    Before the pools are sized: its weights take of the same memory. Raises ModelRefused or
+    ConfigError as loading.load_model does.
+    """
+    if config.speculative_method != "draft" or config.speculative_model is None:
+        return None
+    # Lazy: engines over other runners never need model code.
+    from baton.engine.loading import load_model
+
+    return load_model(
+        replace(
+            config,
+            model=config.speculative_model,
+            served_model_name=None,
+            max_model_len=None,
+            lora_modules=(),
+            speculative_method="none",
+            speculative_model=None,
+        )
+    )
+
+
+def load_proposer(
+    config: EngineConfig, target: ModelInfo, draft: LoadedModel | None = None
+) -> Proposer | None:
+    """The configured proposer for `target`; None without speculation. `config` is resolved;
+    `draft` is what load_draft gave.
+
+    Raises ConfigError for a draft model that does not fit the target.
     """
     if config.speculative_method == "none":
         return None
@@ -65,16 +99,10 @@ def load_proposer(config: EngineConfig, target: ModelInfo) -> Proposer | None:
     # Lazy: only this method needs a second model.
     from baton.engine.draft import DraftModelProposer
 
-    if config.speculative_model is None or config.num_kv_blocks is None:
+    if draft is None or config.num_kv_blocks is None or config.block_size is None:
         raise ConfigError("a draft model is not configured", field="speculative_model")
-    draft = replace(
-        config,
-        model=config.speculative_model,
-        served_model_name=None,
-        max_model_len=None,
-        lora_modules=(),
-        speculative_method="none",
-        speculative_model=None,
+    pool_tokens = config.num_kv_blocks * config.block_size
+    log.info("draft model %s guesses for %s", draft.info.name, target.name)
+    return DraftModelProposer(
+        draft, target, pool_tokens, config.block_size, config.max_num_batched_tokens
     )
-    pool_tokens = config.num_kv_blocks * (config.block_size or 1)
-    return DraftModelProposer.load(draft, target, pool_tokens)

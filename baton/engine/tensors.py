@@ -2,7 +2,8 @@
 
 A tensor is read from its file into the memory that the model keeps (of several, each into its
 part): neither a mapping of the file nor a second copy exists at any moment, so the peak is the
-weights themselves. A cast, or a device, costs one buffer of a few megabytes.
+weights themselves. A cast, or a device, costs one buffer of a megabyte. `LazyTensor` does the
+same for transformers, which decides by itself where a tensor goes and in which dtype.
 Source: the format's specification, github.com/huggingface/safetensors.
 """
 
@@ -14,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
+from types import EllipsisType
 from typing import Final
 
 import torch
@@ -22,7 +24,7 @@ from torch import Tensor
 
 from baton.errors import ModelRefused
 
-_BUFFER_BYTES: Final = 8 << 20
+_BUFFER_BYTES: Final = 1 << 20  # transformers reads with many threads, each with one
 _DTYPES: Final = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64,
@@ -44,6 +46,29 @@ class StoredTensor:
     def num_bytes(self) -> int:
         """Its size in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class LazyTensor:
+    """A tensor still in its file, as transformers' loader takes one: `lazy[...].to(device, dtype)`.
+
+    It stands for a slice of safetensors, of which only the whole is ever asked for; nothing is read
+    before `to`, and then straight into what it returns.
+    """
+
+    stored: StoredTensor
+
+    def __getitem__(self, index: EllipsisType) -> LazyTensor:
+        """All of it: still unread."""
+        return self
+
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Read it: the caller's own, cast and placed. Raises ModelRefused if its file ends."""
+        whole = torch.empty(self.stored.shape, dtype=dtype or self.stored.dtype, device=device)
+        _fill(whole.view(-1), self.stored)
+        return whole
 
 
 class TensorReader:
@@ -79,6 +104,10 @@ class TensorReader:
         if name not in self._stored:
             raise ModelRefused(f"the checkpoint has no tensor {name!r}", field="model")
         return self._stored[name]
+
+    def lazy(self) -> dict[str, LazyTensor]:
+        """All tensors by name, none of them read."""
+        return {name: LazyTensor(stored) for name, stored in self._stored.items()}
 
     def read(self, *names: str) -> Tensor:
         """One tensor, or several stacked along their first dimension; owned by the caller.

@@ -18,8 +18,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers.convert_slow_tokenizer import import_protobuf
-from transformers.utils.import_utils import is_sentencepiece_available
 
 from baton.engine import convert as converter
 from baton.engine.convert import PICKLE_INDEX, SAFETENSORS_INDEX, convert, main
@@ -307,64 +305,6 @@ def test_tokenizers_that_cannot_be_converted(tmp_path: Path) -> None:
     with pytest.raises(ModelRefused, match="no tokenizer that can be converted"):
         convert(folder)
     assert not (folder / "tokenizer.json").exists()
-
-
-@pytest.mark.skipif(is_sentencepiece_available(), reason="the package is there")
-def test_sentencepiece_needs_its_package(tmp_path: Path) -> None:
-    folder = make_tiny_model("llama", tmp_path / "model")
-    (folder / "tokenizer.json").unlink()
-    (folder / "tokenizer.model").write_bytes(b"")
-    with pytest.raises(ModelRefused, match="pip install sentencepiece"):
-        convert(folder)
-
-
-@pytest.fixture
-def sentencepiece(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Step over the check for the package: transformers then reads models by protobuf alone."""
-    monkeypatch.setattr(converter, "is_sentencepiece_available", lambda: True)
-    # The module by name: as an attribute of transformers it is a function.
-    module = sys.modules[import_protobuf.__module__]
-    monkeypatch.setattr(module, "requires_backends", lambda *_: None)
-
-
-def sentencepiece_checkpoint(folder: Path, tokenizer_class: str) -> Path:
-    """A llama with tokenizer.model: BPE with byte fallback and a few words."""
-    words = ["\u2581" + word for word in ("t", "the", "", "he", "hell", "hello")]
-    words += ["he", *"thelo", "ll"]
-    messages: Any = import_protobuf()
-    proto = messages.ModelProto()
-    kinds = [("<unk>", 2), ("<s>", 3), ("</s>", 3), *((f"<0x{b:02X}>", 6) for b in range(256))]
-    for rank, (piece, kind) in enumerate([*kinds, *((word, 1) for word in words)]):
-        proto.pieces.add(piece=piece, type=kind, score=-float(rank))
-    proto.trainer_spec.model_type = 2
-    proto.trainer_spec.byte_fallback = True
-    make_tiny_model("llama", folder)
-    (folder / "tokenizer.json").unlink()
-    (folder / "tokenizer.model").write_bytes(proto.SerializeToString())
-    config = {"tokenizer_class": tokenizer_class, "bos_token": "<s>", "unk_token": "<unk>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return folder
-
-
-@pytest.mark.usefixtures("sentencepiece")
-def test_a_sentencepiece_model_becomes_tokenizer_json(tmp_path: Path) -> None:
-    folder = sentencepiece_checkpoint(tmp_path / "model", "LlamaTokenizer")
-    assert [each.path.name for each in convert(folder)] == ["tokenizer.json"]
-    tokenizer = Tokenizer.load(folder)
-    ids = tokenizer.encode("hello the \u00e9", add_special_tokens=False)
-    tokens = ["\u2581hello", "\u2581the", "\u2581", "<0xC3>", "<0xA9>"]
-    assert [tokenizer.token(token_id) for token_id in ids] == tokens
-    assert tokenizer.decode(ids) == "hello the \u00e9"
-
-
-@pytest.mark.usefixtures("sentencepiece")
-def test_a_sentencepiece_model_that_would_read_wrongly(tmp_path: Path) -> None:
-    folder = sentencepiece_checkpoint(tmp_path / "model", "GPT2Tokenizer")
-    with pytest.raises(ModelRefused, match="would turn 't the he hell hello' into"):
-        convert(folder)
-    (folder / "tokenizer.model").write_bytes(b"\xff\xff\xff")
-    with pytest.raises(ModelRefused, match="is not a sentencepiece model"):
-        convert(folder)
 
 
 def test_special_tokens_of_a_tokenizer_without_a_config(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
 """--deterministic: logits equal bit for bit over random batch compositions, chunk borders, prefix
-hits and preemptions, in float32 and bfloat16."""
+hits, preemptions, drafts, experts and adapters, in float32 and bfloat16."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,7 @@ from baton.engine.attention.reference import ReferenceAttention
 from baton.engine.batch import flatten
 from baton.engine.interface import SequenceChunk
 from baton.engine.loading import LoadedModel
-from baton.engine.lora import Adapter
-from baton.errors import ConfigError, InternalError
+from baton.errors import ConfigError
 from baton.llm import LLM
 from baton.sampling import SamplingParams
 from tests.engine.running import Driver, load, logits_of, relative_error
@@ -33,6 +33,8 @@ from tests.engine.test_attention import (
     fill_past,
     random_rows,
 )
+from tests.engine.test_models_lora import linear_layers, make_adapter
+from tests.golden.random_models import save_random
 from tests.tiny_models import VOCAB_SIZE, make_tiny_model
 
 # Names of tiny models: (family, overrides, options of loading)
@@ -45,6 +47,36 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "w8a8-int8-kv": ("llama", {}, {"quantization": "w8a8", "kv_cache_dtype": "int8"}),
     "universal": ("gpt2", {}, {}),
 }
+# Mixtures of experts: (family, overrides, options of loading, rows of a tile)
+MIXTURES: dict[str, tuple[str, dict[str, Any], dict[str, Any], int]] = {
+    "mixtral": ("mixtral", {"num_local_experts": 4}, {}, 16),
+    "qwen3-moe": (
+        "qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48},
+        {}, 16,
+    ),
+    "qwen2-moe": (
+        "qwen2_moe",
+        {
+            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 80,
+        },
+        {"quantization": "int8"}, 16,
+    ),
+    "gpt-oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2}, {}, 1),
+    "deepseek-v3": (
+        "deepseek_v3",
+        {
+            "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "head_dim": 8,
+            "qk_rope_head_dim": 8, "v_head_dim": 12, "num_key_value_heads": 4,
+            "n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1,
+            "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+        },
+        {}, 1,
+    ),
+    "universal-mixtral": (
+        "mixtral", {"num_local_experts": 4}, {"model_impl": "transformers"}, 1
+    ),
+}  # fmt: skip
 
 
 def load_model_of(name: str, path: Path, dtype: str) -> LoadedModel:
@@ -57,7 +89,9 @@ def random_prompts(rng: random.Random) -> list[list[int]]:
     return [[rng.randrange(5, VOCAB_SIZE) for _ in range(n)] for n in (5, 23, 140, 1, 61)]
 
 
-def random_steps(driver: Driver, prompts: list[list[int]], rng: random.Random) -> list[Tensor]:
+def random_steps(
+    driver: Driver, prompts: list[list[int]], rng: random.Random, adapters: Sequence[str] = ()
+) -> list[Tensor]:
     """Logits [tokens, vocab] of each prompt, computed in random chunks beside random others.
 
     A sequence may lose its place (preemption): it starts again in the same blocks.
@@ -82,7 +116,11 @@ def random_steps(driver: Driver, prompts: list[list[int]], rng: random.Random) -
             stop = done[i] + count
             chunks.append(
                 SequenceChunk(
-                    str(i), prompts[i][done[i] : stop], done[i], blocks[i][: -(-stop // size)]
+                    str(i),
+                    prompts[i][done[i] : stop],
+                    done[i],
+                    blocks[i][: -(-stop // size)],
+                    adapter=adapters[i] if adapters else "",
                 )
             )
         for i, chunk, rows in zip(running, chunks, driver.step(chunks), strict=True):
@@ -102,6 +140,111 @@ def test_logits_are_equal_bit_for_bit(name: str, dtype: str, tmp_path: Path) -> 
         assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
     alone = driver.logits(prompts[4], range(8), [61])
     assert torch.equal(alone, first[4]), "a prompt alone, in one chunk"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_are_equal_bit_for_bit(name: str, dtype: str, tmp_path: Path) -> None:
+    """Which experts batch mates choose does not show."""
+    family, overrides, options, tile_rows = MIXTURES[name]
+    path = save_random(tmp_path, family, **overrides)
+    loaded = load(path, dtype=dtype, deterministic=True, **options)
+    tiles: list[int] = []
+    rng, driver = random.Random(1), Driver(loaded)
+    prompts = random_prompts(rng)
+    inner = loaded.model._model  # type: ignore[attr-defined]
+    forward = inner.forward
+
+    def counted(ids: Tensor, *rest: Any) -> Tensor:
+        tiles.append(ids.shape[0])
+        return forward(ids, *rest)
+
+    inner.forward = counted
+    first = random_steps(driver, prompts, random.Random(2))
+    assert set(tiles) == {tile_rows}
+    again = random_steps(driver, prompts, random.Random(3))
+    assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
+    assert torch.equal(driver.logits(prompts[4], range(8), [61]), first[4])
+    if dtype == "float32":
+        plain = logits_of(load(path, **options), prompts[2])
+        assert relative_error(first[2], plain) < 1e-5
+
+
+def test_plain_experts_are_not_equal_bit_for_bit(tmp_path: Path) -> None:
+    """Even in tiles of one shape: what makes them equal is that experts have one too."""
+    path = save_random(tmp_path, "mixtral", num_local_experts=4)
+    loaded = load(path, deterministic=True)
+    for layer in loaded.model._model._layers:  # type: ignore[attr-defined]
+        object.__setattr__(layer.mlp, "fixed_shapes", False)
+    driver = Driver(loaded)
+    prompts = random_prompts(random.Random(1))
+    first, second = (random_steps(driver, prompts, random.Random(seed)) for seed in (2, 3))
+    assert not all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("kind", "impl"), [("llama", "lean"), ("gpt2", "transformers")])
+def test_adapters_are_equal_bit_for_bit(kind: str, impl: str, dtype: str, tmp_path: Path) -> None:
+    """Which adapters batch mates ask for does not show."""
+    base = make_tiny_model(kind, tmp_path / "base")
+    ends = ("c_attn", "c_fc") if kind == "gpt2" else ("q_proj", "o_proj", "up_proj", "down_proj")
+    layers = linear_layers(base, ends)
+    modules = tuple(
+        f"{name}={make_adapter(tmp_path / name, layers, seed, r=rank)}"
+        for seed, (name, rank) in enumerate([("a", 4), ("b", 6)])
+    )
+    options: dict[str, Any] = {"dtype": dtype, "model_impl": impl, "lora_modules": modules}
+    loaded = load(base, deterministic=True, **options)
+    driver = Driver(loaded)
+    prompts = random_prompts(random.Random(1))
+    mixed = ("a", "", "b", "b", "a")
+    first = random_steps(driver, prompts, random.Random(2), mixed)
+    again = random_steps(driver, prompts, random.Random(3), mixed)
+    assert all(torch.equal(x, y) for x, y in zip(again, first, strict=True))
+    for name in ("a", "b", ""):
+        every = random_steps(driver, prompts, random.Random(4), [name] * 5)
+        for i, wanted in enumerate(mixed):
+            assert torch.equal(every[i], first[i]) == (wanted == name)
+    if dtype == "float32":
+        plain = random_steps(Driver(load(base, **options)), prompts, random.Random(2), mixed)
+        assert all(relative_error(x, y) < 1e-5 for x, y in zip(first, plain, strict=True))
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft"])
+@pytest.mark.parametrize("kind", ["qwen3", "mixtral"])
+def test_drafts_change_no_bit(kind: str, method: str, tmp_path: Path) -> None:
+    """In bfloat16 rows of a span with drafts are computed as decode rows are: the same tokens with
+    speculation and without, and the same log probabilities."""
+    if kind == "mixtral":
+        target = save_random(tmp_path / "target", kind, num_local_experts=4)
+    else:
+        target = make_tiny_model(kind, tmp_path / "target")
+    common: dict[str, Any] = {
+        "model": str(target), "dtype": "bfloat16", "deterministic": True, "device": "cpu",
+        "block_size": 8, "num_kv_blocks": 96,
+    }  # fmt: skip
+    rng = random.Random(4)
+    loop = [rng.randrange(5, 320) for _ in range(6)]
+    prompts = [loop * 4, [7, 8, 9], loop * 3 + [11, 12]]
+    params = [
+        SamplingParams(max_tokens=40, temperature=t, seed=3, ignore_eos=True, logprobs=3)
+        for t in (0.0, 0.6, 1.0)
+    ]
+    plain = LLM(**common)
+    # The target drafts for itself: with the same noise nearly all of its guesses stand.
+    if method == "draft":
+        common["speculative_model"] = str(target)
+    speculating = LLM(**common, speculative_method=method)
+    for each in params:
+        expected = [output.outputs[0] for output in plain.generate(prompts, each)]
+        found = [output.outputs[0] for output in speculating.generate(prompts, each)]
+        assert [f.token_ids for f in found] == [e.token_ids for e in expected]
+        assert [f.logprobs for f in found] == [e.logprobs for e in expected]
+    stats = speculating.engine.stats
+    assert stats.num_drafted_tokens > 20
+    if method == "draft":
+        assert stats.num_accepted_tokens > 0.9 * stats.num_drafted_tokens
+    speculating.engine.check()
 
 
 def test_the_plain_mode_is_not_equal_bit_for_bit(tmp_path: Path) -> None:
@@ -146,11 +289,12 @@ def test_the_engine_gives_equal_logprobs_whatever_happens(dtype: str, tmp_path: 
         assert stats.num_chunked_prompts > 0
 
 
+@pytest.mark.parametrize("shapes", [SHAPES, SHAPES[-1:]], ids=["many", "one"])
 @pytest.mark.parametrize("name", [*LAYERS, "latent"])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_attention_equals_reference(name: str, kv_heads: int) -> None:
+def test_attention_equals_reference(name: str, kv_heads: int, shapes: Any) -> None:
     spec = LAYERS.get(name, AttentionLayer(4, 0.25, latent=12))
-    chunks, results = chunks_of(SHAPES), []
+    chunks, results = chunks_of(shapes), []
     for backend in (ReferenceAttention, FixedOrderAttention):
         v_dim = 0 if spec.latent else 12
         pool = Pool.make(kv_heads, 16, v_dim, torch.float32)
@@ -200,23 +344,21 @@ def test_lanes_are_whole_vectors(threads: int) -> None:
         torch.set_num_threads(before)
 
 
-def test_what_cannot_be_deterministic_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("named", ["", "a"])
+def test_a_machine_where_places_matter_is_refused(
+    named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match="mixtures of experts"):
-        deterministic.refuse_changing_shapes({"num_local_experts": 8}, ())
-    with pytest.raises(ConfigError, match="LoRA"):
-        deterministic.refuse_changing_shapes({}, ("a=b",))
-    path = make_tiny_model("llama", tmp_path)
-    with pytest.raises(InternalError):
-        load(path, deterministic=True).model.add_adapter(Adapter("a", "", {}))
+    """Also where only the rows of an adapter differ."""
+    path = make_tiny_model("llama", tmp_path / "base")
+    adapter = make_adapter(tmp_path / "a", linear_layers(path, ("q_proj",)), seed=1)
     real = deterministic.first_logits
 
-    def unstable(*arguments: Any) -> Tensor:
-        logits = real(*arguments)
-        logits[-1] += 1e-6
+    def unstable(model: Any, info: Any, device: Any, ids: Any, adapters: list[str]) -> Tensor:
+        logits = real(model, info, device, ids, adapters)
+        if adapters[-1] == named:
+            logits[-1] += 1e-6
         return logits
 
     monkeypatch.setattr(deterministic, "first_logits", unstable)
     with pytest.raises(ConfigError, match="depends on its place"):
-        load(path, deterministic=True)
+        load(path, deterministic=True, lora_modules=(f"a={adapter}",))

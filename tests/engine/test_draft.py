@@ -13,6 +13,7 @@ from baton.engine.config import EngineConfig
 from baton.engine.draft import DraftModelProposer
 from baton.engine.loading import LoadedModel
 from baton.engine.proposer import DraftAsk
+from baton.engine.speculation import load_draft, load_proposer
 from baton.errors import ConfigError
 from baton.sampling import SamplingParams
 from tests.engine.decoding import BLOCK_SIZE, Sample, decode, load
@@ -115,8 +116,24 @@ def test_another_vocabulary_is_refused_by_name(model: LoadedModel, folder: Path)
     target = replace(model.info, name="target", vocab_size=321)
     with pytest.raises(ConfigError, match=r"320 tokens, target has 321") as caught:
         DraftModelProposer(model, target, 64)
-    assert caught.value.field == "draft_model"
-    config = EngineConfig(model=str(folder), dtype="float32", device="cpu")
-    assert DraftModelProposer.load(config, model.info, 64).propose([ask([7])]) == [
-        plain(model, [7], GREEDY, 3)
-    ]
+    assert caught.value.field == "speculative_model"
+
+
+def test_the_configured_draft_model_guesses_from_a_pool_as_large_as_the_target_s(
+    model: LoadedModel, folder: Path
+) -> None:
+    config = EngineConfig(
+        model="target", dtype="float32", device="cpu", num_kv_blocks=8, block_size=4,
+        speculative_method="draft", speculative_model=str(folder),
+    )  # fmt: skip
+    draft = load_draft(config)
+    assert draft is not None
+    proposer = load_proposer(config, model.info, draft)
+    assert isinstance(proposer, DraftModelProposer)
+    assert (proposer.pool.num_blocks, proposer.pool.block_size) == (8, 4)
+    assert proposer.propose([ask([7])]) == [plain(model, [7], GREEDY, 3)]
+    none = replace(config, speculative_method="none", speculative_model=None)
+    assert load_draft(none) is None
+    assert load_proposer(none, model.info) is None
+    with pytest.raises(ConfigError, match="not configured"):
+        load_proposer(config, model.info)

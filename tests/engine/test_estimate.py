@@ -204,6 +204,24 @@ def test_weights_that_do_not_fit_are_refused_with_the_sums() -> None:
     assert run(MIXTRAL, memory="80GB", tensor_parallel_size=2).num_blocks is not None
 
 
+def test_a_draft_model_shares_the_memory() -> None:
+    options = EstimateOptions(model=Path("m"), memory="80GB", context=4096)
+    alone = estimate(shape(LLAMA), options)
+    both = estimate(shape(LLAMA), options, draft=shape(QWEN))
+    assert both.draft_weight_bytes == 2 * 596_049_920
+    assert both.draft_kv_bytes_per_token == 114_688
+    assert alone.kv_bytes is not None
+    assert both.kv_bytes is not None
+    assert both.kv_bytes == alone.kv_bytes - both.draft_weight_bytes
+    assert both.num_blocks == both.kv_bytes // (16 * (131_072 + 114_688))
+    assert ("draft model", "1.19 GB of weights, 114.69 kB of KV per token") in rows(both)
+    halved = EstimateOptions(model=Path("m"), memory="20GB", tensor_parallel_size=2)
+    assert estimate(shape(LLAMA), halved, draft=shape(QWEN)).draft_weight_bytes == 596_049_920
+    tight = EstimateOptions(model=Path("m"), memory="18.5GB")
+    with pytest.raises(ConfigError, match=r"16\.06 GB of weights, 1\.19 GB of the draft model's"):
+        estimate(shape(LLAMA), tight, draft=shape(QWEN))
+
+
 # ---- times ----
 
 

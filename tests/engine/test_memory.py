@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from baton.engine.config import EngineConfig
+from baton.engine.engine import Engine
 from baton.engine.kv_cache import bytes_per_block
 from baton.engine.loading import LoadedModel, load_model
 from baton.engine.memory import (
@@ -87,6 +89,63 @@ def test_nothing_left_is_refused_with_the_sums(model: LoadedModel) -> None:
         "32 tokens", "is -0.10 GB",
     ):  # fmt: skip
         assert part in text
+
+
+# ---- a draft model beside it ----
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    path = make_tiny_model("llama", tmp_path_factory.mktemp("draft"), num_hidden_layers=1)
+    return load_model(EngineConfig(model=str(path), dtype="float32", served_model_name="small"))
+
+
+def test_each_block_is_paid_for_twice(model: LoadedModel, draft: LoadedModel) -> None:
+    own, drafts = (
+        bytes_per_block(each.info.layers, BLOCK_SIZE, "float32") for each in (model, draft)
+    )
+    assert drafts == own // 3
+    given = config(kv_cache_memory="1MB")
+    blocks = size_pool(given, model, BLOCK_SIZE, 64, draft)
+    assert blocks == 1_000_000 // (own + drafts) < size_pool(given, model, BLOCK_SIZE, 64)
+    with pytest.raises(ConfigError) as error:
+        size_pool(config(kv_cache_memory="10kB"), model, BLOCK_SIZE, 64, draft)
+    assert f"{own + drafts:,} bytes" in str(error.value)
+    assert f"{drafts:,} bytes are for the draft model small" in str(error.value)
+
+
+def test_a_device_holds_both_weights_and_the_larger_peak(
+    model: LoadedModel, draft: LoadedModel
+) -> None:
+    device = FakeDevice(size=10_000_000_000, used=3_000_000_000, peak=500_000_000)
+    peaks = [500_000_000, 700_000_000]
+    device.peak_of = lambda run: peaks.pop(0)  # type: ignore[method-assign]
+    budget = device_budget(config(), device, model, BLOCK_SIZE, draft)
+    assert budget.num_bytes == 9_000_000_000 - 3_000_000_000 - 700_000_000
+    assert "are the draft model's" in budget.origin
+    full = FakeDevice(size=10_000_000_000, used=8_900_000_000, peak=200_000_000)
+    with pytest.raises(ConfigError, match=r"nothing is left .* draft model's\)") as error:
+        device_budget(config(), full, model, BLOCK_SIZE, draft)
+    assert full.runs == 2
+    assert error.value.field == "gpu_memory_utilization"
+
+
+def test_an_engine_with_a_draft_model_stays_within_its_budget(tmp_path: Path) -> None:
+    target = make_tiny_model("llama", tmp_path / "target")
+    small = make_tiny_model("llama", tmp_path / "small", seed=1, num_hidden_layers=1)
+    budget = 400_000
+    common: dict[str, Any] = {
+        "model": str(target), "device": "cpu", "block_size": BLOCK_SIZE,
+        "kv_cache_memory": str(budget),
+    }  # fmt: skip
+    alone = Engine.load(EngineConfig(**common))
+    engine = Engine.load(
+        EngineConfig(**common, speculative_method="draft", speculative_model=str(small))
+    )
+    layers = len(engine.info.layers)
+    drafts = engine.arena.num_bytes // layers  # one layer of the same sizes
+    assert engine.arena.num_bytes + drafts <= budget
+    assert engine.pool.num_blocks == alone.pool.num_blocks * layers // (layers + 1)
 
 
 # ---- blocks from a budget ----

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from transformers import (
 )
 
 from baton.engine import penalties
+from baton.engine.occurrences import Occurrences
 from baton.engine.sampler import Draw
 from baton.sampling import SamplingParams
 
@@ -152,6 +154,62 @@ def test_everything_together_is_the_plain_definition(
         assert torch.equal(changed[row], applied(logits[row : row + 1], one)[0])
         if not one.altered:
             assert torch.equal(changed[row], logits[row])
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    PARAMS,
+    st.lists(st.integers(0, 12), min_size=1, max_size=9),
+    st.lists(
+        st.tuples(
+            st.lists(st.integers(0, 30), min_size=1, max_size=40),
+            st.lists(st.integers(0, 30), max_size=4),
+        ),
+        max_size=6,
+    ),
+)
+def test_counts_kept_from_step_to_step_change_nothing(
+    params: dict[str, Any], prompt: list[int], steps: list[tuple[list[int], list[int]]]
+) -> None:
+    """Bit for bit what a fresh count of the whole text gives, with drafts ahead or without."""
+    kept, history = Occurrences(), list(prompt)
+    for tokens, ahead in [([], []), *steps]:
+        history += tokens
+        plain_draw = draw([*history, *ahead], len(prompt), **params)
+        kept_draw = replace(plain_draw, history=history, ahead=ahead, occurrences=kept)
+        logits = logits_of()
+        assert torch.equal(applied(logits, kept_draw), applied(logits, plain_draw))
+
+
+def test_what_is_counted_is_counted_once() -> None:
+    """The text is read from where the last call ended; drafts are not kept."""
+    reads: list[slice] = []
+
+    class Watched(list[int]):
+        def __getitem__(self, index: Any) -> Any:
+            reads.append(index)
+            return super().__getitem__(index)
+
+    history, kept = Watched(range(500)), Occurrences()
+    ids, counts = kept.count(history, 100, whole=False)
+    assert sorted(ids.tolist()) == list(range(100, 500))
+    history.extend([7, 450, 7])
+    reads.clear()
+    ids, counts = kept.count(history, 100, whole=False, ahead=[7, 9, 9])
+    assert reads == [slice(500, None)]
+    told = dict(zip(ids.tolist(), counts.tolist(), strict=True))
+    assert (told[7], told[450], told[9], told[100]) == (3, 2, 2, 1)
+    ids, counts = kept.count(history, 100, whole=False)
+    assert dict(zip(ids.tolist(), counts.tolist(), strict=True)) == {
+        token: 1 + (token == 450) for token in range(100, 500)
+    } | {7: 2}
+
+
+def test_another_text_is_counted_from_its_start() -> None:
+    kept = Occurrences()
+    kept.count([1, 2, 3, 3], 1, whole=False)
+    ids, counts = kept.count([1, 2], 1, whole=True)
+    assert dict(zip(ids.tolist(), counts.tolist(), strict=True)) == {1: 0, 2: 1}
 
 
 def test_the_last_bias_of_a_token_counts_and_unknown_tokens_are_ignored() -> None:

@@ -179,7 +179,7 @@ def _merge(
     if spec.sinks is not None:
         group = spec.query_heads // kv_heads
         sinks = spec.sinks.float().view(kv_heads, 1, group).expand(-1, rows // group, -1).flatten(1)
-        greatest = sinks.expand(count, -1, -1).contiguous()
+        greatest = sinks.expand(count, -1, -1).clone()  # reduced in place below
     index = plan.owners[:, None, None].expand_as(maxima)
     greatest.scatter_reduce_(0, index, maxima, "amax")
     # Query tiles are no multiple of a vector for every shape: pad to whole ones.

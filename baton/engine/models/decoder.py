@@ -105,11 +105,21 @@ class DecoderLayer:
 class Decoder:
     """A decoder-only transformer over flattened tokens and a paged KV pool."""
 
-    def __init__(self, config: DecoderConfig, read: ReadTensor, linears: Linears) -> None:
-        """Read and merge all weights; `linears` decides the format of the products'."""
+    def __init__(
+        self,
+        config: DecoderConfig,
+        read: ReadTensor,
+        linears: Linears,
+        fixed_shapes: bool = False,
+    ) -> None:
+        """Read and merge all weights; `linears` decides the format of the products'.
+
+        `fixed_shapes`: no product's shape depends on which experts or adapters rows want.
+        """
         self._config = config
+        self._fixed_shapes = fixed_shapes
         self._embedding = read("model.embed_tokens.weight")
-        builder = _Builder(config, read, linears)
+        builder = _Builder(config, read, linears, fixed_shapes)
         self._layers = [builder.layer(i) for i in range(config.num_layers)]
         self._final_norm = read("model.norm.weight")
         head = self._embedding if config.tied_embeddings else read("lm_head.weight")
@@ -154,7 +164,7 @@ class Decoder:
 
     def forward(self, token_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
         """token_ids [T], positions [T] -> hidden [T, H]; writes the batch's KV into the pool."""
-        eps, groups = self._config.rms_norm_eps, rows_by_adapter(batch)
+        eps, groups = self._config.rms_norm_eps, rows_by_adapter(batch, self._fixed_shapes)
         residual = functional.embedding(token_ids, self._embedding)
         rotation = Rotation.at(positions, self._frequencies, residual.dtype, self._attention_factor)
         for index, layer in enumerate(self._layers):
@@ -233,6 +243,7 @@ class _Builder:
     config: DecoderConfig
     read: ReadTensor
     linears: Linears
+    fixed_shapes: bool
 
     def layer(self, index: int) -> DecoderLayer:
         config, prefix = self.config, f"model.layers.{index}."
@@ -305,6 +316,7 @@ class _Builder:
             per_token=config.per_token,
             normalized=config.normalized,
             shared=shared,
+            fixed_shapes=self.fixed_shapes,
         )
 
     def _expert(self, config: ExpertsConfig, prefix: str) -> Expert:

@@ -4,7 +4,9 @@
     sorted by expert                   0: t0 t1 | 2: t1 t2 | 3: t0 t2     contiguous slices
     back in (token, choice) order, weighted, summed over the choices
 
-The sum's order is a token's own choices, never its batch mates'. Source: Switch Transformer (arXiv
+The sum's order is a token's own choices, never its batch mates'. With `fixed_shapes`
+(--deterministic) an expert met computes all rows, and those that chose it take theirs: its products
+have one shape, whatever the others chose. Source: Switch Transformer (arXiv
 2101.03961), Mixtral (arXiv 2401.04088); the router as in transformers' MixtralTopKRouter and
 Qwen2MoeTopKRouter.
 """
@@ -57,6 +59,7 @@ class Experts:
     per_token: int
     normalized: bool
     shared: SharedExpert | None
+    fixed_shapes: bool = False
 
     def __call__(self, hidden: Tensor, groups: Sequence[AdapterRows]) -> Tensor:
         """hidden [T, H] -> [T, H]. Adapters do not reach experts: the loader refuses such ones."""
@@ -64,15 +67,15 @@ class Experts:
         weights, chosen = scores.topk(self.per_token, dim=-1)
         if self.normalized:
             weights = weights / weights.sum(dim=-1, keepdim=True)
-        answers = self._answers(hidden, chosen.flatten())
-        answers = answers.view(*chosen.shape, -1) * weights.to(hidden.dtype)[..., None]
+        answers = (self._answers_of_all if self.fixed_shapes else self._answers)(hidden, chosen)
+        answers = answers * weights.to(hidden.dtype)[..., None]
         mixed = answers.sum(dim=1)
         return mixed if self.shared is None else mixed + self.shared(hidden)
 
     def _answers(self, hidden: Tensor, chosen: Tensor) -> Tensor:
-        """What each choice of each token says: chosen [T * per_token] -> [T * per_token, H]."""
-        order = chosen.argsort(stable=True)
-        counts = torch.bincount(chosen, minlength=len(self.experts)).tolist()
+        """What each choice of each token says: chosen [T, per_token] -> [T, per_token, H]."""
+        order = chosen.flatten().argsort(stable=True)
+        counts = torch.bincount(chosen.flatten(), minlength=len(self.experts)).tolist()
         rows = hidden[order // self.per_token]
         answers = torch.empty_like(rows)
         start = 0
@@ -80,4 +83,12 @@ class Experts:
             if count:
                 answers[order[start : start + count]] = expert(rows[start : start + count])
             start += count
+        return answers.view(*chosen.shape, -1)
+
+    def _answers_of_all(self, hidden: Tensor, chosen: Tensor) -> Tensor:
+        """As _answers, each expert met having computed all of hidden."""
+        answers = hidden.new_empty(*chosen.shape, hidden.shape[1])
+        for index in chosen.unique().tolist():
+            tokens, choices = (chosen == index).nonzero(as_tuple=True)
+            answers[tokens, choices] = self.experts[index](hidden)[tokens]
         return answers

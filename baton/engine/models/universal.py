@@ -18,23 +18,25 @@ import copy
 import dataclasses
 import logging
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache
+from transformers import AttentionInterface, AutoConfig, DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from baton.engine.attention.base import AttentionLayer
 from baton.engine.attention.torch_cpu import TorchAttention
 from baton.engine.batch import Batch, flatten
+from baton.engine.checkpoint import Checkpoint
 from baton.engine.interface import SequenceChunk
 from baton.engine.lora import Adapter, rows_by_adapter
 from baton.engine.models.config import latent_spec, layer_spec
 from baton.engine.models.hooked_lora import HookedAdapters
 from baton.engine.models.mla import Absorbed, absorb_latents
+from baton.engine.tensors import TensorReader
 from baton.errors import InternalError, ModelRefused
 from baton.kv_spec import LayerSpec
 
@@ -166,8 +168,13 @@ class _GivenHidden(nn.Module):
 class UniversalModel:
     """Any decoder-only transformers model whose attention goes through the AttentionInterface."""
 
-    def __init__(self, causal: Any) -> None:
-        """Probe `causal` (on its device, in eval mode, our attention set). Raises ModelRefused."""
+    def __init__(self, causal: Any, fixed_shapes: bool = False) -> None:
+        """Probe `causal` (on its device, in eval mode, our attention set). Raises ModelRefused.
+
+        `fixed_shapes`: no adapter's product tells how many rows want it. What experts do is the
+        modelling code's own business: see `has_experts`.
+        """
+        self._fixed_shapes = fixed_shapes
         self._absorbed = absorb_latents(causal)
         self._adapters = HookedAdapters(causal, self._absorbed)
         self._decoder = causal.base_model
@@ -175,6 +182,7 @@ class UniversalModel:
         config = causal.config.get_text_config()
         self.vocab_size: int = config.vocab_size
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
+        self.has_experts = _names_experts(causal.config.to_dict())
         self.weight_bytes: int = sum(p.nbytes for p in causal.parameters())
         probe = _Probe()
         ids = torch.zeros(2, dtype=torch.int64, device=causal.device)
@@ -196,7 +204,7 @@ class UniversalModel:
 
     def forward(self, token_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
         """token_ids [T], positions [T] int64 -> hidden [T, H]; writes the batch's KV."""
-        with self._adapters.rows(rows_by_adapter(batch)):
+        with self._adapters.rows(rows_by_adapter(batch, self._fixed_shapes)):
             return self._run(token_ids, positions, batch).last_hidden_state[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -224,9 +232,13 @@ class UniversalModel:
 
 
 def load_universal(
-    path: Path, config: dict[str, Any], dtype: torch.dtype, device: torch.device
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    fixed_shapes: bool = False,
 ) -> UniversalModel:
-    """Load the checkpoint in `path`. Raises ModelRefused, naming architecture and reason."""
+    """Load a checkpoint. Raises ModelRefused, naming architecture and reason."""
+    config = checkpoint.config
     architecture = (config.get("architectures") or [config.get("model_type") or "unknown"])[0]
     if config.get("model_type") not in CONFIG_MAPPING:
         raise ModelRefused(
@@ -235,7 +247,7 @@ def load_universal(
             field="model",
         )
     try:
-        return _load(path, dtype, device)
+        return _load(checkpoint, dtype, device, fixed_shapes)
     except ModelRefused as reason:
         raise ModelRefused(f"{architecture} cannot be served: {reason}", field="model") from reason
     except Exception as error:
@@ -245,22 +257,10 @@ def load_universal(
 
 
 @torch.inference_mode()
-def _load(path: Path, dtype: torch.dtype, device: torch.device) -> UniversalModel:
-    transformers_logging.disable_progress_bar()
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        path,
-        dtype=dtype,
-        trust_remote_code=False,
-        use_safetensors=True,
-        local_files_only=True,
-        output_loading_info=True,
-    )
-    causal, loading = loaded
-    incomplete = sorted(loading["missing_keys"]) + sorted(loading["mismatched_keys"])
-    if incomplete:
-        raise ModelRefused(f"tensors missing or of a wrong shape: {incomplete[:3]}")
-    if loading["unexpected_keys"]:
-        logger.warning("tensors of %s not used: %s", path, sorted(loading["unexpected_keys"])[:3])
+def _load(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, fixed_shapes: bool
+) -> UniversalModel:
+    causal = read_causal(checkpoint, dtype)
     causal.requires_grad_(False).eval().to(device)
     text_config = causal.config.get_text_config()
     unserved = set(getattr(text_config, "layer_types", None) or ()) - _SERVED_LAYER_TYPES
@@ -271,10 +271,59 @@ def _load(path: Path, dtype: torch.dtype, device: torch.device) -> UniversalMode
     ids = (torch.arange(_CHECK_TOKENS, device=device) * 37 + 5) % text_config.vocab_size
     native = causal(input_ids=ids[None], use_cache=False).logits[0].float()
     causal.set_attn_implementation(IMPLEMENTATION)
-    model = UniversalModel(causal)
+    model = UniversalModel(causal, fixed_shapes)
     _check_windows(model, text_config)
     _self_check(model, ids, native, dtype)
     return model
+
+
+def read_causal(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
+    """transformers' own model on the CPU, each tensor read once, in the dtype that it is kept in.
+
+    transformers makes the model without memory, renames and merges tensors as the family needs it,
+    makes the buffers that no file holds and ties what is tied. It is handed tensors that are still
+    in their files: from the files themselves it would map all of them beside every cast copy.
+
+    Raises ModelRefused for tensors that are missing or of another shape.
+    """
+    transformers_logging.disable_progress_bar()
+    config: Any = AutoConfig.from_pretrained(
+        checkpoint.path, trust_remote_code=False, local_files_only=True
+    )
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelRefused("transformers has no causal language model of this kind")
+    family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if family.config_class is config.sub_configs.get("text_config"):
+        config = config.get_text_config()  # of a multimodal checkpoint: its language model alone
+    lazy = TensorReader(checkpoint.weight_files, dtype, torch.device("cpu")).lazy()
+    loaded: Any = family.from_pretrained(
+        None,
+        config=config,
+        state_dict=lazy,
+        dtype=dtype,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # told of below: its own error does not name them
+    )
+    causal, loading = loaded
+    incomplete = sorted(loading["missing_keys"]) + sorted(loading["mismatched_keys"])
+    if incomplete:
+        raise ModelRefused(f"tensors missing or of a wrong shape: {incomplete[:3]}")
+    if loading["unexpected_keys"]:
+        unused = sorted(loading["unexpected_keys"])
+        logger.warning("tensors of %s not used: %s", checkpoint.path, unused[:3])
+    return causal
+
+
+def _names_experts(config: dict[str, Any]) -> bool:
+    """Whether a config, or a part of it, has any key about experts that is set. Rather too often:
+    this costs speed only."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            if _names_experts(value):
+                return True
+        elif value and any(part in str(key) for part in ("expert", "moe")):
+            return True
+    return False
 
 
 def _check_windows(model: UniversalModel, text_config: Any) -> None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from baton.engine.config import EngineConfig
 from baton.engine.interface import ModelInfo
+from baton.engine.layer_groups import group_layers
 from baton.engine.proposer import DraftAsk, NgramProposer, Proposer
 from baton.engine.sequence import SequenceState
 from baton.errors import ConfigError
@@ -76,5 +77,6 @@ def load_proposer(config: EngineConfig, target: ModelInfo) -> Proposer | None:
         speculative_method="none",
         speculative_model=None,
     )
-    pool_tokens = config.num_kv_blocks * (config.block_size or 1)
+    num_groups = group_layers(target.layers, target.kv_dtype).num_groups
+    pool_tokens = config.num_kv_blocks // num_groups * (config.block_size or 1)
     return DraftModelProposer.load(draft, target, pool_tokens)

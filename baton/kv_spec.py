@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Final, Literal
+from typing import Final, Literal, TypeAlias
 
 PROTOCOL_VERSION: Final = 1
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
@@ -45,6 +46,31 @@ class PoolFormat:
     tp_size: int = 1
     tp_rank: int = 0
     codecs: tuple[str, ...] = ("raw",)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBlocks:
+    """A sequence's blocks in one layer group: its block `first + i` lies in pool block ids[i].
+
+    Those before `first` are a hole: a sliding window has passed them, or will never see them.
+    """
+
+    ids: Sequence[int]
+    first: int = 0
+
+    @property
+    def end(self) -> int:
+        """Blocks of the sequence covered, the hole included."""
+        return self.first + len(self.ids)
+
+
+BlockLists: TypeAlias = tuple[HeldBlocks, ...]  # one per layer group of the pool
+
+
+def first_visible(window: int, num_tokens: int) -> int:
+    """The first of `num_tokens` known tokens whose KV a layer with `window` (0 = unlimited) still
+    needs; conservative by one: the last known token may be computed again."""
+    return max(0, num_tokens - window) if window else 0
 
 
 def layout_fingerprint(model_digest: str, rope: str, layers: tuple[LayerSpec, ...]) -> str:

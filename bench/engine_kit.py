@@ -24,6 +24,7 @@ from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.interface import ChunkResult, ModelInfo, Runner, Sampled, SequenceChunk
 from baton.engine.kv_cache import KVArena
+from baton.engine.layer_groups import LayerGroups, one_group
 from baton.events import TokenLogprob
 from baton.kv_spec import LayerSpec
 from baton.request import Request
@@ -94,23 +95,28 @@ def mixed_lengths(
 
 
 def instant_engine(
-    num_blocks: int, block_size: int, runner: Runner | None = None, **options: object
+    num_blocks: int,
+    block_size: int,
+    runner: Runner | None = None,
+    groups: LayerGroups | None = None,
+    **options: object,
 ) -> Engine:
-    """An engine without a model: two bytes of KV per token."""
+    """An engine without a model: two bytes of KV per token and layer, by default of one layer."""
+    groups = groups or one_group((LayerSpec(1, 1, 0),))
     values: dict[str, Any] = {"model": "none", **options}
     config = EngineConfig(**values)
     info = ModelInfo(
         name="none",
         digest="none",
-        layers=(LayerSpec(1, 1, 0),),
+        layers=groups.layers,
         rope="none",
         vocab_size=VOCAB_SIZE,
-        max_model_len=num_blocks * block_size,
+        max_model_len=num_blocks // groups.num_groups * block_size,
         eos_token_ids=(),
         kv_dtype="float16",
         model_impl="lean",
     )
-    arena = KVArena(info.layers, num_blocks, block_size, info.kv_dtype)
+    arena = KVArena(groups, num_blocks, block_size, info.kv_dtype)
     return Engine(config, runner or InstantRunner(), arena, info)
 
 

@@ -5,6 +5,8 @@
               of the final length, and to the final length itself, which nobody knows beforehand
     sharing   blocks that copy-on-write saves, of those that single tables would take, for parallel
               samples and (with a real model: what survives depends on it) for beams
+    windows   KV of one request of Gemma 3's shape (22 layers see 512 tokens, 4 see all), in blocks
+              of all layers and in blocks by layer group, at its peak and at its end
     prefix    hit rate of the scheduler and pool on the Mooncake conversation trace, lengths scaled,
               against an infinite cache and against an exact LRU of the pool's size
     peak      memory of a forward at max_num_batched_tokens: what a start measures
@@ -27,9 +29,11 @@ from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.interface import SequenceChunk
 from baton.engine.kv_cache import KVArena, bytes_per_block
+from baton.engine.layer_groups import LayerGroups, group_layers, one_group
 from baton.engine.loading import LoadedModel, load_model
 from baton.engine.memory import HostMemory, dummy_steps
 from baton.engine.runner import ModelRunner
+from baton.kv_spec import LayerSpec
 from baton.request import Request
 from bench.engine_kit import (
     InstantRunner,
@@ -80,7 +84,7 @@ class Occupancy:
         for chunk in chunks:
             # The last token of a request is never written: it is only known once it is sampled.
             self.used += chunk.start + len(chunk.token_ids)
-            self.paged += len(chunk.blocks) * self.block_size
+            self.paged += sum(len(held.ids) for held in chunk.blocks) * self.block_size
             length = self.lengths[chunk.request_id]
             final = length.prompt + length.output
             self.to_longest += LONGEST
@@ -118,6 +122,44 @@ def waste(block_size: int, count: int) -> dict[str, Any]:
     return occupancy.row()
 
 
+# ---- windows ----
+
+GEMMA3 = ((LayerSpec(1, 1, 0, 512, "sliding"),) * 5 + (LayerSpec(1, 1, 0),)) * 4 + (
+    LayerSpec(1, 1, 0, 512, "sliding"),
+) * 2
+GEMMA3_LAYER_BYTES = 1024  # of a token in one layer: Gemma 3 1B has one KV head of 256 in bfloat16
+
+
+def held_bytes(groups: LayerGroups, prompt: int, output: int) -> tuple[float, float]:
+    """Megabytes of KV that one request of Gemma 3 1B holds: at most, and at its end."""
+    longest = prompt + output
+    held: list[int] = []
+    engine = instant_engine(
+        groups.num_groups * (longest // 16 + 2), 16, None, groups, max_num_batched_tokens=512
+    )
+    engine.add(plain_request("r", random_prompt(prompt, 1), output))
+    while engine.has_work:
+        engine.step()
+        held.append(engine.pool.num_used * groups.num_slots)
+    scale = 16 * GEMMA3_LAYER_BYTES / 1e6
+    return max(held) * scale, held[-2] * scale  # after its last step it holds nothing
+
+
+def window_rows() -> list[dict[str, Any]]:
+    """One row per request: prompt and answer."""
+    rows: list[dict[str, Any]] = []
+    for prompt, output in ((100, 900), (900, 100), (100, 7900), (4000, 4000)):
+        whole, _ = held_bytes(one_group(GEMMA3), prompt, output)
+        peak, end = held_bytes(group_layers(GEMMA3, "float16"), prompt, output)
+        rows.append(
+            {
+                "prompt": prompt, "answer": output, "all layers MB": whole, "groups: peak MB": peak,
+                "groups: end MB": end, "end / all layers": end / whole,
+            }
+        )  # fmt: skip
+    return rows
+
+
 # ---- sharing ----
 
 
@@ -130,8 +172,9 @@ class Sharing:
 
     def seen(self, chunks: Sequence[SequenceChunk]) -> None:
         """Count one step."""
-        self.entries += sum(len(chunk.blocks) for chunk in chunks)
-        self.blocks += len({block for chunk in chunks for block in chunk.blocks})
+        tables = [held.ids for chunk in chunks for held in chunk.blocks]
+        self.entries += sum(map(len, tables))
+        self.blocks += len({block for ids in tables for block in ids})
 
     @property
     def saved(self) -> float:
@@ -354,6 +397,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     count = 512 if given.full else 128
     parts = [
         Part("waste on a mixed load", [waste(size, count) for size in (8, 16, 32, 64, 128)]),
+        Part("one request of Gemma 3's shape", window_rows()),
         Part("saved by sharing", sharing_rows(model, given.full)),
         Part("peak of a forward", peak_rows(model, given.full)),
     ]

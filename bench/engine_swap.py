@@ -19,8 +19,10 @@ from typing import Any
 from baton.engine.config import EngineConfig
 from baton.engine.interface import SequenceChunk
 from baton.engine.kv_cache import KVArena
+from baton.engine.layer_groups import one_group
 from baton.engine.loading import LoadedModel, load_model
 from baton.engine.runner import ModelRunner
+from baton.kv_spec import HeldBlocks
 from baton.sampling import SamplingParams
 from bench.engine_kit import Part, arguments_parser, prepare, random_prompt, tell
 
@@ -44,7 +46,7 @@ def measure(model: LoadedModel, block_size: int, context: int, repetitions: int)
     """One row: a request of `context` tokens, in blocks that lie scattered over the pool."""
     info = model.info
     count = -(-context // block_size)
-    arena = KVArena(info.layers, 4 * count, block_size, info.kv_dtype, model.device)
+    arena = KVArena(one_group(info.layers), 4 * count, block_size, info.kv_dtype, model.device)
     # Scattered, as after hours of serving: every third block, backwards.
     blocks = [(3 * index) % (4 * count - 1) for index in range(count)][::-1]
     runner = ModelRunner(model, arena)
@@ -59,7 +61,7 @@ def measure(model: LoadedModel, block_size: int, context: int, repetitions: int)
                 "r",
                 part,
                 start,
-                blocks,
+                (HeldBlocks(blocks),),
                 params if last else None,
                 history=tokens,
                 num_prompt=context,

@@ -23,7 +23,9 @@ from baton.engine.batch import flatten
 from baton.engine.config import EngineConfig
 from baton.engine.interface import SequenceChunk
 from baton.engine.kv_cache import KVArena, bytes_per_block
+from baton.engine.layer_groups import one_group
 from baton.engine.loading import LoadedModel, load_model
+from baton.kv_spec import HeldBlocks
 from baton.tokenizer import Tokenizer
 from bench.engine_kit import Part, arguments_parser, prepare, random_prompt, tell
 from bench.engine_swap import median_s
@@ -52,7 +54,9 @@ class Measured:
 
     def __init__(self, loaded: LoadedModel, num_blocks: int = 256) -> None:
         self.loaded = loaded
-        self.arena = KVArena(loaded.info.layers, num_blocks, BLOCK_SIZE, loaded.info.kv_dtype)
+        self.arena = KVArena(
+            one_group(loaded.info.layers), num_blocks, BLOCK_SIZE, loaded.info.kv_dtype
+        )
         self._attention = choose_attention(loaded, self.arena)
 
     @torch.inference_mode()
@@ -66,16 +70,17 @@ class Measured:
         per_sequence = -(-context // BLOCK_SIZE)
         chunks = [
             SequenceChunk(
-                str(i), [9 + i], context - 1, range(i * per_sequence, (i + 1) * per_sequence)
+                str(i), [9 + i], context - 1,
+                (HeldBlocks(range(i * per_sequence, (i + 1) * per_sequence)),),
             )
             for i in range(sequences)
-        ]
+        ]  # fmt: skip
         return median_s(lambda: self.run(chunks), repetitions)
 
     def prefill_s(self, tokens: int, repetitions: int) -> float:
         """Median seconds of one chunk of `tokens`."""
         prompt = random_prompt(tokens, 1, self.loaded.info.vocab_size)
-        chunk = SequenceChunk("p", prompt, 0, range(-(-tokens // BLOCK_SIZE)))
+        chunk = SequenceChunk("p", prompt, 0, (HeldBlocks(range(-(-tokens // BLOCK_SIZE))),))
         return median_s(lambda: self.run([chunk]), repetitions)
 
 
@@ -98,7 +103,7 @@ def all_logits(model: Measured, answers: Sequence[Answer]) -> list[Tensor]:
     found: list[Tensor] = []
     for answer in answers:
         blocks = range(-(-len(answer.ids) // BLOCK_SIZE))
-        logits = model.run([SequenceChunk("a", answer.ids, 0, blocks)])
+        logits = model.run([SequenceChunk("a", answer.ids, 0, (HeldBlocks(blocks),))])
         found.append(logits[answer.first - 1 : -1])
     return found
 

@@ -12,13 +12,13 @@ from typing import Protocol, TypeAlias
 
 from baton.events import FirstToken
 from baton.handles import Endpoint, KVHandle, LaneAddress
-from baton.kv_spec import LayerSpec, PoolFormat
+from baton.kv_spec import BlockLists, LayerSpec, PoolFormat
 from baton.request import Request
 
 
 class KVMemory(Protocol):
-    """What a connector sees of a KV pool. `blocks` hold a sequence's tokens in order; [start, end)
-    are token indices of that sequence."""
+    """What a connector sees of a KV pool. `blocks` hold a sequence's tokens in order, a list per
+    layer group; [start, end) are token indices of that sequence."""
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]: ...
@@ -26,17 +26,19 @@ class KVMemory(Protocol):
     @property
     def format(self) -> PoolFormat: ...
 
-    def read(self, layer: int, blocks: Sequence[int], start: int, end: int) -> Sequence[memoryview]:
-        """K fragments, then V fragments of tokens [start, end), token-major.
+    def read(self, layer: int, blocks: BlockLists, start: int, end: int) -> Sequence[memoryview]:
+        """K fragments, then V fragments of tokens [start, end), token-major; zeros for tokens that
+        are not held, since no layer of their group can see them.
 
         On CPU views into the pool, valid only while the blocks are pinned; else host copies.
         """
         ...
 
     def write(
-        self, layer: int, blocks: Sequence[int], start: int, end: int, payload: memoryview
+        self, layer: int, blocks: BlockLists, start: int, end: int, payload: memoryview
     ) -> None:
-        """Put what `read` of the peer gave into tokens [start, end); touches nothing else."""
+        """Put what `read` of the peer gave into tokens [start, end), as far as they are held;
+        touches nothing else."""
         ...
 
 
@@ -57,8 +59,17 @@ class KVConnector(Protocol):
         """Boot id, lanes with addresses, layout. Only after start()."""
         ...
 
+    @property
+    def export_bytes(self) -> int:
+        """KV bytes of the exports whose blocks are not free yet."""
+        ...
+
+    def room_for(self, num_bytes: int) -> bool:
+        """Whether so many more bytes of exports fit the budget now. Any thread; never blocks."""
+        ...
+
     def export(
-        self, request: Request, sample: int, blocks: Sequence[int], num_tokens: int
+        self, request: Request, sample: int, blocks: BlockLists, num_tokens: int
     ) -> KVHandle:
         """Offer `blocks` (pinned by the caller until on_released) under a lease, BEFORE the forward
         pass. Any thread; never blocks."""
@@ -74,7 +85,7 @@ class KVConnector(Protocol):
         ...
 
     async def fetch(
-        self, handle: KVHandle, epoch: int, dst_blocks: Sequence[int], start_token: int = 0
+        self, handle: KVHandle, epoch: int, dst_blocks: BlockLists, start_token: int = 0
     ) -> KVReady:
         """Write tokens [start_token, handle.num_tokens) into `dst_blocks`, keeping the lease.
 
@@ -100,7 +111,7 @@ class KVConnector(Protocol):
     async def stop(self) -> None: ...
 
 
-OnReleased: TypeAlias = Callable[[KVHandle, tuple[int, ...], str], None]
+OnReleased: TypeAlias = Callable[[KVHandle, BlockLists, str], None]
 
 
 class Wire(Protocol):

@@ -29,6 +29,7 @@ from baton.errors import (
 )
 from baton.events import FirstToken
 from baton.handles import Endpoint, KVHandle, LaneAddress
+from baton.kv_spec import BlockLists
 from baton.request import Request
 from baton.timing import Timing
 from kv_transfer.base import KVMemory, KVReady, Lane, OnReleased
@@ -138,11 +139,13 @@ class Connector:
         return self._table.export_bytes
 
     # ---- exporting -----------------------------------------------------------------------------
+    def room_for(self, num_bytes: int) -> bool:
+        return True
+
     def export(
-        self, request: Request, sample: int, blocks: Sequence[int], num_tokens: int
+        self, request: Request, sample: int, blocks: BlockLists, num_tokens: int
     ) -> KVHandle:
-        if len(blocks) * self.memory.format.block_size < num_tokens:
-            raise InternalError(f"{len(blocks)} blocks do not hold {num_tokens} tokens")
+        self._check_cover(blocks, num_tokens)
         handle = KVHandle(
             boot_id=self.boot_id,
             export_seq=self._table.next_sequence(),
@@ -193,10 +196,9 @@ class Connector:
 
     # ---- fetching ------------------------------------------------------------------------------
     async def fetch(
-        self, handle: KVHandle, epoch: int, dst_blocks: Sequence[int], start_token: int = 0
+        self, handle: KVHandle, epoch: int, dst_blocks: BlockLists, start_token: int = 0
     ) -> KVReady:
-        if len(dst_blocks) * self.memory.format.block_size < handle.num_tokens:
-            raise InternalError(f"{len(dst_blocks)} blocks do not hold {handle.num_tokens} tokens")
+        self._check_cover(dst_blocks, handle.num_tokens)
         timeout_ms = round(self.timing.request_s * 1000)
         wanted = Wanted(handle, epoch, Intent.FETCH, start_token, timeout_ms)
         started = self.clock.monotonic()
@@ -210,6 +212,11 @@ class Connector:
         seconds = self.clock.monotonic() - started
         self.stats.fetched(seconds)
         return KVReady(fetched.end.num_tokens, fetched.end.first_tokens, fetched.num_bytes, seconds)
+
+    def _check_cover(self, blocks: BlockLists, num_tokens: int) -> None:
+        count = min(held.end for held in blocks)
+        if count * self.memory.format.block_size < num_tokens:
+            raise InternalError(f"{count} blocks do not hold {num_tokens} tokens")
 
     async def renew(self, handle: KVHandle, epoch: int | None = None) -> None:
         epoch = handle.epoch if epoch is None else epoch
@@ -231,7 +238,7 @@ class Connector:
             # Gone already, taken over by a newer epoch, or out of reach: the lease frees it.
             log.debug("request %s: release (%s): %s", handle.request_id, why, error)
 
-    async def _fetch_with_retry(self, wanted: Wanted, blocks: Sequence[int]) -> Fetched:
+    async def _fetch_with_retry(self, wanted: Wanted, blocks: BlockLists) -> Fetched:
         """One re-fetch after a corrupt frame, from the start: cheaper than a prefill."""
         renewal = asyncio.create_task(self._keep_lease(wanted), name="kv-renew")
         try:
@@ -262,7 +269,7 @@ class Connector:
         raise KVRefused(f"no common lane: {sorted(offered)} offered")
 
     async def _converse(
-        self, threads: ThreadPoolExecutor, wanted: Wanted, blocks: Sequence[int]
+        self, threads: ThreadPoolExecutor, wanted: Wanted, blocks: BlockLists
     ) -> Fetched:
         """Hold one conversation on a thread. However it ends, the thread has left the blocks."""
         lane, address = self._choose_lane(wanted.handle)

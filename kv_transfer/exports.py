@@ -24,6 +24,7 @@ from baton.clock import Clock
 from baton.errors import InternalError, KVError, KVRefused, KVStale
 from baton.events import FirstToken
 from baton.handles import KVHandle
+from baton.kv_spec import BlockLists
 from kv_transfer.base import OnReleased
 from kv_transfer.leases import Leases
 
@@ -35,7 +36,7 @@ class Export:
     """One export; written by its table only, under the table's lock."""
 
     handle: KVHandle
-    blocks: tuple[int, ...]
+    blocks: BlockLists
     num_bytes: int
     upto: list[int]  # by layer: tokens [0, upto) are published
     changed: threading.Condition
@@ -82,12 +83,12 @@ class ExportTable:
     def next_sequence(self) -> int:
         return next(self._sequence)
 
-    def add(self, handle: KVHandle, blocks: Sequence[int], num_bytes: int) -> None:
+    def add(self, handle: KVHandle, blocks: BlockLists, num_bytes: int) -> None:
         """Offer `blocks` under a fresh lease. `num_bytes` counts in `export_bytes` until freed."""
         with self._lock:
             export = Export(
                 handle=handle,
-                blocks=tuple(blocks),
+                blocks=blocks,
                 num_bytes=num_bytes,
                 upto=[0] * self._num_layers,
                 changed=threading.Condition(self._lock),

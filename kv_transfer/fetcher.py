@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.errors import KVCorrupt
+from baton.kv_spec import BlockLists
 from kv_transfer.base import KVMemory, Lane, Wire
 from kv_transfer.bodies import decode_body, encode_body, kind_of
 from kv_transfer.frames import decode, encode, seed_of
@@ -53,7 +54,7 @@ class Conversation:
     """One conversation with an exporter: fetch, renew or release, as `wanted` says."""
 
     def __init__(
-        self, shared: Fetcher, lane: Lane, address: str, wanted: Wanted, blocks: Sequence[int]
+        self, shared: Fetcher, lane: Lane, address: str, wanted: Wanted, blocks: BlockLists
     ) -> None:
         self._shared = shared
         self._lane = lane

@@ -22,6 +22,7 @@ from baton.engine.thread import StepReport
 from baton.errors import BatonError, KVStale, UnsupportedFeature
 from baton.events import FirstToken, HandleReady, NodeStep, TokenEvent
 from baton.handles import KVHandle
+from baton.kv_spec import BlockLists
 from baton.messages import SubmitDecode, SubmitPrefill
 from baton.node.requests import NodeRequest
 from baton.node.role import RoleContext
@@ -48,9 +49,16 @@ class PrefillExports:
         self._connector = connector
         self._tell = tell
         self._lost = lost
+        info = engine.info
+        self._token_bytes = sum(layer.token_bytes(info.kv_dtype) for layer in info.layers)
         self._open: dict[str, tuple[Request, KVHandle]] = {}
 
-    def admitted(self, request: Request, blocks: tuple[int, ...], num_tokens: int) -> None:
+    def may_admit(self, num_tokens: int, num_pending: int) -> bool:
+        """Back-pressure: prompts are computed as receivers take them. One alone always may."""
+        alone = num_pending == 0 and self._connector.export_bytes == 0
+        return alone or self._connector.room_for((num_tokens + num_pending) * self._token_bytes)
+
+    def admitted(self, request: Request, blocks: BlockLists, num_tokens: int) -> None:
         """Export the pinned blocks. If that raises, the engine unpins them and fails the step."""
         handle = self._connector.export(request, 0, blocks, num_tokens)
         self._open[request.id] = (request, handle)

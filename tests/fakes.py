@@ -10,14 +10,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from baton.engine.beam import BeamSearch
-from baton.engine.block_tables import window_of
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.interface import ChunkResult, EngineHooks, ModelInfo, Sampled, SequenceChunk
 from baton.engine.kv_cache import KVArena
 from baton.engine.proposer import DraftAsk
 from baton.events import TokenLogprob
-from baton.kv_spec import LayerSpec
+from baton.kv_spec import BlockLists, HeldBlocks, LayerSpec, first_visible
 from baton.request import Request
 from baton.sampling import SamplingParams
 
@@ -97,14 +96,16 @@ def expected_beams(
 class FakeRunner:
     """A Runner whose KV is the token ids themselves, one per slot.
 
-    A row's history is read back through its block table, never taken from the chunk: a wrong table,
-    an overwritten or a recycled block shows up as a wrong token.
+    A row's history is read back through its block tables, never taken from the chunk: a wrong
+    table, an overwritten or a recycled block shows up as a wrong token. `windows`: what each layer
+    group sees (0 = all); the model sees what the first one does, and every group must agree.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, window: int | None = None) -> None:
+    def __init__(self, num_blocks: int, block_size: int, windows: Sequence[int] = (0,)) -> None:
         self.block_size = block_size
-        self.window = window  # tokens that the model sees
-        self.memory: list[int | None] = [None] * (num_blocks * block_size)
+        self.windows = windows
+        self.window = windows[0] or None  # tokens that the model sees
+        self.memory: list[tuple[int, int] | None] = [None] * (num_blocks * block_size)
         self.batches: list[list[SequenceChunk]] = []
         self.fail_for: set[str] = set()  # ids of requests that break their step
         self.during: Callable[[], None] | None = None  # runs once, in the middle of the next step
@@ -122,11 +123,14 @@ class FakeRunner:
         for chunk in chunks:
             if chunk.request_id in self.fail_for:
                 raise RuntimeError(f"the fake model fails for {chunk.request_id}")
+            assert len(chunk.blocks) == len(self.windows)
             for index, token in enumerate(chunk.token_ids):
-                slot = self.slot(chunk.blocks, chunk.start + index)
-                assert slot not in written, "two rows write one slot"
-                written.add(slot)
-                self.memory[slot] = token
+                for group, held in enumerate(chunk.blocks):
+                    slot = self.slot(held, chunk.start + index)
+                    assert slot not in written, "two rows write one slot"
+                    written.add(slot)
+                    self.memory[slot] = (group, token)
+            self._prove_visible(chunk)
         if on_layer is not None:
             for layer in range(NUM_LAYERS):
                 on_layer(layer)
@@ -135,20 +139,43 @@ class FakeRunner:
             during()
         return [ChunkResult(self._sample(c), self._prompt_logprobs(c)) for c in chunks]
 
-    def slot(self, blocks: Sequence[int], position: int) -> int:
+    def slot(self, held: HeldBlocks, position: int) -> int:
         block, offset = divmod(position, self.block_size)
-        return blocks[block] * self.block_size + offset
+        assert block >= held.first, "a hole is used"
+        return held.ids[block - held.first] * self.block_size + offset
 
-    def read(self, blocks: Sequence[int], end: int, start: int = 0) -> list[int]:
-        """Tokens whose KV lies at positions [start, end) of a block table."""
-        values = [self.memory[self.slot(blocks, position)] for position in range(start, end)]
-        assert None not in values, "KV is read that nobody has written"
-        return [value for value in values if value is not None]
+    def read(self, blocks: BlockLists, end: int, start: int = 0) -> list[int]:
+        """Tokens whose KV lies at positions [start, end), as far as the first group sees them from
+        the last one on; the other groups must hold the same."""
+        tokens: list[int] = []
+        for group, (window, held) in enumerate(zip(self.windows, blocks, strict=True)):
+            first = max(start, end - window) if window else start
+            values = [self.memory[self.slot(held, position)] for position in range(first, end)]
+            assert None not in values, "KV is read that nobody has written"
+            assert {value[0] for value in values if value} <= {group}, "another group's KV"
+            mine = [value[1] for value in values if value is not None]
+            tokens = tokens or mine
+            assert mine == tokens[len(tokens) - len(mine) :], "groups differ"
+        return tokens
 
-    def write(self, blocks: Sequence[int], start: int, tokens: Sequence[int]) -> None:
-        """What a KV transfer does: put KV at positions [start, start + len(tokens))."""
-        for index, token in enumerate(tokens):
-            self.memory[self.slot(blocks, start + index)] = token
+    def write(self, blocks: BlockLists, start: int, tokens: Sequence[int]) -> None:
+        """What a KV transfer does: put KV at positions [start, start + len(tokens)), in a windowed
+        group those that are still needed."""
+        end = start + len(tokens)
+        for group, (window, held) in enumerate(zip(self.windows, blocks, strict=True)):
+            for position in range(max(start, first_visible(window, end)), end):
+                slot = self.slot(held, position)
+                self.memory[slot] = (group, tokens[position - start])
+
+    def _prove_visible(self, chunk: SequenceChunk) -> None:
+        """The first row of the chunk finds all it may see; later rows see less of the past."""
+        for group, (window, held) in enumerate(zip(self.windows, chunk.blocks, strict=True)):
+            first = max(0, chunk.start - window + 1) if window else 0
+            for position in range(first, chunk.start):
+                value = self.memory[self.slot(held, position)]
+                assert value is not None, "KV is read that nobody has written"
+                assert value[0] == group, "another group's KV"
+                assert not chunk.history or value[1] == chunk.history[position], "a wrong token"
 
     def _history(self, chunk: SequenceChunk, end: int) -> list[int]:
         start = 0 if self.window is None else max(0, end - self.window)
@@ -201,6 +228,10 @@ class FakeArena(KVArena):
         memory = self.runner.memory
         memory[target * size : (target + 1) * size] = memory[source * size : (source + 1) * size]
 
+    def clear_block(self, block: int) -> None:
+        size = self.block_size
+        self.runner.memory[block * size : (block + 1) * size] = [None] * size
+
     def read_blocks(self, blocks: Sequence[int]) -> Any:
         self._take_time(len(blocks))
         size = self.block_size
@@ -245,15 +276,22 @@ class ScriptedProposer:
 class FakeHooks:
     """Records what a prefill node would hear. `during_layer` may act in the middle of a step."""
 
-    admissions: list[tuple[Request, tuple[int, ...], int]] = field(default_factory=list)
+    admissions: list[tuple[Request, BlockLists, int]] = field(default_factory=list)
     layers: list[tuple[int, tuple[tuple[str, int], ...]]] = field(default_factory=list)
     during_layer: Callable[[], None] | None = None
     error: Exception | None = None
+    most_tokens: int | None = None  # exports of so many at once; the test takes off what it unpins
+    num_tokens: int = 0
 
-    def admitted(self, request: Request, blocks: tuple[int, ...], num_tokens: int) -> None:
+    def may_admit(self, num_tokens: int, num_pending: int) -> bool:
+        others = self.num_tokens + num_pending
+        return self.most_tokens is None or not others or others + num_tokens <= self.most_tokens
+
+    def admitted(self, request: Request, blocks: BlockLists, num_tokens: int) -> None:
         if self.error is not None:
             raise self.error
         self.admissions.append((request, blocks, num_tokens))
+        self.num_tokens += num_tokens
 
     def layer_written(self, layer: int, progress: Sequence[tuple[str, int]]) -> None:
         self.layers.append((layer, tuple(progress)))
@@ -289,7 +327,7 @@ def fake_engine(
     config = EngineConfig(**values)  # type: ignore[arg-type]
     info = info or model_info()
     arena = FakeArena(info.layers, num_blocks, block_size, info.kv_dtype)
-    runner = arena.runner = FakeRunner(num_blocks, block_size, window_of(info.layers))
+    runner = arena.runner = FakeRunner(num_blocks, block_size, arena.groups.windows)
     clock = FakeClock()
     runner.clock = clock
     return Engine(config, runner, arena, info, hooks, clock), runner

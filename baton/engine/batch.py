@@ -39,25 +39,37 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """Layout of one step.
+class GroupTables:
+    """Where one layer group's KV of a step lies.
 
-    `slots` [T] int64: flat pool slot (block * block_size + offset) of each row. `tables` [S, W]
-    int64: block table of each span, padded with a block of its own. `on_layer(layer)` fires after
-    each layer's write. `plans` is the attention backend's scratch: index tensors computed at a
-    step's first layer.
+    `slots` [T] int64: flat pool slot (block * block_size + offset) of each row. `blocks` [S, W]
+    int64: each span's blocks from its block `first[s]` on (the others have left its layers'
+    window), padded with a block of its own.
+    """
+
+    slots: Tensor
+    blocks: Tensor
+    first: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Layout of one step: its rows' spans, and a table per layer group.
+
+    `on_layer(layer)` fires after each layer's write. `plans` is the attention backend's scratch:
+    index tensors computed at a step's first layer.
     """
 
     spans: tuple[Span, ...]
-    slots: Tensor
-    tables: Tensor
+    tables: tuple[GroupTables, ...]
     attention: Attention
     on_layer: Callable[[int], None] | None = None
     plans: dict[Any, Any] = field(default_factory=dict)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write k, v [T, kv_heads, dim], tell `on_layer`, attend with q [T, query_heads, dim]."""
-        self.attention.write(layer, k, v, self.slots)
+        table = self.tables[self.attention.group_of[layer]]
+        self.attention.write(layer, k, v, table.slots)
         if self.on_layer is not None:
             self.on_layer(layer)
         return self.attention.attend(layer, q, self)
@@ -84,18 +96,23 @@ def flatten(
     token_ids: list[int] = []
     positions: list[int] = []
     owners: list[int] = []
-    width = max(len(chunk.blocks) for chunk in chunks)
-    tables: list[list[int]] = []
     for index, chunk in enumerate(chunks):
         count = len(chunk.token_ids)
         spans.append(Span(len(token_ids), count, chunk.start, chunk.adapter))
         token_ids.extend(chunk.token_ids)
         positions.extend(range(chunk.start, chunk.start + count))
         owners.extend([index] * count)
-        tables.append([*chunk.blocks, *[chunk.blocks[-1]] * (width - len(chunk.blocks))])
     # Built on the host and moved once each: small copies to a device cost more than their bytes.
-    position = torch.tensor(positions)
-    table = torch.tensor(tables)
-    slots = table[torch.tensor(owners), position // block_size] * block_size + position % block_size
-    batch = Batch(tuple(spans), slots.to(device), table.to(device), attention, on_layer)
+    position, owner = torch.tensor(positions), torch.tensor(owners)
+    column, offset = position // block_size, position % block_size
+    tables: list[GroupTables] = []
+    for group in range(len(chunks[0].blocks)):
+        held = [chunk.blocks[group] for chunk in chunks]
+        width = max(len(each.ids) for each in held)
+        blocks = torch.tensor([[*h.ids, *[h.ids[-1]] * (width - len(h.ids))] for h in held])
+        first = tuple([each.first for each in held])
+        here = column - torch.tensor(first)[owner] if any(first) else column
+        slots = blocks[owner, here] * block_size + offset
+        tables.append(GroupTables(slots.to(device), blocks.to(device), first))
+    batch = Batch(tuple(spans), tuple(tables), attention, on_layer)
     return Step(torch.tensor(token_ids).to(device), position.to(device), batch)

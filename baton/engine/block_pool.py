@@ -9,8 +9,9 @@ The life of a block:
 
 Always: every block is in exactly one of used, free plain, free cached, so free + used == total.
 A block in the prefix map is full and never written again; only a sequence's last, unregistered
-block is. A hash names one block: a second block with equal content stays unregistered (append-only
-block tables are worth more than de-duplication).
+block is. A key names one block: a second block with equal content stays unregistered (append-only
+block tables are worth more than de-duplication). Keys are block hashes, in further layer groups
+with the group's number behind: those are nobody else's business, so no event tells of them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class BlockPool:
         self.enable_prefix_caching = enable_prefix_caching
         self._refs = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
-        self._parents = [b""] * num_blocks
+        self._parents: list[bytes | None] = [None] * num_blocks  # None: nobody is told of it
         self._by_hash: dict[bytes, int] = {}
         self._plain = list(range(num_blocks - 1, -1, -1))  # a stack: the warmest block goes first
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
@@ -141,8 +142,13 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
-    def register(self, block: int, block_hash: bytes, parent: bytes) -> None:
-        """Offer a full, computed block to later lookups. `parent`: hash of the block before it."""
+    def find(self, block_hash: bytes) -> int | None:
+        """The block that the prefix map knows by this key."""
+        return self._by_hash.get(block_hash)
+
+    def register(self, block: int, block_hash: bytes, parent: bytes | None) -> None:
+        """Offer a full, computed block to later lookups. `parent`: hash of the block before it;
+        None: no event tells of this one."""
         if self._refs[block] == 0:
             raise InternalError(f"block {block} is free and cannot enter the prefix map")
         if not self.enable_prefix_caching or block_hash in self._by_hash:
@@ -152,7 +158,8 @@ class BlockPool:
         self._hashes[block] = block_hash
         self._parents[block] = parent
         self._by_hash[block_hash] = block
-        self._events.stored(block_hash, parent)
+        if parent is not None:
+            self._events.stored(block_hash, parent)
 
     def take_events(self) -> list[BlockEvent]:
         """Prefix-map changes since the last call, in order.
@@ -166,7 +173,9 @@ class BlockPool:
         """CLEARED, then STORED for the whole map: the state for a listener that starts now."""
         log = _EventLog(limit=self.num_blocks + 1)
         for block_hash, block in self._by_hash.items():
-            log.stored(block_hash, self._parents[block])
+            parent = self._parents[block]
+            if parent is not None:
+                log.stored(block_hash, parent)
         return [BlockEvent(BlockEventKind.CLEARED), *(log.take() or [])]
 
     def _evict(self) -> int:
@@ -175,8 +184,9 @@ class BlockPool:
         assert block_hash is not None, "a cached block has a hash"
         del self._by_hash[block_hash]
         self._hashes[block] = None
-        self._parents[block] = b""
-        self._events.evicted(block_hash)
+        if self._parents[block] is not None:
+            self._events.evicted(block_hash)
+        self._parents[block] = None
         return block
 
     # ---- proof ----

@@ -30,13 +30,14 @@ from torch.nn import functional
 
 from baton.engine.attention.base import AttentionLayer
 from baton.engine.attention.fixed_order import FixedOrderAttention
-from baton.engine.batch import Batch, flatten
+from baton.engine.batch import Batch, GroupTables, flatten
 from baton.engine.interface import ModelInfo, SequenceChunk
 from baton.engine.kv_cache import KVArena
+from baton.engine.layer_groups import one_group
 from baton.engine.lora import Adapter
 from baton.engine.models.base import CausalModel
 from baton.errors import ConfigError
-from baton.kv_spec import LayerSpec
+from baton.kv_spec import HeldBlocks, LayerSpec
 
 TILE_ROWS: Final = 16  # a product of 16 rows reads the weights once and costs little over one row
 _PROOF_BLOCK: Final = 16
@@ -141,10 +142,10 @@ def first_logits(
     adapters: Sequence[str],
 ) -> Tensor:
     """Logits of sequences of one token each, computed in one step, each with its adapter."""
-    arena = KVArena(info.layers, len(ids), _PROOF_BLOCK, info.kv_dtype, device)
+    arena = KVArena(one_group(info.layers), len(ids), _PROOF_BLOCK, info.kv_dtype, device)
     attention = FixedOrderAttention(arena, model.attention_layers)
     chunks = [
-        SequenceChunk(str(i), [token], 0, [i], adapter=adapter)
+        SequenceChunk(str(i), [token], 0, (HeldBlocks([i]),), adapter=adapter)
         for i, (token, adapter) in enumerate(zip(ids, adapters, strict=True))
     ]
     step = flatten(chunks, attention, _PROOF_BLOCK, device)
@@ -164,11 +165,18 @@ def _part(batch: Batch, rows: slice, last: bool) -> Batch:
             start = span.start + first - span.first_row
             moved = first - rows.start
             parts.append(replace(span, first_row=moved, num_rows=stop - first, start=start))
+    tables = [
+        GroupTables(
+            table.slots[rows],
+            table.blocks[torch.tensor(kept, device=table.blocks.device)],
+            tuple(table.first[index] for index in kept),
+        )
+        for table in batch.tables
+    ]
     return replace(
         batch,
         spans=tuple(parts),
-        slots=batch.slots[rows],
-        tables=batch.tables[torch.tensor(kept, device=batch.tables.device)],
+        tables=tuple(tables),
         on_layer=batch.on_layer if last else None,
         plans={},
     )

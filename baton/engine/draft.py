@@ -25,10 +25,12 @@ from baton.engine.block_pool import BlockPool
 from baton.engine.config import DEFAULT_BLOCK_SIZE
 from baton.engine.interface import ModelInfo, SequenceChunk
 from baton.engine.kv_cache import KVArena
+from baton.engine.layer_groups import one_group
 from baton.engine.loading import LoadedModel
 from baton.engine.proposer import DraftAsk
 from baton.engine.runner import ModelRunner
 from baton.errors import ConfigError
+from baton.kv_spec import HeldBlocks
 from baton.sampling import SamplingParams
 
 DEFAULT_BATCHED_TOKENS: Final = 2048
@@ -81,7 +83,7 @@ class _Guess:
             request_id=self.ask.request_id,
             token_ids=self.tokens[start:end],
             start=start,
-            blocks=self.branch.blocks,
+            blocks=(HeldBlocks(self.branch.blocks),),
             sample=self.params if end == len(self.tokens) else None,
             position=self.ask.position + self.num_guesses,
             sample_index=self.ask.sample_index,
@@ -114,7 +116,9 @@ class DraftModelProposer:
                 field="speculative_model",
             )
         num_blocks = max(1, -(-pool_tokens // block_size))
-        arena = KVArena(info.layers, num_blocks, block_size, info.kv_dtype, loaded.device)
+        # A rejected guess may rewind a branch to any token: windows free nothing here.
+        groups = one_group(info.layers)
+        arena = KVArena(groups, num_blocks, block_size, info.kv_dtype, loaded.device)
         self._pool = BlockPool(num_blocks, block_size, enable_prefix_caching=False)
         self._runner = ModelRunner(loaded, arena)
         self._max_len = info.max_model_len

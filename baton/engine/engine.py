@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -25,14 +25,14 @@ from baton import block_hashes
 from baton.clock import Clock, SystemClock
 from baton.engine.beam import BeamSearch
 from baton.engine.block_pool import BlockPool
-from baton.engine.block_tables import BlockTables, count_blocks, window_of
+from baton.engine.block_tables import BlockTables, as_lists, count_blocks
 from baton.engine.config import DEFAULT_BLOCK_SIZE, EngineConfig
 from baton.engine.interface import EngineHooks, ModelInfo, Reservation, Runner, Task
 from baton.engine.kv_cache import KVArena
 from baton.engine.outputs import Outputs
 from baton.engine.proposer import Proposer
 from baton.engine.scheduler import Limits, Scheduler, StepPlan
-from baton.engine.sequence import RequestGroup, SequenceState, num_samples
+from baton.engine.sequence import RequestGroup, SequenceState, Table, num_samples
 from baton.engine.speculation import Drafter, load_draft, load_proposer
 from baton.engine.stats import EngineStats, KVUsage
 from baton.engine.swap import Swapper
@@ -40,6 +40,7 @@ from baton.engine.validation import Bounds, refuse_handed_over, validate
 from baton.errors import ConfigError, ContextLengthExceeded, InternalError, InvalidRequest
 from baton.events import BlockEvent, FirstToken, TokenEvent, TokenLogprob
 from baton.handles import NodeLoad
+from baton.kv_spec import BlockLists
 from baton.request import Request
 
 if TYPE_CHECKING:  # lazy at run time, see load()
@@ -66,12 +67,21 @@ class Engine:
         clock: Clock | None = None,
     ) -> None:
         self._model_len = _model_len(config, info)
-        max_len = min(self._model_len, arena.num_blocks * arena.block_size)
+        # A preempted request is computed again from its start, when windows free nothing yet: what
+        # one can hold is what all groups of layers can hold of it at once.
+        self._num_groups = arena.groups.num_groups
+        max_len = min(self._model_len, arena.num_blocks // self._num_groups * arena.block_size)
+        if max_len < 1:
+            raise ConfigError(
+                f"a pool of {arena.num_blocks} KV blocks holds no token: this model's layers need "
+                f"{self._num_groups} blocks for each {arena.block_size} tokens",
+                field="num_kv_blocks",
+            )
         if max_len < self._model_len:
             log.warning(
-                "the KV pool of %d blocks of %d tokens holds less than one request of %d tokens: "
-                "requests are limited to %d",
-                arena.num_blocks, arena.block_size, self._model_len, max_len,
+                "the KV pool of %d blocks of %d tokens (of %d groups of layers each) holds less "
+                "than one request of %d tokens: requests are limited to %d",
+                arena.num_blocks, arena.block_size, self._num_groups, self._model_len, max_len,
             )  # fmt: skip
         self.info = replace(info, max_model_len=max_len)
         self.config = replace(
@@ -89,13 +99,16 @@ class Engine:
         self._clock = clock or SystemClock()
         self._bounds = Bounds(
             max_len, self._model_len, info.vocab_size, config.max_num_seqs, arena.num_blocks,
-            arena.block_size, info.adapters,
+            arena.block_size, info.adapters, self._num_groups,
         )  # fmt: skip
-        tables = BlockTables(self.pool, arena, self.stats, window_of(info.layers))
+        self._tables = BlockTables(self.pool, arena, self.stats, arena.groups.windows)
         block_bytes = arena.num_bytes // arena.num_blocks
-        swapper = Swapper(tables, self.stats, self._clock, config.preemption_mode, block_bytes)
+        swapper = Swapper(
+            self._tables, self.stats, self._clock, config.preemption_mode, block_bytes
+        )
         limits = Limits(config.max_num_seqs, config.max_num_batched_tokens)
-        self._scheduler = Scheduler(tables, swapper, limits, self.stats)
+        self._scheduler = Scheduler(self._tables, swapper, limits, self.stats)
+        self._scheduler.ask_before_exports(self._may_export)
         self._outputs = Outputs(
             self._scheduler, self.stats, info.eos_token_ids, self._bounds.limit, self._left
         )
@@ -127,11 +140,9 @@ class Engine:
         num_blocks = size_pool(config, model, block_size, _model_len(config, info), draft)
         arena = KVArena(info.layers, num_blocks, block_size, info.kv_dtype, device)
         log.info(
-            "KV pool: %d blocks of %d tokens, %.1f MB",
-            num_blocks,
-            block_size,
-            arena.num_bytes / 1e6,
-        )
+            "KV pool: %d blocks of %d tokens and %d of %d layers each, %.1f MB",
+            num_blocks, block_size, arena.groups.num_slots, len(info.layers), arena.num_bytes / 1e6,
+        )  # fmt: skip
         engine = cls(config, ModelRunner(model, arena), arena, info, hooks)
         engine.pooler = Pooler(model, arena, config.max_num_batched_tokens, config.max_num_seqs)
         proposer = load_proposer(engine.config, engine.info, draft)
@@ -180,7 +191,8 @@ class Engine:
             raise InternalError(f"{request.id}: only LOCAL requests continue from reserved blocks")
         if reservation is not None:
             refuse_handed_over(request.params)
-        group = self._group(request, task)
+        precision = None if reservation is None else reservation.precision
+        group = self._group(request, task, precision)
         events: list[TokenEvent] = []
         for sequence in list(group.sequences):
             position = sequence.num_outputs
@@ -211,9 +223,9 @@ class Engine:
         if reservation is None:
             self._scheduler.add(group)
 
-    def _group(self, request: Request, task: Task) -> RequestGroup:
+    def _group(self, request: Request, task: Task, precision: str | None) -> RequestGroup:
         """All samples of `request` with what is known of each; for beams, the prompt."""
-        params, root = request.params, self.known_root_hash(request)
+        params, root = request.params, self.known_root_hash(request, precision)
         if params.best_of is not None and params.best_of > params.n and params.logprobs is None:
             # Whoever picks the best ones needs each token's own log probability.
             request = replace(request, params=replace(params, logprobs=0))
@@ -234,24 +246,27 @@ class Engine:
         ]
         return RequestGroup(request, task, self.stats.num_requests, sequences, beams)
 
-    def reserve(self, request: Request, num_tokens: int) -> Reservation | None:
+    def reserve(
+        self, request: Request, num_tokens: int, precision: str | None = None
+    ) -> Reservation | None:
         """Blocks for KV of the first `num_tokens` tokens that comes from elsewhere; None = no room.
 
-        Takes prefix hits first: [0, start_token) need not be fetched. The caller either passes it
-        to add() or cancels it. Raises ContextLengthExceeded if it can never fit, UnsupportedFeature
-        for more than one sample.
+        Takes prefix hits first: [0, start_token) need not be fetched. `precision`: the dtype that
+        the KV was made in, if it is not this pool's; then only KV of the same past answers for it,
+        and it for none other. The caller either passes it to add() or cancels it. Raises
+        ContextLengthExceeded if it can never fit, UnsupportedFeature for more than one sample.
         """
         refuse_handed_over(request.params)
-        if num_tokens < 1 or self.pool.blocks_for(num_tokens) > self.pool.num_blocks:
+        needed = self._tables.blocks_for_arrival(num_tokens)
+        if num_tokens < 1 or needed > self.pool.num_blocks:
             raise ContextLengthExceeded(
-                f"{num_tokens} tokens need {self.pool.blocks_for(num_tokens)} KV blocks, "
-                f"the pool has {self.pool.num_blocks}",
+                f"{num_tokens} tokens need {needed} KV blocks, the pool has {self.pool.num_blocks}",
                 field="prompt",
             )
         tokens = request.known_ids[:num_tokens]
-        root = self.known_root_hash(request)
+        root = self.known_root_hash(request, precision)
         hashes = block_hashes.block_hashes(root, tokens, self.pool.block_size)
-        return self._scheduler.reserve(request.id, hashes, num_tokens)
+        return self._scheduler.reserve(request.id, hashes, num_tokens, precision)
 
     def cancel(self, reservation: Reservation) -> None:
         """Free a reservation that was not added, once nobody writes into its blocks. Idempotent."""
@@ -281,22 +296,22 @@ class Engine:
 
     # ---- blocks of exports ----
 
-    def pin(self, blocks: Iterable[int]) -> None:
+    def pin(self, blocks: BlockLists) -> None:
         """One more reference to each block, independent of requests: an export reads them."""
-        blocks = list(blocks)
-        self.pool.ref(blocks)
-        self._pins.update(blocks)
+        for held in blocks:
+            self.pool.ref(held.ids)
+            self._pins.update(held.ids)
 
-    def unpin(self, blocks: Iterable[int]) -> None:
+    def unpin(self, blocks: BlockLists) -> None:
         """Undo one pin; full computed blocks stay in the prefix map.
 
         Raises InternalError if unpinned.
         """
-        blocks = list(blocks)
-        if Counter(blocks) - self._pins:
+        counts = Counter(block for held in blocks for block in held.ids)
+        if counts - self._pins:
             raise InternalError("blocks are unpinned that were not pinned")
-        self._pins -= Counter(blocks)
-        self.pool.unref(blocks)
+        self._pins -= counts
+        self._tables.give_back([Table(list(held.ids), held.first) for held in blocks])
         self._stalled = False
 
     # ---- the heart ----
@@ -362,8 +377,9 @@ class Engine:
             running=self._scheduler.num_running,
             waiting=self._scheduler.num_waiting,
             swapped=self._scheduler.num_swapped,
-            free_blocks=self.pool.num_free,
-            total_blocks=self.pool.num_blocks,
+            # Routers count blocks of tokens, whatever these take here.
+            free_blocks=self.pool.num_free // self._num_groups,
+            total_blocks=self.pool.num_blocks // self._num_groups,
             waiting_tokens=self._scheduler.num_waiting_tokens,
             step_seconds=self.stats.step_seconds,
             prefill_tokens_per_s=self.stats.prefill_tokens_per_s,
@@ -375,9 +391,10 @@ class Engine:
         counts = count_blocks(self._scheduler.sequences())
         filled: dict[int, int] = {}
         for sequence in self._scheduler.sequences():
-            for index, block in enumerate(sequence.blocks, sequence.num_freed):
-                here = min(size, max(0, sequence.num_computed - index * size))
-                filled[block] = max(here, filled.get(block, 0))
+            for table in sequence.tables:
+                for index, block in enumerate(table.blocks, table.num_freed):
+                    here = min(size, max(0, sequence.num_computed - index * size))
+                    filled[block] = max(here, filled.get(block, 0))
         return KVUsage(
             allocated_blocks=len(counts),
             table_blocks=counts.total(),
@@ -390,10 +407,12 @@ class Engine:
         """Prefix-map changes since the last call, in order."""
         return self.pool.take_events()
 
-    def known_root_hash(self, request: Request) -> bytes:
-        """Parent of the first block hash of `request`: who does not share it shares no block."""
+    def known_root_hash(self, request: Request, precision: str | None = None) -> bytes:
+        """Parent of the first block hash of `request`: who does not share it shares no block.
+        `precision`: of its KV, None = this pool's."""
+        precision = precision or self.info.kv_dtype
         return block_hashes.root_hash(
-            self.info.digest, request.tenant_salt, self.info.kv_dtype, request.adapter
+            self.info.digest, request.tenant_salt, precision, request.adapter
         )
 
     def check(self) -> None:
@@ -411,13 +430,16 @@ class Engine:
         for group in plan.admitted:
             if group.task is not Task.PREFILL:
                 continue
-            blocks = tuple(group.leader.blocks)
+            blocks = as_lists(group.leader.tables)
             self.pin(blocks)
             try:
                 self._hooks.admitted(group.request, blocks, len(group.leader.tokens))
             except Exception:
                 self.unpin(blocks)  # no export exists that could return it
                 raise
+
+    def _may_export(self, num_tokens: int, num_pending: int) -> bool:
+        return self._hooks is None or self._hooks.may_admit(num_tokens, num_pending)
 
     def _on_layer(self, plan: StepPlan) -> Callable[[int], None] | None:
         hooks = self._hooks

@@ -13,13 +13,13 @@ reaches them. Not here: the command and its table (estimate.py).
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from baton.config import option
 from baton.engine.config import parse_bytes
+from baton.engine.layer_groups import group_layers
 from baton.engine.model_shape import ModelShape, StoredWeights
 from baton.errors import ConfigError
 from baton.kv_spec import DTYPE_BYTES, LayerSpec
@@ -161,14 +161,15 @@ def estimate(
     kv_bytes = num_blocks = concurrency = None
     weight_bytes = precision.weight_bytes(shape, shape.parameters) // tp
     activations = _activation_bytes(shape, options, precision)
-    block_bytes = token_bytes * options.block_size
+    groups = group_layers(specs, precision.kv_dtype)
+    block_bytes = groups.page_bytes(options.block_size, precision.kv_dtype)
     if options.memory is not None:
         activations = max(activations, drafts.activations)
         kv_bytes = _kv_memory(options, weight_bytes, activations, drafts.weights)
-        # Each block of the model's KV has one in the draft's.
-        both = block_bytes + drafts.token * options.block_size
+        # Each token of the model's KV has one in the draft's.
+        both = block_bytes + drafts.token * options.block_size // groups.num_groups
         num_blocks = kv_bytes // both if both else 0
-        concurrency = num_blocks // -(-_held(specs, context) // options.block_size)
+        concurrency = num_blocks // groups.blocks_held(context, options.block_size)
     result = Estimate(
         model_type=shape.model_type,
         note=shape.note,
@@ -188,7 +189,9 @@ def estimate(
         activation_bytes=activations,
         kv_bytes=kv_bytes,
         num_blocks=num_blocks,
-        kv_tokens=None if num_blocks is None else num_blocks * options.block_size,
+        kv_tokens=None
+        if num_blocks is None
+        else num_blocks // groups.num_groups * options.block_size,
         concurrency=concurrency,
         draft_weight_bytes=drafts.weights,
         draft_kv_bytes_per_token=drafts.token,
@@ -287,13 +290,6 @@ def _drafts(shape: ModelShape, options: EstimateOptions) -> _Drafts:
 def _per_device(spec: LayerSpec, tp: int) -> LayerSpec:
     """A rank's slice of heads; a latent, and heads fewer than ranks, are held by every rank."""
     return LayerSpec(-(-spec.kv_heads // tp), spec.k_dim, spec.v_dim, spec.window, spec.kind)
-
-
-def _held(specs: Sequence[LayerSpec], context: int) -> int:
-    """Tokens in the pool of a request of `context` tokens: blocks span all layers, so only what
-    every layer has lost sight of is free."""
-    widest = max((spec.window or context for spec in specs), default=context)
-    return min(context, widest)
 
 
 def _precision(shape: ModelShape, options: EstimateOptions) -> Precision:

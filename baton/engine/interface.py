@@ -15,7 +15,7 @@ from typing import Protocol
 
 from baton.engine.occurrences import Occurrences
 from baton.events import TokenLogprob
-from baton.kv_spec import LayerSpec
+from baton.kv_spec import BlockLists, LayerSpec
 from baton.request import Request
 from baton.sampling import SamplingParams
 
@@ -34,7 +34,8 @@ class SequenceChunk:
     """Work of one step for one sequence.
 
     Tokens [start, start + len(token_ids)) are computed; KV of [0, start) is in `blocks` already.
-    `blocks` covers start + len(token_ids) tokens. `sample` is None unless the chunk reaches the
+    `blocks`, a list per layer group, cover start + len(token_ids) tokens, but for a hole that the
+    group's layers cannot see. `sample` is None unless the chunk reaches the
     last known token; then a token is sampled for output index `position`, keyed by
     (params.seed, sample_index, position).
 
@@ -52,7 +53,7 @@ class SequenceChunk:
     request_id: str
     token_ids: Sequence[int]
     start: int
-    blocks: Sequence[int]
+    blocks: BlockLists
     sample: SamplingParams | None = None
     position: int = 0
     sample_index: int = 0
@@ -129,23 +130,32 @@ class Runner(Protocol):
 class Reservation:
     """Blocks held for a prompt whose KV arrives from elsewhere.
 
-    `blocks` cover `num_tokens` tokens, in order; tokens [0, start_token) are already there (prefix
-    hit), so only [start_token, num_tokens) must be written before
-    `Engine.add(request, reservation=...)`.
+    `blocks`, a list per layer group, cover `num_tokens` tokens, in order, but for what a window's
+    layers will never see; tokens [0, start_token) are already there (prefix hit), so only
+    [start_token, num_tokens) must be written before `Engine.add(request, reservation=...)`, in a
+    windowed group those from first_visible() on. `precision` is what the KV was made in, if not as
+    the pool stores it: it answers only for requests of the same.
     """
 
     request_id: str
-    blocks: tuple[int, ...]
+    blocks: BlockLists
     num_tokens: int
     start_token: int
     serial: int = 0  # of this engine: no two reservations are the same
+    precision: str | None = None
 
 
 class EngineHooks(Protocol):
     """What a prefill node hangs into its engine. Called on the engine thread; must not block."""
 
-    def admitted(self, request: Request, blocks: tuple[int, ...], num_tokens: int) -> None:
-        """A PREFILL request got all its blocks.
+    def may_admit(self, num_tokens: int, num_pending: int) -> bool:
+        """Whether an export of so many tokens has room now, beside `num_pending` tokens that this
+        step is about to export. If not, the PREFILL request waits, and all behind it:
+        Engine.unpin() lets the engine ask again. Must be true for one alone."""
+        ...
+
+    def admitted(self, request: Request, blocks: BlockLists, num_tokens: int) -> None:
+        """A PREFILL request got all its blocks, but for prefix hits that no layer will look at.
 
         The engine pinned them once for the export; `Engine.unpin` undoes it.
         """

@@ -1,11 +1,13 @@
-"""KVArena: the memory of all KV blocks, one allocation.
+"""KVArena: the memory of all KV blocks, one allocation, block after block.
 
-Layout of one layer, the same as on the wire (token-major), as long as k_dim == v_dim:
-    [num_blocks, 2, block_size, kv_heads, head_dim]
-in general a block is its K part [block_size, kv_heads, k_dim] followed by its V part
-[block_size, kv_heads, v_dim]; MLA has no V part. Layers follow each other, each on a 64-byte
-boundary. int8 KV has a scale per token and head, float32, in a second arena:
-    [num_blocks, 2, block_size, kv_heads]        (MLA: 1 instead of 2)
+A block (a page) holds block_size tokens of one group of layers (layer_groups.py): a slot per layer,
+each on a 64-byte boundary. A slot is laid out as on the wire (token-major), as long as
+k_dim == v_dim:
+    [2, block_size, kv_heads, head_dim]
+in general its K part [block_size, kv_heads, k_dim] followed by its V part [block_size, kv_heads,
+v_dim]; MLA has no V part. So a copy of a block is one copy, and layers of different groups share a
+slot's memory under different block ids. int8 KV has a scale per token and head, float32, behind all
+blocks, block after block too: slots of [2, block_size, kv_heads] (MLA: 1 instead of 2).
 Not here: who owns which block (block_pool.py), reading and writing for transfers
 (kv_transfer/layout.py).
 """
@@ -18,9 +20,11 @@ from typing import Final
 
 import torch
 
+from baton.engine.layer_groups import LayerGroups, group_layers
 from baton.errors import ConfigError, InternalError
 from baton.kv_spec import LayerSpec
 
+SLAB_BYTES: Final = 4 << 20  # copied back at once: larger scratch costs fresh pages every time
 ALIGNMENT: Final = 64  # bytes: a cache line, and the widest vector load
 
 _TORCH_DTYPES: Final = {
@@ -34,129 +38,151 @@ _TORCH_DTYPES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class HostBlocks:
-    """Copies of some blocks in host memory: per layer (and per layer's scales) [blocks, words],
-    of whatever integer type the bytes divide into."""
+    """Copies of some blocks in host memory: their KV [blocks, words], then their scales if any."""
 
-    layers: tuple[torch.Tensor, ...]
+    parts: tuple[torch.Tensor, ...]
 
     @property
     def num_bytes(self) -> int:
-        return sum(layer.nbytes for layer in self.layers)
+        return sum(part.nbytes for part in self.parts)
 
 
 class KVArena:
-    """KV of `num_blocks` blocks of `block_size` tokens for every layer, zeroed, on one device.
+    """KV of `num_blocks` blocks of `block_size` tokens, zeroed, on one device.
 
     Zeroed because a masked score still multiplies the value behind it: 0 * NaN would poison a row.
     """
 
     def __init__(
         self,
-        layers: tuple[LayerSpec, ...],
+        layers: tuple[LayerSpec, ...] | LayerGroups,
         num_blocks: int,
         block_size: int,
         dtype: str,
         device: str | torch.device = "cpu",
+        memory: torch.Tensor | None = None,
     ) -> None:
+        """`layers`: grouped by their windows, unless grouped already. `memory`: a zeroed, 64-byte
+        aligned uint8 vector to live in, num_blocks * bytes_per_block() long (shared memory, say);
+        None = its own, on `device`."""
         if dtype not in _TORCH_DTYPES:
             raise ConfigError(f"KV cannot be stored as {dtype!r}", field="dtype")
-        self.layers = layers
+        self.groups = layers if isinstance(layers, LayerGroups) else group_layers(layers, dtype)
+        self.layers = self.groups.layers
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.dtype = dtype
-        self.device = torch.device(device)
-        self._offsets: list[int] = []  # bytes, start of each layer
-        total = 0
-        for layer in range(len(layers)):
-            self._offsets.append(total)
-            size = num_blocks * self.block_bytes(layer)
-            total += -(-size // ALIGNMENT) * ALIGNMENT
-        self._memory = torch.zeros(total, dtype=torch.uint8, device=self.device)
-        self._scales = [
-            torch.zeros(self._scale_shape(layer), device=self.device)
-            for layer in range(len(layers) if dtype == "int8" else 0)
-        ]
-        self.num_bytes = total + sum(scales.nbytes for scales in self._scales)
+        self._slots, self.page_bytes = _offsets(self.groups.slot_bytes(block_size, dtype))
+        scales = self.groups.slot_scale_bytes(block_size, dtype)
+        self._scale_slots, scale_bytes = _offsets(scales)
+        self.num_bytes = num_blocks * (self.page_bytes + scale_bytes)
+        if memory is None:
+            memory = torch.zeros(self.num_bytes, dtype=torch.uint8, device=device)
+        elif memory.numel() < self.num_bytes or memory.dtype != torch.uint8:
+            raise InternalError(f"{num_blocks} KV blocks need {self.num_bytes} bytes of memory")
+        self.device = memory.device
+        behind = num_blocks * self.page_bytes
+        self._pages = memory[:behind].view(num_blocks, self.page_bytes)
+        self._scales = memory[behind : self.num_bytes].view(num_blocks, scale_bytes)
+
+    @property
+    def group_of(self) -> tuple[int, ...]:
+        """The layer group of each layer: which of a sequence's block lists it reads."""
+        return self.groups.group_of
 
     def block_bytes(self, layer: int) -> int:
         """Bytes of one block of one layer, K and V."""
         return self.block_size * self.layers[layer].token_bytes(self.dtype)
 
+    def slot_offset(self, layer: int) -> int:
+        """Where `layer` begins within a block of its group, in bytes."""
+        return self._slots[self.groups.places[layer][1]]
+
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views k, v, each [num_blocks, block_size, kv_heads, k_dim or v_dim].
 
-        Both share the arena's memory; strided over blocks, contiguous within one.
+        Both share the arena's memory; strided over blocks, contiguous within one. Only the blocks
+        of the layer's own group hold its KV.
         """
-        spec = self.layers[layer]
-        flat = self._layer_bytes(layer).view(_TORCH_DTYPES[self.dtype])
+        spec, start = self.layers[layer], self.slot_offset(layer)
+        dtype = _TORCH_DTYPES[self.dtype]
         k_size = self.block_size * spec.kv_heads * spec.k_dim
-        v_size = self.block_size * spec.kv_heads * spec.v_dim
-        blocks = flat.view(self.num_blocks, k_size + v_size)
-        shape = (self.num_blocks, self.block_size, spec.kv_heads)
-        k = blocks[:, :k_size].unflatten(1, (*shape[1:], spec.k_dim))
-        if v_size == 0:
-            return k, flat.new_empty((*shape, 0))
-        return k, blocks[:, k_size:].unflatten(1, (*shape[1:], spec.v_dim))
+        shape = (self.block_size, spec.kv_heads)
+        slot = self._pages[:, start : start + self.block_bytes(layer)].view(dtype)
+        k = slot[:, :k_size].unflatten(1, (*shape, spec.k_dim))
+        if spec.v_dim == 0:
+            return k, slot.new_empty((self.num_blocks, *shape, 0))
+        return k, slot[:, k_size:].unflatten(1, (*shape, spec.v_dim))
 
     def scales(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """int8 KV: views of K's and V's scales, each [num_blocks, block_size, kv_heads] float32.
 
         Raises InternalError for any other dtype. MLA has no V: its scales are K's.
         """
-        if not self._scales:
+        spec = self.layers[layer]
+        size = self.block_size * spec.scale_bytes(self.dtype)
+        if not size:
             raise InternalError(f"KV stored as {self.dtype} has no scales")
-        scales = self._scales[layer]
+        start = self._scale_slots[self.groups.places[layer][1]]
+        parts = 2 if spec.v_dim else 1
+        slot = self._scales[:, start : start + size].view(torch.float32)
+        scales = slot.unflatten(1, (parts, self.block_size, spec.kv_heads))
         return scales[:, 0], scales[:, -1]
 
-    def layer_buffer(self, layer: int) -> memoryview:
-        """The layer's bytes, block after block, writable. Raises InternalError off the CPU."""
+    def buffer(self) -> memoryview:
+        """All blocks' bytes (scales apart), writable: layer l of block b begins at
+        b * page_bytes + slot_offset(l). Raises InternalError off the CPU."""
         if self.device.type != "cpu":
             raise InternalError("only a pool in host memory has a buffer; stage a device pool")
-        return self._layer_bytes(layer).numpy().data
+        return self._pages.view(-1).numpy().data
 
     def copy_block(self, source: int, target: int) -> None:
-        """Copy one block's KV in every layer: what follows BlockPool.copy_on_write()."""
-        for blocks in self._block_rows():
-            blocks[target] = blocks[source]
+        """Copy one block's KV in all its layers: what follows BlockPool.copy_on_write()."""
+        for rows in self._rows():
+            rows[target] = rows[source]
+
+    def clear_block(self, block: int) -> None:
+        """Zero a block that will be written only in part: its rest may meet attention, masked."""
+        for rows in self._rows():
+            rows[block] = 0
 
     def read_blocks(self, blocks: Sequence[int]) -> HostBlocks:
         """Copies of `blocks` in host memory; finished when this returns."""
-        rows = torch.tensor(blocks, device=self.device)
-        return HostBlocks(tuple(layer.index_select(0, rows).cpu() for layer in self._block_rows()))
+        index = torch.tensor(blocks, device=self.device)
+        return HostBlocks(tuple(rows.index_select(0, index).cpu() for rows in self._rows()))
 
     def write_blocks(self, host: HostBlocks, rows: Sequence[int], blocks: Sequence[int]) -> None:
         """Copy rows of `host` back into `blocks`; finished when this returns."""
         source, target = torch.tensor(rows), torch.tensor(blocks, device=self.device)
-        for layer, kept in zip(self._block_rows(), host.layers, strict=True):
-            layer.index_copy_(0, target, kept.index_select(0, source).to(self.device))
+        for mine, kept in zip(self._rows(), host.parts, strict=True):
+            step = max(1, SLAB_BYTES // (8 * mine.shape[1]))
+            for at in range(0, len(blocks), step):
+                slab = kept.index_select(0, source[at : at + step])
+                mine.index_copy_(0, target[at : at + step], slab.to(self.device))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _block_rows(self) -> list[torch.Tensor]:
-        """Everything that belongs to a block: [num_blocks, words] per layer, then its scales."""
-        rows = [
-            self._layer_bytes(layer).view(self.num_blocks, self.block_bytes(layer))
-            for layer in range(len(self.layers))
-        ]
-        rows += [scales.flatten(1).view(torch.uint8) for scales in self._scales]
-        return [_in_words(row) for row in rows]
-
-    def _scale_shape(self, layer: int) -> tuple[int, int, int, int]:
-        spec = self.layers[layer]
-        return self.num_blocks, 2 if spec.v_dim else 1, self.block_size, spec.kv_heads
-
-    def _layer_bytes(self, layer: int) -> torch.Tensor:
-        start = self._offsets[layer]
-        return self._memory[start : start + self.num_blocks * self.block_bytes(layer)]
+    def _rows(self) -> list[torch.Tensor]:
+        """Everything that belongs to a block, [num_blocks, words] each. In words of 8 bytes: torch
+        copies rows of bytes one byte at a time (docs/log.md)."""
+        return [part.view(torch.int64) for part in (self._pages, self._scales) if part.numel()]
 
 
-def _in_words(rows: torch.Tensor) -> torch.Tensor:
-    """[n, bytes] uint8 as [n, bytes / 8] int64 where that divides: torch copies rows of bytes one
-    byte at a time (docs/log.md)."""
-    divides = rows.shape[1] % 8 == 0 and rows.storage_offset() % 8 == 0
-    return rows.view(torch.int64) if divides else rows
+def bytes_per_block(
+    layers: tuple[LayerSpec, ...] | LayerGroups, block_size: int, dtype: str
+) -> int:
+    """Bytes of one block of KVArena over its group's layers, scales included."""
+    groups = layers if isinstance(layers, LayerGroups) else group_layers(layers, dtype)
+    _, page = _offsets(groups.slot_bytes(block_size, dtype))
+    _, scales = _offsets(groups.slot_scale_bytes(block_size, dtype))
+    return page + scales
 
 
-def bytes_per_block(layers: tuple[LayerSpec, ...], block_size: int, dtype: str) -> int:
-    """Bytes of one block over all layers, scales included."""
-    return block_size * sum(layer.token_bytes(dtype) + layer.scale_bytes(dtype) for layer in layers)
+def _offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Starts of slots of these sizes, each on a boundary, and the size of them all."""
+    starts: list[int] = []
+    total = 0
+    for size in sizes:
+        starts.append(total)
+        total += -(-size // ALIGNMENT) * ALIGNMENT
+    return starts, total

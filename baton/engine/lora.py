@@ -92,7 +92,7 @@ def rows_by_adapter(batch: Batch, fixed_shapes: bool = False) -> tuple[AdapterRo
         if span.adapter:
             first = span.first_row
             rows.setdefault(span.adapter, []).extend(range(first, first + span.num_rows))
-    device = batch.slots.device
+    device = batch.tables[0].slots.device
     return tuple(
         AdapterRows(name, torch.tensor(r).to(device), fixed_shapes) for name, r in rows.items()
     )

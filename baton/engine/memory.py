@@ -30,15 +30,17 @@ import torch
 from baton.engine.config import EngineConfig, parse_bytes
 from baton.engine.interface import SequenceChunk
 from baton.engine.kv_cache import KVArena, bytes_per_block
+from baton.engine.layer_groups import group_layers, one_group
 from baton.engine.loading import LoadedModel
 from baton.engine.runner import ModelRunner
 from baton.errors import ConfigError
+from baton.kv_spec import HeldBlocks
 from baton.sampling import SamplingParams
 
 log = logging.getLogger(__name__)
 
 CPU_MEMORY_SHARE: Final = 0.25  # of the available memory: several nodes share one machine
-MIN_BLOCKS: Final = 2
+MIN_BLOCKS: Final = 2  # of each group of layers
 _RESET_PEAK: Final = "5"  # proc(5): written to clear_refs, it resets VmHWM
 
 
@@ -146,10 +148,16 @@ def size_pool(
     max_num_seqs requests of max_model_len tokens can use. Raises ConfigError with the arithmetic.
     """
     info = model.info
-    block_bytes = bytes_per_block(info.layers, block_size, info.kv_dtype)
-    block = f"{block_size} tokens ({len(info.layers)} layers, {info.kv_dtype}"
+    groups = group_layers(info.layers, info.kv_dtype)
+    block_bytes = bytes_per_block(groups, block_size, info.kv_dtype)
+    layout = f"{groups.num_slots} of {len(info.layers)} layers, {info.kv_dtype}"
+    if groups.num_groups == 1:
+        layout = f"{len(info.layers)} layers, {info.kv_dtype}"
+    block = f"{block_size} tokens ({layout}"
     if draft is not None:
-        drafts = bytes_per_block(draft.info.layers, block_size, draft.info.kv_dtype)
+        # The draft's pool holds as many tokens: a block of its own for one of each group.
+        whole = bytes_per_block(one_group(draft.info.layers), block_size, draft.info.kv_dtype)
+        drafts = -(-whole // groups.num_groups)
         block_bytes += drafts
         block += f"; {drafts:,} bytes are for the draft model {draft.info.name}"
     if config.num_kv_blocks is not None:
@@ -165,25 +173,28 @@ def size_pool(
         budget = host_budget(HostMemory().available())
     if budget.explicit and model.device.type == "cpu":
         refuse_beyond(budget, HostMemory())
-    useful = config.max_num_seqs * -(-max_model_len // block_size)
-    return num_blocks(budget, block_bytes, useful, block + ")")
+    # Of each group: a prompt takes blocks for its whole length, whatever a window frees later.
+    useful = config.max_num_seqs * -(-max_model_len // block_size) * groups.num_groups
+    return num_blocks(budget, block_bytes, useful, block + ")", MIN_BLOCKS * groups.num_groups)
 
 
-def num_blocks(budget: Budget, block_bytes: int, useful: int, block: str) -> int:
+def num_blocks(
+    budget: Budget, block_bytes: int, useful: int, block: str, least: int = MIN_BLOCKS
+) -> int:
     """Blocks of `block_bytes` that the budget pays for. `block` says what one is.
 
     `useful`: more than so many never help; an explicit budget is spent whole all the same.
-    Raises ConfigError, with the arithmetic, below two blocks.
+    Raises ConfigError, with the arithmetic, below `least` blocks.
     """
     count = budget.num_bytes // block_bytes
-    if count < MIN_BLOCKS:
+    if count < least:
         raise ConfigError(
             f"{budget.origin} is {budget.num_bytes:,} bytes; one KV block of {block} takes "
-            f"{block_bytes:,} bytes, and at least {MIN_BLOCKS} are needed: "
-            f"{MIN_BLOCKS * block_bytes:,} bytes",
+            f"{block_bytes:,} bytes, and at least {least} are needed: {least * block_bytes:,} "
+            "bytes",
             field=budget.field,
         )
-    return count if budget.explicit else min(count, max(useful, MIN_BLOCKS))
+    return count if budget.explicit else min(count, max(useful, least))
 
 
 def host_budget(available: int) -> Budget:
@@ -254,7 +265,8 @@ def dummy_steps(config: EngineConfig, model: LoadedModel, block_size: int) -> Ca
     limit = min(model.info.max_model_len, config.max_num_batched_tokens)
     table = range(-(-limit // block_size))
     info = model.info
-    arena = KVArena(info.layers, len(table), block_size, info.kv_dtype, model.device)
+    groups = one_group(info.layers)
+    arena = KVArena(groups, len(table), block_size, info.kv_dtype, model.device)
     runner = ModelRunner(model, arena)
 
     def run() -> None:
@@ -283,7 +295,7 @@ def dummy_chunks(
             request_id=f"dummy-{index}",
             token_ids=[(index + position) % vocab_size for position in range(length)],
             start=0,
-            blocks=table,
+            blocks=(HeldBlocks(table),),
             sample=params,
             history=[(index + position) % vocab_size for position in range(length)],
             num_prompt=length,

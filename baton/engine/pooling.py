@@ -15,7 +15,7 @@ Source: Qwen3-Embedding and Qwen3-Reranker (arXiv 2506.05176), their model cards
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol
 
@@ -37,6 +37,7 @@ from baton.errors import (
     UnsupportedFeature,
 )
 from baton.handles import NodeLoad
+from baton.kv_spec import BlockLists, HeldBlocks
 from baton.tokenizer import Tokenizer
 
 PoolingKind = Literal["last", "mean"]
@@ -58,11 +59,11 @@ class PoolOwner(Protocol):
 
     pool: BlockPool
 
-    def pin(self, blocks: Iterable[int]) -> None:
+    def pin(self, blocks: BlockLists) -> None:
         """One more reference to each block."""
         ...
 
-    def unpin(self, blocks: Iterable[int]) -> None:
+    def unpin(self, blocks: BlockLists) -> None:
         """Undo one pin."""
         ...
 
@@ -80,6 +81,7 @@ class Pooler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
         self._model = model
+        self.windows = arena.groups.windows
         self._block_size = arena.block_size
         self._attention = choose_attention(model, arena)
 
@@ -112,7 +114,7 @@ class _Prompt:
 
     index: int
     token_ids: Sequence[int]
-    blocks: list[int]
+    blocks: list[HeldBlocks]
     done: int = 0
     total: Tensor | None = None
 
@@ -168,7 +170,7 @@ class PoolingJob:
                 request_id=f"pooling-{prompt.index}",
                 token_ids=prompt.token_ids[prompt.done : prompt.done + count],
                 start=prompt.done,
-                blocks=prompt.blocks,
+                blocks=tuple(prompt.blocks),
             )
             for prompt, count in planned
         ]
@@ -181,7 +183,7 @@ class PoolingJob:
     def close(self) -> None:
         """Free every block. Idempotent; the job cannot go on."""
         for prompt in self._active:
-            self._owner.unpin(prompt.blocks)
+            self._owner.unpin(tuple(prompt.blocks))
         self._active = []
 
     # ---- inside ----
@@ -195,7 +197,8 @@ class PoolingJob:
                 f"token ids must be at least 0 and below {vocab_size}", field="prompt"
             )
         pool = self._owner.pool
-        limit = min(self._pooler.max_model_len, pool.num_blocks * pool.block_size)
+        in_pool = pool.num_blocks // len(self._pooler.windows) * pool.block_size
+        limit = min(self._pooler.max_model_len, in_pool)
         if len(token_ids) > limit:
             raise ContextLengthExceeded(
                 f"a prompt has {len(token_ids)} tokens; the limit is {limit}", field="prompt"
@@ -224,16 +227,17 @@ class PoolingJob:
     def _admit(self) -> _Prompt | None:
         token_ids = self._prompts[self._next]
         pool = self._owner.pool
-        needed = pool.blocks_for(len(token_ids))
-        if pool.num_free - needed < self._owner.current_load().running:
+        count, num_groups = pool.blocks_for(len(token_ids)), len(self._pooler.windows)
+        if pool.num_free - count * num_groups < self._owner.current_load().running * num_groups:
             return None
-        blocks = pool.allocate(needed)
+        blocks = pool.allocate(count * num_groups)
         if blocks is None:
             return None
         # The allocation's reference becomes a pin: the engine can account for it at any moment.
-        self._owner.pin(blocks)
+        held = [HeldBlocks(blocks[at : at + count]) for at in range(0, len(blocks), count)]
+        self._owner.pin(tuple(held))
         pool.unref(blocks)
-        prompt = _Prompt(self._next, token_ids, blocks)
+        prompt = _Prompt(self._next, token_ids, held)
         self._active.append(prompt)
         self._next += 1
         return prompt
@@ -244,13 +248,24 @@ class PoolingJob:
             added = rows.float().sum(0)
             prompt.total = added if prompt.total is None else prompt.total + added
         if prompt.done < len(prompt.token_ids):
+            self._free_invisible(prompt)
             return
         if prompt.total is not None:
             self._vectors[prompt.index] = prompt.total / len(prompt.token_ids)
         else:
             self._vectors[prompt.index] = rows[-1].float()
         self._active.remove(prompt)
-        self._owner.unpin(prompt.blocks)
+        self._owner.unpin(tuple(prompt.blocks))
+
+    def _free_invisible(self, prompt: _Prompt) -> None:
+        """Give back the blocks that a window has left behind."""
+        for group, window in enumerate(self._pooler.windows):
+            held = prompt.blocks[group]
+            seen = max(0, prompt.done - window + 1) // self._owner.pool.block_size
+            count = min(seen - held.first, len(held.ids) - 1)
+            if window and count > 0:
+                self._owner.unpin((HeldBlocks(held.ids[:count]),))
+                prompt.blocks[group] = HeldBlocks(held.ids[count:], held.first + count)
 
 
 def normalized(vectors: Tensor) -> Tensor:

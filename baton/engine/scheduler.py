@@ -30,11 +30,11 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeAlias
 
-from baton.engine.block_tables import BlockTables, count_blocks
+from baton.engine.block_tables import BlockTables, Taken, as_lists, count_blocks
 from baton.engine.interface import Reservation, SequenceChunk, Task
 from baton.engine.sequence import RequestGroup, SequenceState, shared_tokens
 from baton.engine.speculation import Drafter
@@ -43,6 +43,7 @@ from baton.engine.swap import Swapper
 from baton.errors import InternalError
 
 MAX_OVERTAKES: Final = 8
+MayExport: TypeAlias = Callable[[int, int], bool]  # EngineHooks.may_admit
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,12 @@ class StepPlan:
     num_tokens: int = 0
     num_prefill_tokens: int = 0
     num_preempted: int = 0  # requests that lost their place: the next step finds others a slot
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens of the exports that begin in this step."""
+        exports = (group for group in self.admitted if group.task is Task.PREFILL)
+        return sum(len(group.leader.tokens) for group in exports)
 
     @property
     def chunks(self) -> list[SequenceChunk]:
@@ -97,13 +104,19 @@ class Scheduler:
         self._swapped: list[RequestGroup] = []
         self._ready: list[RequestGroup] = []
         self._running: list[RequestGroup] = []
-        self._reservations: set[Reservation] = set()
+        self._may_export: MayExport = lambda num_tokens, num_pending: True
+        self._reservations: dict[Reservation, Taken] = {}
         self._num_reserved = 0
         self._overtakes = 0  # reservations granted past the present head of waiting
 
     def set_drafter(self, drafter: Drafter) -> None:
         """Before the first request: from now on decode rows carry drafts."""
         self._drafter = drafter
+
+    def ask_before_exports(self, may_export: MayExport) -> None:
+        """From now on a PREFILL request is admitted only if `may_export` says so; who is refused
+        waits at the head, and nobody overtakes."""
+        self._may_export = may_export
 
     # ---- what others may see ----
 
@@ -143,8 +156,9 @@ class Scheduler:
         """
         self._swapper.check(self._swapped)
         owned = count_blocks(self.sequences())
-        for reservation in self._reservations:
-            owned.update(reservation.blocks)
+        for taken in self._reservations.values():
+            for table in taken.tables:
+                owned.update(table.blocks)
         return owned
 
     # ---- in and out ----
@@ -158,20 +172,12 @@ class Scheduler:
 
         Raises InternalError for a reservation that is not held (cancelled, or used before).
         """
-        self._forget(reservation)
-        sequence = group.leader
-        sequence.blocks = list(reservation.blocks)
-        # One token must be left to compute: the next one is sampled from its hidden state.
-        sequence.num_computed = min(reservation.num_tokens, len(sequence.tokens) - 1)
-        if sequence.num_computed < reservation.start_token:
-            # That token lies in a prefix hit, which others read: recompute it in a fresh block.
-            whole = sequence.num_computed // self._pool.block_size
-            self._pool.unref(sequence.blocks[whole:])
-            del sequence.blocks[whole:]
-            sequence.num_computed = whole * self._pool.block_size
+        sequence, taken = group.leader, self._reservations.pop(reservation, None)
+        if taken is None:
+            raise InternalError(f"{reservation.request_id}: this reservation is not held")
+        self._tables.adopt(sequence, reservation, taken)
         sequence.prefilling = sequence.num_uncomputed > 1
         group.admitted_before = True
-        self._tables.register_full_blocks(sequence)
         insort(self._ready, group, key=_key)
 
     def remove(self, group: RequestGroup) -> None:
@@ -221,32 +227,38 @@ class Scheduler:
         group.sequences = beams
 
     def reserve(
-        self, request_id: str, hashes: Sequence[bytes], num_tokens: int
+        self,
+        request_id: str,
+        hashes: Sequence[bytes],
+        num_tokens: int,
+        precision: str | None = None,
     ) -> Reservation | None:
         """Blocks for `num_tokens` tokens, known ones of `hashes` first; None = no room now."""
         head = self._waiting[0] if self._waiting else None
         blocked = head is not None and (head.admitted_before or self._overtakes >= MAX_OVERTAKES)
         if blocked or self._swapped:
             return None
-        blocks = self._tables.take(hashes, self._pool.blocks_for(num_tokens), headroom=0)
-        if blocks is None:
+        taken = self._tables.take_for_arrival(hashes, num_tokens)
+        if taken is None:
             return None
-        taken, num_hits = blocks
         if head is not None:
             self._overtakes += 1
-        start = num_hits * self._pool.block_size
+        start = taken.num_hits * self._pool.block_size
         self._stats.num_prefix_query_tokens += num_tokens
         self._stats.num_prefix_hit_tokens += start
         self._num_reserved += 1
-        reservation = Reservation(request_id, tuple(taken), num_tokens, start, self._num_reserved)
-        self._reservations.add(reservation)
+        blocks = as_lists(taken.tables)
+        reservation = Reservation(
+            request_id, blocks, num_tokens, start, self._num_reserved, precision
+        )
+        self._reservations[reservation] = taken
         return reservation
 
     def cancel(self, reservation: Reservation) -> None:
         """Give a reservation back. Does nothing for one that is not held (cancelled, or used)."""
-        if reservation in self._reservations:
-            self._forget(reservation)
-            self._pool.unref(reservation.blocks)
+        taken = self._reservations.pop(reservation, None)
+        if taken is not None:
+            self._tables.give_back(taken.tables)
 
     # ---- one step ----
 
@@ -364,33 +376,37 @@ class Scheduler:
             group = self._waiting[0]
             if not self._slots_for(group):
                 return
-            leader, size = group.leader, self._pool.block_size
-            # At least one token is left to compute, for its hidden state; and each prompt token
-            # that is asked for must be computed.
+            leader = group.leader
+            if group.task is Task.PREFILL and not self._may_export(
+                len(leader.tokens), plan.num_pending
+            ):
+                self._stats.num_export_refusals += 1
+                return
+            # Each prompt token that is asked for must be computed.
             telling = leader.request.params.prompt_logprobs is not None and not group.told
-            hashes = leader.hashes(0 if telling else (len(leader.tokens) - 1) // size, size)
-            count = self._pool.blocks_for(len(leader.tokens))
+            num_hashes = 0 if telling else self._tables.most_hits(group)
+            hashes = leader.hashes(num_hashes, self._pool.block_size)
             headroom = self._headroom() + self._tables.blocks_of_followers(group)
-            taken = self._tables.take(hashes, count, headroom)
+            taken = self._tables.take(hashes, len(leader.tokens), headroom)
             if taken is None:
                 return
             self._waiting.pop(0)
             self._overtakes = 0
-            self._start(group, *taken)
+            self._start(group, taken)
             insort(self._running, group, key=_key)
             plan.admitted.append(group)
             self._plan_row(plan, group, leader)
 
     def _headroom(self) -> int:
-        """One block of growth for each running LOCAL sequence: else a newcomer, the youngest,
-        would be preempted at once and its work thrown away."""
-        return sum(len(g.sequences) for g in self._running if g.task is Task.LOCAL)
+        """One block of growth for each table of a running LOCAL sequence: else a newcomer, the
+        youngest, would be preempted at once and its work thrown away."""
+        running = sum(len(g.sequences) for g in self._running if g.task is Task.LOCAL)
+        return running * self._tables.num_groups
 
-    def _start(self, group: RequestGroup, blocks: list[int], num_hits: int) -> None:
+    def _start(self, group: RequestGroup, taken: Taken) -> None:
         leader = group.leader
-        leader.blocks = blocks
-        leader.num_computed = num_hits * self._pool.block_size
-        leader.num_registered = num_hits
+        leader.tables = taken.tables
+        leader.num_computed = taken.num_hits * self._pool.block_size
         leader.num_prefill_chunks = 0
         leader.prefilling = True
         if not group.admitted_before:
@@ -423,8 +439,7 @@ class Scheduler:
         for sequence, drafts in drafter.propose(sequences, budget):
             known = len(sequence.tokens)
             if not self._tables.grow(sequence, known + len(drafts)):
-                room = (sequence.num_freed + len(sequence.blocks)) * self._pool.block_size - known
-                del drafts[room:]
+                del drafts[self._tables.room(sequence) - known :]
             kept[sequence] = drafts
             self._stats.num_drafted_tokens += len(drafts)
         return kept
@@ -446,11 +461,6 @@ class Scheduler:
         plan.num_tokens += len(chunk.token_ids)
         if sequence.prefilling:
             plan.num_prefill_tokens += num_tokens
-
-    def _forget(self, reservation: Reservation) -> None:
-        if reservation not in self._reservations:
-            raise InternalError(f"{reservation.request_id}: this reservation is not held")
-        self._reservations.remove(reservation)
 
 
 def _follow(group: RequestGroup) -> None:

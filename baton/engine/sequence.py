@@ -7,8 +7,9 @@ which the engine appends.
              0                  num_prompt        len(tokens)
     KV       [ computed ...... ) [ to compute ........ )    at least one, while it runs
              0          num_computed
-    blocks   cover every computed token, but for the first `num_freed` blocks, which a sliding
-             window has left behind; the first `num_registered` of them are in the prefix map
+    tables   one per layer group: blocks cover every computed token, but for the first `num_freed`,
+             which a sliding window has left behind or never needed; the first `num_registered` of
+             them are in the prefix map; those before `first_whole` lack tokens and stay out of it
 
 There are no phases: a sequence with one token to compute decodes, one with more prefills. A group
 is admitted, preempted and brought back as a whole. Its first sequence leads: the others follow,
@@ -25,8 +26,24 @@ from baton.engine.beam import BeamSearch
 from baton.engine.interface import SequenceChunk, Task
 from baton.engine.occurrences import Occurrences
 from baton.events import TokenLogprob
+from baton.kv_spec import HeldBlocks
 from baton.request import FinishReason, Request
 from baton.sampling import SamplingParams
+
+
+@dataclass(slots=True)
+class Table:
+    """A sequence's blocks in one layer group, from its block `num_freed` on."""
+
+    blocks: list[int]
+    num_freed: int = 0
+    num_registered: int = 0
+    first_whole: int = 0
+
+    @property
+    def end(self) -> int:
+        """Blocks of the sequence covered, freed ones included."""
+        return self.num_freed + len(self.blocks)
 
 
 @dataclass(eq=False, slots=True)
@@ -37,10 +54,8 @@ class SequenceState:
     root: bytes
     tokens: list[int]
     sample_index: int = 0
-    blocks: list[int] = field(default_factory=list)  # held: block table from num_freed on
-    num_freed: int = 0
+    tables: list[Table] = field(default_factory=list)  # empty while it holds nothing
     num_computed: int = 0
-    num_registered: int = 0
     num_prefill_chunks: int = 0  # of the prefill under way
     prefilling: bool = True  # from an admission with more than one token to compute to its sample
     following: bool = False  # it holds nothing yet: it will fork from the group's first sequence
@@ -86,13 +101,11 @@ class SequenceState:
         end = self.num_computed + num_tokens
         last = end == len(self.tokens)
         params = self.request.params
-        # A hole is never read: the table names a block of its own there, as its padding does.
-        blocks = [*self.blocks[:1] * self.num_freed, *self.blocks] if self.num_freed else None
         return SequenceChunk(
             request_id=self.request.id,
             token_ids=[*self.tokens[self.num_computed : end], *drafts],
             start=self.num_computed,
-            blocks=blocks or self.blocks,
+            blocks=tuple([HeldBlocks(table.blocks, table.num_freed) for table in self.tables]),
             sample=params if last else None,
             position=self.num_outputs if last else 0,
             sample_index=self.sample_index,

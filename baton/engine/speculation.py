@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from baton.engine.config import EngineConfig
 from baton.engine.interface import ModelInfo
+from baton.engine.layer_groups import group_layers
 from baton.engine.proposer import DraftAsk, NgramProposer, Proposer
 from baton.engine.sequence import SequenceState
 from baton.errors import ConfigError
@@ -101,7 +102,8 @@ def load_proposer(
 
     if draft is None or config.num_kv_blocks is None or config.block_size is None:
         raise ConfigError("a draft model is not configured", field="speculative_model")
-    pool_tokens = config.num_kv_blocks * config.block_size
+    num_groups = group_layers(target.layers, target.kv_dtype).num_groups
+    pool_tokens = config.num_kv_blocks // num_groups * config.block_size
     log.info("draft model %s guesses for %s", draft.info.name, target.name)
     return DraftModelProposer(
         draft, target, pool_tokens, config.block_size, config.max_num_batched_tokens

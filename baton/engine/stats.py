@@ -29,6 +29,7 @@ class EngineStats:
     num_forks: int = 0  # block tables shared: parallel samples, beams
     num_copied_blocks: int = 0  # copies on write
     num_window_freed_blocks: int = 0  # given back because no layer could see them any more
+    num_export_refusals: int = 0  # steps that left a PREFILL request waiting for export room
     num_drafted_tokens: int = 0  # proposed and verified
     num_accepted_tokens: int = 0  # of these, right
     num_prefix_query_tokens: int = 0  # looked up in the prefix map

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.clock import Clock
-from baton.engine.block_tables import BlockTables
+from baton.engine.block_tables import BlockTables, count_blocks
 from baton.engine.config import PreemptionMode
 from baton.engine.sequence import RequestGroup, SequenceState
 from baton.engine.stats import EngineStats
@@ -25,15 +25,15 @@ from baton.errors import InternalError
 @dataclass(frozen=True, slots=True)
 class _Copy:
     """A group's blocks in host memory: row i of `host` was known to the prefix map as hashes[i];
-    `tables[s]` lists the rows of sequence s."""
+    `tables[s]` lists the rows of sequence s, per layer group."""
 
     host: Any
     hashes: tuple[bytes | None, ...]
-    tables: dict[SequenceState, list[int]]
+    tables: dict[SequenceState, list[list[int]]]
 
 
 class Swapper:
-    """Owns the host copies. `block_bytes`: of one block over all layers."""
+    """Owns the host copies. `block_bytes`: of one block over all layers of a group."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Swapper:
 
     def prefers_swap(self, group: RequestGroup) -> bool:
         """Whether to swap `group` out: as configured, else the cheaper way by measured means."""
-        blocks = len({block for s in group.sequences for block in s.blocks})
+        blocks = len(count_blocks(group.sequences))
         if self._mode == "recompute" or self.num_blocks + blocks > self._tables.pool.num_blocks:
             return False
         stats = self._stats
@@ -65,7 +65,8 @@ class Swapper:
         if self._mode == "swap" or unknown:
             return True
         tokens = sum(s.num_computed for s in group.sequences)
-        shared = sum(len(s.blocks) for s in group.sequences) - blocks
+        first = [s.tables[0].blocks for s in group.sequences if s.tables]  # group 0 keeps most
+        shared = sum(map(len, first)) - len({block for held in first for block in held})
         tokens -= shared * self._tables.pool.block_size
         out_and_in = 2 * blocks * self._block_bytes
         return out_and_in / stats.copy_bytes_per_s <= tokens / stats.prefill_tokens_per_s
@@ -73,16 +74,20 @@ class Swapper:
     def swap_out(self, group: RequestGroup) -> None:
         """Copy the group's blocks to host memory and give all of them back."""
         pool = self._tables.pool
-        blocks = list(dict.fromkeys(block for s in group.sequences for block in s.blocks))
+        blocks = list(count_blocks(group.sequences))
         row_of = {block: row for row, block in enumerate(blocks)}
         started = self._clock.monotonic()
         host = self._tables.memory.read_blocks(blocks)
         self._measure(len(blocks), started)
         hashes = tuple(pool.hash_of(block) for block in blocks)
-        tables = {s: [row_of[block] for block in s.blocks] for s in group.sequences}
+        tables = {
+            s: [[row_of[block] for block in table.blocks] for table in s.tables]
+            for s in group.sequences
+        }
         for sequence in group.sequences:
-            pool.unref(sequence.blocks)
-            sequence.blocks = []
+            self._tables.give_back(sequence.tables)
+            for table in sequence.tables:
+                table.blocks = []
         self._copies[group] = _Copy(host, hashes, tables)
         self._stats.num_swap_outs += 1
         self._stats.num_swapped_out_blocks += len(blocks)
@@ -92,11 +97,11 @@ class Swapper:
         too and `headroom` blocks stay free."""
         copy, pool = self._copies[group], self._tables.pool
         found = {
-            row: pool.lookup([block_hash])
+            row: pool.find(block_hash)
             for row, block_hash in enumerate(copy.hashes)
             if block_hash is not None
         }
-        hits = {row: blocks[0] for row, blocks in found.items() if blocks}
+        hits = {row: block for row, block in found.items() if block is not None}
         pool.ref(hits.values())
         lost = [row for row in range(len(copy.hashes)) if row not in hits]
         if len(lost) + self._growth(group, copy) + headroom > pool.num_free:
@@ -131,19 +136,20 @@ class Swapper:
         for sequence in group.sequences:
             if sequence.following:
                 continue
-            held = sequence.num_freed + len(copy.tables[sequence])
-            total += max(0, self._tables.pool.blocks_for(len(sequence.tokens)) - held)
-            total += sequence.forked
+            count = self._tables.pool.blocks_for(len(sequence.tokens))
+            for table, rows in zip(sequence.tables, copy.tables[sequence], strict=True):
+                total += max(0, count - table.num_freed - len(rows)) + sequence.forked
         return total
 
     def _restore(self, copy: _Copy, block_of: dict[int, int]) -> None:
         pool = self._tables.pool
         unclaimed = set(block_of)  # rows whose one reference no table has taken over yet
-        for sequence, rows in copy.tables.items():
-            sequence.blocks = [block_of[row] for row in rows]
-            pool.ref(block_of[row] for row in rows if row not in unclaimed)
-            unclaimed.difference_update(rows)
-            sequence.num_registered = 0
+        for sequence, tables in copy.tables.items():
+            for table, rows in zip(sequence.tables, tables, strict=True):
+                table.blocks = [block_of[row] for row in rows]
+                pool.ref(block_of[row] for row in rows if row not in unclaimed)
+                unclaimed.difference_update(rows)
+                table.num_registered = 0
             self._tables.register_full_blocks(sequence)
 
     def _measure(self, num_blocks: int, started: float) -> None:

@@ -26,13 +26,14 @@ class Bounds:
     num_blocks: int
     block_size: int
     adapters: Collection[str] = ()
+    num_groups: int = 1  # of layers: each takes blocks of its own for every stretch of tokens
 
     def limit(self, task: Task) -> int:
         """Most tokens, prompt and output; a PREFILL task's output lives in another pool."""
         return self.local_len if task is Task.LOCAL else self.model_len
 
     def blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+        return -(-num_tokens // self.block_size) * self.num_groups
 
 
 def validate(request: Request, task: Task, bounds: Bounds) -> None:
@@ -129,6 +130,6 @@ def most_blocks(request: Request, bounds: Bounds) -> int:
     are shared, nothing else need be, and each sequence may hold one block that it is leaving."""
     params = request.params
     width = params.beam_width or num_samples(params)
-    shared = (len(request.prompt_ids) - 1) // bounds.block_size
+    shared = (len(request.prompt_ids) - 1) // bounds.block_size * bounds.num_groups
     longest = bounds.blocks_for(len(request.prompt_ids) + params.max_tokens)
-    return shared + width * (longest - shared + 1)
+    return shared + width * (longest - shared + bounds.num_groups)

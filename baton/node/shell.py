@@ -33,6 +33,7 @@ from baton.errors import (
 )
 from baton.events import BlockEvent, NodeStep, RequestFailed, TokenEvent
 from baton.handles import KVHandle, NodeLoad, NodeRecord, Role
+from baton.kv_spec import BlockLists
 from baton.log import request_context
 from baton.messages import (
     AbortRequest,
@@ -370,12 +371,12 @@ class NodeShell:
         everything = engine.pool.snapshot_events()
         self._loop.call_soon_threadsafe(self._synchronise, session, pending, everything)
 
-    def _on_released(self, handle: KVHandle, blocks: tuple[int, ...], why: str) -> None:
+    def _on_released(self, handle: KVHandle, blocks: BlockLists, why: str) -> None:
         """Any thread: nobody touches the blocks of this export any more."""
         log.debug("request %s: export released: %s", handle.request_id, why)
         self.thread.post(lambda engine: self._unpin(engine, blocks))
 
-    def _unpin(self, engine: Engine, blocks: tuple[int, ...]) -> None:
+    def _unpin(self, engine: Engine, blocks: BlockLists) -> None:
         engine.unpin(blocks)
         self._loop.call_soon_threadsafe(self._freed)
 

@@ -34,12 +34,14 @@ from bench.engine_memory import (
     share_samples,
     trace_prompt,
     waste,
+    window_rows,
 )
+from tests.block_lists import held
 from tests.tiny_models import make_tiny_model
 
 
 def chunk(name: str, start: int, count: int, blocks: list[int]) -> SequenceChunk:
-    return SequenceChunk(name, [9] * count, start, blocks)
+    return SequenceChunk(name, [9] * count, start, held(blocks))
 
 
 def test_waste_by_hand() -> None:
@@ -162,3 +164,13 @@ def test_tables_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     for part in ("a title", "share", "0.123", "x"):
         assert part in shown
+
+
+def test_windows_shrink_what_a_long_request_holds() -> None:
+    rows = window_rows()
+    # 63 blocks of 16 tokens, 26 layers, 1 kB of each token in each layer.
+    assert rows[0]["all layers MB"] == pytest.approx(63 * 26 * 16 * 1024 / 1e6)
+    # At its end: 63 blocks of 4 full layers, 33 of 6 groups of 4 (two of 24 slots are empty).
+    assert rows[0]["groups: end MB"] == pytest.approx((63 + 6 * 33) * 4 * 16 * 1024 / 1e6, rel=0.03)
+    assert rows[2]["end / all layers"] < 0.25
+    assert all(row["groups: end MB"] <= row["groups: peak MB"] for row in rows)

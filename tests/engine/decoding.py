@@ -14,11 +14,13 @@ import torch
 from baton.engine.config import EngineConfig
 from baton.engine.interface import SequenceChunk
 from baton.engine.kv_cache import KVArena
+from baton.engine.layer_groups import one_group
 from baton.engine.loading import LoadedModel, load_model
 from baton.engine.proposer import DraftAsk, Proposer
 from baton.engine.runner import ModelRunner
 from baton.events import TokenLogprob
 from baton.sampling import SamplingParams
+from tests.block_lists import held
 
 BLOCK_SIZE = 4
 
@@ -74,7 +76,7 @@ def decode(
     order = torch.randperm(each * len(samples), generator=torch.Generator().manual_seed(3))
     tables = order.view(len(samples), each).tolist()
     info = loaded.info
-    arena = KVArena(info.layers, order.numel(), BLOCK_SIZE, info.kv_dtype, loaded.device)
+    arena = KVArena(one_group(info.layers), order.numel(), BLOCK_SIZE, info.kv_dtype, loaded.device)
     runner = ModelRunner(loaded, arena)
     tally = Tally()
     while active := [i for i, sample in enumerate(samples) if sample.missing > 0]:
@@ -129,7 +131,7 @@ def _chunk(
     tokens = sample.tokens[sample.computed : stop] + list(drafts)
     covered = -(-(sample.computed + len(tokens)) // BLOCK_SIZE)
     return SequenceChunk(
-        name, tokens, sample.computed, table[:covered],
+        name, tokens, sample.computed, held(table[:covered]),
         sample=sample.params if last else None,
         position=len(sample.output) if last else 0,
         sample_index=sample.index,

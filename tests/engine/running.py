@@ -14,7 +14,9 @@ from baton.engine.batch import flatten
 from baton.engine.config import EngineConfig
 from baton.engine.interface import SequenceChunk
 from baton.engine.kv_cache import KVArena
+from baton.engine.layer_groups import one_group
 from baton.engine.loading import LoadedModel, load_model
+from tests.block_lists import held
 
 
 def load(path: Path, **options: Any) -> LoadedModel:
@@ -29,7 +31,7 @@ class Driver:
     def __init__(self, loaded: LoadedModel, num_blocks: int = 64, block_size: int = 8) -> None:
         self.loaded = loaded
         info = loaded.info
-        self.arena = KVArena(info.layers, num_blocks, block_size, info.kv_dtype)
+        self.arena = KVArena(one_group(info.layers), num_blocks, block_size, info.kv_dtype)
         self.attention = choose_attention(loaded, self.arena)
 
     @torch.inference_mode()
@@ -46,7 +48,7 @@ class Driver:
         rows: list[Tensor] = []
         at = 0
         for size in sizes:
-            rows += self.step([SequenceChunk("alone", ids[at : at + size], at, blocks)])
+            rows += self.step([SequenceChunk("alone", ids[at : at + size], at, held(blocks))])
             at += size
         assert at == len(ids)
         return torch.cat(rows)

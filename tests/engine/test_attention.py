@@ -14,6 +14,7 @@ from baton.engine.attention.reference import ReferenceAttention
 from baton.engine.attention.torch_cpu import TorchAttention
 from baton.engine.batch import Step, flatten
 from baton.engine.interface import SequenceChunk
+from tests.block_lists import held
 
 BLOCK = 4
 CPU = torch.device("cpu")
@@ -27,6 +28,7 @@ class Pool:
 
     k: torch.Tensor
     v: torch.Tensor
+    group_of: tuple[int, ...] = (0,)
 
     @classmethod
     def make(cls, kv_heads: int, k_dim: int, v_dim: int, dtype: torch.dtype) -> Pool:
@@ -55,7 +57,7 @@ def chunks_of(shapes: list[tuple[int, int]]) -> list[SequenceChunk]:
     for index, (start, count) in enumerate(shapes):
         needed = -(-(start + count) // BLOCK)
         blocks, order = order[:needed], order[needed:]
-        chunks.append(SequenceChunk(str(index), [0] * count, start, blocks))
+        chunks.append(SequenceChunk(str(index), [0] * count, start, held(blocks)))
     return chunks
 
 
@@ -64,7 +66,7 @@ def fill_past(pool: Pool, chunks: list[SequenceChunk], seed: int = 2) -> None:
     for chunk in chunks:
         generator = torch.Generator().manual_seed(seed + int(chunk.request_id))
         for position in range(chunk.start):
-            block, offset = chunk.blocks[position // BLOCK], position % BLOCK
+            block, offset = chunk.blocks[0].ids[position // BLOCK], position % BLOCK
             pool.k[block, offset] = torch.randn(pool.k.shape[2:], generator=generator).to(pool.k)
             pool.v[block, offset] = torch.randn(pool.v.shape[2:], generator=generator).to(pool.v)
 
@@ -177,7 +179,7 @@ def test_on_layer_fires_after_the_write() -> None:
     chunks = chunks_of([(0, 3)])
     pool = Pool.make(2, 16, 16, torch.float32)
     seen: list[tuple[int, bool]] = []
-    block = chunks[0].blocks[0]
+    block = chunks[0].blocks[0].ids[0]
 
     def on_layer(layer: int) -> None:
         seen.append((layer, bool(torch.isfinite(pool.k[block, :3]).all())))
@@ -190,14 +192,16 @@ def test_on_layer_fires_after_the_write() -> None:
 
 def test_flatten_lays_out_rows_slots_and_tables() -> None:
     chunks = [
-        replace(SequenceChunk("a", [7, 8, 9], 3, [5, 2]), sample=None),
-        SequenceChunk("b", [6], 0, [9]),
+        replace(SequenceChunk("a", [7, 8, 9], 3, held([5, 2])), sample=None),
+        SequenceChunk("b", [6], 0, held([9])),
     ]
     step = flatten(chunks, TorchAttention(Pool.make(1, 2, 2, torch.float32), []), BLOCK, CPU)
     assert step.token_ids.tolist() == [7, 8, 9, 6]
     assert step.positions.tolist() == [3, 4, 5, 0]
-    assert step.batch.slots.tolist() == [5 * BLOCK + 3, 2 * BLOCK, 2 * BLOCK + 1, 9 * BLOCK]
-    assert step.batch.tables.tolist() == [[5, 2], [9, 9]]
+    (table,) = step.batch.tables
+    assert table.slots.tolist() == [5 * BLOCK + 3, 2 * BLOCK, 2 * BLOCK + 1, 9 * BLOCK]
+    assert table.blocks.tolist() == [[5, 2], [9, 9]]
+    assert table.first == (0, 0)
     assert [(s.first_row, s.num_rows, s.num_tokens) for s in step.batch.spans] == [
         (0, 3, 6),
         (3, 1, 1),

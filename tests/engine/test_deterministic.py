@@ -22,6 +22,7 @@ from baton.engine.loading import LoadedModel
 from baton.errors import ConfigError
 from baton.llm import LLM
 from baton.sampling import SamplingParams
+from tests.block_lists import held
 from tests.engine.running import Driver, load, logits_of, relative_error
 from tests.engine.test_attention import (
     BLOCK,
@@ -119,7 +120,7 @@ def random_steps(
                     str(i),
                     prompts[i][done[i] : stop],
                     done[i],
-                    blocks[i][: -(-stop // size)],
+                    held(blocks[i][: -(-stop // size)]),
                     adapter=adapters[i] if adapters else "",
                 )
             )
@@ -325,7 +326,9 @@ def test_layers_are_told_of_once_all_rows_are_written(tmp_path: Path) -> None:
         told.append((layer, int(keys.abs().sum((2, 3)).count_nonzero())))
 
     prompt = random_prompts(random.Random(1))[4]
-    step = flatten([SequenceChunk("a", prompt, 0, range(8))], driver.attention, 8, CPU, on_layer)
+    step = flatten(
+        [SequenceChunk("a", prompt, 0, held(range(8)))], driver.attention, 8, CPU, on_layer
+    )
     loaded.forward(step.token_ids, step.positions, step.batch)
     assert told == [(layer, len(prompt)) for layer in range(3)]
 

@@ -22,6 +22,7 @@ from baton.errors import (
 from baton.events import BlockEventKind
 from baton.request import FinishReason, Request
 from baton.sampling import GuidedDecoding, SamplingParams
+from tests.block_lists import held
 from tests.engine.driving import PROMPT, assert_all_free, expected, run, tokens_of
 from tests.fakes import (
     EOS_ID,
@@ -211,7 +212,7 @@ def test_prefill_is_pinned_and_announced_before_its_first_layer() -> None:
     engine.add(asked, Task.PREFILL)
     assert engine.step() == []
     ((told, blocks, num_tokens),) = hooks.admissions
-    assert (told, num_tokens, len(blocks)) == (asked, 19, 5)
+    assert (told, num_tokens, blocks[0].end) == (asked, 19, 5)
     assert hooks.layers == [(layer, (("p", 8),)) for layer in range(NUM_LAYERS)]
     (events,) = run(engine).values()
     assert [upto for layer, ((_, upto),) in hooks.layers if layer == 0] == [8, 16, 19]
@@ -259,7 +260,7 @@ def test_abort_of_a_prefill_leaves_the_pin_to_the_export() -> None:
     assert aborted == [True, False]
     assert not engine.has_work
     ((_, blocks, _),) = hooks.admissions
-    assert engine.pool.num_used == len(blocks)
+    assert engine.pool.num_used == blocks[0].end
     engine.unpin(blocks)
     assert_all_free(engine)
 
@@ -434,5 +435,26 @@ def test_load_and_moving_means() -> None:
 def test_unpin_of_what_is_not_pinned_is_a_bug_that_is_told() -> None:
     engine, _ = fake_engine()
     with pytest.raises(InternalError, match="not pinned"):
-        engine.unpin([0])
+        engine.unpin(held([0]))
     assert model_info().max_model_len == engine.info.max_model_len
+
+
+def test_exports_without_room_make_a_prefill_wait_and_nobody_overtakes() -> None:
+    hooks = FakeHooks(most_tokens=30)
+    engine, _ = fake_engine(hooks=hooks)
+    engine.add(request("a", PROMPT), Task.PREFILL)
+    engine.add(request("b", PROMPT[:12]), Task.PREFILL)
+    engine.add(request("c", PROMPT[:4], max_tokens=2))
+    assert [event.request_id for event in engine.step()] == ["a"]
+    assert engine.stats.num_export_refusals == 1
+    for _ in range(3):
+        assert engine.step() == []
+    assert engine.stalled, "only an unpin can help"
+    ((_, blocks, num_tokens),) = hooks.admissions
+    hooks.num_tokens -= num_tokens
+    engine.unpin(blocks)
+    assert not engine.stalled
+    assert {event.request_id for event in engine.step()} == {"b", "c"}
+    run(engine)
+    engine.unpin(hooks.admissions[1][1])
+    assert_all_free(engine)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from baton.engine.interface import Reservation, Task
+from baton.engine.layer_groups import group_layers
 from baton.errors import ContextLengthExceeded, InvalidRequest
 from baton.events import FirstToken
 from baton.kv_spec import LayerSpec
@@ -33,6 +34,9 @@ from tests.fakes import (
 
 # Few different tokens and prefixes of one text: prefix hits are frequent.
 TEXT = (11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23)
+# What the layers see; 0 = all. Equal ones share blocks, unequal ones are groups with tables of
+# their own, and three of one kind beside one of another are three groups.
+WINDOWS = ((0, 0), (0, 0), (3, 3), (8,), (0, 3), (8, 0, 5), (0, 6, 6, 6), (4, 9))
 
 
 @dataclass
@@ -59,7 +63,8 @@ class EngineMachine(RuleBasedStateMachine):
                 "num_speculative_tokens": st.integers(1, 5),
             }
         ),
-        window=st.sampled_from((None, None, 3, 8)),
+        windows=st.sampled_from(WINDOWS),
+        most_exported=st.sampled_from((None, None, 20)),
         odds=st.tuples(st.sampled_from((None, 0, 3, 10)), st.booleans()),
     )
     def start(
@@ -68,16 +73,18 @@ class EngineMachine(RuleBasedStateMachine):
         max_num_seqs: int,
         extra: int,
         options: dict[str, object],
-        window: int | None,
+        windows: tuple[int, ...],
+        most_exported: int | None,
         odds: tuple[int | None, bool],
     ) -> None:
-        """`odds`: of ten drafts so many are wrong (None: no drafts); whether time passes."""
+        """`windows`: one layer each. `odds`: of ten drafts so many are wrong (None: no drafts);
+        whether time passes."""
         spoilt, ticks = odds
-        self.hooks = FakeHooks()
-        self.window = window
-        layers = (LayerSpec(1, 2, 2, window=window or 0),) * 2
+        self.hooks = FakeHooks(most_tokens=most_exported)
+        layers = tuple(LayerSpec(1, 2, 2, window=window) for window in windows)
+        num_groups = group_layers(layers, "float32").num_groups
         self.engine, self.runner = fake_engine(
-            num_blocks=num_blocks,
+            num_blocks=num_blocks * num_groups,
             block_size=4,
             hooks=self.hooks,
             info=model_info(layers=layers),
@@ -85,6 +92,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_num_batched_tokens=max_num_seqs + extra,
             **options,
         )
+        self.window = self.runner.window
         self.runner.seconds_per_step = self.runner.seconds_per_copied_block = float(ticks)
         if spoilt is not None:  # with a window all are wrong: the proposer knows of none
             self.engine.set_proposer(
@@ -158,9 +166,6 @@ class EngineMachine(RuleBasedStateMachine):
         asked = self.draw(data, "d")
         reservation = self.engine.reserve(asked, len(asked.prompt_ids))
         if reservation is not None:
-            start = reservation.start_token
-            blocks = list(reservation.blocks)
-            assert self.runner.read(blocks, start) == list(asked.prompt_ids[:start])
             self.reserved.append((asked, reservation))
 
     @precondition(lambda self: self.reserved)
@@ -170,6 +175,8 @@ class EngineMachine(RuleBasedStateMachine):
         asked, reservation = self.reserved.pop(index)
         start = reservation.start_token
         self.runner.write(reservation.blocks, start, asked.prompt_ids[start:])
+        known = self.runner.read(reservation.blocks, len(asked.prompt_ids))
+        assert known == list(asked.prompt_ids[-len(known) :])
         seen = asked.prompt_ids[-self.window :] if self.window else asked.prompt_ids
         first = FirstToken(0, next_token(seen, asked.params, 0))
         if asked.id in self.lives:
@@ -268,8 +275,11 @@ class EngineMachine(RuleBasedStateMachine):
     @rule()
     def release_export(self) -> None:
         asked, blocks, num_tokens = self.hooks.admissions[self.unpinned]
+        self.hooks.num_tokens -= num_tokens
         if self.lives[asked.id].end == "handed over":
-            assert self.runner.read(blocks, num_tokens) == list(asked.known_ids)
+            known = self.runner.read(blocks, num_tokens)
+            assert known == list(asked.known_ids[-len(known) :])
+            assert len(known) == min(num_tokens, self.window or num_tokens)
         self.unpinned += 1
         self.engine.unpin(blocks)
 

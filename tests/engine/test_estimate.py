@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -162,8 +163,21 @@ def test_windows_bound_what_a_request_holds_and_reads() -> None:
     options = EstimateOptions(model=Path("m"), memory="80GB", bandwidth="1TB/s", context=8192)
     found = estimate(windowed, options)
     assert found.num_blocks is not None
-    assert found.concurrency == found.num_blocks // 64
+    assert found.concurrency == found.num_blocks // 65  # a window begins within a block
     assert found.decode[0].kv_bytes == 1024 * 131_072
+
+
+def test_layers_with_a_window_beside_others_hold_blocks_of_their_own() -> None:
+    plain = shape(LLAMA)
+    sliding = replace(plain.layers[0], window=1024, kind="sliding")
+    mixed = replace(plain, layers=tuple((sliding, plain.layers[0]) * 16))
+    options = EstimateOptions(model=Path("m"), memory="80GB", context=8192)
+    found, whole = estimate(mixed, options), estimate(plain, options)
+    assert found.num_blocks is not None
+    assert found.block_bytes * 2 == whole.block_bytes == 16 * 131_072
+    assert found.concurrency == found.num_blocks // (512 + 65)
+    assert found.kv_tokens == found.num_blocks // 2 * 16
+    assert (whole.concurrency or 0) * 1.7 < found.concurrency
 
 
 @pytest.mark.parametrize(

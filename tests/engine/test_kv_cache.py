@@ -37,16 +37,18 @@ def test_views_have_the_stated_shapes_and_share_one_allocation(dtype: str) -> No
 
 
 def test_the_layout_is_the_wires() -> None:
-    """[num_blocks, 2, block, heads, dim], then the next layer: byte for byte."""
+    """Block after block, in it layer after layer: [2, block, heads, dim], byte for byte."""
     arena = KVArena((EVEN, EVEN), num_blocks=3, block_size=4, dtype="float32")
     k, v = arena.layer(1)
     numbers = torch.arange(3 * 2 * 4 * 2 * 3, dtype=torch.float32).view(3, 2, 4, 2, 3)
     k.copy_(numbers[:, 0])
     v.copy_(numbers[:, 1])
-    buffer = arena.layer_buffer(1)
-    assert (buffer.format, buffer.readonly, len(buffer)) == ("B", False, numbers.numel() * 4)
-    assert bytes(buffer) == numbers.numpy().tobytes()
-    assert not any(arena.layer_buffer(0))
+    buffer, size, start = arena.buffer(), arena.page_bytes, arena.slot_offset(1)
+    assert (buffer.format, buffer.readonly, len(buffer)) == ("B", False, 3 * size)
+    for block in range(3):
+        page = buffer[block * size : (block + 1) * size]
+        assert not any(page[:start])
+        assert bytes(page[start:]) == numbers[block].numpy().tobytes()
     assert arena.block_bytes(1) == 2 * 4 * 2 * 3 * 4
 
 
@@ -54,8 +56,8 @@ def test_bytes_written_into_the_buffer_appear_in_the_views() -> None:
     arena = KVArena((UNEVEN, MLA), num_blocks=2, block_size=2, dtype="bfloat16")
     latent, empty = arena.layer(1)
     value = torch.arange(14, dtype=torch.bfloat16).view(2, 1, 7)
-    size = arena.block_bytes(1)
-    arena.layer_buffer(1)[size : 2 * size] = value.view(torch.uint8).numpy().tobytes()
+    start = arena.page_bytes + arena.slot_offset(1)
+    arena.buffer()[start : start + arena.block_bytes(1)] = value.view(torch.uint8).numpy().tobytes()
     assert torch.equal(latent[1], value)
     assert not latent[0].any()
     assert empty.numel() == 0
@@ -79,7 +81,7 @@ def test_what_an_arena_cannot_be() -> None:
         KVArena((EVEN,), 2, 2, "int7")
     arena = KVArena((EVEN,), 2, 2, "float32", device="meta")
     with pytest.raises(InternalError, match="host memory"):
-        arena.layer_buffer(0)
+        arena.buffer()
 
 
 # ---- copies in host memory ----
@@ -88,16 +90,15 @@ def test_what_an_arena_cannot_be() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_blocks_come_back_from_host_memory_bit_for_bit(dtype: str) -> None:
     arena = KVArena((EVEN, UNEVEN), num_blocks=5, block_size=2, dtype=dtype)
-    for layer in range(2):
-        noise = torch.randint(0, 255, arena._layer_bytes(layer).shape, dtype=torch.uint8)
-        arena._layer_bytes(layer).copy_(noise)
-    before = [rows.clone() for rows in arena._block_rows()]
+    for rows in arena._rows():
+        rows.copy_(torch.randint(0, 2**60, rows.shape))
+    before = [rows.clone() for rows in arena._rows()]
     host = arena.read_blocks([3, 1])
     assert host.num_bytes == 2 * bytes_per_block((EVEN, UNEVEN), 2, dtype)
-    for rows in arena._block_rows():
+    for rows in arena._rows():
         rows.zero_()
     arena.write_blocks(host, [1, 0], [4, 2])
-    for rows, old in zip(arena._block_rows(), before, strict=True):
+    for rows, old in zip(arena._rows(), before, strict=True):
         assert torch.equal(rows[4], old[1])
         assert torch.equal(rows[2], old[3])
         assert not rows[0].any()
@@ -165,3 +166,41 @@ def test_a_directory_is_served_under_its_own_name(tmp_path: Path) -> None:
     assert EngineConfig(model=str(model)).model_name == "tiny"
     assert EngineConfig(model=f"{model}/../tiny/").model_name == "tiny"
     assert EngineConfig(model="owner/name").model_name == "owner/name"
+
+
+# ---- layer groups, memory of others ----
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_layers_of_several_groups_share_slots_under_their_own_blocks(dtype: str) -> None:
+    sliding = LayerSpec(kv_heads=2, k_dim=3, v_dim=3, window=9)
+    arena = KVArena((EVEN, sliding, EVEN, sliding), num_blocks=4, block_size=4, dtype=dtype)
+    assert arena.groups.windows == (0, 9)
+    assert arena.group_of == (0, 1, 0, 1)
+    assert arena.num_bytes == 4 * bytes_per_block((EVEN, EVEN), 4, dtype)
+    for block, layer in ((0, 0), (0, 2), (1, 1), (1, 3)):
+        k, v = arena.layer(layer)
+        k[block], v[block] = layer + 1, layer + 2
+    for block, layer in ((0, 0), (0, 2), (1, 1), (1, 3)):
+        k, v = arena.layer(layer)
+        assert (k[block] == layer + 1).all()
+        assert (v[block] == layer + 2).all()
+    arena.copy_block(1, 3)
+    assert (arena.layer(3)[1][3] == 5).all()
+    arena.clear_block(1)
+    assert not arena.layer(1)[0][1].any()
+    assert (arena.layer(0)[0][0] == 1).all()
+
+
+def test_an_arena_lives_in_memory_that_it_is_given() -> None:
+    size = 3 * bytes_per_block((EVEN, MLA), 4, "int8")
+    memory = torch.zeros(size + 100, dtype=torch.uint8)
+    arena = KVArena((EVEN, MLA), 3, 4, "int8", memory=memory)
+    assert arena.num_bytes == size
+    arena.layer(0)[0].fill_(7)
+    arena.scales(1)[0].fill_(1.0)
+    assert memory[:size].any()
+    assert not memory[size:].any()
+    assert arena.buffer()[0] == memory[0] == 7
+    with pytest.raises(InternalError, match=f"need {size} bytes"):
+        KVArena((EVEN, MLA), 3, 4, "int8", memory=memory[: size - 1])

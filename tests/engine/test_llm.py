@@ -14,6 +14,7 @@ from baton.llm import LLM
 from baton.request import FinishReason
 from baton.sampling import GuidedDecoding, SamplingParams
 from baton.tokenizer import Tokenizer
+from tests.block_lists import held
 from tests.engine.driving import PROMPT, assert_all_free
 from tests.fakes import expected_output, fake_engine, token_logprob
 from tests.tiny_models import make_tiny_model
@@ -187,7 +188,7 @@ def alone(llm: LLM, prompt: list[int], params: SamplingParams, index: int) -> tu
     assert blocks is not None
     for position in range(params.max_tokens):
         chunk = SequenceChunk(
-            "alone", list(tokens), 0, blocks, params, position, index,
+            "alone", list(tokens), 0, held(blocks), params, position, index,
             history=list(tokens), num_prompt=len(prompt),
         )  # fmt: skip
         (result,) = runner.run([chunk])

@@ -23,8 +23,10 @@ from baton.engine.batch import flatten
 from baton.engine.config import EngineConfig
 from baton.engine.interface import SequenceChunk
 from baton.engine.kv_cache import KVArena
+from baton.engine.layer_groups import one_group
 from baton.engine.loading import LoadedModel, load_model
 from baton.errors import ModelRefused
+from tests.block_lists import held
 from tests.golden.greedy import our_tokens, random_prompts, transformers_tokens
 from tests.tiny_models import VOCAB_SIZE, make_tiny_model
 
@@ -162,10 +164,14 @@ def our_logits(
     length = len(prompts[0])
     each = -(-length // BLOCK_SIZE)
     arena = KVArena(
-        loaded.info.layers, each * len(prompts), BLOCK_SIZE, loaded.info.kv_dtype, loaded.device
+        one_group(loaded.info.layers),
+        each * len(prompts),
+        BLOCK_SIZE,
+        loaded.info.kv_dtype,
+        loaded.device,
     )
     chunks = [
-        SequenceChunk(str(i), list(ids), 0, list(range(i * each, (i + 1) * each)), adapter=name)
+        SequenceChunk(str(i), list(ids), 0, held(range(i * each, (i + 1) * each)), adapter=name)
         for i, (ids, name) in enumerate(zip(prompts, names, strict=True))
     ]
     attention = TorchAttention(arena, loaded.attention_layers)

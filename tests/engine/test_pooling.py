@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from baton.engine.pooling import (
 )
 from baton.errors import ContextLengthExceeded, InvalidRequest, Overloaded, UnsupportedFeature
 from baton.handles import NodeLoad
+from baton.kv_spec import BlockLists
 from baton.llm import LLM
 from baton.sampling import SamplingParams
 from baton.tokenizer import Tokenizer
@@ -46,15 +46,15 @@ class Owner:
         self.running = running
         self.pins: Counter[int] = Counter()
 
-    def pin(self, blocks: Iterable[int]) -> None:
-        blocks = list(blocks)
-        self.pool.ref(blocks)
-        self.pins.update(blocks)
+    def pin(self, blocks: BlockLists) -> None:
+        for held in blocks:
+            self.pool.ref(held.ids)
+            self.pins.update(held.ids)
 
-    def unpin(self, blocks: Iterable[int]) -> None:
-        blocks = list(blocks)
-        self.pins -= Counter(blocks)
-        self.pool.unref(blocks)
+    def unpin(self, blocks: BlockLists) -> None:
+        for held in blocks:
+            self.pins -= Counter(held.ids)
+            self.pool.unref(held.ids)
 
     def current_load(self) -> NodeLoad:
         return NodeLoad(self.running, 0, self.pool.num_free, self.pool.num_blocks)

@@ -22,6 +22,7 @@ from baton.llm import LLM
 from baton.request import Request
 from baton.sampling import SamplingParams
 from kv_transfer.layout import ArenaMemory
+from tests.block_lists import held
 from tests.engine.running import Driver, load, logits_of, relative_error
 from tests.tiny_models import VOCAB_SIZE, make_tiny_model
 
@@ -76,7 +77,10 @@ def test_int8_of_zeros_is_zero() -> None:
 def test_attention_equals_its_twin_over_the_widened_pool(dtype: str, window: int) -> None:
     layer = AttentionLayer(4, 0.25, window)
     arena, wide = KVArena((SPEC,), 8, 4, dtype), KVArena((SPEC,), 8, 4, "float32")
-    chunks = [SequenceChunk("a", [0] * 9, 0, [5, 1, 2]), SequenceChunk("b", [0], 0, [7])]
+    chunks = [
+        SequenceChunk("a", [0] * 9, 0, held([5, 1, 2])),
+        SequenceChunk("b", [0], 0, held([7])),
+    ]
     attention = TorchAttention(arena, [layer])
     step = flatten(chunks, attention, 4, CPU)
     q, k, v = random(10, 4, 16), random(10, 2, 16), random(10, 2, 15)[..., :1].expand(10, 2, 16)
@@ -169,8 +173,8 @@ def test_scales_travel_with_their_blocks() -> None:
 
 
 def test_sizes_count_scales() -> None:
-    assert bytes_per_block((SPEC, LATENT), 4, "int8") == 4 * (2 * 32 + 4 * 4 + 24 + 4)
-    assert bytes_per_block((SPEC, LATENT), 4, "fp8") == 4 * (2 * 32 + 24)
+    assert bytes_per_block((SPEC, LATENT), 64, "int8") == 64 * (2 * 32 + 4 * 4 + 24 + 4)
+    assert bytes_per_block((SPEC, LATENT), 64, "fp8") == 64 * (2 * 32 + 24)
     assert KVArena((SPEC,), 8, 4, "int8").num_bytes == 8 * bytes_per_block((SPEC,), 4, "int8")
     with pytest.raises(InternalError, match="no scales"):
         KVArena((SPEC,), 8, 4, "fp8").scales(0)
@@ -189,4 +193,4 @@ def test_transfer_refuses_what_it_cannot_carry() -> None:
     with pytest.raises(ConfigError, match="scales of int8 KV"):
         ArenaMemory(KVArena((SPEC,), 8, 4, "int8"))
     memory = ArenaMemory(KVArena((SPEC,), 8, 4, "fp8"))
-    assert sum(len(part) for part in memory.read(0, [3], 0, 4)) == 4 * 2 * 32
+    assert sum(len(part) for part in memory.read(0, held([3]), 0, 4)) == 4 * 2 * 32

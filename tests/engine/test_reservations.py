@@ -11,9 +11,10 @@ from baton.engine.engine import Engine
 from baton.engine.interface import Task
 from baton.errors import ContextLengthExceeded, InternalError
 from baton.events import FirstToken, TokenEvent, TokenLogprob
+from baton.kv_spec import LayerSpec
 from baton.request import FinishReason, Request
 from tests.engine.driving import PROMPT, assert_all_free, expected, run, tokens_of
-from tests.fakes import EOS_ID, fake_engine, next_token, request
+from tests.fakes import EOS_ID, fake_engine, model_info, next_token, request
 
 
 def hand_over(
@@ -160,4 +161,50 @@ def test_cancelling_twice_leaves_an_equal_reservation_alone() -> None:
     engine.cancel(one)
     engine.add(again, reservation=other)
     assert tokens_of(run(engine)["again"]) == expected(again)
+    assert_all_free(engine)
+
+
+def test_kv_of_another_precision_answers_for_its_own_kind_alone() -> None:
+    engine, runner = fake_engine()
+    asked = request("a", PROMPT, max_tokens=4)
+    rounded = engine.reserve(asked, 19, precision="int8")
+    assert rounded is not None
+    assert rounded.precision == "int8"
+    runner.write(rounded.blocks, 0, PROMPT)
+    engine.add(asked, reservation=rounded)
+    assert tokens_of(run(engine)["a"]) == expected(asked)
+    # The exact KV of the same prompt is not known here: nothing hits, for arrivals and for prompts.
+    exact = engine.reserve(asked, 19)
+    assert exact is not None
+    assert exact.start_token == 0
+    engine.cancel(exact)
+    again = engine.reserve(asked, 19, precision="int8")
+    assert again is not None
+    assert again.start_token == 16
+    engine.cancel(again)
+    before = engine.stats.num_prefix_hit_tokens
+    engine.add(request("b", PROMPT, max_tokens=4))
+    assert tokens_of(run(engine)["b"]) == expected(asked)
+    assert engine.stats.num_prefix_hit_tokens == before
+    # And the pool's own precision by name is no other one.
+    named = engine.reserve(asked, 19, precision=engine.info.kv_dtype)
+    assert named is not None
+    assert named.start_token == 16
+    engine.cancel(named)
+    assert_all_free(engine)
+
+
+def test_an_arrival_in_windowed_groups_takes_what_can_be_seen() -> None:
+    layers = (LayerSpec(1, 2, 2), LayerSpec(1, 2, 2, window=5))
+    engine, runner = fake_engine(info=model_info(layers=layers))
+    asked = request("a", PROMPT, max_tokens=9)
+    reservation = engine.reserve(asked, 19)
+    assert reservation is not None
+    full, sliding = reservation.blocks
+    # Token 16, the first of the last block, sees 12 .. 16.
+    assert (full.first, len(full.ids), sliding.first, len(sliding.ids)) == (0, 5, 3, 2)
+    runner.write(reservation.blocks, 0, PROMPT)
+    engine.add(asked, reservation=reservation)
+    assert tokens_of(run(engine)["a"]) == expected(asked)
+    assert engine.stats.num_window_freed_blocks > 0
     assert_all_free(engine)

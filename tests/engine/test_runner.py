@@ -13,11 +13,13 @@ from transformers import AutoModelForCausalLM
 from baton.engine import runner as runner_module
 from baton.engine.interface import SequenceChunk
 from baton.engine.kv_cache import KVArena
+from baton.engine.layer_groups import one_group
 from baton.engine.loading import LoadedModel
 from baton.engine.models.decoder import Decoder
 from baton.engine.runner import ModelRunner
 from baton.events import TokenLogprob
 from baton.sampling import SamplingParams
+from tests.block_lists import held
 from tests.engine.decoding import Sample, decode, load
 from tests.tiny_models import EOS_ID, VOCAB_SIZE, make_tiny_model
 
@@ -108,7 +110,7 @@ def test_prompt_logprobs_hold_few_logits_at_once(
 
 def fresh_runner(loaded: LoadedModel, num_blocks: int = 16) -> ModelRunner:
     info = loaded.info
-    return ModelRunner(loaded, KVArena(info.layers, num_blocks, 8, info.kv_dtype, "cpu"))
+    return ModelRunner(loaded, KVArena(one_group(info.layers), num_blocks, 8, info.kv_dtype, "cpu"))
 
 
 def test_one_step_serves_every_kind_of_chunk(lean: LoadedModel, checkpoint: Path) -> None:
@@ -118,14 +120,14 @@ def test_one_step_serves_every_kind_of_chunk(lean: LoadedModel, checkpoint: Path
     best = int(rows[-1].argmax())
     whole: dict[str, Any] = {"history": prompt, "num_prompt": len(prompt)}
     chunks = [
-        SequenceChunk("first part", prompt[:5], 0, [0], **whole),
-        SequenceChunk("greedy", prompt, 0, [1, 2], greedy, **whole),
-        SequenceChunk("beam", prompt, 0, [3, 4], greedy, num_candidates=6, **whole),
+        SequenceChunk("first part", prompt[:5], 0, held([0]), **whole),
+        SequenceChunk("greedy", prompt, 0, held([1, 2]), greedy, **whole),
+        SequenceChunk("beam", prompt, 0, held([3, 4]), greedy, num_candidates=6, **whole),
         SequenceChunk(
-            "drafts with a prompt", [*prompt, best, 7, 7], 0, [5, 6], greedy, num_drafts=3,
+            "drafts with a prompt", [*prompt, best, 7, 7], 0, held([5, 6]), greedy, num_drafts=3,
             prompt_logprobs=1, **whole,
         ),
-        SequenceChunk("scored", prompt[:6], 0, [7], prompt_logprobs=0, **whole),
+        SequenceChunk("scored", prompt[:6], 0, held([7]), prompt_logprobs=0, **whole),
     ]  # fmt: skip
     first, plain, beam, drafted, scored = fresh_runner(lean).run(chunks)
     assert first.sampled is None
@@ -150,7 +152,9 @@ def test_candidates_obey_what_alters_logits(lean: LoadedModel) -> None:
     params = SamplingParams(
         temperature=0.0, min_tokens=2, max_tokens=9, stop_token_ids=(40,), bad_words=((41,),)
     )
-    [result] = fresh_runner(lean).run([SequenceChunk("r", prompt, 0, [0, 1, 2], params, **whole)])
+    [result] = fresh_runner(lean).run(
+        [SequenceChunk("r", prompt, 0, held([0, 1, 2]), params, **whole)]
+    )
     assert result.sampled is not None
     seen = {one.token_id for one in result.sampled.candidates}
     assert seen == set(range(VOCAB_SIZE)) - {EOS_ID, 40, 41}

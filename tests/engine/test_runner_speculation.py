@@ -17,10 +17,12 @@ from baton.engine.batch import flatten
 from baton.engine.draft import DraftModelProposer
 from baton.engine.interface import SequenceChunk
 from baton.engine.kv_cache import KVArena
+from baton.engine.layer_groups import one_group
 from baton.engine.loading import LoadedModel
 from baton.engine.proposer import DraftAsk, NgramProposer, Proposer
 from baton.engine.sampler import Draw, sample
 from baton.sampling import SamplingParams
+from tests.block_lists import held
 from tests.engine.decoding import Sample, decode, load
 from tests.tiny_models import make_tiny_model
 
@@ -184,10 +186,10 @@ def test_acceptance_is_near_the_optimum(
 def logits_along(loaded: LoadedModel, one: Sample) -> torch.Tensor:
     """Logits [outputs, vocab] that a model gives at each position of a sample's output."""
     info = loaded.info
-    arena = KVArena(info.layers, 1, 64, info.kv_dtype, "cpu")
+    arena = KVArena(one_group(info.layers), 1, 64, info.kv_dtype, "cpu")
     attention = TorchAttention(arena, loaded.attention_layers)
     with torch.inference_mode():
-        step = flatten([SequenceChunk("r", one.tokens, 0, [0])], attention, 64, loaded.device)
+        step = flatten([SequenceChunk("r", one.tokens, 0, held([0]))], attention, 64, loaded.device)
         hidden = loaded.forward(step.token_ids, step.positions, step.batch)
         return loaded.logits(hidden[len(one.prompt) - 1 : -1])
 

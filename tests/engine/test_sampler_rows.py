@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from baton.engine.interface import Sampled, SequenceChunk
 from baton.engine.runner import Asked, choose, draws_of
 from baton.sampling import SamplingParams
+from tests.block_lists import held
 
 VOCAB = 48
 EOS = (2,)
@@ -45,7 +46,7 @@ def chunks(draw: st.DrawFn) -> SequenceChunk:
     history = [*prompt, *output]
     params: dict[str, Any] = draw(PARAMS)
     return SequenceChunk(
-        "r", [*history[-1:], *drafts], len(history) - 1, [0],
+        "r", [*history[-1:], *drafts], len(history) - 1, held([0]),
         sample=SamplingParams(**params), position=len(output),
         sample_index=draw(st.integers(0, 2)), history=history, num_prompt=len(prompt),
         num_drafts=len(drafts), num_candidates=candidates,

@@ -34,6 +34,8 @@ class NoMemory:
     def copy_block(self, source: int, target: int) -> None:
         self.copies.append((source, target))
 
+    def clear_block(self, block: int) -> None: ...
+
     def read_blocks(self, blocks: Sequence[int]) -> tuple[int, ...]:
         return tuple(blocks)
 
@@ -99,7 +101,7 @@ class Bench:
         self.scheduler.prove_private(plan)
         for row in plan.rows:
             group, sequence, chunk = row.group, row.sequence, row.chunk
-            assert len(chunk.blocks) * BLOCK >= chunk.start + len(chunk.token_ids)
+            assert chunk.blocks[0].end * BLOCK >= chunk.start + len(chunk.token_ids)
             self.scheduler.computed(group, sequence, chunk, 0)
             if chunk.sample is not None:
                 sequence.tokens.append(sequence.sample_index)
@@ -156,7 +158,7 @@ def test_all_known_blocks_are_taken_at_admission() -> None:
     bench = Bench(budget=8)
     group = bench.add("p", 30, Task.PREFILL)
     bench.step()
-    assert len(group.leader.blocks) == 8
+    assert len(group.leader.tables[0].blocks) == 8
     assert bench.pool.num_used == 8
 
 
@@ -185,9 +187,9 @@ def test_the_youngest_of_the_lowest_priority_is_preempted_and_comes_back_first()
     bench.add("late", 3)
     bench.step()
     assert bench.stats.num_preemptions == 1
-    assert (young.leader.blocks, young.leader.num_computed, len(young.leader.tokens)) == ([], 0, 9)
-    assert old.leader.blocks
-    assert important.leader.blocks
+    assert (young.leader.tables, young.leader.num_computed, len(young.leader.tokens)) == ([], 0, 9)
+    assert old.leader.tables[0].blocks
+    assert important.leader.tables[0].blocks
     bench.scheduler.remove(important)
     assert bench.step() == {"old": 1}, "late would fit, but young was there before"
     bench.scheduler.remove(old)
@@ -201,13 +203,13 @@ def test_prefill_is_never_preempted() -> None:
     export = bench.add("p", 8, Task.PREFILL)
     # "l" takes its second block, "p" two more in one chunk of 7; then "l" outgrows the pool.
     assert bench.step() == {"l": 1, "p": 7}
-    assert len(export.leader.blocks) == 2
-    blocks = list(export.leader.blocks)
+    assert len(export.leader.tables[0].blocks) == 2
+    blocks = list(export.leader.tables[0].blocks)
     local.leader.tokens.extend([0] * 8)
     plan = bench.scheduler.schedule()
     assert bench.stats.num_preemptions == 1
-    assert local.leader.blocks == []
-    assert export.leader.blocks == blocks
+    assert local.leader.tables == []
+    assert export.leader.tables[0].blocks == blocks
     assert {c.request_id for c in plan.chunks} == {"p"}
 
 
@@ -228,8 +230,8 @@ def test_prefix_hits_are_shared_but_the_last_token_is_always_computed() -> None:
     plan = bench.scheduler.schedule()
     (chunk,) = [row.chunk for row in plan.rows if row.group is second]
     assert (chunk.start, len(chunk.token_ids)) == (4, 4)
-    assert second.leader.blocks[0] == first.leader.blocks[0]
-    assert second.leader.blocks[1] != first.leader.blocks[1]
+    assert second.leader.tables[0].blocks[0] == first.leader.tables[0].blocks[0]
+    assert second.leader.tables[0].blocks[1] != first.leader.tables[0].blocks[1]
     assert second.num_cached_tokens == 4
     assert bench.stats.num_prefix_hit_tokens == 4
     assert bench.stats.num_prefix_query_tokens == 16
@@ -247,7 +249,7 @@ def test_reservation_to_running_without_computing_the_prompt() -> None:
     bench = Bench()
     reservation = bench.reserve("d", 9)
     assert reservation is not None
-    assert (len(reservation.blocks), reservation.num_tokens, reservation.start_token) == (3, 9, 0)
+    assert (reservation.blocks[0].end, reservation.num_tokens, reservation.start_token) == (3, 9, 0)
     sequence = bench.group("d", 9)
     sequence.leader.tokens.append(3)
     bench.scheduler.add_reserved(sequence, reservation)
@@ -258,7 +260,7 @@ def test_reservation_to_running_without_computing_the_prompt() -> None:
     again = bench.reserve("d", 9)
     assert again is not None
     assert again.start_token == 8
-    assert again.blocks[:2] == reservation.blocks[:2]
+    assert again.blocks[0].ids[:2] == reservation.blocks[0].ids[:2]
     bench.scheduler.cancel(again)
     bench.scheduler.cancel(again)
     bench.scheduler.remove(sequence)
@@ -277,7 +279,9 @@ def test_a_reservation_without_first_token_recomputes_the_last_one() -> None:
     plan = bench.scheduler.schedule()
     (chunk,) = [row.chunk for row in plan.rows if row.group is sequence]
     assert (chunk.start, len(chunk.token_ids)) == (4, 4)
-    assert sequence.leader.blocks[1] != first.leader.blocks[1], "a shared block is never written"
+    assert sequence.leader.tables[0].blocks[1] != first.leader.tables[0].blocks[1], (
+        "a shared block is never written"
+    )
     bench.finish(plan)
 
 
@@ -307,7 +311,7 @@ def test_reservations_never_pass_a_preempted_sequence() -> None:
     victim = bench.add("b", 7)
     while not bench.stats.num_preemptions:
         bench.step()
-    assert victim.leader.blocks == []
+    assert victim.leader.tables == []
     assert bench.pool.num_free > 0
     assert bench.reserve("d", 1) is None
 

@@ -39,7 +39,9 @@ def group_of(tables: BlockTables, num_tokens: int, samples: int = 1) -> RequestG
     asked = request(prompt=tokens)
     sequences = [SequenceState(asked, ROOT, list(tokens), s) for s in range(samples)]
     leader = sequences[0]
-    assert tables.grow(leader, num_tokens)
+    taken = tables.take([], num_tokens, headroom=0)
+    assert taken is not None
+    leader.tables = taken.tables
     leader.num_computed = num_tokens
     tables.register_full_blocks(leader)
     for follower in sequences[1:]:
@@ -68,7 +70,7 @@ def test_the_cheaper_way_is_taken(
 def test_shared_blocks_are_copied_once_and_shared_again() -> None:
     swapper, tables, stats = make("swap")
     group = group_of(tables, 10, samples=3)
-    before = [s.blocks for s in group.sequences]
+    before = [s.tables[0].blocks for s in group.sequences]
     assert before[0] == before[1] == before[2]
     swapper.swap_out(group)
     assert tables.pool.num_free == 8
@@ -76,7 +78,7 @@ def test_shared_blocks_are_copied_once_and_shared_again() -> None:
     assert stats.copy_bytes_per_s == 300.0
     swapper.check([group])
     assert swapper.swap_in(group, headroom=0)
-    first, second, third = (s.blocks for s in group.sequences)
+    first, second, third = (s.tables[0].blocks for s in group.sequences)
     assert first == second == third
     assert [tables.pool.ref_count(block) for block in first] == [3, 3, 3]
     # Two full blocks were still in the prefix map: only the last one is copied back.
@@ -99,7 +101,7 @@ def test_evicted_blocks_come_back_and_can_be_found_again() -> None:
     assert not swapper.swap_in(group, headroom=6)
     assert swapper.swap_in(group, headroom=5)
     assert stats.num_swapped_in_blocks == 3
-    assert tables.pool.lookup(hashes) == group.leader.blocks[:2]
+    assert tables.pool.lookup(hashes) == group.leader.tables[0].blocks[:2]
 
 
 def test_never_more_swapped_blocks_than_the_pool_has() -> None:
@@ -193,10 +195,26 @@ def test_windows_free_what_nobody_sees_and_keep_tokens(window: int, mode: str) -
     assert_all_free(engine)
 
 
-def test_one_layer_that_sees_all_keeps_all() -> None:
+def test_one_layer_that_sees_all_keeps_its_own_blocks_alone() -> None:
     engine, _ = fake_engine(info=windowed(3, 0))
+    asked = request(prompt=PROMPT, max_tokens=40)
+    engine.add(asked)
+    for _ in range(30):
+        engine.step()
+    # 48 computed tokens: 12 blocks that all see, and the last one or two of those with a window.
+    usage = engine.kv_usage()
+    assert usage.allocated_blocks <= 12 + 2
+    assert engine.stats.num_window_freed_blocks >= 10
+    engine.abort(asked.id)
+    assert_all_free(engine)
+
+
+def test_layers_of_unequal_bytes_share_blocks_which_all_stay() -> None:
+    layers = (LayerSpec(1, 2, 2, window=3), LayerSpec(2, 2, 2))
+    engine, _ = fake_engine(info=model_info(layers=layers))
     engine.add(request(prompt=PROMPT, max_tokens=40))
     run(engine)
+    assert engine.arena.groups.num_groups == 1
     assert engine.stats.num_window_freed_blocks == 0
 
 

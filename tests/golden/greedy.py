@@ -17,7 +17,9 @@ from baton.engine.attention.torch_cpu import TorchAttention
 from baton.engine.batch import flatten
 from baton.engine.interface import SequenceChunk
 from baton.engine.kv_cache import KVArena
+from baton.engine.layer_groups import one_group
 from baton.engine.loading import LoadedModel
+from tests.block_lists import held
 
 NEW_TOKENS = 20
 CHUNK = 7  # most tokens of one sequence in one step
@@ -74,7 +76,7 @@ def our_tokens(
     order = torch.randperm(blocks_each * len(known), generator=torch.Generator().manual_seed(3))
     tables = order.view(len(known), blocks_each).tolist()
     info = loaded.info
-    arena = KVArena(info.layers, order.numel(), block_size, info.kv_dtype, loaded.device)
+    arena = KVArena(one_group(info.layers), order.numel(), block_size, info.kv_dtype, loaded.device)
     attention = TorchAttention(arena, loaded.attention_layers)
     wanted = [len(prompt) + new_tokens for prompt in prompts]
     computed = [0] * len(known)
@@ -82,8 +84,8 @@ def our_tokens(
         chunks: list[SequenceChunk] = []
         for i in active:
             stop = min(computed[i] + CHUNK - i % 3, len(known[i]))
-            tokens, held = known[i][computed[i] : stop], tables[i][: -(-stop // block_size)]
-            chunks.append(SequenceChunk(str(i), tokens, computed[i], held, adapter=names[i]))
+            tokens, table = known[i][computed[i] : stop], tables[i][: -(-stop // block_size)]
+            chunks.append(SequenceChunk(str(i), tokens, computed[i], held(table), adapter=names[i]))
             computed[i] = stop
         step = flatten(chunks, attention, block_size, loaded.device)
         hidden = loaded.forward(step.token_ids, step.positions, step.batch)

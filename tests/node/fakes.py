@@ -21,6 +21,7 @@ from baton.engine.interface import ChunkResult, Sampled, SequenceChunk
 from baton.engine.kv_cache import KVArena
 from baton.events import NodeStep, RequestFailed, TokenEvent
 from baton.handles import KVHandle, NodeLoad, NodeRecord, Role
+from baton.kv_spec import BlockLists, HeldBlocks
 from baton.messages import (
     SECRET_METADATA,
     AbortRequest,
@@ -95,34 +96,38 @@ class ArenaRunner:
                 raise RuntimeError("the fake model fails")
         for layer in range(len(self._arena.layers)):
             for chunk in chunks:
+                held = chunk.blocks[self._arena.group_of[layer]]
                 for index, token in enumerate(chunk.token_ids):
                     for tensor in self._arena.layer(layer):
-                        tensor[self._slot(chunk.blocks, chunk.start + index)] = float(token)
+                        tensor[self._slot(held, chunk.start + index)] = float(token)
             if on_layer is not None:
                 self.layer_gate.pass_through()
                 on_layer(layer)
         return [ChunkResult(self._sample(chunk)) for chunk in chunks]
 
-    def _slot(self, blocks: Sequence[int], position: int) -> tuple[int, int]:
+    def _slot(self, held: HeldBlocks, position: int) -> tuple[int, int]:
         block, offset = divmod(position, self._arena.block_size)
-        return blocks[block], offset
+        assert block >= held.first, "a hole is used"
+        return held.ids[block - held.first], offset
 
     def _sample(self, chunk: SequenceChunk) -> Sampled | None:
         if chunk.sample is None:
             return None
         end = chunk.start + len(chunk.token_ids)
-        history = [self._read(self._slot(chunk.blocks, position)) for position in range(end)]
+        history = [self._read(chunk.blocks, position, end) for position in range(end)]
         token = next_token(history, chunk.sample, chunk.position, chunk.sample_index)
         return Sampled((token,))
 
-    def _read(self, slot: tuple[int, int]) -> int:
+    def _read(self, blocks: BlockLists, position: int, end: int) -> int:
+        """What the layers that see `position` from token end - 1 hold there."""
         values = {
             float(value)
-            for layer in range(len(self._arena.layers))
+            for layer, spec in enumerate(self._arena.layers)
+            if not spec.window or position >= end - spec.window
             for tensor in self._arena.layer(layer)
-            for value in tensor[slot].flatten()
+            for value in tensor[self._slot(blocks[self._arena.group_of[layer]], position)].flatten()
         }
-        assert len(values) == 1, f"KV of slot {slot} differs between layers, K and V: {values}"
+        assert len(values) == 1, f"KV of token {position} differs between layers, K, V: {values}"
         return int(values.pop())
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from baton.events import BlockEventKind
 from baton.handles import Role
+from baton.kv_spec import LayerSpec
 from baton.request import FinishReason
 from kv_transfer.grpc_stream import GrpcLane
 from tests.fakes import expected_output, request
@@ -193,3 +194,35 @@ async def test_block_events_reach_sessions_in_sequence_and_begin_with_a_snapshot
             assert snapshot.block_events[0].kind is BlockEventKind.CLEARED
             assert snapshot.block_events_seq == 1
             assert stored(late) == heard
+
+
+MIXED = {"layers": (LayerSpec(1, 2, 2), LayerSpec(1, 2, 2, window=6), LayerSpec(1, 2, 2, window=6))}
+
+
+@pytest.mark.parametrize(("p_block", "d_block"), [(4, 4), (4, 8), (8, 2)])
+async def test_layers_with_a_window_have_blocks_of_their_own(p_block: int, d_block: int) -> None:
+    """Twice: the second time both find a prefix of which the windowed layers hold the end only."""
+    p, d = (Setup(block_size=size, model_options=MIXED) for size in (p_block, d_block))
+    async with running_pair(p, d) as pair:
+        for name in ("a", "b"):
+            asked = request(name, prompt=PROMPT, max_tokens=12)
+            assert await hand_over(pair, asked) == expected(asked)
+        assert pair.d.engine.stats.num_window_freed_blocks > 0
+        assert pair.p.engine.stats.num_prefix_hit_tokens > 0
+        await assert_idle(pair)
+
+
+async def test_a_prefill_waits_for_room_among_the_exports(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_pair() as pair:
+        connector = pair.p.node.shell.connector
+        monkeypatch.setattr(connector, "room_for", lambda num_bytes: False)
+        await pair.to_p.prefill(request("a", prompt=PROMPT))
+        first = await pair.to_p.handle_of("a")
+        await pair.to_p.prefill(request("b", prompt=PROMPT))
+        await pair.to_p.until_load(lambda load: load.waiting == 1)
+        assert not pair.to_p.handles("b")
+        await pair.to_p.release(first)
+        assert (await pair.to_p.handle_of("b")).num_tokens == len(PROMPT)
+        assert pair.p.engine.stats.num_export_refusals > 0
+        await pair.to_p.release(pair.to_p.handles("b")[0])
+        await pair.p.until_idle()

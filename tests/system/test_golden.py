@@ -110,7 +110,10 @@ async def test_prefix_hits_on_both_sides_change_no_token(
         moved = c.decode[0].transfers.bytes_received["grpc"]
         assert await run(c) == [expected.tokens]
         assert c.prefill[0].stats.num_prefix_hit_tokens >= 16 + 32 + 64 + 32
-        assert c.decode[0].stats.num_prefix_hit_tokens >= 16 + 32 + 64 + 32
+        # Mistral's window of 9 tokens begins within a block of the prompt of 40: that block came in
+        # part only, so it answers nobody.
+        known = 16 + 64 + 32 + (0 if kind == "mistral" else 32)
+        assert c.decode[0].stats.num_prefix_hit_tokens >= known
         # The second time only what D lacked was sent.
         assert c.decode[0].transfers.bytes_received["grpc"] - moved < moved / 2
         assert_handed_over(c)

@@ -13,13 +13,14 @@ from baton.engine.kv_cache import KVArena
 from baton.errors import KVError
 from baton.events import FirstToken
 from baton.handles import KVHandle
-from baton.kv_spec import LayerSpec, layout_fingerprint
+from baton.kv_spec import BlockLists, LayerSpec, layout_fingerprint
 from baton.request import Request
 from baton.sampling import SamplingParams
 from baton.timing import Timing
 from kv_transfer.base import Lane
 from kv_transfer.connector import Connector
 from kv_transfer.layout import ArenaMemory
+from tests.block_lists import held
 from tests.fakes import FakeClock
 
 SECRET = b"deployment secret"
@@ -38,30 +39,29 @@ def request_of(request_id: str = "r1", epoch: int = 1) -> Request:
     return Request(request_id, (1, 2, 3), SamplingParams(seed=1), epoch=epoch)
 
 
-def layer_bytes(arena: KVArena, layer: int, blocks: Sequence[int], start: int, end: int) -> bytes:
+def layer_bytes(arena: KVArena, layer: int, blocks: BlockLists, start: int, end: int) -> bytes:
     """K rows, then V rows of tokens [start, end), from the tensors: the twin of ArenaMemory."""
     parts = []
     for tensor in arena.layer(layer):
         if tensor.numel():
-            rows = torch.cat([tensor[b] for b in blocks])[start:end]
+            ids = blocks[arena.group_of[layer]].ids
+            rows = torch.cat([tensor[b] for b in ids])[start:end]
             parts.append(rows.contiguous().view(torch.uint8).numpy().tobytes())
     return b"".join(parts)
 
 
 def fill_random(arena: KVArena, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    for layer in range(len(arena.layers)):
-        buffer = torch.frombuffer(arena.layer_buffer(layer), dtype=torch.uint8)
-        buffer.copy_(torch.randint(0, 256, buffer.shape, dtype=torch.uint8, generator=generator))
+    buffer = torch.frombuffer(arena.buffer(), dtype=torch.uint8)
+    buffer.copy_(torch.randint(0, 256, buffer.shape, dtype=torch.uint8, generator=generator))
 
 
 def fill_untouched(arena: KVArena) -> None:
-    for layer in range(len(arena.layers)):
-        torch.frombuffer(arena.layer_buffer(layer), dtype=torch.uint8).fill_(UNTOUCHED)
+    torch.frombuffer(arena.buffer(), dtype=torch.uint8).fill_(UNTOUCHED)
 
 
-def snapshot(arena: KVArena) -> list[bytes]:
-    return [bytes(arena.layer_buffer(layer)) for layer in range(len(arena.layers))]
+def snapshot(arena: KVArena) -> bytes:
+    return bytes(arena.buffer())
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Node:
 
     def __post_init__(self) -> None:
         self.arena = KVArena(self.layers, self.num_blocks, self.block_size, self.dtype)
-        self.released: list[tuple[KVHandle, tuple[int, ...], str]] = []
+        self.released: list[tuple[KVHandle, BlockLists, str]] = []
         self._freed = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self.connector = Connector(
@@ -95,14 +95,14 @@ class Node:
             on_released=self._on_released,
         )
 
-    def _on_released(self, handle: KVHandle, blocks: tuple[int, ...], why: str) -> None:
+    def _on_released(self, handle: KVHandle, blocks: BlockLists, why: str) -> None:
         self.released.append((handle, blocks, why))
         self._loop.call_soon_threadsafe(self._freed.set)
 
-    def pick(self, num_tokens: int, seed: int = 1) -> list[int]:
+    def pick(self, num_tokens: int, seed: int = 1) -> BlockLists:
         """Enough blocks for `num_tokens`, scattered."""
         count = -(-num_tokens // self.block_size)
-        return random.Random(seed).sample(range(self.num_blocks), count)
+        return held(tuple(random.Random(seed).sample(range(self.num_blocks), count)))
 
     def publish_all(self, handle: KVHandle, upto: int | None = None) -> list[bool]:
         upto = handle.num_tokens if upto is None else upto
@@ -127,18 +127,18 @@ class Node:
 
 
 def expect_bytes(
-    source: tuple[Node, Sequence[int]],
-    target: tuple[Node, Sequence[int]],
+    source: tuple[Node, BlockLists],
+    target: tuple[Node, BlockLists],
     start: int,
     end: int,
-    before: list[bytes],
+    before: bytes,
 ) -> None:
     """Tokens [start, end) are the source's, and every other byte of the target is as before."""
     (p, p_blocks), (d, d_blocks) = source, target
     expected = KVArena(d.layers, d.num_blocks, d.block_size, d.dtype)
     memory = ArenaMemory(expected)
-    for layer, data in enumerate(before):
-        expected.layer_buffer(layer)[:] = data
+    expected.buffer()[:] = before
+    for layer in range(len(d.layers)):
         if end > start:
             wire = layer_bytes(p.arena, layer, p_blocks, start, end)
             memory.write(layer, d_blocks, start, end, memoryview(wire))

@@ -11,6 +11,7 @@ import pytest
 from baton.errors import KVError, KVRefused, KVStale
 from baton.handles import KVHandle
 from baton.kv_spec import LayerSpec
+from tests.block_lists import held
 from tests.transfer.cluster import (
     FIRST,
     Cluster,
@@ -120,9 +121,9 @@ async def test_many_at_once_do_not_mix(cluster: Cluster) -> None:
     before = snapshot(d.arena)
     exports = []
     for i in range(12):
-        blocks = list(range(8 * i, 8 * i + 8))
+        blocks = held(range(8 * i, 8 * i + 8))
         exports.append((p.connector.export(request_of(f"r{i}"), 0, blocks, 60), blocks))
-    targets = [list(reversed(blocks)) for _, blocks in exports]
+    targets = [held(blocks[0].ids[::-1]) for _, blocks in exports]
     fetches = [
         asyncio.create_task(d.connector.fetch(handle, 1, target))
         for (handle, _), target in zip(exports, targets, strict=True)

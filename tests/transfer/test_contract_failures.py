@@ -107,7 +107,7 @@ async def test_an_unclaimed_export_is_freed_by_the_lease_watch(cluster: Cluster)
     handle = p.connector.export(request_of(), 0, blocks, 16)
     p.clock.advance(0.05)
     await p.freed()
-    assert p.released == [(handle, tuple(blocks), "the lease is over")]
+    assert p.released == [(handle, blocks, "the lease is over")]
 
 
 async def test_a_lost_ack_is_made_good_by_the_lease(cluster: Cluster) -> None:

@@ -18,6 +18,7 @@ from kv_transfer.leases import Leases
 from kv_transfer.messages import Ack, Failure, FailureCode, Fetch, Hello, Message
 from kv_transfer.session import header_of
 from kv_transfer.stats import TransferStats
+from tests.block_lists import held
 from tests.fakes import FakeClock, KVArena
 from tests.transfer.pools import BOOT_D, BOOT_P, LAYERS
 from tests.transfer.test_exports import LEASE_S, TOKENS, handle_of
@@ -62,7 +63,7 @@ class Stage:
         self.table = ExportTable(
             len(LAYERS), Leases(LEASE_S), self.clock, lambda h, b, why: self.freed.append(why)
         )
-        self.table.add(handle_of(self.table.next_sequence()), (0, 1, 2), 1)
+        self.table.add(handle_of(self.table.next_sequence()), held((0, 1, 2)), 1)
         self.stats = TransferStats()
         self.peer = Peer(theirs, [fetch, Ack(1)])
         exporter = Exporter(mine, self.memory, self.table, timing, self.clock, self.stats)

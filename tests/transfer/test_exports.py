@@ -20,9 +20,10 @@ from hypothesis.stateful import (
 
 from baton.errors import InternalError, KVError, KVLost, KVRefused, KVStale
 from baton.handles import Endpoint, KVHandle
-from baton.kv_spec import PoolFormat
+from baton.kv_spec import BlockLists, PoolFormat
 from kv_transfer.exports import ExportTable, Reader
 from kv_transfer.leases import Leases
+from tests.block_lists import held
 from tests.fakes import FakeClock
 
 LEASE_S = 10.0
@@ -63,11 +64,11 @@ class ExportTableMachine(RuleBasedStateMachine):
         self.table.expire(self.clock.now)
         assert sorted(self.freed) == sorted(self.handles)
 
-    def on_released(self, handle: KVHandle, blocks: tuple[int, ...], why: str) -> None:
+    def on_released(self, handle: KVHandle, blocks: BlockLists, why: str) -> None:
         seq = handle.export_seq
         assert seq not in self.freed, "freed twice"
         assert self.num_reads.get(seq, 0) == 0, "freed under a reader"
-        assert blocks == (seq, seq + 1)
+        assert blocks == held((seq, seq + 1))
         assert why
         self.freed.append(seq)
 
@@ -97,7 +98,7 @@ class ExportTableMachine(RuleBasedStateMachine):
         self.saw(seq, epoch)
         self.until[seq] = self.clock.now + LEASE_S
         self.upto[seq] = [0, 0]
-        self.table.add(handle, (seq, seq + 1), 100)
+        self.table.add(handle, held((seq, seq + 1)), 100)
         return seq
 
     @rule(seq=exports, layer=st.integers(0, 1), upto=st.integers(0, TOKENS))
@@ -238,7 +239,7 @@ def table(freed: list[str]) -> ExportTable:
 
 def opened(table: ExportTable, epoch: int = 1) -> Reader:
     handle = handle_of(table.next_sequence())
-    table.add(handle, (0,), 1)
+    table.add(handle, held((0,)), 1)
     return table.open(handle.export_seq, handle.secret, "r", epoch)
 
 
@@ -303,11 +304,11 @@ def test_publishing_never_waits_for_a_reader(table: ExportTable, freed: list[str
 
 
 def test_a_failing_callback_still_frees(table: ExportTable) -> None:
-    def broken(handle: KVHandle, blocks: tuple[int, ...], why: str) -> None:
+    def broken(handle: KVHandle, blocks: BlockLists, why: str) -> None:
         raise ValueError("callback")
 
     table = ExportTable(1, Leases(LEASE_S), FakeClock(0.0), broken)
-    table.add(handle_of(1), (0,), 1)
+    table.add(handle_of(1), held((0,)), 1)
     with pytest.raises(ValueError, match="callback"):
         table.release(1, KVStale("over"))
     assert table.num_exports == 0

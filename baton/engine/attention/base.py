@@ -35,7 +35,11 @@ class AttentionLayer:
 
 
 class KVViews(Protocol):
-    """What attention needs of the pool."""
+    """What attention needs of the pool. `group_of`: the layer group of each layer, whose tables in
+    a batch name its blocks."""
+
+    @property
+    def group_of(self) -> tuple[int, ...]: ...
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """K [num_blocks, block_size, kv_heads, k_dim] and V [..., v_dim] of one layer, as views."""
@@ -51,6 +55,11 @@ class KVViews(Protocol):
 
 class Attention(Protocol):
     """Paged causal attention of one model on one device."""
+
+    @property
+    def group_of(self) -> tuple[int, ...]:
+        """As the pool's."""
+        ...
 
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Store k [T, kv_heads, k_dim] and v [T, kv_heads, v_dim] at flat `slots` [T]; mutates the

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from baton.engine.attention.base import AttentionLayer, KVViews
 from baton.engine.attention.kv_store import KVStore, layer_store
-from baton.engine.batch import Batch, Span
+from baton.engine.batch import Batch, GroupTables, Span
 
 KEY_TILE: Final = 128  # keys of a partial product; every block size that divides it gives the same
 QUERY_ROWS: Final = 16  # rows of a product: query rows times the query heads of one KV head
@@ -69,6 +69,7 @@ class FixedOrderAttention:
     """Causal attention (full, windowed, soft-capped, with sinks, latent) in one order of sums."""
 
     def __init__(self, pool: KVViews, layers: Sequence[AttentionLayer]) -> None:
+        self.group_of = pool.group_of
         self._layers = tuple(layers)
         self._stores = [layer_store(pool, index) for index in range(len(self._layers))]
 
@@ -81,7 +82,7 @@ class FixedOrderAttention:
         """See Attention.attend; padding rows give zeros."""
         spec, store = self._layers[layer], self._stores[layer]
         positions = max(1, QUERY_ROWS // (spec.query_heads // store.kv_heads))
-        plan = _plan_of(batch, spec.window, store, positions)
+        plan = _plan_of(batch, self.group_of[layer], spec.window, store, positions)
         tiles = _query_tiles(q, plan.rows, store.kv_heads, spec.scale)
         parts = [_partials(tiles, store, slab, spec) for slab in plan.slabs]
         merged = _merge(parts, plan, spec, store.kv_heads, tiles.shape[2])
@@ -203,13 +204,14 @@ def _exp(x: Tensor) -> Tensor:
     return in_lanes(torch.exp, padded)[: x.numel()].view(x.shape)
 
 
-def _plan_of(batch: Batch, window: int, store: KVStore, positions: int) -> Plan:
-    """The step's plan for this window, made at the first layer that asks."""
+def _plan_of(batch: Batch, layer_group: int, window: int, store: KVStore, positions: int) -> Plan:
+    """The step's plan for these tables and this window, made at the first layer that asks."""
     keys = tile_keys(store.block_size)
     per_slab = max(1, SLAB_BYTES // (keys * store.kv_heads * store.keys.dim * 4))
-    key = (window, positions, per_slab)
+    key = (layer_group, window, positions, per_slab)
     if key not in batch.plans:
-        batch.plans[key] = _Planner(batch, window, store.block_size, positions).plan(per_slab)
+        planner = _Planner(batch, batch.tables[layer_group], window, store.block_size, positions)
+        batch.plans[key] = planner.plan(per_slab)
     return batch.plans[key]
 
 
@@ -224,10 +226,12 @@ class _Unit:
 class _Planner:
     """Lays a step out as units, turns and slabs; lists of integers only."""
 
-    def __init__(self, batch: Batch, window: int, block_size: int, positions: int) -> None:
-        self._batch, self._window = batch, window
+    def __init__(
+        self, batch: Batch, table: GroupTables, window: int, block_size: int, positions: int
+    ) -> None:
+        self._batch, self._table, self._window = batch, table, window
         self._block_size, self._keys, self._positions = block_size, tile_keys(block_size), positions
-        self._device = batch.tables.device
+        self._device = table.blocks.device
         self._tiles: list[list[int]] = []  # query tiles of each span
         self._rows: list[list[int]] = []  # rows of each query tile
         self._starts: list[int] = []  # position of each query tile's first row
@@ -274,13 +278,16 @@ class _Planner:
         return found
 
     def _slab(self, units: list[_Unit]) -> tuple[Slab, list[tuple[int, int]]]:
-        table = self._batch.tables
-        width, per_tile = table.shape[1], self._keys // self._block_size
+        table = self._table
+        width, per_tile = table.blocks.shape[1], self._keys // self._block_size
         first = self._tensor([unit.key_tile * per_tile for unit in units])
         columns = first[:, None] + torch.arange(per_tile, device=self._device)
-        columns.clamp_(max=width - 1)
+        if any(table.first):
+            columns -= self._tensor([table.first[unit.span] for unit in units])[:, None]
+        # Beyond either end lie keys that nobody may see: any block of its own will do.
+        columns.clamp_(min=0, max=width - 1)
         spans = self._tensor([unit.span for unit in units])
-        blocks = table[spans[:, None], columns]
+        blocks = table.blocks[spans[:, None], columns]
         total = self._tensor([self._batch.spans[unit.span].num_tokens for unit in units])
         positions = first[:, None] * self._block_size + self._tensor(range(self._keys))
         unwritten = (positions >= total[:, None]).flatten().nonzero().squeeze(1)

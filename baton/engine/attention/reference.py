@@ -18,6 +18,7 @@ class ReferenceAttention:
     """Paged causal attention written as its definition."""
 
     def __init__(self, pool: KVViews, layers: Sequence[AttentionLayer]) -> None:
+        self.group_of = pool.group_of
         self._pool = pool
         self._layers = tuple(layers)
 
@@ -38,7 +39,10 @@ class ReferenceAttention:
             values = keys[..., : spec.latent]
         group = spec.query_heads // kv_heads
         out = q.new_empty(q.shape[0], q.shape[1], values.shape[3])
-        for span, table in zip(batch.spans, batch.tables.tolist(), strict=True):
+        tables = batch.tables[self.group_of[layer]]
+        for index, span in enumerate(batch.spans):
+            # A hole is a KeyError: what nobody holds is not looked at.
+            table = dict(enumerate(tables.blocks[index].tolist(), tables.first[index]))
             for offset in range(span.num_rows):
                 position = span.start + offset
                 first = max(0, position - spec.window + 1) if spec.window else 0

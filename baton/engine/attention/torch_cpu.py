@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from baton.engine.attention.base import AttentionLayer, KVViews
 from baton.engine.attention.kv_store import KVStore, layer_store
-from baton.engine.batch import Batch, Span
+from baton.engine.batch import Batch, GroupTables, Span
 
 GATHER_BYTES: Final = (
     4 << 20
@@ -31,12 +31,15 @@ TILE_ROWS: Final = 256  # query rows per prefill tile
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Decode rows of similar context, padded to `width` blocks each.
+    """Decode rows of similar context, padded to `width` blocks each: block `columns` [n, width] of
+    the spans `members`.
 
     `rows` [n] of the flattened step, `blocks` [n * width], `bias` [n, 1, 1, width * block_size] (0
     or -inf), `unwritten` [m]: flat gathered positions in last blocks that hold no token yet.
     """
 
+    members: list[int]
+    columns: Tensor
     rows: Tensor
     blocks: Tensor
     bias: Tensor
@@ -56,9 +59,12 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class PrefillSpan:
-    """One prefill span: the blocks it gathers,
-    and its tiles (keys counted from the gather's start)."""
+    """One prefill span: the blocks [first, last) that it gathers, and its tiles (keys counted from
+    the gather's start)."""
 
+    span: int
+    first: int
+    last: int
     blocks: Tensor
     tiles: tuple[Tile, ...]
 
@@ -75,6 +81,7 @@ class TorchAttention:
     """Paged causal attention (full, windowed, soft-capped, with sinks) over the pool's views."""
 
     def __init__(self, pool: KVViews, layers: Sequence[AttentionLayer]) -> None:
+        self.group_of = pool.group_of
         self._layers = tuple(layers)
         self._stores = [layer_store(pool, index) for index in range(len(self._layers))]
 
@@ -86,7 +93,7 @@ class TorchAttention:
         """See Attention.attend."""
         spec = self._layers[layer]
         store = self._stores[layer]
-        plan = _plan_of(batch, spec.window, store, q.dtype)
+        plan = _plan_of(batch, self.group_of[layer], spec.window, store, q.dtype)
         out = q.new_empty(q.shape[0], q.shape[1], spec.latent or store.values.dim)
         for group in plan.decode:
             out[group.rows] = _decode(q[group.rows], store, group, spec)
@@ -95,15 +102,24 @@ class TorchAttention:
         return out
 
 
-def _plan_of(batch: Batch, window: int, store: KVStore, dtype: torch.dtype) -> Plan:
-    """The step's plan for this window, made at the first layer that asks."""
+def _plan_of(
+    batch: Batch, layer_group: int, window: int, store: KVStore, dtype: torch.dtype
+) -> Plan:
+    """The step's plan for these tables and this window, made at the first layer that asks."""
     block_size, token_bytes = store.block_size, store.kv_heads * store.keys.dim * dtype.itemsize
-    key = (window, token_bytes, dtype)
+    key = (layer_group, window, token_bytes, dtype)
     if key not in batch.plans:
+        table = batch.tables[layer_group]
+        for other in range(layer_group):
+            sibling = batch.plans.get((other, *key[1:]))
+            if sibling is not None:  # groups of one window differ in their blocks alone
+                batch.plans[key] = _moved(sibling, table)
+                return batch.plans[key]
         max_blocks = max(1, GATHER_BYTES // (token_bytes * block_size))
-        decode = _plan_decode(batch, window, block_size, max_blocks, dtype)
+        view = _View(batch.spans, table, window, block_size, dtype)
+        decode = _plan_decode(view, max_blocks)
         prefill = tuple(
-            _plan_prefill(span, batch.tables[index], window, block_size, dtype)
+            _plan_prefill(view, index)
             for index, span in enumerate(batch.spans)
             if span.num_rows > 1
         )
@@ -111,69 +127,106 @@ def _plan_of(batch: Batch, window: int, store: KVStore, dtype: torch.dtype) -> P
     return batch.plans[key]
 
 
-def _plan_decode(
-    batch: Batch, window: int, block_size: int, max_blocks: int, dtype: torch.dtype
-) -> list[DecodeGroup]:
+def _moved(plan: Plan, table: GroupTables) -> Plan:
+    """The plan over another group's blocks."""
+    decode = (replace(g, blocks=_decode_blocks(table, g.members, g.columns)) for g in plan.decode)
+    prefill = (
+        replace(s, blocks=_span_blocks(table, s.span, s.first, s.last)) for s in plan.prefill
+    )
+    return Plan(tuple(decode), tuple(prefill))
+
+
+def _decode_blocks(table: GroupTables, members: list[int], columns: Tensor) -> Tensor:
+    """columns [n, width]: blocks of the spans `members` -> their ids [n * width]."""
+    device = table.blocks.device
+    if any(table.first):
+        columns = columns - torch.tensor([table.first[index] for index in members])[:, None]
+    rows = torch.tensor(members, device=device)[:, None]
+    return table.blocks[rows, columns.to(device)].flatten()
+
+
+def _span_blocks(table: GroupTables, span: int, first: int, last: int) -> Tensor:
+    """Ids of a span's blocks [first, last)."""
+    held = table.first[span]
+    return table.blocks[span, first - held : last - held]
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A step as layers of one group and one window see it."""
+
+    spans: tuple[Span, ...]
+    table: GroupTables
+    window: int
+    block_size: int
+    dtype: torch.dtype
+
+    def first_block(self, position: int) -> int:
+        """The first block that a query at `position` can see."""
+        return max(0, position - self.window + 1) // self.block_size if self.window else 0
+
+
+def _plan_decode(view: _View, max_blocks: int) -> list[DecodeGroup]:
     groups: defaultdict[int, list[int]] = defaultdict(list)
-    for index, span in enumerate(batch.spans):
+    for index, span in enumerate(view.spans):
         if span.num_rows == 1:
-            first = _first_block(span.start, window, block_size)
-            groups[_bucket(-(-span.num_tokens // block_size) - first)].append(index)
+            first = view.first_block(span.start)
+            groups[_bucket(-(-span.num_tokens // view.block_size) - first)].append(index)
     plans: list[DecodeGroup] = []
     for width, members in sorted(groups.items()):
         per_slab = max(1, max_blocks // width)
         plans.extend(
-            _decode_group(batch, members[at : at + per_slab], width, window, block_size, dtype)
+            _decode_group(view, members[at : at + per_slab], width)
             for at in range(0, len(members), per_slab)
         )
     return plans
 
 
-def _decode_group(
-    batch: Batch, members: list[int], width: int, window: int, block_size: int, dtype: torch.dtype
-) -> DecodeGroup:
-    device = batch.tables.device
-    spans = [batch.spans[index] for index in members]
-    first = torch.tensor([_first_block(s.start, window, block_size) for s in spans])[:, None]
+def _decode_group(view: _View, members: list[int], width: int) -> DecodeGroup:
+    table, window, block_size = view.table, view.window, view.block_size
+    device = table.blocks.device
+    spans = [view.spans[index] for index in members]
+    first = torch.tensor([view.first_block(span.start) for span in spans])[:, None]
     total = torch.tensor([s.num_tokens for s in spans])[:, None]
     last_block = (total - 1) // block_size
     columns = first + torch.arange(width)
     # Padding repeats the row's first block: unlike the last one it has no slots that nobody wrote.
-    columns = torch.where(columns > last_block, first, columns).to(device)
-    blocks = batch.tables[torch.tensor(members, device=device)[:, None], columns]
+    columns = torch.where(columns > last_block, first, columns)
     position = first * block_size + torch.arange(width * block_size)
     beyond = position >= total
     unwritten = beyond & (position < (last_block + 1) * block_size)
     hidden = beyond | (position < total - window) if window else beyond
-    bias = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
+    bias = torch.zeros(hidden.shape, dtype=view.dtype).masked_fill_(hidden, -torch.inf)
     return DecodeGroup(
+        members,
+        columns,
         torch.tensor([s.first_row for s in spans]).to(device),
-        blocks.flatten(),
+        _decode_blocks(table, members, columns),
         bias[:, None, None].to(device),
         unwritten.flatten().nonzero().squeeze(1).to(device),
     )
 
 
-def _plan_prefill(
-    span: Span, table: Tensor, window: int, block_size: int, dtype: torch.dtype
-) -> PrefillSpan:
-    device = table.device
-    first = _first_block(span.start, window, block_size)
+def _plan_prefill(view: _View, index: int) -> PrefillSpan:
+    window, block_size, span = view.window, view.block_size, view.spans[index]
+    device = view.table.blocks.device
+    first = view.first_block(span.start)
     base = first * block_size
     tiles: list[Tile] = []
     for offset in range(0, span.num_rows, TILE_ROWS):
         rows = min(TILE_ROWS, span.num_rows - offset)
         start = span.start + offset
-        low, high = _first_block(start, window, block_size) * block_size, start + rows
+        low, high = view.first_block(start) * block_size, start + rows
         query = torch.arange(start, start + rows, device=device)[:, None]
         key = torch.arange(low, high, device=device)[None]
         hidden = (key > query) | (key <= query - window) if window else key > query
-        bias = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(
-            hidden, -torch.inf
-        )
+        bias = torch.zeros(hidden.shape, dtype=view.dtype, device=device)
+        bias.masked_fill_(hidden, -torch.inf)
         row = span.first_row + offset
         tiles.append(Tile(row, row + rows, low - base, high - base, bias))
-    return PrefillSpan(table[first : -(-span.num_tokens // block_size)], tuple(tiles))
+    last = -(-span.num_tokens // block_size)
+    blocks = _span_blocks(view.table, index, first, last)
+    return PrefillSpan(index, first, last, blocks, tuple(tiles))
 
 
 def _decode(q: Tensor, store: KVStore, group: DecodeGroup, spec: AttentionLayer) -> Tensor:
@@ -239,11 +292,6 @@ def _attention(
     else:
         weights = scores.softmax(-1)
     return (weights @ v.float()).to(q.dtype)
-
-
-def _first_block(position: int, window: int, block_size: int) -> int:
-    """The first block that a query at `position` can see."""
-    return max(0, position - window + 1) // block_size if window else 0
 
 
 def _bucket(num_blocks: int) -> int:

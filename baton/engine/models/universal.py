@@ -38,7 +38,7 @@ from baton.engine.models.hooked_lora import HookedAdapters
 from baton.engine.models.mla import Absorbed, absorb_latents
 from baton.engine.tensors import TensorReader
 from baton.errors import InternalError, ModelRefused
-from baton.kv_spec import LayerSpec
+from baton.kv_spec import HeldBlocks, LayerSpec
 
 logger = logging.getLogger(__name__)
 
@@ -344,8 +344,8 @@ def _self_check(model: UniversalModel, ids: Tensor, native: Tensor, dtype: torch
     rows: list[Tensor] = []
     for start, stop in ((0, middle), (middle, _CHECK_TOKENS)):
         seen = 0 if start == 0 else _MATE_TOKENS
-        mate = SequenceChunk("mate", tokens[-_MATE_TOKENS:], seen, pool.mate_blocks)
-        chunk = SequenceChunk("self-check", tokens[start:stop], start, pool.blocks)
+        mate = SequenceChunk("mate", tokens[-_MATE_TOKENS:], seen, (pool.mate_blocks,))
+        chunk = SequenceChunk("self-check", tokens[start:stop], start, (pool.blocks,))
         step = flatten([mate, chunk], attention, _CHECK_BLOCK, ids.device)
         hidden = model.forward(step.token_ids, step.positions, step.batch)
         rows.append(model.logits(hidden[_MATE_TOKENS:]))
@@ -364,8 +364,9 @@ class _ScratchPool:
     ) -> None:
         num_blocks = -(-_CHECK_TOKENS // _CHECK_BLOCK)
         num_mates = -(-2 * _MATE_TOKENS // _CHECK_BLOCK)
-        self.blocks = range(num_blocks)
-        self.mate_blocks = range(num_blocks, num_blocks + num_mates)
+        self.group_of = (0,) * len(layers)
+        self.blocks = HeldBlocks(range(num_blocks))
+        self.mate_blocks = HeldBlocks(range(num_blocks, num_blocks + num_mates))
         shape = (num_blocks + num_mates, _CHECK_BLOCK)
         self._views = [
             tuple(

@@ -121,10 +121,26 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
+class Migrations:
+    """Running requests that changed their decode node with their KV, since the router's start.
+
+    `failed`: node or KV were lost on the way. `seconds`: from the question to the new node's first
+    token, summed. `given_back`: requests that moved without KV, having none worth it.
+    """
+
+    done: int = 0
+    failed: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    given_back: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ServerInfo:
     version: str
     nodes: tuple[Node, ...]
     requests_by_state: dict[str, int]
+    migrations: Migrations = Migrations()
 
 
 # A client may be far away or busy: it asks less often than nodes ask each other, and waits longer.
@@ -397,7 +413,15 @@ def _server_info(message: Any) -> ServerInfo:
         )
         for node in message.nodes
     )
-    return ServerInfo(message.version, nodes, dict(message.requests_by_state))
+    moves = message.migrations
+    return ServerInfo(
+        version=message.version,
+        nodes=nodes,
+        requests_by_state=dict(message.requests_by_state),
+        migrations=Migrations(
+            moves.done, moves.failed, moves.tokens, moves.seconds, moves.given_back
+        ),
+    )
 
 
 def _fail(error: Any, address: str) -> NoReturn:

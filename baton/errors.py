@@ -12,6 +12,7 @@ BatonError
 ├── DeadlineExceeded          504  DEADLINE_EXCEEDED
 ├── Cancelled                 499  CANCELLED            the client went away
 ├── NodeLost                  503  UNAVAILABLE          a session broke (retryable)
+├── GivenBack                 503  UNAVAILABLE          asked to, its node gave it back without KV
 ├── KVError                   503  UNAVAILABLE          hand-over failed (retryable)
 │   ├── KVStale               export or epoch no longer valid
 │   ├── KVLost                exporter died or the connection broke
@@ -101,6 +102,13 @@ class NodeLost(BatonError):
     http_status = 503
     grpc_code = "UNAVAILABLE"
     code = "node_lost"
+    retryable = True
+
+
+class GivenBack(BatonError):
+    http_status = 503
+    grpc_code = "UNAVAILABLE"
+    code = "given_back"
     retryable = True
 
 

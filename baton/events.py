@@ -94,7 +94,10 @@ class BlockEvent:
 
 @dataclass(frozen=True, slots=True)
 class NodeStep:
-    """Everything that one engine step, or control step, yields, in order: one wire message."""
+    """Everything that one engine step, or control step, yields, in order: one wire message.
+
+    `last`: the node has drained; nothing follows, and the router ends the session.
+    """
 
     tokens: tuple[TokenEvent, ...] = ()
     handles: tuple[HandleReady, ...] = ()
@@ -103,3 +106,4 @@ class NodeStep:
     load: NodeLoad | None = None
     block_events_seq: int = 0
     block_events: tuple[BlockEvent, ...] = field(default=())
+    last: bool = False

@@ -54,7 +54,8 @@ class Role(enum.Enum):
 class NodeLoad:
     """A node's state as its routers see it; counts of requests, blocks, tokens; seconds.
 
-    From `kv_received_bytes` on: counters since the node's start.
+    `kv_token_bytes`: KV of one token, as it travels. From `kv_received_bytes` on: counters since
+    the node's start.
     """
 
     running: int = 0
@@ -68,6 +69,7 @@ class NodeLoad:
     step_seconds: float = 0.0
     prefill_tokens_per_s: float = 0.0
     draining: bool = False
+    kv_token_bytes: int = 0
     kv_received_bytes: int = 0  # verified
     kv_sent_bytes: int = 0
     kv_fetches: int = 0  # that ended well
@@ -75,6 +77,7 @@ class NodeLoad:
     preemptions: int = 0
     prefix_query_tokens: int = 0  # looked up in the prefix map
     prefix_hit_tokens: int = 0  # of these, found
+    kv_tail_seconds: float = 0.0  # from a prefill's end to its receiver's ACK, summed
 
     def without_counters(self) -> NodeLoad:
         """The state alone: what a router decides by."""
@@ -87,6 +90,7 @@ class NodeLoad:
             preemptions=0,
             prefix_query_tokens=0,
             prefix_hit_tokens=0,
+            kv_tail_seconds=0.0,
         )
 
 

@@ -66,7 +66,12 @@ class DrainNode:
 
 @dataclass(frozen=True, slots=True)
 class Migrate:
-    """Export a running sequence so that another node may go on with it."""
+    """Let go of a request so that another node may go on with it.
+
+    The answer is its last event here: HandleReady if it left with its KV under a lease, else
+    RequestFailed with code `given_back` (nothing was computed that is worth moving). Ignored when
+    the request is not here under `epoch`.
+    """
 
     request_id: str
     epoch: int

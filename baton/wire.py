@@ -465,6 +465,7 @@ def step_to_wire(value: NodeStep) -> node_pb2.NodeStep:
             )
             for event in value.block_events
         ],
+        last=value.last,
     )
 
 
@@ -480,6 +481,7 @@ def step_from_wire(message: node_pb2.NodeStep) -> NodeStep:
         load=load_from_wire(message.load) if message.HasField("load") else None,
         block_events_seq=message.block_events_seq,
         block_events=tuple(_block_event_from_wire(event) for event in message.block_events),
+        last=message.last,
     )
 
 

@@ -7,6 +7,9 @@ The life of a request with a handle:
     added           -> the engine's first event repeats END's tokens, then token 2 follows
 Without a handle the prompt is computed here (local prefill). Every exit gives back blocks, place in
 line and slot.
+
+A running request may leave again, to another decode node: `hand_on` exports its blocks as a prefill
+node would, complete at once.
 """
 
 from __future__ import annotations
@@ -155,6 +158,21 @@ class DecodeRole:
         self._admission.wake()
 
     # ---- engine thread ----
+
+    def hand_on(self, engine: Engine, request: Request) -> KVHandle | None:
+        departure = engine.hand_on(request.id)
+        if departure is None:
+            return None
+        connector, num_tokens = self._context.connector, departure.num_tokens
+        try:
+            handle = connector.export(request, 0, departure.blocks, num_tokens)
+        except Exception:
+            engine.unpin(departure.blocks)  # no export exists that could return it
+            raise
+        for layer in range(len(engine.info.layers)):
+            connector.publish(handle, layer, num_tokens)
+        connector.complete(handle, departure.first_tokens)
+        return handle
 
     def on_step(self, report: StepReport) -> None:
         """Nothing to do on this thread: a decode node's tokens need no completing."""

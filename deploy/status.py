@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from baton.client import Client, Node, ServerInfo
+from baton.client import Client, Migrations, Node, ServerInfo
 from baton.errors import BatonError
 
 REFRESH_S = 1.0
@@ -47,7 +47,11 @@ def view(info: ServerInfo, address: str, width: int) -> RenderableType:
     """Everything on one screen of `width` columns."""
     models = ", ".join(sorted({node.model for node in info.nodes})) or "no model"
     head = Text.assemble(("baton ", "bold"), f"{info.version}  {models}  router {address}")
-    return Group(head, nodes_table(info, width >= WIDE_COLUMNS), requests_line(info))
+    lines: list[RenderableType] = [head, nodes_table(info, width >= WIDE_COLUMNS)]
+    lines.append(requests_line(info))
+    if info.migrations != Migrations():
+        lines.append(migrations_line(info.migrations))
+    return Group(*lines)
 
 
 def nodes_table(info: ServerInfo, wide: bool) -> Table:
@@ -89,3 +93,10 @@ def requests_line(info: ServerInfo) -> Text:
         f"{count} {state}" for state, count in sorted(info.requests_by_state.items()) if count
     ]
     return Text(f"requests: {', '.join(counts) or 'none'}")
+
+
+def migrations_line(moves: Migrations) -> Text:
+    """`migrations: 3 done (1204 tokens, 18 ms each), 1 given back, 0 failed`."""
+    each_ms = 1000 * moves.seconds / moves.done if moves.done else 0.0
+    done = f"{moves.done} done ({moves.tokens} tokens, {each_ms:.0f} ms each)"
+    return Text(f"migrations: {done}, {moves.given_back} given back, {moves.failed} failed")

@@ -152,6 +152,10 @@ class PrefillRole:
 
     # ---- engine thread ----
 
+    def hand_on(self, engine: Engine, request: Request) -> KVHandle | None:
+        """What a prompt has computed is exported already; nothing more can leave."""
+        return None
+
     def on_step(self, report: StepReport) -> None:
         for event in report.events:
             self._exports.complete(event)

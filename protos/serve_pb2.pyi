@@ -146,8 +146,22 @@ class ServerInfoRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class Migrations(_message.Message):
+    __slots__ = ("done", "failed", "tokens", "seconds", "given_back")
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    GIVEN_BACK_FIELD_NUMBER: _ClassVar[int]
+    done: int
+    failed: int
+    tokens: int
+    seconds: float
+    given_back: int
+    def __init__(self, done: _Optional[int] = ..., failed: _Optional[int] = ..., tokens: _Optional[int] = ..., seconds: _Optional[float] = ..., given_back: _Optional[int] = ...) -> None: ...
+
 class ServerInfoReply(_message.Message):
-    __slots__ = ("version", "nodes", "requests_by_state")
+    __slots__ = ("version", "nodes", "requests_by_state", "migrations")
     class RequestsByStateEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -158,7 +172,9 @@ class ServerInfoReply(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_BY_STATE_FIELD_NUMBER: _ClassVar[int]
+    MIGRATIONS_FIELD_NUMBER: _ClassVar[int]
     version: str
     nodes: _containers.RepeatedCompositeFieldContainer[_node_pb2.NodeRecord]
     requests_by_state: _containers.ScalarMap[str, int]
-    def __init__(self, version: _Optional[str] = ..., nodes: _Optional[_Iterable[_Union[_node_pb2.NodeRecord, _Mapping]]] = ..., requests_by_state: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    migrations: Migrations
+    def __init__(self, version: _Optional[str] = ..., nodes: _Optional[_Iterable[_Union[_node_pb2.NodeRecord, _Mapping]]] = ..., requests_by_state: _Optional[_Mapping[str, int]] = ..., migrations: _Optional[_Union[Migrations, _Mapping]] = ...) -> None: ...

@@ -49,8 +49,19 @@ class RouterConfig:
     policy: str = option(
         "prefix-aware", "how nodes are chosen", choices=("prefix-aware", "least-loaded")
     )
+    prefill_placement: str = option(
+        "threshold",
+        "where prompts are computed: on prefill nodes (remote), short ones on the decode node"
+        " (threshold), where it costs less by measured rates (auto)",
+        choices=("auto", "remote", "threshold"),
+    )
     local_prefill_tokens: int = option(
-        0, "prompts with at most so many uncached tokens are prefilled on the decode node; 0 = off"
+        0,
+        "threshold: prompts with at most so many uncached tokens are prefilled on the decode node;"
+        " 0 = off",
+    )
+    rebalance: bool = option(
+        False, "move running requests, with their KV, off decode nodes that have run out of blocks"
     )
     max_live_requests: int = option(1024, "requests in flight; more are refused with 429")
     request_timeout_s: float = option(600.0, "deadline of a request that brings none, seconds")

@@ -9,6 +9,8 @@ Read `Journey.travel` first.
     DECODE     D's events, without what is known already (local prefill: QUEUED -> DECODE)
     FINISHED   or FAILED, or CANCELLED: exactly one of them
 
+A decode node that drains, or is full, lets go of a running request: it exports its KV, and the
+request goes DECODE -> QUEUED (epoch + 1) -> TRANSFER -> DECODE to another one, with no gap.
 A node lost on the way sends the request back to QUEUED with epoch + 1 and what has been emitted so
 far; after MAX_NODE_DEATHS it is FAILED. The journey runs in a task of its own, so that leases are
 renewed and nodes are read whatever the caller's client does.
@@ -18,7 +20,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -29,29 +30,33 @@ from baton.errors import (
     BatonError,
     Cancelled,
     DeadlineExceeded,
+    GivenBack,
     InternalError,
     InvalidRequest,
     KVError,
     KVLost,
     NodeLost,
     Overloaded,
-    Unavailable,
     error_from_code,
 )
 from baton.events import HandleReady, RequestFailed, Subscribed, TokenEvent
+from baton.handles import KVHandle
 from baton.log import request_context
-from baton.messages import SubmitDecode, SubmitPrefill
+from baton.messages import Migrate, SubmitDecode, SubmitPrefill
 from baton.request import MAX_NODE_DEATHS, TRANSITIONS, Request, RequestState
+from router.choice import NodeChoice
 from router.ledger import RequestLedger, StoreGuard
 from router.leg import Leg, Legs
+from router.migration import Candidate, MigrationStats, Move, Outcome
 from router.node_session import NodeEvent, SessionLost
-from router.output import OutputSoFar
-from router.policy import Ask, NodeSnapshot, PolicySettings, Route, choose_decode, choose_route
+from router.policy import NodeSnapshot, PolicySettings, Route
 from router.registry import NodeRegistry
+from router.showing import Showing
 from router.trace import RequestTrace
 
 logger = logging.getLogger(__name__)
 MAX_ATTEMPTS: Final = 8  # whatever the reason: a request never wanders for ever
+MOVE_S: Final = 30.0  # a migration that took longer may be asked for again
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +69,7 @@ class DispatchParts:
     settings: PolicySettings = field(default_factory=PolicySettings)
     max_live: int = 1024
     timeout_s: float = 600.0
+    migrations: MigrationStats = field(default_factory=MigrationStats)
 
 
 class HopFailed(Exception):
@@ -104,7 +110,7 @@ class Dispatcher:
         self._live[request.id] = journey
         journey.start(lambda: self._live.pop(request.id, None))
         try:
-            while (event := await journey.shown.get()) is not None:
+            while (event := await journey.shown.events.get()) is not None:
                 yield event
             if journey.failure is not None:
                 raise journey.failure
@@ -118,31 +124,52 @@ class Dispatcher:
             journey.cancel()
         return journey is not None
 
+    @property
+    def migrations(self) -> MigrationStats:
+        return self._parts.migrations
+
+    def candidates(self) -> list[Candidate]:
+        """What is on a decode node now, for router/migration.py."""
+        found = (journey.candidate for journey in self._live.values())
+        return [candidate for candidate in found if candidate is not None]
+
+    async def migrate(self, request_id: str) -> bool:
+        """Move a request to another decode node, with its KV if it decodes by now.
+
+        True once the other node has gone on. False: nothing to move, or it moved without its KV.
+        """
+        journey = self._live.get(request_id)
+        move = None if journey is None else journey.begin_move()
+        if move is None:
+            return False
+        try:
+            async with asyncio.timeout(MOVE_S):
+                return await asyncio.shield(move.done)
+        except TimeoutError:
+            return False
+
     async def stop(self) -> None:
         """Cancel whatever is still under way."""
         await asyncio.gather(*(journey.stop() for journey in list(self._live.values())))
 
 
 class Journey:
-    """One request under way, in its own task. `shown` ends with None; then `failure` is final."""
+    """One request under way, in its own task. `failure` is final after the last of `shown`."""
 
     def __init__(self, request: Request, trace: RequestTrace, parts: DispatchParts) -> None:
-        self.shown: asyncio.Queue[TokenEvent | None] = asyncio.Queue()
         self.failure: BatonError | None = None
         self._request = request
         self._trace = trace
         self._parts = parts
         self._clock = parts.clock
-        self._output = OutputSoFar(request.output_ids, request.params.n)
+        self.shown = Showing(request, trace, parts.clock)
+        self._output = self.shown.output
         self._legs = Legs(parts.registry)
-        self._excluded: set[str] = set()  # boots that refused it
-        self._avoided: set[str] = set()  # boots that failed it
-        self._refusal: BatonError | None = None
-        self._model_digest: str | None = None
+        self._nodes = NodeChoice(parts.registry, parts.settings)
         self._attempts = 0
         self._planned: NodeSnapshot | None = None  # the decode node that the route named
-        self._early: list[TokenEvent] = []  # the decode node's, before the prompt's logprobs
-        self._told = request.params.prompt_logprobs is None
+        self._move: Move | None = None  # under way to another decode node
+        self._moved_at: float | None = None
         self._task: asyncio.Task[None] | None = None
         self._closing = False
 
@@ -156,6 +183,34 @@ class Journey:
         """Once the end is being recorded there is nothing left to cancel."""
         if self._task is not None and not self._closing:
             self._task.cancel()
+
+    @property
+    def candidate(self) -> Candidate | None:
+        """What a migrator may know of it; None while no decode node has it, or it moves."""
+        leg = self._legs.decode
+        if leg is None or self._closing or not leg.connected or self._is_moving:
+            return None
+        tokens = len(self._request.prompt_ids) + self._output.num_tokens
+        boot_id, decoding = leg.node.boot_id, self._ended_on_decode and self._output.num_tokens > 0
+        return Candidate(self._request.id, boot_id, tokens, decoding, self._moved_at)
+
+    def begin_move(self) -> Move | None:
+        """Ask its decode node to let go; None with nobody to ask, or nobody else to go to."""
+        leg = self._legs.decode
+        if leg is None or self.candidate is None:
+            return None
+        try:
+            self._nodes.decode(self._request, leg.node.fingerprint, leaving=leg.node.boot_id)
+        except BatonError:
+            return None
+        move = self._move = Move(leg.node.boot_id, self._clock.monotonic())
+        leg.session.send(Migrate(self._request.id, leg.epoch))
+        return move
+
+    @property
+    def _is_moving(self) -> bool:
+        move = self._move
+        return move is not None and self._clock.monotonic() - move.asked_at < MOVE_S
 
     async def stop(self) -> None:
         """Cancel it unless it has ended; returns when nodes and store have been told."""
@@ -187,7 +242,7 @@ class Journey:
             try:
                 await self._close(ledger[0] if ledger else None, outcome)
             finally:
-                self.shown.put_nowait(None)
+                self.shown.close()
 
     # ---- the journey ----
 
@@ -208,12 +263,12 @@ class Journey:
     async def _attempt(self, ledger: RequestLedger) -> None:
         """One epoch: give the request to its nodes, follow them to the end. Raises HopFailed."""
         self._attempts += 1
-        self._early.clear()
+        self.shown.restart()
         try:
             if self._legs.has_export:
                 await self._hand_over(ledger)  # a decode node was lost, the export was not
             else:
-                await self._begin(ledger, self._choose_route())
+                await self._begin(ledger, self._nodes.route(self._request))
             while not self._output.finished:
                 leg, event = await self._legs.next_event()
                 if leg is self._legs.prefill:
@@ -227,7 +282,6 @@ class Journey:
     async def _begin(self, ledger: RequestLedger, route: Route) -> None:
         """Submit to the prefill node; without one, to the decode node alone."""
         request, trace = self._request, self._trace
-        self._model_digest = route.decode.model_digest
         self._planned = route.decode
         trace.local_prefill = route.prefill is None
         trace.decode_node = route.decode.node_id
@@ -252,7 +306,7 @@ class Journey:
         assert handle is not None, "there is an export to hand over"
         node, self._planned = self._planned, None
         if node is None or self._parts.registry.session(node.boot_id) is None:
-            node = self._choose_decode(handle.endpoint.layout_fingerprint)
+            node = self._nodes.decode(self._request, handle.endpoint.layout_fingerprint)
         self._trace.decode_node = node.node_id
         await ledger.move(
             RequestState.TRANSFER,
@@ -271,14 +325,14 @@ class Journey:
             case TokenEvent():
                 legs.prefilled = True
                 self._count_cached(event)
-                self._show(event)
+                self.shown.show(event)
             case RequestFailed() if not (legs.prefilled and legs.is_subscribed):
                 self._refused(legs.prefill, event)
-            case SessionLost() if not legs.is_subscribed:
-                raise HopFailed(self._lost(legs.prefill, event), death=True)
-            case SessionLost() if not self._told:
+            case SessionLost() if not (legs.is_subscribed or (event.drained and legs.prefilled)):
+                raise HopFailed(self._lost(legs.prefill, event), death=not event.drained)
+            case SessionLost() if not self.shown.told:
                 lost = self._lost(legs.prefill, event)  # only a prefill tells of the prompt
-                raise HopFailed(KVLost(lost.message), death=True) from lost
+                raise HopFailed(KVLost(lost.message), death=not event.drained) from lost
             case _:
                 pass  # once D subscribes, it is D that reports the export's end
 
@@ -293,56 +347,56 @@ class Journey:
                     self._count_cached(event)
                 elif not legs.decoding:
                     await self._handed_over(ledger)
-                self._show_decoded(event)
+                self.shown.decoded(event, self._legs.handle is not None)
             case RequestFailed():
                 self._refused(legs.decode, event)
             case SessionLost():
-                raise HopFailed(self._lost(legs.decode, event), death=True)
+                raise HopFailed(self._lost(legs.decode, event), death=not event.drained)
             case HandleReady():
-                pass  # decode nodes export only when they drain
+                await self._move_on(ledger, event.handle)
 
     async def _handed_over(self, ledger: RequestLedger) -> None:
         """D's first event: the KV arrived whole, P may forget it."""
         self._legs.decoding = True
         self._legs.subscribed()
-        self._trace.handover_at = self._clock.monotonic()
+        if self._move is None or not self._move.tokens:
+            self._trace.handover_at = self._clock.monotonic()
+        else:
+            self._trace.migrations += 1
+            self._moved_at = self._clock.monotonic()
+            self._end_move("done")
         await ledger.move(RequestState.DECODE)
+
+    async def _move_on(self, ledger: RequestLedger, handle: KVHandle) -> None:
+        """The decode node has let go of the request: the next one fetches from it and goes on."""
+        assert self._legs.decode is not None, "it was the decode node that said so"
+        source = self._legs.decode.node
+        if self._move is None:  # asked so long ago that it was given up
+            self._move = Move(source.boot_id, self._clock.monotonic())
+        self._move.tokens = handle.num_tokens
+        self._legs.take_over(handle)
+        self._nodes.avoid(source.boot_id)
+        await self._next_epoch(ledger)
+        fingerprint = handle.endpoint.layout_fingerprint
+        self._planned = self._nodes.decode(self._request, fingerprint, leaving=source.boot_id)
+        await self._hand_over(ledger)
+
+    def _end_move(self, outcome: Outcome) -> None:
+        if self._move is not None:
+            self._move.end(outcome, self._parts.migrations, self._clock.monotonic())
+            self._move = None
 
     def _count_cached(self, event: TokenEvent) -> None:
         trace = self._trace
         trace.cached_tokens = max(trace.cached_tokens, event.num_cached_tokens)
 
-    def _show_decoded(self, event: TokenEvent) -> None:
-        """Show a decode node's event: after the prefill node's, if that tells of the prompt."""
-        if self._told or self._legs.handle is None:
-            self._show(event)
-        else:
-            self._early.append(event)
-
-    def _show(self, event: TokenEvent) -> None:
-        """Hand the new part of an event, and of those that waited for it, to the caller.
-
-        They are in the log already.
-        """
-        self._told = True
-        early, self._early = self._early, []
-        for each in (event, *early):
-            fresh = self._output.take(each)
-            if fresh is not None:
-                self._emit(fresh)
-
-    def _emit(self, fresh: TokenEvent) -> None:
-        if self._trace.first_token_at is None:
-            self._trace.first_token_at = self._clock.monotonic()
-        self._trace.output_tokens = self._output.num_tokens
-        # A decode node counts fetched KV as cached; the prefill's count is the true one.
-        self.shown.put_nowait(replace(fresh, num_cached_tokens=self._trace.cached_tokens))
-
     # ---- when a node fails ----
 
     def _lost(self, leg: Leg | None, event: SessionLost) -> NodeLost:
         if leg is not None:
-            self._avoided.add(leg.node.boot_id)
+            self._nodes.avoid(leg.node.boot_id)
+            if self._move is not None and self._move.source == leg.node.boot_id:
+                self._end_move("given back" if event.drained else "failed")
         return NodeLost(f"node {event.node_id} was lost: {event.reason}")
 
     def _refused(self, leg: Leg | None, event: RequestFailed) -> None:
@@ -354,10 +408,13 @@ class Journey:
             # Whoever was to blame, the exporter or the way from it: another exporter avoids both.
             exporter = self._legs.prefill
             if exporter is not None:
-                self._avoided.add(exporter.node.boot_id)
+                self._nodes.avoid(exporter.node.boot_id)
             raise HopFailed(error, death=isinstance(error, KVLost))
-        self._excluded.add(leg.node.boot_id)
-        self._refusal = error
+        if isinstance(error, GivenBack):
+            self._nodes.avoid(leg.node.boot_id)
+            self._end_move("given back")
+        else:
+            self._nodes.refused(leg.node.boot_id, error)
         raise HopFailed(error)
 
     async def _fail_over(self, ledger: RequestLedger, failure: HopFailed) -> None:
@@ -365,9 +422,9 @@ class Journey:
         for leg, event in self._legs.pending_events():
             # It is in the log, so it is part of the output.
             if isinstance(event, TokenEvent) and leg is self._legs.prefill:
-                self._show(event)
+                self.shown.show(event)
             elif isinstance(event, TokenEvent) and leg is self._legs.decode:
-                self._show_decoded(event)
+                self.shown.decoded(event, self._legs.handle is not None)
         if self._output.finished:
             return
         self._trace.node_deaths += failure.death
@@ -381,45 +438,27 @@ class Journey:
             self._legs.drop_decode()
         else:
             self._legs.give_up("failover")
+            self._end_move("failed")
+        if isinstance(failure.error, GivenBack):
+            self._attempts -= 1  # as asked: nobody failed
+        else:
+            self._trace.retries += 1
+        await self._next_epoch(ledger)
+
+    async def _next_epoch(self, ledger: RequestLedger) -> None:
+        """QUEUED again: whoever had the request is fenced, its next owner knows all its tokens."""
         self._planned = None
         await ledger.move(RequestState.QUEUED)
-        self._trace.retries += 1
         # The ledger counts epochs; a request's own epoch is its copy.
         retried = self._request.retried(self._output.output_ids)
         self._request = replace(retried, epoch=ledger.epoch)
-
-    # ---- choosing ----
-
-    def _choose_route(self) -> Route:
-        nodes = self._parts.registry.snapshots()
-        try:
-            return choose_route(self._ask(), nodes, self._parts.settings, random.random())
-        except Unavailable as error:
-            raise (self._refusal or error) from error
-
-    def _choose_decode(self, fingerprint: str) -> NodeSnapshot:
-        nodes, settings = self._parts.registry.snapshots(), self._parts.settings
-        try:
-            return choose_decode(self._ask(), nodes, fingerprint, settings, random.random())
-        except Unavailable as error:
-            raise (self._refusal or error) from error
-
-    def _ask(self) -> Ask:
-        request = self._request
-        return Ask(
-            known_ids=request.known_ids,
-            tenant_salt=request.tenant_salt,
-            adapter=request.adapter,
-            model_digest=self._model_digest,
-            excluded=frozenset(self._excluded),
-            avoided=frozenset(self._avoided),
-        )
 
     # ---- the end ----
 
     async def _close(self, ledger: RequestLedger | None, outcome: RequestState) -> None:
         """Leave every node, record the terminal state."""
         trace = self._trace
+        self._end_move("over")
         if outcome is RequestState.FINISHED and self.failure is None and self._ended_on_decode:
             self._legs.finish()
         else:

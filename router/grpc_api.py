@@ -94,12 +94,20 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
     async def ServerInfo(
         self, request: serve_pb2.ServerInfoRequest, context: Any
     ) -> serve_pb2.ServerInfoReply:
-        """Connected nodes with their load, and requests by state."""
+        """Connected nodes with their load, requests by state, migrations."""
         counts = await self._services.store.counts()
+        moves = self._services.dispatcher.migrations
         return serve_pb2.ServerInfoReply(
             version=__version__,
             nodes=[wire.record_to_wire(record) for record in self._services.registry.records()],
             requests_by_state={state.value: max(0, count) for state, count in counts.items()},
+            migrations=serve_pb2.Migrations(
+                done=moves.done,
+                failed=moves.failed,
+                tokens=moves.tokens,
+                seconds=moves.seconds,
+                given_back=moves.given_back,
+            ),
         )
 
     async def _completion(

@@ -1,8 +1,8 @@
 """Legs: the nodes that work on one request, and the KV export between them. Mechanics only.
 
 A Leg is one node under one epoch. `Legs` holds at most a prefill and a decode leg, collects their
-events in one inbox, and renews the export's lease until the decode node does. Not here: when to do
-which (router/dispatch.py).
+events in one inbox, and renews the export's lease until the decode node does. After a migration
+the prefill leg is the decode node that exported. Not here: when to do which (router/dispatch.py).
 """
 
 from __future__ import annotations
@@ -74,6 +74,17 @@ class Legs:
         """The export exists; from now on its lease is ours to renew."""
         self.handle = handle
         self.renew()
+
+    def take_over(self, handle: KVHandle) -> None:
+        """The decode node has let go of the running request: now it is the exporter, and nothing
+        more is heard of it as an owner."""
+        if self.prefill is not None:
+            self.prefill.leave(abort=False)
+        if self.decode is not None:
+            self.decode.leave(abort=False)
+        self.prefill, self.decode = self.decode, None
+        self.prefilled, self.decoding = True, False
+        self.take_handle(handle)
 
     def renew(self) -> None:
         """Renew the lease now and every third of it."""

@@ -19,7 +19,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final
+from typing import Final, cast
 
 import uvicorn
 import uvloop
@@ -43,6 +43,8 @@ from router.http_guard import HttpLimits, uvicorn_settings
 from router.ledger import StoreGuard
 from router.memory_store import MemoryStore
 from router.metrics import RouterMetrics
+from router.migration import Migrator, MigratorParts
+from router.placement import Placement
 from router.policy import PolicySettings
 from router.redis_store import RedisStore, connect
 from router.registry import NodeRegistry, RegistryParts
@@ -149,15 +151,19 @@ class Router:
             clock=clock,
         )
 
+        self.migrator = _migrator(config, self.registry, self.services.dispatcher)
+        self.services.metrics.watch_migrations(lambda: self.services.dispatcher.migrations)
+
     async def start(self) -> None:
         await self.guard.start()
         await self.registry.start()
 
     async def run_background(self) -> None:
-        """Heartbeats and node records, until cancelled."""
+        """Heartbeats, node records and migrations, until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self.guard.run())
             group.create_task(self.registry.run())
+            group.create_task(self.migrator.run())
 
     async def stop(self) -> None:
         """Cancel what is under way, close everything. Twice is safe."""
@@ -170,6 +176,7 @@ def policy_settings(config: RouterConfig) -> PolicySettings:
     return PolicySettings(
         prefix_weight=1.0 if config.policy == "prefix-aware" else 0.0,
         local_prefill_tokens=config.local_prefill_tokens,
+        placement=cast(Placement, config.prefill_placement),  # one of its choices
     )
 
 
@@ -294,6 +301,19 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         sys.stderr.write(f"{parser.prog}: {error.message}\n")
         return USAGE_ERROR
     return 0
+
+
+def _migrator(config: RouterConfig, registry: NodeRegistry, dispatcher: Dispatcher) -> Migrator:
+    return Migrator(
+        MigratorParts(
+            requests=dispatcher,
+            snapshots=registry.snapshots,
+            changed=lambda: registry.changed,
+            timing=config.timing,
+            now=SystemClock().monotonic,
+            rebalance=config.rebalance,
+        )
+    )
 
 
 def _chat_template(config: RouterConfig) -> ChatTemplate | None:

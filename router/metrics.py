@@ -24,6 +24,7 @@ from baton.metrics import (
     cache_usage,
     render,
 )
+from router.migration import MigrationStats
 from router.trace import RequestTrace
 
 _MODEL: Final = "model_name"
@@ -73,16 +74,25 @@ class RouterMetrics:
         self.registry = CollectorRegistry()
         self.instruments = _instruments(self._own)
         self._nodes: Callable[[], Sequence[NodeRecord]] = tuple
+        self._migrations: Callable[[], MigrationStats] = MigrationStats
         self._live = 0
         self.registry.register(_Exported(self._own))
         self.registry.register(_Nodes(self._current_nodes, lambda: self._live))
+        self.registry.register(_Migrations(self._current_migrations))
 
     def watch_nodes(self, nodes: Callable[[], Sequence[NodeRecord]]) -> None:
         """Where the load of the nodes is read from at each scrape."""
         self._nodes = nodes
 
+    def watch_migrations(self, migrations: Callable[[], MigrationStats]) -> None:
+        """Where the counters of migrations are read from at each scrape."""
+        self._migrations = migrations
+
     def _current_nodes(self) -> Sequence[NodeRecord]:
         return self._nodes()
+
+    def _current_migrations(self) -> MigrationStats:
+        return self._migrations()
 
     def begin(self, model: str, arrival: float) -> RequestMeter:
         """A request came in at `arrival` (the router's clock). Its meter must be ended."""
@@ -227,6 +237,27 @@ class _Nodes(Collector):
             for node in nodes:
                 family.add_metric([node.model, node.node_id, node.role.value], value(node))
             yield family
+
+
+class _Migrations(Collector):
+    """Running requests that changed their decode node."""
+
+    def __init__(self, stats: Callable[[], MigrationStats]) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self._stats()
+        moved = CounterMetricFamily(
+            "baton_migrations", "Requests asked to change their decode node", labels=["outcome"]
+        )
+        moved.add_metric(["done"], stats.done)
+        moved.add_metric(["given_back"], stats.given_back)
+        moved.add_metric(["failed"], stats.failed)
+        yield moved
+        yield CounterMetricFamily("baton_migrated_tokens", "Tokens whose KV moved", stats.tokens)
+        yield CounterMetricFamily(
+            "baton_migration_seconds", "Until the new node's first token, summed", stats.seconds
+        )
 
 
 _Value = Callable[[NodeRecord], float]

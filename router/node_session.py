@@ -37,10 +37,15 @@ LAST_BACKOFF_S: Final = 2.0
 
 @dataclass(frozen=True, slots=True)
 class SessionLost:
-    """The stream to `node_id` broke: it aborts whatever this router gave it."""
+    """The stream to `node_id` broke: it aborts whatever this router gave it.
+
+    `drained`: it ended in good order. The node had nothing left, and no export that was not
+    fetched.
+    """
 
     node_id: str
     reason: str
+    drained: bool = False
 
 
 NodeEvent = TokenEvent | HandleReady | Subscribed | RequestFailed | SessionLost
@@ -75,7 +80,7 @@ class SessionContext:
     clock: Clock
     log: StepLog
     admit: Callable[[str, NodeRecord], None]
-    changed: Callable[[], None]  # a session came up or went down
+    changed: Callable[[], None]  # a session came up or went down, a node began to drain
 
 
 class NodeSession:
@@ -88,8 +93,10 @@ class NodeSession:
         self._refused = ""
         self._attached: dict[str, Attachment] = {}
         self._assigned_tokens = 0
+        self._unreported_tokens = 0
         self._outbox: asyncio.Queue[messages.RouterMessage] = asyncio.Queue()
         self._wake = asyncio.Event()
+        self._drained = False  # the node has said its last words
         self.prefix = PrefixIndex()
 
     # ---- what it knows ----
@@ -122,6 +129,11 @@ class NodeSession:
         """Prompt tokens that this router's requests still have to compute there."""
         return self._assigned_tokens
 
+    @property
+    def unreported_tokens(self) -> int:
+        """Of these, sent since the node last told its load: not yet part of it."""
+        return self._unreported_tokens
+
     # ---- requests ----
 
     def attach(self, attachment: Attachment) -> None:
@@ -131,6 +143,7 @@ class NodeSession:
         self.detach(attachment.request_id)
         self._attached[attachment.request_id] = attachment
         self._assigned_tokens += attachment.tokens
+        self._unreported_tokens += attachment.tokens
 
     def detach(self, request_id: str) -> None:
         """Route nothing more to the request. Twice is safe."""
@@ -221,13 +234,15 @@ class NodeSession:
         self._load = record.load
         self._refused = ""
         self._outbox = asyncio.Queue()
+        self._drained = False
         self.prefix.clear()
         self._connected = True
         logger.info("%s node %s is up at %s", record.role.value, record.node_id, self.address)
         self._context.changed()
 
     async def _converse(self, call: Any) -> None:
-        """Read and write until the stream ends; a read raises when it breaks."""
+        """Read and write until the stream ends or the node has drained; a read raises when it
+        breaks."""
         writer = asyncio.create_task(self._write(call))
         try:
             while (message := await call.read()) is not grpc.aio.EOF:
@@ -235,6 +250,9 @@ class NodeSession:
                 if not isinstance(step, NodeStep):
                     raise InvalidRequest("a second hello", field="hello")
                 await self._take(step)
+                if step.last:
+                    self._drained = True
+                    return
         finally:
             writer.cancel()
             await asyncio.gather(writer, return_exceptions=True)
@@ -249,7 +267,11 @@ class NodeSession:
     async def _take(self, step: NodeStep) -> None:
         """Route one step. A request's handle comes before its tokens, its failure after them."""
         if step.load is not None:
+            began_to_drain = step.load.draining and not self._load.draining
             self._load = step.load
+            self._unreported_tokens = 0
+            if began_to_drain:
+                self._context.changed()
         self.prefix.apply(step.block_events_seq, step.block_events)
         for event in (*step.handles, *step.subscribed):
             self._route(event)
@@ -284,11 +306,14 @@ class NodeSession:
         was_connected, self._connected = self._connected, False
         self.prefix.clear()
         attached, self._attached = list(self._attached.values()), {}
-        self._assigned_tokens = 0
+        self._assigned_tokens = self._unreported_tokens = 0
         node_id = self.address if self._record is None else self._record.node_id
         for attachment in attached:
-            attachment.deliver(SessionLost(node_id, reason))
-        if was_connected:
+            attachment.deliver(SessionLost(node_id, reason, self._drained))
+        if was_connected and self._drained:
+            logger.info("node %s at %s has drained", node_id, self.address)
+            self._context.changed()
+        elif was_connected:
             logger.warning(
                 "node %s at %s is lost with %d requests: %s",
                 node_id, self.address, len(attached), reason,

@@ -14,6 +14,7 @@ from typing import Final
 from baton.block_hashes import chain, root_hash
 from baton.errors import ContextLengthExceeded, Unavailable
 from baton.handles import NodeLoad, Role
+from router.placement import Placement, Prompt, placement_costs, queued_tokens, requests_on
 
 SIMILAR: Final = 0.05  # costs within 5 % of the best count as equal
 PREFIX_WORTH: Final = (
@@ -27,7 +28,8 @@ class NodeSnapshot:
     """A node as this router sees it now. `prefix`: block hashes that it holds (read only).
 
     `assigned` and `assigned_tokens`: requests and uncomputed prompt tokens that this router has
-    given it; known at once, while `load` is one step old.
+    given it; known at once, while `load` is one step old. `unreported_tokens`: those of them that
+    it was sent after its last report.
     """
 
     node_id: str
@@ -41,6 +43,7 @@ class NodeSnapshot:
     prefix: Collection[bytes] = frozenset()
     assigned: int = 0
     assigned_tokens: int = 0
+    unreported_tokens: int = 0
     adapters: tuple[str, ...] = ()
 
 
@@ -64,11 +67,14 @@ class Ask:
 class PolicySettings:
     """`prefix_weight` 0: prefixes are ignored (least loaded).
 
-    Prompts with at most `local_prefill_tokens` uncached tokens are prefilled on the decode node.
+    `placement` of the prefill: "remote" on a prefill node, if there is one; "threshold" on the
+    decode node for prompts with at most `local_prefill_tokens` uncached tokens; "auto" where it
+    costs less (router/placement.py).
     """
 
     prefix_weight: float = 1.0
     local_prefill_tokens: int = 0
+    placement: Placement = "threshold"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +112,22 @@ def choose_route(
     )
     partners = [node for node in decoders if node.fingerprint == prefill.fingerprint]
     decode = pick_decode(ask, partners, settings, tie, cached)
-    uncached = len(ask.known_ids) - cached.get(decode.boot_id, 0)
-    if uncached <= settings.local_prefill_tokens:
-        return Route(decode, decode_cached=cached.get(decode.boot_id, 0))
-    return Route(decode, prefill, cached.get(prefill.boot_id, 0), cached.get(decode.boot_id, 0))
+    route = Route(decode, prefill, cached.get(prefill.boot_id, 0), cached.get(decode.boot_id, 0))
+    if _prefills_locally(len(ask.known_ids), route, prefill, settings):
+        return Route(decode, decode_cached=route.decode_cached)
+    return route
+
+
+def _prefills_locally(
+    num_tokens: int, route: Route, prefill: NodeSnapshot, settings: PolicySettings
+) -> bool:
+    if settings.placement == "remote":
+        return False
+    if settings.placement == "threshold":
+        return num_tokens - route.decode_cached <= settings.local_prefill_tokens
+    prompt = Prompt(num_tokens, route.prefill_cached, route.decode_cached)
+    costs = placement_costs(prompt, prefill, route.decode)
+    return costs is not None and costs.local_is_cheaper
 
 
 def choose_decode(
@@ -153,16 +171,16 @@ def is_usable(node: NodeSnapshot, ask: Ask) -> bool:
 
 def prefill_cost(node: NodeSnapshot, ask: Ask, cached: int, settings: PolicySettings) -> float:
     """Prompt tokens that `node` computes before this request's token 1."""
-    queued = max(node.load.waiting_tokens, node.assigned_tokens)
     uncached = len(ask.known_ids) - settings.prefix_weight * cached
     short = _blocks_short(node, ask, cached)
-    return queued + uncached + (NO_ROOM_COST + short * node.block_size if short else 0.0)
+    return (
+        queued_tokens(node) + uncached + (NO_ROOM_COST + short * node.block_size if short else 0.0)
+    )
 
 
 def decode_cost(node: NodeSnapshot, ask: Ask, cached: int, settings: PolicySettings) -> float:
     """Requests that share `node`'s steps, less what its prefix saves, more if it lacks room."""
-    load = node.load
-    requests = max(load.running + load.waiting + load.swapped + load.fetching, node.assigned)
+    requests = requests_on(node)
     hit = cached / max(1, len(ask.known_ids))
     short = _blocks_short(node, ask, cached)
     return requests - settings.prefix_weight * PREFIX_WORTH * hit + (NO_ROOM_COST if short else 0.0)

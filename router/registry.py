@@ -142,6 +142,7 @@ class NodeRegistry:
                 prefix=session.prefix.hashes,
                 assigned=session.assigned,
                 assigned_tokens=session.assigned_tokens,
+                unreported_tokens=session.unreported_tokens,
                 adapters=record.adapters,
             )
             for session, record in self._connected()
@@ -183,8 +184,15 @@ class NodeRegistry:
             for session, record in self._connected()
         )
 
+    @property
+    def changed(self) -> asyncio.Event:
+        """Set when a session next comes up or goes down, or a node begins to drain; a new event
+        stands here from then on."""
+        return self._changed
+
     async def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Until `condition` holds; it is looked at whenever a session comes up or goes down."""
+        """Until `condition` holds; it is looked at whenever a session comes up or goes down, or a
+        node begins to drain."""
         while not condition():
             await self._changed.wait()
 

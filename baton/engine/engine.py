@@ -27,6 +27,7 @@ from baton.engine.beam import BeamSearch
 from baton.engine.block_pool import BlockPool
 from baton.engine.block_tables import BlockTables, as_lists, count_blocks
 from baton.engine.config import DEFAULT_BLOCK_SIZE, EngineConfig
+from baton.engine.departure import Departure, departure_of
 from baton.engine.interface import EngineHooks, ModelInfo, Reservation, Runner, Task
 from baton.engine.kv_cache import KVArena
 from baton.engine.outputs import Outputs
@@ -293,6 +294,28 @@ class Engine:
         else:
             self._scheduler.remove(group)
         return True
+
+    def hand_on(self, request_id: str) -> Departure | None:
+        """Take a decoding request out, with its KV, so that another engine goes on with it.
+
+        Its blocks are pinned once, for an export; `unpin` undoes that. None, and nothing changed,
+        if it is not here or has no KV worth moving. Between steps only.
+        """
+        group = self._by_id.get(request_id)
+        departure = (
+            None
+            if group is None
+            else departure_of(group, self.pool.block_size, self._tables.windows)
+        )
+        if group is None or departure is None:
+            return None
+        self.pin(departure.blocks)
+        self._pending = [event for event in self._pending if event.request_id != request_id]
+        del self._by_id[request_id]
+        self._scheduler.remove(group)
+        self.stats.num_handed_on += 1
+        self._stalled = False
+        return departure
 
     # ---- blocks of exports ----
 

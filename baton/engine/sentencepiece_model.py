@@ -26,8 +26,8 @@ from baton.errors import ModelRefused
 SPACE: Final = "\u2581"
 _UNIGRAM, _BPE = 1, 2  # TrainerSpec.ModelType
 _NORMAL, _USER_DEFINED = 1, 4  # ModelProto.SentencePiece.Type
-# sentencepiece never spells a text with the names of bytes, the unigram model of `tokenizers` would:
-# such a text is cut where no name is left. (A learned piece across the cut would be missed there.)
+# sentencepiece never spells a text with names of bytes; the unigram model of `tokenizers` would.
+# So such a text is cut where no name is left. (A learned piece across the cut is missed there.)
 _UNSPELL: Final[dict[str, Any]] = {
     "type": "Split", "pattern": {"Regex": "<0(?=x[0-9A-F]{2}>)"}, "behavior": "MergedWithPrevious",
     "invert": False,

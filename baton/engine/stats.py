@@ -20,6 +20,7 @@ class EngineStats:
     num_finished: int = 0  # ended by a token: stop, length, or token 1 of a PREFILL task
     num_aborted: int = 0
     num_failed: int = 0
+    num_handed_on: int = 0  # left with their KV, to go on in another engine
     num_steps: int = 0
     num_preemptions: int = 0  # of either kind: swapped out, or to be recomputed
     num_swap_outs: int = 0  # requests

@@ -19,7 +19,10 @@ from baton.request import Request
 
 @dataclass(eq=False)
 class NodeRequest:
-    """One request here. `ended` is done when its last event was sent, or it cannot go on."""
+    """One request here. `ended` is done when its last event was sent, or it cannot go on.
+
+    `cancelled`: nobody wants it any more. `leaving`: it was asked to go to another node.
+    """
 
     request: Request
     handle: KVHandle | None
@@ -28,6 +31,8 @@ class NodeRequest:
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
     task: asyncio.Task[None] | None = None
+    cancelled: bool = False
+    leaving: bool = False
 
     def send(self, step: NodeStep) -> None:
         self.session.send(step)
@@ -45,6 +50,7 @@ class NodeRequest:
 
     def cancel(self) -> None:
         """Stop it without an event; its task frees what it holds."""
+        self.cancelled = True
         if self.task is not None:
             self.task.cancel()
 

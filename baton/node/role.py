@@ -15,9 +15,11 @@ from baton.clock import Clock
 from baton.engine.engine import Engine
 from baton.engine.thread import EngineThread, StepReport
 from baton.events import TokenEvent
+from baton.handles import KVHandle
 from baton.messages import SubmitDecode, SubmitPrefill
 from baton.node.config import NodeConfig
 from baton.node.requests import NodeRequest
+from baton.request import Request
 from baton.timing import Timing
 from kv_transfer.base import KVConnector
 
@@ -59,6 +61,11 @@ class NodeRole(Protocol):
 
         However this ends (also cancelled), all that the request holds is freed.
         """
+        ...
+
+    def hand_on(self, engine: Engine, request: Request) -> KVHandle | None:
+        """Export a running request with its KV and forget it; None if that is not worth it, and
+        nothing changed. Engine thread, between steps."""
         ...
 
     def ends(self, event: TokenEvent) -> bool:

@@ -25,13 +25,14 @@ from baton.errors import (
     BatonError,
     DeadlineExceeded,
     Fenced,
+    GivenBack,
     InternalError,
     InvalidRequest,
     NodeLost,
     Overloaded,
     Unavailable,
 )
-from baton.events import BlockEvent, NodeStep, RequestFailed, TokenEvent
+from baton.events import BlockEvent, HandleReady, NodeStep, RequestFailed, TokenEvent
 from baton.handles import KVHandle, NodeLoad, NodeRecord, Role
 from baton.kv_spec import BlockLists
 from baton.log import request_context
@@ -99,9 +100,14 @@ class NodeShell:
         self._address = ""
         self._sessions: set[RouterSession] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._handed_on: dict[str, KVHandle] = {}  # exports of requests that left with their KV
         self._engine_load = parts.engine.current_load()
         self._engine_stats = parts.engine.stats.copy()
         self._kv_waste = 0.0
+        layers, dtype = parts.engine.info.layers, parts.engine.info.kv_dtype
+        self._kv_token_bytes = sum(
+            layer.token_bytes(dtype) + layer.scale_bytes(dtype) for layer in layers
+        )
         self._asked_engine_at: float | None = None
         self._quiet = asyncio.Event()  # set whenever a request or an export has ended
         self._stopped = False
@@ -140,7 +146,8 @@ class NodeShell:
             self.send_load()
 
     async def drain(self) -> None:
-        """Take no new requests; wait, at most `drain_s`, for those here and for their exports."""
+        """Take no new requests; wait, at most `drain_s`, until those here have ended or moved to
+        other nodes and their exports were fetched; then until routers have read all of that."""
         self.begin_drain()
         try:
             async with asyncio.timeout(self.config.drain_s):
@@ -153,6 +160,20 @@ class NodeShell:
                 len(self.requests),
                 self.connector.active_exports,
             )
+            return
+        await self._part()
+
+    async def _part(self) -> None:
+        """Routers end their sessions when they have read the last step: what is written when this
+        side ends them may be lost."""
+        sessions = list(self._sessions)
+        for session in sessions:
+            session.send(NodeStep(last=True))
+        try:
+            async with asyncio.timeout(self.timing.connect_s):
+                await asyncio.gather(*(session.wait_cut() for session in sessions))
+        except TimeoutError:
+            log.warning("a router did not read this node's last words")
 
     async def stop(self) -> None:
         """Cut all sessions, abort all requests, stop connector and engine. Twice is safe."""
@@ -208,6 +229,8 @@ class NodeShell:
             preemptions=engine.num_preemptions,
             prefix_query_tokens=engine.num_prefix_query_tokens,
             prefix_hit_tokens=engine.num_prefix_hit_tokens,
+            kv_token_bytes=self._kv_token_bytes,
+            kv_tail_seconds=transfer.exposed_tail_seconds,
         )
 
     def send_load(self) -> None:
@@ -264,6 +287,7 @@ class NodeShell:
                 entry = self.requests.find(message.request_id)
                 if entry is not None and entry.request.epoch <= message.epoch:
                     entry.cancel()
+                self._forget_handed_on(message)
             case RenewExport():
                 self._spawn(self._renew(message.handle))
             case ReleaseExport():
@@ -271,8 +295,10 @@ class NodeShell:
             case DrainNode():
                 self.begin_drain()
             case Migrate():
-                # Moving a running sequence comes with drain by migration; until then it ends here.
-                log.warning("request %s stays: this node does not migrate", message.request_id)
+                entry = self.requests.find(message.request_id, message.epoch)
+                if entry is not None and not entry.leaving:
+                    entry.leaving = True
+                    self._spawn(self._hand_on(entry))
             case SessionHello():
                 raise InvalidRequest("a second hello on one session", field="hello")
 
@@ -317,6 +343,39 @@ class NodeShell:
                     return
                 log.exception("failed")
                 self._fail(entry, InternalError("internal error"))
+
+    async def _hand_on(self, entry: NodeRequest) -> None:
+        """Let `entry` go: with its KV under a lease if it decodes, else just so. Either way that is
+        its last event, behind all its tokens: steps reach this loop in the engine thread's order.
+        """
+        request = entry.request
+        try:
+            handle = await self.thread.call(lambda engine: self.role.hand_on(engine, request))
+        except Exception:
+            log.exception("request %s cannot be exported", request.id)
+            handle = None
+        if handle is None:
+            self._give_back(entry)
+        elif entry.cancelled:
+            await self._release(handle, "nobody wants the request any more")
+        else:
+            log.info("request %s leaves with %d tokens", request.id, handle.num_tokens)
+            self._handed_on[request.id] = handle
+            ready = HandleReady(request.id, request.epoch, handle)
+            entry.send(NodeStep(handles=(ready,)))
+            entry.end()
+
+    def _give_back(self, entry: NodeRequest) -> None:
+        if not (entry.cancelled or entry.ended.done()):
+            error = GivenBack("there is no KV worth moving")
+            entry.send(NodeStep(failed=(failure(entry.request, error),)))
+            entry.cancel()
+
+    def _forget_handed_on(self, message: AbortRequest) -> None:
+        """The request was aborted before its router had heard of the export."""
+        handle = self._handed_on.get(message.request_id)
+        if handle is not None and handle.epoch <= message.epoch:
+            self._spawn(self._release(handle, "the request was aborted"))
 
     def _fail(self, entry: NodeRequest, error: BatonError) -> None:
         told = entry.ended.done() and entry.ended.exception() is None
@@ -374,11 +433,11 @@ class NodeShell:
     def _on_released(self, handle: KVHandle, blocks: BlockLists, why: str) -> None:
         """Any thread: nobody touches the blocks of this export any more."""
         log.debug("request %s: export released: %s", handle.request_id, why)
-        self.thread.post(lambda engine: self._unpin(engine, blocks))
+        self.thread.post(lambda engine: self._unpin(engine, blocks, handle))
 
-    def _unpin(self, engine: Engine, blocks: BlockLists) -> None:
+    def _unpin(self, engine: Engine, blocks: BlockLists, handle: KVHandle) -> None:
         engine.unpin(blocks)
-        self._loop.call_soon_threadsafe(self._freed)
+        self._loop.call_soon_threadsafe(self._freed, handle)
 
     # ---- back on the event loop ----
 
@@ -387,7 +446,9 @@ class NodeShell:
         self._engine_load, self._engine_stats, self._kv_waste = load, stats, kv_waste
         self.send_load()
 
-    def _freed(self) -> None:
+    def _freed(self, handle: KVHandle) -> None:
+        if self._handed_on.get(handle.request_id) is handle:
+            del self._handed_on[handle.request_id]
         self._quiet.set()
         self.role.blocks_freed()
 

@@ -14,7 +14,7 @@ from queue import SimpleQueue
 import pytest
 from rich.console import Console
 
-from baton.client import Node, ServerInfo
+from baton.client import Migrations, Node, ServerInfo
 from baton.errors import ConfigError
 from deploy import cli, local, up
 from deploy.chat import Answer, Conversation, describe
@@ -225,12 +225,21 @@ def test_the_status_table_shows_every_node() -> None:
     assert "requests: 3 DECODE" in text
 
 
+def test_the_status_tells_of_migrations() -> None:
+    console = Console(file=io.StringIO(), width=140)
+    moves = Migrations(done=4, failed=1, tokens=900, seconds=0.08, given_back=2)
+    console.print(view(ServerInfo("0.1.0", (), {}, moves), "h:50051", 140))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "migrations: 4 done (900 tokens, 20 ms each), 2 given back, 1 failed" in text
+
+
 def test_the_status_table_without_nodes() -> None:
     console = Console(file=io.StringIO(), width=140)
     console.print(view(ServerInfo("0.1.0", (), {}), "h:50051", 140))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "no node is registered" in text
     assert "requests: none" in text
+    assert "migrations" not in text
 
 
 @pytest.mark.parametrize("width", [80, 100, 120])

@@ -422,6 +422,8 @@ async def test_metrics_count_what_happened_under_both_names() -> None:
     assert 'baton_request_failure_total{code="node_lost",model_name="tiny"} 1.0' in lines
     node = '{model_name="tiny",node="decode-0",role="decode"}'
     assert f"vllm:num_requests_running{node} 2.0" in lines
+    assert 'baton_migrations_total{outcome="done"} 0.0' in lines
+    assert "baton_migrated_tokens_total 0.0" in lines
     assert f"vllm:num_requests_waiting{node} 1.0" in lines
     assert f"vllm:num_requests_swapped{node} 1.0" in lines
     assert f"vllm:kv_cache_usage_perc{node} 0.25" in lines

@@ -75,10 +75,12 @@ async def test_load_and_assigned_tokens() -> None:
         attachment.tokens = 70
         session.attach(attachment)
         assert (session.assigned, session.assigned_tokens) == (1, 70)
+        assert session.unreported_tokens == 70
         load = NodeLoad(running=1, free_blocks=9, total_blocks=64)
         p.say(load=load, tokens=(TokenEvent("r", 1, 0, (1,)),))
         await take(inbox)
         assert session.load == load
+        assert session.unreported_tokens == 0
         assert (session.assigned, session.assigned_tokens) == (1, 0)
         session.detach("r")
         session.detach("r")
@@ -245,6 +247,22 @@ async def test_a_node_may_end_the_session_in_good_order(brief: BriefNode) -> Non
         session.attach(attachment)
         brief.go.set()
         assert await take(inbox) == SessionLost("d", "the node ended the session")
+
+
+async def test_a_drained_node_is_left_when_its_last_step_was_read() -> None:
+    async with fake_nodes("d") as (d,), running_router([d]) as router:
+        session = router.registry.session("boot-d")
+        assert session is not None
+        attachment, inbox = inbox_of()
+        session.attach(attachment)
+        d.say(tokens=(TokenEvent("r", 1, 0, (1,)),))
+        d.say(last=True)
+        assert isinstance(await take(inbox), TokenEvent)
+        lost = await take(inbox)
+        assert isinstance(lost, SessionLost)
+        assert lost.drained
+        async with asyncio.timeout(PATIENCE_S):
+            await d.left.wait()  # it was the router that ended the session
 
 
 async def test_a_wake_up_ends_the_back_off(

@@ -6,6 +6,9 @@ rows, then V rows of a token range, token-major. Both are row-major in the token
 sizes interoperate by a list of byte ranges alone.
 
     block b:  | K row 0 .. K row B-1 | V row 0 .. V row B-1 |     row = kv_heads * dim * item bytes
+
+Whole rows are views. A slice of heads (another tensor-parallel size at the peer) is packed into a
+host copy: its pieces are too small to travel one by one. int8 scales lie in a second arena.
 """
 
 from __future__ import annotations
@@ -15,14 +18,20 @@ from typing import Protocol
 
 import torch
 
-from baton.errors import ConfigError
+from baton.errors import ConfigError, InternalError, KVCorrupt
 from baton.kv_spec import DTYPE_BYTES, LayerSpec, PoolFormat
+from kv_transfer.base import Blocks, Payload
+from kv_transfer.codec import Rows, bytes_of, unpack
+from kv_transfer.messages import INT8, RAW
+from kv_transfer.shares import heads_of, rows_bytes
 
 
 class Arena(Protocol):
-    """What is needed of baton.engine.kv_cache.KVArena.
+    """What is needed of baton.engine.kv_cache.KVArena. Its layers are this rank's: their kv_heads
+    are those that lie here.
 
     layer(l): K [num_blocks, block_size, kv_heads, k_dim] and V [.., v_dim] of the pool's dtype;
+    scales(l): int8 KV's [num_blocks, block_size, kv_heads], K's and V's;
     layer_buffer(l): all bytes of layer l, writable (CPU arenas only).
     """
 
@@ -36,14 +45,18 @@ class Arena(Protocol):
     def device(self) -> torch.device: ...
 
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def scales(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]: ...
     def layer_buffer(self, layer: int) -> memoryview: ...
 
 
 def byte_ranges(
-    spec: LayerSpec, pool: PoolFormat, blocks: Sequence[int], start: int, end: int
+    spec: LayerSpec, pool: PoolFormat, blocks: Blocks, start: int, end: int
 ) -> list[tuple[int, int]]:
     """(offset, length) in the layer's bytes of K rows, then V rows of tokens [start, end), in wire
-    order; neighbouring rows are merged (within a block, and across adjacent blocks for MLA)."""
+    order; neighbouring rows are merged (within a block, and across adjacent blocks for MLA).
+
+    `spec` is the pool's own: its kv_heads are those that lie there.
+    """
     item = DTYPE_BYTES[pool.dtype]
     size = pool.block_size
     block_bytes = size * spec.token_bytes(pool.dtype)
@@ -69,20 +82,28 @@ def byte_ranges(
 class ArenaMemory:
     """base.KVMemory over a KV arena: views into it on CPU, host copies for any other device."""
 
-    def __init__(self, arena: Arena, staged: bool | None = None) -> None:
-        """`staged`: copy through host memory; None = unless the arena lies in it itself.
+    def __init__(
+        self,
+        arena: Arena,
+        staged: bool | None = None,
+        *,
+        layers: tuple[LayerSpec, ...] | None = None,
+        tp: tuple[int, int] = (1, 0),
+        windowed: bool = False,
+    ) -> None:
+        """`staged`: copy through host memory; None = unless the arena lies in it itself. `layers`:
+        of the whole model, `tp`: (size, rank), where the arena holds a slice of its heads.
+        `windowed`: the pool keeps of a sliding-window layer only what later tokens see.
 
-        Raises ConfigError for int8 KV: the frames carry no scales yet.
+        Raises ConfigError if the arena does not hold this rank's heads.
         """
-        if arena.dtype == "int8":
-            raise ConfigError(
-                "KV transfer cannot carry the scales of int8 KV: prefill and decode nodes need "
-                "--kv-cache-dtype auto or fp8",
-                field="kv_cache_dtype",
-            )
-        self.layers = arena.layers
-        self.format = PoolFormat(arena.block_size, arena.dtype)
+        self.layers = arena.layers if layers is None else layers
+        self.format = PoolFormat(arena.block_size, arena.dtype, *tp, codecs=(RAW, INT8))
+        self.windowed = windowed
         self._arena = arena
+        self._heads = [heads_of(spec.kv_heads, self.format) for spec in self.layers]
+        if [len(heads) for heads in self._heads] != [spec.kv_heads for spec in arena.layers]:
+            raise ConfigError(f"the KV pool does not hold the heads of rank {tp[1]} of {tp[0]}")
         self._staged = arena.device.type != "cpu" if staged is None else staged
         self._buffers = (
             [arena.layer_buffer(layer).cast("B") for layer in range(len(arena.layers))]
@@ -90,63 +111,107 @@ class ArenaMemory:
             else []
         )
 
-    def read(self, layer: int, blocks: Sequence[int], start: int, end: int) -> Sequence[memoryview]:
-        """K, then V fragments of tokens [start, end). CPU: no copy, valid while pinned."""
-        if self._staged:
-            return self._read_device(layer, blocks, start, end)
+    def heads(self, layer: int) -> range:
+        """The whole model's KV heads that lie here."""
+        return self._heads[layer]
+
+    def tables(self, blocks: Blocks) -> tuple[tuple[int, ...], ...]:
+        """One table: all layers lie in the same blocks."""
+        return (tuple(blocks),)
+
+    def written(self, layer: int, blocks: Blocks, upto: int) -> None:
+        """Memory that the host has written needs no mark."""
+
+    def landed(self) -> None:
+        """What the host has written is there."""
+
+    def read(
+        self, layer: int, blocks: Blocks, start: int, end: int, heads: range | None = None
+    ) -> Sequence[memoryview]:
+        """Fragments of tokens [start, end) as Payload orders them. Whole rows on the CPU: no copy,
+        valid while pinned."""
+        heads = self._heads[layer] if heads is None else heads
+        views = self._row_views(layer, blocks, start, end, heads)
+        if views is not None and self.format.dtype != INT8:
+            return views
+        block, row = self.slots(layer, blocks, start, end)
+        parts = self.parts(layer, heads)
+        if views is not None:
+            parts = parts[-len(parts) // 2 :]  # the scales
+        return [*(views or ()), *(bytes_of(part[block, row].cpu()) for part in parts)]
+
+    def views(
+        self, layer: int, blocks: Blocks, start: int, end: int, heads: range
+    ) -> Sequence[memoryview] | None:
+        """Whole rows of an exact pool in main memory; None otherwise."""
+        if self.format.dtype == INT8:
+            return None  # scales are gathered
+        return self._row_views(layer, blocks, start, end, heads)
+
+    def write(self, layer: int, blocks: Blocks, start: int, end: int, payload: Payload) -> None:
+        """Put `payload` (of the pool's dtype or any other) into tokens [start, end)."""
+        heads = self._heads[layer] if payload.heads is None else payload.heads
+        spec = self.layers[layer]
+        wanted = (end - start) * rows_bytes(spec, len(heads), payload.dtype)
+        if len(payload.data) != wanted:
+            raise KVCorrupt(f"payload of {len(payload.data)} bytes, not {wanted}")
+        views = self.views(layer, blocks, start, end, heads)
+        if views is not None and payload.dtype == self.format.dtype:
+            taken = 0
+            for view in views:
+                view[:] = payload.data[taken : taken + len(view)]
+                taken += len(view)
+            return
+        rows = unpack(spec, Payload(payload.data, payload.dtype, heads))
+        self._scatter(layer, blocks, (start, end), heads, [r.to(self.format.dtype) for r in rows])
+
+    # ---- whole rows in main memory -------------------------------------------------------------
+    def _row_views(
+        self, layer: int, blocks: Blocks, start: int, end: int, heads: range
+    ) -> list[memoryview] | None:
+        if self._staged or heads != self._heads[layer]:
+            return None
         buffer = self._buffers[layer]
-        ranges = byte_ranges(self.layers[layer], self.format, blocks, start, end)
+        ranges = byte_ranges(self._arena.layers[layer], self.format, blocks, start, end)
         return [buffer[offset : offset + length] for offset, length in ranges]
 
-    def write(
-        self, layer: int, blocks: Sequence[int], start: int, end: int, payload: memoryview
-    ) -> None:
-        """Put `payload` (as `read` gives it) into tokens [start, end)."""
-        if self._staged:
-            self._write_device(layer, blocks, start, end, payload)
-            return
-        buffer = self._buffers[layer]
-        taken = 0
-        for offset, length in byte_ranges(self.layers[layer], self.format, blocks, start, end):
-            buffer[offset : offset + length] = payload[taken : taken + length]
-            taken += length
+    # ---- slices, scales, devices: through torch ------------------------------------------------
+    def parts(self, layer: int, heads: range | None = None) -> list[torch.Tensor]:
+        """K, V (unless MLA), then int8's scales of both, of `heads` (None = all here): views
+        [num_blocks, block_size, heads, dim] and [num_blocks, block_size, heads]. fp8 as bytes."""
+        own = self._heads[layer]
+        wanted = own if heads is None else heads
+        if not own.start <= wanted.start <= wanted.stop <= own.stop:
+            raise InternalError(f"{wanted} are not all in {own}")
+        local = slice(wanted.start - own.start, wanted.stop - own.start)
+        count = 2 if self.layers[layer].v_dim else 1
+        tensors = list(self._arena.layer(layer)[:count])
+        if self.format.dtype == INT8:
+            tensors += self._arena.scales(layer)[:count]
+        return [_movable(tensor)[:, :, local] for tensor in tensors]
 
-    # ---- devices: staged through host memory ---------------------------------------------------
-    def _read_device(
-        self, layer: int, blocks: Sequence[int], start: int, end: int
-    ) -> list[memoryview]:
-        block, row = self._slots(blocks, start, end)
-        # The engine publishes what it has enqueued on the default stream; this copy is enqueued
-        # behind it on the same stream and waits for itself.
-        tensors = self._arena.layer(layer)
-        return [
-            memoryview(t[block, row].contiguous().view(torch.uint8).cpu().numpy().tobytes())
-            for t in tensors
-            if t.numel()
-        ]
-
-    def _write_device(
-        self, layer: int, blocks: Sequence[int], start: int, end: int, payload: memoryview
-    ) -> None:
-        block, row = self._slots(blocks, start, end)
-        taken = 0
-        for tensor in self._arena.layer(layer):
-            if tensor.numel() == 0:
-                continue
-            shape = (end - start, *tensor.shape[2:])
-            length = shape[0] * shape[1] * shape[2] * tensor.element_size()
-            # bytearray: torch wants writable memory, a frame is not
-            host = torch.frombuffer(bytearray(payload[taken : taken + length]), dtype=torch.uint8)
-            tensor[block, row] = host.view(tensor.dtype).view(shape).to(tensor.device)
-            taken += length
-        if self._arena.device.type == "cuda":
-            torch.cuda.current_stream(self._arena.device).synchronize()
-
-    def _slots(
-        self, blocks: Sequence[int], start: int, end: int
+    def slots(
+        self, layer: int, blocks: Blocks, start: int, end: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Block and row index [end - start] of each token, on the arena's device."""
+        """Block and row index [end - start] of each token, int64, on the arena's device."""
         size = self.format.block_size
         tokens = torch.arange(start, end)
         block = torch.tensor(blocks, dtype=torch.long)[tokens // size]
         return block.to(self._arena.device), (tokens % size).to(self._arena.device)
+
+    def _scatter(
+        self, layer: int, blocks: Blocks, tokens: tuple[int, int], heads: range, rows: list[Rows]
+    ) -> None:
+        block, row = self.slots(layer, blocks, *tokens)
+        tensors = [part.values for part in rows]
+        tensors += [part.scales for part in rows if part.scales is not None]
+        device = self._arena.device
+        for target, values in zip(self.parts(layer, heads), tensors, strict=True):
+            target[block, row] = _movable(values).to(device)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+
+
+def _movable(tensor: torch.Tensor) -> torch.Tensor:
+    """torch indexes no fp8; as bytes it does."""
+    return tensor.view(torch.uint8) if tensor.dtype is torch.float8_e4m3fn else tensor

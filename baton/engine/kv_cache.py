@@ -4,7 +4,7 @@ Layout of one layer, the same as on the wire (token-major), as long as k_dim == 
     [num_blocks, 2, block_size, kv_heads, head_dim]
 in general a block is its K part [block_size, kv_heads, k_dim] followed by its V part
 [block_size, kv_heads, v_dim]; MLA has no V part. Layers follow each other, each on a 64-byte
-boundary. int8 KV has a scale per token and head, float32, in a second arena:
+boundary. int8 KV has a scale per token and head, float32, behind all layers:
     [num_blocks, 2, block_size, kv_heads]        (MLA: 1 instead of 2)
 Not here: who owns which block (block_pool.py), reading and writing for transfers
 (kv_transfer/layout.py).
@@ -12,14 +12,15 @@ Not here: who owns which block (block_pool.py), reading and writing for transfer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch
 
 from baton.errors import ConfigError, InternalError
-from baton.kv_spec import LayerSpec
+from baton.kv_spec import SCALE_BYTES, LayerSpec
 
 ALIGNMENT: Final = 64  # bytes: a cache line, and the widest vector load
 
@@ -30,6 +31,10 @@ _TORCH_DTYPES: Final = {
     "int8": torch.int8,
     "fp8": torch.float8_e4m3fn,
 }
+
+
+# Bytes -> zeroed uint8 [bytes] on the pool's device, such as shared memory.
+MakeMemory: TypeAlias = Callable[[int], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +62,9 @@ class KVArena:
         block_size: int,
         dtype: str,
         device: str | torch.device = "cpu",
+        memory: MakeMemory | None = None,
     ) -> None:
+        """`memory`: where the pool shall lie, if not in memory of its own."""
         if dtype not in _TORCH_DTYPES:
             raise ConfigError(f"KV cannot be stored as {dtype!r}", field="dtype")
         self.layers = layers
@@ -71,12 +78,23 @@ class KVArena:
             self._offsets.append(total)
             size = num_blocks * self.block_bytes(layer)
             total += -(-size // ALIGNMENT) * ALIGNMENT
-        self._memory = torch.zeros(total, dtype=torch.uint8, device=self.device)
+        scale_offsets: list[int] = []
+        for layer in range(len(layers) if dtype == "int8" else 0):
+            scale_offsets.append(total)
+            size = math.prod(self._scale_shape(layer)) * SCALE_BYTES
+            total += -(-size // ALIGNMENT) * ALIGNMENT
+        self.num_bytes = total
+        self._memory = (
+            torch.zeros(total, dtype=torch.uint8, device=self.device)
+            if memory is None
+            else memory(total)
+        )
         self._scales = [
-            torch.zeros(self._scale_shape(layer), device=self.device)
-            for layer in range(len(layers) if dtype == "int8" else 0)
+            self._memory[start : start + math.prod(self._scale_shape(layer)) * SCALE_BYTES]
+            .view(torch.float32)
+            .view(self._scale_shape(layer))
+            for layer, start in enumerate(scale_offsets)
         ]
-        self.num_bytes = total + sum(scales.nbytes for scales in self._scales)
 
     def block_bytes(self, layer: int) -> int:
         """Bytes of one block of one layer, K and V."""

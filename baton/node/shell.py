@@ -52,7 +52,7 @@ from baton.node.requests import NodeRequest, RequestTable, failure
 from baton.node.role import NodeRole, RoleContext
 from baton.node.session import RouterSession
 from baton.timing import Timing
-from kv_transfer.base import OnReleased
+from kv_transfer.base import Blocks, OnReleased
 from kv_transfer.connector import Connector
 
 log = logging.getLogger(__name__)
@@ -370,7 +370,7 @@ class NodeShell:
         everything = engine.pool.snapshot_events()
         self._loop.call_soon_threadsafe(self._synchronise, session, pending, everything)
 
-    def _on_released(self, handle: KVHandle, blocks: tuple[int, ...], why: str) -> None:
+    def _on_released(self, handle: KVHandle, blocks: Blocks, why: str) -> None:
         """Any thread: nobody touches the blocks of this export any more."""
         log.debug("request %s: export released: %s", handle.request_id, why)
         self.thread.post(lambda engine: self._unpin(engine, blocks))

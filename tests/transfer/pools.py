@@ -13,16 +13,19 @@ from baton.engine.kv_cache import KVArena
 from baton.errors import KVError
 from baton.events import FirstToken
 from baton.handles import KVHandle
-from baton.kv_spec import LayerSpec, layout_fingerprint
+from baton.kv_spec import LayerSpec, PoolFormat, layout_fingerprint
 from baton.request import Request
 from baton.sampling import SamplingParams
 from baton.timing import Timing
-from kv_transfer.base import Lane
-from kv_transfer.connector import Connector
+from kv_transfer.base import Blocks, Lane, Payload
+from kv_transfer.connector import Connector, TransferOptions
 from kv_transfer.layout import ArenaMemory
+from kv_transfer.shares import heads_of
 from tests.fakes import FakeClock
+from tests.transfer.direct_lanes import bind
 
 SECRET = b"deployment secret"
+EVERY_FRAME = TransferOptions(burst_bytes=0)  # progress is sent at once, however small
 BOOT_P, BOOT_D, BOOT_E = "0a" * 16, "0d" * 16, "0e" * 16
 # A plain layer, a window with other heads and dims, and a latent without V.
 LAYERS = (
@@ -77,25 +80,35 @@ class Node:
     digest: str = "model"
     secret: bytes = SECRET
     timing: Timing = field(default_factory=Timing)
+    options: TransferOptions = EVERY_FRAME
+    tp: tuple[int, int] = (1, 0)
+    windowed: bool = False
+    more_lanes: tuple[Lane, ...] = ()  # after `lane`
     clock: FakeClock = field(default_factory=FakeClock)
 
     def __post_init__(self) -> None:
-        self.arena = KVArena(self.layers, self.num_blocks, self.block_size, self.dtype)
-        self.released: list[tuple[KVHandle, tuple[int, ...], str]] = []
+        own = PoolFormat(self.block_size, self.dtype, *self.tp)
+        local = tuple(
+            replace(spec, kv_heads=len(heads_of(spec.kv_heads, own))) for spec in self.layers
+        )
+        self.arena = KVArena(local, self.num_blocks, self.block_size, self.dtype)
+        bind(self.lane, self.arena, self.boot_id)
+        self.released: list[tuple[KVHandle, Blocks, str]] = []
         self._freed = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self.connector = Connector(
-            memory=ArenaMemory(self.arena),
+            memory=ArenaMemory(self.arena, layers=self.layers, tp=self.tp, windowed=self.windowed),
             boot_id=self.boot_id,
             fingerprint=layout_fingerprint(self.digest, "rope", self.layers),
             secret=self.secret,
-            lanes=(self.lane,),
+            lanes=(self.lane, *self.more_lanes),
             timing=self.timing,
             clock=self.clock,
             on_released=self._on_released,
+            options=self.options,
         )
 
-    def _on_released(self, handle: KVHandle, blocks: tuple[int, ...], why: str) -> None:
+    def _on_released(self, handle: KVHandle, blocks: Blocks, why: str) -> None:
         self.released.append((handle, blocks, why))
         self._loop.call_soon_threadsafe(self._freed.set)
 
@@ -141,7 +154,8 @@ def expect_bytes(
         expected.layer_buffer(layer)[:] = data
         if end > start:
             wire = layer_bytes(p.arena, layer, p_blocks, start, end)
-            memory.write(layer, d_blocks, start, end, memoryview(wire))
+            payload = Payload(memoryview(wire), p.dtype)
+            memory.write(layer, d_blocks, start, end, payload)
     assert snapshot(d.arena) == snapshot(expected)
 
 

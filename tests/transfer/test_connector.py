@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import sys
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
-from pathlib import Path
 
 import grpc
 import pytest
 
 from baton.errors import ConfigError, InternalError, KVLost, KVStale
-from baton.handles import KVHandle, LaneAddress
+from baton.handles import LaneAddress
 from baton.kv_spec import LayerSpec
 from baton.timing import Timing
 from kv_transfer.base import Incoming, KVConnector
 from kv_transfer.grpc_stream import GrpcLane
 from kv_transfer.memory import MemoryFabric, MemoryLane
-from tests.transfer import exporter_process
 from tests.transfer.pools import (
     BOOT_D,
     PATIENCE_S,
@@ -204,52 +198,9 @@ async def test_garbage_is_answered_with_an_error(start) -> None:
     assert node.connector.stats.corrupt == 1
 
 
-async def test_sigkill_in_mid_stream(start) -> None:
-    """A real process, really killed: KVLost at once, not at a deadline."""
-    d = await start(GrpcLane(Timing()), boot_id=BOOT_D)
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        exporter_process.__name__,
-        stdout=asyncio.subprocess.PIPE,
-        cwd=Path(__file__).parents[2],
-    )
-    assert process.stdout is not None
-    line = await asyncio.wait_for(process.stdout.readline(), 30.0)
-    boot_id, sequence, secret, address = line.decode().split()
-    endpoint = replace(d.connector.endpoint(), boot_id=boot_id)
-    endpoint = replace(endpoint, lanes=(LaneAddress("grpc", address),))
-    handle = KVHandle(
-        boot_id, int(sequence), "r1", 1, exporter_process.NUM_TOKENS, bytes.fromhex(secret),
-        endpoint, 10_000,
-    )  # fmt: skip
-    loop = asyncio.get_running_loop()
-    fetch = asyncio.create_task(d.connector.fetch(handle, 1, d.pick(exporter_process.NUM_TOKENS)))
-    await asyncio.wait_for(received_something(d), PATIENCE_S)
-    os.kill(process.pid, signal.SIGKILL)
-    killed = loop.time()
-    assert isinstance(await outcome(fetch), KVLost)
-    assert loop.time() - killed < 3.0  # the progress deadline would be 5
-    await process.wait()
-
-
-async def received_something(node: Node) -> None:
-    arrived = asyncio.Event()
-    loop, memory = asyncio.get_running_loop(), node.connector.memory
-    write = memory.write
-
-    def spy(*arguments) -> None:
-        write(*arguments)
-        loop.call_soon_threadsafe(arrived.set)
-
-    memory.write = spy  # type: ignore[method-assign]
-    if node.connector.stats.frames_received == 0:
-        await arrived.wait()
-
-
 # ---- the memory lane ----------------------------------------------------------------------------
 def test_an_address_that_nobody_has() -> None:
-    wire = MemoryLane(MemoryFabric()).open("nowhere")
+    wire = MemoryLane(MemoryFabric()).open(LaneAddress("memory", "nowhere"))
     with pytest.raises(KVLost, match="nowhere"):
         wire.receive()
     with pytest.raises(KVLost, match="nowhere"):
@@ -267,7 +218,7 @@ def test_closed_conversations_call_back_at_once() -> None:
     fabric = MemoryFabric()
     lane = MemoryLane(fabric)
     lane.start("here", serve)
-    wire = MemoryLane(fabric).open("here")
+    wire = MemoryLane(fabric).open(LaneAddress("memory", "here"))
     wire.finish()
     assert [wire.receive(), wire.receive()] == [b"last", None]
     lane.stop()

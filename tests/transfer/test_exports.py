@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 from baton.errors import InternalError, KVError, KVLost, KVRefused, KVStale
 from baton.handles import Endpoint, KVHandle
 from baton.kv_spec import PoolFormat
+from kv_transfer.base import Blocks
 from kv_transfer.exports import ExportTable, Reader
 from kv_transfer.leases import Leases
 from tests.fakes import FakeClock
@@ -46,7 +47,7 @@ class ExportTableMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = FakeClock(0.0)
-        self.table = ExportTable(2, Leases(LEASE_S), self.clock, self.on_released)
+        self.table = ExportTable((1, 1), Leases(LEASE_S), self.clock, self.on_released)
         self.freed: list[int] = []
         self.until: dict[int, float] = {}  # model: held exports and the end of their leases
         self.handles: dict[int, KVHandle] = {}
@@ -63,7 +64,7 @@ class ExportTableMachine(RuleBasedStateMachine):
         self.table.expire(self.clock.now)
         assert sorted(self.freed) == sorted(self.handles)
 
-    def on_released(self, handle: KVHandle, blocks: tuple[int, ...], why: str) -> None:
+    def on_released(self, handle: KVHandle, blocks: Blocks, why: str) -> None:
         seq = handle.export_seq
         assert seq not in self.freed, "freed twice"
         assert self.num_reads.get(seq, 0) == 0, "freed under a reader"
@@ -233,7 +234,7 @@ def freed() -> list[str]:
 @pytest.fixture
 def table(freed: list[str]) -> ExportTable:
     clock = FakeClock(0.0)
-    return ExportTable(1, Leases(LEASE_S), clock, lambda handle, blocks, why: freed.append(why))
+    return ExportTable((1,), Leases(LEASE_S), clock, lambda handle, blocks, why: freed.append(why))
 
 
 def opened(table: ExportTable, epoch: int = 1) -> Reader:
@@ -303,10 +304,10 @@ def test_publishing_never_waits_for_a_reader(table: ExportTable, freed: list[str
 
 
 def test_a_failing_callback_still_frees(table: ExportTable) -> None:
-    def broken(handle: KVHandle, blocks: tuple[int, ...], why: str) -> None:
+    def broken(handle: KVHandle, blocks: Blocks, why: str) -> None:
         raise ValueError("callback")
 
-    table = ExportTable(1, Leases(LEASE_S), FakeClock(0.0), broken)
+    table = ExportTable((1,), Leases(LEASE_S), FakeClock(0.0), broken)
     table.add(handle_of(1), (0,), 1)
     with pytest.raises(ValueError, match="callback"):
         table.release(1, KVStale("over"))

@@ -69,6 +69,25 @@ class EngineTotals:
 
 
 @dataclass(frozen=True, slots=True)
+class LaneTotals:
+    """What a KV connector has counted of one lane since its start."""
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    sent_frames: int = 0
+    received_frames: int = 0
+    fetches: int = 0  # that ended well
+    fetch_seconds: float = 0.0  # of these
+    tails: int = 0  # hand-overs acknowledged here
+    tail_seconds: float = 0.0  # from token 1 (or a later FETCH) to the acknowledgement
+    corrupt_frames: int = 0
+    retries: int = 0
+    fallbacks: int = 0  # conversations that went on to the next lane
+    connections: int = 0
+    reused_connections: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class TransferTotals:
     """What a KV connector has counted since its start."""
 
@@ -77,6 +96,10 @@ class TransferTotals:
     exports: int = 0
     active_exports: int = 0
     export_bytes: int = 0  # pinned under leases now
+    expired_leases: int = 0
+    held_back: int = 0  # looks at exports that found no room in the byte budget
+    window_bytes: int = 0  # not fetched: no later token would have seen them
+    lanes: Mapping[str, LaneTotals] = field(default_factory=dict[str, LaneTotals])
     # By outcome: "ok" or an error code.
     fetches: Mapping[str, int] = field(default_factory=dict[str, int])
 
@@ -131,6 +154,8 @@ class _NodeCollector(Collector):
         for name, help_text, value in _counters(now):
             yield self._counter(name, help_text, value)
         yield self._fetches(now.transfer.fetches)
+        for name, help_text, value_of in _LANE_COUNTERS:
+            yield self._by_lane(name, help_text, value_of, now.transfer.lanes)
 
     def _gauge(self, name: str, help_text: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, help_text, labels=list(self._labels))
@@ -148,6 +173,36 @@ class _NodeCollector(Collector):
         for outcome, count in sorted(fetches.items()):
             family.add_metric([*self._labels.values(), outcome], count)
         return family
+
+    def _by_lane(
+        self,
+        name: str,
+        help_text: str,
+        value_of: Callable[[LaneTotals], float],
+        lanes: Mapping[str, LaneTotals],
+    ) -> Metric:
+        family = CounterMetricFamily(name, help_text, labels=[*self._labels, "lane"])
+        for lane, totals in sorted(lanes.items()):
+            family.add_metric([*self._labels.values(), lane], value_of(totals))
+        return family
+
+
+# Name, help, value: one series per lane that was used.
+_LANE_COUNTERS: Final[tuple[tuple[str, str, Callable[[LaneTotals], float]], ...]] = (
+    ("baton_kv_lane_sent_bytes", "KV bytes sent", lambda t: t.sent_bytes),
+    ("baton_kv_lane_received_bytes", "KV bytes received and verified", lambda t: t.received_bytes),
+    ("baton_kv_lane_sent_frames", "DATA frames sent", lambda t: t.sent_frames),
+    ("baton_kv_lane_received_frames", "DATA frames received", lambda t: t.received_frames),
+    ("baton_kv_lane_fetches", "KV fetches that ended well", lambda t: t.fetches),
+    ("baton_kv_lane_fetch_seconds", "Time of these fetches", lambda t: t.fetch_seconds),
+    ("baton_kv_lane_exposed_tails", "Hand-overs acknowledged", lambda t: t.tails),
+    ("baton_kv_lane_exposed_tail_seconds", "Token 1 to acknowledgement", lambda t: t.tail_seconds),
+    ("baton_kv_lane_corrupt_frames", "Frames refused", lambda t: t.corrupt_frames),
+    ("baton_kv_lane_retries", "Fetches begun again after a corrupt frame", lambda t: t.retries),
+    ("baton_kv_lane_fallbacks", "Conversations that took the next lane", lambda t: t.fallbacks),
+    ("baton_kv_lane_connections", "Connections opened from here", lambda t: t.connections),
+    ("baton_kv_lane_reused_connections", "Taken up again", lambda t: t.reused_connections),
+)
 
 
 def cache_usage(load: NodeLoad) -> float:
@@ -196,6 +251,9 @@ def _counters(now: NodeSnapshot) -> Iterable[tuple[str, str, float]]:
         ("baton_engine_steps", "Engine steps", engine.steps),
         ("baton_prefill_chunks", "Chunks of prompts computed", engine.prefill_chunks),
         ("baton_kv_transfer_exports", "Exports made", transfer.exports),
+        ("baton_kv_transfer_expired_leases", "Exports nobody claimed", transfer.expired_leases),
+        ("baton_kv_transfer_held_back", "Looks without room for an export", transfer.held_back),
+        ("baton_kv_transfer_window_bytes", "KV no token would see", transfer.window_bytes),
         ("baton_kv_transfer_sent_bytes", "KV bytes sent", transfer.sent_bytes),
         ("baton_kv_transfer_bytes", "KV bytes received and verified", transfer.received_bytes),
     )

@@ -3,7 +3,9 @@
 Against any OpenAI-compatible URL: TTFT, TPOT, ITL, throughput and goodput for given SLOs, as a
 table and as JSON; for Baton also the hand-over time. `--compare` starts `baton up` in two ways on
 the same cores, prefill and decode apart and `--colocated`, in alternating rounds, and prints the
-ratios. What follows `--` goes to `baton up` as it is.
+ratios. `--interference` and `--goodput` start it in both ways, too: long prompts beside running
+streams (serve_interference.py), recorded traces at rising rates (serve_goodput.py). What follows
+`--` goes to `baton up` as it is.
 """
 
 from __future__ import annotations
@@ -26,9 +28,13 @@ from rich.table import Table
 
 from baton.config import add_options, load, option
 from baton.errors import ConfigError
+from bench import serve_goodput, serve_interference
 from bench.cluster import cluster
 from bench.load import Run, Target, run_workload
 from bench.measure import Slo, Summary, summarize
+from bench.recorded import Scaling, bundled
+from bench.serve_goodput import Sweep
+from bench.serve_interference import InterferencePlan
 from bench.sse import StreamError
 from bench.workload import WorkloadSpec, plan_requests
 
@@ -69,7 +75,29 @@ class ServeOptions:
     timeout_s: float = option(300.0, "longest silence of a server, seconds")
     json: Path | None = option(None, "also write the results to this file")
     compare: bool = option(False, "start Baton apart and colocated on the same cores, alternating")
-    rounds: int = option(3, "rounds of --compare")
+    rounds: int = option(3, "rounds of --compare and --interference")
+    interference: bool = option(
+        False, "both ways: time per token of running streams while long prompts arrive, over idle"
+    )
+    streams: int = option(4, "interference: streams that run all the time")
+    idle_s: float = option(4.0, "interference: seconds without prompts")
+    loaded_s: float = option(10.0, "interference: seconds with them")
+    arriving_tokens: int = option(1000, "interference: tokens of an arriving prompt")
+    arriving_rate: float = option(
+        0.0, "interference: prompts per second (default: what takes 60 % of a prefill node's time)"
+    )
+    stream_tokens: int = option(512, "interference: tokens of one stream before it begins anew")
+    goodput: bool = option(False, "both ways: goodput over a rate sweep of recorded traces")
+    trace: tuple[Path, ...] = option(
+        (), "goodput: a trace file (repeatable; default: those in bench/traces)"
+    )
+    rates: str = option("1,2,4,8", "goodput: requests per second, ascending")
+    sweep_s: float = option(8.0, "goodput: seconds per rate")
+    output_mean: int = option(32, "goodput: mean tokens of the scaled answers")
+    input_mean: int = option(192, "goodput: mean tokens of the scaled prompts")
+    max_tokens: int = option(1800, "goodput: longest prompt and answer together, tokens")
+    vocabulary: str = option("300,4000", "token ids that prompts are drawn from: first, end")
+    plot: Path | None = option(None, "goodput: also draw the sweep into this SVG file")
 
     def workload(self, num_requests: int, seed: int) -> WorkloadSpec:
         return WorkloadSpec(
@@ -86,17 +114,65 @@ class ServeOptions:
     def slo(self) -> Slo:
         return Slo(self.slo_ttft_ms / 1000, self.slo_tpot_ms / 1000)
 
+    @property
+    def starts_clusters(self) -> bool:
+        return self.compare or self.interference or self.goodput
+
+    def target(self, url: str) -> Target:
+        return Target(
+            url=url,
+            model=self.model,
+            api_key=self.api_key,
+            timeout_s=self.timeout_s,
+            temperature=self.temperature,
+            ignore_eos=self.ignore_eos,
+        )
+
+    def interference_plan(self, rate: float) -> InterferencePlan:
+        """Raises ConfigError."""
+        return InterferencePlan(
+            streams=self.streams,
+            idle_s=self.idle_s,
+            loaded_s=self.loaded_s,
+            prompt_tokens=self.arriving_tokens,
+            stream_tokens=self.stream_tokens,
+            vocabulary=pair_of(self.vocabulary),
+            rate=rate,
+        )
+
+    def sweep(self) -> Sweep:
+        """Raises ConfigError."""
+        rates = numbers_of(self.rates)
+        scaling = Scaling(
+            rates[0], self.sweep_s, self.input_mean, self.output_mean, self.max_tokens,
+            pair_of(self.vocabulary),
+        )  # fmt: skip
+        traces = {path.stem: path for path in self.trace} or bundled()
+        return Sweep(traces, rates, scaling, self.slo)
+
+
+def numbers_of(text: str) -> list[float]:
+    """`4,8` as numbers. Raises ConfigError unless all are above 0."""
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"{text!r} is no list of numbers") from error
+    if any(number <= 0 for number in numbers):
+        raise ConfigError(f"{text!r}: every number must be above 0")
+    return numbers
+
+
+def pair_of(text: str) -> tuple[int, int]:
+    """`300,4000`, ascending. Raises ConfigError."""
+    numbers = [int(number) for number in numbers_of(text)]
+    if len(numbers) != 2 or numbers[0] >= numbers[1]:
+        raise ConfigError(f"{text!r} must be two ascending numbers")
+    return numbers[0], numbers[1]
+
 
 async def measure(options: ServeOptions, url: str, label: str, seed: int) -> Summary:
     """Warm up, then one whole run against `url`."""
-    target = Target(
-        url=url,
-        model=options.model,
-        api_key=options.api_key,
-        timeout_s=options.timeout_s,
-        temperature=options.temperature,
-        ignore_eos=options.ignore_eos,
-    )
+    target = options.target(url)
     if options.warm_up:
         # Another seed: the measured prompts must not find their prefixes cached.
         await run_workload(
@@ -122,6 +198,43 @@ async def compare(
                     await measure(options, str(ready["url"]), label, options.seed + index)
                 )
     return summaries
+
+
+async def interfere(
+    options: ServeOptions, up_flags: Sequence[str], console: Console
+) -> dict[str, Any]:
+    """Both modes, alternating; all rounds at the rate that the first one (apart) found."""
+    rounds: list[dict[str, Any]] = []
+    rate = options.arriving_rate
+    for index in range(options.rounds):
+        for label, flags in MODES.items():
+            console.print(f"round {index + 1} of {options.rounds}: {label} ...", style="dim")
+            async with cluster([*flags, *up_flags]) as ready:
+                target = options.target(str(ready["url"]))
+                plan = options.interference_plan(rate)
+                found = await serve_interference.measure(target, plan)
+            rate = rate or found["rate"]
+            rounds.append({"mode": label, **found})
+    return {"rounds": rounds, "summary": serve_interference.summary(rounds)}
+
+
+async def sweep_rates(
+    options: ServeOptions, up_flags: Sequence[str], console: Console
+) -> dict[str, Any]:
+    """Each mode once over all traces and rates."""
+    sweep = options.sweep()
+    traces = sweep.load()
+    rows: list[dict[str, Any]] = []
+    for label, flags in MODES.items():
+        console.print(f"{label}: {len(traces)} traces, {len(sweep.rates)} rates ...", style="dim")
+        async with cluster([*flags, *up_flags]) as ready:
+            target = options.target(str(ready["url"]))
+            await run_workload(target, plan_requests(options.workload(options.warm_up or 1, 1)))
+            rows += await serve_goodput.measure(target, sweep, traces, label)
+    compared = serve_goodput.compare(rows)
+    if options.plot is not None:
+        options.plot.write_text(serve_goodput.plot(compared, sweep.slo))
+    return {"rows": rows, "compared": compared}
 
 
 # ---- showing -------------------------------------------------------------------------------------
@@ -193,6 +306,24 @@ def ratio_table(values: dict[str, dict[str, float]]) -> Table:
     return table
 
 
+def interference_table(found: dict[str, Any]) -> Table:
+    title = "p99 of running streams, prompts arriving / idle (time per token of 10; single gaps)"
+    table = Table("", "tpot", "min - max", "gaps", title=title, box=box.SIMPLE)
+    for mode, ratio in found["summary"].items():
+        tpot, gap = ratio["tpot_p99_ms"], ratio["gap_p99_ms"]
+        between = f"{tpot['min']:.2f} - {tpot['max']:.2f}"
+        table.add_row(mode, f"{tpot['median']:.2f}", between, f"{gap['median']:.2f}")
+    return table
+
+
+def goodput_table(compared: Sequence[dict[str, Any]]) -> Table:
+    table = Table("trace", "rate", "apart", "colocated", title="goodput/s", box=box.SIMPLE)
+    for row in compared:
+        values = [f"{row[mode]:.2f}" for mode in MODES]
+        table.add_row(row["trace"], f"{row['rate']:g}", *values)
+    return table
+
+
 def show(summaries: Sequence[Summary], options: ServeOptions, console: Console) -> dict[str, Any]:
     """Print the tables; returns everything as JSON-ready values."""
     console.print(f"goodput: TTFT {options.slo_ttft_ms:g} ms, TPOT {options.slo_tpot_ms:g} ms")
@@ -220,17 +351,26 @@ def parse(arguments: Sequence[str]) -> tuple[ServeOptions, list[str]]:
     parser = argparse.ArgumentParser(prog="baton bench serve", description=DESCRIPTION)
     add_options(parser, ServeOptions)
     options = load(ServeOptions, parser.parse_args(given))
-    if passed_on and not options.compare:
-        raise ConfigError("flags after -- are for `baton up` and need --compare")
+    if passed_on and not options.starts_clusters:
+        raise ConfigError(
+            "flags after -- are for `baton up` and need --compare, --interference or --goodput"
+        )
     return options, passed_on
 
 
 async def run(options: ServeOptions, up_flags: Sequence[str], console: Console) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    if options.interference:
+        result["interference"] = await interfere(options, up_flags, console)
+        console.print(interference_table(result["interference"]))
+    if options.goodput:
+        result["goodput"] = await sweep_rates(options, up_flags, console)
+        console.print(goodput_table(result["goodput"]["compared"]))
     if options.compare:
-        summaries = await compare(options, up_flags, console)
-    else:
+        result |= show(await compare(options, up_flags, console), options, console)
+    elif not options.starts_clusters:
         summaries = [await measure(options, options.url, "run", options.seed)]
-    result = show(summaries, options, console)
+        result |= show(summaries, options, console)
     machine = {"cores": len(os.sched_getaffinity(0)), "python": sys.version.split()[0]}
     return {"machine": machine, "up_flags": list(up_flags), **result}
 

@@ -42,11 +42,11 @@ class WorkloadSpec:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """One request: when to send it (seconds from the start) and what."""
+    """One request: when to send it (seconds from the start) and what, as text or token ids."""
 
     index: int
     at_s: float
-    prompt: str
+    prompt: str | tuple[int, ...]
     max_tokens: int
 
 

@@ -46,8 +46,11 @@ class Seat:
         engine.add(self._request, Task.LOCAL)
         self._added = True
 
-    def reserve(self, engine: Engine, num_tokens: int) -> Reservation | None:
-        self._reservation = engine.reserve(self._request, num_tokens)
+    def reserve(
+        self, engine: Engine, num_tokens: int, precision: str | None
+    ) -> Reservation | None:
+        """`precision`: what the KV went through on its way here, None if nothing."""
+        self._reservation = engine.reserve(self._request, num_tokens, precision)
         return self._reservation
 
     def add_computed(self, engine: Engine, first_tokens: Sequence[FirstToken]) -> None:
@@ -102,11 +105,14 @@ class DecodeRole:
         ticket = self._admission.ticket(ready=ready)
         try:
             await self._thread.call(lambda engine: engine.validate(request, Task.LOCAL))
+            precision = self._context.connector.precision_of(handle)
             reservation = await self._while_leased(
                 handle,
                 request.epoch,
                 ticket.admit(
-                    lambda: self._thread.call(lambda e: seat.reserve(e, handle.num_tokens))
+                    lambda: self._thread.call(
+                        lambda e: seat.reserve(e, handle.num_tokens, precision)
+                    )
                 ),
             )
             entry.send(NodeStep(subscribed=(Subscribed(request.id, request.epoch),)))

@@ -3,6 +3,7 @@
 baton up                         everything on this machine
 baton router | prefill | decode  one process of a deployment (becomes `python -m ...`)
 baton chat | status              talk to a running router
+baton doctor                     KV lanes between two nodes, and what this machine is
 baton bench serve                measure one
 baton convert                    safetensors for a checkpoint that has none
 baton estimate                   what a model needs, the best that a machine could do with it
@@ -11,6 +12,7 @@ baton estimate                   what a model needs, the best that a machine cou
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -60,6 +62,8 @@ def build_parser() -> argparse.ArgumentParser:
         commands.add_parser(name, help=text, add_help=False)
     _add_chat(commands.add_parser("chat", help="chat with a running server in the terminal"))
     _add_status(commands.add_parser("status", help="live table of nodes, load and requests"))
+    text = "probe the KV lanes between two nodes, and this machine"
+    _add_doctor(commands.add_parser("doctor", help=text))
     text = "make safetensors and tokenizer.json for an older checkpoint: DIR [--out DIR2]"
     commands.add_parser("convert", help=text, add_help=False)
     text = "memory, concurrency, ideal TTFT and TPOT of a model: --model DIR [--memory 80GB ...]"
@@ -93,6 +97,19 @@ def _add_status(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--once", action="store_true", help="print the table once and exit")
     parser.set_defaults(handler=run_status)
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    given = "address of a running {} node (with --{}; default: two probe processes here)"
+    parser.add_argument(
+        "--from", dest="source", metavar="HOST:PORT", help=given.format("prefill", "to")
+    )
+    parser.add_argument(
+        "--to", dest="target", metavar="HOST:PORT", help=given.format("decode", "from")
+    )
+    parser.add_argument("--redis-url", default=os.environ.get("BATON_REDIS_URL", ""))
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.set_defaults(handler=run_doctor)
 
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
@@ -171,6 +188,19 @@ def run_status(arguments: argparse.Namespace) -> int:
     from deploy.status import status
 
     return status(arguments.grpc, arguments.api_key, arguments.once, Console())
+
+
+def run_doctor(arguments: argparse.Namespace) -> int:
+    """0 when the two can hand over in any way, else 1."""
+    from deploy.doctor import doctor, show
+
+    secret = os.environ.get("BATON_SECRET", "")
+    found = doctor(arguments.source, arguments.target, secret, arguments.redis_url)
+    if arguments.json:
+        print(json.dumps(found.as_json(), indent=2))
+    else:
+        show(found, Console())
+    return 0 if found.healthy else 1
 
 
 def split_passed_on(arguments: Sequence[str]) -> list[str] | None:

@@ -1,55 +1,122 @@
 """The seams of KV transfer: what a connector is, what it sees of a pool, and what a lane must do.
 
-Not here: any behaviour. Connector: connector.py. Pools: layout.py. Lanes: memory.py,
-grpc_stream.py.
+Not here: any behaviour. Connector: connector.py. Pools: layout.py. Lanes: a file each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
+from baton.errors import KVRefused
 from baton.events import FirstToken
 from baton.handles import Endpoint, KVHandle, LaneAddress
 from baton.kv_spec import BlockLists, LayerSpec, PoolFormat
 from baton.request import Request
+from kv_transfer.frames import Buffer
+
+Blocks: TypeAlias = BlockLists  # where a sequence lies in a pool; only layout.py looks inside
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """KV bytes as they travel: K, then V, then (int8) K's and V's scales of a token range, each
+    token-major. `heads`: which of the whole model's KV heads; None = all that the pool holds."""
+
+    data: memoryview
+    dtype: str
+    heads: range | None = None
 
 
 class KVMemory(Protocol):
     """What a connector sees of a KV pool. `blocks` hold a sequence's tokens in order, a list per
-    layer group; [start, end) are token indices of that sequence."""
+    layer group; [start, end) are token indices of that sequence, all held; `heads` are indices of
+    the whole model's KV heads."""
 
     @property
-    def layers(self) -> tuple[LayerSpec, ...]: ...
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """Of the whole model, before tensor parallelism."""
+        ...
 
     @property
     def format(self) -> PoolFormat: ...
 
-    def read(self, layer: int, blocks: BlockLists, start: int, end: int) -> Sequence[memoryview]:
-        """K fragments, then V fragments of tokens [start, end), token-major; zeros for tokens that
-        are not held, since no layer of their group can see them.
+    @property
+    def windowed(self) -> bool:
+        """The pool keeps of a sliding-window layer only what later tokens still see."""
+        ...
+
+    def heads(self, layer: int) -> range:
+        """The whole model's KV heads that this pool holds."""
+        ...
+
+    def read(
+        self, layer: int, blocks: Blocks, start: int, end: int, heads: range | None = None
+    ) -> Sequence[memoryview]:
+        """Fragments of tokens [start, end) in Payload's order, of the pool's dtype. `heads`: a part
+        of what the pool holds, None = all.
 
         On CPU views into the pool, valid only while the blocks are pinned; else host copies.
         """
         ...
 
-    def write(
-        self, layer: int, blocks: BlockLists, start: int, end: int, payload: memoryview
-    ) -> None:
-        """Put what `read` of the peer gave into tokens [start, end), as far as they are held;
-        touches nothing else."""
+    def write(self, layer: int, blocks: Blocks, start: int, end: int, payload: Payload) -> None:
+        """Put `payload` into tokens [start, end), converted to the pool's dtype; touches nothing
+        else. Raises KVCorrupt if its length is wrong."""
+        ...
+
+    def views(
+        self, layer: int, blocks: Blocks, start: int, end: int, heads: range
+    ) -> Sequence[memoryview] | None:
+        """Writable views in Payload's order that the pool's own bytes can be received into; None
+        where there are none (a device pool, slices of rows)."""
+        ...
+
+    def group(self, layer: int) -> int:
+        """Which of a sequence's block lists the layer's KV lies in."""
+        ...
+
+    def tables(self, blocks: Blocks) -> tuple[tuple[int, ...], ...]:
+        """The block tables that BLOCKS carries, one per layer group."""
+        ...
+
+    def written(self, layer: int, blocks: Blocks, upto: int) -> None:
+        """Tokens [0, upto) of `layer` have been given to the device, and are published next.
+        Engine thread; never blocks."""
+        ...
+
+    def landed(self) -> None:
+        """A conversation whose thread has called `write` is over, well or not: what the engine
+        enqueues from now on comes after those writes. That thread; never blocks."""
+        ...
+
+
+class HeldExport(Protocol):
+    """An export that stays pinned on the exporter, its lease renewed, until it is let go."""
+
+    async def lost(self) -> None:
+        """Returns when the lease cannot be kept any longer: whoever uses the blocks must stop."""
+        ...
+
+    async def release(self) -> None:
+        """Let go. Idempotent; never raises KVError: what cannot be told is freed by the lease."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class KVReady:
-    """A verified hand-over: KV of [start_token, num_tokens) lies in the destination blocks."""
+    """A verified hand-over: KV of [start_token, num_tokens) lies in the destination blocks.
+
+    `held`: what the caller of fetch(hold=True) releases once it needs the exporter's blocks no
+    more; None otherwise, the export has been acknowledged.
+    """
 
     num_tokens: int
     first_tokens: tuple[FirstToken, ...]
     num_bytes: int
     seconds: float
+    held: HeldExport | None = None
 
 
 class KVConnector(Protocol):
@@ -59,20 +126,23 @@ class KVConnector(Protocol):
         """Boot id, lanes with addresses, layout. Only after start()."""
         ...
 
+    def export(self, request: Request, sample: int, blocks: Blocks, num_tokens: int) -> KVHandle:
+        """Offer `blocks` (pinned by the caller until on_released) under a lease, BEFORE the forward
+        pass. Any thread; never blocks."""
+        ...
+
     @property
     def export_bytes(self) -> int:
         """KV bytes of the exports whose blocks are not free yet."""
         ...
 
-    def room_for(self, num_bytes: int) -> bool:
-        """Whether so many more bytes of exports fit the budget now. Any thread; never blocks."""
+    def bytes_of(self, num_tokens: int) -> int:
+        """KV bytes of an export of so many tokens: what room_for wants to know."""
         ...
 
-    def export(
-        self, request: Request, sample: int, blocks: BlockLists, num_tokens: int
-    ) -> KVHandle:
-        """Offer `blocks` (pinned by the caller until on_released) under a lease, BEFORE the forward
-        pass. Any thread; never blocks."""
+    def room_for(self, num_bytes: int) -> bool:
+        """Whether an export of `num_bytes` more keeps within the byte budget; one always does.
+        Any thread."""
         ...
 
     def publish(self, handle: KVHandle, layer: int, upto_token: int) -> bool:
@@ -85,13 +155,24 @@ class KVConnector(Protocol):
         ...
 
     async def fetch(
-        self, handle: KVHandle, epoch: int, dst_blocks: BlockLists, start_token: int = 0
+        self,
+        handle: KVHandle,
+        epoch: int,
+        dst_blocks: Blocks,
+        start_token: int = 0,
+        hold: bool = False,
     ) -> KVReady:
         """Write tokens [start_token, handle.num_tokens) into `dst_blocks`, keeping the lease.
 
         However it ends, nothing touches `dst_blocks` afterwards. Only a return makes them usable.
+        `hold`: do not acknowledge; the export stays until KVReady.held is released.
         Raises KVStale, KVLost, KVCorrupt, KVTimeout; KVRefused if the two may never exchange KV.
         """
+        ...
+
+    def precision_of(self, handle: KVHandle) -> str | None:
+        """How what a fetch of `handle` writes differs from KV computed here: None if in no bit,
+        else a tag that salts prefix hashes, e.g. "bfloat16>int8"."""
         ...
 
     async def renew(self, handle: KVHandle, epoch: int | None = None) -> None:
@@ -111,42 +192,119 @@ class KVConnector(Protocol):
     async def stop(self) -> None: ...
 
 
-OnReleased: TypeAlias = Callable[[KVHandle, BlockLists, str], None]
+OnReleased: TypeAlias = Callable[[KVHandle, Blocks, str], None]
 
 
+# ---- lanes --------------------------------------------------------------------------------------
+# A lane carries parcels: one or more whole frames, joined (frames.split cuts them apart again). It
+# may look into them or not, may split a parcel between two frames, and must keep the order.
 class Wire(Protocol):
-    """The fetching end of one conversation. All methods but `cancel` belong to one thread."""
+    """The fetching end of a connection, which holds one conversation after the other. All methods
+    but `cancel` belong to one thread at a time."""
 
-    def send(self, frame: bytes) -> None:
+    def send(self, parcel: bytes) -> None:
         """Raises KVLost."""
         ...
 
-    def receive(self) -> bytes | None:
-        """The next frame, None after the exporter's last. Blocks. Raises KVLost, KVTimeout."""
+    def receive(self) -> Buffer | None:
+        """The next parcel, valid until the next call; None after the exporter's last. Blocks.
+        Raises KVLost, KVTimeout."""
         ...
 
     def finish(self) -> None:
-        """Say no more; what was sent still arrives. Idempotent."""
+        """Say no more; what was sent still arrives. The last call but `cancel`. Idempotent."""
         ...
 
     def cancel(self) -> None:
-        """Break the conversation from any thread: a blocked `receive` raises KVLost. Idempotent."""
+        """Break the connection from any thread: a blocked `receive` raises KVLost. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class ScatterWire(Wire, Protocol):
+    """A wire that can put payloads where they belong without a copy in between."""
+
+    def receive_header(self) -> bytes | None:
+        """The next frame's 48 bytes, as `receive`. Its payload must be taken next."""
+        ...
+
+    def receive_into(self, views: Sequence[memoryview]) -> None:
+        """The payload of that frame, which fills `views` exactly. Raises KVLost, KVTimeout."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens [start, end) of `heads` of one layer; heads are the whole model's, contiguous."""
+
+    layer: int
+    start: int
+    end: int
+    heads: range
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """The exporter's end of a direct fetch: how it stores KV, and in which of its blocks the
+    sequence lies (one table per layer group). Where its memory is, the lane's address says."""
+
+    format: PoolFormat
+    tables: tuple[tuple[int, ...], ...]
+
+    def table(self, layer: int, ours: KVMemory) -> tuple[int, ...]:
+        """The layer's blocks. Which layers share them follows from the model alone, so ours are
+        grouped as theirs if there are as many groups. Raises KVRefused if there are not."""
+        if len(self.tables) == 1:
+            return self.tables[0]
+        count = 1 + max(ours.group(each) for each in range(len(ours.layers)))
+        if len(self.tables) != count:
+            raise KVRefused(f"{len(self.tables)} block tables, ours are {count}")
+        return self.tables[ours.group(layer)]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The fetcher's end: what is pulled goes into `blocks` of `memory`."""
+
+    memory: KVMemory
+    blocks: Blocks
+
+
+@runtime_checkable
+class DirectWire(Wire, Protocol):
+    """A wire of a direct lane: frames say what may be read, `pull` reads it."""
+
+    def pull(self, span: Span, source: Remote, target: Target) -> None:
+        """Copy `span` out of the exporter's memory; may still be under way when this returns.
+        Raises KVLost, KVRefused (a pair this lane cannot serve)."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until every pull so far has landed. Raises KVLost, KVTimeout."""
         ...
 
 
 class Incoming(Protocol):
-    """The exporting end of one conversation, seen from the generator that serves it."""
+    """The exporting end of one connection, seen from the generator that serves it."""
 
-    def receive(self, timeout_s: float) -> bytes | None:
-        """The fetcher's next frame; None when it has said all, is gone, or is silent too long."""
+    @property
+    def buffer(self) -> memoryview | None:
+        """Where a frame may be built, HEADER_BYTES + MAX_PAYLOAD long; it is sent before the
+        generator is advanced. None: frames are bytes of their own."""
+        ...
+
+    def receive(self, timeout_s: float) -> Buffer | None:
+        """The fetcher's next parcel, valid until the next call; None when it has said all, is gone,
+        or is silent too long."""
         ...
 
     def on_closed(self, callback: Callable[[], None]) -> None:
-        """Call back, from any thread, when the conversation is over; at once if it is already."""
+        """Call back, from any thread, when the connection is over; at once if it is already."""
         ...
 
 
-Serve: TypeAlias = Callable[[str, Incoming], Iterator[bytes]]  # (lane name, conversation) -> frames
+# (lane name, connection) -> parcels
+Serve: TypeAlias = Callable[[str, Incoming], Iterator[Buffer]]
 
 
 class Lane(Protocol):
@@ -155,14 +313,24 @@ class Lane(Protocol):
     @property
     def name(self) -> str: ...
 
-    def start(self, boot_id: str, serve: Serve) -> LaneAddress:
-        """Begin to accept; every conversation runs `serve` on a thread of this lane."""
+    @property
+    def direct(self) -> bool:
+        """KV is read out of the exporter's memory (DirectWire); frames only say when."""
         ...
 
-    def open(self, address: str) -> Wire:
-        """Begin a conversation; a peer that is not there shows in `receive` as KVLost."""
+    def start(self, boot_id: str, serve: Serve) -> LaneAddress:
+        """Begin to accept; every connection runs `serve` on a thread of this lane. What never
+        changes about this end (paths, strides, keys) goes into the address' attributes."""
+        ...
+
+    def reaches(self, address: LaneAddress) -> bool:
+        """Whether a peer that announced `address` can be reached this way from here. Cheap."""
+        ...
+
+    def open(self, address: LaneAddress) -> Wire:
+        """Begin a connection; a peer that is not there shows in `receive` as KVLost."""
         ...
 
     def stop(self) -> None:
-        """Break all conversations of both directions and give back every thread. Idempotent."""
+        """Break all connections of both directions and give back every thread. Idempotent."""
         ...

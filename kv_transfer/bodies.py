@@ -22,6 +22,7 @@ from kv_transfer.messages import (
     MAC_BYTES,
     NONCE_BYTES,
     Ack,
+    BlockTables,
     Confirm,
     Data,
     End,
@@ -35,6 +36,7 @@ from kv_transfer.messages import (
 from protos import kv_pb2
 
 MAX_TEXT: Final = 1024  # longest request id or message
+MAX_TP: Final = 1024  # largest tensor-parallel group
 
 
 def kind_of(message: Message) -> Kind:
@@ -56,14 +58,20 @@ def encode_body(message: Message) -> Buffer:
                 epoch=message.epoch,
                 start_token=message.start_token,
                 codec=message.codec,
-                head0=message.head0,
-                num_heads=message.num_heads,
+                windowed=message.windowed,
                 timeout_ms=message.timeout_ms,
+            ).SerializeToString(deterministic=True)
+        case BlockTables():
+            return kv_pb2.Blocks(
+                block_size=message.block_size,
+                tables=[kv_pb2.BlockTable(blocks=table) for table in message.tables],
             ).SerializeToString(deterministic=True)
         case End():
             return _end(message).SerializeToString(deterministic=True)
         case Ack():
-            return kv_pb2.Ack(export_seq=message.export_seq).SerializeToString(deterministic=True)
+            return kv_pb2.Ack(
+                export_seq=message.export_seq, part=message.part, answer=message.answer
+            ).SerializeToString(deterministic=True)
         case Renew():
             return kv_pb2.Renew(
                 export_seq=message.export_seq, secret=message.secret, epoch=message.epoch
@@ -113,6 +121,7 @@ def _end(message: End) -> kv_pb2.End:
         num_tokens=message.num_tokens,
         lease_held=message.lease_held,
         num_frames=message.num_frames,
+        waited_ms=message.waited_ms,
         first_tokens=[
             kv_pb2.FirstToken(
                 sample=token.sample,
@@ -141,7 +150,8 @@ def _decode_hello(payload: bytes) -> Hello:
     _require(len(body.mac) in (0, MAC_BYTES), "mac length")
     _require(0 < len(body.boot_id) <= MAX_TEXT, "boot id length")
     _require(body.format.dtype in DTYPE_BYTES, "unknown dtype")
-    _require(body.format.block_size > 0 and body.format.tp_size > 0, "pool format")
+    _require(body.format.block_size > 0, "block size")
+    _require(body.format.tp_rank < body.format.tp_size <= MAX_TP, "tensor-parallel rank")
     _require("raw" in body.format.codecs, "codec raw missing")
     pool_format = PoolFormat(
         block_size=body.format.block_size,
@@ -164,6 +174,7 @@ def _decode_fetch(payload: bytes) -> Fetch:
     body = kv_pb2.Fetch.FromString(payload)
     _require(len(body.secret) <= MAX_TEXT, "secret length")
     _require(len(body.request_id) <= MAX_TEXT, "request id length")
+    _require(len(body.codec) <= MAX_TEXT, "codec length")
     return Fetch(
         export_seq=body.export_seq,
         secret=body.secret,
@@ -171,10 +182,15 @@ def _decode_fetch(payload: bytes) -> Fetch:
         epoch=body.epoch,
         start_token=body.start_token,
         codec=body.codec,
-        head0=body.head0,
-        num_heads=body.num_heads,
+        windowed=body.windowed,
         timeout_ms=body.timeout_ms,
     )
+
+
+def _decode_blocks(payload: bytes) -> BlockTables:
+    body = kv_pb2.Blocks.FromString(payload)
+    _require(body.block_size > 0, "block size")
+    return BlockTables(body.block_size, tuple(tuple(table.blocks) for table in body.tables))
 
 
 def _decode_end(payload: bytes) -> End:
@@ -190,11 +206,12 @@ def _decode_end(payload: bytes) -> End:
         )
         for token in body.first_tokens
     )
-    return End(body.num_tokens, body.lease_held, tokens, body.num_frames)
+    return End(body.num_tokens, body.lease_held, tokens, body.num_frames, body.waited_ms)
 
 
 def _decode_ack(payload: bytes) -> Ack:
-    return Ack(kv_pb2.Ack.FromString(payload).export_seq)
+    body = kv_pb2.Ack.FromString(payload)
+    return Ack(body.export_seq, body.part, body.answer)
 
 
 def _decode_renew(payload: bytes) -> Renew:
@@ -221,6 +238,7 @@ _KINDS: Final[dict[type, Kind]] = {
     Ack: Kind.ACK,
     Renew: Kind.RENEW,
     Confirm: Kind.CONFIRM,
+    BlockTables: Kind.BLOCKS,
 }
 _DECODERS: Final[dict[Kind, Callable[[bytes], Message]]] = {
     Kind.HELLO: _decode_hello,
@@ -230,4 +248,5 @@ _DECODERS: Final[dict[Kind, Callable[[bytes], Message]]] = {
     Kind.ACK: _decode_ack,
     Kind.RENEW: _decode_renew,
     Kind.CONFIRM: _decode_confirm,
+    Kind.BLOCKS: _decode_blocks,
 }

@@ -8,44 +8,48 @@ the data plane); stop() releases every export and breaks every conversation.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Final
+from dataclasses import dataclass, field, replace
 
 from baton.clock import Clock
-from baton.errors import (
-    ConfigError,
-    InternalError,
-    KVCorrupt,
-    KVError,
-    KVLost,
-    KVRefused,
-    KVStale,
-    KVTimeout,
-)
+from baton.errors import ConfigError, InternalError, KVLost, KVStale
 from baton.events import FirstToken
 from baton.handles import Endpoint, KVHandle, LaneAddress
-from baton.kv_spec import BlockLists
 from baton.request import Request
 from baton.timing import Timing
-from kv_transfer.base import KVMemory, KVReady, Lane, OnReleased
+from kv_transfer.base import Blocks, KVMemory, KVReady, Lane, OnReleased
 from kv_transfer.exporter import Exporter
 from kv_transfer.exports import ExportTable
-from kv_transfer.fetcher import Conversation, Fetched, Fetcher
+from kv_transfer.fetcher import Fetcher
+from kv_transfer.fetches import FetchCall, Fetches, ranks_of
+from kv_transfer.frames import MAX_PAYLOAD
 from kv_transfer.identity import Identity
 from kv_transfer.leases import Leases
-from kv_transfer.messages import SECRET_BYTES
-from kv_transfer.session import Intent, Wanted, tokens_per_frame
+from kv_transfer.links import WIRE_CODECS, LinkSpeeds
+from kv_transfer.messages import RAW, SECRET_BYTES
+from kv_transfer.shares import rows_bytes, tokens_per_frame
 from kv_transfer.stats import TransferStats
+from kv_transfer.wires import WirePool
 
 log = logging.getLogger(__name__)
 
-MAX_FETCHES: Final = 64  # conversations in flight; most of them wait for a prefill
-MAX_CONTROL: Final = 8  # renewals and releases in flight: never queued behind fetches
+IDLE_FACTOR = 2  # progress deadlines that a connection is kept for; the exporter waits for three
+
+
+@dataclass(frozen=True, slots=True)
+class TransferOptions:
+    """What a deployment may choose.
+
+    `wire_codec`: raw, int8, or auto (int8 to peers behind a slow link). `max_export_bytes`: budget
+    that room_for answers by, None = the pool is the budget. `burst_bytes`: small progress of a
+    prefill is sent together up to so many bytes.
+    """
+
+    wire_codec: str = RAW
+    max_export_bytes: int | None = None
+    burst_bytes: int = MAX_PAYLOAD
 
 
 @dataclass(eq=False, repr=False)
@@ -66,27 +70,52 @@ class Connector:
     timing: Timing
     clock: Clock
     on_released: OnReleased
+    options: TransferOptions = TransferOptions()
     stats: TransferStats = field(default_factory=TransferStats, init=False)
 
     def __post_init__(self) -> None:
-        for index, layer in enumerate(self.memory.layers):
-            if tokens_per_frame(layer, self.memory.format.dtype) == 0:
+        memory, options = self.memory, self.options
+        dtype = memory.format.dtype
+        counts = [len(memory.heads(layer)) for layer in range(len(memory.layers))]
+        for index, layer in enumerate(memory.layers):
+            if tokens_per_frame(layer, counts[index], dtype) == 0:
                 raise ConfigError(f"KV of one token of layer {index} exceeds a frame")
-        identity = Identity(self.boot_id, self.fingerprint, self.memory.format, self.secret)
+        if options.wire_codec not in WIRE_CODECS:
+            known = ", ".join(WIRE_CODECS)
+            raise ConfigError(
+                f"no codec {options.wire_codec!r}; there are {known}", field="kv_wire_codec"
+            )
+        self._layer_bytes = [
+            rows_bytes(layer, count, dtype)
+            for layer, count in zip(memory.layers, counts, strict=True)
+        ]
+        identity = Identity(self.boot_id, self.fingerprint, memory.format, self.secret)
         self._table = ExportTable(
-            len(self.memory.layers), Leases(self.timing.kv_lease_s), self.clock, self.on_released
+            self._layer_bytes, Leases(self.timing.kv_lease_s), self.clock, self.on_released
         )
         self._exporter = Exporter(
-            identity, self.memory, self._table, self.timing, self.clock, self.stats
+            identity,
+            memory,
+            self._table,
+            self.timing,
+            self.clock,
+            self.stats,
+            direct=frozenset(lane.name for lane in self.lanes if lane.direct),
+            burst_bytes=options.burst_bytes,
         )
-        self._fetcher = Fetcher(identity, self.memory, self.stats)
+        wires = WirePool(self.clock, IDLE_FACTOR * self.timing.kv_progress_s)
+        self._fetches = Fetches(
+            Fetcher(identity, memory, self.stats, wires),
+            self.lanes,
+            self.timing,
+            self.clock,
+            options.wire_codec,
+        )
         self._endpoint: Endpoint | None = None
         self._stopping = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lease_task: asyncio.Task[None] | None = None
         self._exported = asyncio.Event()
-        self._data_threads = ThreadPoolExecutor(MAX_FETCHES, thread_name_prefix="kv-fetch")
-        self._control_threads = ThreadPoolExecutor(MAX_CONTROL, thread_name_prefix="kv-control")
 
     # ---- life ----------------------------------------------------------------------------------
     async def start(self) -> None:
@@ -116,8 +145,7 @@ class Connector:
         await asyncio.to_thread(self._stop_lanes)
         if freed:
             await asyncio.wait([asyncio.wrap_future(future) for future in freed])
-        for threads in (self._data_threads, self._control_threads):
-            await asyncio.to_thread(threads.shutdown)
+        await self._fetches.stop()
 
     def _stop_lanes(self) -> None:
         for lane in self.lanes:
@@ -127,6 +155,14 @@ class Connector:
         if self._endpoint is None:
             raise InternalError("the connector has not been started")
         return self._endpoint
+
+    def join_group(self, ranks: Sequence[Endpoint]) -> None:
+        """Make this the leader of a tensor-parallel group: its endpoint (and so every handle) names
+        the endpoint of each rank, in rank order. After all of them have started."""
+        formats = [(rank.format.tp_size, rank.format.tp_rank) for rank in ranks]
+        if formats != [(len(ranks), index) for index in range(len(ranks))]:
+            raise InternalError(f"not the ranks of one group: {formats}")
+        self._endpoint = replace(self.endpoint(), ranks=tuple(ranks))
 
     @property
     def active_exports(self) -> int:
@@ -138,14 +174,26 @@ class Connector:
         """KV bytes of the active exports, as they travel."""
         return self._table.export_bytes
 
+    @property
+    def links(self) -> LinkSpeeds:
+        """How fast the links to peers have been."""
+        return self._fetches.links
+
     # ---- exporting -----------------------------------------------------------------------------
     def room_for(self, num_bytes: int) -> bool:
-        return True
+        """See base.KVConnector.room_for."""
+        budget = self.options.max_export_bytes
+        used = self._table.export_bytes
+        if budget is None or used + num_bytes <= budget:
+            return True
+        self.stats.no_room()
+        return False
 
-    def export(
-        self, request: Request, sample: int, blocks: BlockLists, num_tokens: int
-    ) -> KVHandle:
-        self._check_cover(blocks, num_tokens)
+    def bytes_of(self, num_tokens: int) -> int:
+        """KV bytes of an export of so many tokens: what room_for wants to know."""
+        return num_tokens * sum(self._layer_bytes)
+
+    def export(self, request: Request, sample: int, blocks: Blocks, num_tokens: int) -> KVHandle:
         handle = KVHandle(
             boot_id=self.boot_id,
             export_seq=self._table.next_sequence(),
@@ -157,17 +205,34 @@ class Connector:
             lease_ms=round(self.timing.kv_lease_s * 1000),
             sample=sample,
         )
-        dtype = self.memory.format.dtype
-        token_bytes = sum(layer.token_bytes(dtype) for layer in self.memory.layers)
-        self._table.add(handle, blocks, num_tokens * token_bytes)
+        self._offer(handle, blocks)
+        return handle
+
+    def export_share(self, handle: KVHandle, blocks: Blocks) -> None:
+        """Offer this rank's part of an export that the leader of its group has named `handle`.
+        From then on publish, complete and release take that handle here too. Any thread."""
+        self._offer(handle, blocks)
+
+    def _offer(self, handle: KVHandle, blocks: Blocks) -> None:
+        self._check_blocks(blocks, handle.num_tokens)
+        self._table.add(handle, blocks, self.bytes_of(handle.num_tokens))
         self.stats.exported()
         if self._stopping:
             self._table.release(handle.export_seq, KVLost("exporter stops"))
         elif self._loop is not None:
             self._loop.call_soon_threadsafe(self._exported.set)
-        return handle
+
+    def _check_blocks(self, blocks: Blocks, num_tokens: int) -> None:
+        size = self.memory.format.block_size
+        for table in self.memory.tables(blocks):
+            if len(table) * size < num_tokens:
+                raise InternalError(f"{len(table)} blocks do not hold {num_tokens} tokens")
 
     def publish(self, handle: KVHandle, layer: int, upto_token: int) -> bool:
+        blocks = self._table.blocks_of(handle.export_seq)
+        if blocks is None:
+            return False
+        self.memory.written(layer, blocks, upto_token)
         return self._table.publish(handle.export_seq, layer, upto_token)
 
     def complete(self, handle: KVHandle, first_tokens: Sequence[FirstToken]) -> None:
@@ -195,128 +260,45 @@ class Connector:
                 continue
 
     # ---- fetching ------------------------------------------------------------------------------
-    async def fetch(
-        self, handle: KVHandle, epoch: int, dst_blocks: BlockLists, start_token: int = 0
-    ) -> KVReady:
-        self._check_cover(dst_blocks, handle.num_tokens)
-        timeout_ms = round(self.timing.request_s * 1000)
-        wanted = Wanted(handle, epoch, Intent.FETCH, start_token, timeout_ms)
-        started = self.clock.monotonic()
-        try:
-            fetched = await self._fetch_with_retry(wanted, dst_blocks)
-        except KVError as error:
-            self.stats.failed(error.code)
-            log.info("request %s: KV fetch failed: %s", handle.request_id, error)
-            raise
-        assert fetched.end is not None
-        seconds = self.clock.monotonic() - started
-        self.stats.fetched(seconds)
-        return KVReady(fetched.end.num_tokens, fetched.end.first_tokens, fetched.num_bytes, seconds)
+    def precision_of(self, handle: KVHandle) -> str | None:
+        """See base.KVConnector.precision_of."""
+        return self._fetches.precision_of(handle)
 
-    def _check_cover(self, blocks: BlockLists, num_tokens: int) -> None:
-        count = min(held.end for held in blocks)
-        if count * self.memory.format.block_size < num_tokens:
-            raise InternalError(f"{count} blocks do not hold {num_tokens} tokens")
+    async def fetch(
+        self,
+        handle: KVHandle,
+        epoch: int,
+        dst_blocks: Blocks,
+        start_token: int = 0,
+        hold: bool = False,
+    ) -> KVReady:
+        """See base.KVConnector.fetch."""
+        self._check_blocks(dst_blocks, handle.num_tokens)
+        return await self._fetches.fetch(FetchCall(handle, epoch, dst_blocks, start_token, hold))
 
     async def renew(self, handle: KVHandle, epoch: int | None = None) -> None:
+        """See base.KVConnector.renew. At every rank of the exporter."""
         epoch = handle.epoch if epoch is None else epoch
-        if handle.boot_id == self.boot_id:
-            self._table.renew(handle.export_seq, handle.secret, epoch)
-            return
-        await self._converse(self._control_threads, Wanted(handle, epoch, Intent.RENEW), ())
+        await asyncio.gather(*(self._renew_at(rank, epoch) for rank in ranks_of(handle)))
+
+    async def _renew_at(self, rank: KVHandle, epoch: int) -> None:
+        if self._is_ours(rank):
+            self._table.renew(rank.export_seq, rank.secret, epoch)
+        else:
+            await self._fetches.renew(rank, epoch)
 
     async def release(self, handle: KVHandle, why: str, epoch: int | None = None) -> None:
-        if handle.boot_id == self.boot_id:
+        """See base.KVConnector.release. At every rank of the exporter; an exporting rank asked to
+        release its own answers for itself alone."""
+        epoch = handle.epoch if epoch is None else epoch
+        ranks = ranks_of(handle)
+        own = [rank for rank in ranks if self._is_ours(rank)]
+        if own:
             freed = self._table.release(handle.export_seq, KVStale(why))
             if freed is not None:
                 await asyncio.shield(asyncio.wrap_future(freed))
             return
-        wanted = Wanted(handle, handle.epoch if epoch is None else epoch, Intent.RELEASE)
-        try:
-            await self._converse(self._control_threads, wanted, ())
-        except KVError as error:
-            # Gone already, taken over by a newer epoch, or out of reach: the lease frees it.
-            log.debug("request %s: release (%s): %s", handle.request_id, why, error)
+        await asyncio.gather(*(self._fetches.release(rank, epoch, why) for rank in ranks))
 
-    async def _fetch_with_retry(self, wanted: Wanted, blocks: BlockLists) -> Fetched:
-        """One re-fetch after a corrupt frame, from the start: cheaper than a prefill."""
-        renewal = asyncio.create_task(self._keep_lease(wanted), name="kv-renew")
-        try:
-            try:
-                return await self._converse(self._data_threads, wanted, blocks)
-            except KVCorrupt as error:
-                self.stats.retried()
-                log.warning("request %s: fetching again: %s", wanted.handle.request_id, error)
-            return await self._converse(self._data_threads, wanted, blocks)
-        finally:
-            renewal.cancel()
-            await asyncio.wait([renewal])
-
-    async def _keep_lease(self, wanted: Wanted) -> None:
-        """Hold the lease while the fetch waits for the prefill; failures show in the fetch."""
-        while True:
-            await asyncio.sleep(wanted.handle.lease_ms / 3000)
-            try:
-                await self.renew(wanted.handle, wanted.epoch)
-            except KVError as error:
-                log.debug("request %s: renewal: %s", wanted.handle.request_id, error)
-
-    def _choose_lane(self, handle: KVHandle) -> tuple[Lane, str]:
-        offered = {lane.name: lane.address for lane in handle.endpoint.lanes}
-        for lane in self.lanes:
-            if lane.name in offered:
-                return lane, offered[lane.name]
-        raise KVRefused(f"no common lane: {sorted(offered)} offered")
-
-    async def _converse(
-        self, threads: ThreadPoolExecutor, wanted: Wanted, blocks: BlockLists
-    ) -> Fetched:
-        """Hold one conversation on a thread. However it ends, the thread has left the blocks."""
-        lane, address = self._choose_lane(wanted.handle)
-        conversation = Conversation(self._fetcher, lane, address, wanted, blocks)
-        progress_s = self.timing.kv_progress_s
-        try:
-            async with asyncio.timeout(None) as deadline:
-                progress = _Progress(asyncio.get_running_loop(), deadline, progress_s)
-                running = threads.submit(conversation.run, progress.made)
-                finished = asyncio.wrap_future(running)
-                try:
-                    await asyncio.wait([finished])
-                except asyncio.CancelledError:
-                    conversation.cancel()
-                    running.cancel()  # if it still waits for a thread
-                    await _settled(finished)
-                    raise
-                finally:
-                    progress.watched = False
-            return finished.result()
-        except TimeoutError as error:
-            raise KVTimeout(f"no progress for {progress_s} s on lane {lane.name}") from error
-
-
-@dataclass(slots=True)
-class _Progress:
-    """Moves a deadline of the event loop each time a data-plane thread gets on."""
-
-    loop: asyncio.AbstractEventLoop
-    deadline: asyncio.Timeout
-    progress_s: float
-    watched: bool = True
-
-    def made(self) -> None:
-        """Any thread."""
-        with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody waits any more
-            self.loop.call_soon_threadsafe(self._extend)
-
-    def _extend(self) -> None:
-        if self.watched and not self.deadline.expired():
-            self.deadline.reschedule(self.loop.time() + self.progress_s)
-
-
-async def _settled(finished: asyncio.Future[Fetched]) -> None:
-    """Wait until the thread has left the blocks, whatever happens; the caller re-raises."""
-    while not finished.done():
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.wait([finished])
-    if not finished.cancelled():
-        finished.exception()  # seen: the cancellation is what the caller reports
+    def _is_ours(self, rank: KVHandle) -> bool:
+        return rank.boot_id == self.boot_id

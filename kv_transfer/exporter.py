@@ -1,6 +1,6 @@
-"""Serves conversations on the exporting side: performs what ExporterSession asks for.
+"""Serves connections on the exporting side: performs what ExporterSession asks for.
 
-One generator per conversation, run by a thread of the lane: it yields frames and blocks in
+One generator per connection, run by a thread of the lane: it yields parcels of frames and blocks in
 `Incoming.receive` or, while the prefill computes, in Reader.wait. The engine thread is never here.
 """
 
@@ -8,16 +8,30 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Iterator
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from baton.clock import Clock, deadline_from_ms
 from baton.errors import KVCorrupt, KVError
 from baton.timing import Timing
-from kv_transfer.base import Incoming, KVMemory
+from kv_transfer.base import Incoming, KVMemory, Payload, Span
 from kv_transfer.bodies import decode_body, encode_body, kind_of
+from kv_transfer.codec import converted
 from kv_transfer.exports import ExportTable, Reader, Snapshot
-from kv_transfer.frames import HEADER_BYTES, Header, Kind, decode, encode, seed_of
+from kv_transfer.frames import (
+    HEADER_BYTES,
+    MAX_PAYLOAD,
+    Buffer,
+    Header,
+    decode,
+    encode,
+    encode_into,
+    seed_of,
+    split,
+)
 from kv_transfer.identity import Identity
 from kv_transfer.messages import (
     NONCE_BYTES,
@@ -29,9 +43,11 @@ from kv_transfer.messages import (
     Renew,
     failure_of,
 )
-from kv_transfer.session import ExporterSession, ExporterState, header_of
+from kv_transfer.session import ExporterSession, ExporterState, data_header, header_of
+from kv_transfer.shares import rows_bytes
 from kv_transfer.stats import TransferStats
 from kv_transfer.steps import (
+    Announce,
     Arrived,
     Check,
     Closed,
@@ -51,9 +67,17 @@ from kv_transfer.steps import (
 log = logging.getLogger(__name__)
 
 
+SMALL_FRAME: Final = 1 << 16  # payloads up to so many bytes share a parcel: joining costs a copy
+IDLE_FACTOR: Final = 3  # a connection between two conversations may be silent for longer
+
+
 @dataclass(frozen=True, slots=True)
 class Exporter:
-    """The exporting half of a connector: everything its conversations share."""
+    """The exporting half of a connector: everything its connections share.
+
+    `direct`: names of the lanes that read our memory themselves. `burst_bytes`: small progress
+    waits for so many bytes, though not long.
+    """
 
     identity: Identity
     memory: KVMemory
@@ -61,85 +85,149 @@ class Exporter:
     timing: Timing
     clock: Clock
     stats: TransferStats
+    direct: frozenset[str] = frozenset()
+    burst_bytes: int = 0
 
-    def serve(self, lane: str, peer: Incoming) -> Iterator[bytes]:
-        """The frames that answer `peer`, one conversation from its first HELLO to its end."""
-        return _Conversation(self, lane, peer).run()
+    def serve(self, lane: str, peer: Incoming) -> Iterator[Buffer]:
+        """The parcels that answer `peer`, from its first HELLO to the end of the connection."""
+        return _Connection(self, lane, peer).run()
 
 
-class _Conversation:
+class _Parcels:
+    """Small frames that go out together."""
+
+    def __init__(self) -> None:
+        self._frames: list[Buffer] = []
+        self._num_bytes = 0
+
+    def add(self, frame: Buffer) -> Iterator[Buffer]:
+        """Yields what is to be sent now."""
+        big = len(frame) > SMALL_FRAME + HEADER_BYTES
+        if big or self._num_bytes + len(frame) > MAX_PAYLOAD:
+            yield from self.flush()
+        if big:
+            yield frame
+            return
+        self._frames.append(frame)
+        self._num_bytes += len(frame)
+
+    def flush(self) -> Iterator[Buffer]:
+        if self._frames:
+            parcel = self._frames[0] if len(self._frames) == 1 else b"".join(self._frames)
+            self._frames, self._num_bytes = [], 0
+            yield parcel
+
+
+class _Connection:
     def __init__(self, shared: Exporter, lane: str, peer: Incoming) -> None:
         self._shared = shared
         self._lane = lane
         self._peer = peer
         self._seed = seed_of(shared.identity.boot_id)
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        self._session = ExporterSession(shared.identity, nonce, shared.memory.layers)
+        memory = shared.memory
+        self._session = ExporterSession(
+            shared.identity,
+            secrets.token_bytes(NONCE_BYTES),
+            memory.layers,
+            direct=lane in shared.direct,
+            windowed=memory.windowed,
+        )
+        self._inbox: deque[memoryview] = deque()  # frames of the peer's last parcel
         self._reader: Reader | None = None
         self._seen: int | None = None  # last version of the export's progress fed to the session
         self._deadline: float | None = None
         self._opened_at = 0.0
+        self._waited_s = 0.0
+        self._lock = threading.Lock()
+        self._closed = False
 
-    def run(self) -> Iterator[bytes]:
+    def run(self) -> Iterator[Buffer]:
         session = self._session
+        parcels = _Parcels()
         answer: ExporterEvent | None = None
+        self._peer.on_closed(self._on_closed)
         try:
             while not session.done:
+                if answer is None:
+                    yield from parcels.flush()  # something may be waited for now
                 event = self._next_event() if answer is None else answer
                 answer = None
                 for action in session.receive(event):
                     frame, answer = self._perform(action)
                     if frame is not None:
-                        yield frame
+                        yield from parcels.add(frame)
                     if isinstance(answer, Refused):
                         break  # later reads of the same list would be refused too
+            yield from parcels.flush()
         except KVCorrupt as error:
-            self._shared.stats.refused_frame()
-            log.warning("conversation on lane %s ended: %s", self._lane, error)
+            self._shared.stats.refused_frame(self._lane)
+            log.warning("connection on lane %s ended: %s", self._lane, error)
+            yield from parcels.flush()
             yield self._encode(failure_of(error))
         finally:
-            if self._reader is not None:
-                self._reader.close()
+            self._on_closed()
+
+    def _on_closed(self) -> None:
+        """The connection is over: nobody waits for progress any more. Any thread."""
+        with self._lock:
+            self._closed = True
+            reader = self._reader
+        if reader is not None:
+            reader.close()
 
     def _next_event(self) -> ExporterEvent:
         """Wait for progress of the export while streaming, else for the peer's next frame."""
-        if self._session.state is ExporterState.STREAMING:
+        state, timing = self._session.state, self._shared.timing
+        if state is ExporterState.STREAMING:
             return self._next_progress()
-        data = self._peer.receive(self._shared.timing.kv_progress_s)
-        if data is None:
-            return Closed()
-        frame = decode(data, self._seed)
+        if not self._inbox:
+            between = state in (ExporterState.READY, ExporterState.ENDED, ExporterState.HELD)
+            patience_s = timing.kv_progress_s * (IDLE_FACTOR if between else 1)
+            parcel = self._peer.receive(patience_s)
+            if parcel is None:
+                return Closed()
+            self._inbox.extend(split(parcel))
+        if not self._inbox:
+            raise KVCorrupt("empty parcel")
+        frame = decode(self._inbox.popleft(), self._seed)
         return Arrived(frame.header, decode_body(frame.header.kind, frame.payload))
 
     def _next_progress(self) -> ExporterEvent:
         assert self._reader is not None
+        shared = self._shared
+        patience_s = shared.timing.kv_progress_s / 3
+        before = shared.clock.monotonic()
         try:
-            snapshot = self._reader.wait(self._seen, self._shared.timing.kv_progress_s / 3)
+            snapshot = self._reader.wait(self._seen, patience_s, shared.burst_bytes)
         except KVError as error:
             return Refused(failure_of(error))
         if self._reader.closed:
             return Closed()
-        if self._deadline is not None and self._shared.clock.monotonic() >= self._deadline:
+        now = shared.clock.monotonic()
+        self._waited_s += now - before
+        if self._deadline is not None and now >= self._deadline:
             return Refused(Failure(FailureCode.TIMEOUT, "the request's time is over"))
         return Idle() if snapshot is None else self._progress(snapshot)
 
     def _progress(self, snapshot: Snapshot) -> Progress:
         self._seen = snapshot.version
-        return Progress(snapshot.upto, snapshot.first_tokens)
+        return Progress(snapshot.upto, snapshot.first_tokens, round(self._waited_s * 1000))
 
-    def _perform(self, action: ExporterAction) -> tuple[bytes | None, ExporterEvent | None]:
+    def _perform(self, action: ExporterAction) -> tuple[Buffer | None, ExporterEvent | None]:
         """The frame to send and the event to feed back, if any."""
         match action:
             case Send(message):
                 return self._encode(message), None
-            case SendData():
-                return self._read(action)
+            case SendData(span, dtype):
+                return self._read(span, dtype)
+            case Announce(span):
+                return self._announce(span)
             case Open(fetch):
                 return None, self._open(fetch)
             case Check(message):
                 return None, self._check(message)
-            case Release(export_seq, epoch):
-                self._release(export_seq, epoch)
+            case Release():
+                self._release(action)
                 return None, None
 
     def _encode(self, message: Message) -> bytes:
@@ -147,27 +235,44 @@ class _Conversation:
         header = header_of(kind, self._session.export_seq, self._session.epoch)
         return encode(header, [encode_body(message)], self._seed)
 
-    def _read(self, action: SendData) -> tuple[bytes | None, ExporterEvent | None]:
+    def _read(self, span: Span, dtype: str) -> tuple[Buffer | None, ExporterEvent | None]:
         assert self._reader is not None
-        memory, layer = self._shared.memory, action.layer
-        header = Header(
-            kind=Kind.DATA,
-            export_seq=self._session.export_seq,
-            epoch=self._session.epoch,
-            layer=layer,
-            num_heads=memory.layers[layer].kv_heads,
-            token0=action.start,
-            num_tokens=action.end - action.start,
-        )
+        memory = self._shared.memory
+        header = data_header(span, self._session.export_seq, self._session.epoch)
         try:
             # The frame is a copy: the blocks are free of us before the network is waited for.
             with self._reader.reading():
-                fragments = memory.read(layer, self._reader.blocks, action.start, action.end)
-                frame = encode(header, fragments, self._seed)
+                fragments = memory.read(
+                    span.layer, self._reader.blocks, span.start, span.end, span.heads
+                )
+                if dtype != memory.format.dtype:
+                    spec = memory.layers[span.layer]
+                    whole = Payload(_joined(fragments), memory.format.dtype, span.heads)
+                    fragments = converted(spec, whole, dtype)
+                frame = self._build(header, fragments)
         except KVError as error:
             return None, Refused(failure_of(error))
         self._shared.stats.sent(self._lane, len(frame) - HEADER_BYTES)
         return frame, None
+
+    def _build(self, header: Header, fragments: Sequence[Buffer]) -> Buffer:
+        """A big frame in the lane's own memory if it has any: small ones wait for company."""
+        buffer = self._peer.buffer
+        if buffer is None or sum(map(len, fragments)) <= SMALL_FRAME:
+            return encode(header, fragments, self._seed)
+        return encode_into(buffer, header, fragments, self._seed)
+
+    def _announce(self, span: Span) -> tuple[Buffer | None, ExporterEvent | None]:
+        assert self._reader is not None
+        memory = self._shared.memory
+        try:
+            self._reader.verify()
+        except KVError as error:
+            return None, Refused(failure_of(error))
+        header = data_header(span, self._session.export_seq, self._session.epoch)
+        row = rows_bytes(memory.layers[span.layer], len(span.heads), memory.format.dtype)
+        self._shared.stats.sent(self._lane, row * (span.end - span.start))
+        return encode(header, [], self._seed), None
 
     def _open(self, fetch: Fetch) -> ExporterEvent:
         shared = self._shared
@@ -177,11 +282,14 @@ class _Conversation:
             )
         except KVError as error:
             return Refused(failure_of(error))
-        self._reader = reader
+        with self._lock:
+            self._reader, closed = reader, self._closed
+        if closed:
+            reader.close()
+        self._seen, self._waited_s = None, 0.0
         self._opened_at = shared.clock.monotonic()
         self._deadline = deadline_from_ms(fetch.timeout_ms, shared.clock)
-        self._peer.on_closed(reader.close)
-        return Opened(reader.handle.num_tokens)
+        return Opened(reader.handle.num_tokens, shared.memory.tables(reader.blocks))
 
     def _check(self, message: Renew | Confirm | None) -> ExporterEvent:
         table = self._shared.table
@@ -198,15 +306,23 @@ class _Conversation:
             return Refused(failure_of(error))
         return LeaseHeld()
 
-    def _release(self, export_seq: int, epoch: int) -> None:
-        """Release, and end the conversation only when nobody touches the blocks any more."""
-        shared = self._shared
-        if self._reader is not None and self._reader.completed_at is not None:
-            ready_at = max(self._reader.completed_at, self._opened_at)
-            shared.stats.tail(shared.clock.monotonic() - ready_at)
-        freed = shared.table.acknowledge(export_seq, epoch)
-        if freed is not None:
+    def _release(self, action: Release) -> None:
+        shared, reader = self._shared, self._reader
+        if (
+            reader is not None
+            and reader.handle.export_seq == action.export_seq
+            and reader.completed_at is not None
+        ):
+            ready_at = max(reader.completed_at, self._opened_at)
+            shared.stats.tail(self._lane, shared.clock.monotonic() - ready_at)
+            self._reader = None  # one tail per fetch
+        freed = shared.table.acknowledge(action.export_seq, action.epoch, action.rank, action.ranks)
+        if freed is not None and action.wait:
             try:
                 freed.result(shared.timing.kv_progress_s)
             except TimeoutError:
-                log.warning("export %d is still being read after its release", export_seq)
+                log.warning("export %d is still being read after its release", action.export_seq)
+
+
+def _joined(fragments: Sequence[memoryview]) -> memoryview:
+    return fragments[0] if len(fragments) == 1 else memoryview(b"".join(fragments))

@@ -2,7 +2,8 @@
 
 Life of an export: add -> publish* -> complete -> released -> freed. It is released by ACK,
 release(), the end of its lease, or stop(); from then on no read may begin. It is freed, once, when
-the last read has ended: then `on_released` fires and the caller unpins the blocks.
+the last read has ended: then `on_released` fires and the caller unpins the blocks. Reads of a
+direct lane do not count: they happen in the fetcher, which asks about the lease after its last one.
 
 Two fences: (boot id, sequence) names the memory, and every reader speaks for an epoch of the
 request: one below the highest seen for that request is refused, also in mid-transfer.
@@ -14,21 +15,24 @@ from __future__ import annotations
 import hmac
 import itertools
 import logging
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Final
 
 from baton.clock import Clock
 from baton.errors import InternalError, KVError, KVRefused, KVStale
 from baton.events import FirstToken
 from baton.handles import KVHandle
-from baton.kv_spec import BlockLists
-from kv_transfer.base import OnReleased
+from kv_transfer.base import Blocks, OnReleased
 from kv_transfer.leases import Leases
 
 log = logging.getLogger(__name__)
+
+LINGER_S: Final = 0.005  # published bytes wait at most for the first publish after this
 
 
 @dataclass(slots=True, eq=False)
@@ -36,16 +40,30 @@ class Export:
     """One export; written by its table only, under the table's lock."""
 
     handle: KVHandle
-    blocks: BlockLists
+    blocks: Blocks
     num_bytes: int
     upto: list[int]  # by layer: tokens [0, upto) are published
     changed: threading.Condition
+    published_bytes: int = 0
+    wake_at: float = math.inf  # published bytes that a waiting reader waits for
+    woken_at: float = -math.inf
     first_tokens: tuple[FirstToken, ...] | None = None
     completed_at: float | None = None
     version: int = 0  # grows with every change a reader may wait for
+    urgent: int = 0  # grows with those that no reader waits for more bytes with
     readers: int = 0  # reads in progress: the blocks must not be reused
+    acks: _Acks | None = None  # of a tensor-parallel fetcher
     end: KVError | None = None  # why it was released; what later reads raise
     freed: Future[None] = field(default_factory=Future[None])
+
+
+@dataclass(slots=True)
+class _Acks:
+    """Which ranks of a fetching group have acknowledged, for one epoch."""
+
+    epoch: int
+    wanted: frozenset[int]
+    given: set[int] = field(default_factory=set[int])
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +83,16 @@ class _Fence:
     num_exports: int = 0
 
 
+_ALONE: Final = frozenset((0,))
+
+
 class ExportTable:
+    """`layer_bytes`: of one token, by layer."""
+
     def __init__(
-        self, num_layers: int, leases: Leases, clock: Clock, on_released: OnReleased
+        self, layer_bytes: Sequence[int], leases: Leases, clock: Clock, on_released: OnReleased
     ) -> None:
-        self._num_layers = num_layers
+        self._layer_bytes = layer_bytes
         self._leases = leases
         self._clock = clock
         self._on_released = on_released
@@ -83,14 +106,18 @@ class ExportTable:
     def next_sequence(self) -> int:
         return next(self._sequence)
 
-    def add(self, handle: KVHandle, blocks: BlockLists, num_bytes: int) -> None:
-        """Offer `blocks` under a fresh lease. `num_bytes` counts in `export_bytes` until freed."""
+    def add(self, handle: KVHandle, blocks: Blocks, num_bytes: int) -> None:
+        """Offer `blocks` under a fresh lease. `num_bytes` counts in `export_bytes` until freed.
+        Raises InternalError for a sequence number that is taken."""
         with self._lock:
+            seq = handle.export_seq
+            if seq in self._live or seq in self._draining:
+                raise InternalError(f"export {seq} exists already")
             export = Export(
                 handle=handle,
                 blocks=blocks,
                 num_bytes=num_bytes,
-                upto=[0] * self._num_layers,
+                upto=[0] * len(self._layer_bytes),
                 changed=threading.Condition(self._lock),
             )
             self._live[handle.export_seq] = export
@@ -109,9 +136,16 @@ class ExportTable:
             if upto > export.handle.num_tokens:
                 raise InternalError(f"published {upto} of {export.handle.num_tokens} tokens")
             if upto > export.upto[layer]:
+                export.published_bytes += (upto - export.upto[layer]) * self._layer_bytes[layer]
                 export.upto[layer] = upto
-                self._changed(export)
+                self._published(export)
             return True
+
+    def blocks_of(self, export_seq: int) -> Blocks | None:
+        """Where a held export lies; None once released."""
+        with self._lock:
+            export = self._live.get(export_seq)
+            return None if export is None else export.blocks
 
     def complete(self, export_seq: int, first_tokens: Sequence[FirstToken]) -> None:
         """What END carries. Ignored once released."""
@@ -185,12 +219,22 @@ class ExportTable:
         with self._lock:
             self._admit(export_seq, secret, epoch)
 
-    def acknowledge(self, export_seq: int, epoch: int) -> Future[None] | None:
-        """Release on behalf of a receiver; ignored if a newer epoch has taken over."""
+    def acknowledge(
+        self, export_seq: int, epoch: int, rank: int = 0, ranks: frozenset[int] = _ALONE
+    ) -> Future[None] | None:
+        """Release on behalf of a receiver, once each of its group's `ranks` has done so; ignored
+        if a newer epoch has taken over. None while others are missing, else as `release`."""
         with self._lock:
             export = self._live.get(export_seq)
-            if export is not None and self._fenced(export, epoch):
-                return None
+            if export is not None:
+                if self._fenced(export, epoch):
+                    return None
+                acks = export.acks
+                if acks is None or (acks.epoch, acks.wanted) != (epoch, ranks):
+                    acks = export.acks = _Acks(epoch, ranks)
+                acks.given.add(rank)
+                if not acks.wanted <= acks.given:
+                    return None
         return self.release(export_seq, KVStale("acknowledged"))
 
     def _admit(self, export_seq: int, secret: bytes, epoch: int) -> Export:
@@ -224,8 +268,21 @@ class ExportTable:
         if not self._leases.held(export.handle.export_seq, self._clock.monotonic()):
             raise KVStale("the lease is over")
 
+    def _published(self, export: Export) -> None:
+        """Wake readers for a burst, for what has waited long enough, or for the last bytes: not
+        for each small layer, a switch of threads costs more than its bytes."""
+        export.version += 1
+        now = self._clock.monotonic()
+        whole = min(export.upto) == export.handle.num_tokens
+        if export.published_bytes >= export.wake_at or now >= export.woken_at + LINGER_S or whole:
+            export.urgent += 1
+            export.woken_at = now
+            export.wake_at = math.inf  # those who wait on say so again
+            export.changed.notify_all()
+
     def _changed(self, export: Export) -> None:
         export.version += 1
+        export.urgent += 1
         export.changed.notify_all()
 
     def _close(self, export: Export, end: KVError) -> bool:
@@ -276,6 +333,8 @@ class Reader:
         self._export = export
         self._epoch = epoch
         self._closed = False
+        self._urgent = -1  # as of the last snapshot
+        self._taken_bytes = 0
 
     @property
     def closed(self) -> bool:
@@ -291,19 +350,31 @@ class Reader:
             self._closed = True
             self._export.changed.notify_all()
 
-    def wait(self, seen: int | None, timeout_s: float) -> Snapshot | None:
+    def wait(self, seen: int | None, timeout_s: float, burst_bytes: int = 0) -> Snapshot | None:
         """Progress other than version `seen`; None after `timeout_s` without (or once closed).
 
-        Raises KVStale or KVLost when released, lapsed or fenced.
+        Small progress is waited with for `burst_bytes` more, but not long. Raises KVStale or KVLost
+        when released, lapsed or fenced.
         """
         export, table = self._export, self._table
         with export.changed:
-            export.changed.wait_for(
-                lambda: self._closed or export.end is not None or export.version != seen, timeout_s
-            )
+
+            def due() -> bool:
+                if self._closed or export.end is not None:
+                    return True
+                enough = self._taken_bytes + burst_bytes
+                if export.version != seen and (
+                    export.urgent != self._urgent or export.published_bytes >= enough
+                ):
+                    return True
+                export.wake_at = min(export.wake_at, enough)
+                return False
+
+            export.changed.wait_for(due, timeout_s)
             table.verify_locked(export, self._epoch)
             if self._closed or export.version == seen:
                 return None
+            self._urgent, self._taken_bytes = export.urgent, export.published_bytes
             return Snapshot(export.version, tuple(export.upto), export.first_tokens)
 
     def verify(self) -> None:

@@ -1,6 +1,6 @@
 """The fetching side of one conversation: performs what FetcherSession asks for.
 
-Blocking by design: connector.py runs it in a data-plane thread and bridges the result to asyncio.
+Blocking by design: fetches.py runs it in a data-plane thread and bridges the result to asyncio.
 `cancel` may be called from any thread at any time; after `run` has returned nothing touches the
 blocks.
 """
@@ -9,28 +9,34 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from baton.errors import KVCorrupt
-from baton.kv_spec import BlockLists
-from kv_transfer.base import KVMemory, Lane, Wire
+from baton.errors import InternalError, KVCorrupt, KVLost, KVRefused
+from baton.handles import LaneAddress
+from kv_transfer.base import Blocks, DirectWire, KVMemory, Lane, ScatterWire, Span, Target, Wire
 from kv_transfer.bodies import decode_body, encode_body, kind_of
-from kv_transfer.frames import decode, encode, seed_of
+from kv_transfer.fetch_session import FetcherSession, Intent, Wanted
+from kv_transfer.frames import Announced, Kind, decode, decode_header, encode, seed_of, split
 from kv_transfer.identity import Identity
-from kv_transfer.messages import NONCE_BYTES, End, Message
-from kv_transfer.session import FetcherSession, Intent, Wanted, header_of
+from kv_transfer.messages import NONCE_BYTES, End, Hello, Message
+from kv_transfer.session import header_of
+from kv_transfer.shares import rows_bytes
 from kv_transfer.stats import TransferStats
 from kv_transfer.steps import (
     Arrived,
     Closed,
     FetcherAction,
     FetcherEvent,
-    Finish,
+    Landed,
+    Pull,
     Send,
+    Settle,
     Start,
     Write,
 )
+from kv_transfer.wires import WirePool
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +46,7 @@ class Fetcher:
     identity: Identity
     memory: KVMemory
     stats: TransferStats
+    wires: WirePool
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,26 +55,40 @@ class Fetched:
 
     end: End | None
     num_bytes: int
+    lane: str
 
 
 class Conversation:
     """One conversation with an exporter: fetch, renew or release, as `wanted` says."""
 
     def __init__(
-        self, shared: Fetcher, lane: Lane, address: str, wanted: Wanted, blocks: BlockLists
+        self, shared: Fetcher, lane: Lane, address: LaneAddress, wanted: Wanted, blocks: Blocks
     ) -> None:
         self._shared = shared
         self._lane = lane
         self._address = address
         self._wanted = wanted
-        self._blocks = blocks
+        self._target = Target(shared.memory, blocks)
         self._seed = seed_of(wanted.handle.boot_id)
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        self._session = FetcherSession(shared.identity, nonce, shared.memory.layers, wanted)
+        self._session = self._new_session(None)
+        self._inbox: deque[memoryview] = deque()  # frames of the last parcel
         self._num_bytes = 0
+        self._answered = False  # something of this conversation has been heard
+        self._unsuited = False
+        self._scatter: ScatterWire | None = None
         self._lock = threading.Lock()
         self._wire: Wire | None = None
         self._cancelled = False
+
+    def _new_session(self, peer: Hello | None) -> FetcherSession:
+        shared, nonce = self._shared, secrets.token_bytes(NONCE_BYTES)
+        return FetcherSession(shared.identity, nonce, shared.memory.layers, self._wanted, peer)
+
+    @property
+    def elsewhere(self) -> bool:
+        """After a failure: another lane may serve where this one did not begin to."""
+        greeted = self._answered and self._session.peer is not None  # not just turned away
+        return self._unsuited or not greeted
 
     def cancel(self) -> None:
         """Break it; `run` raises KVLost soon. Any thread, any time, idempotent."""
@@ -78,59 +99,148 @@ class Conversation:
             wire.cancel()
 
     def run(self, on_progress: Callable[[], None]) -> Fetched:
-        """Hold the conversation to its end; `on_progress` is called at the start and at each frame.
-
-        Raises the KVError that ended it.
-        """
+        """Hold the conversation to its end; `on_progress` is called at the start and at each
+        parcel. Raises the KVError that ended it."""
         on_progress()
-        wire = self._lane.open(self._address)
+        wires, key = self._shared.wires, (self._lane.name, self._address.address, self._boot_id)
+        kept = wires.take(key)
+        if kept is not None:
+            self._shared.stats.connected(self._lane.name, reused=True)
+            self._session = self._new_session(kept.peer)
+            try:
+                self._hold(kept.wire, on_progress)
+            except KVLost:
+                # It may have been hung up on meanwhile; nothing of ours has been heard then.
+                if self._answered or self._cancelled:
+                    raise
+                kept = None
+                self._session = self._new_session(None)
+        if kept is not None:
+            wire = kept.wire
+        else:
+            self._shared.stats.connected(self._lane.name, reused=False)
+            wire = self._lane.open(self._address)
+            self._hold(wire, on_progress)
+        assert self._session.peer is not None
+        wires.give(key, wire, self._session.peer)
+        return Fetched(self._session.end, self._num_bytes, self._lane.name)
+
+    @property
+    def _boot_id(self) -> str:
+        return self._wanted.handle.boot_id
+
+    def _hold(self, wire: Wire, on_progress: Callable[[], None]) -> None:
         with self._lock:
             self._wire = wire
             cancelled = self._cancelled
         if cancelled:
             wire.cancel()
+        self._scatter = wire if isinstance(wire, ScatterWire) else None
         try:
             self._converse(wire, on_progress)
-            if self._wanted.intent is Intent.RELEASE:
-                while wire.receive() is not None:  # the exporter closes when the blocks are free
-                    on_progress()
+            if self._inbox:
+                raise KVCorrupt("more frames than the conversation has")
         except BaseException:
             wire.cancel()
+            wire.finish()
             raise
         finally:
-            wire.finish()
-        return Fetched(self._session.end, self._num_bytes)
+            if self._wanted.intent is Intent.FETCH:
+                self._shared.memory.landed()
+            with self._lock:
+                self._wire = None  # a later cancel must not break the next conversation
 
     def _converse(self, wire: Wire, on_progress: Callable[[], None]) -> None:
         event: FetcherEvent = Start()
         while True:
-            for action in self._session.receive(event):
-                self._perform(action, wire)
+            self._perform_all(self._session.receive(event), wire)
             if self._session.done:
                 return
-            data = wire.receive()
-            on_progress()
-            event = Closed() if data is None else self._decode(data)
+            event = self._next(wire, on_progress)
 
-    def _decode(self, data: bytes) -> Arrived:
+    def _next(self, wire: Wire, on_progress: Callable[[], None]) -> FetcherEvent:
         try:
-            frame = decode(data, self._seed)
+            if self._scatter is not None:
+                head = self._scatter.receive_header()
+                on_progress()
+                if head is None:
+                    return Closed()
+                self._answered = True
+                return self._receive_payload(self._scatter, decode_header(head, self._seed))
+            if not self._inbox:
+                parcel = wire.receive()
+                on_progress()
+                if parcel is None:
+                    return Closed()
+                self._answered = True
+                self._inbox.extend(split(parcel))
+            if not self._inbox:
+                raise KVCorrupt("empty parcel")
+            frame = decode(self._inbox.popleft(), self._seed)
             return Arrived(frame.header, decode_body(frame.header.kind, frame.payload))
         except KVCorrupt:
-            self._shared.stats.refused_frame()
+            self._shared.stats.refused_frame(self._lane.name)
             raise
+
+    def _receive_payload(self, wire: ScatterWire, head: Announced) -> FetcherEvent:
+        """Straight into the pool where its bytes are wanted as they are. What is damaged lies in
+        blocks that nobody uses before END."""
+        header, num_bytes = head.header, head.num_bytes
+        if header.kind is Kind.DATA and num_bytes and self._session.in_pool_dtype:
+            span = self._session.expect(header, num_bytes)
+            views = self._shared.memory.views(
+                span.layer, self._target.blocks, span.start, span.end, span.heads
+            )
+            if views is not None:
+                wire.receive_into(views)
+                head.verify(views)
+                self._count(num_bytes)
+                return Landed(header, num_bytes)
+        payload = memoryview(bytearray(num_bytes))
+        wire.receive_into([payload])
+        head.verify([payload])
+        return Arrived(header, decode_body(header.kind, payload))
+
+    def _perform_all(self, actions: Sequence[FetcherAction], wire: Wire) -> None:
+        frames = [self._encode(action.message) for action in actions if isinstance(action, Send)]
+        for action in actions:
+            self._perform(action, wire)
+        if frames:
+            wire.send(b"".join(frames))  # what we say, we say last: Settle comes before CONFIRM
 
     def _perform(self, action: FetcherAction, wire: Wire) -> None:
         match action:
-            case Send(message):
-                wire.send(self._encode(message))
-            case Write(layer, start, end, payload):
-                self._shared.memory.write(layer, self._blocks, start, end, payload)
-                self._num_bytes += len(payload)
-                self._shared.stats.received(self._lane.name, len(payload))
-            case Finish():
-                wire.finish()
+            case Write(span, payload):
+                self._shared.memory.write(
+                    span.layer, self._target.blocks, span.start, span.end, payload
+                )
+                self._count(len(payload.data))
+            case Pull(span, source):
+                try:
+                    _direct(wire).pull(span, source, self._target)
+                except KVRefused:
+                    self._unsuited = True
+                    raise
+                self._count(self._bytes_of(span, source.format.dtype))
+            case Settle():
+                _direct(wire).settle()
+            case Send():
+                pass
+
+    def _bytes_of(self, span: Span, dtype: str) -> int:
+        spec = self._shared.memory.layers[span.layer]
+        return (span.end - span.start) * rows_bytes(spec, len(span.heads), dtype)
+
+    def _count(self, num_bytes: int) -> None:
+        self._num_bytes += num_bytes
+        self._shared.stats.received(self._lane.name, num_bytes)
 
     def _encode(self, message: Message) -> bytes:
         header = header_of(kind_of(message), self._session.export_seq, self._session.epoch)
         return encode(header, [encode_body(message)], self._seed)
+
+
+def _direct(wire: Wire) -> DirectWire:
+    if not isinstance(wire, DirectWire):
+        raise InternalError("codec direct on a lane whose wires cannot pull")
+    return wire

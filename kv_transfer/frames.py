@@ -6,13 +6,14 @@ Byte by byte with test vectors: docs/kv_wire_format.md.
 The digest covers the first 40 header bytes and the payload and is seeded by the exporter's boot
 id, so a frame of another process, another export or another place never passes as this one.
 HELLO and ERR are seeded with 0: either may be sent before both sides agree on a boot id.
+Lanes carry parcels: one or more whole frames, joined.
 """
 
 from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -26,6 +27,9 @@ HEADER_BYTES: Final = 48
 # magic, kind, flags, layer, head0, nheads, tok0, ntok, nbytes, epoch, reserved, export sequence
 _DIGESTED: Final = struct.Struct("<IBBHHHIIIIIQ")
 _DIGEST: Final = struct.Struct("<Q")
+_MAGIC: Final = struct.Struct("<I")
+_NUM_BYTES: Final = struct.Struct("<I")
+_NUM_BYTES_AT: Final = 20
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -39,6 +43,7 @@ class Kind(enum.IntEnum):
     ACK = 5
     RENEW = 6
     CONFIRM = 7
+    BLOCKS = 8
 
 
 _KINDS: Final = frozenset(int(kind) for kind in Kind)
@@ -46,8 +51,8 @@ _KINDS: Final = frozenset(int(kind) for kind in Kind)
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a frame says of itself. `layer` to `num_tokens` are 0 except in DATA, where the payload
-    holds K, then V of heads [head0, head0 + num_heads) of tokens [token0, token0 + num_tokens)."""
+    """What a frame says of itself. `layer` to `num_tokens` are 0 except in DATA, which is about
+    heads [head0, head0 + num_heads) of tokens [token0, token0 + num_tokens)."""
 
     kind: Kind
     export_seq: int = 0
@@ -65,6 +70,22 @@ class Frame:
     payload: memoryview
 
 
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """A header that came before its payload: nothing in it is verified yet, not even itself."""
+
+    header: Header
+    num_bytes: int
+    digested: bytes
+    digest: int
+    seed: int
+
+    def verify(self, fragments: Iterable[Buffer]) -> None:
+        """Raise KVCorrupt unless the digest is that of this header and `fragments`."""
+        if self.digest != _digest(self.digested, fragments, self.seed):
+            raise KVCorrupt(f"digest mismatch in a frame of kind {self.header.kind}")
+
+
 def seed_of(boot_id: str) -> int:
     """The digest seed of one exporter process: xxh3_64 of its boot id's ASCII text."""
     return xxhash.xxh3_64_intdigest(boot_id.encode())
@@ -78,15 +99,50 @@ def encode(header: Header, fragments: Sequence[Buffer], boot_seed: int) -> bytes
         raise InternalError(
             f"{header.kind.name} payload of {num_bytes} bytes exceeds {MAX_PAYLOAD}"
         )
+    digested = _digested(header, num_bytes)
+    digest = _digest(digested, fragments, _seed(header.kind, boot_seed))
+    return b"".join((digested, _DIGEST.pack(digest), *fragments))
+
+
+def encode_into(
+    buffer: memoryview, header: Header, fragments: Sequence[Buffer], boot_seed: int
+) -> memoryview:
+    """`encode` into the start of `buffer` (HEADER_BYTES + MAX_PAYLOAD are always enough); the part
+    of it that is the frame. The digest reads what has just been copied, not the pool again."""
+    end = HEADER_BYTES
+    for fragment in fragments:
+        start, end = end, end + len(fragment)
+        if end > HEADER_BYTES + MAX_PAYLOAD:
+            raise InternalError(f"{header.kind.name} payload exceeds {MAX_PAYLOAD} bytes")
+        buffer[start:end] = fragment
+    digested = _digested(header, end - HEADER_BYTES)
+    digest = _digest(digested, (buffer[HEADER_BYTES:end],), _seed(header.kind, boot_seed))
+    buffer[: _DIGESTED.size] = digested
+    _DIGEST.pack_into(buffer, _DIGESTED.size, digest)
+    return buffer[:end]
+
+
+def _digested(header: Header, num_bytes: int) -> bytes:
+    """The header up to its digest. Raises InternalError for a field that does not fit."""
     try:
-        digested = _DIGESTED.pack(
+        return _DIGESTED.pack(
             MAGIC, header.kind, 0, header.layer, header.head0, header.num_heads, header.token0,
             header.num_tokens, num_bytes, header.epoch, 0, header.export_seq,
         )  # fmt: skip
     except struct.error as error:
         raise InternalError(f"frame header out of range: {header}") from error
-    digest = _digest(digested, fragments, _seed(header.kind, boot_seed))
-    return b"".join((digested, _DIGEST.pack(digest), *fragments))
+
+
+def payload_bytes(header: Buffer) -> int:
+    """How many bytes follow these 48. Raises KVCorrupt if they do not begin like a frame, for then
+    nobody knows where the next one begins."""
+    (magic,) = _MAGIC.unpack_from(header)
+    (num_bytes,) = _NUM_BYTES.unpack_from(header, _NUM_BYTES_AT)
+    if magic != MAGIC:
+        raise KVCorrupt(f"bad magic {magic:#010x}")
+    if num_bytes > MAX_PAYLOAD:
+        raise KVCorrupt(f"frame announces a payload of {num_bytes} bytes")
+    return num_bytes
 
 
 def decode(data: Buffer, boot_seed: int) -> Frame:
@@ -95,25 +151,44 @@ def decode(data: Buffer, boot_seed: int) -> Frame:
     Raises KVCorrupt unless length, digest, kind and unused fields are all right.
     """
     view = memoryview(data).cast("B")
-    if len(view) < HEADER_BYTES:
-        raise KVCorrupt(f"truncated frame of {len(view)} bytes")
-    fields = _DIGESTED.unpack_from(view)
+    announced = decode_header(view[:HEADER_BYTES], boot_seed)
+    if len(view) != HEADER_BYTES + announced.num_bytes:
+        raise KVCorrupt(f"frame of {len(view)} bytes, payload of {announced.num_bytes}")
+    payload = view[HEADER_BYTES:]
+    announced.verify((payload,))
+    return Frame(announced.header, payload)
+
+
+def decode_header(data: Buffer, boot_seed: int) -> Announced:
+    """What the first 48 bytes of a frame say. Raises KVCorrupt for what cannot be a header; all
+    else is only true once `verify` has seen the payload."""
+    if len(data) != HEADER_BYTES:
+        raise KVCorrupt(f"truncated frame of {len(data)} bytes")
+    fields = _DIGESTED.unpack_from(data)
     magic, kind, flags, layer, head0, num_heads, token0, num_tokens, num_bytes = fields[:9]
     epoch, reserved, export_seq = fields[9:]
     if magic != MAGIC:
         raise KVCorrupt(f"bad magic {magic:#010x}")
-    if num_bytes > MAX_PAYLOAD or len(view) != HEADER_BYTES + num_bytes:
-        raise KVCorrupt(f"frame of {len(view)} bytes announces a payload of {num_bytes}")
-    payload = view[HEADER_BYTES:]
-    (digest,) = _DIGEST.unpack_from(view, _DIGESTED.size)
-    if digest != _digest(view[: _DIGESTED.size], (payload,), _seed(kind, boot_seed)):
-        raise KVCorrupt(f"digest mismatch in a frame of kind {kind}")
+    if num_bytes > MAX_PAYLOAD:
+        raise KVCorrupt(f"frame announces a payload of {num_bytes} bytes")
     if kind not in _KINDS or flags or reserved:
         raise KVCorrupt(f"frame of unknown kind {kind}, flags {flags} or reserved {reserved}")
-    header = Header(
-        Kind(kind), export_seq, epoch, layer, head0, num_heads, token0, num_tokens
-    )  # fmt: skip
-    return Frame(header, payload)
+    header = Header(Kind(kind), export_seq, epoch, layer, head0, num_heads, token0, num_tokens)
+    (digest,) = _DIGEST.unpack_from(data, _DIGESTED.size)
+    digested = bytes(memoryview(data)[: _DIGESTED.size])
+    return Announced(header, num_bytes, digested, digest, _seed(kind, boot_seed))
+
+
+def split(parcel: Buffer) -> Iterator[memoryview]:
+    """The frames of a parcel, by what their headers say. What is not a whole frame comes last, as
+    it is: `decode` refuses it."""
+    view = memoryview(parcel).cast("B")
+    while len(view) > HEADER_BYTES:
+        end = HEADER_BYTES + min(_NUM_BYTES.unpack_from(view, _NUM_BYTES_AT)[0], MAX_PAYLOAD)
+        yield view[:end]
+        view = view[end:]
+    if view:
+        yield view
 
 
 def _seed(kind: int, boot_seed: int) -> int:

@@ -1,4 +1,4 @@
-"""The `grpc` lane: frames as raw bytes through identity serializers, one conversation per call.
+"""The `grpc` lane: parcels as raw bytes through identity serializers, one connection per call.
 
 Synchronous gRPC on threads of its own: bulk messages never pass a serving event loop. One channel
 per peer address, kept; a channel that has failed is given up, so that a peer that comes back is
@@ -25,13 +25,16 @@ from baton.handles import LaneAddress
 from baton.timing import Timing, channel_options, server_options
 from kv_transfer.base import Serve, Wire
 from kv_transfer.deadlines import Deadlines
+from kv_transfer.frames import Buffer
+from kv_transfer.tls import TlsFiles
 
 log = logging.getLogger(__name__)
 
 SERVICE: Final = "baton.kv.v1.KVTransfer"
 METHOD: Final = "Transfer"
-# A conversation holds a thread while it waits for a prefill; idle threads cost only address space.
-MAX_CONVERSATIONS: Final = 256
+TLS: Final = "tls"  # attribute of an address: present if it wants TLS
+# A connection holds a thread while it waits for a prefill; idle threads cost only address space.
+MAX_CONNECTIONS: Final = 256
 STOP_GRACE_S: Final = 5.0
 
 
@@ -39,10 +42,17 @@ class GrpcLane:
     """base.Lane over gRPC. `port` 0 takes a free one; `advertise_host` is what peers are told."""
 
     name = "grpc"
+    direct = False
 
     def __init__(
-        self, timing: Timing, host: str = "127.0.0.1", port: int = 0, advertise_host: str = ""
+        self,
+        timing: Timing,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        advertise_host: str = "",
+        tls: TlsFiles | None = None,
     ) -> None:
+        """Raises ConfigError for TLS files that cannot be used."""
         self._timing = timing
         self._host = host
         self._port = port
@@ -50,15 +60,17 @@ class GrpcLane:
         self._server: grpc.Server | None = None
         self._threads: ThreadPoolExecutor | None = None
         self._deadlines: Deadlines | None = None
-        self._channels = _Channels(timing)
+        self._tls = tls is not None
+        self._server_credentials = tls.server_credentials() if tls else None
+        self._channels = _Channels(timing, tls.channel_credentials() if tls else None)
 
     def start(self, boot_id: str, serve: Serve) -> LaneAddress:
         """Raises ConfigError if the port cannot be bound."""
-        self._threads = ThreadPoolExecutor(MAX_CONVERSATIONS, thread_name_prefix="kv-grpc")
+        self._threads = ThreadPoolExecutor(MAX_CONNECTIONS, thread_name_prefix="kv-grpc")
         deadlines = self._deadlines = Deadlines(SystemClock())
         server = grpc.server(self._threads, options=server_options(self._timing))
 
-        def transfer(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        def transfer(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Buffer]:
             return serve(self.name, _GrpcIncoming(requests, context, deadlines))
 
         handler = grpc.stream_stream_rpc_method_handler(
@@ -69,15 +81,23 @@ class GrpcLane:
         )
         bind = _join(self._host, self._port)
         try:
-            port = server.add_insecure_port(bind)
+            if self._server_credentials is not None:
+                port = server.add_secure_port(bind, self._server_credentials)
+            else:
+                port = server.add_insecure_port(bind)
         except RuntimeError as error:
             raise ConfigError(f"cannot bind the KV port {bind}: {error}") from error
         server.start()
         self._server = server
-        return LaneAddress(self.name, _join(self._advertise_host, port))
+        attributes = ((TLS, ""),) if self._tls else ()
+        return LaneAddress(self.name, _join(self._advertise_host, port), attributes)
 
-    def open(self, address: str) -> Wire:
-        return self._channels.open(address)
+    def reaches(self, address: LaneAddress) -> bool:
+        """If both sides want TLS, or neither."""
+        return (TLS in dict(address.attributes)) == self._tls
+
+    def open(self, address: LaneAddress) -> Wire:
+        return self._channels.open(address.address)
 
     def stop(self) -> None:
         if self._server is not None:
@@ -97,6 +117,8 @@ def _join(host: str, port: int) -> str:
 
 class _GrpcIncoming:
     """base.Incoming over the server side of a call."""
+
+    buffer = None  # gRPC wants bytes
 
     def __init__(
         self, requests: Iterator[bytes], context: grpc.ServicerContext, deadlines: Deadlines
@@ -128,8 +150,9 @@ class _Channel:
 
 
 class _Channels:
-    def __init__(self, timing: Timing) -> None:
+    def __init__(self, timing: Timing, credentials: grpc.ChannelCredentials | None) -> None:
         self._timing = timing
+        self._credentials = credentials
         self._lock = threading.Lock()
         self._by_address: dict[str, _Channel] = {}
         self._retired: list[_Channel] = []
@@ -141,7 +164,9 @@ class _Channels:
             entry = self._by_address.get(address)
             if entry is None:
                 entry = self._by_address[address] = self._connect(address)
-            call = entry.transfer(iter(outbox.get, None), timeout=self._timing.request_s)
+            # No deadline of the call: a kept connection lives as long as it is used, and whoever
+            # waits for it has one.
+            call = entry.transfer(iter(outbox.get, None))
             # Keeps the call alive until its last frame is out: a collected call is a cancelled one.
             entry.calls.add(call)
         call.add_done_callback(lambda done: self._ended(address, entry, done, outbox))
@@ -161,7 +186,10 @@ class _Channels:
             *channel_options(self._timing),
             ("grpc.use_local_subchannel_pool", 1),  # a new channel starts without old backoff
         ]
-        channel = grpc.insecure_channel(address, options=options)
+        if self._credentials is not None:
+            channel = grpc.secure_channel(address, self._credentials, options)
+        else:
+            channel = grpc.insecure_channel(address, options)
         transfer = channel.stream_stream(f"/{SERVICE}/{METHOD}")
         return _Channel(channel, transfer)
 
@@ -193,8 +221,8 @@ class GrpcWire:
         self._call = call
         self._outbox = outbox
 
-    def send(self, frame: bytes) -> None:
-        self._outbox.put(frame)
+    def send(self, parcel: bytes) -> None:
+        self._outbox.put(parcel)
 
     def receive(self) -> bytes | None:
         try:

@@ -36,16 +36,13 @@ class Identity:
         return Hello(self.protocol_version, self.boot_id, self.fingerprint, self.format, nonce, mac)
 
     def refuse(self, peer: Hello) -> Failure | None:
-        """Why these two may never exchange KV, None if they may."""
+        """Why these two may never exchange KV, None if they may. Block size, precision and tensor
+        parallelism are no reason: they are converted."""
         if peer.protocol_version != self.protocol_version:
             text = f"protocol version {peer.protocol_version}, here {self.protocol_version}"
             return Failure(FailureCode.PROTOCOL, text)
         if peer.layout_fingerprint != self.fingerprint:
             text = f"layout {peer.layout_fingerprint}, here {self.fingerprint}"
-            return Failure(FailureCode.LAYOUT, text)
-        theirs, ours = peer.format, self.format
-        if (theirs.dtype, theirs.tp_size) != (ours.dtype, ours.tp_size):
-            text = f"dtype {theirs.dtype} tp {theirs.tp_size}, here {ours.dtype} tp {ours.tp_size}"
             return Failure(FailureCode.LAYOUT, text)
         return None
 

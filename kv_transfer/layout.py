@@ -6,6 +6,9 @@ alone for MLA). The wire wants K rows, then V rows of a token range, token-major
 in the token, so any two block sizes interoperate by a list of byte ranges alone.
 
     slot:  | K row 0 .. K row B-1 | V row 0 .. V row B-1 |     row = kv_heads * dim * item bytes
+
+Whole rows are views. A slice of heads (another tensor-parallel size at the peer) is packed into a
+host copy: its pieces are too small to travel one by one. int8 scales lie behind all pages.
 """
 
 from __future__ import annotations
@@ -16,15 +19,21 @@ from typing import Protocol
 
 import torch
 
-from baton.errors import ConfigError
-from baton.kv_spec import DTYPE_BYTES, BlockLists, HeldBlocks, LayerSpec, PoolFormat
+from baton.errors import ConfigError, InternalError, KVCorrupt
+from baton.kv_spec import DTYPE_BYTES, HeldBlocks, LayerSpec, PoolFormat
+from kv_transfer.base import Blocks, Payload
+from kv_transfer.codec import Rows, bytes_of, unpack
+from kv_transfer.messages import INT8, RAW
+from kv_transfer.shares import heads_of, rows_bytes
 
 
 class Arena(Protocol):
-    """What is needed of baton.engine.kv_cache.KVArena.
+    """What is needed of baton.engine.kv_cache.KVArena. Its layers are this rank's: their kv_heads
+    are those that lie here.
 
     layer(l): K [num_blocks, block_size, kv_heads, k_dim] and V [.., v_dim] of the pool's dtype;
-    group_of[l]: which of a sequence's block lists layer l reads; buffer(): all blocks' bytes,
+    scales(l): int8 KV's [num_blocks, block_size, kv_heads], K's and V's;
+    group_of[l]: which of a sequence's block lists layer l reads; buffer(): all pages' bytes,
     writable (CPU arenas only), where layer l of block b begins at b * page_bytes + slot_offset(l).
     """
 
@@ -43,6 +52,7 @@ class Arena(Protocol):
     def group_of(self) -> tuple[int, ...]: ...
 
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def scales(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]: ...
     def slot_offset(self, layer: int) -> int: ...
     def buffer(self) -> memoryview: ...
 
@@ -60,7 +70,10 @@ def byte_ranges(
 ) -> list[tuple[int, int]]:
     """(offset, length) in the arena's bytes of K rows, then V rows of `tokens` [start, end), all
     held, in wire order; neighbouring rows are merged (within a block, and across adjacent blocks
-    for a lone layer of MLA)."""
+    for a lone layer of MLA).
+
+    `spec` is the pool's own: its kv_heads are those that lie there.
+    """
     start, end = tokens
     item = DTYPE_BYTES[pool.dtype]
     size = pool.block_size
@@ -73,7 +86,7 @@ def byte_ranges(
         token = start
         while token < end:
             upto = min(end, (token // size + 1) * size)
-            page = held.ids[token // size - held.first] * slot.page_bytes
+            page = held.ids[_place(held, token // size)] * slot.page_bytes
             offset = page + slot.offset + base + (token % size) * row
             length = (upto - token) * row
             if ranges and sum(ranges[-1]) == offset:
@@ -84,119 +97,149 @@ def byte_ranges(
     return ranges
 
 
+def _place(held: HeldBlocks, index: int) -> int:
+    """Of the sequence's block `index` among those held."""
+    if index < held.first:
+        raise InternalError(f"block {index} of a sequence is not held any more")
+    return index - held.first
+
+
 class ArenaMemory:
     """base.KVMemory over a KV arena: views into it on CPU, host copies for any other device."""
 
-    def __init__(self, arena: Arena, staged: bool | None = None) -> None:
-        """`staged`: copy through host memory; None = unless the arena lies in it itself.
+    def __init__(
+        self,
+        arena: Arena,
+        staged: bool | None = None,
+        *,
+        layers: tuple[LayerSpec, ...] | None = None,
+        tp: tuple[int, int] = (1, 0),
+        windowed: bool = False,
+    ) -> None:
+        """`staged`: copy through host memory; None = unless the arena lies in it itself. `layers`:
+        of the whole model, `tp`: (size, rank), where the arena holds a slice of its heads.
+        `windowed`: the pool keeps of a sliding-window layer only what later tokens see.
 
-        Raises ConfigError for int8 KV: the frames carry no scales yet.
+        Raises ConfigError if the arena does not hold this rank's heads.
         """
-        if arena.dtype == "int8":
-            raise ConfigError(
-                "KV transfer cannot carry the scales of int8 KV: prefill and decode nodes need "
-                "--kv-cache-dtype auto or fp8",
-                field="kv_cache_dtype",
-            )
-        self.layers = arena.layers
-        self.format = PoolFormat(arena.block_size, arena.dtype)
+        self.layers = arena.layers if layers is None else layers
+        self.format = PoolFormat(arena.block_size, arena.dtype, *tp, codecs=(RAW, INT8))
+        self.windowed = windowed
         self._arena = arena
+        self._heads = [heads_of(spec.kv_heads, self.format) for spec in self.layers]
+        if [len(heads) for heads in self._heads] != [spec.kv_heads for spec in arena.layers]:
+            raise ConfigError(f"the KV pool does not hold the heads of rank {tp[1]} of {tp[0]}")
         self._staged = arena.device.type != "cpu" if staged is None else staged
         self._buffer = memoryview(b"") if self._staged else arena.buffer().cast("B")
 
-    def read(self, layer: int, blocks: BlockLists, start: int, end: int) -> Sequence[memoryview]:
-        """K, then V fragments of tokens [start, end). CPU: no copy, valid while pinned."""
-        held = blocks[self._arena.group_of[layer]]
-        first = min(end, max(start, held.first * self.format.block_size))
-        fragments = self._read_held(layer, held, first, end) if first < end else []
-        if first == start:
-            return fragments
-        # Nobody will look at a hole, but a frame has bytes for each of its tokens.
-        k_left, _ = self._part_bytes(layer, end - first)
-        k_count = 0
-        while k_left > 0:
-            k_left -= fragments[k_count].nbytes
-            k_count += 1
-        k_hole, v_hole = (
-            memoryview(bytes(size)) for size in self._part_bytes(layer, first - start)
-        )
-        return [k_hole, *fragments[:k_count], v_hole, *fragments[k_count:]]
+    def heads(self, layer: int) -> range:
+        """The whole model's KV heads that lie here."""
+        return self._heads[layer]
 
-    def write(
-        self, layer: int, blocks: BlockLists, start: int, end: int, payload: memoryview
-    ) -> None:
-        """Put `payload` (as `read` gives it) into tokens [start, end); drops those not held."""
-        held = blocks[self._arena.group_of[layer]]
-        first = min(end, max(start, held.first * self.format.block_size))
-        if first > start:
-            k_bytes, v_bytes = self._part_bytes(layer, end - start)
-            k_hole, v_hole = self._part_bytes(layer, first - start)
-            v = payload[k_bytes : k_bytes + v_bytes]
-            payload = memoryview(bytes(payload[k_hole:k_bytes]) + bytes(v[v_hole:]))
-        if first < end:
-            self._write_held(layer, held, first, end, payload)
+    def group(self, layer: int) -> int:
+        """Which of a sequence's block lists the layer reads."""
+        return self._arena.group_of[layer]
 
-    def _part_bytes(self, layer: int, num_tokens: int) -> tuple[int, int]:
-        """Bytes of K and of V of so many tokens."""
-        spec = self.layers[layer]
-        row = num_tokens * spec.kv_heads * DTYPE_BYTES[self.format.dtype]
-        return row * spec.k_dim, row * spec.v_dim
+    def tables(self, blocks: Blocks) -> tuple[tuple[int, ...], ...]:
+        """One per layer group. A hole is filled up with the first block behind it: nobody reads
+        there, but the others keep their places."""
+        return tuple((*(held.ids[0],) * held.first, *held.ids) for held in blocks)
 
-    def _ranges(self, layer: int, held: HeldBlocks, start: int, end: int) -> list[tuple[int, int]]:
-        slot = Slot(self._arena.page_bytes, self._arena.slot_offset(layer))
-        return byte_ranges(self.layers[layer], self.format, slot, held, (start, end))
+    def written(self, layer: int, blocks: Blocks, upto: int) -> None:
+        """Memory that the host has written needs no mark."""
 
-    def _read_held(
-        self, layer: int, held: HeldBlocks, start: int, end: int
+    def landed(self) -> None:
+        """What the host has written is there."""
+
+    def read(
+        self, layer: int, blocks: Blocks, start: int, end: int, heads: range | None = None
     ) -> Sequence[memoryview]:
-        if self._staged:
-            return self._read_device(layer, held, start, end)
-        ranges = self._ranges(layer, held, start, end)
+        """Fragments of tokens [start, end) as Payload orders them. Whole rows on the CPU: no copy,
+        valid while pinned."""
+        heads = self._heads[layer] if heads is None else heads
+        views = self._row_views(layer, blocks, start, end, heads)
+        if views is not None and self.format.dtype != INT8:
+            return views
+        block, row = self.slots(layer, blocks, start, end)
+        parts = self.parts(layer, heads)
+        if views is not None:
+            parts = parts[-len(parts) // 2 :]  # the scales
+        return [*(views or ()), *(bytes_of(part[block, row].cpu()) for part in parts)]
+
+    def views(
+        self, layer: int, blocks: Blocks, start: int, end: int, heads: range
+    ) -> Sequence[memoryview] | None:
+        """Whole rows of an exact pool in main memory; None otherwise."""
+        if self.format.dtype == INT8:
+            return None  # scales are gathered
+        return self._row_views(layer, blocks, start, end, heads)
+
+    def write(self, layer: int, blocks: Blocks, start: int, end: int, payload: Payload) -> None:
+        """Put `payload` (of the pool's dtype or any other) into tokens [start, end)."""
+        heads = self._heads[layer] if payload.heads is None else payload.heads
+        spec = self.layers[layer]
+        wanted = (end - start) * rows_bytes(spec, len(heads), payload.dtype)
+        if len(payload.data) != wanted:
+            raise KVCorrupt(f"payload of {len(payload.data)} bytes, not {wanted}")
+        views = self.views(layer, blocks, start, end, heads)
+        if views is not None and payload.dtype == self.format.dtype:
+            taken = 0
+            for view in views:
+                view[:] = payload.data[taken : taken + len(view)]
+                taken += len(view)
+            return
+        rows = unpack(spec, Payload(payload.data, payload.dtype, heads))
+        self._scatter(layer, blocks, (start, end), heads, [r.to(self.format.dtype) for r in rows])
+
+    # ---- whole rows in main memory -------------------------------------------------------------
+    def _row_views(
+        self, layer: int, blocks: Blocks, start: int, end: int, heads: range
+    ) -> list[memoryview] | None:
+        if self._staged or heads != self._heads[layer]:
+            return None
+        slot = Slot(self._arena.page_bytes, self._arena.slot_offset(layer))
+        held = blocks[self._arena.group_of[layer]]
+        ranges = byte_ranges(self._arena.layers[layer], self.format, slot, held, (start, end))
         return [self._buffer[offset : offset + length] for offset, length in ranges]
 
-    def _write_held(
-        self, layer: int, held: HeldBlocks, start: int, end: int, payload: memoryview
-    ) -> None:
-        if self._staged:
-            self._write_device(layer, held, start, end, payload)
-            return
-        taken = 0
-        for offset, length in self._ranges(layer, held, start, end):
-            self._buffer[offset : offset + length] = payload[taken : taken + length]
-            taken += length
+    # ---- slices, scales, devices: through torch ------------------------------------------------
+    def parts(self, layer: int, heads: range | None = None) -> list[torch.Tensor]:
+        """K, V (unless MLA), then int8's scales of both, of `heads` (None = all here): views
+        [num_blocks, block_size, heads, dim] and [num_blocks, block_size, heads]. fp8 as bytes."""
+        own = self._heads[layer]
+        wanted = own if heads is None else heads
+        if not own.start <= wanted.start <= wanted.stop <= own.stop:
+            raise InternalError(f"{wanted} are not all in {own}")
+        local = slice(wanted.start - own.start, wanted.stop - own.start)
+        count = 2 if self.layers[layer].v_dim else 1
+        tensors = list(self._arena.layer(layer)[:count])
+        if self.format.dtype == INT8:
+            tensors += self._arena.scales(layer)[:count]
+        return [_movable(tensor)[:, :, local] for tensor in tensors]
 
-    # ---- devices: staged through host memory ---------------------------------------------------
-    def _read_device(self, layer: int, held: HeldBlocks, start: int, end: int) -> list[memoryview]:
-        block, row = self._slots(held, start, end)
-        # The engine publishes what it has enqueued on the default stream; this copy is enqueued
-        # behind it on the same stream and waits for itself.
-        tensors = self._arena.layer(layer)
-        return [
-            memoryview(t[block, row].contiguous().view(torch.uint8).cpu().numpy().tobytes())
-            for t in tensors
-            if t.numel()
-        ]
-
-    def _write_device(
-        self, layer: int, held: HeldBlocks, start: int, end: int, payload: memoryview
-    ) -> None:
-        block, row = self._slots(held, start, end)
-        taken = 0
-        for tensor in self._arena.layer(layer):
-            if tensor.numel() == 0:
-                continue
-            shape = (end - start, *tensor.shape[2:])
-            length = shape[0] * shape[1] * shape[2] * tensor.element_size()
-            # bytearray: torch wants writable memory, a frame is not
-            host = torch.frombuffer(bytearray(payload[taken : taken + length]), dtype=torch.uint8)
-            tensor[block, row] = host.view(tensor.dtype).view(shape).to(tensor.device)
-            taken += length
-        if self._arena.device.type == "cuda":
-            torch.cuda.current_stream(self._arena.device).synchronize()
-
-    def _slots(self, held: HeldBlocks, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Block and row index [end - start] of each token, on the arena's device."""
-        size = self.format.block_size
+    def slots(
+        self, layer: int, blocks: Blocks, start: int, end: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Block and row index [end - start] of each token, int64, on the arena's device."""
+        size, held = self.format.block_size, blocks[self._arena.group_of[layer]]
+        _place(held, start // size)
         tokens = torch.arange(start, end)
         block = torch.tensor(held.ids, dtype=torch.long)[tokens // size - held.first]
         return block.to(self._arena.device), (tokens % size).to(self._arena.device)
+
+    def _scatter(
+        self, layer: int, blocks: Blocks, tokens: tuple[int, int], heads: range, rows: list[Rows]
+    ) -> None:
+        block, row = self.slots(layer, blocks, *tokens)
+        tensors = [part.values for part in rows]
+        tensors += [part.scales for part in rows if part.scales is not None]
+        device = self._arena.device
+        for target, values in zip(self.parts(layer, heads), tensors, strict=True):
+            target[block, row] = _movable(values).to(device)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+
+
+def _movable(tensor: torch.Tensor) -> torch.Tensor:
+    """torch indexes no fp8; as bytes it does."""
+    return tensor.view(torch.uint8) if tensor.dtype is torch.float8_e4m3fn else tensor

@@ -15,22 +15,23 @@ from typing import Final
 from baton.errors import KVLost
 from baton.handles import LaneAddress
 from kv_transfer.base import Serve, Wire
+from kv_transfer.frames import Buffer
 
 log = logging.getLogger(__name__)
 
-CAPACITY: Final = 4  # frames in flight in one direction
+CAPACITY: Final = 4  # parcels in flight in one direction
 
 
 class Pipe:
     """One direction of a conversation: a bounded queue that can end (finish) or break."""
 
     def __init__(self) -> None:
-        self._frames: deque[bytes] = deque()
+        self._frames: deque[Buffer] = deque()
         self._changed = threading.Condition()
         self._finished = False
         self._broken: str | None = None
 
-    def put(self, frame: bytes) -> None:
+    def put(self, frame: Buffer) -> None:
         """Blocks while full. Raises KVLost once broken."""
         with self._changed:
             self._changed.wait_for(lambda: self._broken or len(self._frames) < CAPACITY)
@@ -39,7 +40,7 @@ class Pipe:
             self._frames.append(frame)
             self._changed.notify_all()
 
-    def get(self, timeout_s: float | None = None) -> bytes | None:
+    def get(self, timeout_s: float | None = None) -> Buffer | None:
         """The next frame, None after the last (or after `timeout_s`). Raises KVLost once broken."""
         with self._changed:
             self._changed.wait_for(
@@ -87,7 +88,11 @@ class _Conversation:
             callback()
 
     # Incoming, for the exporter's generator
-    def receive(self, timeout_s: float) -> bytes | None:
+    @property
+    def buffer(self) -> memoryview | None:
+        return None
+
+    def receive(self, timeout_s: float) -> Buffer | None:
         try:
             return self.to_exporter.get(timeout_s)
         except KVLost:
@@ -107,10 +112,10 @@ class MemoryWire:
     def __init__(self, conversation: _Conversation) -> None:
         self._conversation = conversation
 
-    def send(self, frame: bytes) -> None:
-        self._conversation.to_exporter.put(frame)
+    def send(self, parcel: bytes) -> None:
+        self._conversation.to_exporter.put(parcel)
 
-    def receive(self) -> bytes | None:
+    def receive(self) -> Buffer | None:
         return self._conversation.to_fetcher.get()
 
     def finish(self) -> None:
@@ -144,6 +149,7 @@ class MemoryLane:
     """base.Lane inside one process; its address is the boot id."""
 
     name = "memory"
+    direct = False
 
     def __init__(self, fabric: MemoryFabric) -> None:
         self._fabric = fabric
@@ -158,14 +164,18 @@ class MemoryLane:
         self._fabric.attach(boot_id, self)
         return LaneAddress(self.name, boot_id)
 
-    def open(self, address: str) -> Wire:
+    def reaches(self, address: LaneAddress) -> bool:
+        """Nobody knows before trying."""
+        return True
+
+    def open(self, address: LaneAddress) -> Wire:
         conversation = _Conversation()
         with self._lock:
             self._outgoing.add(conversation)
         conversation.on_closed(lambda: self._forget(conversation))
-        peer = self._fabric.find(address)
+        peer = self._fabric.find(address.address)
         if peer is None:
-            conversation.break_(f"nobody at memory address {address}")
+            conversation.break_(f"nobody at memory address {address.address}")
         else:
             peer.accept(conversation)
         return MemoryWire(conversation)
@@ -205,8 +215,8 @@ class MemoryLane:
         try:
             serve = self._serve
             if serve is not None:
-                for frame in serve(self.name, conversation):
-                    conversation.to_fetcher.put(frame)
+                for parcel in serve(self.name, conversation):
+                    conversation.to_fetcher.put(parcel)
         except KVLost:
             log.debug("a fetcher left in mid-conversation")
         finally:

@@ -13,6 +13,11 @@ from baton.kv_spec import PoolFormat
 NONCE_BYTES: Final = 16
 MAC_BYTES: Final = 32
 SECRET_BYTES: Final = 16
+# How KV travels (FETCH.codec): as the exporter stores it; int8 with scales; or not in frames at
+# all: the fetcher reads the exporter's memory itself, they say when.
+RAW: Final = "raw"
+INT8: Final = "int8"
+DIRECT: Final = "direct"
 
 
 class FailureCode(enum.StrEnum):
@@ -50,37 +55,53 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Asks for tokens [start_token, end of the export) of all layers. `num_heads` 0 = all heads."""
+    """Asks for tokens [start_token, end of the export) of all layers; which heads follows from the
+    formats in both HELLOs. `windowed`: of a sliding-window layer only what later tokens see."""
 
     export_seq: int
     secret: bytes = field(repr=False)
     request_id: str
     epoch: int
     start_token: int = 0
-    codec: str = "raw"
-    head0: int = 0
-    num_heads: int = 0
+    codec: str = RAW
+    windowed: bool = False
     timeout_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
+class BlockTables:
+    """Codec `direct`, before any DATA: where the sequence lies, one table per layer group."""
+
+    block_size: int
+    tables: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Data:
-    """KV bytes; what they are stands in the frame's header."""
+    """KV bytes; what they are stands in the frame's header. Empty under codec `direct`."""
 
     payload: memoryview
 
 
 @dataclass(frozen=True, slots=True)
 class End:
+    """All has been sent. `waited_ms`: how long the exporter had nothing to send meanwhile."""
+
     num_tokens: int
     lease_held: bool
     first_tokens: tuple[FirstToken, ...]
     num_frames: int
+    waited_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Ack:
+    """Releases the export. `part`: only as far as this tensor-parallel rank of the fetcher is
+    concerned. `answer`: with CONFIRM(not held), when nobody touches the blocks any more."""
+
     export_seq: int
+    part: bool = False
+    answer: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +113,8 @@ class Renew:
 
 @dataclass(frozen=True, slots=True)
 class Confirm:
-    """From a holder: is the lease held? From the exporter: it is (also as a sign of life)."""
+    """From a holder: is the lease held? From the exporter: it is (also as a sign of life), or,
+    after an ACK that wants an answer, no longer."""
 
     export_seq: int
     secret: bytes = field(repr=False)
@@ -111,7 +133,7 @@ class Failure:
         return _ERRORS[self.code](self.message)
 
 
-Message: TypeAlias = Hello | Fetch | Data | End | Ack | Renew | Confirm | Failure
+Message: TypeAlias = Hello | Fetch | BlockTables | Data | End | Ack | Renew | Confirm | Failure
 
 
 def failure_of(error: KVError) -> Failure:

@@ -7,74 +7,151 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
-class TransferStats:
-    """Fields are read without the lock; they are written by the methods only, from any thread.
+class LaneStats:
+    """Of one lane. Bytes are payload; `fetches` ended well, `fetch_seconds` is their time.
 
-    `exposed_tail_seconds` sums, over `exposed_tails` acknowledged fetches, the time from "prefill
-    complete" (or, for a late fetch, from its FETCH) to the ACK, as the exporter sees it.
+    `tail_seconds` sums, over `tails` acknowledged fetches, the time from "prefill complete" (or,
+    for a late fetch, from its FETCH) to the ACK, as the exporter sees it.
     """
 
-    bytes_sent: dict[str, int] = field(default_factory=dict[str, int])  # payload bytes by lane
-    bytes_received: dict[str, int] = field(default_factory=dict[str, int])
+    bytes_sent: int = 0
+    bytes_received: int = 0
     frames_sent: int = 0
     frames_received: int = 0
-    fetches: int = 0  # successful ones
-    fetch_seconds: float = 0.0  # of the successful ones
-    exposed_tails: int = 0
-    exposed_tail_seconds: float = 0.0
-    failures: dict[str, int] = field(default_factory=dict[str, int])  # of fetches, by error code
+    fetches: int = 0
+    fetch_seconds: float = 0.0
+    tails: int = 0
+    tail_seconds: float = 0.0
     corrupt: int = 0  # frames refused, either side
     retries: int = 0  # fetches started again after a corrupt frame
+    fallbacks: int = 0  # conversations that went on to the next lane
+    connections: int = 0  # opened from here
+    reused: int = 0  # conversations on a connection that was kept
+
+
+@dataclass(slots=True)
+class TransferStats:
+    """Fields are read without the lock; they are written by the methods only, from any thread."""
+
+    lanes: dict[str, LaneStats] = field(default_factory=dict[str, LaneStats])
+    failures: dict[str, int] = field(default_factory=dict[str, int])  # of fetches, by error code
     exports: int = 0
     expired_leases: int = 0
+    held_back: int = 0  # exports that found no room in the byte budget, counted at each look
+    window_bytes: int = 0  # not fetched: no later token would have seen them
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def lane(self, name: str) -> LaneStats:
+        """The counters of one lane; under the lock if they are written."""
+        found = self.lanes.get(name)
+        return found if found is not None else self.lanes.setdefault(name, LaneStats())
+
+    # ---- totals, any thread --------------------------------------------------------------------
+    def _each(self) -> list[LaneStats]:
+        return list(dict(self.lanes).values())
+
+    @property
+    def bytes_sent(self) -> dict[str, int]:
+        """By lane; lanes that sent nothing are left out."""
+        return {name: s.bytes_sent for name, s in dict(self.lanes).items() if s.bytes_sent}
+
+    @property
+    def bytes_received(self) -> dict[str, int]:
+        """By lane; lanes that received nothing are left out."""
+        return {name: s.bytes_received for name, s in dict(self.lanes).items() if s.bytes_received}
 
     @property
     def total_sent(self) -> int:
-        """Payload bytes over all lanes. Any thread."""
-        return sum(dict(self.bytes_sent).values())
+        return sum(lane.bytes_sent for lane in self._each())
 
     @property
     def total_received(self) -> int:
-        """Payload bytes over all lanes. Any thread."""
-        return sum(dict(self.bytes_received).values())
+        return sum(lane.bytes_received for lane in self._each())
 
     @property
     def total_failures(self) -> int:
-        """Failed fetches of every code. Any thread."""
+        """Failed fetches of every code."""
         return sum(dict(self.failures).values())
 
+    @property
+    def frames_sent(self) -> int:
+        return sum(lane.frames_sent for lane in self._each())
+
+    @property
+    def frames_received(self) -> int:
+        return sum(lane.frames_received for lane in self._each())
+
+    @property
+    def fetches(self) -> int:
+        return sum(lane.fetches for lane in self._each())
+
+    @property
+    def fetch_seconds(self) -> float:
+        return sum(lane.fetch_seconds for lane in self._each())
+
+    @property
+    def exposed_tails(self) -> int:
+        return sum(lane.tails for lane in self._each())
+
+    @property
+    def exposed_tail_seconds(self) -> float:
+        return sum(lane.tail_seconds for lane in self._each())
+
+    @property
+    def corrupt(self) -> int:
+        return sum(lane.corrupt for lane in self._each())
+
+    @property
+    def retries(self) -> int:
+        return sum(lane.retries for lane in self._each())
+
+    # ---- what happened -------------------------------------------------------------------------
     def sent(self, lane: str, num_bytes: int) -> None:
         with self._lock:
-            self.bytes_sent[lane] = self.bytes_sent.get(lane, 0) + num_bytes
-            self.frames_sent += 1
+            stats = self.lane(lane)
+            stats.bytes_sent += num_bytes
+            stats.frames_sent += 1
 
     def received(self, lane: str, num_bytes: int) -> None:
         with self._lock:
-            self.bytes_received[lane] = self.bytes_received.get(lane, 0) + num_bytes
-            self.frames_received += 1
+            stats = self.lane(lane)
+            stats.bytes_received += num_bytes
+            stats.frames_received += 1
 
-    def fetched(self, seconds: float) -> None:
+    def fetched(self, lane: str, seconds: float) -> None:
         with self._lock:
-            self.fetches += 1
-            self.fetch_seconds += seconds
+            stats = self.lane(lane)
+            stats.fetches += 1
+            stats.fetch_seconds += seconds
+
+    def tail(self, lane: str, seconds: float) -> None:
+        with self._lock:
+            stats = self.lane(lane)
+            stats.tails += 1
+            stats.tail_seconds += seconds
+
+    def refused_frame(self, lane: str) -> None:
+        with self._lock:
+            self.lane(lane).corrupt += 1
+
+    def retried(self, lane: str) -> None:
+        with self._lock:
+            self.lane(lane).retries += 1
+
+    def fell_back(self, lane: str) -> None:
+        """From `lane` to the next one."""
+        with self._lock:
+            self.lane(lane).fallbacks += 1
+
+    def connected(self, lane: str, reused: bool) -> None:
+        with self._lock:
+            stats = self.lane(lane)
+            stats.connections += not reused
+            stats.reused += reused
 
     def failed(self, code: str) -> None:
         with self._lock:
             self.failures[code] = self.failures.get(code, 0) + 1
-
-    def tail(self, seconds: float) -> None:
-        with self._lock:
-            self.exposed_tails += 1
-            self.exposed_tail_seconds += seconds
-
-    def refused_frame(self) -> None:
-        with self._lock:
-            self.corrupt += 1
-
-    def retried(self) -> None:
-        with self._lock:
-            self.retries += 1
 
     def exported(self) -> None:
         with self._lock:
@@ -83,3 +160,11 @@ class TransferStats:
     def expired(self, count: int) -> None:
         with self._lock:
             self.expired_leases += count
+
+    def no_room(self) -> None:
+        with self._lock:
+            self.held_back += 1
+
+    def skipped(self, num_bytes: int) -> None:
+        with self._lock:
+            self.window_bytes += num_bytes

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from baton.events import FirstToken
+from kv_transfer.base import Payload, Remote, Span
 from kv_transfer.frames import Header
 from kv_transfer.messages import Confirm, Failure, Fetch, Message, Renew
 
@@ -19,20 +20,29 @@ class Arrived:
 
 
 @dataclass(frozen=True, slots=True)
+class Landed:
+    """A DATA frame whose payload already lies where `FetcherSession.expect` said, verified."""
+
+    header: Header
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Closed:
     """The peer is gone or has said its last word."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Fetcher: the wire is open."""
+    """Fetcher: the wire is open (or, kept from an earlier conversation, at hand)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """Exporter: the export that FETCH named exists and is held."""
+    """Exporter: the export that FETCH named exists and is held; `tables`: where it lies."""
 
     num_tokens: int
+    tables: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +54,12 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Exporter: tokens [0, upto[layer]) are published; `first_tokens` once prefill is complete."""
+    """Exporter: tokens [0, upto[layer]) are published; `first_tokens` once prefill is complete.
+    `waited_ms`: in all, for something to send."""
 
     upto: tuple[int, ...]
     first_tokens: tuple[FirstToken, ...] | None
+    waited_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +79,17 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class SendData:
-    """Read tokens [start, end) of `layer` from the export and send them as one DATA frame."""
+    """Read `span` from the export and send it as one DATA frame, its payload of `dtype`."""
 
-    layer: int
-    start: int
-    end: int
+    span: Span
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """Verify the lease and send DATA without payload: `span` may be read by the fetcher itself."""
+
+    span: Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,26 +108,38 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Release:
+    """Release the export. `rank` of `ranks`: only as far as this rank of the fetcher's group is
+    concerned. `wait`: return when nobody touches the blocks any more."""
+
     export_seq: int
     epoch: int
+    rank: int = 0
+    ranks: frozenset[int] = frozenset((0,))
+    wait: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Write K and V of tokens [start, end) of `layer` into the destination blocks."""
+    """Write `payload` as tokens and heads of `span` into the destination blocks."""
 
-    layer: int
-    start: int
-    end: int
-    payload: memoryview
+    span: Span
+    payload: Payload
 
 
 @dataclass(frozen=True, slots=True)
-class Finish:
-    """We say no more; what was sent must still arrive."""
+class Pull:
+    """Read `span` out of the exporter's memory into the destination blocks."""
+
+    span: Span
+    source: Remote
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """Wait until everything pulled has landed: the lease is asked about after the last read."""
 
 
 ExporterEvent: TypeAlias = Arrived | Opened | Refused | Progress | Idle | LeaseHeld | Closed
-ExporterAction: TypeAlias = Send | SendData | Open | Check | Release
-FetcherEvent: TypeAlias = Start | Arrived | Closed
-FetcherAction: TypeAlias = Send | Write | Finish
+ExporterAction: TypeAlias = Send | SendData | Announce | Open | Check | Release
+FetcherEvent: TypeAlias = Start | Arrived | Landed | Closed
+FetcherAction: TypeAlias = Send | Write | Pull | Settle

@@ -49,14 +49,13 @@ class PrefillExports:
         self._connector = connector
         self._tell = tell
         self._lost = lost
-        info = engine.info
-        self._token_bytes = sum(layer.token_bytes(info.kv_dtype) for layer in info.layers)
         self._open: dict[str, tuple[Request, KVHandle]] = {}
 
     def may_admit(self, num_tokens: int, num_pending: int) -> bool:
         """Back-pressure: prompts are computed as receivers take them. One alone always may."""
         alone = num_pending == 0 and self._connector.export_bytes == 0
-        return alone or self._connector.room_for((num_tokens + num_pending) * self._token_bytes)
+        connector = self._connector
+        return alone or connector.room_for(connector.bytes_of(num_tokens + num_pending))
 
     def admitted(self, request: Request, blocks: BlockLists, num_tokens: int) -> None:
         """Export the pinned blocks. If that raises, the engine unpins them and fails the step."""

@@ -106,15 +106,14 @@ class Hello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., boot_id: _Optional[str] = ..., layout_fingerprint: _Optional[str] = ..., format: _Optional[_Union[PoolFormat, _Mapping]] = ..., nonce: _Optional[bytes] = ..., mac: _Optional[bytes] = ...) -> None: ...
 
 class Fetch(_message.Message):
-    __slots__ = ("export_seq", "secret", "request_id", "epoch", "start_token", "codec", "head0", "num_heads", "timeout_ms")
+    __slots__ = ("export_seq", "secret", "request_id", "epoch", "start_token", "codec", "windowed", "timeout_ms")
     EXPORT_SEQ_FIELD_NUMBER: _ClassVar[int]
     SECRET_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     START_TOKEN_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
-    HEAD0_FIELD_NUMBER: _ClassVar[int]
-    NUM_HEADS_FIELD_NUMBER: _ClassVar[int]
+    WINDOWED_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     export_seq: int
     secret: bytes
@@ -122,10 +121,23 @@ class Fetch(_message.Message):
     epoch: int
     start_token: int
     codec: str
-    head0: int
-    num_heads: int
+    windowed: bool
     timeout_ms: int
-    def __init__(self, export_seq: _Optional[int] = ..., secret: _Optional[bytes] = ..., request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., start_token: _Optional[int] = ..., codec: _Optional[str] = ..., head0: _Optional[int] = ..., num_heads: _Optional[int] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
+    def __init__(self, export_seq: _Optional[int] = ..., secret: _Optional[bytes] = ..., request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., start_token: _Optional[int] = ..., codec: _Optional[str] = ..., windowed: bool = ..., timeout_ms: _Optional[int] = ...) -> None: ...
+
+class Blocks(_message.Message):
+    __slots__ = ("block_size", "tables")
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    TABLES_FIELD_NUMBER: _ClassVar[int]
+    block_size: int
+    tables: _containers.RepeatedCompositeFieldContainer[BlockTable]
+    def __init__(self, block_size: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[BlockTable, _Mapping]]] = ...) -> None: ...
+
+class BlockTable(_message.Message):
+    __slots__ = ("blocks",)
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    blocks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, blocks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TokenLogprob(_message.Message):
     __slots__ = ("token_id", "logprob", "rank")
@@ -154,22 +166,28 @@ class FirstToken(_message.Message):
     def __init__(self, sample: _Optional[int] = ..., position: _Optional[int] = ..., token_id: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[str] = ..., cumulative_logprob: _Optional[float] = ...) -> None: ...
 
 class End(_message.Message):
-    __slots__ = ("num_tokens", "lease_held", "first_tokens", "num_frames")
+    __slots__ = ("num_tokens", "lease_held", "first_tokens", "num_frames", "waited_ms")
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LEASE_HELD_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_FRAMES_FIELD_NUMBER: _ClassVar[int]
+    WAITED_MS_FIELD_NUMBER: _ClassVar[int]
     num_tokens: int
     lease_held: bool
     first_tokens: _containers.RepeatedCompositeFieldContainer[FirstToken]
     num_frames: int
-    def __init__(self, num_tokens: _Optional[int] = ..., lease_held: bool = ..., first_tokens: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ..., num_frames: _Optional[int] = ...) -> None: ...
+    waited_ms: int
+    def __init__(self, num_tokens: _Optional[int] = ..., lease_held: bool = ..., first_tokens: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ..., num_frames: _Optional[int] = ..., waited_ms: _Optional[int] = ...) -> None: ...
 
 class Ack(_message.Message):
-    __slots__ = ("export_seq",)
+    __slots__ = ("export_seq", "part", "answer")
     EXPORT_SEQ_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_FIELD_NUMBER: _ClassVar[int]
     export_seq: int
-    def __init__(self, export_seq: _Optional[int] = ...) -> None: ...
+    part: bool
+    answer: bool
+    def __init__(self, export_seq: _Optional[int] = ..., part: bool = ..., answer: bool = ...) -> None: ...
 
 class Renew(_message.Message):
     __slots__ = ("export_seq", "secret", "epoch")

@@ -29,7 +29,7 @@ from baton.engine.block_tables import BlockTables, as_lists, count_blocks
 from baton.engine.config import DEFAULT_BLOCK_SIZE, EngineConfig
 from baton.engine.departure import Departure, departure_of
 from baton.engine.interface import EngineHooks, ModelInfo, Reservation, Runner, Task
-from baton.engine.kv_cache import KVArena
+from baton.engine.kv_cache import KVArena, MakeMemory
 from baton.engine.outputs import Outputs
 from baton.engine.proposer import Proposer
 from baton.engine.scheduler import Limits, Scheduler, StepPlan
@@ -122,8 +122,14 @@ class Engine:
         self._stalled = False
 
     @classmethod
-    def load(cls, config: EngineConfig, hooks: EngineHooks | None = None) -> Engine:
-        """The real thing: weights from `config.model`, the KV arena in what memory is left.
+    def load(
+        cls,
+        config: EngineConfig,
+        hooks: EngineHooks | None = None,
+        memory: MakeMemory | None = None,
+    ) -> Engine:
+        """The real thing: weights from `config.model`, the KV arena in what memory is left, or in
+        `memory` (a pool on the CPU only).
 
         Raises ConfigError (ModelRefused for a checkpoint that cannot be served).
         """
@@ -139,7 +145,8 @@ class Engine:
         info, device = model.info, torch.device(model.device)
         block_size = config.block_size or DEFAULT_BLOCK_SIZE[device.type]
         num_blocks = size_pool(config, model, block_size, _model_len(config, info), draft)
-        arena = KVArena(info.layers, num_blocks, block_size, info.kv_dtype, device)
+        placed = memory if device.type == "cpu" else None
+        arena = KVArena(info.layers, num_blocks, block_size, info.kv_dtype, device, placed)
         log.info(
             "KV pool: %d blocks of %d tokens and %d of %d layers each, %.1f MB",
             num_blocks, block_size, arena.groups.num_slots, len(info.layers), arena.num_bytes / 1e6,

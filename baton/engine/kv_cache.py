@@ -14,9 +14,9 @@ Not here: who owns which block (block_pool.py), reading and writing for transfer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch
 
@@ -34,6 +34,10 @@ _TORCH_DTYPES: Final = {
     "int8": torch.int8,
     "fp8": torch.float8_e4m3fn,
 }
+
+
+# Bytes -> zeroed uint8 [bytes] on the pool's device, 64-byte aligned, such as shared memory.
+MakeMemory: TypeAlias = Callable[[int], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +64,10 @@ class KVArena:
         block_size: int,
         dtype: str,
         device: str | torch.device = "cpu",
-        memory: torch.Tensor | None = None,
+        memory: MakeMemory | None = None,
     ) -> None:
-        """`layers`: grouped by their windows, unless grouped already. `memory`: a zeroed, 64-byte
-        aligned uint8 vector to live in, num_blocks * bytes_per_block() long (shared memory, say);
-        None = its own, on `device`."""
+        """`layers`: grouped by their windows, unless grouped already. `memory`: makes the one
+        allocation, num_blocks * bytes_per_block() long; None = memory of its own, on `device`."""
         if dtype not in _TORCH_DTYPES:
             raise ConfigError(f"KV cannot be stored as {dtype!r}", field="dtype")
         self.groups = layers if isinstance(layers, LayerGroups) else group_layers(layers, dtype)
@@ -77,13 +80,15 @@ class KVArena:
         self._scale_slots, scale_bytes = _offsets(scales)
         self.num_bytes = num_blocks * (self.page_bytes + scale_bytes)
         if memory is None:
-            memory = torch.zeros(self.num_bytes, dtype=torch.uint8, device=device)
-        elif memory.numel() < self.num_bytes or memory.dtype != torch.uint8:
+            place = torch.zeros(self.num_bytes, dtype=torch.uint8, device=device)
+        else:
+            place = memory(self.num_bytes)
+        if place.numel() < self.num_bytes or place.dtype != torch.uint8:
             raise InternalError(f"{num_blocks} KV blocks need {self.num_bytes} bytes of memory")
-        self.device = memory.device
+        self.device = place.device
         behind = num_blocks * self.page_bytes
-        self._pages = memory[:behind].view(num_blocks, self.page_bytes)
-        self._scales = memory[behind : self.num_bytes].view(num_blocks, scale_bytes)
+        self._pages = place[:behind].view(num_blocks, self.page_bytes)
+        self._scales = place[behind : self.num_bytes].view(num_blocks, scale_bytes)
 
     @property
     def group_of(self) -> tuple[int, ...]:

@@ -16,11 +16,13 @@ from baton.errors import ConfigError
 from baton.redis_keys import check_redis_url
 
 WILDCARDS: Final = ("0.0.0.0", "::")
+CODECS: Final = ("raw", "int8", "auto")  # kv_transfer/links.py
 LEVELS: Final = ("debug", "info", "warning", "error")
 # Every number a node may be given: (minimum, maximum).
 BOUNDS: Final[dict[str, tuple[float, float]]] = {
     "port": (0, 65535),
     "kv_port": (0, 65535),
+    "kv_stream_port": (0, 65535),
     "metrics_port": (0, 65535),
     "drain_s": (0, 3600),
     "stall_s": (1, 86_400),
@@ -37,7 +39,23 @@ class NodeConfig:
 
     host: str = option("127.0.0.1", "address to listen on (node service and KV transfer)")
     port: int = option(0, "port of the node service, 0 = any free one")
-    kv_port: int = option(0, "port of the KV transfer, 0 = any free one")
+    kv_port: int = option(0, "port of the KV transfer by grpc, 0 = any free one")
+    kv_stream_port: int = option(0, "port of the KV transfer by stream, 0 = any free one")
+    kv_lanes: str = option("stream,grpc", "KV lanes to open and use, best first")
+    kv_unix_dir: str | None = option(
+        None, "directory for KV sockets between nodes of one host (default: a private one)"
+    )
+    kv_shm_dir: str = option("/dev/shm", "directory of shared KV pools, for --kv-lanes shm")
+    kv_nixl_devices: str = option("lo", "network devices of the lane nixl, comma-separated")
+    kv_tls_cert: str | None = option(None, "PEM certificate chain of this node for KV transfer")
+    kv_tls_key: str | None = option(None, "PEM key of --kv-tls-cert")
+    kv_tls_ca: str | None = option(None, "PEM certificate of the CA that signed all nodes'")
+    kv_wire_codec: str = option(
+        "raw", "how KV is fetched: as stored, quantised, or so behind slow links", choices=CODECS
+    )
+    kv_export_memory: str | None = option(
+        None, "most KV that waits here to be fetched, e.g. 4GiB (default: what the pool holds)"
+    )
     advertise_host: str | None = option(None, "host that others reach this node by (default: host)")
     node_id: str | None = option(None, "name of this node; default: role and a part of the boot id")
     redis_url: str | None = option(
@@ -65,6 +83,10 @@ class NodeConfig:
             parse_cores(self.cpu_cores)
         if self.redis_url:
             check_redis_url(self.redis_url)
+        files = {name: getattr(self, name) for name in ("kv_tls_cert", "kv_tls_key", "kv_tls_ca")}
+        missing = [name for name, path in files.items() if not path]
+        if missing and len(missing) < len(files):
+            raise ConfigError("KV transfer under TLS needs all three files", field=missing[0])
         if is_loopback(self.host):
             return
         if not self.secret:

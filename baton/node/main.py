@@ -19,28 +19,29 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 from baton import config as options
 from baton import log as logs
 from baton.clock import Clock, SystemClock
 from baton.cores import parse_cores, pin_process
-from baton.engine.config import EngineConfig
+from baton.engine.config import EngineConfig, parse_bytes
 from baton.engine.engine import Engine
 from baton.errors import ConfigError
 from baton.handles import Role
 from baton.kv_spec import layout_fingerprint
 from baton.node.config import NodeConfig, join_address
 from baton.node.heartbeat import Heartbeat, RedisRegistry, Registry
+from baton.node.lanes import LaneSettings, PoolPlace, make_lanes, parse_lanes
 from baton.node.metrics import MetricsServer
 from baton.node.role import NodeRole, RoleContext
 from baton.node.service import NodeServer
 from baton.node.shell import NodeParts, NodeShell
 from baton.timing import Timing
 from kv_transfer.base import Lane, OnReleased
-from kv_transfer.connector import Connector
-from kv_transfer.grpc_stream import GrpcLane
-from kv_transfer.layout import ArenaMemory
+from kv_transfer.connector import Connector, TransferOptions
+from kv_transfer.device_copies import memory_of
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ class Node:
         def make_connector(on_released: OnReleased) -> Connector:
             info = engine.info
             return Connector(
-                memory=ArenaMemory(engine.arena),
+                memory=memory_of(engine.arena, around.timing.kv_progress_s),
                 boot_id=boot_id,
                 fingerprint=layout_fingerprint(info.digest, info.rope, info.layers),
                 secret=config.secret.encode(),
@@ -87,6 +88,7 @@ class Node:
                 timing=around.timing,
                 clock=around.clock,
                 on_released=on_released,
+                options=_transfer_options(config),
             )
 
         self.shell = NodeShell(
@@ -176,6 +178,8 @@ def main(program: NodeProgram, argv: Sequence[str], environ: Mapping[str, str]) 
     try:
         config = options.load(NodeConfig, arguments, environ)
         config.check()
+        parse_lanes(config.kv_lanes)
+        _transfer_options(config)
         engine_config = options.load(EngineConfig, arguments, environ)
         logs.setup(config.node_id or program.role.value, config.log_level)
         if config.cpu_cores is not None:
@@ -190,13 +194,25 @@ def main(program: NodeProgram, argv: Sequence[str], environ: Mapping[str, str]) 
 
 async def _run(program: NodeProgram, config: NodeConfig, engine_config: EngineConfig) -> int:
     first, second = _signals()
-    engine = await _load(engine_config, first)
-    if engine is None:
-        log.info("stopped before the model was loaded")
-        return 0
-    timing = replace(Timing(), drain_s=config.drain_s)
-    lane = GrpcLane(timing, config.host, config.kv_port, config.announced_host)
-    node = Node(program, config, engine, Surroundings(timing, SystemClock(), (lane,)))
+    names = parse_lanes(config.kv_lanes)
+    place = PoolPlace(names, Path(config.kv_shm_dir))
+    try:
+        engine = await _load(engine_config, place, first)
+        if engine is None:
+            log.info("stopped before the model was loaded")
+            return 0
+        timing = replace(Timing(), drain_s=config.drain_s)
+        settings = LaneSettings.of(config, timing)
+        settings = replace(settings, pool=engine.arena, shared=place.shared)
+        around = Surroundings(timing, SystemClock(), make_lanes(names, settings))
+        await _serve(Node(program, config, engine, around), first, second)
+    finally:
+        place.close()
+    return 0
+
+
+async def _serve(node: Node, first: asyncio.Event, second: asyncio.Event) -> None:
+    """Until the first signal, and the drain after it until the second."""
     try:
         await node.start()
         sys.stdout.write(json.dumps(node.ready()) + "\n")
@@ -205,7 +221,13 @@ async def _run(program: NodeProgram, config: NodeConfig, engine_config: EngineCo
         await _until(node.drain(), second)
     finally:
         await node.stop()
-    return 0
+
+
+def _transfer_options(config: NodeConfig) -> TransferOptions:
+    """Raises ConfigError for a size that cannot be read."""
+    memory = config.kv_export_memory
+    budget = None if memory is None else parse_bytes(memory, field="kv_export_memory")
+    return TransferOptions(wire_codec=config.kv_wire_codec, max_export_bytes=budget)
 
 
 def _signals() -> tuple[asyncio.Event, asyncio.Event]:
@@ -234,14 +256,15 @@ async def _until(work: Coroutine[Any, Any, None], event: asyncio.Event) -> None:
         raise outcome
 
 
-async def _load(config: EngineConfig, stop: asyncio.Event) -> Engine | None:
-    """The loaded engine, None if `stop` came first. Raises ConfigError as Engine.load does."""
+async def _load(config: EngineConfig, place: PoolPlace, stop: asyncio.Event) -> Engine | None:
+    """The loaded engine, its pool in `place`; None if `stop` came first. Raises ConfigError as
+    Engine.load does."""
     loop = asyncio.get_running_loop()
     loaded: asyncio.Future[Engine] = loop.create_future()
 
     def work() -> None:
         try:
-            engine = Engine.load(config)
+            engine = Engine.load(config, memory=place.memory)
         except BaseException as error:  # noqa: BLE001 - raised on the event loop, below
             finish = partial(loaded.set_exception, error)
         else:

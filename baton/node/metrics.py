@@ -11,8 +11,9 @@ from prometheus_client import CollectorRegistry, start_http_server
 from baton.engine.stats import EngineStats
 from baton.errors import ConfigError
 from baton.handles import NodeLoad
-from baton.metrics import EngineTotals, NodeSnapshot, TransferTotals
+from baton.metrics import EngineTotals, LaneTotals, NodeSnapshot, TransferTotals
 from kv_transfer.connector import Connector
+from kv_transfer.stats import LaneStats
 
 
 def snapshot(
@@ -44,9 +45,32 @@ def snapshot(
             exports=transfer.exports,
             active_exports=connector.active_exports,
             export_bytes=connector.export_bytes,
+            expired_leases=transfer.expired_leases,
+            held_back=transfer.held_back,
+            window_bytes=transfer.window_bytes,
+            lanes={name: lane_totals(lane) for name, lane in dict(transfer.lanes).items()},
             fetches=fetches,
         ),
         kv_waste=kv_waste,
+    )
+
+
+def lane_totals(lane: LaneStats) -> LaneTotals:
+    """Of one lane. Any thread."""
+    return LaneTotals(
+        sent_bytes=lane.bytes_sent,
+        received_bytes=lane.bytes_received,
+        sent_frames=lane.frames_sent,
+        received_frames=lane.frames_received,
+        fetches=lane.fetches,
+        fetch_seconds=lane.fetch_seconds,
+        tails=lane.tails,
+        tail_seconds=lane.tail_seconds,
+        corrupt_frames=lane.corrupt,
+        retries=lane.retries,
+        fallbacks=lane.fallbacks,
+        connections=lane.connections,
+        reused_connections=lane.reused,
     )
 
 

@@ -96,9 +96,9 @@ def test_a_workload_is_a_function_of_its_spec() -> None:
     assert [request.at_s for request in planned] == sorted(request.at_s for request in planned)
     assert planned[-1].at_s == pytest.approx(20.0, rel=0.3)  # 200 arrivals at 10 per second
     assert all(4 <= request.max_tokens <= 12 for request in planned)
-    prefixes = {tuple(request.prompt.split()[:5]) for request in planned}
+    prefixes = {tuple(str(request.prompt).split()[:5]) for request in planned}
     assert len(prefixes) == 1
-    assert len({request.prompt.split()[5] for request in planned}) == 200
+    assert len({str(request.prompt).split()[5] for request in planned}) == 200
 
 
 def test_rate_zero_sends_all_at_once() -> None:

@@ -125,7 +125,7 @@ def test_the_table_of_tasks_is_complete() -> None:
 
 def test_flags_named_in_the_readme_exist() -> None:
     text = (ROOT / "README.md").read_text()
-    known = subcommand_help("up") + subcommand_help("status")
+    known = "".join(subcommand_help(name) for name in ("up", "status", "doctor"))
     for options in (EngineConfig, RouterConfig):
         parser = argparse.ArgumentParser()
         add_options(parser, options)

@@ -76,6 +76,29 @@ def test_copy_block_copies_every_layer() -> None:
         assert not k[1].any()
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_a_pool_lies_where_it_is_told(dtype: str) -> None:
+    """Layers and scales, in one piece of somebody else's memory."""
+    given: list[torch.Tensor] = []
+
+    def memory(num_bytes: int) -> torch.Tensor:
+        given.append(torch.zeros(num_bytes, dtype=torch.uint8))
+        return given[0]
+
+    layers = (LayerSpec(2, 8, 8), LayerSpec(1, 24, 0, kind="mla"))
+    arena = KVArena(layers, 4, 4, dtype, memory=memory)
+    (place,) = given
+    assert place.nbytes == arena.num_bytes
+    tensors = [tensor for layer in range(2) for tensor in arena.layer(layer) if tensor.numel()]
+    if dtype == "int8":
+        tensors += [tensor for layer in range(2) for tensor in arena.scales(layer)]
+    for number, tensor in enumerate(tensors, 1):
+        tensor.fill_(number)
+        inside = tensor.data_ptr() - place.data_ptr()
+        assert 0 <= inside < place.nbytes
+    assert [float(tensor.flatten()[0]) for tensor in tensors[:3]] == [1.0, 2.0, 3.0]
+
+
 def test_what_an_arena_cannot_be() -> None:
     with pytest.raises(ConfigError, match="int7"):
         KVArena((EVEN,), 2, 2, "int7")

@@ -16,7 +16,7 @@ from baton.engine.attention.torch_cpu import TorchAttention
 from baton.engine.batch import flatten
 from baton.engine.interface import SequenceChunk
 from baton.engine.kv_cache import KVArena, bytes_per_block
-from baton.errors import ConfigError, InternalError
+from baton.errors import InternalError
 from baton.kv_spec import LayerSpec
 from baton.llm import LLM
 from baton.request import Request
@@ -189,8 +189,7 @@ def test_each_precision_has_its_own_prefix_hashes(model: Path) -> None:
     assert len(roots) == 3
 
 
-def test_transfer_refuses_what_it_cannot_carry() -> None:
-    with pytest.raises(ConfigError, match="scales of int8 KV"):
-        ArenaMemory(KVArena((SPEC,), 8, 4, "int8"))
-    memory = ArenaMemory(KVArena((SPEC,), 8, 4, "fp8"))
-    assert sum(len(part) for part in memory.read(0, held([3]), 0, 4)) == 4 * 2 * 32
+@pytest.mark.parametrize(("dtype", "scales"), [("int8", 4 * 4), ("fp8", 0)])
+def test_transfer_carries_quantized_kv_with_its_scales(dtype: str, scales: int) -> None:
+    memory = ArenaMemory(KVArena((SPEC,), 8, 4, dtype))
+    assert sum(len(part) for part in memory.read(0, held([3]), 0, 4)) == 4 * (2 * 32 + scales)

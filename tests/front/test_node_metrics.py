@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from baton.handles import NodeLoad
-from baton.metrics import EngineTotals, NodeMetrics, NodeSnapshot, TransferTotals, cache_usage
+from baton.metrics import (
+    EngineTotals,
+    LaneTotals,
+    NodeMetrics,
+    NodeSnapshot,
+    TransferTotals,
+    cache_usage,
+)
 
 
 def test_a_scrape_shows_the_snapshot_of_that_moment() -> None:
@@ -45,6 +54,25 @@ def test_a_scrape_shows_the_snapshot_of_that_moment() -> None:
         f"baton_kv_transfer_fetches_total{{{lost}}} 1.0",
     ):
         assert expected in lines
+
+
+def test_every_counter_of_a_lane_has_a_series() -> None:
+    names = [field.name for field in fields(LaneTotals)]
+    lanes = {
+        lane: LaneTotals(**{name: first + index for index, name in enumerate(names)})
+        for lane, first in (("stream", 100), ("grpc", 200))
+    }
+    transfer = TransferTotals(expired_leases=7, held_back=8, window_bytes=9, lanes=lanes)
+    now = NodeSnapshot(NodeLoad(), EngineTotals(), transfer)
+    text = NodeMetrics("tiny", "p", "prefill", lambda: now).render().decode()
+    series = [line for line in text.splitlines() if line.startswith("baton_kv_lane_")]
+    for lane, first in (("stream", 100), ("grpc", 200)):
+        values = {float(line.rsplit(" ", 1)[1]) for line in series if f'lane="{lane}"' in line}
+        assert values == {float(first + index) for index in range(len(names))}
+    assert len(series) == 2 * len(names)
+    node = '{model_name="tiny",node="p",role="prefill"}'
+    for name, value in (("expired_leases", 7), ("held_back", 8), ("window_bytes", 9)):
+        assert f"baton_kv_transfer_{name}_total{node} {value}.0" in text
 
 
 def test_an_empty_pool_is_not_in_use() -> None:

@@ -76,7 +76,7 @@ async def transfer(
     before = snapshot(d.arena)
     ready = await d.connector.fetch(handle, epoch, target, start)
     assert (ready.num_tokens, ready.first_tokens) == (num_tokens, FIRST)
-    token_bytes = sum(layer.token_bytes(d.dtype) for layer in d.layers)
+    token_bytes = sum(layer.token_bytes(p.dtype) + layer.scale_bytes(p.dtype) for layer in d.layers)
     assert ready.num_bytes == (num_tokens - start) * token_bytes
     expect_bytes((p, source), (d, target), start, num_tokens, before)
     await p.freed(p.connector.stats.exports)

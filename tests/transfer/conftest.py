@@ -2,31 +2,89 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import pytest
 
 from baton.timing import Timing
 from kv_transfer.base import Lane
+from kv_transfer.dist import DistLane, DistSettings
 from kv_transfer.grpc_stream import GrpcLane
 from kv_transfer.memory import MemoryFabric, MemoryLane
+from kv_transfer.nixl_agent import load
+from kv_transfer.shm_arena import ShmArena
 from kv_transfer.stats import TransferStats
-from tests.transfer.cluster import (
-    FRAME_ARRIVED,
-    Cluster,
-)
+from kv_transfer.stream import StreamLane, StreamOptions
+from kv_transfer.tls import TlsFiles
+from tests.transfer.certificates import make_files
+from tests.transfer.cluster import FRAME_ARRIVED, Cluster
+from tests.transfer.direct_lanes import nixl_lane, shm_lane
+from tests.transfer.stream_bench import Bench
+
+TWO_SIDED = ("memory", "grpc", "grpc-tls", "stream-tcp", "stream-unix", "stream-tls", "dist")
+DIRECT = ("shm", "nixl")
+# One of each kind, for what does not depend on how a lane's connections are made:
+# @pytest.mark.parametrize("cluster", KINDS, indirect=True)
+KINDS = ("memory", "grpc", "stream-unix", "dist", "shm", "nixl")
 
 
-@pytest.fixture(params=["memory", "grpc"])
-async def cluster(request: pytest.FixtureRequest) -> AsyncIterator[Cluster]:
+@pytest.fixture(params=[*TWO_SIDED, *DIRECT])
+async def cluster(
+    request: pytest.FixtureRequest, tmp_path: Path, tls: TlsFiles
+) -> AsyncIterator[Cluster]:
     fabric = MemoryFabric()
+    arenas: list[ShmArena] = []
+    if request.param == "nixl" and load() is None:
+        pytest.skip("the extra `nixl` is not installed")
 
-    def new_lane() -> Lane:
-        return MemoryLane(fabric) if request.param == "memory" else GrpcLane(Timing())
+    def memory_lane() -> Lane:
+        return MemoryLane(fabric)
 
+    makers: dict[str, Callable[[], Lane]] = {
+        "memory": memory_lane,
+        "grpc": lambda: GrpcLane(Timing()),
+        "grpc-tls": lambda: GrpcLane(Timing(), tls=tls),
+        "stream-tcp": lambda: StreamLane(Timing(), StreamOptions(unix=False)),
+        "stream-unix": lambda: StreamLane(Timing(), StreamOptions(tcp=False)),
+        "stream-tls": lambda: StreamLane(Timing(), StreamOptions(unix=False, tls=tls)),
+        # inline_bytes: the small frames of the tests take the way of big ones
+        "dist": lambda: DistLane(Timing(), DistSettings(inline_bytes=500)),
+        "shm": lambda: shm_lane(memory_lane, tmp_path, arenas),
+        "nixl": lambda: nixl_lane(memory_lane, Timing()),
+    }
     async with AsyncExitStack() as stack:
-        yield Cluster(new_lane, stack)
+        yield Cluster(makers[request.param], stack)
+    for arena in arenas:
+        arena.close()
+
+
+@pytest.fixture(scope="session")
+def tls(tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
+    """A node's certificate of the deployment's CA."""
+    return make_files(tmp_path_factory.mktemp("tls"))
+
+
+@pytest.fixture(scope="session")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
+    """The same of somebody else's CA."""
+    return make_files(tmp_path_factory.mktemp("stranger"))
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench()
+    yield bench
+    bench.close()
+
+
+@pytest.fixture
+def quick() -> Iterator[Bench]:
+    """One whose deadlines are short."""
+    bench = Bench(timing=Timing(kv_progress_s=0.2, connect_s=1.0))
+    yield bench
+    bench.close()
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.handles import LaneAddress
-from kv_transfer.base import Lane, Serve, Wire
-from kv_transfer.frames import Kind
+from kv_transfer.base import DirectWire, Lane, Remote, Serve, Span, Target, Wire
+from kv_transfer.frames import Kind, split
 
 Fault = Callable[
     [int, bytes], list[bytes]
@@ -73,30 +73,32 @@ def swap_neighbours() -> Callable[[bytes], list[bytes]]:
     return fault
 
 
-@dataclass
 class FaultyWire:
-    inner: Wire
-    receiving: Fault
-    sending: Fault
+    """base.Wire; faults see single frames, whatever the parcels they came in."""
 
-    def __post_init__(self) -> None:
+    def __init__(self, inner: Wire, receiving: Fault, sending: Fault) -> None:
+        self.inner = inner
+        self._receiving = receiving
+        self._sending = sending
         self._num_received = 0
         self._num_sent = 0
         self._ready: list[bytes] = []
 
-    def send(self, frame: bytes) -> None:
-        frames = self.sending(self._num_sent, frame)
-        self._num_sent += 1
-        for out in frames:
-            self.inner.send(out)
+    def send(self, parcel: bytes) -> None:
+        for frame in split(parcel):
+            frames = self._sending(self._num_sent, bytes(frame))
+            self._num_sent += 1
+            for out in frames:
+                self.inner.send(out)
 
     def receive(self) -> bytes | None:
         while not self._ready:
-            frame = self.inner.receive()
-            if frame is None:
+            parcel = self.inner.receive()
+            if parcel is None:
                 return None
-            self._ready = self.receiving(self._num_received, frame)
-            self._num_received += 1
+            for frame in split(parcel):
+                self._ready += self._receiving(self._num_received, bytes(frame))
+                self._num_received += 1
         return self._ready.pop(0)
 
     def finish(self) -> None:
@@ -104,6 +106,18 @@ class FaultyWire:
 
     def cancel(self) -> None:
         self.inner.cancel()
+
+
+class FaultyDirectWire(FaultyWire):
+    """base.DirectWire: what is pulled is not ours to damage."""
+
+    def pull(self, span: Span, source: Remote, target: Target) -> None:
+        assert isinstance(self.inner, DirectWire)
+        self.inner.pull(span, source, target)
+
+    def settle(self) -> None:
+        assert isinstance(self.inner, DirectWire)
+        self.inner.settle()
 
 
 @dataclass
@@ -118,15 +132,27 @@ class FaultyLane:
     def name(self) -> str:
         return self.inner.name
 
+    @property
+    def direct(self) -> bool:
+        return self.inner.direct
+
     def start(self, boot_id: str, serve: Serve) -> LaneAddress:
         return self.inner.start(boot_id, serve)
 
-    def open(self, address: str) -> Wire:
-        return FaultyWire(
-            self.inner.open(address),
-            self.receiving,
-            self.sending,
-        )
+    def reaches(self, address: LaneAddress) -> bool:
+        return self.inner.reaches(address)
+
+    def open(self, address: LaneAddress) -> Wire:
+        wire = self.inner.open(address)
+        kind = FaultyDirectWire if self.direct else FaultyWire
+        return kind(wire, self._on_receiving, self._on_sending)
+
+    # Looked up at each frame: a test may change them while a connection is kept.
+    def _on_receiving(self, index: int, frame: bytes) -> list[bytes]:
+        return self.receiving(index, frame)
+
+    def _on_sending(self, index: int, frame: bytes) -> list[bytes]:
+        return self.sending(index, frame)
 
     def stop(self) -> None:
         self.inner.stop()

@@ -13,17 +13,19 @@ from baton.engine.kv_cache import KVArena
 from baton.errors import KVError
 from baton.events import FirstToken
 from baton.handles import KVHandle
-from baton.kv_spec import BlockLists, LayerSpec, layout_fingerprint
+from baton.kv_spec import LayerSpec, PoolFormat, layout_fingerprint
 from baton.request import Request
 from baton.sampling import SamplingParams
 from baton.timing import Timing
-from kv_transfer.base import Lane
-from kv_transfer.connector import Connector
+from kv_transfer.base import Blocks, Lane, Payload
+from kv_transfer.connector import Connector, TransferOptions
 from kv_transfer.layout import ArenaMemory
-from tests.block_lists import held
+from kv_transfer.shares import heads_of
 from tests.fakes import FakeClock
+from tests.transfer.direct_lanes import bind
 
 SECRET = b"deployment secret"
+EVERY_FRAME = TransferOptions(burst_bytes=0)  # progress is sent at once, however small
 BOOT_P, BOOT_D, BOOT_E = "0a" * 16, "0d" * 16, "0e" * 16
 # A plain layer, a window with other heads and dims, and a latent without V.
 LAYERS = (
@@ -39,29 +41,30 @@ def request_of(request_id: str = "r1", epoch: int = 1) -> Request:
     return Request(request_id, (1, 2, 3), SamplingParams(seed=1), epoch=epoch)
 
 
-def layer_bytes(arena: KVArena, layer: int, blocks: BlockLists, start: int, end: int) -> bytes:
+def layer_bytes(arena: KVArena, layer: int, blocks: Sequence[int], start: int, end: int) -> bytes:
     """K rows, then V rows of tokens [start, end), from the tensors: the twin of ArenaMemory."""
     parts = []
     for tensor in arena.layer(layer):
         if tensor.numel():
-            ids = blocks[arena.group_of[layer]].ids
-            rows = torch.cat([tensor[b] for b in ids])[start:end]
+            rows = torch.cat([tensor[b] for b in blocks])[start:end]
             parts.append(rows.contiguous().view(torch.uint8).numpy().tobytes())
     return b"".join(parts)
 
 
 def fill_random(arena: KVArena, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    buffer = torch.frombuffer(arena.buffer(), dtype=torch.uint8)
-    buffer.copy_(torch.randint(0, 256, buffer.shape, dtype=torch.uint8, generator=generator))
+    for layer in range(len(arena.layers)):
+        buffer = torch.frombuffer(arena.layer_buffer(layer), dtype=torch.uint8)
+        buffer.copy_(torch.randint(0, 256, buffer.shape, dtype=torch.uint8, generator=generator))
 
 
 def fill_untouched(arena: KVArena) -> None:
-    torch.frombuffer(arena.buffer(), dtype=torch.uint8).fill_(UNTOUCHED)
+    for layer in range(len(arena.layers)):
+        torch.frombuffer(arena.layer_buffer(layer), dtype=torch.uint8).fill_(UNTOUCHED)
 
 
-def snapshot(arena: KVArena) -> bytes:
-    return bytes(arena.buffer())
+def snapshot(arena: KVArena) -> list[bytes]:
+    return [bytes(arena.layer_buffer(layer)) for layer in range(len(arena.layers))]
 
 
 @dataclass
@@ -77,32 +80,42 @@ class Node:
     digest: str = "model"
     secret: bytes = SECRET
     timing: Timing = field(default_factory=Timing)
+    options: TransferOptions = EVERY_FRAME
+    tp: tuple[int, int] = (1, 0)
+    windowed: bool = False
+    more_lanes: tuple[Lane, ...] = ()  # after `lane`
     clock: FakeClock = field(default_factory=FakeClock)
 
     def __post_init__(self) -> None:
-        self.arena = KVArena(self.layers, self.num_blocks, self.block_size, self.dtype)
-        self.released: list[tuple[KVHandle, BlockLists, str]] = []
+        own = PoolFormat(self.block_size, self.dtype, *self.tp)
+        local = tuple(
+            replace(spec, kv_heads=len(heads_of(spec.kv_heads, own))) for spec in self.layers
+        )
+        self.arena = KVArena(local, self.num_blocks, self.block_size, self.dtype)
+        bind(self.lane, self.arena, self.boot_id)
+        self.released: list[tuple[KVHandle, Blocks, str]] = []
         self._freed = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self.connector = Connector(
-            memory=ArenaMemory(self.arena),
+            memory=ArenaMemory(self.arena, layers=self.layers, tp=self.tp, windowed=self.windowed),
             boot_id=self.boot_id,
             fingerprint=layout_fingerprint(self.digest, "rope", self.layers),
             secret=self.secret,
-            lanes=(self.lane,),
+            lanes=(self.lane, *self.more_lanes),
             timing=self.timing,
             clock=self.clock,
             on_released=self._on_released,
+            options=self.options,
         )
 
-    def _on_released(self, handle: KVHandle, blocks: BlockLists, why: str) -> None:
+    def _on_released(self, handle: KVHandle, blocks: Blocks, why: str) -> None:
         self.released.append((handle, blocks, why))
         self._loop.call_soon_threadsafe(self._freed.set)
 
-    def pick(self, num_tokens: int, seed: int = 1) -> BlockLists:
+    def pick(self, num_tokens: int, seed: int = 1) -> list[int]:
         """Enough blocks for `num_tokens`, scattered."""
         count = -(-num_tokens // self.block_size)
-        return held(tuple(random.Random(seed).sample(range(self.num_blocks), count)))
+        return random.Random(seed).sample(range(self.num_blocks), count)
 
     def publish_all(self, handle: KVHandle, upto: int | None = None) -> list[bool]:
         upto = handle.num_tokens if upto is None else upto
@@ -127,21 +140,22 @@ class Node:
 
 
 def expect_bytes(
-    source: tuple[Node, BlockLists],
-    target: tuple[Node, BlockLists],
+    source: tuple[Node, Sequence[int]],
+    target: tuple[Node, Sequence[int]],
     start: int,
     end: int,
-    before: bytes,
+    before: list[bytes],
 ) -> None:
     """Tokens [start, end) are the source's, and every other byte of the target is as before."""
     (p, p_blocks), (d, d_blocks) = source, target
     expected = KVArena(d.layers, d.num_blocks, d.block_size, d.dtype)
     memory = ArenaMemory(expected)
-    expected.buffer()[:] = before
-    for layer in range(len(d.layers)):
+    for layer, data in enumerate(before):
+        expected.layer_buffer(layer)[:] = data
         if end > start:
             wire = layer_bytes(p.arena, layer, p_blocks, start, end)
-            memory.write(layer, d_blocks, start, end, memoryview(wire))
+            payload = Payload(memoryview(wire), p.dtype)
+            memory.write(layer, d_blocks, start, end, payload)
     assert snapshot(d.arena) == snapshot(expected)
 
 

@@ -75,7 +75,8 @@ async def test_frames_of_a_megabyte(cluster: Cluster) -> None:
     fill_random(p.arena, 5)
     fill_untouched(d.arena)
     await transfer(p, d, 700)
-    assert d.connector.stats.frames_received == 3  # 256 tokens of 4 KiB each fill one
+    # 256 tokens of 4 KiB each fill one; where nothing travels, nothing is cut
+    assert d.connector.stats.frames_received == (1 if d.lane.direct else 3)
 
 
 async def test_layer_by_layer_while_the_prefill_computes(cluster: Cluster) -> None:
@@ -213,9 +214,8 @@ async def test_a_wrong_handle_gets_nothing(cluster: Cluster, change: dict[str, o
         {"secret": b"another deployment"},
         {"digest": "another model"},
         {"layers": (LayerSpec(2, 8, 8),)},
-        {"dtype": "float16"},
     ],
-    ids=["deployment secret", "model", "layers", "dtype"],
+    ids=["deployment secret", "model", "layers"],
 )
 async def test_who_does_not_fit_is_refused(cluster: Cluster, settings: dict[str, Any]) -> None:
     p, d = await cluster.pair(**settings)

@@ -2,20 +2,42 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
-from baton.kv_spec import layout_fingerprint
+from baton.kv_spec import LayerSpec, layout_fingerprint
 from baton.timing import Timing
 from kv_transfer.bodies import decode_body, encode_body, kind_of
 from kv_transfer.exporter import Exporter
 from kv_transfer.exports import ExportTable
-from kv_transfer.frames import Kind, decode, encode, seed_of
+from kv_transfer.frames import (
+    HEADER_BYTES,
+    MAX_PAYLOAD,
+    Buffer,
+    Frame,
+    Kind,
+    decode,
+    encode,
+    seed_of,
+    split,
+)
 from kv_transfer.identity import Identity, Side
 from kv_transfer.layout import ArenaMemory
 from kv_transfer.leases import Leases
-from kv_transfer.messages import Ack, Failure, FailureCode, Fetch, Hello, Message
+from kv_transfer.messages import (
+    Ack,
+    Confirm,
+    Failure,
+    FailureCode,
+    Fetch,
+    Hello,
+    Message,
+    Renew,
+)
 from kv_transfer.session import header_of
 from kv_transfer.stats import TransferStats
 from tests.block_lists import held
@@ -30,6 +52,8 @@ NONCE = b"D" * 16
 class Peer:
     """A fetcher (base.Incoming) that says what it is given, after the handshake."""
 
+    buffer: memoryview | None = None
+
     def __init__(self, identity: Identity, messages: list[Message]) -> None:
         self.identity = identity
         self.nonce: bytes | None = None
@@ -42,7 +66,8 @@ class Peer:
         message = self.messages.pop(0)
         if message is None:
             message = self.identity.hello(Side.FETCHER, NONCE, self.nonce)
-        return encode(header_of(kind_of(message), 1, 1), [encode_body(message)], SEED)
+        seq = getattr(message, "export_seq", 1)
+        return encode(header_of(kind_of(message), seq, 1), [encode_body(message)], SEED)
 
     def on_closed(self, callback: Callable[[], None]) -> None:
         self.closers.append(callback)
@@ -51,37 +76,74 @@ class Peer:
 class Stage:
     """One export of TOKENS tokens and one fetcher in front of it."""
 
-    def __init__(self, fetch: Fetch, timing: Timing) -> None:
-        arena = KVArena(LAYERS, 4, 8, "bfloat16")
+    def __init__(
+        self,
+        question: Message,
+        timing: Timing,
+        *then: Message,
+        layers: tuple[LayerSpec, ...] = LAYERS,
+        burst_bytes: int = 0,
+    ) -> None:
+        arena = KVArena(layers, 4, 8, "bfloat16")
         self.memory = ArenaMemory(arena)
-        fingerprint = layout_fingerprint("model", "rope", LAYERS)
+        fingerprint = layout_fingerprint("model", "rope", layers)
         mine, theirs = (
             Identity(boot, fingerprint, self.memory.format, b"s") for boot in (BOOT_P, BOOT_D)
         )
         self.clock = FakeClock()
         self.freed: list[str] = []
         self.table = ExportTable(
-            len(LAYERS), Leases(LEASE_S), self.clock, lambda h, b, why: self.freed.append(why)
+            (1,) * len(layers),
+            Leases(LEASE_S),
+            self.clock,
+            lambda h, b, why: self.freed.append(why),
         )
         self.table.add(handle_of(self.table.next_sequence()), held((0, 1, 2)), 1)
         self.stats = TransferStats()
-        self.peer = Peer(theirs, [fetch, Ack(1)])
-        exporter = Exporter(mine, self.memory, self.table, timing, self.clock, self.stats)
-        self.frames: Iterator[bytes] = exporter.serve("test", self.peer)
+        self.peer = Peer(theirs, [question, *(then or (Ack(1),))])
+        exporter = Exporter(
+            mine, self.memory, self.table, timing, self.clock, self.stats, burst_bytes=burst_bytes
+        )
+        self.parcels: Iterator[Buffer] = exporter.serve("test", self.peer)
+        self.inbox: deque[memoryview] = deque()
         hello = self.next()
         assert isinstance(hello, Hello)
         self.peer.nonce = hello.nonce
+
+    def lapse_after_read(self, count: int) -> None:
+        """The lease ends right after the memory has been read for the `count`th time."""
+        read, num_reads = self.memory.read, 0
+
+        def spy(*arguments: Any) -> object:
+            nonlocal num_reads
+            num_reads += 1
+            fragments = read(*arguments)
+            if num_reads == count:
+                self.clock.advance(LEASE_S)
+            return fragments
+
+        self.memory.read = spy  # type: ignore[method-assign]
 
     def publish(self) -> None:
         for layer in range(len(LAYERS)):
             assert self.table.publish(1, layer, TOKENS)
 
+    def next_frame(self) -> Frame:
+        while not self.inbox:
+            self.inbox.extend(split(next(self.parcels)))
+        return decode(self.inbox.popleft(), SEED)
+
     def next(self) -> Message:
-        frame = decode(next(self.frames), SEED)
+        frame = self.next_frame()
         return decode_body(frame.header.kind, frame.payload)
 
     def kinds(self) -> list[Kind]:
-        return [decode(frame, SEED).header.kind for frame in self.frames]
+        """Of all frames that are still to come."""
+        for parcel in self.parcels:
+            self.inbox.extend(split(parcel))
+        kinds = [decode(frame, SEED).header.kind for frame in self.inbox]
+        self.inbox.clear()
+        return kinds
 
 
 FETCH = Fetch(1, b"1", "r", 1)
@@ -103,9 +165,9 @@ def test_a_lease_that_lapses_before_end_is_no_success(stage: Stage) -> None:
     """All bytes are out and were right, but END would promise what was not verified."""
     stage.publish()
     stage.table.complete(1, ())
+    stage.lapse_after_read(len(LAYERS))
     for _ in LAYERS:
         stage.next()
-    stage.clock.advance(LEASE_S)
     last = stage.next()
     assert isinstance(last, Failure)
     assert last.code is FailureCode.STALE
@@ -114,16 +176,15 @@ def test_a_lease_that_lapses_before_end_is_no_success(stage: Stage) -> None:
 
 def test_a_lease_that_lapses_between_two_frames(stage: Stage) -> None:
     stage.publish()
-    stage.next()
-    stage.clock.advance(LEASE_S)
-    assert stage.kinds() == [Kind.ERR]
+    stage.lapse_after_read(1)
+    assert stage.kinds() == [Kind.DATA, Kind.ERR]
 
 
 def test_signs_of_life_until_the_fetcher_leaves(stage: Stage) -> None:
     stage.publish()
     for _ in LAYERS:
         stage.next()
-    assert decode(next(stage.frames), SEED).header.kind is Kind.CONFIRM
+    assert stage.next_frame().header.kind is Kind.CONFIRM
     for close in stage.peer.closers:
         close()
     assert stage.kinds() == []
@@ -132,22 +193,72 @@ def test_signs_of_life_until_the_fetcher_leaves(stage: Stage) -> None:
 
 def test_the_requests_time_is_over() -> None:
     stage = Stage(Fetch(1, b"1", "r", 1, timeout_ms=3000), Timing(kv_progress_s=0.05))
-    assert decode(next(stage.frames), SEED).header.kind is Kind.CONFIRM
+    assert stage.next_frame().header.kind is Kind.CONFIRM
     stage.clock.advance(3.0)
     last = stage.next()
     assert isinstance(last, Failure)
     assert last.code is FailureCode.TIMEOUT
 
 
-def test_a_release_that_another_reader_holds_up(
-    stage: Stage, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The ACK is honoured; the conversation does not wait for ever for the other one."""
+def test_a_release_that_another_reader_holds_up(caplog: pytest.LogCaptureFixture) -> None:
+    """The ACK is honoured, but answered only when the blocks are free, or after a while."""
+    stage = Stage(Confirm(1, b"1", 1), Timing(kv_progress_s=0.05), Ack(1, answer=True))
     reader = stage.table.open(1, b"1", "r", 1)
-    stage.publish()
-    stage.table.complete(1, ())
     with reader.reading():
-        assert stage.kinds()[-1] is Kind.END
+        assert stage.kinds() == [Kind.CONFIRM, Kind.CONFIRM]
         assert stage.freed == []
     assert stage.freed == ["acknowledged"]
     assert "still being read" in caplog.text
+
+
+def test_one_connection_serves_one_question_after_the_other() -> None:
+    questions = (Ack(1), Fetch(2, b"2", "r", 1), Ack(2), Renew(3, b"3", 1))
+    stage = Stage(FETCH, Timing(kv_progress_s=0.05), *questions)
+    for seq in (2, 3):
+        stage.table.add(handle_of(stage.table.next_sequence()), (0, 1, 2), 1)
+        for layer in range(len(LAYERS)):
+            assert stage.table.publish(seq, layer, TOKENS)
+        stage.table.complete(seq, ())
+    stage.publish()
+    stage.table.complete(1, ())
+    fetched = [Kind.DATA] * len(LAYERS) + [Kind.END]
+    assert stage.kinds() == [*fetched, *fetched, Kind.CONFIRM]
+    assert stage.freed == ["acknowledged"] * 2
+    assert stage.table.num_exports == 1
+    assert stage.stats.exposed_tails == 2
+
+
+def test_small_frames_of_one_moment_are_one_message(stage: Stage) -> None:
+    stage.publish()
+    stage.table.complete(1, ())
+    assert [len(list(split(parcel))) for parcel in stage.parcels] == [len(LAYERS) + 1]
+
+
+def test_big_frames_are_built_in_the_lanes_memory() -> None:
+    layers = (LayerSpec(8, 128, 128),)  # 4 KiB a token, 80 KiB in all
+    stage = Stage(FETCH, Timing(kv_progress_s=0.05), layers=layers)
+    buffer = stage.peer.buffer = memoryview(bytearray(HEADER_BYTES + MAX_PAYLOAD))
+    assert stage.table.publish(1, 0, TOKENS)
+    stage.table.complete(1, ())
+    parcel = next(stage.parcels)
+    assert isinstance(parcel, memoryview)
+    assert parcel.obj is buffer.obj
+    header = decode(parcel, SEED).header
+    assert (header.kind, header.num_tokens) == (Kind.DATA, TOKENS)
+    assert stage.kinds() == [Kind.END]
+
+
+def test_progress_that_comes_apace_is_sent_together() -> None:
+    stage = Stage(FETCH, Timing(kv_progress_s=30), burst_bytes=1 << 20)
+    first = stage.table.open(1, b"1", "r", 1).wait(None, 1.0, 1 << 20)
+    assert first is not None
+    assert stage.table.publish(1, 0, 5)
+    stage.next()  # the first is not made to wait: nobody knows when the next one comes
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(stage.next_frame)
+        for layer in range(len(LAYERS)):
+            for upto in range(6, TOKENS + 1):
+                assert not waiting.done()
+                assert stage.table.publish(1, layer, upto)
+        header = waiting.result(5.0).header
+    assert (header.layer, header.token0, header.num_tokens) == (0, 5, TOKENS - 5)

@@ -20,10 +20,10 @@ from hypothesis.stateful import (
 
 from baton.errors import InternalError, KVError, KVLost, KVRefused, KVStale
 from baton.handles import Endpoint, KVHandle
-from baton.kv_spec import BlockLists, PoolFormat
+from baton.kv_spec import PoolFormat
+from kv_transfer.base import Blocks
 from kv_transfer.exports import ExportTable, Reader
 from kv_transfer.leases import Leases
-from tests.block_lists import held
 from tests.fakes import FakeClock
 
 LEASE_S = 10.0
@@ -47,7 +47,7 @@ class ExportTableMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = FakeClock(0.0)
-        self.table = ExportTable(2, Leases(LEASE_S), self.clock, self.on_released)
+        self.table = ExportTable((1, 1), Leases(LEASE_S), self.clock, self.on_released)
         self.freed: list[int] = []
         self.until: dict[int, float] = {}  # model: held exports and the end of their leases
         self.handles: dict[int, KVHandle] = {}
@@ -64,11 +64,11 @@ class ExportTableMachine(RuleBasedStateMachine):
         self.table.expire(self.clock.now)
         assert sorted(self.freed) == sorted(self.handles)
 
-    def on_released(self, handle: KVHandle, blocks: BlockLists, why: str) -> None:
+    def on_released(self, handle: KVHandle, blocks: Blocks, why: str) -> None:
         seq = handle.export_seq
         assert seq not in self.freed, "freed twice"
         assert self.num_reads.get(seq, 0) == 0, "freed under a reader"
-        assert blocks == held((seq, seq + 1))
+        assert blocks == (seq, seq + 1)
         assert why
         self.freed.append(seq)
 
@@ -98,7 +98,7 @@ class ExportTableMachine(RuleBasedStateMachine):
         self.saw(seq, epoch)
         self.until[seq] = self.clock.now + LEASE_S
         self.upto[seq] = [0, 0]
-        self.table.add(handle, held((seq, seq + 1)), 100)
+        self.table.add(handle, (seq, seq + 1), 100)
         return seq
 
     @rule(seq=exports, layer=st.integers(0, 1), upto=st.integers(0, TOKENS))
@@ -234,12 +234,12 @@ def freed() -> list[str]:
 @pytest.fixture
 def table(freed: list[str]) -> ExportTable:
     clock = FakeClock(0.0)
-    return ExportTable(1, Leases(LEASE_S), clock, lambda handle, blocks, why: freed.append(why))
+    return ExportTable((1,), Leases(LEASE_S), clock, lambda handle, blocks, why: freed.append(why))
 
 
 def opened(table: ExportTable, epoch: int = 1) -> Reader:
     handle = handle_of(table.next_sequence())
-    table.add(handle, held((0,)), 1)
+    table.add(handle, (0,), 1)
     return table.open(handle.export_seq, handle.secret, "r", epoch)
 
 
@@ -304,11 +304,11 @@ def test_publishing_never_waits_for_a_reader(table: ExportTable, freed: list[str
 
 
 def test_a_failing_callback_still_frees(table: ExportTable) -> None:
-    def broken(handle: KVHandle, blocks: BlockLists, why: str) -> None:
+    def broken(handle: KVHandle, blocks: Blocks, why: str) -> None:
         raise ValueError("callback")
 
-    table = ExportTable(1, Leases(LEASE_S), FakeClock(0.0), broken)
-    table.add(handle_of(1), held((0,)), 1)
+    table = ExportTable((1,), Leases(LEASE_S), FakeClock(0.0), broken)
+    table.add(handle_of(1), (0,), 1)
     with pytest.raises(ValueError, match="callback"):
         table.release(1, KVStale("over"))
     assert table.num_exports == 0

@@ -17,11 +17,15 @@ from kv_transfer.frames import (
     Header,
     Kind,
     decode,
+    decode_header,
     encode,
+    encode_into,
     seed_of,
+    split,
 )
 from kv_transfer.messages import (
     Ack,
+    BlockTables,
     Confirm,
     Data,
     End,
@@ -51,8 +55,8 @@ TEXT = st.text(max_size=40)
 FORMATS = st.builds(
     PoolFormat,
     block_size=st.integers(1, 4096),
-    dtype=st.sampled_from(["float32", "bfloat16", "float16", "int8"]),
-    tp_size=st.integers(1, 64),
+    dtype=st.sampled_from(["float32", "bfloat16", "float16", "int8", "fp8"]),
+    tp_size=st.integers(64, 128),
     tp_rank=st.integers(0, 63),
     codecs=st.sampled_from([("raw",), ("raw", "int8")]),
 )
@@ -85,12 +89,16 @@ MESSAGES: st.SearchStrategy[Message] = st.one_of(
         epoch=U32,
         start_token=U32,
         codec=TEXT,
-        head0=U32,
-        num_heads=U32,
+        windowed=st.booleans(),
         timeout_ms=U32,
     ),
-    st.builds(End, U32, st.booleans(), st.lists(FIRST_TOKENS, max_size=3).map(tuple), U64),
-    st.builds(Ack, U64),
+    st.builds(End, U32, st.booleans(), st.lists(FIRST_TOKENS, max_size=3).map(tuple), U64, U32),
+    st.builds(Ack, U64, st.booleans(), st.booleans()),
+    st.builds(
+        BlockTables,
+        st.integers(1, 4096),
+        st.lists(st.lists(U32, max_size=5).map(tuple), max_size=3).map(tuple),
+    ),
     st.builds(Renew, U64, SECRETS, U32),
     st.builds(Confirm, U64, SECRETS, U32, st.booleans()),
     st.builds(Failure, st.sampled_from(FailureCode), TEXT),
@@ -201,6 +209,8 @@ def test_garbage_bodies_are_messages_or_corrupt(kind: Kind, payload: bytes) -> N
         Hello(1, "", "f", PoolFormat(8, "float32"), b"n" * 16),
         Hello(1, "b", "f", PoolFormat(0, "float32"), b"n" * 16),
         Hello(1, "b", "f", PoolFormat(8, "float64"), b"n" * 16),
+        Hello(1, "b", "f", PoolFormat(8, "float32", 2, 2), b"n" * 16),
+        Hello(1, "b", "f", PoolFormat(8, "float32", 2000, 2), b"n" * 16),
         Hello(1, "b", "f", PoolFormat(8, "float32", codecs=()), b"n" * 16),
         Hello(1, "b", "f", PoolFormat(8, "float32"), b"n" * 15),
         Hello(1, "b", "f", PoolFormat(8, "float32"), b"n" * 16, b"m" * 31),
@@ -223,3 +233,26 @@ def test_failures_cross_the_wire_as_the_same_error(code: FailureCode) -> None:
     assert type(back.error()) is type(error)
     assert back.message == "why"
     assert back.code == code or isinstance(error, KVRefused)
+
+
+@given(st.lists(st.tuples(HEADERS, st.binary(max_size=60)), max_size=4), st.binary(max_size=50))
+def test_a_parcel_is_cut_where_its_frames_end(
+    frames: list[tuple[Header, bytes]], rest: bytes
+) -> None:
+    encoded = [encode(header, [payload], SEED) for header, payload in frames]
+    cut = [bytes(frame) for frame in split(b"".join(encoded))]
+    assert cut == encoded
+    # Whatever follows is handed on as it is, and refused by decode.
+    assert b"".join(split(b"".join(encoded) + rest)) == b"".join(encoded) + rest
+
+
+@given(HEADERS, st.binary(min_size=1, max_size=60))
+def test_a_header_that_comes_first_is_proven_by_its_payload(header: Header, payload: bytes) -> None:
+    frame = encode(header, [payload], SEED)
+    announced = decode_header(frame[:HEADER_BYTES], SEED)
+    assert (announced.header, announced.num_bytes) == (header, len(payload))
+    announced.verify([payload[:1], payload[1:]])
+    with pytest.raises(KVCorrupt, match="digest"):
+        announced.verify([payload[:-1], bytes((payload[-1] ^ 1,))])
+    buffer = memoryview(bytearray(HEADER_BYTES + MAX_PAYLOAD))
+    assert encode_into(buffer, header, [payload], SEED) == frame

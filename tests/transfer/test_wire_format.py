@@ -7,17 +7,21 @@ import struct
 from pathlib import Path
 
 import pytest
+import torch
 import xxhash
 
 from baton.errors import KVCorrupt
 from baton.events import FirstToken, TokenLogprob
-from baton.kv_spec import PoolFormat
+from baton.kv_spec import DTYPE_BYTES, PoolFormat
 from baton.request import FinishReason
 from kv_transfer.bodies import decode_body, encode_body, kind_of
+from kv_transfer.codec import pack, quantise
 from kv_transfer.frames import HEADER_BYTES, MAX_PAYLOAD, Header, Kind, decode, encode, seed_of
 from kv_transfer.identity import Identity, Side, prove
 from kv_transfer.messages import (
+    INT8,
     Ack,
+    BlockTables,
     Confirm,
     End,
     Failure,
@@ -35,6 +39,9 @@ FORMAT = PoolFormat(16, "bfloat16")
 P = Identity(BOOT_P, "layout", FORMAT, b"secret")
 D = Identity(BOOT_D, "layout", PoolFormat(32, "bfloat16"), b"secret")
 NONCE_P, NONCE_D, KEY = b"P" * 16, b"D" * 16, b"K" * 16
+# 2 tokens of 1 head and 4 numbers, K then V, then their scales
+NUMBERS = torch.tensor([[1.0, -2.0, 0.5, 0.0], [0.25, 0.125, -0.0625, 0.1]])[:, None]
+INT8_ROW = pack([quantise(NUMBERS), quantise(-NUMBERS)])
 FIRST = FirstToken(5, 42, 0, FinishReason.STOP, (TokenLogprob(42, -0.25, 1),))
 
 
@@ -50,10 +57,19 @@ def vectors() -> dict[str, bytes]:
         "HELLO, exporter's answer": control(P.hello(Side.EXPORTER, NONCE_P, NONCE_D)),
         "HELLO, fetcher's answer": control(D.hello(Side.FETCHER, NONCE_D, NONCE_P)),
         "FETCH": control(Fetch(7, KEY, "r1", 2, start_token=16, timeout_ms=5000)),
+        "FETCH, of visible windows in int8": control(
+            Fetch(7, KEY, "r1", 2, codec=INT8, windowed=True)
+        ),
+        "BLOCKS": control(BlockTables(16, ((3, 300),))),
         "DATA": encode(data, [b"K0K1", b"V0V1"], SEED),
+        "DATA, to be read by the fetcher": encode(data, [], SEED),
+        "DATA, int8": encode(data, INT8_ROW, SEED),
         "CONFIRM": control(Confirm(7, b"", 2, held=True)),
-        "END": control(End(18, True, (FIRST,), 1)),
+        "END": control(End(18, True, (FIRST,), 1, waited_ms=40)),
         "ACK": control(Ack(7)),
+        "ACK, of one rank": control(Ack(7, part=True)),
+        "ACK, that wants an answer": control(Ack(7, answer=True)),
+        "CONFIRM, released": control(Confirm(7, b"", 2, held=False)),
         "RENEW": control(Renew(7, KEY, 2)),
         "ERR": control(Failure(FailureCode.STALE, "no export 7")),
     }
@@ -89,6 +105,18 @@ def test_a_reader_of_the_document_alone_builds_the_same_data_frame() -> None:
     assert digested + struct.pack("<Q", digest) + b"K0K1V0V1" == documented()["DATA"]
 
 
+def test_a_reader_of_the_document_alone_dequantises() -> None:
+    """int8 K and V of 2 tokens, 1 head of 4 numbers each, then 2 + 2 scales."""
+    payload = documented()["DATA, int8"][HEADER_BYTES:]
+    numbers = struct.unpack("<16b", payload[:16])
+    scales = struct.unpack("<4f", payload[16:])
+    exact = [value for sign in (1, -1) for row in NUMBERS[:, 0].tolist() for value in
+             [sign * x for x in row]]  # fmt: skip
+    for i, (number, value) in enumerate(zip(numbers, exact, strict=True)):
+        largest = max(map(abs, exact[i // 4 * 4 : i // 4 * 4 + 4]))
+        assert abs(number * scales[i // 4] - value) <= largest / 254 * (1 + 1e-6)
+
+
 def test_the_documented_proofs() -> None:
     text = DOCUMENT.read_text()
     assert prove(b"secret", Side.EXPORTER, NONCE_D, BOOT_P, "layout").hex() in text
@@ -103,5 +131,7 @@ def test_the_documented_tables() -> None:
     for code in FailureCode:
         raised = type(Failure(code, "why").error()).__name__
         assert f"| `{code.value}` | {raised} |" in text
+    for dtype in DTYPE_BYTES:
+        assert f"`{dtype}`" in text
     assert f"{HEADER_BYTES} bytes" in text
     assert f"{MAX_PAYLOAD:,} bytes" in text

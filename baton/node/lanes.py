@@ -1,0 +1,170 @@
+"""Which KV lanes a node opens: `--kv-lanes` by name, best first, and how each is made."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from baton.engine.kv_cache import KVArena, MakeMemory
+from baton.errors import ConfigError
+from baton.node.config import NodeConfig
+from baton.timing import Timing
+from kv_transfer.address_range import PAGE_BYTES
+from kv_transfer.base import Lane
+from kv_transfer.grpc_stream import GrpcLane
+from kv_transfer.memory_map import map_of
+from kv_transfer.nixl import NixlLane, NixlPool
+from kv_transfer.shm import ShmLane
+from kv_transfer.shm_arena import ShmArena
+from kv_transfer.stream import StreamLane, StreamOptions
+from kv_transfer.tls import TlsFiles
+
+SHM: Final = "shm"
+
+
+@dataclass(frozen=True, slots=True)
+class LaneSettings:
+    """What lanes are made of. `port` is the grpc lane's, `stream_port` the stream lane's; 0 = any
+    free one. `unix_dir` None: a private directory. `pool`: for lanes that read it themselves,
+    `shared`: what it lies in, where PoolPlace has put it there."""
+
+    timing: Timing
+    host: str = "127.0.0.1"
+    port: int = 0
+    stream_port: int = 0
+    advertise_host: str = ""
+    unix_dir: Path | None = None
+    tls: TlsFiles | None = None
+    pool: KVArena | None = None
+    shared: ShmArena | None = None
+    nixl_devices: str = "lo"
+
+    @staticmethod
+    def of(config: NodeConfig, timing: Timing) -> LaneSettings:
+        """What a checked configuration says."""
+        files = [
+            Path(name)
+            for name in (config.kv_tls_cert, config.kv_tls_key, config.kv_tls_ca)
+            if name is not None
+        ]
+        return LaneSettings(
+            timing=timing,
+            host=config.host,
+            port=config.kv_port,
+            stream_port=config.kv_stream_port,
+            advertise_host=config.announced_host,
+            unix_dir=Path(config.kv_unix_dir) if config.kv_unix_dir else None,
+            tls=TlsFiles(*files) if files else None,
+            nixl_devices=config.kv_nixl_devices,
+        )
+
+
+class PoolPlace:
+    """Where the KV pool of a node lies: in shared memory if lane `shm` is wanted, else anywhere.
+
+    Life: `memory` is given to the engine, which may call it once; `shared` is there afterwards;
+    `close` unlinks.
+    """
+
+    def __init__(self, names: Sequence[str], directory: Path) -> None:
+        self.shared: ShmArena | None = None
+        self._wanted = SHM in names
+        self._directory = directory
+
+    @property
+    def memory(self) -> MakeMemory | None:
+        return self._make if self._wanted else None
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self.shared is not None:
+            self.shared.close()
+
+    def _make(self, num_bytes: int) -> torch.Tensor:
+        """Raises ConfigError if the directory cannot hold it."""
+        # Page ids are for adopted pages; whole system pages are all that a map needs.
+        self.shared = ShmArena(secrets.token_hex(16), num_bytes, PAGE_BYTES, self._directory)
+        return self.shared.memory()
+
+
+def _grpc(settings: LaneSettings) -> Lane:
+    return GrpcLane(
+        settings.timing, settings.host, settings.port, settings.advertise_host, settings.tls
+    )
+
+
+def _stream(settings: LaneSettings) -> Lane:
+    options = StreamOptions(
+        host=settings.host,
+        port=settings.stream_port,
+        advertise_host=settings.advertise_host,
+        unix_dir=settings.unix_dir,
+        tls=settings.tls,
+    )
+    return StreamLane(settings.timing, options)
+
+
+def _dist(settings: LaneSettings) -> Lane:
+    if settings.tls is not None:
+        raise ConfigError("KV lane dist knows no TLS; leave it out of --kv-lanes", field="kv_lanes")
+    # Here: some builds of torch come without torch.distributed.
+    from kv_transfer.dist import DistLane, DistSettings
+
+    return DistLane(
+        settings.timing,
+        DistSettings(settings.host, advertise_host=settings.advertise_host),
+    )
+
+
+def _shm(settings: LaneSettings) -> Lane:
+    pool, shared = settings.pool, settings.shared
+    if pool is None or shared is None:
+        raise ConfigError("KV lane shm needs a KV pool in main memory", field="kv_lanes")
+    inner = _stream(replace(settings, stream_port=0))
+    return ShmLane(inner, shared, map_of(pool, shared.address, shared.place.num_bytes))
+
+
+def _nixl(settings: LaneSettings) -> Lane:
+    if settings.pool is None:
+        raise ConfigError("KV lane nixl needs a KV pool", field="kv_lanes")
+    if settings.shared is not None:
+        memory = settings.shared.memory()
+    else:  # all of the pool's one allocation
+        rows, _ = settings.pool.layer(0)
+        memory = rows.new_empty(0, dtype=torch.uint8).set_(rows.untyped_storage())
+    pool = NixlPool(
+        memory, map_of(settings.pool, memory.data_ptr(), memory.nbytes), settings.nixl_devices
+    )
+    return NixlLane(_stream(replace(settings, stream_port=0)), pool, settings.timing)
+
+
+MAKERS: Final[Mapping[str, Callable[[LaneSettings], Lane]]] = {
+    "stream": _stream,
+    "grpc": _grpc,
+    "dist": _dist,
+    SHM: _shm,
+    "nixl": _nixl,
+}
+
+
+def parse_lanes(text: str) -> tuple[str, ...]:
+    """The lanes of "stream,grpc", in that order. Raises ConfigError for none, an unknown or a
+    repeated one."""
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    unknown = [name for name in names if name not in MAKERS]
+    if unknown:
+        known = ", ".join(MAKERS)
+        raise ConfigError(f"no KV lane {unknown[0]!r}; there are {known}", field="kv_lanes")
+    if not names or len(set(names)) != len(names):
+        raise ConfigError(f"kv_lanes {text!r} must name each lane once", field="kv_lanes")
+    return names
+
+
+def make_lanes(names: Sequence[str], settings: LaneSettings) -> list[Lane]:
+    """Lanes not yet started. Raises ConfigError for TLS files that cannot be used."""
+    return [MAKERS[name](settings) for name in names]

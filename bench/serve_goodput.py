@@ -1,0 +1,97 @@
+"""Goodput over a rate sweep of recorded traces: `baton bench serve --goodput`.
+
+Per trace and rate, the requests per second that met both limits (time to the first token, time per
+token), Baton apart and `--colocated` on the same cores, the same requests at the same times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.load import Target, run_workload
+from bench.measure import Slo, summarize
+from bench.plot import Line, Panel, svg
+from bench.recorded import Scaling, TraceRequest, plan_trace, read_trace
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """`scaling.rate` is replaced by each of `rates`; requests per second."""
+
+    traces: dict[str, Path]
+    rates: Sequence[float]
+    scaling: Scaling
+    slo: Slo
+
+    def load(self) -> dict[str, list[TraceRequest]]:
+        """Raises ConfigError for a file that is no trace."""
+        return {name: read_trace(path) for name, path in self.traces.items()}
+
+
+async def measure(
+    target: Target, sweep: Sweep, traces: dict[str, list[TraceRequest]], mode: str
+) -> list[dict[str, Any]]:
+    """Every trace at every rate against one running server; JSON-ready rows."""
+    rows: list[dict[str, Any]] = []
+    for name, trace in traces.items():
+        for index, rate in enumerate(sweep.rates):
+            scaling = _at_rate(sweep.scaling, rate)
+            run = await run_workload(target, plan_trace(trace, scaling, seed=index + 1))
+            found = summarize(mode, run.samples, sweep.slo, run.handovers.mean_s)
+            rows.append(
+                {
+                    "trace": name,
+                    "mode": mode,
+                    "rate": rate,
+                    "goodput": found.good / max(found.duration_s, scaling.duration_s),
+                    "within_limits": found.good / found.requests,
+                    "failed": found.failed,
+                    "ttft_p50_ms": None if found.ttft is None else found.ttft.p50,
+                    "ttft_p99_ms": None if found.ttft is None else found.ttft.p99,
+                    "tpot_p50_ms": None if found.tpot is None else found.tpot.p50,
+                    "tpot_p99_ms": None if found.tpot is None else found.tpot.p99,
+                    "client_late_ms": found.max_lateness_ms,
+                }
+            )
+    return rows
+
+
+def _at_rate(scaling: Scaling, rate: float) -> Scaling:
+    return Scaling(
+        rate, scaling.duration_s, scaling.input_mean, scaling.output_mean, scaling.max_tokens,
+        scaling.vocabulary,
+    )  # fmt: skip
+
+
+def compare(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Per trace and rate: goodput apart, colocated, and whether apart lost."""
+    table: dict[tuple[str, float], dict[str, list[float]]] = {}
+    for row in rows:
+        modes = table.setdefault((row["trace"], row["rate"]), {})
+        modes.setdefault(row["mode"], []).append(row["goodput"])
+    found: list[dict[str, Any]] = []
+    for (trace, rate), modes in table.items():
+        mean = {mode: sum(values) / len(values) for mode, values in modes.items()}
+        row: dict[str, Any] = {"trace": trace, "rate": rate, **mean}
+        if {"apart", "colocated"} <= mean.keys():
+            row["apart_not_below"] = mean["apart"] >= mean["colocated"]
+        found.append(row)
+    return found
+
+
+def plot(compared: Sequence[dict[str, Any]], slo: Slo) -> str:
+    """One panel per trace, one line per mode, as SVG."""
+    limits = f"TTFT {slo.ttft_s * 1e3:g} ms, TPOT {slo.tpot_s * 1e3:g} ms"
+    panels: list[Panel] = []
+    for trace in dict.fromkeys(row["trace"] for row in compared):
+        rows = [row for row in compared if row["trace"] == trace]
+        lines = [
+            Line(mode, [(row["rate"], row[mode]) for row in rows if mode in row])
+            for mode in ("apart", "colocated")
+        ]
+        title = trace.replace("_", " ")
+        panels.append(Panel(title, "requests/s", f"goodput/s ({limits})", lines))
+    return svg(panels)

@@ -1,0 +1,137 @@
+"""The lanes of the transfer benchmark, some of them in two ways, and the memory they need.
+
+A way is a lane and how it is set up: `stream` picks a Unix socket between processes of one host, so
+TCP alone and TCP under TLS stand beside it; TLS needs the `openssl` command for its certificates.
+Direct lanes (`shm`, `nixl`) read the pool of the other process: it must lie in a `Place`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from baton.engine.kv_cache import KVArena
+from baton.errors import ConfigError
+from baton.node.lanes import MAKERS, LaneSettings
+from baton.timing import Timing
+from kv_transfer.address_range import PAGE_BYTES
+from kv_transfer.base import Lane
+from kv_transfer.dist import DistLane
+from kv_transfer.memory_map import map_of
+from kv_transfer.shm import ShmLane
+from kv_transfer.shm_arena import ShmArena
+from kv_transfer.stream import StreamLane, StreamOptions
+from kv_transfer.tls import TlsFiles
+
+log = logging.getLogger(__name__)
+
+TCP: Final = "stream tcp"
+DIRECT: Final = ("shm", "nixl")
+TLS_WAYS: Final = {"stream tls": TCP, "grpc tls": "grpc"}  # and what each is compared with
+OPENSSL_S: Final = 30
+
+
+class Place:
+    """Where the benchmark's pool lies: in a shared file where there can be one, so that all lanes
+    may use the same pool."""
+
+    def __init__(self) -> None:
+        self._shared: ShmArena | None = None
+        self._memory: torch.Tensor | None = None
+
+    def memory(self, num_bytes: int) -> torch.Tensor:
+        """For KVArena."""
+        try:
+            self._shared = ShmArena(os.urandom(16).hex(), num_bytes, PAGE_BYTES)
+        except ConfigError as error:
+            log.warning("no shared memory for the pool: %s", error)
+            self._memory = torch.zeros(num_bytes, dtype=torch.uint8)
+        else:
+            self._memory = self._shared.memory()
+        return self._memory
+
+    def lane(self, name: str, arena: KVArena, timing: Timing) -> Lane:
+        """A direct lane over the pool in here. Raises ConfigError if it cannot be had."""
+        memory = self._memory
+        if memory is None:
+            raise ConfigError(f"lane {name}: the pool lies elsewhere")
+        inner = StreamLane(timing, StreamOptions())
+        if name == "shm":
+            if self._shared is None:
+                raise ConfigError("the pool lies in no shared file")
+            pool_map = map_of(arena, self._shared.address, self._shared.place.num_bytes)
+            return ShmLane(inner, self._shared, pool_map)
+        from kv_transfer.nixl import NixlLane, NixlPool  # the package is optional
+
+        pool_map = map_of(arena, memory.data_ptr(), memory.nbytes)
+        return NixlLane(inner, NixlPool(memory, pool_map), timing)
+
+    def close(self) -> None:
+        """Remove the file. Idempotent."""
+        if self._shared is not None:
+            self._shared.close()
+
+
+def all_ways() -> list[str]:
+    """Every way there is, best lane first."""
+    two_sided = ["stream", TCP, "stream tls", "grpc", "grpc tls", "dist"]
+    known = {lane_of(way) for way in two_sided} | set(DIRECT)
+    return ["shm", *two_sided, "nixl", *(name for name in MAKERS if name not in known)]
+
+
+def lane_of(way: str) -> str:
+    """The name under which nodes announce it."""
+    return way.partition(" ")[0]
+
+
+def make_way(way: str, timing: Timing, tls: Path | None) -> Lane:
+    """A two-sided lane. `tls`: folder of `write_certificates`.
+
+    Raises ConfigError if it cannot be had here.
+    """
+    name = lane_of(way)
+    if way not in all_ways():
+        raise ConfigError(f"no KV lane {way!r}")
+    files = None
+    if way in TLS_WAYS:
+        if tls is None:
+            raise ConfigError("no certificates: the openssl command is missing")
+        files = TlsFiles(tls / "node.pem", tls / "node.key", tls / "ca.pem")
+    if name == "dist":
+        return DistLane(timing)
+    if way == name:
+        return MAKERS[name](LaneSettings(timing))
+    if name == "stream":
+        return StreamLane(timing, StreamOptions(unix=False, tls=files))
+    return MAKERS[name](LaneSettings(timing, tls=files))
+
+
+def write_certificates(folder: Path) -> Path | None:
+    """A CA and one certificate for 127.0.0.1, in `folder`; None without the openssl command."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        return None
+    ca, node = folder / "ca", folder / "node"
+    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
+    commands = [
+        ["req", "-x509", *key, "-keyout", f"{ca}.key", "-out", f"{ca}.pem", "-subj", "/CN=ca"],
+        ["req", *key[:-2], "-keyout", f"{node}.key", "-out", f"{node}.csr", "-subj", "/CN=node"],
+        [
+            "x509", "-req", "-in", f"{node}.csr", "-CA", f"{ca}.pem", "-CAkey", f"{ca}.key",
+            "-CAcreateserial", "-days", "2", "-out", f"{node}.pem", "-extfile", f"{node}.ext",
+        ],
+    ]  # fmt: skip
+    Path(f"{node}.ext").write_text("subjectAltName=IP:127.0.0.1\n")
+    for command in commands:
+        done = subprocess.run(
+            [openssl, *command], capture_output=True, timeout=OPENSSL_S, check=False
+        )
+        if done.returncode != 0:
+            raise ConfigError(f"openssl {command[0]}: {done.stderr.decode(errors='replace')}")
+    return folder

@@ -1,0 +1,289 @@
+"""One side of a transfer benchmark in a process of its own: `python -m bench.transfer_peer`.
+
+Reads questions as JSON lines on stdin, answers on stdout (transfer_link.py is the other end), and
+ends with its input. The life: `pool` or `engine` makes the memory -> `open` starts a connector for
+each way asked for -> any number of `export`, `fetch`, `prefill` ... -> end of input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import xxhash
+
+from baton.clock import SystemClock
+from baton.cores import parse_cores, pin_process
+from baton.engine.engine import Engine
+from baton.engine.kv_cache import KVArena
+from baton.errors import BatonError, ConfigError
+from baton.events import FirstToken
+from baton.handles import KVHandle
+from baton.kv_spec import LayerSpec, layout_fingerprint
+from baton.node.config import NodeConfig
+from baton.node.lanes import parse_lanes
+from baton.request import Request
+from baton.sampling import SamplingParams
+from baton.timing import Timing
+from baton.wire import handle_from_bytes, handle_to_bytes
+from bench.transfer_engine import PrefillEngine
+from bench.transfer_lanes import DIRECT, Place, all_ways, make_way
+from bench.transfer_raw import RawServer, copy_memory, read_raw
+from kv_transfer.base import Blocks
+from kv_transfer.connector import Connector
+from kv_transfer.frames import MAX_PAYLOAD
+from kv_transfer.layout import ArenaMemory
+
+BLOCK_SIZE: Final = 32
+DTYPE: Final = "bfloat16"
+# A whole 224 MiB export on a loaded machine, and a prefill of seconds: patience is no part of this.
+TIMING: Final = Timing(kv_lease_s=120.0, kv_progress_s=60.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """What is transferred: `num_tokens` tokens in the first blocks of an arena."""
+
+    arena: KVArena
+    num_tokens: int
+
+    @property
+    def blocks(self) -> BlockLists:
+        return (HeldBlocks(range(-(-self.num_tokens // self.arena.block_size))),)
+
+    @property
+    def memory(self) -> memoryview:
+        """The bytes of those blocks, page after page."""
+        return self.arena.buffer().cast("B")[: len(self.blocks[0].ids) * self.arena.page_bytes]
+
+
+class Peer:
+    """All that one process of a benchmark can be asked; `answer_*` are the questions."""
+
+    def __init__(self) -> None:
+        self._pool: Pool | None = None
+        self._place = Place()
+        self._connectors: dict[str, Connector] = {}
+        self._engine: PrefillEngine | None = None
+        self._raw: RawServer | None = None
+        self._copy: list[memoryview] = []
+
+    # ---- memory ----------------------------------------------------------------------------------
+    async def answer_pool(self, layers: int, heads: int, dim: int, tokens: int) -> dict[str, Any]:
+        """An arena for `tokens` tokens (whole blocks), every page of it touched."""
+        if tokens % BLOCK_SIZE:
+            raise ConfigError(f"{tokens} tokens are no whole blocks of {BLOCK_SIZE}")
+        specs = (LayerSpec(heads, dim, dim),) * layers
+        arena = KVArena(specs, tokens // BLOCK_SIZE, BLOCK_SIZE, DTYPE, "cpu", self._place.memory)
+        pool = self._pool = Pool(arena, tokens)
+        await self.answer_fill(os.getpid())
+        return {"bytes": len(pool.memory)}
+
+    async def answer_fill(self, seed: int) -> dict[str, Any]:
+        """Other bytes everywhere: what arrives can be told from what was there."""
+        generator = torch.Generator().manual_seed(seed)
+        torch.frombuffer(self.pool.memory, dtype=torch.int64).random_(generator=generator)
+        return {}
+
+    async def answer_digest(self) -> dict[str, Any]:
+        """Over the transferred bytes of all layers."""
+        return {"digest": xxhash.xxh3_64_hexdigest(self.pool.memory)}
+
+    async def answer_engine(self, model: str, tokens: int, threads: int) -> dict[str, Any]:
+        """A real engine; its arena is the memory. Answers with its layers' shape."""
+        self._engine = await asyncio.to_thread(self._load, model, tokens, threads)
+        engine: Engine = self._engine.engine
+        self._pool = Pool(engine.arena, tokens)
+        spec = engine.info.layers[0]
+        return {"layers": len(engine.info.layers), "heads": spec.kv_heads, "dim": spec.k_dim}
+
+    def _load(self, model: str, tokens: int, threads: int) -> PrefillEngine:
+        return PrefillEngine.load(model, tokens, threads, self._place.memory)
+
+    # ---- lanes -----------------------------------------------------------------------------------
+    async def answer_open(self, ways: list[str], tls: str | None) -> dict[str, Any]:
+        """A connector for each of `ways` that can be had here; the others with why not."""
+        arena = self.pool.arena
+        missing: dict[str, str] = {}
+        for way in ways:
+            try:
+                if way in DIRECT:
+                    lane = self._place.lane(way, arena, TIMING)
+                else:
+                    lane = make_way(way, TIMING, Path(tls) if tls else None)
+                connector = Connector(
+                    memory=ArenaMemory(arena),
+                    boot_id=os.urandom(16).hex(),
+                    fingerprint=layout_fingerprint("bench", "rope", arena.layers),
+                    secret=b"bench",
+                    lanes=(lane,),
+                    timing=TIMING,
+                    clock=SystemClock(),
+                    on_released=self._released,
+                )
+                await connector.start()
+            except (ConfigError, ImportError) as error:
+                missing[way] = str(error)
+            else:
+                self._connectors[way] = connector
+        return {"ways": list(self._connectors), "missing": missing}
+
+    def _released(self, handle: KVHandle, blocks: Blocks, why: str) -> None:
+        if self._engine is not None:
+            self._engine.unpin(blocks)
+
+    async def answer_export(self, way: str, tokens: int) -> dict[str, Any]:
+        """Offer the first `tokens` tokens, all layers and token 1 there."""
+        connector = self._connectors[way]
+        request = Request(os.urandom(8).hex(), (1,), SamplingParams(seed=1))
+        export = connector.export(request, 0, self.pool.blocks, tokens)
+        for layer in range(len(self.pool.arena.layers)):
+            if not connector.publish(export, layer, export.num_tokens):
+                raise ConfigError("the export is gone")
+        connector.complete(export, (FirstToken(position=0, token_id=1),))
+        return {"handle": _told(export)}
+
+    async def answer_fetch(self, way: str, handle: str) -> dict[str, Any]:
+        """Fetch what was exported the same way. Times are on the clock that processes share."""
+        export = handle_from_bytes(bytes.fromhex(handle))
+        began = time.monotonic()
+        ready = await self._connectors[way].fetch(export, export.epoch, self.pool.blocks)
+        ended = time.monotonic()
+        return {"began_at": began, "ended_at": ended, "bytes": ready.num_bytes}
+
+    # ---- the engine ------------------------------------------------------------------------------
+    async def answer_prefill(self, way: str, seed: int, tokens: int) -> dict[str, Any]:
+        """Begin to compute a prompt of random tokens; answers as soon as the export exists."""
+        assert self._engine is not None, "ask for an engine first"
+        self._engine.attach(self._connectors[way])
+        return {"handle": _told(await self._engine.begin(seed, tokens))}
+
+    async def answer_prefilled(self) -> dict[str, Any]:
+        """Wait until token 1 is sampled; when the last layer was written, and when token 1 was."""
+        assert self._engine is not None, "ask for an engine first"
+        times = await self._engine.ended()
+        return {"began_at": times.began, "layer_at": times.last_layer, "ended_at": times.ended}
+
+    # ---- baselines -------------------------------------------------------------------------------
+    async def answer_raw_serve(self) -> dict[str, Any]:
+        self._raw = RawServer(self.pool.memory, self.pool.limit)
+        return {"addresses": self._raw.addresses}
+
+    async def answer_raw_read(self, kind: str, address: str) -> dict[str, Any]:
+        began = time.monotonic()
+        await asyncio.to_thread(read_raw, kind, address, self.pool.memory, self.pool.limit)
+        return {"seconds": time.monotonic() - began}
+
+    async def answer_memcpy(self) -> dict[str, Any]:
+        """One thread, from the memory to as much memory beside it."""
+        if not self._copy:
+            self._copy = [memoryview(bytearray(self.pool.limit)) for _ in self.pool.memory]
+            copy_memory(self.pool.memory, self._copy, self.pool.limit)  # touch every page
+        began = time.monotonic()
+        copy_memory(self.pool.memory, self._copy, self.pool.limit)
+        return {"seconds": time.monotonic() - began}
+
+    async def answer_digest_rate(self) -> dict[str, Any]:
+        """Seconds to digest the memory once, in pieces of a frame's size."""
+        began = time.monotonic()
+        for buffer in self.pool.memory:
+            for start in range(0, self.pool.limit, MAX_PAYLOAD):
+                xxhash.xxh3_64_intdigest(buffer[start : min(start + MAX_PAYLOAD, self.pool.limit)])
+        return {"seconds": time.monotonic() - began}
+
+    async def answer_facts(self) -> dict[str, Any]:
+        """What only a process with torch knows: its threads, and the lanes that there are."""
+        return {
+            "torch": torch.__version__,
+            "torch_threads": torch.get_num_threads(),
+            "ways": all_ways(),
+            "preferred": list(parse_lanes(NodeConfig().kv_lanes)),
+        }
+
+    async def answer_usage(self) -> dict[str, Any]:
+        """CPU seconds of this process since its start, all threads."""
+        return {"cpu_s": time.process_time()}
+
+    # ---- parts -----------------------------------------------------------------------------------
+    @property
+    def pool(self) -> Pool:
+        assert self._pool is not None, "ask for a pool or an engine first"
+        return self._pool
+
+    async def stop(self) -> None:
+        if self._raw is not None:
+            await asyncio.to_thread(self._raw.stop)
+        for connector in self._connectors.values():
+            await connector.stop()
+        self._place.close()
+
+
+def _told(handle: KVHandle) -> str:
+    return handle_to_bytes(handle).hex()
+
+
+def questions(peer: Peer) -> dict[str, Callable[..., Awaitable[dict[str, Any]]]]:
+    """What may be asked, by name: a name from outside never picks an attribute."""
+    listed = (
+        peer.answer_pool, peer.answer_fill, peer.answer_digest, peer.answer_engine,
+        peer.answer_open, peer.answer_export, peer.answer_fetch,
+        peer.answer_prefill, peer.answer_prefilled, peer.answer_raw_serve, peer.answer_raw_read,
+        peer.answer_memcpy, peer.answer_digest_rate, peer.answer_facts, peer.answer_usage,
+    )  # fmt: skip
+    return {each.__name__.removeprefix("answer_"): each for each in listed}
+
+
+async def serve() -> None:
+    """Answer until stdin ends; every question runs on its own."""
+    peer = Peer()
+    known = questions(peer)
+    running: set[asyncio.Task[None]] = set()
+    reader = asyncio.StreamReader(limit=1 << 24)
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    try:
+        async for line in reader:
+            task = asyncio.create_task(_answer(known, json.loads(line)))
+            running.add(task)
+            task.add_done_callback(running.discard)
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        await peer.stop()
+
+
+async def _answer(
+    known: dict[str, Callable[..., Awaitable[dict[str, Any]]]], question: dict[str, Any]
+) -> None:
+    number, command = question.pop("number"), question.pop("command")
+    try:
+        answer = await known[command](**question)
+    except (BatonError, OSError, KeyError, TypeError) as error:
+        answer = {"error": f"{command}: {type(error).__name__}: {error}"}
+    sys.stdout.write(json.dumps({"number": number, **answer}) + "\n")
+    sys.stdout.flush()
+
+
+def main() -> int:
+    """Entry point. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m bench.transfer_peer")
+    parser.add_argument("--cores", help="cores of this process, e.g. 0,1")
+    given = parser.parse_args()
+    if given.cores:
+        pin_process(parse_cores(given.cores))
+    asyncio.run(serve())
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

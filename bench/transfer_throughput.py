@@ -1,0 +1,156 @@
+"""Figures 1 and 7 of the transfer benchmark: a whole export at line rate, and what guards it costs.
+
+Two processes with an arena each. Every way in turn, several rounds, so that the machine's mood hits
+all: memcpy, bare sockets, a bare gRPC stream (transfer_raw.py), then each lane. A lane's time is a
+whole fetch: open, handshake, every digest, END, ACK.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from bench.transfer_link import Link, spread
+from bench.transfer_raw import KINDS
+
+MEMCPY: Final = "memcpy"
+SHARED: Final = ("shm",)  # hands blocks over in place: time counts, not bytes per second
+ONE_SIDED: Final = ("shm", "nixl")  # digests over what is said, not over the bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What is transferred: all layers of `tokens` tokens, bfloat16."""
+
+    tokens: int = 2048
+    layers: int = 28
+    heads: int = 8
+    dim: int = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Contested:
+    """`cores`: of P and of D."""
+
+    shape: Shape
+    rounds: int
+    cores: tuple[list[int], list[int]]
+
+
+@dataclass(slots=True)
+class Way:
+    """One way of moving the bytes, round by round; seconds of wall clock and of both CPUs."""
+
+    name: str
+    seconds: list[float] = field(default_factory=list[float])
+    cpu_s: list[float] = field(default_factory=list[float])
+    moved: int = 0  # bytes that travelled per round; 0 = handed over in place
+
+    def row(self, num_bytes: int) -> dict[str, Any]:
+        """GB/s, CPU seconds per GB and milliseconds, each with its spread."""
+        gigabytes = num_bytes / 1e9
+        return {
+            "way": self.name,
+            "gb_per_s": spread([gigabytes / each for each in self.seconds]),
+            "cpu_s_per_gb": spread([each / gigabytes for each in self.cpu_s]),
+            "ms": spread([each * 1e3 for each in self.seconds]),
+            "copied_bytes": self.moved,
+        }
+
+
+class Contest:
+    """P and D, and every way between them."""
+
+    def __init__(self, p: Link, d: Link, shape: Shape) -> None:
+        self._p = p
+        self._d = d
+        self._shape = shape
+        self.num_bytes = 0
+        self.ways: dict[str, Way] = {}
+        self.missing: dict[str, str] = {}
+        self.intact: dict[str, bool] = {}
+        self._addresses: dict[str, str] = {}
+
+    async def prepare(self, ways: list[str], tls: Path | None) -> None:
+        """Memory on both sides, all servers up, each lane proven once to carry the right bytes."""
+        shape = self._shape
+        for link in (self._p, self._d):
+            made = await link.ask(
+                "pool", layers=shape.layers, heads=shape.heads, dim=shape.dim, tokens=shape.tokens
+            )
+            self.num_bytes = made["bytes"]
+        self._addresses = (await self._p.ask("raw_serve"))["addresses"]
+        lanes, self.missing = await open_ways(self._p, self._d, ways, tls)
+        self.ways = {name: Way(name) for name in (MEMCPY, *KINDS, *lanes)}
+        await self._d.ask("memcpy")  # has its target from now on
+        sent = (await self._p.ask("digest"))["digest"]
+        for name in (*KINDS, *lanes):  # the first use of each warms it up, too
+            await self._d.ask("fill", seed=7)
+            await self._move(name)
+            self.intact[name] = (await self._d.ask("digest"))["digest"] == sent
+
+    async def round(self) -> None:
+        """Each way once."""
+        for name, way in self.ways.items():
+            before = await self._cpu_s()
+            seconds, moved = await self._move(name)
+            way.seconds.append(seconds)
+            way.cpu_s.append(await self._cpu_s() - before)
+            way.moved = moved
+
+    async def digest_s(self) -> float:
+        """Seconds to digest everything once on one side."""
+        return (await self._d.ask("digest_rate"))["seconds"]
+
+    async def _move(self, name: str) -> tuple[float, int]:
+        """Seconds, and bytes that travelled."""
+        if name == MEMCPY:
+            return (await self._d.ask("memcpy"))["seconds"], self.num_bytes
+        if name in KINDS:
+            answer = await self._d.ask("raw_read", kind=name, address=self._addresses[name])
+            return answer["seconds"], self.num_bytes
+        export = await self._p.ask("export", way=name, tokens=self._shape.tokens)
+        fetched = await self._d.ask("fetch", way=name, handle=export["handle"])
+        return fetched["ended_at"] - fetched["began_at"], fetched["bytes"]
+
+    async def _cpu_s(self) -> float:
+        return sum([(await link.ask("usage"))["cpu_s"] for link in (self._p, self._d)])
+
+
+async def open_ways(
+    p: Link, d: Link, ways: list[str], tls: Path | None
+) -> tuple[list[str], dict[str, str]]:
+    """Those of `ways` that both sides have, and why the others are missing."""
+    folder = None if tls is None else str(tls)
+    offered = await p.ask("open", ways=ways, tls=folder)
+    wanted = await d.ask("open", ways=offered["ways"], tls=folder)
+    return wanted["ways"], offered["missing"] | wanted["missing"]
+
+
+async def measure(ways: list[str], tls: Path | None, plan: Contested) -> dict[str, Any]:
+    """The whole contest, as JSON-ready values."""
+    async with Link.spawn(plan.cores[0]) as p, Link.spawn(plan.cores[1]) as d:
+        contest = Contest(p, d, plan.shape)
+        await contest.prepare(ways, tls)
+        rounds = plan.rounds
+        for _ in range(rounds):
+            await contest.round()
+        digest_s = spread([await contest.digest_s() for _ in range(rounds)])["median"]
+        rows = [way.row(contest.num_bytes) for way in contest.ways.values()]
+    for row in rows:
+        if row["way"] in (MEMCPY, *KINDS, *ONE_SIDED):
+            continue
+        # Both sides digest every byte that travels, one after the other for the last frame only.
+        digested = 2 * digest_s * row["copied_bytes"] / contest.num_bytes
+        cpu_s = row["cpu_s_per_gb"]["median"] * contest.num_bytes / 1e9
+        row["digest_share_of_cpu"] = digested / cpu_s if cpu_s else 0.0
+    return {
+        "bytes": contest.num_bytes,
+        "rounds": rounds,
+        "rows": rows,
+        "missing": contest.missing,
+        "intact": contest.intact,
+        "digest_gb_per_s": contest.num_bytes / 1e9 / digest_s,
+        "digest_s": digest_s,
+    }

@@ -1,0 +1,313 @@
+"""`baton doctor`: which KV lanes work between two nodes, how fast, and what this machine is.
+
+Without addresses two probe processes on this machine play the nodes. With --from and --to it talks
+to running nodes as a router would: a prompt is prefilled on one, then decoded on the other with a
+handle that offers a single lane; the time until the decode node goes on is the lane's. Nothing is
+left behind: every probe is an ordinary request of two tokens.
+Imports no torch: probing is done by other processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+
+from baton.clock import SystemClock
+from baton.errors import BatonError, ConfigError, NodeLost
+from baton.events import HandleReady, RequestFailed, TokenEvent
+from baton.handles import KVHandle, NodeRecord, Role
+from baton.messages import AbortRequest, ReleaseExport, RouterMessage, SubmitDecode, SubmitPrefill
+from baton.request import Request
+from baton.sampling import SamplingParams
+from baton.timing import Timing
+from bench.transfer_link import Link, PeerError
+from deploy.machine import MachineFacts, machine_facts
+from router.node_session import Attachment, NodeEvent, NodeSession, SessionContext, SessionLost
+
+ANSWER_S: Final = 120.0
+PATIENCE_S: Final = 2 * Timing().connect_s
+LARGE_TOKENS: Final = 512
+SMALL_TOKENS: Final = 8
+REPEATS: Final = 3
+PROBE: Final = {"layers": 8, "heads": 8, "dim": 128, "tokens": LARGE_TOKENS}  # 16 MiB
+
+
+@dataclass(frozen=True, slots=True)
+class LaneReport:
+    """One lane between the two. `latency_ms`: a hand-over of a few tokens."""
+
+    lane: str
+    available: bool
+    reason: str = ""
+    gb_per_s: float | None = None
+    latency_ms: float | None = None
+    chosen: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    between: tuple[str, str]
+    lanes: tuple[LaneReport, ...]
+    machine: MachineFacts
+
+    @property
+    def healthy(self) -> bool:
+        return any(lane.chosen for lane in self.lanes)
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "healthy": self.healthy}
+
+
+async def diagnose(source: str | None, target: str | None, secret: str, redis: str) -> Diagnosis:
+    """Between the nodes at `source` and `target`, or between two local probes when both are None.
+
+    Raises ConfigError for one address alone or nodes that cannot hand over; NodeLost.
+    """
+    if (source is None) != (target is None):
+        raise ConfigError("--from and --to come together")
+    async with Link.spawn() as d:
+        facts = await d.ask("facts")
+        machine = await machine_facts(redis, facts["torch"], facts["torch_threads"])
+        if source is None or target is None:
+            async with Link.spawn() as p:
+                ways = [way for way in facts["ways"] if "tls" not in way]  # certificates are yours
+                lanes = await probe_local(p, d, ways, facts["preferred"])
+            return Diagnosis(("a local probe", "another"), lanes, machine)
+    lanes = await probe_nodes(source, target, secret)
+    return Diagnosis((source, target), lanes, machine)
+
+
+def choose(found: Sequence[LaneReport], preferred: Sequence[str]) -> tuple[LaneReport, ...]:
+    """Mark the first of `preferred` that is available: what two nodes would agree on."""
+    available = {lane.lane for lane in found if lane.available}
+    best = next((name for name in preferred if name in available), None)
+    return tuple(replace(lane, chosen=lane.lane == best) for lane in found)
+
+
+# ---- two processes of our own --------------------------------------------------------------------
+
+
+async def probe_local(
+    p: Link, d: Link, ways: Sequence[str], preferred: Sequence[str]
+) -> tuple[LaneReport, ...]:
+    for link in (p, d):
+        made = await link.ask("pool", **PROBE)
+    offered = await p.ask("open", ways=list(ways), tls=None)
+    opened = await d.ask("open", ways=offered["ways"], tls=None)
+    missing: dict[str, str] = offered["missing"] | opened["missing"]
+    found: list[LaneReport] = []
+    for way in ways:
+        if way in missing:
+            found.append(LaneReport(way, False, missing[way]))
+            continue
+        try:
+            large = await _best_s(lambda way=way: _fetch_s(p, d, way, LARGE_TOKENS))
+            small = await _best_s(lambda way=way: _fetch_s(p, d, way, SMALL_TOKENS))
+        except PeerError as error:
+            found.append(LaneReport(way, False, error.message))
+        else:
+            rate = made["bytes"] / 1e9 / large
+            found.append(LaneReport(way, True, "", rate, small * 1e3))
+    return choose(found, preferred)
+
+
+async def _fetch_s(p: Link, d: Link, way: str, tokens: int) -> float:
+    export = await p.ask("export", way=way, tokens=tokens)
+    fetched = await d.ask("fetch", way=way, handle=export["handle"])
+    return fetched["ended_at"] - fetched["began_at"]
+
+
+async def _best_s(measure: Callable[[], Coroutine[Any, Any, float]]) -> float:
+    """The median of a few, after one that warms up."""
+    await measure()
+    return statistics.median([await measure() for _ in range(REPEATS)])
+
+
+# ---- two running nodes ---------------------------------------------------------------------------
+
+
+class NoLog:
+    """router.node_session.StepLog: nothing is logged of a probe."""
+
+    async def append(self, events: Sequence[TokenEvent]) -> None:
+        return
+
+
+class ProbedNode:
+    """A session with one running node, as a router's."""
+
+    def __init__(self, address: str, secret: str) -> None:
+        self._changed = asyncio.Event()
+        router_id = f"doctor-{uuid.uuid4().hex[:8]}"
+        context = SessionContext(
+            router_id, secret, Timing(), SystemClock(), NoLog(), self._admit, self._changed.set
+        )
+        self.session = NodeSession(address, context)
+
+    def _admit(self, address: str, record: NodeRecord) -> None:
+        """Whoever answers is looked at."""
+
+    @classmethod
+    @asynccontextmanager
+    async def connect(
+        cls, address: str, secret: str, patience_s: float = PATIENCE_S
+    ) -> AsyncGenerator[ProbedNode, None]:
+        """Raises NodeLost if nobody answers there, or not to this secret."""
+        node = cls(address, secret)
+        running = asyncio.create_task(node.session.run(), name=f"doctor-{address}")
+        try:
+            try:
+                async with asyncio.timeout(patience_s):
+                    await node._changed.wait()
+            except TimeoutError as error:
+                raise NodeLost(f"no node answers at {address} (or BATON_SECRET differs)") from error
+            yield node
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    @property
+    def record(self) -> NodeRecord:
+        record = self.session.record
+        assert record is not None, "connected"
+        return record
+
+    @asynccontextmanager
+    async def request(
+        self, request: Request, message: RouterMessage
+    ) -> AsyncGenerator[asyncio.Queue[NodeEvent], None]:
+        """Send `message` and yield the queue of what the node says of the request."""
+        events: asyncio.Queue[NodeEvent] = asyncio.Queue()
+        self.session.attach(Attachment(request.id, request.epoch, events.put_nowait))
+        try:
+            self.session.send(message)
+            yield events
+        finally:
+            self.session.detach(request.id)
+            self.session.send(AbortRequest(request.id, request.epoch))
+
+
+async def expect(events: asyncio.Queue[NodeEvent]) -> HandleReady | TokenEvent:
+    """The next event that brings something. Raises NodeLost, or ConfigError with what failed."""
+    while True:
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                event = await events.get()
+        except TimeoutError as error:
+            raise NodeLost(f"a node said nothing for {ANSWER_S} s") from error
+        match event:
+            case RequestFailed():
+                raise ConfigError(f"{event.code}: {event.message}")
+            case SessionLost():
+                raise NodeLost(event.reason)
+            case HandleReady() | TokenEvent():
+                return event
+            case _:
+                continue
+
+
+async def probe_nodes(source: str, target: str, secret: str) -> tuple[LaneReport, ...]:
+    """Every lane that either announces. Raises ConfigError, NodeLost."""
+    async with ProbedNode.connect(source, secret) as p:
+        preferred = [lane.name for lane in p.record.endpoint.lanes]
+        async with ProbedNode.connect(target, secret) as d:
+            refuse_pair(p.record, d.record)
+            theirs = [lane.name for lane in d.record.endpoint.lanes]
+        found: list[LaneReport] = []
+        for name in dict.fromkeys([*theirs, *preferred]):
+            if name not in theirs or name not in preferred:
+                missing = target if name not in theirs else source
+                found.append(LaneReport(name, False, f"{missing} does not open it"))
+                continue
+            try:
+                found.append(await _probe_lane(p, (target, secret), name))
+            except BatonError as error:
+                found.append(LaneReport(name, False, error.message))
+    return choose(found, theirs)
+
+
+def refuse_pair(p: NodeRecord, d: NodeRecord) -> None:
+    """Raises ConfigError for two nodes that may not hand over."""
+    if p.role is not Role.PREFILL or d.role is not Role.DECODE:
+        raise ConfigError(f"--from is a {p.role.value} node and --to a {d.role.value} node")
+    if p.endpoint.layout_fingerprint != d.endpoint.layout_fingerprint:
+        raise ConfigError(f"the nodes serve different models: {p.model} and {d.model}")
+
+
+async def _probe_lane(p: ProbedNode, target: tuple[str, str], name: str) -> LaneReport:
+    """D's counters are read from its hello, so it is called anew before and after."""
+    tokens = min(LARGE_TOKENS, p.record.max_model_len - 8)
+    async with ProbedNode.connect(*target) as d:
+        before = d.record.load
+        small = await _best_s(lambda: _hand_over_s(p, d, name, SMALL_TOKENS))
+        large = await _best_s(lambda: _hand_over_s(p, d, name, tokens))
+    async with ProbedNode.connect(*target) as d:
+        moved = d.record.load.kv_received_bytes - before.kv_received_bytes
+    # All hand-overs moved the same bytes per token.
+    total = (REPEATS + 1) * (SMALL_TOKENS + tokens)
+    return LaneReport(name, True, "", moved * tokens / total / 1e9 / large, small * 1e3)
+
+
+async def _hand_over_s(p: ProbedNode, d: ProbedNode, lane: str, tokens: int) -> float:
+    """Seconds from the router's word to D until D goes on, when P has long finished."""
+    vocabulary = range(1, p.record.vocab_size)
+    prompt = tuple(random.SystemRandom().choices(vocabulary, k=tokens))
+    params = SamplingParams(max_tokens=2, seed=1, temperature=0, ignore_eos=True)
+    request = Request(f"doctor-{uuid.uuid4().hex}", prompt, params)
+    handle: KVHandle | None = None
+    try:
+        async with p.request(request, SubmitPrefill(request)) as events:
+            while isinstance(event := await expect(events), HandleReady):
+                handle = event.handle
+        if handle is None:
+            raise ConfigError("the prefill node offered no KV")
+        offered = tuple(each for each in handle.endpoint.lanes if each.name == lane)
+        only = replace(handle, endpoint=replace(handle.endpoint, lanes=offered))
+        began = time.monotonic()
+        async with d.request(request, SubmitDecode(request, only)) as events:
+            await expect(events)
+            return time.monotonic() - began
+    finally:
+        if handle is not None:  # fetched or not: nothing stays pinned
+            p.session.send(ReleaseExport(handle, "the probe is over"))
+
+
+# ---- showing -------------------------------------------------------------------------------------
+
+
+def doctor(source: str | None, target: str | None, secret: str, redis: str) -> Diagnosis:
+    """`diagnose`, to its end."""
+    return asyncio.run(diagnose(source, target, secret, redis))
+
+
+def show(found: Diagnosis, console: Console) -> None:
+    console.print(view(found))
+
+
+def view(found: Diagnosis) -> RenderableType:
+    """The lanes, and the machine."""
+    title = f"KV lanes from {found.between[0]} to {found.between[1]}"
+    lanes = Table(title=title, box=box.SIMPLE, title_justify="left")
+    for name in ("lane", "GB/s", "latency", ""):
+        lanes.add_column(name, justify="left" if name in ("lane", "") else "right")
+    for lane in found.lanes:
+        if not lane.available:
+            lanes.add_row(lane.lane, "-", "-", f"not available: {lane.reason}", style="dim")
+            continue
+        note = "[green]chosen[/]" if lane.chosen else ""
+        lanes.add_row(lane.lane, f"{lane.gb_per_s:.2f}", f"{lane.latency_ms:.1f} ms", note)
+    facts = Table(title="This machine", box=box.SIMPLE, title_justify="left", show_header=False)
+    for name, value in found.machine.rows():
+        facts.add_row(name, value)
+    return Group(lanes, facts)

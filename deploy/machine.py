@@ -1,0 +1,116 @@
+"""What `baton doctor` says of the machine it runs on: processor, memory, /dev/shm, Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from baton.redis_keys import check_redis_url
+from deploy.redis_server import find_redis_binary
+
+SHM: Final = Path("/dev/shm")
+COPY_BYTES: Final = 64 << 20
+COPIES: Final = 3
+REDIS_S: Final = 2.0
+# Flags of /proc/cpuinfo that CPU kernels ask for, best first.
+FEATURES: Final = ("amx_bf16", "amx_int8", "avx512_bf16", "avx512_vnni", "avx512f", "avx2")
+
+
+@dataclass(frozen=True, slots=True)
+class MachineFacts:
+    """Bytes, GB/s and counts; "" or None where this system does not say."""
+
+    processor: str
+    features: tuple[str, ...]
+    cores: int
+    copy_gb_per_s: float
+    shm_bytes: int | None
+    shm_free_bytes: int | None
+    redis: str
+    torch: str
+    torch_threads: int
+
+    def rows(self) -> Iterable[tuple[str, str]]:
+        """For people."""
+        yield "processor", f"{self.processor or 'unknown'}, {self.cores} cores"
+        yield "instructions", " ".join(self.features) or "none of AMX, AVX-512, AVX2"
+        yield "memory", f"copies {self.copy_gb_per_s:.1f} GB/s on one core"
+        if self.shm_bytes is None or self.shm_free_bytes is None:
+            yield str(SHM), "missing: no shm lane"
+        else:
+            free = f"{self.shm_free_bytes / 1e9:.1f} of {self.shm_bytes / 1e9:.1f} GB free"
+            yield str(SHM), free
+        yield "Redis", self.redis
+        yield "torch", f"{self.torch}, {self.torch_threads} threads"
+
+
+async def machine_facts(redis_url: str, torch: str, torch_threads: int) -> MachineFacts:
+    """`redis_url` "" = only look whether a server could be started here."""
+    name, flags = await asyncio.to_thread(processor)
+    usage = shutil.disk_usage(SHM) if SHM.is_dir() else None
+    return MachineFacts(
+        processor=name,
+        features=tuple(feature for feature in FEATURES if feature in flags),
+        cores=len(os.sched_getaffinity(0)),
+        copy_gb_per_s=await asyncio.to_thread(copy_rate),
+        shm_bytes=None if usage is None else usage.total,
+        shm_free_bytes=None if usage is None else usage.free,
+        redis=await redis_state(redis_url),
+        torch=torch,
+        torch_threads=torch_threads,
+    )
+
+
+def processor(path: Path = Path("/proc/cpuinfo")) -> tuple[str, frozenset[str]]:
+    """Name and flags of the first processor; empty where there is no such file."""
+    name, flags = "", frozenset[str]()
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return name, flags
+    for line in text.partition("\n\n")[0].splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            name = value.strip()
+        elif key.strip() in ("flags", "Features"):
+            flags = frozenset(value.split())
+    return name, flags
+
+
+def copy_rate() -> float:
+    """GB/s of a plain copy on one core, the best of a few."""
+    source, target = bytearray(COPY_BYTES), memoryview(bytearray(COPY_BYTES))
+    target[:] = source  # touch every page
+    seconds: list[float] = []
+    for _ in range(COPIES):
+        began = time.perf_counter()
+        target[:] = source
+        seconds.append(time.perf_counter() - began)
+    return COPY_BYTES / 1e9 / min(seconds)
+
+
+async def redis_state(url: str) -> str:
+    """What is to be said of the Redis at `url`. Raises ConfigError for what is no URL of one."""
+    if not url:
+        binary = find_redis_binary()
+        return "no --redis-url; a server can be started" if binary else "none (in-memory store)"
+    check_redis_url(url)
+    client = Redis.from_url(url, socket_timeout=REDIS_S, socket_connect_timeout=REDIS_S)
+    try:
+        began = time.perf_counter()
+        async with asyncio.timeout(2 * REDIS_S):
+            await client.ping()
+        return f"answers in {(time.perf_counter() - began) * 1e3:.1f} ms"
+    except (RedisError, OSError, TimeoutError) as error:
+        return f"not reachable: {error}"
+    finally:
+        await client.aclose()

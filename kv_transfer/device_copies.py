@@ -1,0 +1,115 @@
+"""CudaCopies: staging.DeviceCopies on a CUDA device.
+
+Straightforward calls, in one place: the logic around them is staging.py's, which is proven with a
+device that exists in tests only. "The compute stream" is the one that is current where this is
+made: the engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kv_transfer.base import KVMemory
+from kv_transfer.device_pool import ArenaPool
+from kv_transfer.layout import Arena, ArenaMemory
+from kv_transfer.staging import NUM_SLOTS, Mark, Places, StagedMemory
+
+
+class CudaMark:
+    """An event. `wait` sleeps in the driver instead of spinning: data-plane threads have no core of
+    their own."""
+
+    def __init__(self) -> None:
+        self.event = torch.cuda.Event(blocking=True)
+
+    def done(self) -> bool:
+        return self.event.query()
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+class CudaCopies:
+    """staging.DeviceCopies; a copy stream per lane, made on first use."""
+
+    def __init__(self, device: torch.device, num_lanes: int) -> None:
+        self._device = device
+        self._compute = torch.cuda.current_stream(device)
+        self._streams = [torch.cuda.Stream(device) for _ in range(num_lanes)]
+
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def mark(self) -> Mark:
+        return self._record(self._compute)
+
+    def gather(
+        self,
+        lane: int,
+        sources: Sequence[torch.Tensor],
+        places: Places,
+        host: torch.Tensor,
+        after: Mark,
+    ) -> Mark:
+        """One gather kernel and one copy per source."""
+        stream = self._after(lane, after)
+        with torch.cuda.stream(stream):
+            block, row = self._indices(places)
+            taken = 0
+            for source in sources:
+                part = source[block, row].contiguous().view(torch.uint8).flatten()
+                host[taken : taken + part.numel()].copy_(part, non_blocking=True)
+                taken += part.numel()
+            return self._record(stream)
+
+    def scatter(
+        self,
+        lane: int,
+        host: torch.Tensor,
+        targets: Sequence[torch.Tensor],
+        places: Places,
+        after: Mark,
+    ) -> Mark:
+        """One copy and one scatter kernel per target."""
+        stream = self._after(lane, after)
+        with torch.cuda.stream(stream):
+            block, row = self._indices(places)
+            staged = host.to(self._device, non_blocking=True)
+            taken = 0
+            for target in targets:
+                shape = (len(places.row), *target.shape[2:])
+                size = shape[0] * shape[1] * shape[2] * target.element_size()
+                part = staged[taken : taken + size].clone()  # aligned for the wider dtype
+                target[block, row] = part.view(target.dtype).view(shape)
+                taken += size
+            return self._record(stream)
+
+    def hold_compute(self, until: Mark) -> None:
+        assert isinstance(until, CudaMark), "marks are of one device"
+        self._compute.wait_event(until.event)
+
+    def _after(self, lane: int, after: Mark) -> torch.cuda.Stream:
+        assert isinstance(after, CudaMark), "marks are of one device"
+        stream = self._streams[lane]
+        stream.wait_event(after.event)
+        return stream
+
+    def _indices(self, places: Places) -> tuple[torch.Tensor, torch.Tensor]:
+        return places.block.to(self._device), places.row.to(self._device)
+
+    def _record(self, stream: torch.cuda.Stream) -> CudaMark:
+        mark = CudaMark()
+        mark.event.record(stream)
+        return mark
+
+
+def memory_of(arena: Arena, timeout_s: float) -> KVMemory:
+    """What a connector needs of a node's pool, wherever it lies. `timeout_s`: StagedMemory's. Call
+    it where the engine's compute stream is current."""
+    # The engine keeps of a sliding window what it still shows, on either side.
+    described = ArenaMemory(arena, windowed=True)
+    if arena.device.type == "cpu":
+        return described
+    return StagedMemory(ArenaPool(described), CudaCopies(arena.device, NUM_SLOTS), timeout_s)

@@ -1,0 +1,367 @@
+"""The fetching half of a connector on the event loop: lanes, ranks, retries, leases, deadlines.
+
+A fetch is one conversation with every exporting rank that has something for us, each on a thread of
+the data plane (fetcher.py); it is complete when all are, and when one fails all are broken off.
+However a call ends, no thread touches the blocks afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import OrderedDict
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from baton.clock import Clock
+from baton.errors import KVCorrupt, KVError, KVLost, KVRefused, KVStale, KVTimeout
+from baton.handles import Endpoint, KVHandle, LaneAddress
+from baton.timing import Timing
+from kv_transfer.base import Blocks, KVReady, Lane
+from kv_transfer.fetch_session import Intent, Wanted
+from kv_transfer.fetcher import Conversation, Fetched, Fetcher
+from kv_transfer.links import AUTO, LinkSpeeds
+from kv_transfer.messages import DIRECT, INT8, RAW
+from kv_transfer.shares import first_sent, meets, rows_bytes, share
+
+log = logging.getLogger(__name__)
+
+MAX_FETCHES: Final = 64  # conversations in flight; most of them wait for a prefill
+MAX_CONTROL: Final = 8  # renewals and releases in flight: never queued behind fetches
+MAX_CHOICES: Final = 4096  # codecs chosen by precision_of for fetches that have not begun
+
+
+@dataclass(frozen=True, slots=True)
+class FetchCall:
+    """The arguments of KVConnector.fetch."""
+
+    handle: KVHandle
+    epoch: int
+    blocks: Blocks
+    start_token: int
+    hold: bool
+
+
+def ranks_of(handle: KVHandle) -> list[KVHandle]:
+    """The handle at each exporting rank; all ranks name an export by the same number and secret."""
+    ranks = handle.endpoint.ranks
+    if not ranks:
+        return [handle]
+    return [replace(handle, boot_id=rank.boot_id, endpoint=rank) for rank in ranks]
+
+
+class Fetches:
+    """`lanes`: all that are used. `wire_codec`: links.WIRE_CODECS."""
+
+    def __init__(
+        self, shared: Fetcher, lanes: Sequence[Lane], timing: Timing, clock: Clock, wire_codec: str
+    ) -> None:
+        self._shared = shared
+        self._lanes = lanes
+        self._timing = timing
+        self._clock = clock
+        self._wire_codec = wire_codec
+        self.links = LinkSpeeds()
+        self._choices: OrderedDict[tuple[str, int], str] = OrderedDict()
+        self._background: set[asyncio.Task[None]] = set()
+        self._data_threads = ThreadPoolExecutor(MAX_FETCHES, thread_name_prefix="kv-fetch")
+        self._control_threads = ThreadPoolExecutor(MAX_CONTROL, thread_name_prefix="kv-control")
+
+    async def stop(self) -> None:
+        """After the lanes have been stopped: give back every thread. Idempotent."""
+        self._shared.wires.close()
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        for threads in (self._data_threads, self._control_threads):
+            await asyncio.to_thread(threads.shutdown)
+
+    # ---- precision -----------------------------------------------------------------------------
+    def precision_of(self, handle: KVHandle) -> str | None:
+        """base.KVConnector.precision_of. Decides the codec of the fetch that follows."""
+        codec = self._choose_codec(handle)
+        self._choices[handle.boot_id, handle.export_seq] = codec
+        if len(self._choices) > MAX_CHOICES:
+            self._choices.popitem(last=False)
+        theirs, ours = handle.endpoint.format.dtype, self._shared.memory.format.dtype
+        if codec == RAW:
+            return None if theirs == ours else f"{theirs}>{ours}"
+        return f"{theirs}>{codec}>{ours}" if ours != codec else f"{theirs}>{ours}"
+
+    def _choose_codec(self, handle: KVHandle) -> str:
+        theirs = handle.endpoint.format
+        lanes = self._common(ranks_of(handle)[0].endpoint)
+        # What is int8 already travels as it is; what no wire carries is not made smaller.
+        direct = bool(lanes) and lanes[0][0].direct
+        if direct or theirs.dtype == INT8 or INT8 not in theirs.codecs:
+            return RAW
+        if self._wire_codec == AUTO:
+            return self.links.codec(handle.boot_id)
+        return self._wire_codec
+
+    # ---- fetch ---------------------------------------------------------------------------------
+    async def fetch(self, call: FetchCall) -> KVReady:
+        """base.KVConnector.fetch."""
+        handle, stats = call.handle, self._shared.stats
+        started = self._clock.monotonic()
+        renewal = asyncio.create_task(self._keep_lease(handle, call.epoch), name="kv-renew")
+        try:
+            parts = await self._fetch_with_retry(call)
+        except KVError as error:
+            stats.failed(error.code)
+            log.info("request %s: KV fetch failed: %s", handle.request_id, error)
+            await _ended(renewal)
+            raise
+        except BaseException:
+            await _ended(renewal)
+            raise
+        seconds = self._clock.monotonic() - started
+        stats.fetched(parts[0].lane, seconds)
+        stats.skipped(self._bytes_out_of_sight(call))
+        num_bytes = sum(part.num_bytes for part in parts)
+        ends = [part.end for part in parts if part.end is not None]
+        waited = max((end.waited_ms for end in ends), default=0) / 1000
+        self.links.observe(handle.boot_id, num_bytes, seconds - waited)
+        held = None
+        if call.hold:
+            held = _Held(self, call, renewal)
+        else:
+            await _ended(renewal)
+            if len(ranks_of(handle)) > 1:
+                self._spawn(self.let_go(handle, call.epoch))
+        first_tokens = next((end.first_tokens for end in ends if end.first_tokens), ())
+        return KVReady(handle.num_tokens, first_tokens, num_bytes, seconds, held)
+
+    async def _fetch_with_retry(self, call: FetchCall) -> list[Fetched]:
+        """One re-fetch after a corrupt frame, from the start: cheaper than a prefill."""
+        key = (call.handle.boot_id, call.handle.export_seq)
+        codec = self._choices.pop(key, None) or self._choose_codec(call.handle)
+        try:
+            return await self._fetch_parts(call, codec)
+        except KVCorrupt as error:
+            lane, _ = self._common(ranks_of(call.handle)[0].endpoint)[0]
+            self._shared.stats.retried(lane.name)
+            log.warning("request %s: fetching again: %s", call.handle.request_id, error)
+        return await self._fetch_parts(call, codec)
+
+    async def _fetch_parts(self, call: FetchCall, codec: str) -> list[Fetched]:
+        """From every rank that has something for us, at once. One fails, all are broken off."""
+        memory = self._shared.memory
+        ranks = ranks_of(call.handle)
+        sources = [r for r in ranks if meets(memory.layers, r.endpoint.format, memory.format)]
+        wanted = Wanted(
+            call.handle,
+            call.epoch,
+            Intent.FETCH,
+            call.start_token,
+            round(self._timing.request_s * 1000),
+            codec,
+            windowed=memory.windowed,
+            hold=call.hold or len(ranks) > 1,  # nobody is let go before all have delivered
+            part=memory.format.tp_size > 1,
+        )
+        tasks = [
+            asyncio.create_task(
+                self._converse(self._data_threads, replace(wanted, handle=source), call.blocks)
+            )
+            for source in sources
+        ]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            pending = [task for task in tasks if not task.done()]
+            for task in pending:
+                task.cancel()
+            if pending:
+                await _settled(asyncio.gather(*pending, return_exceptions=True))
+        for task in tasks:
+            if not task.cancelled():
+                task.result()  # raises what broke the others off
+        return [task.result() for task in tasks]
+
+    def _bytes_out_of_sight(self, call: FetchCall) -> int:
+        memory = self._shared.memory
+        if not memory.windowed:
+            return 0
+        num_bytes = 0
+        for spec in memory.layers:
+            first = first_sent(spec, call.start_token, call.handle.num_tokens, windowed=True)
+            for rank in ranks_of(call.handle):
+                heads = share(spec, rank.endpoint.format, memory.format)
+                row = rows_bytes(spec, len(heads), rank.endpoint.format.dtype)
+                num_bytes += row * (first - call.start_token)
+        return num_bytes
+
+    # ---- leases and releases -------------------------------------------------------------------
+    async def renew(self, handle: KVHandle, epoch: int) -> None:
+        """At this one exporting rank. Raises KVStale, KVLost, KVTimeout."""
+        await self._converse(self._control_threads, Wanted(handle, epoch, Intent.RENEW), ())
+
+    async def release(self, handle: KVHandle, epoch: int, why: str, part: bool = False) -> None:
+        """At this one exporting rank, wholly or (`part`) as far as we are concerned. Never raises
+        KVError."""
+        wanted = Wanted(handle, epoch, Intent.RELEASE, part=part)
+        try:
+            await self._converse(self._control_threads, wanted, ())
+        except KVError as error:
+            # Gone already, taken over by a newer epoch, or out of reach: the lease frees it.
+            log.debug("request %s: release (%s): %s", handle.request_id, why, error)
+
+    async def let_go(self, handle: KVHandle, epoch: int) -> None:
+        """The end of a fetch that held its ranks: let go of each, and, as the first of our ranks,
+        of those that none of us needed."""
+        memory = self._shared.memory
+        part = memory.format.tp_size > 1
+        letting_go: list[Coroutine[Any, Any, None]] = []
+        for rank in ranks_of(handle):
+            theirs = rank.endpoint.format
+            if meets(memory.layers, theirs, memory.format):
+                letting_go.append(self.release(rank, epoch, "fetched", part))
+            elif memory.format.tp_rank == 0 and not any(
+                meets(memory.layers, theirs, replace(memory.format, tp_rank=r))
+                for r in range(memory.format.tp_size)
+            ):
+                letting_go.append(self.release(rank, epoch, "not needed"))
+        await asyncio.gather(*letting_go)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work, name="kv-acknowledge")
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _keep_lease(self, handle: KVHandle, epoch: int) -> None:
+        """Renew at all ranks each third of the lease; returns when it is lost."""
+        ranks = ranks_of(handle)
+        lease_s = handle.lease_ms / 1000
+        renewed_at = self._clock.monotonic()
+        while self._clock.monotonic() - renewed_at < lease_s:
+            await asyncio.sleep(lease_s / 3)
+            asked_at = self._clock.monotonic()
+            renewals = (self.renew(rank, epoch) for rank in ranks)
+            errors = await asyncio.gather(*renewals, return_exceptions=True)
+            for error in errors:
+                if error is not None:
+                    log.debug("request %s: renewal: %s", handle.request_id, error)
+            if any(isinstance(error, KVStale | KVRefused) for error in errors):
+                return
+            if not any(errors):
+                renewed_at = asked_at
+
+    # ---- one conversation ----------------------------------------------------------------------
+    def _common(self, endpoint: Endpoint) -> list[tuple[Lane, LaneAddress]]:
+        """The lanes that lead to `endpoint`, in the exporter's order: it knows its memory."""
+        ours = {lane.name: lane for lane in self._lanes}
+        return [
+            (lane, address)
+            for address in endpoint.lanes
+            if (lane := ours.get(address.name)) is not None and lane.reaches(address)
+        ]
+
+    async def _converse(
+        self, threads: ThreadPoolExecutor, wanted: Wanted, blocks: Blocks
+    ) -> Fetched:
+        """Over the best lane on which the exporter can be heard at all."""
+        endpoint = wanted.handle.endpoint
+        common = self._common(endpoint)
+        if not common:
+            offered = sorted(address.name for address in endpoint.lanes)
+            if any(lane.name in offered for lane in self._lanes):
+                raise KVLost(f"the exporter is out of reach by {offered}")
+            raise KVRefused(f"no common lane: {offered} offered")
+        *better, last = common
+        for lane, address in better:
+            conversation = self._conversation(lane, address, wanted, blocks)
+            try:
+                return await self._hold(threads, conversation, lane)
+            except (KVLost, KVRefused) as error:
+                if not conversation.elsewhere:
+                    raise
+                self._shared.stats.fell_back(lane.name)
+                log.info("lane %s gives way to the next: %s", lane.name, error)
+        return await self._hold(threads, self._conversation(*last, wanted, blocks), last[0])
+
+    def _conversation(
+        self, lane: Lane, address: LaneAddress, wanted: Wanted, blocks: Blocks
+    ) -> Conversation:
+        if lane.direct and wanted.intent is Intent.FETCH:
+            wanted = replace(wanted, codec=DIRECT)
+        return Conversation(self._shared, lane, address, wanted, blocks)
+
+    async def _hold(
+        self, threads: ThreadPoolExecutor, conversation: Conversation, lane: Lane
+    ) -> Fetched:
+        """Hold one conversation on a thread. However it ends, the thread has left the blocks."""
+        progress_s = self._timing.kv_progress_s
+        try:
+            async with asyncio.timeout(None) as deadline:
+                progress = _Progress(asyncio.get_running_loop(), deadline, progress_s)
+                running = threads.submit(conversation.run, progress.made)
+                finished = asyncio.wrap_future(running)
+                try:
+                    await asyncio.wait([finished])
+                except asyncio.CancelledError:
+                    conversation.cancel()
+                    running.cancel()  # if it still waits for a thread
+                    await _settled(finished)
+                    raise
+                finally:
+                    progress.watched = False
+            return finished.result()
+        except TimeoutError as error:
+            raise KVTimeout(f"no progress for {progress_s} s on lane {lane.name}") from error
+
+
+class _Held:
+    """base.HeldExport: an unacknowledged export, renewed until it is released."""
+
+    def __init__(self, fetches: Fetches, call: FetchCall, renewal: asyncio.Task[None]) -> None:
+        self._fetches = fetches
+        self._call = call
+        self._renewal = renewal
+        self._released = False
+
+    async def lost(self) -> None:
+        await asyncio.wait([self._renewal])
+
+    async def release(self) -> None:
+        if self._released:
+            return
+        self._released = True
+        await _ended(self._renewal)
+        await self._fetches.let_go(self._call.handle, self._call.epoch)
+
+
+@dataclass(slots=True)
+class _Progress:
+    """Moves a deadline of the event loop each time a data-plane thread gets on."""
+
+    loop: asyncio.AbstractEventLoop
+    deadline: asyncio.Timeout
+    progress_s: float
+    watched: bool = True
+
+    def made(self) -> None:
+        """Any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody waits any more
+            self.loop.call_soon_threadsafe(self._extend)
+
+    def _extend(self) -> None:
+        if self.watched and not self.deadline.expired():
+            self.deadline.reschedule(self.loop.time() + self.progress_s)
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait([task])
+
+
+async def _settled(finished: asyncio.Future[Any]) -> None:
+    """Wait until the threads have left the blocks, whatever happens; the caller re-raises."""
+    while not finished.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait([finished])
+    if not finished.cancelled():
+        finished.exception()  # seen: the cancellation is what the caller reports

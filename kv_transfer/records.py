@@ -1,0 +1,155 @@
+"""Tagged records over a connected socket, and a thread that notices peers that have gone.
+
+What the `dist` lane speaks beside its tensors: `{length u32, tag u8}` little-endian, then `length`
+bytes. Not here: what a record means (dist.py, pairs.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import select
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from baton.errors import KVCorrupt, KVLost, KVTimeout
+from kv_transfer.frames import HEADER_BYTES, MAX_PAYLOAD, Buffer
+
+MAX_RECORD: Final = HEADER_BYTES + MAX_PAYLOAD
+_HEAD: Final = struct.Struct("<IB")
+
+
+class Tag(enum.IntEnum):
+    FRAME = 0  # a frame, in the record itself
+    TENSOR = 1  # u32: a frame of so many bytes follows over the pair
+    WANTED = 2  # exporter: I have a big frame, which pair do we use?
+    OFFER = 3  # fetcher: the id of an idle pair or of one to build; empty: no room
+    USE = 4  # exporter: u8, a pairs.Use
+    STORE = 5  # rendezvous of a new pair: u16 length of the key, key, value
+    FINISHED = 6  # the sender says no more
+
+
+_TAGS: Final = {int(tag): tag for tag in Tag}
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    tag: Tag
+    body: bytearray
+
+
+class RecordSocket:
+    """Owns a connected stream socket (TCP: with TCP_NODELAY). One thread sends and receives; any
+    may `break_`."""
+
+    def __init__(self, connection: socket.socket, send_timeout_s: float) -> None:
+        self.socket = connection
+        self._send_timeout_s = send_timeout_s
+
+    def send(self, tag: Tag, body: Buffer = b"") -> None:
+        """Raises KVLost, KVTimeout if the peer takes nothing for too long."""
+        try:
+            self.socket.settimeout(self._send_timeout_s)
+            self.socket.sendall(_HEAD.pack(len(body), tag))
+            if len(body):
+                self.socket.sendall(body)
+        except TimeoutError as error:
+            raise KVTimeout("the peer takes no more records") from error
+        except OSError as error:
+            raise KVLost(f"connection lost: {error}") from error
+
+    def receive(self, timeout_s: float | None = None) -> Record:
+        """The next record. Raises KVLost at the end of the connection, KVTimeout if a wait for
+        bytes takes longer than `timeout_s`, KVCorrupt for what is no record."""
+        try:
+            self.socket.settimeout(timeout_s)
+            length, number = _HEAD.unpack(self._exactly(_HEAD.size))
+            if number not in _TAGS or length > MAX_RECORD:
+                raise KVCorrupt(f"no record: tag {number}, {length} bytes")
+            return Record(_TAGS[number], self._exactly(length))
+        except TimeoutError as error:
+            raise KVTimeout(f"no record for {timeout_s} s") from error
+        except OSError as error:
+            raise KVLost(f"connection lost: {error}") from error
+
+    def readable(self) -> bool:
+        """Whether `receive` would at least begin at once."""
+        poll = select.poll()
+        poll.register(self.socket, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def _exactly(self, length: int) -> bytearray:
+        data = bytearray(length)
+        view = memoryview(data)
+        while view.nbytes:
+            received = self.socket.recv_into(view)
+            if received == 0:
+                raise KVLost("the peer closed the connection")
+            view = view[received:]
+        return data
+
+    def break_(self) -> None:
+        """Both directions end now, for both peers; a blocked call raises KVLost. Any thread."""
+        with contextlib.suppress(OSError):  # the peer was faster
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Only when no other thread may still use it."""
+        self.socket.close()
+
+
+class HangupWatch:
+    """Calls back, once, when the peer of a watched socket is gone. One thread, asleep until then.
+
+    Needed because a thread that waits for a tensor, or for a prefill, reads no socket.
+    """
+
+    def __init__(self) -> None:
+        # Held while calling back: after `remove` no callback runs or will.
+        self._lock = threading.RLock()
+        self._callbacks: dict[int, Callable[[], None]] = {}  # by file descriptor
+        self._epoll = select.epoll()
+        self._wake, self._woken = socket.socketpair()
+        self._epoll.register(self._woken.fileno(), select.EPOLLRDHUP)
+        self._thread = threading.Thread(target=self._run, name="kv-hangup", daemon=True)
+        self._thread.start()
+
+    def add(self, connection: socket.socket, callback: Callable[[], None]) -> None:
+        """`callback` must not block. Nothing after `stop`."""
+        with self._lock:
+            if not self._epoll.closed:
+                self._callbacks[connection.fileno()] = callback
+                self._epoll.register(connection.fileno(), select.EPOLLRDHUP | select.EPOLLONESHOT)
+
+    def remove(self, connection: socket.socket) -> None:
+        """Before the socket is closed: its number may be another's at once."""
+        with self._lock:
+            if self._callbacks.pop(connection.fileno(), None) and not self._epoll.closed:
+                self._epoll.unregister(connection.fileno())
+
+    def stop(self) -> None:
+        """Call nobody back any more. Idempotent."""
+        self._wake.close()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            for number, _ in self._epoll.poll():
+                if number == self._woken.fileno():
+                    self._close()
+                    return
+                with self._lock:
+                    # Stays registered, disarmed, until `remove`.
+                    callback = self._callbacks.get(number)
+                    if callback is not None:
+                        callback()
+
+    def _close(self) -> None:
+        with self._lock:
+            self._callbacks.clear()
+            self._epoll.close()
+            self._woken.close()

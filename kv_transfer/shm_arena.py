@@ -1,0 +1,278 @@
+"""A KV pool in a file that other processes of this host can map: own pages first, theirs behind.
+
+    addresses:  | own file, writable | free | peer A's file, read-only | free | peer B's ... |
+    page ids:   0 ..                        foreign_base(A) ..           foreign_base(B) ..
+
+Life: create (first sweeping away files whose owner has died) -> memory() is given to the KV pool
+-> peers' files are attached and detached as conversations and adopted pages need them -> close
+unlinks the file. Who has it mapped keeps its bytes: a peer that dies takes nothing away.
+
+An owner holds an exclusive flock for as long as it lives; the kernel lets go of it, also after
+kill -9. A pid would lie between containers, which share the directory but not the process table.
+
+Not here: which pages are whose (the engine's block pool), leases and fences (exports.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import math
+import os
+import re
+import stat
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from baton.errors import ConfigError, KVLost, KVRefused
+from kv_transfer.address_range import PAGE_BYTES, AddressRange
+
+log = logging.getLogger(__name__)
+
+DEFAULT_DIRECTORY: Final = Path("/dev/shm")
+RESERVED_BYTES: Final = 1 << 40  # addresses, not memory: room for peers
+_NAME: Final = re.compile(r"baton-[0-9a-f]{8,64}")
+_NEW: Final = ".new"
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaPlace:
+    """What a peer must know to find a file: its name in the shared directory, never a path, and the
+    inode, by which it notices that its directory is another one of the same name."""
+
+    name: str
+    inode: int
+    num_bytes: int
+
+
+@dataclass(slots=True, eq=False)
+class Attached:
+    """A peer's file in our range. `offset` is in bytes of the range."""
+
+    place: ArenaPlace
+    offset: int
+    mapped_bytes: int
+    num_users: int = 0
+
+
+class ShmArena:
+    """`num_bytes` of pool memory in `directory`; `page_bytes`: what page ids count in.
+
+    Nothing is imported upward: the pool gets a tensor, and page ids are plain numbers.
+    """
+
+    def __init__(
+        self,
+        boot_id: str,
+        num_bytes: int,
+        page_bytes: int,
+        directory: Path = DEFAULT_DIRECTORY,
+        reserved_bytes: int = RESERVED_BYTES,
+    ) -> None:
+        """Raises ConfigError if the directory cannot hold the file."""
+        self.directory = directory
+        self.page_bytes = page_bytes
+        sweep(directory)
+        self._descriptor, self.place = _create(directory, f"baton-{boot_id}", num_bytes)
+        # Both: page ids are whole, and so are the pages of the system.
+        self._unit = math.lcm(page_bytes, PAGE_BYTES)
+        own = _up(num_bytes, PAGE_BYTES)
+        total = _up(own + reserved_bytes, self._unit)
+        self._range = AddressRange(total)
+        self._range.map_file(self._descriptor, 0, own, writable=True)
+        self._all = self._range.tensor()
+        self._lock = threading.Lock()
+        self._attached: dict[str, Attached] = {}
+        self._own_bytes = own
+
+    @property
+    def address(self) -> int:
+        """Of the first own byte in this process."""
+        return self._range.address
+
+    @property
+    def num_attached(self) -> int:
+        return len(self._attached)
+
+    def memory(self) -> torch.Tensor:
+        """uint8 [num_bytes]: the own pages, zeroed, shared."""
+        return self._all[: self.place.num_bytes]
+
+    def pages(self) -> torch.Tensor:
+        """uint8 [pages of the whole range, page_bytes]: own and foreign pages by their ids. A page
+        that nothing is mapped at must not be touched, a foreign one not written."""
+        count = len(self._all) // self.page_bytes
+        return self._all[: count * self.page_bytes].view(count, self.page_bytes)
+
+    def foreign_bytes(self, peer: Attached) -> torch.Tensor:
+        """uint8 [peer's num_bytes]: its whole file. Only while attached; read-only."""
+        return self._all[peer.offset : peer.offset + peer.place.num_bytes]
+
+    def foreign_base(self, peer: Attached) -> int:
+        """The id of the peer's page 0 among `pages`."""
+        return peer.offset // self.page_bytes
+
+    def reaches(self, place: ArenaPlace) -> bool:
+        """Whether that file is in our directory and may be mapped."""
+        try:
+            os.close(self._open(place))
+        except (KVLost, KVRefused):
+            return False
+        return True
+
+    def attach(self, place: ArenaPlace) -> Attached:
+        """Map a peer's file, or count one more user of it.
+
+        Raises KVLost if it is not there (any more), KVRefused if it must not be mapped.
+        """
+        with self._lock:
+            peer = self._attached.get(place.name)
+            if peer is None or peer.place != place:
+                self._prune()
+                peer = self._attached[place.name] = self._map(place)
+            peer.num_users += 1
+            return peer
+
+    def detach(self, peer: Attached) -> None:
+        """One user less. An unused file stays mapped, for the next one, until it is unlinked."""
+        with self._lock:
+            peer.num_users -= 1
+
+    def close(self) -> None:
+        """Unlink the file and let go of it; the memory stays while tensors are left. Idempotent."""
+        with self._lock:
+            if self._descriptor >= 0:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self.directory / self.place.name)
+                os.close(self._descriptor)
+                self._descriptor = -1
+
+    def _open(self, place: ArenaPlace) -> int:
+        """A descriptor of a peer's file, checked to be what it was announced as."""
+        if not _NAME.fullmatch(place.name):
+            raise KVRefused("not the name of an arena")
+        try:
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+            descriptor = os.open(self.directory / place.name, flags)
+        except OSError as error:
+            raise KVLost(f"no arena {place.name} here: {error.strerror}") from error
+        why = _refuse(os.fstat(descriptor), place)
+        if why is not None:
+            os.close(descriptor)
+            raise KVRefused(f"arena {place.name}: {why}")
+        return descriptor
+
+    def _map(self, place: ArenaPlace) -> Attached:
+        descriptor = self._open(place)
+        try:
+            size = _up(place.num_bytes, PAGE_BYTES)
+            offset = self._gap(size)
+            self._range.map_file(descriptor, offset, size, writable=False)
+        except OSError as error:
+            raise KVRefused(f"arena {place.name} cannot be mapped: {error}") from error
+        finally:
+            os.close(descriptor)
+        return Attached(place, offset, size)
+
+    def _gap(self, size: int) -> int:
+        """Where `size` bytes are free: the first fit."""
+        start = _up(self._own_bytes, self._unit)
+        for peer in sorted(self._attached.values(), key=lambda peer: peer.offset):
+            if start + size <= peer.offset:
+                break
+            start = _up(peer.offset + peer.mapped_bytes, self._unit)
+        if start + size > self._range.num_bytes:
+            raise KVRefused("no addresses left for another arena")
+        return start
+
+    def _prune(self) -> None:
+        """Unmap what nobody uses and nobody can attach again."""
+        for name, peer in list(self._attached.items()):
+            if peer.num_users == 0 and not self.reaches(peer.place):
+                self._range.unmap(peer.offset, peer.mapped_bytes)
+                del self._attached[name]
+
+
+def sweep(directory: Path) -> int:
+    """Unlink the arenas of this user whose owner is dead; how many."""
+    count = 0
+    try:
+        names = os.listdir(directory)
+    except OSError as error:
+        raise ConfigError(f"cannot read {directory}: {error.strerror}") from error
+    for name in names:
+        if _NAME.fullmatch(name) and _orphaned(directory / name):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(directory / name)
+                count += 1
+    if count:
+        log.info("removed %d arenas of dead processes from %s", count, directory)
+    return count
+
+
+def _orphaned(path: Path) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return False  # gone meanwhile, or another user's
+    try:
+        if os.fstat(descriptor).st_uid != os.geteuid():
+            return False
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False  # its owner lives
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _create(directory: Path, name: str, num_bytes: int) -> tuple[int, ArenaPlace]:
+    """The file, empty until it is locked and has the name that sweepers look for: whoever dies in
+    between leaves no memory behind."""
+    if not _NAME.fullmatch(name) or num_bytes < 1:
+        raise ConfigError(f"no arena can be called {name} and hold {num_bytes} bytes")
+    path, new = directory / name, directory / (name + _NEW)
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        descriptor = os.open(new, flags, 0o600)
+    except OSError as error:
+        raise ConfigError(f"cannot create {new}: {error.strerror}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.rename(new, path)
+        # Now, not at the first write: a full tmpfs would kill the process in mid-step.
+        os.posix_fallocate(descriptor, 0, num_bytes)
+    except OSError as error:
+        os.close(descriptor)
+        for left in (new, path):
+            left.unlink(missing_ok=True)
+        hint = "; containers need shm_size or ipc" if error.errno == errno.ENOSPC else ""
+        raise ConfigError(
+            f"{directory} cannot hold a KV pool of {num_bytes} bytes: {error.strerror}{hint}"
+        ) from error
+    return descriptor, ArenaPlace(name, os.fstat(descriptor).st_ino, num_bytes)
+
+
+def _refuse(status: os.stat_result, place: ArenaPlace) -> str | None:
+    """Why a file must not be mapped, None if it may."""
+    if not stat.S_ISREG(status.st_mode):
+        return "not a regular file"
+    if status.st_uid != os.geteuid():
+        return "of another user"
+    if stat.S_IMODE(status.st_mode) & 0o077:
+        return "open to other users"
+    if status.st_ino != place.inode:
+        return "another file of the same name"
+    if status.st_size < place.num_bytes:
+        return "shorter than announced"
+    return None
+
+
+def _up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit

@@ -1,0 +1,340 @@
+"""StagedMemory: a KV pool on a device, reached by the host lanes through pinned buffers.
+
+The engine's thread only marks what it has enqueued; the data plane's threads do the copying, on
+streams of their own, and wait for nothing but what they need:
+
+    read    written(): mark on the compute stream -> copy stream waits for that mark
+                -> gather into a slot -> host waits for the copy -> views of the slot
+    write   payload -> slot -> copy stream waits for the compute stream, once per conversation
+                -> scatter into the pool -> landed(): the compute stream waits for all of it
+
+A slot is one pinned buffer of the ring with a copy stream of its own. While any view of it is alive
+it is not given out again; with none left, the next copy waits: back-pressure on the data plane,
+never on the engine. Which device copies is behind `DeviceCopies`: device_copies.py has CUDA's.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Final, Protocol
+
+import torch
+
+from baton.errors import InternalError, KVTimeout
+from baton.kv_spec import LayerSpec, PoolFormat
+from kv_transfer.base import Blocks, Payload
+
+SLOT_BYTES: Final = 4 << 20  # a frame of int8 KV, converted to float32
+NUM_SLOTS: Final = 16
+MAX_MARKS: Final = 256  # per layer; more means that nobody ever asks the oldest whether it is done
+
+
+class Mark(Protocol):
+    """A point in the work of a device. Any thread."""
+
+    def done(self) -> bool: ...
+
+    def wait(self) -> None:
+        """Block this thread until the device has come so far."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Tokens of a paged pool: token i lies in row `row[i]` of block `block[i]`; both int64."""
+
+    block: torch.Tensor
+    row: torch.Tensor
+
+
+class DeviceCopies(Protocol):
+    """What staging needs of a device. Any thread; nothing but `Mark.wait` waits.
+
+    `lane` names a copy stream: copies on the same one keep their order, others may overtake.
+    """
+
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        """Host memory [num_bytes] uint8 that the device copies to and from while others work."""
+        ...
+
+    def mark(self) -> Mark:
+        """Everything that the compute stream has been given until now."""
+        ...
+
+    def gather(
+        self,
+        lane: int,
+        sources: Sequence[torch.Tensor],
+        places: Places,
+        host: torch.Tensor,
+        after: Mark,
+    ) -> Mark:
+        """Once `after` is reached: the places in each source, one source after the other, into
+        `host` (uint8, exactly filled). Sources: [num_blocks, block_size, heads, dim], on it."""
+        ...
+
+    def scatter(
+        self,
+        lane: int,
+        host: torch.Tensor,
+        targets: Sequence[torch.Tensor],
+        places: Places,
+        after: Mark,
+    ) -> Mark:
+        """The reverse; touches nothing but the places."""
+        ...
+
+    def hold_compute(self, until: Mark) -> None:
+        """What the compute stream is given from now on runs after `until`."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One buffer of the ring; belongs to whoever took it until its last view is gone."""
+
+    index: int
+    host: torch.Tensor  # [SLOT_BYTES] uint8, pinned
+    busy: Mark | None = None  # the last copy out of it into the pool
+
+
+class Ring:
+    """A fixed number of slots. Any thread."""
+
+    def __init__(self, copies: DeviceCopies, num_slots: int, slot_bytes: int) -> None:
+        # SimpleQueue: its put() is safe inside a finalizer, whichever thread and lock that meets.
+        self._free: SimpleQueue[Slot] = SimpleQueue()
+        self.slot_bytes = slot_bytes
+        for index in range(num_slots):
+            self._free.put(Slot(index, copies.host_buffer(slot_bytes)))
+
+    @property
+    def num_free(self) -> int:
+        return self._free.qsize()
+
+    def take(self, num_bytes: int, timeout_s: float) -> Slot:
+        """A slot for `num_bytes`, its last copy over. Waits for one to be given back.
+
+        Raises KVTimeout without one for `timeout_s`, InternalError for more than a slot holds.
+        """
+        if num_bytes > self.slot_bytes:
+            raise InternalError(f"{num_bytes} bytes do not fit a staging slot")
+        try:
+            slot = self._free.get(timeout=timeout_s)
+        except Empty:
+            raise KVTimeout(f"no staging buffer was free for {timeout_s} s") from None
+        if slot.busy is not None:
+            slot.busy.wait()
+            slot.busy = None
+        return slot
+
+    def give(self, slot: Slot) -> None:
+        self._free.put(slot)
+
+    def lend(self, slot: Slot, num_bytes: int) -> memoryview:
+        """A view of the slot's first bytes; the slot is free again when the last view is gone."""
+        array = slot.host[:num_bytes].numpy()
+        weakref.finalize(array, self._free.put, slot)
+        return array.data
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """Tokens [0, upto) of the sequence in `blocks` are in the pool once `mark` is reached.
+
+    Known by the identity of `blocks`, which is kept alive here: the next sequence in the very same
+    blocks has another object, and must not be answered with marks of this one.
+    """
+
+    blocks: Blocks
+    upto: int
+    mark: Mark
+
+
+class Marks:
+    """Per layer, what was published and which point of the device's work made it true."""
+
+    def __init__(self, num_layers: int) -> None:
+        self._layers: list[deque[_Written]] = [deque() for _ in range(num_layers)]
+        self._lock = threading.Lock()
+
+    def add(self, layer: int, blocks: Blocks, upto: int, mark: Mark) -> None:
+        """Engine thread. Forgets what is over: marks of one stream are reached in order."""
+        with self._lock:
+            marks = self._layers[layer]
+            while marks and (len(marks) >= MAX_MARKS or marks[0].mark.done()):
+                marks.popleft()
+            marks.append(_Written(blocks, upto, mark))
+
+    def find(self, layer: int, blocks: Blocks, end: int) -> Mark | None:
+        """The earliest point at which tokens [0, end) are there; None if it is not known (any
+        more)."""
+        with self._lock:
+            for written in self._layers[layer]:
+                if written.blocks is blocks and written.upto >= end:
+                    return written.mark
+        return None
+
+
+@dataclass(slots=True)
+class _Conversation(threading.local):
+    """What one thread has written since its last landed()."""
+
+    after: Mark | None = None
+    written: list[Mark] = field(default_factory=list[Mark])
+
+
+class DevicePool(Protocol):
+    """A KV pool in device memory, as layout.py sees it."""
+
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]: ...
+
+    @property
+    def format(self) -> PoolFormat: ...
+
+    @property
+    def windowed(self) -> bool: ...
+
+    def heads(self, layer: int) -> range: ...
+
+    def group(self, layer: int) -> int: ...
+
+    def tables(self, blocks: Blocks) -> tuple[tuple[int, ...], ...]: ...
+
+    def parts(self, layer: int, heads: range | None) -> Sequence[torch.Tensor]:
+        """K, V, then any scales of `heads` (None = all here), [num_blocks, block_size, heads, dim];
+        the order of the wire."""
+        ...
+
+    def places(self, layer: int, blocks: Blocks, start: int, end: int) -> Places:
+        """Where tokens [start, end) lie."""
+        ...
+
+    def converted(self, layer: int, num_tokens: int, payload: Payload) -> Sequence[memoryview]:
+        """The payload's fragments in the pool's dtype. Raises KVCorrupt if its length is wrong."""
+        ...
+
+
+class StagedMemory:
+    """base.KVMemory over a pool on a device. Threads: `written` is the engine's, all else the data
+    plane's."""
+
+    def __init__(
+        self,
+        pool: DevicePool,
+        copies: DeviceCopies,
+        timeout_s: float,
+        num_slots: int = NUM_SLOTS,
+        slot_bytes: int = SLOT_BYTES,
+    ) -> None:
+        """`timeout_s`: longest wait for a slot; a data plane that stands still so long is lost."""
+        self._pool = pool
+        self._copies = copies
+        self._timeout_s = timeout_s
+        self.ring = Ring(copies, num_slots, slot_bytes)
+        self._marks = Marks(len(pool.layers))
+        self._conversation = _Conversation()
+
+    # ---- what the pool says ----------------------------------------------------------------------
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        return self._pool.layers
+
+    @property
+    def format(self) -> PoolFormat:
+        return self._pool.format
+
+    @property
+    def windowed(self) -> bool:
+        return self._pool.windowed
+
+    def heads(self, layer: int) -> range:
+        return self._pool.heads(layer)
+
+    def group(self, layer: int) -> int:
+        return self._pool.group(layer)
+
+    def tables(self, blocks: Blocks) -> tuple[tuple[int, ...], ...]:
+        return self._pool.tables(blocks)
+
+    def views(
+        self, layer: int, blocks: Blocks, start: int, end: int, heads: range
+    ) -> Sequence[memoryview] | None:
+        """None: nothing of a device can be received into."""
+        return None
+
+    # ---- out of the pool -------------------------------------------------------------------------
+    def written(self, layer: int, blocks: Blocks, upto: int) -> None:
+        """Tokens [0, upto) of `layer` have been given to the compute stream. Before any reader may
+        know. Engine thread; does not wait."""
+        self._marks.add(layer, blocks, upto, self._copies.mark())
+
+    def read(
+        self, layer: int, blocks: Blocks, start: int, end: int, heads: range | None = None
+    ) -> Sequence[memoryview]:
+        """Host views, one after the other the parts of tokens [start, end); the slot behind them is
+        held until all are gone. Waits for the engine's work and for a slot. Raises KVTimeout."""
+        sources = self._pool.parts(layer, heads)
+        places = self._pool.places(layer, blocks, start, end)
+        num_bytes = sum(_row_bytes(source) for source in sources) * (end - start)
+        # Without a mark of its own: behind all that the engine has enqueued, which is never wrong.
+        after = self._marks.find(layer, blocks, end) or self._copies.mark()
+        slot = self.ring.take(num_bytes, self._timeout_s)
+        try:
+            host = slot.host[:num_bytes]
+            self._copies.gather(slot.index, sources, places, host, after).wait()
+        except BaseException:
+            self.ring.give(slot)
+            raise
+        return (self.ring.lend(slot, num_bytes),)
+
+    # ---- into the pool ---------------------------------------------------------------------------
+    def write(self, layer: int, blocks: Blocks, start: int, end: int, payload: Payload) -> None:
+        """Begin to put `payload` into tokens [start, end); landed() ends it. Waits for a slot.
+
+        Raises KVCorrupt for a payload of another length, KVTimeout.
+        """
+        data = self._pool.converted(layer, end - start, payload)
+        num_bytes = sum(len(fragment) for fragment in data)
+        targets = self._pool.parts(layer, payload.heads)
+        places = self._pool.places(layer, blocks, start, end)
+        mine = self._conversation
+        if mine.after is None:
+            # Earlier owners of these blocks may still be read by steps under way.
+            mine.after = self._copies.mark()
+        slot = self.ring.take(num_bytes, self._timeout_s)
+        try:
+            host = slot.host[:num_bytes]
+            _fill(host.numpy().data, data)
+            slot.busy = self._copies.scatter(slot.index, host, targets, places, mine.after)
+            mine.written.append(slot.busy)
+        finally:
+            self.ring.give(slot)
+
+    def landed(self) -> None:
+        """The engine sees everything that this thread has written, from its next step on; so do
+        later owners of the blocks, if the conversation failed. Does not wait."""
+        mine = self._conversation
+        for mark in mine.written:
+            if not mark.done():
+                self._copies.hold_compute(mark)
+        mine.written.clear()
+        mine.after = None
+
+
+def _fill(buffer: memoryview, fragments: Sequence[memoryview]) -> None:
+    taken = 0
+    for fragment in fragments:
+        buffer[taken : taken + len(fragment)] = fragment
+        taken += len(fragment)
+
+
+def _row_bytes(part: torch.Tensor) -> int:
+    """Of one token in a part [num_blocks, block_size, heads, dim]."""
+    return part.shape[2] * part.shape[3] * part.element_size()

@@ -1,0 +1,160 @@
+"""`baton doctor`: between two probes, between two running nodes, and what it shows."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from baton.clock import SystemClock
+from baton.engine.config import EngineConfig
+from baton.engine.engine import Engine
+from baton.errors import ConfigError, NodeLost
+from baton.node.config import NodeConfig
+from baton.node.lanes import LaneSettings, make_lanes, parse_lanes
+from baton.node.main import Node, NodeProgram, Surroundings
+from deploy import cli
+from deploy.doctor import (
+    Diagnosis,
+    LaneReport,
+    ProbedNode,
+    choose,
+    diagnose,
+    probe_nodes,
+    view,
+)
+from deploy.machine import MachineFacts, copy_rate, machine_facts, processor, redis_state
+from tests.node.fakes import DECODE, PREFILL, TIMING
+from tests.tiny_models import make_tiny_model
+
+FACTS = MachineFacts("A CPU", ("avx2",), 2, 9.5, 2 << 30, 1 << 30, "answers", "2.13", 1)
+LANES = (
+    LaneReport("shm", False, "no /dev/shm"),
+    LaneReport("stream", True, "", 3.5, 0.4, chosen=True),
+    LaneReport("grpc", True, "", 1.2, 1.5),
+)
+
+
+async def started(stack: AsyncExitStack, program: NodeProgram, model: Path) -> Node:
+    """A whole node in this process, with every lane that a node opens by default."""
+    config = EngineConfig(
+        model=str(model), dtype="float32", block_size=16, num_kv_blocks=128, threads=1,
+        enable_prefix_caching=False,
+    )  # fmt: skip
+    engine = await asyncio.to_thread(Engine.load, config)
+    lanes = make_lanes(parse_lanes(NodeConfig().kv_lanes), LaneSettings(TIMING))
+    node = Node(program, NodeConfig(), engine, Surroundings(TIMING, SystemClock(), lanes))
+    await node.start()
+    stack.push_async_callback(node.stop)
+    return node
+
+
+def shown(found: Diagnosis) -> str:
+    out = io.StringIO()
+    Console(file=out, width=100).print(view(found))
+    return out.getvalue()
+
+
+def test_the_best_lane_that_works_is_chosen() -> None:
+    found = [LaneReport("grpc", True), LaneReport("shm", False), LaneReport("stream", True)]
+    chosen = choose(found, ["shm", "stream", "grpc"])
+    assert [lane.lane for lane in chosen if lane.chosen] == ["stream"]
+    assert not any(lane.chosen for lane in choose(found, ["shm"]))
+
+
+def test_the_tables_say_lanes_and_machine() -> None:
+    text = shown(Diagnosis(("p", "d"), LANES, FACTS))
+    assert "no /dev/shm" in text
+    row = next(line for line in text.splitlines() if "stream" in line)
+    assert "3.50" in row
+    assert "0.4 ms" in row
+    assert "chosen" in row
+    assert "A CPU, 2 cores" in text
+    assert "1.1 of 2.1 GB free" in text
+
+
+def test_json_says_whether_anything_works() -> None:
+    assert json.loads(json.dumps(Diagnosis(("p", "d"), LANES, FACTS).as_json()))["healthy"] is True
+    assert Diagnosis(("p", "d"), LANES[:1], FACTS).as_json()["healthy"] is False
+
+
+async def test_the_machine_is_looked_at() -> None:
+    facts = await machine_facts("", "2.13", 3)
+    assert facts.copy_gb_per_s > 0
+    assert facts.cores > 0
+    assert dict(facts.rows())["torch"] == "2.13, 3 threads"
+    assert copy_rate() > 0
+
+
+def test_a_processor_file_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "cpuinfo"
+    path.write_text("model name\t: X\nflags\t\t: avx2 fma\n\nmodel name\t: Y\n")
+    assert processor(path) == ("X", frozenset({"avx2", "fma"}))
+    assert processor(tmp_path / "none") == ("", frozenset())
+
+
+async def test_redis_answers_or_not(redis_url: str) -> None:
+    assert (await redis_state(redis_url)).startswith("answers in")
+    assert (await redis_state("redis://127.0.0.1:1")).startswith("not reachable")
+    with pytest.raises(ConfigError):
+        await redis_state("http://x")
+
+
+async def test_two_probes_find_the_lanes_of_this_machine() -> None:
+    found = await diagnose(None, None, "", "")
+    by_name = {lane.lane: lane for lane in found.lanes}
+    assert by_name["grpc"].available
+    assert (by_name["stream"].gb_per_s or 0) > 0
+    assert (by_name["stream"].latency_ms or 0) > 0
+    assert found.healthy
+    with pytest.raises(ConfigError, match="come together"):
+        await diagnose("127.0.0.1:1", None, "", "")
+
+
+async def test_running_nodes_are_probed_lane_by_lane(tmp_path: Path) -> None:
+    model = make_tiny_model("llama", tmp_path / "model")
+    async with AsyncExitStack() as stack:
+        p = await started(stack, PREFILL, model)
+        d = await started(stack, DECODE, model)
+        found = await probe_nodes(p.address, d.address, "")
+        received = d.shell.connector.stats.bytes_received
+        with pytest.raises(ConfigError, match="--from is a decode node"):
+            await probe_nodes(d.address, p.address, "")
+        for node in (p, d):
+            assert node.shell.connector.active_exports == 0
+    assert [lane.lane for lane in found] == list(received)
+    assert all(lane.available for lane in found)
+    assert all((lane.gb_per_s or 0) > 0 and (lane.latency_ms or 0) > 0 for lane in found)
+    assert sum(lane.chosen for lane in found) == 1
+    assert d.shell.connector.stats.fetches == 8 * len(found)  # one to warm up, three that count
+
+
+async def test_nobody_there_is_said_so() -> None:
+    with pytest.raises(NodeLost, match="no node answers"):
+        async with ProbedNode.connect("127.0.0.1:1", "", patience_s=0.3):
+            pass
+
+
+def test_the_command_prints_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = Diagnosis(("p", "d"), LANES, FACTS)
+    asked: list[tuple[str | None, ...]] = []
+
+    def doctor(*given: str | None) -> Diagnosis:
+        asked.append(given)
+        return found
+
+    monkeypatch.setattr("deploy.doctor.doctor", doctor)
+    monkeypatch.setenv("BATON_SECRET", "s")
+    assert cli.main(["doctor", "--from", "a:1", "--to", "b:2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["lanes"][1]["chosen"] is True
+    assert asked == [("a:1", "b:2", "s", "")]
+    found = Diagnosis(("p", "d"), LANES[:1], FACTS)
+    assert cli.main(["doctor"]) == 1
+    assert "not available" in capsys.readouterr().out

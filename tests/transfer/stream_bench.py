@@ -1,0 +1,108 @@
+"""Stream lanes under test, with the proof that they give everything back."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+from baton.errors import KVCorrupt, KVError
+from baton.handles import LaneAddress
+from baton.timing import Timing
+from kv_transfer.base import Incoming, Serve
+from kv_transfer.frames import Buffer, Header, Kind, encode
+from kv_transfer.stream import StreamLane, StreamOptions, StreamWire
+from tests.transfer.pools import BOOT_P, PATIENCE_S
+
+TCP_ONLY: Final = StreamOptions(unix=False)
+UNIX_ONLY: Final = StreamOptions(tcp=False)
+
+
+def frame(number: int = 1, payload: bytes = b"body", kind: Kind = Kind.DATA) -> bytes:
+    return encode(Header(kind, export_seq=number), [payload], 0)
+
+
+def echo(lane: str, peer: Incoming) -> Iterator[Buffer]:
+    while (data := peer.receive(PATIENCE_S)) is not None:
+        yield data
+
+
+@dataclass
+class Bench:
+    """Lanes of one test; `close` proves that all threads and descriptors came back."""
+
+    lanes: list[StreamLane] = field(default_factory=list)
+    wires: list[StreamWire] = field(default_factory=list)
+    timing: Timing = field(default_factory=Timing)
+
+    def __post_init__(self) -> None:
+        self.threads = set(threading.enumerate())
+        self.descriptors = descriptors()
+
+    def lane(self, options: StreamOptions = TCP_ONLY) -> StreamLane:
+        lane = StreamLane(self.timing, options)
+        self.lanes.append(lane)
+        return lane
+
+    def serve(
+        self, serve: Serve = echo, options: StreamOptions = TCP_ONLY
+    ) -> tuple[StreamLane, LaneAddress]:
+        lane = self.lane(options)
+        return lane, lane.start(BOOT_P, serve)
+
+    def wire(self, address: LaneAddress, options: StreamOptions = TCP_ONLY) -> StreamWire:
+        wire = self.lane(options).open(address)
+        self.wires.append(wire)
+        return wire
+
+    def close(self) -> None:
+        for wire in self.wires:
+            wire.finish()
+        for _ in range(2):
+            for lane in self.lanes:
+                lane.stop()
+        assert set(threading.enumerate()) <= self.threads
+        assert descriptors() == self.descriptors
+
+
+def descriptors() -> set[str]:
+    """What this process has open, but for the directory that is read to say so."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found.add(f"{name} {os.readlink(f'/proc/self/fd/{name}')}")
+        except FileNotFoundError:
+            continue
+    return found
+
+
+def dial(address: LaneAddress) -> socket.socket:
+    host, _, port = address.address.rpartition(":")
+    return socket.create_connection((host, int(port)), PATIENCE_S)
+
+
+def ask(wire: StreamWire, number: int = 1) -> bytes:
+    """One frame there and one back."""
+    wire.send(frame(number))
+    answer = wire.receive()
+    assert answer is not None
+    return bytes(answer)
+
+
+class Caught:
+    """A `serve` that keeps what `receive` raised; as the exporter does, it then says so."""
+
+    def __init__(self) -> None:
+        self.errors: list[KVError] = []
+        self.calls = 0
+
+    def __call__(self, lane: str, peer: Incoming) -> Iterator[Buffer]:
+        self.calls += 1
+        try:
+            yield from echo(lane, peer)
+        except KVCorrupt as error:
+            self.errors.append(error)
+            yield frame(kind=Kind.ERR)

@@ -23,6 +23,7 @@ from baton.engine.interface import Task
 from baton.engine.kv_cache import MakeMemory
 from baton.errors import BatonError
 from baton.handles import KVHandle
+from baton.kv_spec import BlockLists
 from baton.request import Request
 from baton.sampling import SamplingParams
 from bench.engine_kit import random_prompt
@@ -120,7 +121,7 @@ class PrefillEngine:
         self._running: asyncio.Future[PrefillTimes] | None = None
         self._admitted: asyncio.Future[KVHandle] | None = None
         self._last_layer_at = 0.0
-        self._freed: list[tuple[int, ...]] = []
+        self._freed: list[BlockLists] = []
 
     @classmethod
     def load(cls, model: str, tokens: int, threads: int, memory: MakeMemory) -> PrefillEngine:
@@ -137,12 +138,12 @@ class PrefillEngine:
         self._exports = PrefillExports(self.engine, connector, self._tell, self._lost)
         self.engine.set_hooks(self)
 
-    def unpin(self, blocks: Sequence[int]) -> None:
+    def unpin(self, blocks: BlockLists) -> None:
         """An export's blocks are free again, from the next prompt on. Any thread."""
-        self._freed.append(tuple(blocks))
+        self._freed.append(blocks)
 
     # ---- EngineHooks -----------------------------------------------------------------------------
-    def admitted(self, request: Request, blocks: tuple[int, ...], num_tokens: int) -> None:
+    def admitted(self, request: Request, blocks: BlockLists, num_tokens: int) -> None:
         assert self._exports is not None, "attach a connector first"
         self._exports.admitted(request, blocks, num_tokens)
 

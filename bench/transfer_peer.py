@@ -28,7 +28,7 @@ from baton.engine.kv_cache import KVArena
 from baton.errors import BatonError, ConfigError
 from baton.events import FirstToken
 from baton.handles import KVHandle
-from baton.kv_spec import LayerSpec, layout_fingerprint
+from baton.kv_spec import HeldBlocks, LayerSpec, layout_fingerprint
 from baton.node.config import NodeConfig
 from baton.node.lanes import parse_lanes
 from baton.request import Request
@@ -37,7 +37,7 @@ from baton.timing import Timing
 from baton.wire import handle_from_bytes, handle_to_bytes
 from bench.transfer_engine import PrefillEngine
 from bench.transfer_lanes import DIRECT, Place, all_ways, make_way
-from bench.transfer_raw import RawServer, copy_memory, read_raw
+from bench.transfer_raw import RawServer, read_raw
 from kv_transfer.base import Blocks
 from kv_transfer.connector import Connector
 from kv_transfer.frames import MAX_PAYLOAD
@@ -57,7 +57,7 @@ class Pool:
     num_tokens: int
 
     @property
-    def blocks(self) -> BlockLists:
+    def blocks(self) -> Blocks:
         return (HeldBlocks(range(-(-self.num_tokens // self.arena.block_size))),)
 
     @property
@@ -75,7 +75,7 @@ class Peer:
         self._connectors: dict[str, Connector] = {}
         self._engine: PrefillEngine | None = None
         self._raw: RawServer | None = None
-        self._copy: list[memoryview] = []
+        self._copy: memoryview | None = None
 
     # ---- memory ----------------------------------------------------------------------------------
     async def answer_pool(self, layers: int, heads: int, dim: int, tokens: int) -> dict[str, Any]:
@@ -175,29 +175,30 @@ class Peer:
 
     # ---- baselines -------------------------------------------------------------------------------
     async def answer_raw_serve(self) -> dict[str, Any]:
-        self._raw = RawServer(self.pool.memory, self.pool.limit)
+        self._raw = RawServer(self.pool.memory)
         return {"addresses": self._raw.addresses}
 
     async def answer_raw_read(self, kind: str, address: str) -> dict[str, Any]:
         began = time.monotonic()
-        await asyncio.to_thread(read_raw, kind, address, self.pool.memory, self.pool.limit)
+        await asyncio.to_thread(read_raw, kind, address, self.pool.memory)
         return {"seconds": time.monotonic() - began}
 
     async def answer_memcpy(self) -> dict[str, Any]:
         """One thread, from the memory to as much memory beside it."""
-        if not self._copy:
-            self._copy = [memoryview(bytearray(self.pool.limit)) for _ in self.pool.memory]
-            copy_memory(self.pool.memory, self._copy, self.pool.limit)  # touch every page
+        memory = self.pool.memory
+        if self._copy is None:
+            self._copy = memoryview(bytearray(len(memory)))
+            self._copy[:] = memory  # touch every page
         began = time.monotonic()
-        copy_memory(self.pool.memory, self._copy, self.pool.limit)
+        self._copy[:] = memory
         return {"seconds": time.monotonic() - began}
 
     async def answer_digest_rate(self) -> dict[str, Any]:
         """Seconds to digest the memory once, in pieces of a frame's size."""
         began = time.monotonic()
-        for buffer in self.pool.memory:
-            for start in range(0, self.pool.limit, MAX_PAYLOAD):
-                xxhash.xxh3_64_intdigest(buffer[start : min(start + MAX_PAYLOAD, self.pool.limit)])
+        memory = self.pool.memory
+        for start in range(0, len(memory), MAX_PAYLOAD):
+            xxhash.xxh3_64_intdigest(memory[start : start + MAX_PAYLOAD])
         return {"seconds": time.monotonic() - began}
 
     async def answer_facts(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the lanes are measured against: memcpy, a bare socket, a bare gRPC stream of raw bytes.
+"""What the lanes are measured against: a bare socket, a bare gRPC stream of raw bytes.
 
 No frames, digests, leases or sessions: the same bytes from the memory of one process to their place
 in the memory of another, by the plainest code that each medium allows. Both ends are here.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
@@ -21,22 +21,19 @@ from baton.timing import Timing, channel_options, server_options
 KINDS: Final = ("raw tcp", "raw unix", "bare grpc")
 CHUNK: Final = 1 << 20
 METHOD: Final = "/bench.Raw/Read"
-Memory = Sequence[memoryview]
 
 
-def pieces(memory: Memory, limit: int) -> Iterator[memoryview]:
-    """The first `limit` bytes of each buffer in slices of at most CHUNK."""
-    for buffer in memory:
-        for start in range(0, limit, CHUNK):
-            yield buffer[start : min(start + CHUNK, limit)]
+def pieces(memory: memoryview) -> Iterator[memoryview]:
+    """Slices of at most CHUNK."""
+    for start in range(0, len(memory), CHUNK):
+        yield memory[start : start + CHUNK]
 
 
 class RawServer:
-    """Gives `memory` (the first `limit` bytes of each buffer) to whoever asks, in three ways."""
+    """Gives `memory` to whoever asks, in three ways."""
 
-    def __init__(self, memory: Memory, limit: int) -> None:
+    def __init__(self, memory: memoryview) -> None:
         self._memory = memory
-        self._limit = limit
         self._folder = tempfile.TemporaryDirectory(prefix="baton-bench-")
         self._sockets = {
             "raw tcp": socket.create_server(("127.0.0.1", 0)),
@@ -83,11 +80,11 @@ class RawServer:
                 return
             with connection:
                 connection.recv(1)
-                for piece in pieces(self._memory, self._limit):
+                for piece in pieces(self._memory):
                     connection.sendall(piece)
 
     def _answer(self, request: bytes, context: Any) -> Iterator[bytes]:
-        for piece in pieces(self._memory, self._limit):
+        for piece in pieces(self._memory):
             yield bytes(piece)
 
 
@@ -98,26 +95,20 @@ def _unix_server(path: Path) -> socket.socket:
     return listener
 
 
-def read_raw(kind: str, address: str, memory: Memory, limit: int) -> None:
-    """Fill the first `limit` bytes of each buffer of `memory`; `kind` is one of KINDS."""
+def read_raw(kind: str, address: str, memory: memoryview) -> None:
+    """Fill `memory`; `kind` is one of KINDS."""
     if kind == "bare grpc":
-        _read_grpc(address, memory, limit)
+        _read_grpc(address, memory)
         return
     with _connect(kind, address) as connection:
         connection.sendall(b"?")
-        for piece in pieces(memory, limit):
+        for piece in pieces(memory):
             taken = 0
             while taken < len(piece):
                 count = connection.recv_into(piece[taken:])
                 if count == 0:
                     raise ConnectionError("the raw sender has closed")
                 taken += count
-
-
-def copy_memory(source: Memory, target: Memory, limit: int) -> None:
-    """Plain memcpy of the first `limit` bytes of each buffer, within this process."""
-    for theirs, ours in zip(source, target, strict=True):
-        ours[:limit] = theirs[:limit]
 
 
 def _connect(kind: str, address: str) -> socket.socket:
@@ -131,8 +122,8 @@ def _connect(kind: str, address: str) -> socket.socket:
     return connection
 
 
-def _read_grpc(address: str, memory: Memory, limit: int) -> None:
+def _read_grpc(address: str, memory: memoryview) -> None:
     with grpc.insecure_channel(address, options=channel_options(Timing())) as channel:
         received = channel.unary_stream(METHOD)(b"?")
-        for piece, data in zip(pieces(memory, limit), received, strict=True):
+        for piece, data in zip(pieces(memory), received, strict=True):
             piece[:] = data

@@ -143,7 +143,7 @@ class ArenaMemory:
     def tables(self, blocks: Blocks) -> tuple[tuple[int, ...], ...]:
         """One per layer group. A hole is filled up with the first block behind it: nobody reads
         there, but the others keep their places."""
-        return tuple((*(held.ids[0],) * held.first, *held.ids) for held in blocks)
+        return tuple((*tuple(held.ids[:1]) * held.first, *held.ids) for held in blocks)
 
     def written(self, layer: int, blocks: Blocks, upto: int) -> None:
         """Memory that the host has written needs no mark."""

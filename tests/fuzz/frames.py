@@ -58,6 +58,7 @@ from kv_transfer.session import data_header, header_of
 from kv_transfer.shares import rows_bytes
 from kv_transfer.stats import TransferStats
 from kv_transfer.steps import Arrived, Closed, Landed, Pull, Start, Write
+from tests.block_lists import held
 from tests.fakes import FakeClock, KVArena
 from tests.fuzz.mutations import EDGES, damaged, reordered, resealed
 
@@ -253,7 +254,7 @@ def exporting(rng: random.Random) -> None:
     table = ExportTable(
         (1,) * len(LAYERS), Leases(10.0), FakeClock(), lambda handle, blocks, why: freed.append(why)
     )
-    table.add(replace(HANDLE, export_seq=table.next_sequence()), (2, 0, 1), 1)
+    table.add(replace(HANDLE, export_seq=table.next_sequence()), held((2, 0, 1)), 1)
     for layer in range(len(LAYERS)):
         table.publish(SEQ, layer, TOKENS)
     table.complete(SEQ, ())

@@ -20,6 +20,7 @@ from kv_transfer.base import Blocks
 from kv_transfer.connector import Connector
 from kv_transfer.layout import ArenaMemory
 from kv_transfer.nixl_agent import load
+from tests.block_lists import held
 from tests.fakes import FakeClock
 from tests.node.test_process import START_S, process
 from tests.tiny_models import make_tiny_model
@@ -68,11 +69,11 @@ async def test_two_nodes_of_one_host(name: str, shared: bool, tmp_path: Path) ->
     fill_random(p_arena, 1)
     for each in (p, d):
         await each.start()
-    handle = p.export(request_of(), 0, list(range(8)), 64)
+    handle = p.export(request_of(), 0, held(range(8)), 64)
     for layer in range(len(LAYERS)):
         assert p.publish(handle, layer, 64)
     p.complete(handle, ())
-    await d.fetch(handle, 1, list(range(8)))
+    await d.fetch(handle, 1, held(range(8)))
     assert snapshot(d_arena) == snapshot(p_arena)
     assert d.stats.lanes[name].fetches == 1
     for each in (d, p):

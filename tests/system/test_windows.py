@@ -58,11 +58,14 @@ async def test_handed_over_with_holes(
         freed = decode.stats.num_window_freed_blocks
         assert freed > 0
         moved = decode.transfers.bytes_received["grpc"]
+        arena = decode.engine.arena
+        whole = sum(spec.token_bytes(arena.dtype) for spec in arena.layers)
+        assert moved < 0.8 * whole * sum(map(len, PROMPTS)), "what slid out of a window stays behind"
         # Both sides know the prompts now, as far as anybody will look at them again.
         assert await run(c, PROMPTS) == tokens
         assert prefill.stats.num_prefix_hit_tokens > 100
         assert decode.stats.num_prefix_hit_tokens > 90
-        assert decode.transfers.bytes_received["grpc"] - moved < moved / 2
+        assert decode.transfers.bytes_received["grpc"] - moved < 0.7 * moved
         assert decode.stats.num_window_freed_blocks > freed
         # P has holes (its hits need no sliding layer's past) and D knows nothing of the answers.
         longer = [prompt + out[:12] for prompt, out in zip(PROMPTS, tokens, strict=True)]

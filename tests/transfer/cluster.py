@@ -11,7 +11,8 @@ from baton.events import FirstToken, TokenLogprob
 from baton.handles import KVHandle
 from baton.request import FinishReason
 from baton.timing import Timing
-from kv_transfer.base import Lane
+from kv_transfer.base import Blocks, Lane
+from kv_transfer.shares import first_sent
 from kv_transfer.stats import TransferStats
 from tests.transfer.pools import (
     BOOT_D,
@@ -68,7 +69,7 @@ class Cluster:
 
 async def transfer(
     p: Node, d: Node, num_tokens: int, start: int = 0, epoch: int = 1
-) -> tuple[KVHandle, list[int]]:
+) -> tuple[KVHandle, Blocks]:
     """A whole hand-over after the prefill, checked byte for byte and freed."""
     source, target = p.pick(num_tokens, 1), d.pick(num_tokens, 2)
     handle = p.connector.export(request_of(epoch=epoch), 0, source, num_tokens)
@@ -76,11 +77,14 @@ async def transfer(
     before = snapshot(d.arena)
     ready = await d.connector.fetch(handle, epoch, target, start)
     assert (ready.num_tokens, ready.first_tokens) == (num_tokens, FIRST)
-    token_bytes = sum(layer.token_bytes(p.dtype) + layer.scale_bytes(p.dtype) for layer in d.layers)
-    assert ready.num_bytes == (num_tokens - start) * token_bytes
+    assert ready.num_bytes == sum(
+        (num_tokens - first_sent(spec, start, num_tokens, d.windowed))
+        * (spec.token_bytes(p.dtype) + spec.scale_bytes(p.dtype))
+        for spec in d.layers
+    )
     expect_bytes((p, source), (d, target), start, num_tokens, before)
     await p.freed(p.connector.stats.exports)
-    assert p.released[-1][:2] == (handle, tuple(source))
+    assert p.released[-1][:2] == (handle, source)
     return handle, target
 
 

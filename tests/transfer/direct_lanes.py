@@ -1,4 +1,4 @@
-"""Direct lanes for the contract: a pool moves into the memory that its lane reads before use."""
+"""Direct lanes for the contract: a pool is made in the memory that its lane reads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from baton.engine.kv_cache import KVArena
+from baton.engine.kv_cache import KVArena, MakeMemory
 from baton.handles import LaneAddress
 from baton.timing import Timing
 from kv_transfer.base import Lane, Serve, Wire
@@ -17,22 +17,30 @@ from kv_transfer.shm import ShmLane
 from kv_transfer.shm_arena import ShmArena
 from tests.transfer.faults import FaultyLane
 
-Make = Callable[[KVArena, str], Lane]  # (pool, boot id) -> lane
-
 
 class LateLane:
-    """base.Lane that is made when its node's pool is known."""
+    """base.Lane that is made with its node's pool, which lies in memory that the lane reads."""
 
     direct = True
 
-    def __init__(self, name: str, make: Make, inner: Lane) -> None:
+    def __init__(
+        self,
+        name: str,
+        memory: Callable[[str, int], torch.Tensor],
+        make: Callable[[KVArena], Lane],
+        inner: Lane,
+    ) -> None:
+        """`memory`: (boot id, bytes) -> uint8, asked for once; then `make` is given the pool."""
         self.name = name
         self.inner = inner
+        self._memory = memory
         self._make = make
         self._lane: Lane | None = None
 
-    def bind(self, arena: KVArena, boot_id: str) -> None:
-        self._lane = self._make(arena, boot_id)
+    def pool(self, boot_id: str, make: Callable[[MakeMemory], KVArena]) -> KVArena:
+        pool = make(lambda num_bytes: self._memory(boot_id, num_bytes))
+        self._lane = self._make(pool)
+        return pool
 
     @property
     def lane(self) -> Lane:
@@ -52,45 +60,40 @@ class LateLane:
         self.lane.stop()
 
 
-def bind(lane: Lane, arena: KVArena, boot_id: str) -> None:
-    """Before anybody keeps a view of `arena`'s memory."""
+def pool_of(lane: Lane, boot_id: str, make: Callable[[MakeMemory | None], KVArena]) -> KVArena:
+    """The pool of a node on `lane`."""
     while isinstance(lane, FaultyLane):
         lane = lane.inner
-    if isinstance(lane, LateLane):
-        lane.bind(arena, boot_id)
-
-
-def move(arena: KVArena, memory: torch.Tensor) -> None:
-    """Put the pool's bytes, scales too, into `memory`."""
-    old = arena._memory
-    arena._memory = memory[: old.nbytes].copy_(old)
-    for index, scales in enumerate(arena._scales):
-        start = scales.data_ptr() - old.data_ptr()
-        place = arena._memory[start : start + scales.nbytes]
-        arena._scales[index] = place.view(torch.float32).view(scales.shape)
+    return lane.pool(boot_id, make) if isinstance(lane, LateLane) else make(None)
 
 
 def shm_lane(inner: Callable[[], Lane], directory: Path, arenas: list[ShmArena]) -> LateLane:
     """`arenas` collects what the caller closes."""
-    late = inner()
+    late, own = inner(), list[ShmArena]()
 
-    def make(pool: KVArena, boot_id: str) -> Lane:
+    def memory(boot_id: str, num_bytes: int) -> torch.Tensor:
         # Page ids do not matter here: bytes are found through the map.
-        arena = ShmArena(boot_id, pool.num_bytes, 1, directory)
-        arenas.append(arena)
-        move(pool, arena.memory())
+        own.append(ShmArena(boot_id, num_bytes, 1, directory))
+        arenas.extend(own)
+        return own[0].memory()
+
+    def make(pool: KVArena) -> Lane:
+        (arena,) = own
         return ShmLane(late, arena, map_of(pool, arena.address, arena.place.num_bytes))
 
-    return LateLane("shm", make, late)
+    return LateLane("shm", memory, make, late)
 
 
 def nixl_lane(inner: Callable[[], Lane], timing: Timing) -> LateLane:
-    late = inner()
+    late, own = inner(), list[torch.Tensor]()
 
-    def make(pool: KVArena, boot_id: str) -> Lane:
-        memory = torch.zeros(pool.num_bytes, dtype=torch.uint8)
-        move(pool, memory)
+    def memory(boot_id: str, num_bytes: int) -> torch.Tensor:
+        own.append(torch.zeros(num_bytes, dtype=torch.uint8))
+        return own[0]
+
+    def make(pool: KVArena) -> Lane:
+        (memory,) = own
         pool_map = map_of(pool, memory.data_ptr(), memory.nbytes)
         return NixlLane(late, NixlPool(memory, pool_map), timing)
 
-    return LateLane("nixl", make, late)
+    return LateLane("nixl", memory, make, late)

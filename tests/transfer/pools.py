@@ -13,16 +13,16 @@ from baton.engine.kv_cache import KVArena
 from baton.errors import KVError
 from baton.events import FirstToken
 from baton.handles import KVHandle
-from baton.kv_spec import LayerSpec, PoolFormat, layout_fingerprint
+from baton.kv_spec import HeldBlocks, LayerSpec, PoolFormat, first_visible, layout_fingerprint
 from baton.request import Request
 from baton.sampling import SamplingParams
 from baton.timing import Timing
 from kv_transfer.base import Blocks, Lane, Payload
 from kv_transfer.connector import Connector, TransferOptions
 from kv_transfer.layout import ArenaMemory
-from kv_transfer.shares import heads_of
+from kv_transfer.shares import first_sent, heads_of
 from tests.fakes import FakeClock
-from tests.transfer.direct_lanes import bind
+from tests.transfer.direct_lanes import pool_of
 
 SECRET = b"deployment secret"
 EVERY_FRAME = TransferOptions(burst_bytes=0)  # progress is sent at once, however small
@@ -41,30 +41,31 @@ def request_of(request_id: str = "r1", epoch: int = 1) -> Request:
     return Request(request_id, (1, 2, 3), SamplingParams(seed=1), epoch=epoch)
 
 
-def layer_bytes(arena: KVArena, layer: int, blocks: Sequence[int], start: int, end: int) -> bytes:
+def layer_bytes(arena: KVArena, layer: int, blocks: Blocks, start: int, end: int) -> bytes:
     """K rows, then V rows of tokens [start, end), from the tensors: the twin of ArenaMemory."""
     parts = []
+    held = blocks[arena.group_of[layer]]
+    hole = held.first * arena.block_size
+    assert start >= hole
     for tensor in arena.layer(layer):
         if tensor.numel():
-            rows = torch.cat([tensor[b] for b in blocks])[start:end]
+            rows = torch.cat([tensor[b] for b in held.ids])[start - hole : end - hole]
             parts.append(rows.contiguous().view(torch.uint8).numpy().tobytes())
     return b"".join(parts)
 
 
 def fill_random(arena: KVArena, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    for layer in range(len(arena.layers)):
-        buffer = torch.frombuffer(arena.layer_buffer(layer), dtype=torch.uint8)
-        buffer.copy_(torch.randint(0, 256, buffer.shape, dtype=torch.uint8, generator=generator))
+    buffer = torch.frombuffer(arena.buffer(), dtype=torch.uint8)
+    buffer.copy_(torch.randint(0, 256, buffer.shape, dtype=torch.uint8, generator=generator))
 
 
 def fill_untouched(arena: KVArena) -> None:
-    for layer in range(len(arena.layers)):
-        torch.frombuffer(arena.layer_buffer(layer), dtype=torch.uint8).fill_(UNTOUCHED)
+    torch.frombuffer(arena.buffer(), dtype=torch.uint8).fill_(UNTOUCHED)
 
 
-def snapshot(arena: KVArena) -> list[bytes]:
-    return [bytes(arena.layer_buffer(layer)) for layer in range(len(arena.layers))]
+def snapshot(arena: KVArena) -> bytes:
+    return bytes(arena.buffer())
 
 
 @dataclass
@@ -91,8 +92,10 @@ class Node:
         local = tuple(
             replace(spec, kv_heads=len(heads_of(spec.kv_heads, own))) for spec in self.layers
         )
-        self.arena = KVArena(local, self.num_blocks, self.block_size, self.dtype)
-        bind(self.lane, self.arena, self.boot_id)
+        size = (self.num_blocks, self.block_size, self.dtype)
+        self.arena = pool_of(
+            self.lane, self.boot_id, lambda memory: KVArena(local, *size, memory=memory)
+        )
         self.released: list[tuple[KVHandle, Blocks, str]] = []
         self._freed = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -112,10 +115,18 @@ class Node:
         self.released.append((handle, blocks, why))
         self._loop.call_soon_threadsafe(self._freed.set)
 
-    def pick(self, num_tokens: int, seed: int = 1) -> list[int]:
-        """Enough blocks for `num_tokens`, scattered."""
+    def pick(self, num_tokens: int, seed: int = 1) -> Blocks:
+        """Enough blocks for `num_tokens`, scattered; a windowed pool holds what is still seen."""
         count = -(-num_tokens // self.block_size)
-        return random.Random(seed).sample(range(self.num_blocks), count)
+        windows = self.arena.groups.windows
+        ids = random.Random(seed).sample(range(self.num_blocks), count * len(windows))
+        held: list[HeldBlocks] = []
+        for group, window in enumerate(windows):
+            seen = first_visible(window, num_tokens) if self.windowed else 0
+            first = seen // self.block_size
+            own = tuple(ids[group * count : (group + 1) * count])
+            held.append(HeldBlocks(own[first:], first))
+        return tuple(held)
 
     def publish_all(self, handle: KVHandle, upto: int | None = None) -> list[bool]:
         upto = handle.num_tokens if upto is None else upto
@@ -140,22 +151,24 @@ class Node:
 
 
 def expect_bytes(
-    source: tuple[Node, Sequence[int]],
-    target: tuple[Node, Sequence[int]],
+    source: tuple[Node, Blocks],
+    target: tuple[Node, Blocks],
     start: int,
     end: int,
-    before: list[bytes],
+    before: bytes,
 ) -> None:
-    """Tokens [start, end) are the source's, and every other byte of the target is as before."""
+    """Tokens [start, end), as far as both keep them, are the source's, and every other byte of the
+    target is as before."""
     (p, p_blocks), (d, d_blocks) = source, target
     expected = KVArena(d.layers, d.num_blocks, d.block_size, d.dtype)
     memory = ArenaMemory(expected)
-    for layer, data in enumerate(before):
-        expected.layer_buffer(layer)[:] = data
-        if end > start:
-            wire = layer_bytes(p.arena, layer, p_blocks, start, end)
+    expected.buffer()[:] = before
+    for layer, spec in enumerate(d.layers):
+        first = first_sent(spec, start, end, d.windowed)
+        if end > first:
+            wire = layer_bytes(p.arena, layer, p_blocks, first, end)
             payload = Payload(memoryview(wire), p.dtype)
-            memory.write(layer, d_blocks, start, end, payload)
+            memory.write(layer, d_blocks, first, end, payload)
     assert snapshot(d.arena) == snapshot(expected)
 
 

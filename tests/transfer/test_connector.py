@@ -15,6 +15,7 @@ from baton.timing import Timing
 from kv_transfer.base import Incoming, KVConnector
 from kv_transfer.grpc_stream import GrpcLane
 from kv_transfer.memory import MemoryFabric, MemoryLane
+from tests.block_lists import held
 from tests.transfer.pools import (
     BOOT_D,
     PATIENCE_S,
@@ -56,17 +57,17 @@ async def test_the_connector_is_what_the_nodes_expect(start) -> None:
 async def test_before_the_start_there_is_no_endpoint() -> None:
     node = Node(MemoryLane(MemoryFabric()))
     with pytest.raises(InternalError, match="not been started"):
-        node.connector.export(request_of(), 0, [0], 1)
+        node.connector.export(request_of(), 0, held([0]), 1)
     await node.connector.stop()
 
 
 async def test_too_few_blocks_are_our_own_fault(start) -> None:
     node = await start(MemoryLane(MemoryFabric()))
     with pytest.raises(InternalError, match="1 blocks do not hold 9"):
-        node.connector.export(request_of(), 0, [0], 9)
-    handle = node.connector.export(request_of(), 0, [0, 1], 9)
+        node.connector.export(request_of(), 0, held([0]), 9)
+    handle = node.connector.export(request_of(), 0, held([0, 1]), 9)
     with pytest.raises(InternalError, match="1 blocks do not hold 9"):
-        await node.connector.fetch(handle, 1, [3])
+        await node.connector.fetch(handle, 1, held([3]))
 
 
 def test_a_token_beyond_a_frame_stops_the_start() -> None:
@@ -100,7 +101,7 @@ async def test_budget_and_counters(start) -> None:
 async def test_an_export_after_the_stop_frees_itself(start) -> None:
     node = await start(MemoryLane(MemoryFabric()))
     await node.connector.stop()
-    handle = node.connector.export(request_of(), 0, [0], 4)
+    handle = node.connector.export(request_of(), 0, held([0]), 4)
     assert [why for _, _, why in node.released] == ["exporter stops"]
     assert not node.connector.publish(handle, 0, 4)
     assert node.connector.active_exports == 0
@@ -109,13 +110,14 @@ async def test_an_export_after_the_stop_frees_itself(start) -> None:
 async def test_a_node_may_fetch_from_itself(start) -> None:
     node = await start(MemoryLane(MemoryFabric()))
     fill_random(node.arena, 1)
-    handle = node.connector.export(request_of(), 0, [0, 1], 12)
+    handle = node.connector.export(request_of(), 0, held([0, 1]), 12)
     node.finish(handle)
     await node.connector.renew(handle)
-    await node.connector.fetch(handle, 1, [5, 6])
+    await node.connector.fetch(handle, 1, held([5, 6]))
     await node.freed()
-    before = snapshot(node.arena)
-    assert before[0][:8] == node.arena.layer_buffer(0)[5 * node.arena.block_bytes(0) :][:8]
+    page = node.arena.page_bytes
+    pool = snapshot(node.arena)
+    assert pool[:8] == pool[5 * page :][:8] != bytes(8)
     with pytest.raises(KVStale):
         await node.connector.renew(handle)
 
@@ -155,8 +157,8 @@ async def test_the_advertised_host_is_what_peers_are_told(start) -> None:
 async def test_nobody_at_the_address(start) -> None:
     node = await start(GrpcLane(Timing()))
     d = await start(GrpcLane(Timing()), boot_id=BOOT_D)
-    handle = unreachable(node.connector.export(request_of(), 0, [0], 8))
-    error = await outcome(d.connector.fetch(handle, 1, [0]))
+    handle = unreachable(node.connector.export(request_of(), 0, held([0]), 8))
+    error = await outcome(d.connector.fetch(handle, 1, held([0])))
     assert isinstance(error, KVLost)
 
 
@@ -165,12 +167,12 @@ async def test_a_peer_that_comes_back_is_found_at_once(start) -> None:
     d = await start(GrpcLane(Timing()), boot_id=BOOT_D)
     first = await start(GrpcLane(Timing()))
     address = first.connector.endpoint().lanes[0].address
-    handle = first.connector.export(request_of(), 0, [0], 8)
+    handle = first.connector.export(request_of(), 0, held([0]), 8)
     await first.connector.stop()
     for _ in range(3):
-        assert isinstance(await outcome(d.connector.fetch(handle, 1, [0])), KVLost)
+        assert isinstance(await outcome(d.connector.fetch(handle, 1, held([0]))), KVLost)
     again = await start(GrpcLane(Timing(), port=int(address.rpartition(":")[2])), boot_id="0b" * 16)
-    error = await outcome(d.connector.fetch(handle, 1, [0]))
+    error = await outcome(d.connector.fetch(handle, 1, held([0])))
     assert isinstance(error, KVStale), "the address lives, but it is another process"
     assert again.connector.endpoint().lanes[0].address == address
 

@@ -19,8 +19,10 @@ from baton.engine.block_pool import BlockPool
 from baton.errors import KVCorrupt, KVError, KVLost, KVStale, KVTimeout
 from baton.handles import KVHandle
 from baton.timing import Timing
+from kv_transfer.base import Blocks
 from kv_transfer.frames import Kind
 from kv_transfer.stats import TransferStats
+from tests.block_lists import held
 from tests.transfer import faults
 from tests.transfer.cluster import FIRST, Cluster, frames_received
 from tests.transfer.faults import FaultyLane
@@ -46,48 +48,52 @@ class Pooled:
 
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.node.num_blocks, self.node.block_size)
-        self.held: list[list[int]] = []
+        self.kept: list[Blocks] = []
         self._num_unpinned = 0
 
-    def allocate(self) -> list[int]:
+    def allocate(self) -> Blocks:
         blocks = self.pool.allocate(self.pool.blocks_for(NUM_TOKENS))
         assert blocks is not None
-        return blocks
+        return held(tuple(blocks))
+
+    def unref(self, blocks: Blocks) -> None:
+        for each in blocks:
+            self.pool.unref(each.ids)
 
     def export(self, request_id: str = "r1", epoch: int = 1) -> KVHandle:
         request = request_of(request_id, epoch)
         return self.node.connector.export(request, 0, self.allocate(), NUM_TOKENS)
 
-    async def fetch(self, handle: KVHandle, epoch: int = 1) -> list[int]:
+    async def fetch(self, handle: KVHandle, epoch: int = 1) -> Blocks:
         """As a decode node does: what is reserved is given back unless the fetch succeeds."""
         blocks = self.allocate()
         try:
             ready = await self.node.connector.fetch(handle, epoch, blocks)
         except BaseException:
-            self.pool.unref(blocks)
+            self.unref(blocks)
             raise
         assert ready.num_tokens == NUM_TOKENS
-        self.held.append(blocks)
+        self.kept.append(blocks)
         return blocks
 
-    def exported(self, handle: KVHandle) -> list[int]:
+    def exported(self, handle: KVHandle) -> Blocks:
         """The blocks of an export that is not released yet."""
         blocks = self.node.connector._table.blocks_of(handle.export_seq)
         assert blocks is not None
-        return list(blocks)
+        return blocks
 
     def unpin(self) -> None:
         """What the engine thread does with released exports."""
         for _, blocks, _ in self.node.released[self._num_unpinned :]:
-            self.pool.unref(blocks)
+            self.unref(blocks)
         self._num_unpinned = len(self.node.released)
 
     def check(self) -> None:
         """free + used == total, and used is what fetches have brought."""
         self.unpin()
-        self.pool.check({block: 1 for blocks in self.held for block in blocks})
+        self.pool.check({block: 1 for (own,) in self.kept for block in own.ids})
 
-    def bytes_of(self, blocks: list[int]) -> list[bytes]:
+    def bytes_of(self, blocks: Blocks) -> list[bytes]:
         memory = self.node.connector.memory
         return [
             b"".join(memory.read(layer, blocks, 0, NUM_TOKENS))
@@ -145,7 +151,7 @@ async def test_the_pool_is_churned_in_mid_transfer(cluster: Cluster) -> None:
         assert not p.node.connector.publish(handle, 1, NUM_TOKENS)
         assert isinstance(await outcome(fetch), KVStale)
         assert d.node.connector.stats.fetches == 0
-        p.pool.unref(other)
+        p.unref(other)
 
 
 async def test_the_pool_is_churned_under_who_reads_it_himself(
@@ -295,8 +301,8 @@ async def test_blocks_of_two_requests_are_swapped(cluster: Cluster, swap: str) -
         for handle in (p.export("r1"), p.export("r2")):
             recorded.clear()  # the second one's stay
             p.node.finish(handle, FIRST)
-            d.pool.unref(await d.fetch(handle))
-            d.held.pop()
+            d.unref(await d.fetch(handle))
+            d.kept.pop()
         await p.node.freed(2)
         p.unpin()
         handles = [p.export(f"r{i}") for i in (1, 2)]
@@ -326,7 +332,7 @@ async def test_an_old_epochs_fetch_after_a_new_one(cluster: Cluster) -> None:
         p.node.finish(handle, FIRST)
         blocks = d.allocate()
         ready = await d.node.connector.fetch(handle, 3, blocks, hold=True)
-        d.pool.unref(blocks)
+        d.unref(blocks)
         assert isinstance(await outcome(d.fetch(handle, 2)), KVStale)
         assert isinstance(await outcome(d.node.connector.renew(handle, 2)), KVStale)
         await d.node.connector.release(handle, "late", 2)

@@ -6,7 +6,6 @@ Each rank is a node of its own; what lies on all of them together must be the wh
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +16,11 @@ from baton.engine.kv_cache import KVArena
 from baton.errors import KVLost, KVStale
 from baton.handles import KVHandle
 from baton.kv_spec import LayerSpec
-from kv_transfer.base import KVReady, Payload
+from kv_transfer.base import Blocks, KVReady, Payload
 from kv_transfer.frames import Kind
 from kv_transfer.layout import ArenaMemory
 from kv_transfer.messages import INT8
+from tests.block_lists import held
 from tests.transfer import faults
 from tests.transfer.cluster import FIRST, Cluster, frames_received
 from tests.transfer.conftest import KINDS
@@ -43,7 +43,7 @@ class Group:
     """The ranks of one node, the leader first, and the sequence's blocks on all of them."""
 
     ranks: list[Node]
-    blocks: list[int]
+    blocks: Blocks
 
     @property
     def leader(self) -> Node:
@@ -67,7 +67,7 @@ class Group:
         for rank in self.ranks:
             await rank.freed()
 
-    def fill(self, whole: ArenaMemory, blocks: Sequence[int]) -> None:
+    def fill(self, whole: ArenaMemory, blocks: Blocks) -> None:
         for rank in self.ranks:
             memory = rank.connector.memory
             for layer in range(len(LAYERS)):
@@ -76,7 +76,7 @@ class Group:
                 payload = Payload(memoryview(data), whole.format.dtype, heads)
                 memory.write(layer, self.blocks, 0, NUM_TOKENS, payload)
 
-    def expect(self, whole: ArenaMemory, blocks: Sequence[int]) -> None:
+    def expect(self, whole: ArenaMemory, blocks: Blocks) -> None:
         for rank in self.ranks:
             memory = rank.connector.memory
             for layer in range(len(LAYERS)):
@@ -108,7 +108,7 @@ def whole() -> ArenaMemory:
     return ArenaMemory(arena)
 
 
-IN_WHOLE = list(range(6))
+IN_WHOLE = held(range(6))
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ async def test_a_lost_acknowledgement_is_made_good_by_the_lease(
 ) -> None:
     p = await group(cluster, 2, "a")
     lane = FaultyLane(cluster.new_lane(), sending=faults.on_every(Kind.ACK, faults.lose))
-    d = Group([await cluster.node(lane, boot_id="0d" * 16, layers=LAYERS)], list(range(6)))
+    d = Group([await cluster.node(lane, boot_id="0d" * 16, layers=LAYERS)], held(range(6)))
     p.fill(whole, IN_WHOLE)
     handle = p.export()
     p.finish(handle)

@@ -24,6 +24,7 @@ from tests.transfer.pools import (
     fill_untouched,
     outcome,
     request_of,
+    snapshot,
 )
 
 pytestmark = pytest.mark.parametrize("cluster", DIRECT, indirect=True)
@@ -104,12 +105,11 @@ async def test_a_cancelled_pull_leaves_the_blocks_alone(cluster: Cluster) -> Non
     fetch.cancel()
     done, _ = await asyncio.wait([fetch], timeout=0.05)
     assert not done
-    before = [bytes(d.arena.layer_buffer(layer)) for layer in range(len(d.layers))]
+    before = snapshot(d.arena)
     gate.go_on.set()
     with pytest.raises(asyncio.CancelledError):
         await fetch
-    after = [bytes(d.arena.layer_buffer(layer)) for layer in range(len(d.layers))]
-    assert after == before
+    assert snapshot(d.arena) == before
     assert p.connector.active_exports == 1
 
 
@@ -127,7 +127,7 @@ async def test_another_dtype_is_converted(cluster: Cluster, p_dtype: str, d_dtyp
     await d.connector.fetch(handle, 1, target)
     for layer in range(len(d.layers)):
         k = d.arena.layer(layer)[0]
-        rows = k[target].flatten(0, 1)[:33]
+        rows = k[list(target[0].ids)].flatten(0, 1)[:33]
         assert (rows == 1.5).all()
 
 
@@ -143,8 +143,8 @@ async def test_a_slice_of_the_heads(cluster: Cluster, p_tp: int, d_tp: int) -> N
     await d.connector.fetch(handle, 1, target)
     for layer in range(len(layers)):
         for ours, theirs in zip(d.arena.layer(layer), p.arena.layer(layer), strict=True):
-            rows = theirs[source].flatten(0, 1)[:33, -ours.shape[2] :]
-            got = ours[target].flatten(0, 1)[:33]
+            rows = theirs[list(source[0].ids)].flatten(0, 1)[:33, -ours.shape[2] :]
+            got = ours[list(target[0].ids)].flatten(0, 1)[:33]
             assert torch.equal(got.view(torch.int16), rows.contiguous().view(torch.int16))
 
 

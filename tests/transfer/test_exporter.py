@@ -215,7 +215,7 @@ def test_one_connection_serves_one_question_after_the_other() -> None:
     questions = (Ack(1), Fetch(2, b"2", "r", 1), Ack(2), Renew(3, b"3", 1))
     stage = Stage(FETCH, Timing(kv_progress_s=0.05), *questions)
     for seq in (2, 3):
-        stage.table.add(handle_of(stage.table.next_sequence()), (0, 1, 2), 1)
+        stage.table.add(handle_of(stage.table.next_sequence()), held((0, 1, 2)), 1)
         for layer in range(len(LAYERS)):
             assert stage.table.publish(seq, layer, TOKENS)
         stage.table.complete(seq, ())

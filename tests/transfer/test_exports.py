@@ -24,6 +24,7 @@ from baton.kv_spec import PoolFormat
 from kv_transfer.base import Blocks
 from kv_transfer.exports import ExportTable, Reader
 from kv_transfer.leases import Leases
+from tests.block_lists import held
 from tests.fakes import FakeClock
 
 LEASE_S = 10.0
@@ -68,15 +69,15 @@ class ExportTableMachine(RuleBasedStateMachine):
         seq = handle.export_seq
         assert seq not in self.freed, "freed twice"
         assert self.num_reads.get(seq, 0) == 0, "freed under a reader"
-        assert blocks == (seq, seq + 1)
+        assert blocks == held((seq, seq + 1))
         assert why
         self.freed.append(seq)
 
-    def held(self, seq: int) -> bool:
+    def offered(self, seq: int) -> bool:
         return seq in self.until and self.clock.now < self.until[seq]
 
     def may_read(self, seq: int, epoch: int) -> bool:
-        return self.held(seq) and epoch >= self.highest[self.handles[seq].request_id]
+        return self.offered(seq) and epoch >= self.highest[self.handles[seq].request_id]
 
     def saw(self, seq: int, epoch: int) -> None:
         request_id = self.handles[seq].request_id
@@ -98,14 +99,14 @@ class ExportTableMachine(RuleBasedStateMachine):
         self.saw(seq, epoch)
         self.until[seq] = self.clock.now + LEASE_S
         self.upto[seq] = [0, 0]
-        self.table.add(handle, (seq, seq + 1), 100)
+        self.table.add(handle, held((seq, seq + 1)), 100)
         return seq
 
     @rule(seq=exports, layer=st.integers(0, 1), upto=st.integers(0, TOKENS))
     def publish(self, seq: int, layer: int, upto: int) -> None:
-        held = self.held(seq)
-        assert self.table.publish(seq, layer, upto) is held
-        if held:
+        offered = self.offered(seq)
+        assert self.table.publish(seq, layer, upto) is offered
+        if offered:
             self.until[seq] = self.clock.now + LEASE_S
             self.upto[seq][layer] = max(upto, self.upto[seq][layer])
 
@@ -195,7 +196,7 @@ class ExportTableMachine(RuleBasedStateMachine):
 
     @rule()
     def expire(self) -> None:
-        lapsed = [seq for seq in self.until if not self.held(seq)]
+        lapsed = [seq for seq in self.until if not self.offered(seq)]
         assert self.table.expire(self.clock.now) == len(lapsed)
         for seq in lapsed:
             self.released(seq)
@@ -239,7 +240,7 @@ def table(freed: list[str]) -> ExportTable:
 
 def opened(table: ExportTable, epoch: int = 1) -> Reader:
     handle = handle_of(table.next_sequence())
-    table.add(handle, (0,), 1)
+    table.add(handle, held((0,)), 1)
     return table.open(handle.export_seq, handle.secret, "r", epoch)
 
 
@@ -308,7 +309,7 @@ def test_a_failing_callback_still_frees(table: ExportTable) -> None:
         raise ValueError("callback")
 
     table = ExportTable((1,), Leases(LEASE_S), FakeClock(0.0), broken)
-    table.add(handle_of(1), (0,), 1)
+    table.add(handle_of(1), held((0,)), 1)
     with pytest.raises(ValueError, match="callback"):
         table.release(1, KVStale("over"))
     assert table.num_exports == 0

@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 from baton.engine.kv_cache import KVArena
 from baton.errors import InternalError, KVCorrupt, KVTimeout
 from baton.kv_spec import LayerSpec
-from kv_transfer.base import Payload
+from kv_transfer.base import Blocks, Payload
 from kv_transfer.device_pool import ArenaPool
 from kv_transfer.layout import ArenaMemory
 from kv_transfer.staging import StagedMemory
+from tests.block_lists import held
 from tests.transfer.fake_device import COMPUTE, FakeDevice
+from tests.transfer.pools import snapshot
 
 LAYERS = (LayerSpec(2, 8, 8), LayerSpec(1, 24, 0, kind="mla"))
 PATIENCE_S = 10.0
@@ -43,16 +45,16 @@ def payload(layer: int, num_tokens: int, seed: int, dtype: str = "bfloat16") -> 
     source = KVArena(LAYERS, -(-num_tokens // 4), 4, dtype)
     for tensor in source.layer(layer):
         tensor.copy_(torch.randn(tensor.shape, generator=draw))
-    blocks = range(source.num_blocks)
+    blocks = held(range(source.num_blocks))
     fragments = ArenaMemory(source).read(layer, blocks, 0, num_tokens)
     return Payload(memoryview(b"".join(fragments)), dtype)
 
 
 def compute(
-    device: FakeDevice, arena: KVArena, blocks: Sequence[int], tokens: range, wire: Payload
+    device: FakeDevice, arena: KVArena, blocks: Blocks, tokens: range, wire: Payload
 ) -> None:
     """Give the engine's stream the work of one chunk of layer 0: tokens' KV from `wire`."""
-    part = ArenaMemory(arena).read(0, range(arena.num_blocks), 0, 1)
+    part = ArenaMemory(arena).read(0, held(range(arena.num_blocks)), 0, 1)
     per_token = sum(len(fragment) for fragment in part)
     assert len(wire.data) == per_token * len(tokens)
 
@@ -69,7 +71,7 @@ def joined(fragments: Sequence[memoryview]) -> bytes:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_read_waits_for_the_chunk_that_it_needs(seed: int) -> None:
     device, arena = FakeDevice(seed), pool_of()
-    memory, blocks = staged(arena, device), (5, 2, 7)
+    memory, blocks = staged(arena, device), held((5, 2, 7))
     first, second = payload(0, 6, 1), payload(0, 4, 2)
     compute(device, arena, blocks, range(6), first)
     memory.written(0, blocks, 6)
@@ -86,7 +88,7 @@ def test_a_device_that_does_not_wait_is_noticed_here() -> None:
     wrong = 0
     for seed in SEEDS:
         device, arena = FakeDevice(seed, careless=True), pool_of()
-        memory, blocks = staged(arena, device), (5, 2, 7)
+        memory, blocks = staged(arena, device), held((5, 2, 7))
         wire = payload(0, 6, 1)
         compute(device, arena, blocks, range(6), wire)
         memory.written(0, blocks, 6)
@@ -96,7 +98,7 @@ def test_a_device_that_does_not_wait_is_noticed_here() -> None:
 
 def test_the_first_chunk_does_not_wait_for_the_second() -> None:
     device, arena = FakeDevice(0, lazy=True), pool_of()
-    memory, blocks = staged(arena, device), (5, 2, 7)
+    memory, blocks = staged(arena, device), held((5, 2, 7))
     compute(device, arena, blocks, range(6), payload(0, 6, 1))
     memory.written(0, blocks, 6)
     reached: list[bool] = []
@@ -113,7 +115,7 @@ def test_the_next_owner_of_the_same_blocks_is_another_sequence(seed: int) -> Non
     """Equal block tables, another object: the marks of the old one must not answer for it."""
     device, arena = FakeDevice(seed), pool_of()
     memory = staged(arena, device)
-    old, new = (tuple(range(3, 5)) for _ in range(2))
+    old, new = (held(range(3, 5)) for _ in range(2))
     assert old is not new
     compute(device, arena, old, range(8), payload(0, 8, 1))
     memory.written(0, old, 8)
@@ -128,15 +130,15 @@ def test_the_next_owner_of_the_same_blocks_is_another_sequence(seed: int) -> Non
 def test_blocks_without_a_mark_are_read_behind_everything_enqueued(seed: int) -> None:
     device, arena = FakeDevice(seed), pool_of()
     memory, wire = staged(arena, device), payload(0, 8, 3)
-    compute(device, arena, (1, 2), range(8), wire)
-    assert joined(memory.read(0, (1, 2), 0, 8)) == bytes(wire.data)
+    compute(device, arena, held((1, 2)), range(8), wire)
+    assert joined(memory.read(0, held((1, 2)), 0, 8)) == bytes(wire.data)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_engine_attends_to_nothing_that_has_not_landed(seed: int) -> None:
     device, arena = FakeDevice(seed), pool_of()
     memory, wires = staged(arena, device), [payload(0, 4, s) for s in range(6)]
-    blocks = (9, 0, 4, 6, 1, 11)
+    blocks = held((9, 0, 4, 6, 1, 11))
     for index, wire in enumerate(wires):
         memory.write(0, blocks, 4 * index, 4 * index + 4, wire)
     memory.landed()
@@ -157,28 +159,30 @@ def test_the_engine_attends_to_nothing_that_has_not_landed(seed: int) -> None:
 def test_a_write_does_not_overtake_the_last_owners_step(seed: int) -> None:
     device, arena = FakeDevice(seed), pool_of()
     memory, wire = staged(arena, device), payload(0, 4, 1)
-    before = joined(ArenaMemory(arena).read(0, (3,), 0, 4))
+    before = joined(ArenaMemory(arena).read(0, held((3,)), 0, 4))
     seen: list[bytes] = []
-    device.enqueue(COMPUTE, lambda: seen.append(joined(ArenaMemory(arena).read(0, (3,), 0, 4))))
-    memory.write(0, (3,), 0, 4, wire)
+    device.enqueue(
+        COMPUTE, lambda: seen.append(joined(ArenaMemory(arena).read(0, held((3,)), 0, 4)))
+    )
+    memory.write(0, held((3,)), 0, 4, wire)
     memory.landed()
     device.finish()
     assert seen == [before]
-    assert joined(ArenaMemory(arena).read(0, (3,), 0, 4)) == bytes(wire.data)
+    assert joined(ArenaMemory(arena).read(0, held((3,)), 0, 4)) == bytes(wire.data)
 
 
 def test_a_failed_conversation_lands_before_the_blocks_are_reused() -> None:
     for seed in SEEDS:
         device, arena = FakeDevice(seed), pool_of()
         memory = staged(arena, device)
-        memory.write(0, (3,), 0, 4, payload(0, 4, 1))
+        memory.write(0, held((3,)), 0, 4, payload(0, 4, 1))
         with pytest.raises(KVCorrupt):
-            memory.write(0, (3,), 0, 4, Payload(memoryview(b"short"), "bfloat16"))
+            memory.write(0, held((3,)), 0, 4, Payload(memoryview(b"short"), "bfloat16"))
         memory.landed()
         wire = payload(0, 4, 2)
-        compute(device, arena, (3,), range(4), wire)
+        compute(device, arena, held((3,)), range(4), wire)
         device.finish()
-        assert joined(ArenaMemory(arena).read(0, (3,), 0, 4)) == bytes(wire.data)
+        assert joined(ArenaMemory(arena).read(0, held((3,)), 0, 4)) == bytes(wire.data)
 
 
 # ---- the ring -----------------------------------------------------------------------------------
@@ -187,40 +191,40 @@ def test_a_slot_is_not_reused_while_a_view_of_it_lives() -> None:
     memory = staged(arena, device, num_slots=2, timeout_s=0.01)
     wires = [payload(0, 4, s) for s in range(2)]
     for block, wire in enumerate(wires):
-        compute(device, arena, (block,), range(4), wire)
-    held = [memory.read(0, (block,), 0, 4) for block in range(2)]
+        compute(device, arena, held((block,)), range(4), wire)
+    lent = [memory.read(0, held((block,)), 0, 4) for block in range(2)]
     assert memory.ring.num_free == 0
     with pytest.raises(KVTimeout):
-        memory.read(0, (0,), 0, 4)
-    part = held[0][0][:7]
-    held[0] = ()
+        memory.read(0, held((0,)), 0, 4)
+    part = lent[0][0][:7]
+    lent[0] = ()
     gc.collect()
     assert memory.ring.num_free == 0  # a slice is a view, too
     del part
     assert memory.ring.num_free == 1
-    assert joined(held[1]) == bytes(wires[1].data)
-    assert joined(memory.read(0, (0,), 0, 4)) == bytes(wires[0].data)
-    held.clear()
+    assert joined(lent[1]) == bytes(wires[1].data)
+    assert joined(memory.read(0, held((0,)), 0, 4)) == bytes(wires[0].data)
+    lent.clear()
     assert memory.ring.num_free == 2
 
 
 def test_a_full_ring_holds_the_data_plane_up_until_a_slot_is_free() -> None:
     device, arena = FakeDevice(1), pool_of()
     memory = staged(arena, device, num_slots=1)
-    held = [memory.read(0, (0,), 0, 4)]
+    lent = [memory.read(0, held((0,)), 0, 4)]
     asked, answered = threading.Event(), threading.Event()
 
     def read() -> None:
         asked.set()
-        memory.read(0, (1,), 0, 4)
+        memory.read(0, held((1,)), 0, 4)
         answered.set()
 
     with ThreadPoolExecutor(1) as threads:
         reading = threads.submit(read)
         assert asked.wait(PATIENCE_S)
         assert not answered.is_set()
-        memory.written(0, (0,), 4)  # the engine is not held up
-        held.clear()
+        memory.written(0, held((0,)), 4)  # the engine is not held up
+        lent.clear()
         reading.result(PATIENCE_S)
     assert answered.is_set()
     assert memory.ring.num_free == 1
@@ -233,24 +237,24 @@ def test_a_slot_waits_for_its_own_last_copy() -> None:
         memory = staged(arena, device, num_slots=1)
         wires = [payload(0, 4, s) for s in range(5)]
         for block, wire in enumerate(wires):
-            memory.write(0, (block,), 0, 4, wire)
+            memory.write(0, held((block,)), 0, 4, wire)
         memory.landed()
         device.finish()
         for block, wire in enumerate(wires):
-            assert joined(ArenaMemory(arena).read(0, (block,), 0, 4)) == bytes(wire.data)
+            assert joined(ArenaMemory(arena).read(0, held((block,)), 0, 4)) == bytes(wire.data)
 
 
 def test_too_much_for_a_slot_is_our_own_fault() -> None:
     device, arena = FakeDevice(1), KVArena((LayerSpec(8, 128, 128),), 4, 16, "float32")
     with pytest.raises(InternalError):
-        staged(arena, device).read(0, (0, 1, 2, 3), 0, 64)
+        staged(arena, device).read(0, held((0, 1, 2, 3)), 0, 64)
 
 
 def test_a_failed_copy_gives_its_slot_back() -> None:
     device, arena = FakeDevice(1), pool_of()
     memory = staged(arena, device)
     with pytest.raises(IndexError):
-        memory.read(0, (99,), 0, 4)
+        memory.read(0, held((99,)), 0, 4)
     assert memory.ring.num_free == 4
 
 
@@ -276,7 +280,7 @@ def test_it_is_the_twin_of_host_memory(
     if dtypes[0] == "int8":
         for scales in source.scales(layer):
             scales.fill_(0.03)
-    blocks = (8, 3, 5, 0, 10, 7)
+    blocks = held((8, 3, 5, 0, 10, 7))
     device = FakeDevice(seed)
     theirs, ours = ArenaMemory(source), staged(source, device)
     wire = joined(theirs.read(layer, blocks, start, end, heads))
@@ -288,7 +292,7 @@ def test_it_is_the_twin_of_host_memory(
     landing.write(layer, blocks, start, end, arriving)
     landing.landed()
     device.finish()
-    assert bytes(target.layer_buffer(layer)) == bytes(expected.layer_buffer(layer))
+    assert snapshot(target) == snapshot(expected)
     if dtypes[1] == "int8":
         pairs = zip(target.scales(layer), expected.scales(layer), strict=True)
         assert all(torch.equal(a, b) for a, b in pairs)

@@ -64,6 +64,8 @@ class EngineTotals:
     swapped_in_blocks: int = 0
     forks: int = 0  # block tables shared by parallel samples and beams
     copied_blocks: int = 0  # copies on write
+    window_freed_blocks: int = 0  # left behind by sliding windows
+    export_refusals: int = 0  # steps that left a prompt waiting for export room
     drafted_tokens: int = 0  # speculation: proposed
     accepted_tokens: int = 0  # of which right
 
@@ -246,6 +248,8 @@ def _counters(now: NodeSnapshot) -> Iterable[tuple[str, str, float]]:
         ("baton_swapped_in_blocks", "KV blocks copied back", engine.swapped_in_blocks),
         ("baton_forks", "Block tables shared by samples", engine.forks),
         ("baton_copied_blocks", "KV blocks copied on write", engine.copied_blocks),
+        ("baton_window_freed_blocks", "KV blocks no token sees", engine.window_freed_blocks),
+        ("baton_export_refusals", "Steps without room for an export", engine.export_refusals),
         ("vllm:spec_decode_num_draft_tokens", "Tokens proposed", engine.drafted_tokens),
         ("vllm:spec_decode_num_accepted_tokens", "Of these, right", engine.accepted_tokens),
         ("baton_engine_steps", "Engine steps", engine.steps),

@@ -143,6 +143,9 @@ class PrefillEngine:
         self._freed.append(blocks)
 
     # ---- EngineHooks -----------------------------------------------------------------------------
+    def may_admit(self, num_tokens: int, num_pending: int) -> bool:
+        return True  # one prompt at a time
+
     def admitted(self, request: Request, blocks: BlockLists, num_tokens: int) -> None:
         assert self._exports is not None, "attach a connector first"
         self._exports.admitted(request, blocks, num_tokens)
@@ -170,6 +173,9 @@ class PrefillEngine:
         self._admitted = loop.create_future()
         request = Request(f"bench-{seed}", tuple(prompt), params)
         self._running = loop.run_in_executor(None, self._compute, request)
+        await asyncio.wait({self._admitted, self._running}, return_when=asyncio.FIRST_COMPLETED)
+        if not self._admitted.done():
+            await self._running  # raises why it has ended without an export
         return await self._admitted
 
     async def ended(self) -> PrefillTimes:

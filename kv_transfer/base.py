@@ -6,15 +6,18 @@ Not here: any behaviour. Connector: connector.py. Pools: layout.py. Lanes: a fil
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Protocol, TypeAlias, runtime_checkable
 
+from baton.engine.layer_groups import LayerGroups, group_layers
 from baton.errors import KVRefused
 from baton.events import FirstToken
 from baton.handles import Endpoint, KVHandle, LaneAddress
 from baton.kv_spec import BlockLists, LayerSpec, PoolFormat
 from baton.request import Request
 from kv_transfer.frames import Buffer
+from kv_transfer.shares import heads_of
 
 Blocks: TypeAlias = BlockLists  # where a sequence lies in a pool; only layout.py looks inside
 
@@ -252,14 +255,22 @@ class Remote:
     tables: tuple[tuple[int, ...], ...]
 
     def table(self, layer: int, ours: KVMemory) -> tuple[int, ...]:
-        """The layer's blocks. Which layers share them follows from the model alone, so ours are
-        grouped as theirs if there are as many groups. Raises KVRefused if there are not."""
+        """The layer's blocks. Which layers share them follows from the model and their format, or
+        all do; how ours are grouped says nothing. Raises KVRefused for as many as cannot be."""
         if len(self.tables) == 1:
             return self.tables[0]
-        count = 1 + max(ours.group(each) for each in range(len(ours.layers)))
-        if len(self.tables) != count:
-            raise KVRefused(f"{len(self.tables)} block tables, ours are {count}")
-        return self.tables[ours.group(layer)]
+        groups = _groups(ours.layers, self.format)
+        if len(self.tables) != groups.num_groups:
+            raise KVRefused(f"{len(self.tables)} block tables, not {groups.num_groups}")
+        return self.tables[groups.group_of[layer]]
+
+
+@lru_cache(16)
+def _groups(layers: tuple[LayerSpec, ...], pool: PoolFormat) -> LayerGroups:
+    """How a pool of that format groups the model's layers."""
+    heads = [len(heads_of(spec.kv_heads, pool)) for spec in layers]
+    local = [replace(spec, kv_heads=count) for spec, count in zip(layers, heads, strict=True)]
+    return group_layers(local, pool.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 
@@ -25,6 +25,8 @@ from kv_transfer.base import Blocks, Payload
 from kv_transfer.codec import Rows, bytes_of, unpack
 from kv_transfer.messages import INT8, RAW
 from kv_transfer.shares import heads_of, rows_bytes
+
+HOLE: Final = 0xFFFF_FFFF  # a block id that no pool has
 
 
 class Arena(Protocol):
@@ -141,9 +143,9 @@ class ArenaMemory:
         return self._arena.group_of[layer]
 
     def tables(self, blocks: Blocks) -> tuple[tuple[int, ...], ...]:
-        """One per layer group. A hole is filled up with the first block behind it: nobody reads
-        there, but the others keep their places."""
-        return tuple((*tuple(held.ids[:1]) * held.first, *held.ids) for held in blocks)
+        """One per layer group. A hole is filled up with HOLE: nobody reads there, and who would is
+        told; the others keep their places."""
+        return tuple((*(HOLE,) * held.first, *held.ids) for held in blocks)
 
     def written(self, layer: int, blocks: Blocks, upto: int) -> None:
         """Memory that the host has written needs no mark."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -95,24 +96,34 @@ def flatten(
     spans: list[Span] = []
     token_ids: list[int] = []
     positions: list[int] = []
-    owners: list[int] = []
-    for index, chunk in enumerate(chunks):
+    counts: list[int] = []
+    for chunk in chunks:
         count = len(chunk.token_ids)
         spans.append(Span(len(token_ids), count, chunk.start, chunk.adapter))
         token_ids.extend(chunk.token_ids)
         positions.extend(range(chunk.start, chunk.start + count))
-        owners.extend([index] * count)
+        counts.append(count)
     # Built on the host and moved once each: small copies to a device cost more than their bytes.
-    position, owner = torch.tensor(positions), torch.tensor(owners)
+    position = _int64(positions)
+    owner = torch.from_numpy(np.repeat(np.arange(len(counts)), counts))
     column, offset = position // block_size, position % block_size
     tables: list[GroupTables] = []
     for group in range(len(chunks[0].blocks)):
         held = [chunk.blocks[group] for chunk in chunks]
-        width = max(len(each.ids) for each in held)
-        blocks = torch.tensor([[*h.ids, *[h.ids[-1]] * (width - len(h.ids))] for h in held])
+        width = max([len(each.ids) for each in held])
+        padded: list[int] = []
+        for each in held:
+            padded += each.ids
+            padded += [each.ids[-1]] * (width - len(each.ids))
+        blocks = _int64(padded).view(-1, width)
         first = tuple([each.first for each in held])
-        here = column - torch.tensor(first)[owner] if any(first) else column
+        here = column - _int64(first)[owner] if any(first) else column
         slots = blocks[owner, here] * block_size + offset
         tables.append(GroupTables(slots.to(device), blocks.to(device), first))
     batch = Batch(tuple(spans), tuple(tables), attention, on_layer)
-    return Step(torch.tensor(token_ids).to(device), position.to(device), batch)
+    return Step(_int64(token_ids).to(device), position.to(device), batch)
+
+
+def _int64(numbers: Sequence[int]) -> Tensor:
+    # By way of numpy: torch.tensor took 4 to 8 times as long over 5,000 numbers in lists.
+    return torch.from_numpy(np.array(numbers, dtype=np.int64))

@@ -35,19 +35,20 @@ def tell(
     return told
 
 
-def candidates(logits: Tensor, counts: Sequence[int]) -> list[tuple[TokenLogprob, ...]]:
-    """The counts[i] most probable tokens of each row of logits [N, vocab] float32, best first.
+def candidates(scores: Tensor, counts: Sequence[int]) -> list[tuple[TokenLogprob, ...]]:
+    """The counts[i] highest of each row of scores [N, vocab] float32, best first.
 
-    For beams: logits are the processed ones (penalties.py). Tokens that are ruled out (-inf) are
-    left out, so a row may tell fewer. Raises InternalError if a row holds NaN or +inf.
+    For beams: scores are log probabilities that penalties.py has changed, and are told as they are.
+    Tokens that are ruled out (-inf) are left out, so a row may tell fewer. Raises InternalError if
+    a row holds NaN or +inf.
     """
-    require_numbers(logits)
+    require_numbers(scores)
     told: list[tuple[TokenLogprob, ...]] = []
-    rows_at_once = max(1, SLAB_ELEMENTS // logits.shape[1])
+    rows_at_once = max(1, SLAB_ELEMENTS // scores.shape[1])
     for at in range(0, len(counts), rows_at_once):
-        slab, wanted = logits[at : at + rows_at_once], counts[at : at + rows_at_once]
+        slab, wanted = scores[at : at + rows_at_once], counts[at : at + rows_at_once]
         ids = top_exact(slab, max(wanted))
-        values = slab.log_softmax(-1).gather(1, ids)
+        values = slab.gather(1, ids)
         for count, row_ids, row_values in zip(wanted, ids.tolist(), values.tolist(), strict=True):
             ranked = enumerate(zip(row_ids[:count], row_values, strict=False), start=1)
             told.append(

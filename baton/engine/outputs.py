@@ -75,8 +75,8 @@ class Outputs:
         drafts = tuple(chunk.token_ids[len(chunk.token_ids) - num_drafts :])
         if not drawn or drawn[:-1] != drafts[: len(drawn) - 1] or len(drawn) > num_drafts + 1:
             raise InternalError(f"{chunk.request_id}: sampled {drawn} over drafts {drafts}")
-        tokens, (reason, stop_token) = self._up_to_end(row, drawn)
         position = sequence.num_outputs
+        tokens, (reason, stop_token) = self._up_to_end(row, drawn, position)
         num_accepted = min(len(tokens), len(drawn) - 1)
         sequence.tokens.extend(tokens)
         self._scheduler.computed(group, sequence, chunk, num_accepted)
@@ -95,12 +95,14 @@ class Outputs:
             self._ended(group)
         return event
 
-    def _up_to_end(self, row: Row, drawn: tuple[int, ...]) -> tuple[tuple[int, ...], End]:
-        """`drawn` without what follows a token that ends the sample."""
+    def _up_to_end(
+        self, row: Row, drawn: tuple[int, ...], position: int
+    ) -> tuple[tuple[int, ...], End]:
+        """`drawn`, from output index `position` on, without what follows a token that ends the
+        sample."""
+        limit = self._limit(row.group.task)
         for index, token in enumerate(drawn, 1):
-            num_outputs = row.sequence.num_outputs + index
-            limit = self._limit(row.group.task)
-            end = row.sequence.ends_with(token, num_outputs, self._eos_token_ids, limit)
+            end = row.sequence.ends_with(token, position + index, self._eos_token_ids, limit)
             if end[0] is not None:
                 return drawn[:index], end
         return drawn, (None, None)
@@ -155,5 +157,7 @@ class Outputs:
 
 def _told_now(group: RequestGroup) -> tuple[tuple[TokenLogprob, ...], ...]:
     """The prompt's logprobs, for the request's first event; nothing later."""
+    if group.told:
+        return ()
     told, group.prompt_logprobs, group.told = tuple(group.prompt_logprobs), [], True
     return told

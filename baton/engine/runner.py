@@ -130,6 +130,11 @@ def choose(logits: Tensor, asked: Sequence[Asked], eos_token_ids: Sequence[int])
     # Told of raw logits, but which rows stand is known once tokens are chosen: so copies are kept.
     kept = [row for row, draw in enumerate(draws) if draw.params.logprobs is not None]
     raw = _rows(logits, kept)
+    for one in asked:
+        if one.chunk.num_candidates:
+            # Before what follows, as transformers' beam search does: scores of beams that differ
+            # in what they may not say stay comparable.
+            logits[one.first] = logits[one.first].log_softmax(-1)
     penalties.apply(logits, draws, eos_token_ids)
     branches = _branches(logits, asked)
     drawn = [row for row in range(len(draws)) if row not in branches]

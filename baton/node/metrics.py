@@ -36,6 +36,8 @@ def snapshot(
             swapped_in_blocks=stats.num_swapped_in_blocks,
             forks=stats.num_forks,
             copied_blocks=stats.num_copied_blocks,
+            window_freed_blocks=stats.num_window_freed_blocks,
+            export_refusals=stats.num_export_refusals,
             drafted_tokens=stats.num_drafted_tokens,
             accepted_tokens=stats.num_accepted_tokens,
         ),

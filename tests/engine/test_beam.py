@@ -103,6 +103,10 @@ def theirs(
         do_sample=False,
         eos_token_id=eos or None,
         pad_token_id=0,
+        repetition_penalty=params.repetition_penalty,
+        min_new_tokens=params.min_tokens or None,
+        bad_words_ids=[list(word) for word in params.bad_words] or None,
+        sequence_bias={(token,): bias for token, bias in params.logit_bias} or None,
     )
     rows = [tuple(row[len(prompt) :].tolist()) for row in out]
     return [_cut(row, eos) for row in rows]
@@ -159,6 +163,35 @@ def test_beams_without_an_end_equal_transformers(models: dict[str, str]) -> None
     params = SamplingParams(beam_width=4, n=2, max_tokens=20, ignore_eos=True)
     (output,) = llm_of(path).generate([[5, 6, 7]], params)
     assert [s.token_ids for s in output.outputs] == theirs(path, [5, 6, 7], params, [])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"repetition_penalty": 1.3},
+        {"min_tokens": 6},
+        {"bad_words": tuple((token,) for token in range(200, 310, 2)), "length_penalty": 0.0},
+        {"bad_words": tuple((token, token) for token in range(101, VOCAB_SIZE) if token != 200)},
+        {"logit_bias": tuple((token, -3.0 if token % 2 else 2.0) for token in range(40, 200))},
+        {"min_tokens": 4, "repetition_penalty": 1.1, "bad_words": ((33,), (71,), (200,))},
+    ],
+)
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_beams_under_penalties_equal_transformers(
+    models: dict[str, str], kind: str, changes: dict[str, Any]
+) -> None:
+    """transformers changes log probabilities here, where a sampled token's logits are changed."""
+    path, eos = models[kind], sorted({2, *range(7, VOCAB_SIZE, 12)})
+    asked: dict[str, Any] = {
+        "beam_width": 4, "n": 4, "max_tokens": 14, "stop_token_ids": tuple(eos), "ignore_eos": True
+    }  # fmt: skip
+    params, plain = SamplingParams(**asked, **changes), SamplingParams(**asked)
+    prompts = [[9, 33, 71, 200], list(range(20, 31)), [100]]
+    outputs = llm_of(path).generate(prompts, params)
+    ours = [[sample.token_ids for sample in output.outputs] for output in outputs]
+    assert ours == [theirs(path, prompt, params, eos) for prompt in prompts]
+    assert ours != [theirs(path, prompt, plain, eos) for prompt in prompts]
+    assert_all_free(llm_of(path).engine)
 
 
 def test_beams_preempted_by_either_way_equal_transformers(models: dict[str, str]) -> None:

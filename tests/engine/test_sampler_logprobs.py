@@ -58,12 +58,13 @@ def test_slabs_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_candidates_are_the_best_and_allowed() -> None:
     logits = torch.tensor([[0.0, 2.0, -math.inf, 2.0, 1.0], [-math.inf, 3.0] + [-math.inf] * 3])
-    first, second = logprobs.candidates(logits, [5, 2])
+    scores = logits.log_softmax(-1)
+    first, second = logprobs.candidates(scores, [5, 2])
     assert pairs(first) == [(1, 1), (3, 2), (4, 3), (0, 4)]
     assert pairs(second) == [(1, 1)]
     assert second[0].logprob == 0.0
     assert sum(math.exp(one.logprob) for one in first) == pytest.approx(1.0)
-    assert [pairs(row) for row in logprobs.candidates(logits, [2, 1])] == [
+    assert [pairs(row) for row in logprobs.candidates(scores, [2, 1])] == [
         [(1, 1), (3, 2)],
         [(1, 1)],
     ]

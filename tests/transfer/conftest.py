@@ -28,6 +28,8 @@ DIRECT = ("shm", "nixl")
 # One of each kind, for what does not depend on how a lane's connections are made:
 # @pytest.mark.parametrize("cluster", KINDS, indirect=True)
 KINDS = ("memory", "grpc", "stream-unix", "dist", "shm", "nixl")
+# One of each way that bytes take, for what happens above the lanes.
+WAYS = ("memory", "shm")
 
 
 @pytest.fixture(params=[*TWO_SIDED, *DIRECT])

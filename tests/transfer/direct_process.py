@@ -1,4 +1,4 @@
-"""A process that exports a whole prompt over a direct lane and waits to be killed
+"""A process that exports a whole prompt twice over a direct lane and waits to be killed
 (test_direct_processes.py). Arguments: lane, directory of the arenas."""
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ async def export_and_wait(name: str, directory: Path) -> None:
     node = Node(new_lane(name, directory, arenas))
     await node.connector.start()
     fill_random(node.arena, SEED)
-    handle = node.connector.export(request_of(), 0, node.pick(NUM_TOKENS), NUM_TOKENS)
-    node.finish(handle, FIRST)
     lane = node.connector.endpoint().lanes[0]
-    says = [handle.export_seq, handle.secret.hex(), lane.address, lane.attributes]
+    says: list[object] = [lane.address, lane.attributes]
+    for _ in range(2):
+        handle = node.connector.export(request_of(), 0, node.pick(NUM_TOKENS), NUM_TOKENS)
+        node.finish(handle, FIRST)
+        says.append([handle.export_seq, handle.secret.hex()])
     sys.stdout.write(json.dumps(says) + "\n")
     sys.stdout.flush()
     await asyncio.Event().wait()

@@ -1,7 +1,7 @@
 """A node of its own process, to be stopped or killed (test_processes.py).
 
-export LANE DIRECTORY PERCENT   offers a prompt of which PERCENT is computed, says how to fetch it
-fetch LANE DIRECTORY            reads a handle from stdin, fetches it, says what has arrived
+export LANE PERCENT   offers a prompt of which PERCENT is computed, says how to fetch it
+fetch LANE            reads a handle from stdin, fetches it, says what has arrived
 """
 
 from __future__ import annotations
@@ -9,41 +9,24 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 from baton.handles import Endpoint, KVHandle, LaneAddress
 from baton.kv_spec import PoolFormat, layout_fingerprint
 from baton.timing import Timing
 from kv_transfer.base import Lane
-from kv_transfer.dist import DistLane, DistSettings
 from kv_transfer.grpc_stream import GrpcLane
-from kv_transfer.shm_arena import ShmArena
 from kv_transfer.stats import TransferStats
 from kv_transfer.stream import StreamLane
 from tests.transfer.cluster import FIRST
-from tests.transfer.direct_lanes import nixl_lane, shm_lane
 from tests.transfer.pools import LAYERS, Node, fill_random, request_of
 
 NUM_TOKENS = 40
 SEED = 11  # of the exporter's bytes
 
 
-def new_lane(name: str, directory: Path, arenas: list[ShmArena]) -> Lane:
-    def stream() -> Lane:
-        return StreamLane(Timing())
-
-    match name:
-        case "grpc":
-            return GrpcLane(Timing())
-        case "dist":
-            return DistLane(Timing(), DistSettings(inline_bytes=500))
-        case "shm":
-            return shm_lane(stream, directory, arenas)
-        case "nixl":
-            return nixl_lane(stream, Timing())
-        case _:
-            return stream()
+def new_lane(name: str) -> Lane:
+    return GrpcLane(Timing()) if name == "grpc" else StreamLane(Timing())
 
 
 def dump(handle: KVHandle) -> str:
@@ -68,8 +51,8 @@ def say(*words: Any) -> None:
     sys.stdout.flush()
 
 
-async def export(lane: str, directory: Path, percent: int) -> None:
-    node = Node(new_lane(lane, directory, []), boot_id="1a" * 16)
+async def export(lane: str, percent: int) -> None:
+    node = Node(new_lane(lane), boot_id="1a" * 16)
     fill_random(node.arena, SEED)
     await node.connector.start()
     handle = node.connector.export(request_of(), 0, node.pick(NUM_TOKENS), NUM_TOKENS)
@@ -81,7 +64,7 @@ async def export(lane: str, directory: Path, percent: int) -> None:
     await asyncio.Event().wait()
 
 
-async def fetch(lane: str, directory: Path) -> None:
+async def fetch(lane: str) -> None:
     received = TransferStats.received
 
     def tell(stats: TransferStats, name: str, num_bytes: int) -> None:
@@ -89,7 +72,7 @@ async def fetch(lane: str, directory: Path) -> None:
         say("received", num_bytes)
 
     TransferStats.received = tell  # type: ignore[method-assign]
-    node = Node(new_lane(lane, directory, []), boot_id="1d" * 16)
+    node = Node(new_lane(lane), boot_id="1d" * 16)
     await node.connector.start()
     say("ready")
     handle = load(await asyncio.to_thread(sys.stdin.readline))
@@ -98,8 +81,8 @@ async def fetch(lane: str, directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    what, lane_name, folder, *rest = sys.argv[1:]
+    what, lane_name, *rest = sys.argv[1:]
     if what == "export":
-        asyncio.run(export(lane_name, Path(folder), int(rest[0])))
+        asyncio.run(export(lane_name, int(rest[0])))
     else:
-        asyncio.run(fetch(lane_name, Path(folder)))
+        asyncio.run(fetch(lane_name))

@@ -22,7 +22,7 @@ from tests.transfer.cluster import (
     transfer,
     transfer_despite,
 )
-from tests.transfer.conftest import TWO_SIDED
+from tests.transfer.conftest import KINDS, TWO_SIDED, WAYS
 from tests.transfer.faults import FaultyLane
 from tests.transfer.pools import (
     BOOT_D,
@@ -53,6 +53,7 @@ async def test_the_lease_ends_in_mid_stream(cluster: Cluster) -> None:
     assert p.connector.stats.expired_leases == 1
 
 
+@pytest.mark.parametrize("cluster", WAYS, indirect=True)
 async def test_a_lapsed_lease_is_not_served_before_the_sweep(cluster: Cluster) -> None:
     p, d = await cluster.pair()
     handle = p.connector.export(request_of(), 0, p.pick(16), 16)
@@ -75,6 +76,7 @@ async def test_renewing_keeps_it(cluster: Cluster) -> None:
     await p.freed()
 
 
+@pytest.mark.parametrize("cluster", WAYS, indirect=True)
 async def test_a_waiting_fetch_renews_by_itself(cluster: Cluster) -> None:
     """The lease is short, the exporter's clock runs ahead at each renewal that arrives."""
     p, d = await cluster.pair()
@@ -102,6 +104,7 @@ async def test_a_waiting_fetch_renews_by_itself(cluster: Cluster) -> None:
     await p.freed()
 
 
+@pytest.mark.parametrize("cluster", WAYS, indirect=True)
 async def test_an_unclaimed_export_is_freed_by_the_lease_watch(cluster: Cluster) -> None:
     """With the real timer of the connector and nothing but time."""
     p = await cluster.node(timing=Timing(kv_lease_s=0.05))
@@ -112,6 +115,7 @@ async def test_an_unclaimed_export_is_freed_by_the_lease_watch(cluster: Cluster)
     assert p.released == [(handle, blocks, "the lease is over")]
 
 
+@pytest.mark.parametrize("cluster", WAYS, indirect=True)
 async def test_a_lost_ack_is_made_good_by_the_lease(cluster: Cluster) -> None:
     lane = FaultyLane(cluster.new_lane(), sending=faults.on_every(Kind.ACK, faults.lose))
     p, d = await cluster.pair(lane)
@@ -183,6 +187,7 @@ async def test_cancelling_a_fetch_leaves_blocks_and_lease_alone(cluster: Cluster
     assert snapshot(d.arena) != before
 
 
+@pytest.mark.parametrize("cluster", KINDS, indirect=True)
 async def test_a_cancelled_fetch_ends_only_when_its_thread_has_left_the_blocks(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,6 +265,7 @@ async def test_stopping_the_exporter_frees_everything(cluster: Cluster) -> None:
     assert [why for _, _, why in p.released] == ["exporter stops"]
 
 
+@pytest.mark.parametrize("cluster", KINDS, indirect=True)
 async def test_a_silent_exporter_is_a_timeout(cluster: Cluster) -> None:
     """Nothing comes, not even a sign of life: the answer to FETCH is lost on the way."""
     swallow = faults.on_every(Kind.HELLO, faults.lose)
@@ -270,6 +276,7 @@ async def test_a_silent_exporter_is_a_timeout(cluster: Cluster) -> None:
     assert p.connector.active_exports == 1
 
 
+@pytest.mark.parametrize("cluster", ["memory", "grpc", "stream-unix"], indirect=True)
 async def test_a_slow_prefill_is_no_timeout(cluster: Cluster) -> None:
     """The exporter gives signs of life while it computes."""
     p = await cluster.node(timing=IMPATIENT)
@@ -306,6 +313,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.parametrize("cluster", WAYS, indirect=True)
 @pytest.mark.parametrize("damage", DAMAGE)
 async def test_damaged_once_is_fetched_again(cluster: Cluster, damage: str) -> None:
     fault = faults.on_nth(Kind.DATA, 1, DAMAGE[damage])
@@ -314,6 +322,7 @@ async def test_damaged_once_is_fetched_again(cluster: Cluster, damage: str) -> N
     assert d.connector.stats.retries == 1
 
 
+@pytest.mark.parametrize("cluster", WAYS, indirect=True)
 @pytest.mark.parametrize("damage", DAMAGE)
 async def test_damaged_twice_is_corrupt(cluster: Cluster, damage: str) -> None:
     fault = faults.on_every(Kind.DATA, DAMAGE[damage])
@@ -325,6 +334,7 @@ async def test_damaged_twice_is_corrupt(cluster: Cluster, damage: str) -> None:
     assert p.connector.active_exports == 1  # for somebody with a better link
 
 
+@pytest.mark.parametrize("cluster", WAYS, indirect=True)
 async def test_reordered_chunks_are_corrupt_or_right(cluster: Cluster) -> None:
     """Two frames of one layer in the wrong order are refused, of two layers they are harmless."""
 
@@ -350,6 +360,7 @@ async def test_reordered_chunks_are_corrupt_or_right(cluster: Cluster) -> None:
     assert isinstance(await outcome(d3.connector.fetch(handle, 1, d3.pick(512))), KVCorrupt)
 
 
+@pytest.mark.parametrize("cluster", WAYS, indirect=True)
 async def test_a_lost_end_is_never_a_success(cluster: Cluster) -> None:
     lane = FaultyLane(cluster.new_lane(), receiving=faults.on_every(Kind.END, faults.lose))
     p, d = await cluster.pair(lane, timing=IMPATIENT)
@@ -359,6 +370,7 @@ async def test_a_lost_end_is_never_a_success(cluster: Cluster) -> None:
     assert p.connector.active_exports == 1
 
 
+@pytest.mark.parametrize("cluster", WAYS, indirect=True)
 @pytest.mark.parametrize("kind", [Kind.DATA, Kind.END])
 async def test_frames_swapped_between_two_requests(cluster: Cluster, kind: Kind) -> None:
     """The other request's frames are whole and authentic, and still refused."""
@@ -378,6 +390,7 @@ async def test_frames_swapped_between_two_requests(cluster: Cluster, kind: Kind)
     assert isinstance(await outcome(d.connector.fetch(handle, 1, d.pick(16))), KVCorrupt)
 
 
+@pytest.mark.parametrize("cluster", WAYS, indirect=True)
 @pytest.mark.parametrize("kind", [Kind.HELLO, Kind.FETCH])
 async def test_a_damaged_question_is_asked_again(cluster: Cluster, kind: Kind) -> None:
     fault = faults.on_nth(kind, 0, faults.flip_bit)

@@ -25,6 +25,7 @@ from kv_transfer.stats import TransferStats
 from tests.block_lists import held
 from tests.transfer import faults
 from tests.transfer.cluster import FIRST, Cluster, frames_received
+from tests.transfer.conftest import DIRECT, KINDS, WAYS
 from tests.transfer.faults import FaultyLane
 from tests.transfer.pools import (
     BOOT_D,
@@ -134,6 +135,7 @@ async def staged(cluster: Cluster, **settings: object) -> AsyncIterator[Stage]:
 
 
 # ---- memory that is reused too early ------------------------------------------------------------
+@pytest.mark.parametrize("cluster", KINDS, indirect=True)
 async def test_the_pool_is_churned_in_mid_transfer(cluster: Cluster) -> None:
     """The lease ends, the blocks go to another prompt, whose KV D never gets to see."""
     async with staged(cluster) as stage:
@@ -154,14 +156,13 @@ async def test_the_pool_is_churned_in_mid_transfer(cluster: Cluster) -> None:
         p.unref(other)
 
 
+@pytest.mark.parametrize("cluster", DIRECT, indirect=True)
 async def test_the_pool_is_churned_under_who_reads_it_himself(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The seqlock: garbage has been read, and the question after it brings it to light."""
     async with staged(cluster) as stage:
         p, d = stage.p, stage.d
-        if not d.node.lane.direct:
-            pytest.skip("only direct lanes read without the exporter")
         handle = p.export()
         p.node.finish(handle, FIRST)
         blocks = p.exported(handle)
@@ -189,7 +190,8 @@ async def test_the_pool_is_churned_under_who_reads_it_himself(
 
 
 # ---- one side dies ------------------------------------------------------------------------------
-@pytest.mark.parametrize("percent", [25, 50, 75, 100])
+@pytest.mark.parametrize("cluster", KINDS, indirect=True)
+@pytest.mark.parametrize("percent", [50, 100])
 async def test_p_goes_at_any_point(cluster: Cluster, percent: int) -> None:
     """All connections break at once, as when a process is killed."""
     async with staged(cluster) as stage:
@@ -204,7 +206,8 @@ async def test_p_goes_at_any_point(cluster: Cluster, percent: int) -> None:
         await p.node.connector.stop()
 
 
-@pytest.mark.parametrize("percent", [25, 50, 75, 100])
+@pytest.mark.parametrize("cluster", KINDS, indirect=True)
+@pytest.mark.parametrize("percent", [50, 100])
 async def test_d_goes_and_another_takes_over(cluster: Cluster, percent: int) -> None:
     """P's blocks stay leased: no second prefill."""
     async with staged(cluster) as stage:
@@ -222,6 +225,7 @@ async def test_d_goes_and_another_takes_over(cluster: Cluster, percent: int) -> 
         heir.check()
 
 
+@pytest.mark.parametrize("cluster", KINDS, indirect=True)
 async def test_a_cut_connection_costs_no_lease(cluster: Cluster) -> None:
     """The wire breaks in the middle; the same D fetches again."""
 
@@ -244,6 +248,7 @@ async def test_a_cut_connection_costs_no_lease(cluster: Cluster) -> None:
 
 
 # ---- words that are lost ------------------------------------------------------------------------
+@pytest.mark.parametrize("cluster", WAYS, indirect=True)
 @pytest.mark.parametrize("kind", [Kind.END, Kind.ACK])
 async def test_a_lost_last_word(cluster: Cluster, kind: Kind) -> None:
     """END lost: not received, whatever has arrived; ACK lost: received, and the lease cleans up."""
@@ -268,12 +273,11 @@ async def test_a_lost_last_word(cluster: Cluster, kind: Kind) -> None:
         await p.node.freed()
 
 
+@pytest.mark.parametrize("cluster", ["shm"], indirect=True)
 async def test_a_lost_confirmation_is_no_success(cluster: Cluster) -> None:
     """A direct lane's last question goes unanswered: what was read is not used."""
     async with staged(cluster, timing=SHORT) as stage:
         p, d = stage.p, stage.d
-        if not d.node.lane.direct:
-            pytest.skip("nobody else asks")
         stage.lane.receiving = faults.on_every(Kind.CONFIRM, faults.lose)
         handle = p.export()
         p.node.finish(handle, FIRST)
@@ -290,6 +294,7 @@ SWAPS: dict[str, Callable[[Pooled], Kind]] = {
 }
 
 
+@pytest.mark.parametrize("cluster", WAYS, indirect=True)
 @pytest.mark.parametrize("swap", SWAPS)
 async def test_blocks_of_two_requests_are_swapped(cluster: Cluster, swap: str) -> None:
     """The other request's frames are authentic and whole; neither fetch takes them."""
@@ -324,6 +329,7 @@ async def test_blocks_of_two_requests_are_swapped(cluster: Cluster, swap: str) -
         await p.node.freed(4)
 
 
+@pytest.mark.parametrize("cluster", WAYS, indirect=True)
 async def test_an_old_epochs_fetch_after_a_new_one(cluster: Cluster) -> None:
     """Also when it comes over the connection that the new one has just used."""
     async with staged(cluster) as stage:
@@ -342,6 +348,7 @@ async def test_an_old_epochs_fetch_after_a_new_one(cluster: Cluster) -> None:
         await ready.held.release()
 
 
+@pytest.mark.parametrize("cluster", WAYS, indirect=True)
 async def test_a_recorded_conversation_is_worth_nothing(cluster: Cluster) -> None:
     """The exporter's frames of one fetch, played to the next: another nonce, so another proof."""
     async with staged(cluster) as stage:

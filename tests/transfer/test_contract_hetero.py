@@ -17,10 +17,9 @@ from kv_transfer.links import AUTO
 from kv_transfer.messages import INT8
 from tests.block_lists import held
 from tests.transfer.cluster import FIRST, Cluster, frames_received, transfer
-from tests.transfer.conftest import KINDS
+from tests.transfer.conftest import KINDS, WAYS
 from tests.transfer.pools import BOOT_D, UNTOUCHED, Node, fill_untouched, outcome, request_of
 
-pytestmark = pytest.mark.parametrize("cluster", KINDS, indirect=True)
 NUM_TOKENS = 45
 LAYERS = (
     LayerSpec(2, 8, 8),
@@ -78,6 +77,7 @@ async def fetch(p: Node, d: Node) -> tuple[Blocks, Blocks]:
     return source, target
 
 
+@pytest.mark.parametrize("cluster", ["memory", "shm", "nixl"], indirect=True)
 @pytest.mark.parametrize("source", DTYPE_BYTES)
 @pytest.mark.parametrize("target", DTYPE_BYTES)
 async def test_any_two_precisions(cluster: Cluster, source: str, target: str) -> None:
@@ -88,6 +88,7 @@ async def test_any_two_precisions(cluster: Cluster, source: str, target: str) ->
     expect_close(p, (blocks := await fetch(p, d))[0], d, blocks[1], lossy=False)
 
 
+@pytest.mark.parametrize("cluster", ["memory", "stream-unix", "shm"], indirect=True)
 @pytest.mark.parametrize("source", ["float32", "bfloat16"])
 @pytest.mark.parametrize("target", ["float32", "bfloat16", "int8"])
 async def test_int8_on_the_wire(cluster: Cluster, source: str, target: str) -> None:
@@ -103,6 +104,7 @@ async def test_int8_on_the_wire(cluster: Cluster, source: str, target: str) -> N
     assert d.connector.stats.total_received == (raw if d.lane.direct else packed)
 
 
+@pytest.mark.parametrize("cluster", WAYS, indirect=True)
 @pytest.mark.parametrize(
     ("source", "target", "codec", "tag"),
     [
@@ -128,6 +130,7 @@ async def test_the_precision_is_known_before_the_fetch(
     assert d.connector.precision_of(handle) == tag
 
 
+@pytest.mark.parametrize("cluster", WAYS, indirect=True)
 async def test_a_slow_link_is_given_less_to_carry(cluster: Cluster) -> None:
     """`auto`: once the link has shown to be slow; what was promised for a fetch is kept."""
     p, d = await cluster.pair(options=TransferOptions(wire_codec=AUTO, burst_bytes=0))
@@ -144,6 +147,7 @@ async def test_a_slow_link_is_given_less_to_carry(cluster: Cluster) -> None:
 
 
 # ---- windows -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("cluster", KINDS, indirect=True)
 @pytest.mark.parametrize("start", [0, 35])
 async def test_only_what_a_window_still_sees(cluster: Cluster, start: int) -> None:
     p = await cluster.node(layers=LAYERS, windowed=True)
@@ -166,6 +170,7 @@ async def test_only_what_a_window_still_sees(cluster: Cluster, start: int) -> No
     await p.freed()
 
 
+@pytest.mark.parametrize("cluster", WAYS, indirect=True)
 async def test_who_wants_all_of_a_window_does_not_get_a_part(cluster: Cluster) -> None:
     p = await cluster.node(layers=LAYERS, windowed=True)
     d = await cluster.node(layers=LAYERS, boot_id=BOOT_D)
@@ -178,6 +183,7 @@ async def test_who_wants_all_of_a_window_does_not_get_a_part(cluster: Cluster) -
 
 
 # ---- holding on --------------------------------------------------------------------------------
+@pytest.mark.parametrize("cluster", KINDS, indirect=True)
 async def test_a_held_export_outlives_the_fetch_and_its_lease(cluster: Cluster) -> None:
     """Nothing is freed until the holder lets go: the lease is renewed behind the scenes."""
     p, d = await cluster.pair()
@@ -193,6 +199,7 @@ async def test_a_held_export_outlives_the_fetch_and_its_lease(cluster: Cluster) 
     assert [why for _, _, why in p.released] == ["acknowledged"]
 
 
+@pytest.mark.parametrize("cluster", KINDS, indirect=True)
 async def test_who_holds_learns_that_it_is_over(cluster: Cluster) -> None:
     p, d = await cluster.pair()
     handle = p.connector.export(request_of(), 0, p.pick(16), 16)
@@ -207,6 +214,7 @@ async def test_who_holds_learns_that_it_is_over(cluster: Cluster) -> None:
 
 
 # ---- connections -------------------------------------------------------------------------------
+@pytest.mark.parametrize("cluster", KINDS, indirect=True)
 async def test_the_next_conversation_needs_no_handshake(cluster: Cluster) -> None:
     p, d = await cluster.pair()
     await transfer(p, d, 16)
@@ -221,6 +229,7 @@ async def test_the_next_conversation_needs_no_handshake(cluster: Cluster) -> Non
     assert (lane.connections, lane.reused) == (1, 4)
 
 
+@pytest.mark.parametrize("cluster", KINDS, indirect=True)
 async def test_a_failed_conversation_leaves_no_connection_behind(cluster: Cluster) -> None:
     p, d = await cluster.pair()
     handle, target = await transfer(p, d, 16)
@@ -230,6 +239,7 @@ async def test_a_failed_conversation_leaves_no_connection_behind(cluster: Cluste
     assert (lane.connections, lane.reused) == (2, 1)
 
 
+@pytest.mark.parametrize("cluster", KINDS, indirect=True)
 async def test_a_cancelled_fetch_is_not_kept(cluster: Cluster) -> None:
     p, d = await cluster.pair()
     await transfer(p, d, 16)
@@ -246,6 +256,7 @@ async def test_a_cancelled_fetch_is_not_kept(cluster: Cluster) -> None:
 
 
 # ---- back-pressure -----------------------------------------------------------------------------
+@pytest.mark.parametrize("cluster", ["memory"], indirect=True)
 async def test_the_byte_budget_of_exports(cluster: Cluster) -> None:
     p = await cluster.node(options=TransferOptions(max_export_bytes=15_000))
     big = p.connector.bytes_of(60)

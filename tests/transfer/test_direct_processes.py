@@ -42,17 +42,20 @@ def lane(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def exporter(lane: str, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], KVHandle]]:
+def exporter(lane: str, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[KVHandle]]]:
     command = [sys.executable, "-m", direct_process.__name__, lane, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
-        seq, secret, where, attributes = json.loads(line)
+        where, attributes, *exports = json.loads(line)
         address = LaneAddress(lane, where, tuple((name, value) for name, value in attributes))
         fingerprint = layout_fingerprint("model", "rope", LAYERS)
         endpoint = Endpoint(BOOT_P, fingerprint, PoolFormat(8, "bfloat16"), (address,))
-        secret = bytes.fromhex(secret)
-        yield process, KVHandle(BOOT_P, seq, "r1", 1, NUM_TOKENS, secret, endpoint, 10_000)
+        handles = [
+            KVHandle(BOOT_P, seq, "r1", 1, NUM_TOKENS, bytes.fromhex(secret), endpoint, 10_000)
+            for seq, secret in exports
+        ]
+        yield process, handles
         process.kill()
 
 
@@ -75,37 +78,29 @@ def twin() -> Node:
     return node
 
 
-async def test_the_bytes_of_another_process(
-    exporter: tuple[subprocess.Popen[str], KVHandle], fetcher: Node
+async def test_the_bytes_of_another_process_until_it_is_killed_in_mid_read(
+    exporter: tuple[subprocess.Popen[str], list[KVHandle]], fetcher: Node, lane: str
 ) -> None:
-    _, handle = exporter
+    """shm: every byte still arrives, and is still not used: nobody confirms the lease."""
+    process, (handle, second) = exporter
     before, target = snapshot(fetcher.arena), fetcher.pick(NUM_TOKENS, 3)
     ready = await fetcher.connector.fetch(handle, 1, target)
     assert ready.first_tokens == FIRST
     p = twin()
     expect_bytes((p, p.pick(NUM_TOKENS)), (fetcher, target), 0, NUM_TOKENS, before)
-    await p.connector.stop()
-
-
-async def test_killed_while_it_is_read(
-    exporter: tuple[subprocess.Popen[str], KVHandle], fetcher: Node, lane: str
-) -> None:
-    """shm: every byte still arrives, and is still not used: nobody confirms the lease."""
-    process, handle = exporter
-    gate = Gate(fetcher)
-    target = fetcher.pick(NUM_TOKENS, 3)
+    fill_untouched(fetcher.arena)
     before = snapshot(fetcher.arena)
-    fetch = asyncio.create_task(fetcher.connector.fetch(handle, 1, target))
+    gate = Gate(fetcher)
+    fetch = asyncio.create_task(fetcher.connector.fetch(second, 1, target))
     await gate.pull_begins()
     process.kill()
     await asyncio.to_thread(process.wait)
     gate.go_on.set()
     assert isinstance(await outcome(fetch), KVLost)
-    assert fetcher.connector.stats.fetches == 0
+    assert fetcher.connector.stats.fetches == 1
     if lane == "shm":  # the first layer was pulled after the death
-        p = twin()
         own = p.connector.memory.read(0, p.pick(NUM_TOKENS), 0, NUM_TOKENS)
         got = fetcher.connector.memory.read(0, target, 0, NUM_TOKENS)
         assert b"".join(got) == b"".join(own)
         assert snapshot(fetcher.arena) != before
-        await p.connector.stop()
+    await p.connector.stop()

@@ -14,7 +14,7 @@ from baton.errors import ConfigError, InternalError, KVCorrupt
 from baton.kv_spec import DTYPE_BYTES, BlockLists, HeldBlocks, LayerSpec, PoolFormat
 from kv_transfer.base import Payload
 from kv_transfer.codec import Rows, pack, unpack
-from kv_transfer.layout import ArenaMemory, Slot, byte_ranges
+from kv_transfer.layout import HOLE, ArenaMemory, Slot, byte_ranges
 from kv_transfer.shares import rows_bytes
 from tests.block_lists import held
 from tests.transfer.pools import LAYERS, fill_random, layer_bytes, snapshot
@@ -109,10 +109,10 @@ def scattered(rng: Random, num_groups: int, count: int, first: int) -> BlockList
 
 
 def test_tables_keep_their_places_behind_a_hole() -> None:
-    """A peer indexes by the sequence's blocks; nobody reads what fills the hole."""
+    """A peer indexes by the sequence's blocks; no pool has what fills the hole."""
     memory = ArenaMemory(KVArena(MIXED, 40, 4, "bfloat16"))
     blocks = (HeldBlocks((3, 1, 4)), HeldBlocks((9, 8), 1), HeldBlocks((7,), 2))
-    assert memory.tables(blocks) == ((3, 1, 4), (9, 9, 8), (7, 7, 7))
+    assert memory.tables(blocks) == ((3, 1, 4), (HOLE, 9, 8), (HOLE, HOLE, 7))
     assert [memory.group(layer) for layer in range(3)] == [0, 1, 2]
     assert memory.tables((HeldBlocks(()),) * 3) == ((), (), ())
 

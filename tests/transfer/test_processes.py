@@ -1,7 +1,8 @@
 """Hand-overs between real processes, one of which is killed or stopped in the middle.
 
 What a single process can prove is proven in test_contract_faults.py, on every lane and at every
-point; here each lane sees at least one real SIGKILL.
+point; here two lanes see a real SIGKILL, shm and nixl do in test_direct_processes.py, dist in
+test_dist.py.
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ import pytest
 from baton.errors import KVLost, KVTimeout
 from baton.timing import Timing
 from kv_transfer.memory import MemoryFabric, MemoryLane
-from kv_transfer.nixl_agent import load as load_nixl
-from kv_transfer.shm_arena import ShmArena
 from tests.transfer import peer_process
 from tests.transfer.cluster import FIRST, frames_received
 from tests.transfer.peer_process import NUM_TOKENS, SEED, dump, load, new_lane
@@ -67,29 +66,21 @@ async def line_of(child: asyncio.subprocess.Process, patience_s: float = START_S
 
 
 @asynccontextmanager
-async def node(lane: str, directory: Path, **settings: object) -> AsyncIterator[Node]:
-    if lane == "nixl" and load_nixl() is None:
-        pytest.skip("the extra `nixl` is not installed")
-    arenas: list[ShmArena] = []
-    made = Node(new_lane(lane, directory, arenas), **settings)  # type: ignore[arg-type]
+async def node(lane: str, **settings: object) -> AsyncIterator[Node]:
+    made = Node(new_lane(lane), **settings)  # type: ignore[arg-type]
     await made.connector.start()
     try:
         yield made
     finally:
         await made.connector.stop()
-        for arena in arenas:
-            arena.close()
 
 
-@pytest.mark.parametrize(
-    ("lane", "percent"),
-    [("grpc", 25), ("stream", 50), ("stream", 100), ("dist", 75), ("shm", 50), ("nixl", 100)],
-)
-async def test_p_is_killed(lane: str, percent: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("lane", "percent"), [("grpc", 50), ("stream", 100)])
+async def test_p_is_killed(lane: str, percent: int) -> None:
     """KVLost at once, not at a deadline; nothing of it is used."""
     async with (
-        node(lane, tmp_path, boot_id=BOOT_D, timing=Timing(kv_progress_s=30)) as d,
-        process("export", lane, tmp_path, percent) as p,
+        node(lane, boot_id=BOOT_D, timing=Timing(kv_progress_s=30)) as d,
+        process("export", lane, percent) as p,
     ):
         handle = load(await line_of(p))
         fetch = asyncio.create_task(d.connector.fetch(handle, 1, d.pick(NUM_TOKENS)))
@@ -102,13 +93,12 @@ async def test_p_is_killed(lane: str, percent: int, tmp_path: Path) -> None:
         assert d.connector.stats.fetches == 0
 
 
-@pytest.mark.parametrize("lane", ["grpc", "stream", "shm"])
-async def test_d_is_killed_and_another_fetches(lane: str, tmp_path: Path) -> None:
+async def test_d_is_killed_and_another_fetches() -> None:
     """The dead one held nothing but a connection: P's blocks wait for the next one, as computed."""
     async with (
-        node(lane, tmp_path, num_blocks=16) as p,
-        node(lane, tmp_path, boot_id=BOOT_E) as heir,
-        process("fetch", lane, tmp_path) as d,
+        node("stream", num_blocks=16) as p,
+        node("stream", boot_id=BOOT_E) as heir,
+        process("fetch", "stream") as d,
     ):
         fill_random(p.arena, 3)
         source, target = p.pick(NUM_TOKENS), heir.pick(NUM_TOKENS, 2)
@@ -130,13 +120,12 @@ async def test_d_is_killed_and_another_fetches(lane: str, tmp_path: Path) -> Non
         await p.freed()
 
 
-@pytest.mark.parametrize("lane", ["stream"])
-async def test_p_is_stopped_and_goes_on(lane: str, tmp_path: Path) -> None:
+async def test_p_is_stopped_and_goes_on() -> None:
     """SIGSTOP: the socket lives, nobody speaks: KVTimeout by our deadline, not by the kernel's."""
     timing = Timing(kv_progress_s=1.0)
     async with (
-        node(lane, tmp_path, boot_id=BOOT_D, timing=timing) as d,
-        process("export", lane, tmp_path, 101) as p,
+        node("stream", boot_id=BOOT_D, timing=timing) as d,
+        process("export", "stream", 101) as p,
     ):
         handle = load(await line_of(p))
         p.send_signal(signal.SIGSTOP)

@@ -15,9 +15,11 @@ node would, complete at once.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
+from baton.engine.adoption import Adoption
 from baton.engine.engine import Engine
 from baton.engine.interface import Reservation, Task
 from baton.engine.thread import StepReport
@@ -29,6 +31,7 @@ from baton.node.requests import NodeRequest
 from baton.node.role import RoleContext
 from baton.request import Request
 from decode_node.admission import FetchAdmission
+from kv_transfer.base import HeldExport
 
 T = TypeVar("T")
 
@@ -39,6 +42,7 @@ class Seat:
     def __init__(self, request: Request) -> None:
         self._request = request
         self._reservation: Reservation | None = None
+        self._adoption: Adoption | None = None
         self._added = False
 
     def add(self, engine: Engine) -> None:
@@ -47,15 +51,21 @@ class Seat:
         self._added = True
 
     def reserve(
-        self, engine: Engine, num_tokens: int, precision: str | None
+        self, engine: Engine, num_tokens: int, precision: str | None, adopting: bool
     ) -> Reservation | None:
-        """`precision`: what the KV went through on its way here, None if nothing."""
-        self._reservation = engine.reserve(self._request, num_tokens, precision)
+        """`precision`: what the KV went through on its way here, None if nothing. `adopting`: full
+        blocks can stay where they are."""
+        adopting = adopting and engine.may_adopt
+        self._reservation = engine.reserve(self._request, num_tokens, precision, adopting)
         return self._reservation
+
+    def adopt(self, adoption: Adoption) -> None:
+        """What `leave` gives back if it does not enter. Event loop, before `add_computed`."""
+        self._adoption = adoption
 
     def add_computed(self, engine: Engine, first_tokens: Sequence[FirstToken]) -> None:
         """Enter with the reserved blocks, whose KV was fetched and verified."""
-        engine.add(self._request, Task.LOCAL, self._reservation, first_tokens)
+        engine.add(self._request, Task.LOCAL, self._reservation, first_tokens, self._adoption)
         self._added = True
 
     def leave(self, engine: Engine) -> None:
@@ -64,6 +74,8 @@ class Seat:
             engine.abort(self._request.id)
         elif self._reservation is not None:
             engine.cancel(self._reservation)
+            if self._adoption is not None:
+                self._adoption.end()
 
 
 class DecodeRole:
@@ -105,24 +117,40 @@ class DecodeRole:
         ticket = self._admission.ticket(ready=ready)
         try:
             await self._thread.call(lambda engine: engine.validate(request, Task.LOCAL))
-            precision = self._context.connector.precision_of(handle)
+            connector = self._context.connector
+            precision, adopting = connector.precision_of(handle), connector.adopts(handle)
             reservation = await self._while_leased(
                 handle,
                 request.epoch,
                 ticket.admit(
                     lambda: self._thread.call(
-                        lambda e: seat.reserve(e, handle.num_tokens, precision)
+                        lambda e: seat.reserve(e, handle.num_tokens, precision, adopting)
                     )
                 ),
             )
             entry.send(NodeStep(subscribed=(Subscribed(request.id, request.epoch),)))
-            fetched = await self._context.connector.fetch(
-                handle, request.epoch, reservation.blocks, reservation.start_token
+            fetched = await connector.fetch(
+                handle,
+                request.epoch,
+                reservation.blocks,
+                reservation.start_token,
+                adopt=reservation.adopting,
             )
+            if reservation.adopting and fetched.held is not None:
+                seat.adopt(self._adoption(request.id, fetched.adopted, fetched.held))
         finally:
             ticket.release()
         self._context.observe_fetch(fetched.seconds)
         await self._thread.call(lambda engine: seat.add_computed(engine, fetched.first_tokens))
+
+    def _adoption(self, request_id: str, pages: Sequence[int], held: HeldExport) -> Adoption:
+        context = self._context
+
+        def release() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the lease frees it
+                context.loop.call_soon_threadsafe(lambda: context.spawn(held.release()))
+
+        return Adoption(request_id, pages, release, held.safe)
 
     async def _while_leased(self, handle: KVHandle, epoch: int, work: Coroutine[Any, Any, T]) -> T:
         """Do `work` while the lease is renewed; raises what ends the lease first."""

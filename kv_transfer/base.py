@@ -102,6 +102,11 @@ class HeldExport(Protocol):
         """Returns when the lease cannot be kept any longer: whoever uses the blocks must stop."""
         ...
 
+    def safe(self) -> bool:
+        """Whether the exporter's blocks are still those of the export: it has promised so until
+        later than now, or it is dead. Whoever reads them asks before and after. Any thread."""
+        ...
+
     async def release(self) -> None:
         """Let go. Idempotent; never raises KVError: what cannot be told is freed by the lease."""
         ...
@@ -112,7 +117,8 @@ class KVReady:
     """A verified hand-over: KV of [start_token, num_tokens) lies in the destination blocks.
 
     `held`: what the caller of fetch(hold=True) releases once it needs the exporter's blocks no
-    more; None otherwise, the export has been acknowledged.
+    more; None otherwise, the export has been acknowledged. `adopted`: after fetch(adopt=True) the
+    ids of all pages, which lie in the exporter's pool; they may be read until `held` says no.
     """
 
     num_tokens: int
@@ -120,6 +126,7 @@ class KVReady:
     num_bytes: int
     seconds: float
     held: HeldExport | None = None
+    adopted: tuple[int, ...] = ()
 
 
 class KVConnector(Protocol):
@@ -164,13 +171,19 @@ class KVConnector(Protocol):
         dst_blocks: Blocks,
         start_token: int = 0,
         hold: bool = False,
+        adopt: bool = False,
     ) -> KVReady:
         """Write tokens [start_token, handle.num_tokens) into `dst_blocks`, keeping the lease.
 
         However it ends, nothing touches `dst_blocks` afterwards. Only a return makes them usable.
-        `hold`: do not acknowledge; the export stays until KVReady.held is released.
+        `hold`: do not acknowledge; the export stays until KVReady.held is released. `adopt` (if
+        `adopts` says so; implies `hold`): say where all pages lie, and write none.
         Raises KVStale, KVLost, KVCorrupt, KVTimeout; KVRefused if the two may never exchange KV.
         """
+        ...
+
+    def adopts(self, handle: KVHandle) -> bool:
+        """Whether the exporter's full pages can be used where they lie, as if they were ours."""
         ...
 
     def precision_of(self, handle: KVHandle) -> str | None:
@@ -292,6 +305,36 @@ class DirectWire(Wire, Protocol):
 
     def settle(self) -> None:
         """Wait until every pull so far has landed. Raises KVLost, KVTimeout."""
+        ...
+
+
+class Loan(Protocol):
+    """Pages of an exporter's pool that we can read in place. Any thread."""
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """As our own pool's views count them."""
+        ...
+
+    def orphaned(self) -> bool:
+        """Their owner is dead: nobody will ever write them again."""
+        ...
+
+    def end(self) -> None:
+        """They are read no more. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class LendingLane(Protocol):
+    """A lane to pools of which pages can be used in place."""
+
+    def lends(self, address: LaneAddress) -> bool:
+        """Whether that pool's pages are laid out as ours are."""
+        ...
+
+    def borrow(self, address: LaneAddress, pages: Sequence[int]) -> Loan:
+        """Raises KVLost, KVRefused, and KVCorrupt for a page that the pool does not have."""
         ...
 
 

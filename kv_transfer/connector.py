@@ -44,12 +44,14 @@ class TransferOptions:
 
     `wire_codec`: raw, int8, or auto (int8 to peers behind a slow link). `max_export_bytes`: budget
     that room_for answers by, None = the pool is the budget. `burst_bytes`: small progress of a
-    prefill is sent together up to so many bytes.
+    prefill is sent together up to so many bytes. `adopt`: use pages of exporters where they lie, if
+    a lane can.
     """
 
     wire_codec: str = RAW
     max_export_bytes: int | None = None
     burst_bytes: int = MAX_PAYLOAD
+    adopt: bool = False
 
 
 @dataclass(eq=False, repr=False)
@@ -260,6 +262,10 @@ class Connector:
                 continue
 
     # ---- fetching ------------------------------------------------------------------------------
+    def adopts(self, handle: KVHandle) -> bool:
+        """See base.KVConnector.adopts."""
+        return self.options.adopt and not self._is_ours(handle) and self._fetches.adopts(handle)
+
     def precision_of(self, handle: KVHandle) -> str | None:
         """See base.KVConnector.precision_of."""
         return self._fetches.precision_of(handle)
@@ -271,10 +277,12 @@ class Connector:
         dst_blocks: Blocks,
         start_token: int = 0,
         hold: bool = False,
+        adopt: bool = False,
     ) -> KVReady:
         """See base.KVConnector.fetch."""
         self._check_blocks(dst_blocks, handle.num_tokens)
-        return await self._fetches.fetch(FetchCall(handle, epoch, dst_blocks, start_token, hold))
+        call = FetchCall(handle, epoch, dst_blocks, start_token, hold, adopt)
+        return await self._fetches.fetch(call)
 
     async def renew(self, handle: KVHandle, epoch: int | None = None) -> None:
         """See base.KVConnector.renew. At every rank of the exporter."""

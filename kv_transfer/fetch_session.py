@@ -136,6 +136,11 @@ class FetcherSession:
         return self.state is FetcherState.DONE
 
     @property
+    def remote(self) -> Remote | None:
+        """Where a direct fetch finds the export."""
+        return self._remote
+
+    @property
     def in_pool_dtype(self) -> bool:
         """Payloads are bytes as our own pool stores them."""
         return self._dtype == self._identity.format.dtype

@@ -15,7 +15,17 @@ from dataclasses import dataclass
 
 from baton.errors import InternalError, KVCorrupt, KVLost, KVRefused
 from baton.handles import LaneAddress
-from kv_transfer.base import Blocks, DirectWire, KVMemory, Lane, ScatterWire, Span, Target, Wire
+from kv_transfer.base import (
+    Blocks,
+    DirectWire,
+    KVMemory,
+    Lane,
+    Remote,
+    ScatterWire,
+    Span,
+    Target,
+    Wire,
+)
 from kv_transfer.bodies import decode_body, encode_body, kind_of
 from kv_transfer.fetch_session import FetcherSession, Intent, Wanted
 from kv_transfer.frames import Announced, Kind, decode, decode_header, encode, seed_of, split
@@ -51,11 +61,13 @@ class Fetcher:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """What a conversation brought; `end` is None unless it was a fetch."""
+    """What a conversation brought; `end` is None unless it was a fetch, `remote` unless it was a
+    direct one."""
 
     end: End | None
     num_bytes: int
     lane: str
+    remote: Remote | None = None
 
 
 class Conversation:
@@ -123,7 +135,8 @@ class Conversation:
             self._hold(wire, on_progress)
         assert self._session.peer is not None
         wires.give(key, wire, self._session.peer)
-        return Fetched(self._session.end, self._num_bytes, self._lane.name)
+        session = self._session
+        return Fetched(session.end, self._num_bytes, self._lane.name, session.remote)
 
     @property
     def _boot_id(self) -> str:

@@ -20,10 +20,11 @@ from baton.clock import Clock
 from baton.errors import KVCorrupt, KVError, KVLost, KVRefused, KVStale, KVTimeout
 from baton.handles import Endpoint, KVHandle, LaneAddress
 from baton.timing import Timing
-from kv_transfer.base import Blocks, KVReady, Lane
+from kv_transfer.base import Blocks, KVReady, Lane, LendingLane, Loan
 from kv_transfer.fetch_session import Intent, Wanted
 from kv_transfer.fetcher import Conversation, Fetched, Fetcher
 from kv_transfer.links import AUTO, LinkSpeeds
+from kv_transfer.loans import Promise
 from kv_transfer.messages import DIRECT, INT8, RAW
 from kv_transfer.shares import first_sent, meets, rows_bytes, share
 
@@ -43,6 +44,7 @@ class FetchCall:
     blocks: Blocks
     start_token: int
     hold: bool
+    adopt: bool = False
 
 
 def ranks_of(handle: KVHandle) -> list[KVHandle]:
@@ -67,12 +69,15 @@ class Fetches:
         self.links = LinkSpeeds()
         self._choices: OrderedDict[tuple[str, int], str] = OrderedDict()
         self._background: set[asyncio.Task[None]] = set()
+        self._held: set[_Held] = set()
         self._data_threads = ThreadPoolExecutor(MAX_FETCHES, thread_name_prefix="kv-fetch")
         self._control_threads = ThreadPoolExecutor(MAX_CONTROL, thread_name_prefix="kv-control")
 
     async def stop(self) -> None:
         """After the lanes have been stopped: give back every thread. Idempotent."""
         self._shared.wires.close()
+        for held in list(self._held):
+            await held.abandon()
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
@@ -102,14 +107,60 @@ class Fetches:
             return self.links.codec(handle.boot_id)
         return self._wire_codec
 
+    # ---- adoption ------------------------------------------------------------------------------
+    def adopts(self, handle: KVHandle) -> bool:
+        """base.KVConnector.adopts."""
+        theirs, ours = handle.endpoint.format, self._shared.memory.format
+        alike = (theirs.block_size, theirs.dtype) == (ours.block_size, ours.dtype)
+        windowed = any(layer.window for layer in self._shared.memory.layers)
+        # int8: the scales lie behind all pages, not within them.
+        if not alike or ours.dtype == INT8 or windowed:
+            return False
+        single = not handle.endpoint.ranks and theirs.tp_size == ours.tp_size == 1
+        common = self._common(handle.endpoint)
+        if not single or not common:
+            return False
+        lane, address = common[0]
+        return isinstance(lane, LendingLane) and lane.lends(address)
+
+    async def _borrow(self, call: FetchCall, fetched: Fetched, promise: Promise) -> Loan:
+        """The export's pages, safe to read when this returns. Raises KVError."""
+        handle, remote = call.handle, fetched.remote
+        lane, address = self._common(handle.endpoint)[0]
+        if not isinstance(lane, LendingLane) or remote is None or lane.name != fetched.lane:
+            raise KVLost("the exporter's pages are out of reach")
+        count = -(-handle.num_tokens // self._shared.memory.format.block_size)
+        (table,) = remote.tables
+        if len(table) < count:
+            raise KVCorrupt(f"{len(table)} blocks for {count} pages")
+        loan = lane.borrow(address, table[:count])
+        try:
+            # What has been promised so far is not known here; this is.
+            asked_at = self._clock.monotonic()
+            await self.renew(handle, call.epoch)
+        except BaseException:
+            loan.end()
+            raise
+        promise.renewed(asked_at)
+        promise.covers(loan)
+        return loan
+
     # ---- fetch ---------------------------------------------------------------------------------
     async def fetch(self, call: FetchCall) -> KVReady:
         """base.KVConnector.fetch."""
         handle, stats = call.handle, self._shared.stats
         started = self._clock.monotonic()
-        renewal = asyncio.create_task(self._keep_lease(handle, call.epoch), name="kv-renew")
+        promise = Promise(self._clock, handle.lease_ms / 1000)
+        renewal = asyncio.create_task(
+            self._keep_lease(handle, call.epoch, promise), name="kv-renew"
+        )
+        loan: Loan | None = None
         try:
+            if call.adopt:  # the conversation only tells where, and waits until it is all there
+                call = replace(call, start_token=handle.num_tokens)
             parts = await self._fetch_with_retry(call)
+            if call.adopt:
+                loan = await self._borrow(call, parts[0], promise)
         except KVError as error:
             stats.failed(error.code)
             log.info("request %s: KV fetch failed: %s", handle.request_id, error)
@@ -124,16 +175,19 @@ class Fetches:
         num_bytes = sum(part.num_bytes for part in parts)
         ends = [part.end for part in parts if part.end is not None]
         waited = max((end.waited_ms for end in ends), default=0) / 1000
-        self.links.observe(handle.boot_id, num_bytes, seconds - waited)
         held = None
-        if call.hold:
-            held = _Held(self, call, renewal)
+        if not call.adopt:
+            self.links.observe(handle.boot_id, num_bytes, seconds - waited)
+        if call.hold or call.adopt:
+            held = _Held(self, call, renewal, promise, loan)
+            self._held.add(held)
         else:
             await _ended(renewal)
             if len(ranks_of(handle)) > 1:
                 self._spawn(self.let_go(handle, call.epoch))
         first_tokens = next((end.first_tokens for end in ends if end.first_tokens), ())
-        return KVReady(handle.num_tokens, first_tokens, num_bytes, seconds, held)
+        adopted = () if loan is None else loan.ids
+        return KVReady(handle.num_tokens, first_tokens, num_bytes, seconds, held, adopted)
 
     async def _fetch_with_retry(self, call: FetchCall) -> list[Fetched]:
         """One re-fetch after a corrupt frame, from the start: cheaper than a prefill."""
@@ -160,7 +214,9 @@ class Fetches:
             round(self._timing.request_s * 1000),
             codec,
             windowed=memory.windowed,
-            hold=call.hold or len(ranks) > 1,  # nobody is let go before all have delivered
+            hold=call.hold
+            or call.adopt
+            or len(ranks) > 1,  # nobody is let go before all have delivered
             part=memory.format.tp_size > 1,
         )
         tasks = [
@@ -227,12 +283,15 @@ class Fetches:
                 letting_go.append(self.release(rank, epoch, "not needed"))
         await asyncio.gather(*letting_go)
 
+    def forget(self, held: _Held) -> None:
+        self._held.discard(held)
+
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work, name="kv-acknowledge")
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    async def _keep_lease(self, handle: KVHandle, epoch: int) -> None:
+    async def _keep_lease(self, handle: KVHandle, epoch: int, promise: Promise) -> None:
         """Renew at all ranks each third of the lease; returns when it is lost."""
         ranks = ranks_of(handle)
         lease_s = handle.lease_ms / 1000
@@ -249,6 +308,7 @@ class Fetches:
                 return
             if not any(errors):
                 renewed_at = asked_at
+                promise.renewed(asked_at)
 
     # ---- one conversation ----------------------------------------------------------------------
     def _common(self, endpoint: Endpoint) -> list[tuple[Lane, LaneAddress]]:
@@ -317,21 +377,39 @@ class Fetches:
 class _Held:
     """base.HeldExport: an unacknowledged export, renewed until it is released."""
 
-    def __init__(self, fetches: Fetches, call: FetchCall, renewal: asyncio.Task[None]) -> None:
+    def __init__(
+        self,
+        fetches: Fetches,
+        call: FetchCall,
+        renewal: asyncio.Task[None],
+        promise: Promise,
+        loan: Loan | None,
+    ) -> None:
         self._fetches = fetches
         self._call = call
         self._renewal = renewal
+        self._promise = promise
+        self._loan = loan
         self._released = False
 
     async def lost(self) -> None:
         await asyncio.wait([self._renewal])
 
+    def safe(self) -> bool:
+        return self._promise.holds()
+
     async def release(self) -> None:
-        if self._released:
-            return
+        if not self._released:
+            await self.abandon()
+            await self._fetches.let_go(self._call.handle, self._call.epoch)
+
+    async def abandon(self) -> None:
+        """Use and renew it no more, and leave the rest to the lease."""
         self._released = True
+        self._fetches.forget(self)
+        if self._loan is not None:
+            self._loan.end()
         await _ended(self._renewal)
-        await self._fetches.let_go(self._call.handle, self._call.epoch)
 
 
 @dataclass(slots=True)

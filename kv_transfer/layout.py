@@ -33,7 +33,8 @@ class Arena(Protocol):
     """What is needed of baton.engine.kv_cache.KVArena. Its layers are this rank's: their kv_heads
     are those that lie here.
 
-    layer(l): K [num_blocks, block_size, kv_heads, k_dim] and V [.., v_dim] of the pool's dtype;
+    layer(l): K [num_blocks, block_size, kv_heads, k_dim] and V [.., v_dim] of the pool's dtype, or
+    longer, where other pools' blocks can be read behind the own ones;
     scales(l): int8 KV's [num_blocks, block_size, kv_heads], K's and V's;
     group_of[l]: which of a sequence's block lists layer l reads; buffer(): all pages' bytes,
     writable (CPU arenas only), where layer l of block b begins at b * page_bytes + slot_offset(l).

@@ -141,13 +141,14 @@ class MemoryMap:
             raise KVCorrupt(f"bad memory map: {error}") from error
 
 
-def map_of(arena: Arena, address: int, num_bytes: int) -> MemoryMap:
+def map_of(arena: Arena, address: int, num_bytes: int, num_blocks: int | None = None) -> MemoryMap:
     """The map of `arena`, whose tensors lie in the `num_bytes` at `address` of this process.
+    `num_blocks`: how many are its own, None = all that its tensors show.
 
     Raises ConfigError if they do not, or not as a map can say it.
     """
     layers: list[LayerPlace] = []
-    num_blocks = 0
+    shown = 0
     for index, spec in enumerate(arena.layers):
         tensors = [tensor for tensor in arena.layer(index) if tensor.numel()]
         if arena.dtype == "int8":
@@ -155,15 +156,16 @@ def map_of(arena: Arena, address: int, num_bytes: int) -> MemoryMap:
         parts: list[Part] = []
         for tensor in tensors:
             item = tensor.element_size()
-            num_blocks = tensor.shape[0]
             head_bytes = item * tensor[0, 0, 0].numel()
+            shown = tensor.shape[0]
             dense = tensor[0].is_contiguous()
             parts.append(Part(tensor.data_ptr() - address, tensor.stride(0) * item, head_bytes))
             if not dense:
                 raise ConfigError("the KV pool's blocks are not dense")
         layers.append(LayerPlace(spec.kv_heads, tuple(parts)))
     try:
-        return MemoryMap(num_bytes, num_blocks, arena.block_size, tuple(layers))
+        count = shown if num_blocks is None else num_blocks
+        return MemoryMap(num_bytes, count, arena.block_size, tuple(layers))
     except ValueError as error:
         raise ConfigError(f"the KV pool does not lie in the given memory: {error}") from error
 

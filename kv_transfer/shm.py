@@ -44,8 +44,8 @@ class _Peer:
 
 
 class ShmLane:
-    """base.Lane over one host's shared memory. `inner`: an own lane for the frames; `pool`: how our
-    pool lies in `arena`."""
+    """base.Lane and LendingLane over one host's shared memory. `inner`: an own lane for the frames;
+    `pool`: how our pool lies in `arena`, whose page ids are its block ids."""
 
     name = "shm"
     direct = True
@@ -73,12 +73,48 @@ class ShmLane:
         wire = self._inner.open(self._inside(address))
         return ShmWire(wire, self._arena, lambda: self._peer_of(address))
 
+    def lends(self, address: LaneAddress) -> bool:
+        try:
+            theirs, ours = self._peer_of(address).map, self._pool
+        except KVError:
+            return False
+        # Strides too: their pages are ours in size and in every offset.
+        return (theirs.block_size, theirs.layers) == (ours.block_size, ours.layers)
+
+    def borrow(self, address: LaneAddress, pages: Sequence[int]) -> ShmLoan:
+        peer = self._peer_of(address)
+        if pages and not 0 <= min(pages) <= max(pages) < peer.map.num_blocks:
+            raise KVCorrupt(f"a block outside a pool of {peer.map.num_blocks}")
+        attached = self._arena.attach(peer.place)
+        base = self._arena.foreign_base(attached)
+        return ShmLoan(self._arena, attached, tuple(base + page for page in pages))
+
     def stop(self) -> None:
         """The arena stays: who made it closes it."""
         self._inner.stop()
 
     def _inside(self, address: LaneAddress) -> LaneAddress:
         return replace(address, name=self._inner.name)
+
+
+class ShmLoan:
+    """base.Loan: the peer's file stays mapped until it ends."""
+
+    def __init__(self, arena: ShmArena, attached: Attached, ids: tuple[int, ...]) -> None:
+        self.ids = ids
+        self._arena = arena
+        self._lock = threading.Lock()
+        self._attached: Attached | None = attached
+
+    def orphaned(self) -> bool:
+        with self._lock:
+            return self._attached is not None and self._arena.orphaned(self._attached)
+
+    def end(self) -> None:
+        with self._lock:
+            attached, self._attached = self._attached, None
+        if attached is not None:
+            self._arena.detach(attached)
 
 
 class ShmWire:

@@ -58,6 +58,7 @@ class Attached:
     place: ArenaPlace
     offset: int
     mapped_bytes: int
+    descriptor: int
     num_users: int = 0
 
 
@@ -110,6 +111,20 @@ class ShmArena:
         count = len(self._all) // self.page_bytes
         return self._all[: count * self.page_bytes].view(count, self.page_bytes)
 
+    def reach(self) -> torch.Tensor:
+        """uint8 [bytes of the whole range]: `memory`, and behind it where peers' pages appear."""
+        return self._all
+
+    def orphaned(self, peer: Attached) -> bool:
+        """Whether the peer's owner has died (or closed its pool, all done): its lock is gone. What
+        is mapped stays as it is. Only while attached."""
+        try:
+            fcntl.flock(peer.descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        fcntl.flock(peer.descriptor, fcntl.LOCK_UN)  # whoever sweeps needs it
+        return True
+
     def foreign_bytes(self, peer: Attached) -> torch.Tensor:
         """uint8 [peer's num_bytes]: its whole file. Only while attached; read-only."""
         return self._all[peer.offset : peer.offset + peer.place.num_bytes]
@@ -152,6 +167,10 @@ class ShmArena:
                     os.unlink(self.directory / self.place.name)
                 os.close(self._descriptor)
                 self._descriptor = -1
+                for name, peer in list(self._attached.items()):
+                    if peer.num_users == 0:
+                        os.close(peer.descriptor)
+                        del self._attached[name]
 
     def _open(self, place: ArenaPlace) -> int:
         """A descriptor of a peer's file, checked to be what it was announced as."""
@@ -175,10 +194,12 @@ class ShmArena:
             offset = self._gap(size)
             self._range.map_file(descriptor, offset, size, writable=False)
         except OSError as error:
-            raise KVRefused(f"arena {place.name} cannot be mapped: {error}") from error
-        finally:
             os.close(descriptor)
-        return Attached(place, offset, size)
+            raise KVRefused(f"arena {place.name} cannot be mapped: {error}") from error
+        except KVRefused:
+            os.close(descriptor)
+            raise
+        return Attached(place, offset, size, descriptor)
 
     def _gap(self, size: int) -> int:
         """Where `size` bytes are free: the first fit."""
@@ -196,6 +217,7 @@ class ShmArena:
         for name, peer in list(self._attached.items()):
             if peer.num_users == 0 and not self.reaches(peer.place):
                 self._range.unmap(peer.offset, peer.mapped_bytes)
+                os.close(peer.descriptor)
                 del self._attached[name]
 
 

@@ -18,10 +18,12 @@ from baton.clock import SystemClock
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.node.config import NodeConfig
+from baton.node.lanes import LaneSettings, PoolPlace, make_lanes
 from baton.node.main import Node, NodeProgram, Surroundings
 from baton.sampling import SamplingParams
 from baton.timing import Timing
 from decode_node.__main__ import PROGRAM as DECODE
+from kv_transfer.base import Lane
 from kv_transfer.grpc_stream import GrpcLane
 from prefill_node.__main__ import PROGRAM as PREFILL
 from router.config import RouterConfig
@@ -39,6 +41,8 @@ class Plan:
     decode: Sequence[dict[str, Any]] = ({},)
     router: dict[str, Any] = field(default_factory=dict[str, Any])
     timing: Timing = field(default_factory=Timing)
+    elsewhere: Sequence[str] = ()  # addresses of further prefill nodes, in other processes
+    shared: Path | None = None  # where pools lie whose pages are adopted; None: grpc, copies
 
 
 @dataclass(slots=True)
@@ -96,7 +100,7 @@ async def cluster(plan: Plan) -> AsyncGenerator[Cluster, None]:
             model=str(plan.model),
             port=0,
             grpc_port=0,
-            prefill_node=tuple(member.node.address for member in prefill),
+            prefill_node=(*(member.node.address for member in prefill), *plan.elsewhere),
             decode_node=tuple(member.node.address for member in decode),
             timing=plan.timing,
             **plan.router,
@@ -112,7 +116,8 @@ async def cluster(plan: Plan) -> AsyncGenerator[Cluster, None]:
         stack.push_async_callback(_cancelled, background)
 
         async def registered() -> bool:
-            return len(router.registry.snapshots()) == len(prefill) + len(decode)
+            count = len(prefill) + len(decode) + len(plan.elsewhere)
+            return len(router.registry.snapshots()) == count
 
         await eventually(registered)
         client = await stack.enter_async_context(AsyncClient(f"127.0.0.1:{port}"))
@@ -123,10 +128,19 @@ async def _member(
     stack: AsyncExitStack, program: NodeProgram, plan: Plan, options: dict[str, Any]
 ) -> Member:
     defaults = {"num_kv_blocks": 64, "threads": 1, "check_invariants": True}
-    engine = Engine.load(EngineConfig(model=str(plan.model), **(defaults | options)))
-    lane = GrpcLane(plan.timing, "127.0.0.1", 0, "127.0.0.1")
-    around = Surroundings(plan.timing, SystemClock(), (lane,))
-    node = Node(program, NodeConfig(), engine, around)
+    engine_config = EngineConfig(model=str(plan.model), **(defaults | options))
+    if plan.shared is None:
+        engine, config = Engine.load(engine_config), NodeConfig()
+        lanes: Sequence[Lane] = (GrpcLane(plan.timing, "127.0.0.1", 0, "127.0.0.1"),)
+    else:
+        place = PoolPlace(("shm",), plan.shared)
+        stack.callback(place.close)
+        engine = Engine.load(engine_config, memory=place.memory)
+        config = NodeConfig(kv_lanes="shm,grpc", kv_adopt=True)
+        settings = LaneSettings(plan.timing, pool=engine.arena, shared=place.shared)
+        lanes = make_lanes(("shm", "grpc"), settings)
+    around = Surroundings(plan.timing, SystemClock(), lanes)
+    node = Node(program, config, engine, around)
     stack.push_async_callback(node.stop)
     await node.start()
     return Member(node, engine)

@@ -17,8 +17,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
+from baton.engine.adoption import Adoption
 from baton.engine.block_pool import BlockPool
 from baton.engine.interface import Reservation
 from baton.engine.sequence import RequestGroup, SequenceState, Table, shared_tokens
@@ -26,11 +27,15 @@ from baton.engine.stats import EngineStats
 from baton.errors import InternalError
 from baton.kv_spec import BlockLists, HeldBlocks, first_visible
 
+NEVER: Final = 1 << 62  # Table.first_whole of who may not offer blocks to others
+
 
 class BlockMemory(Protocol):
     """The bytes behind the blocks. KVArena is one; host copies are opaque to whoever holds them."""
 
-    def copy_block(self, source: int, target: int) -> None: ...
+    def copy_block(self, source: int, target: int) -> None:
+        """`source` may be an adopted one."""
+        ...
 
     def clear_block(self, block: int) -> None:
         """Zero it: it will be written only in part."""
@@ -70,6 +75,7 @@ class BlockTables:
         self.pool = pool
         self.memory = memory
         self.windows = tuple(windows)
+        self.adoptions: set[Adoption] = set()  # whose pages a table names
         self._stats = stats
         self._windowed = any(self.windows)
 
@@ -108,6 +114,23 @@ class BlockTables:
                 for index in range(max(table.num_freed, taken.num_hits), stop):
                     self.memory.clear_block(table.blocks[index - table.num_freed])
         return taken
+
+    @property
+    def may_adopt(self) -> bool:
+        """Whether tables can name other pools' pages: for one group of layers that see all."""
+        return self.windows == (0,)
+
+    def take_to_adopt(self, hashes: Sequence[bytes], num_tokens: int) -> Taken | None:
+        """Blocks for `num_tokens` tokens whose full blocks lie elsewhere: hits, and one behind them
+        all for what follows; None (and nothing changed) if there is no room."""
+        hits = self.pool.lookup(hashes[: num_tokens // self.pool.block_size])
+        self.pool.ref(hits)
+        last = self.pool.allocate(1)
+        if last is None:
+            self.pool.unref(hits)
+            return None
+        table = Table([*hits, *last], num_registered=len(hits))
+        return Taken([table], len(hits), len(hits))
 
     def blocks_for_arrival(self, num_tokens: int) -> int:
         """Blocks of all groups that take_for_arrival() takes, hits included."""
@@ -225,7 +248,7 @@ class BlockTables:
         first = sequence.num_computed // self.pool.block_size
         for table in sequence.tables:
             for index in range(first - table.num_freed, len(table.blocks)):
-                if not self.pool.writable(table.blocks[index]):
+                if not self._writable(table.blocks[index]):
                     yield table, index
 
     def blocks_of_followers(self, group: RequestGroup) -> int:
@@ -249,6 +272,8 @@ class BlockTables:
     def fork(self, parent: SequenceState, child: SequenceState, num_tokens: int) -> None:
         """`child` shares the blocks of the first `num_tokens` tokens, which count as computed."""
         count, whole = self.pool.blocks_for(num_tokens), num_tokens // self.pool.block_size
+        if any(table.adoption is not None for table in parent.tables):
+            raise InternalError(f"{parent.request.id}: adopted pages are one sequence's")
         child.tables = [
             Table(
                 table.blocks[: count - table.num_freed],
@@ -266,9 +291,19 @@ class BlockTables:
         parent.forked = child.forked = True
         self._stats.num_forks += 1
 
-    def adopt(self, sequence: SequenceState, reservation: Reservation, taken: Taken) -> None:
-        """The blocks of a reservation become the sequence's; its tokens count as computed."""
+    def adopt(
+        self,
+        sequence: SequenceState,
+        reservation: Reservation,
+        taken: Taken,
+        adoption: Adoption | None = None,
+    ) -> None:
+        """The blocks of a reservation become the sequence's, with those of `adoption` where it has
+        none; its tokens count as computed."""
         sequence.tables = taken.tables
+        if adoption is not None:
+            whole = reservation.num_tokens // self.pool.block_size
+            self._insert(taken.tables[0], adoption, range(taken.num_hits, whole))
         # One token must be left to compute: the next one is sampled from its hidden state.
         sequence.num_computed = min(reservation.num_tokens, len(sequence.tokens) - 1)
         if sequence.num_computed < reservation.start_token:
@@ -279,13 +314,52 @@ class BlockTables:
             sequence.num_computed = whole * self.pool.block_size
         self.register_full_blocks(sequence)
 
+    def _insert(self, table: Table, adoption: Adoption, places: range) -> None:
+        adopted = adoption.ids[places.start : places.stop]
+        table.blocks[places.start : places.start] = adopted
+        # Whether they still were its sequence's when they were read for the last time is known for
+        # the tokens told, not for what is left behind in blocks: that stays out of the prefix map.
+        table.first_whole = NEVER
+        table.num_registered = places.start
+        if not adopted:
+            adoption.end()
+            return
+        adoption.hold(len(adopted))
+        table.adoption = adoption
+        self.adoptions.add(adoption)
+        self._stats.num_adopted_blocks += len(adopted)
+
+    def take_over(self, sequence: SequenceState, limit: int) -> int:
+        """Copy at most `limit` adopted blocks into own ones, which must be free; how many."""
+        copied = 0
+        for table in sequence.tables:
+            adoption = table.adoption
+            if adoption is None:
+                continue
+            places = [i for i, block in enumerate(table.blocks) if not self._is_own(block)]
+            places = places[: limit - copied]
+            fresh = self.pool.allocate(len(places))
+            if fresh is None:
+                continue
+            for index, block in zip(places, fresh, strict=True):
+                self.memory.copy_block(table.blocks[index], block)
+            if not adoption.safe():  # what has been copied may be anything
+                self.pool.unref(fresh)
+                continue
+            for index, block in zip(places, fresh, strict=True):
+                table.blocks[index] = block
+            self._drop_adopted(table, len(places))
+            copied += len(places)
+        self._stats.num_taken_over_blocks += copied
+        return copied
+
     # ---- offering and giving back ----
 
     def register_full_blocks(self, sequence: SequenceState) -> None:
         """Enter the computed full blocks that are not yet in the prefix map."""
         full = sequence.num_computed // self.pool.block_size
         for group, table in enumerate(sequence.tables):
-            if full <= table.num_registered:
+            if full <= max(table.num_registered, table.first_whole):
                 continue  # nearly every decode step: no hashing, no copies
             hashes = sequence.hashes(full, self.pool.block_size)
             first = max(table.num_registered, table.num_freed, table.first_whole)
@@ -306,7 +380,7 @@ class BlockTables:
             # One block stays: what lies behind the last one is padded with it.
             count = min(count, len(table.blocks) - 1)
             if count > 0:
-                self.pool.unref(table.blocks[:count])
+                self._unref(table, table.blocks[:count])
                 del table.blocks[:count]
                 table.num_freed += count
                 self._stats.num_window_freed_blocks += count
@@ -321,7 +395,7 @@ class BlockTables:
         """Keep the sequence's first `count` blocks."""
         kept = count - table.num_freed
         if kept < len(table.blocks):
-            self.pool.unref(table.blocks[kept:])
+            self._unref(table, table.blocks[kept:])
             del table.blocks[kept:]
 
     def release(self, sequence: SequenceState) -> None:
@@ -335,7 +409,7 @@ class BlockTables:
         """One reference less to each block. All groups' blocks of a stretch of tokens are evicted
         together: one group's alone answer no look-up."""
         if len(tables) == 1:
-            self.pool.unref(tables[0].blocks)
+            self._unref(tables[0], tables[0].blocks)
             return
         places = [
             (index, block)
@@ -345,7 +419,48 @@ class BlockTables:
         places.sort(key=lambda place: place[0])
         self.pool.unref([block for _, block in places])
 
+    def _unref(self, table: Table, blocks: Sequence[int]) -> None:
+        if table.adoption is None:
+            self.pool.unref(blocks)
+            return
+        own = [block for block in blocks if self._is_own(block)]
+        self.pool.unref(own)
+        self._drop_adopted(table, len(blocks) - len(own))
+
+    def _drop_adopted(self, table: Table, count: int) -> None:
+        adoption = table.adoption
+        if adoption is None or not count:
+            return
+        adoption.drop(count)
+        if adoption.ended:
+            table.adoption = None
+            self.adoptions.remove(adoption)
+
+    def _is_own(self, block: int) -> bool:
+        return block < self.pool.num_blocks
+
+    def _writable(self, block: int) -> bool:
+        return self._is_own(block) and self.pool.writable(block)
+
     # ---- proof ----
+
+    def prove_owned(self, owned: Counter[int], sequences: Iterable[SequenceState]) -> Counter[int]:
+        """The references `owned` without adopted pages. Raises InternalError unless those are held
+        by live adoptions, each as often as it knows, and no adoption is left without."""
+        held: Counter[Adoption] = Counter()
+        foreign = 0
+        for sequence in sequences:
+            for table in sequence.tables:
+                adopted = {block for block in table.blocks if not self._is_own(block)}
+                foreign += len(adopted)
+                if table.adoption is not None:
+                    if not adopted or not adopted <= set(table.adoption.ids):
+                        raise InternalError(f"{sequence.request.id} names pages never adopted")
+                    held[table.adoption] += len(adopted)
+        live = {adoption: adoption.num_held for adoption in self.adoptions}
+        if live != dict(held) or foreign != held.total() or any(a.ended for a in live):
+            raise InternalError("adopted pages are not those of the live adoptions")
+        return Counter({block: count for block, count in owned.items() if self._is_own(block)})
 
     def prove_private(self, sequence: SequenceState, end: int) -> None:
         """Raise InternalError unless tokens [num_computed, end) lie in blocks that nobody else
@@ -354,7 +469,7 @@ class BlockTables:
         for table in sequence.tables:
             for index in range(first, self.pool.blocks_for(end)):
                 block = table.blocks[index - table.num_freed]
-                if not self.pool.writable(block):
+                if not self._writable(block):
                     raise InternalError(
                         f"{sequence.request.id} would write into shared block {block}"
                     )

@@ -17,12 +17,14 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 
 from baton import block_hashes
 from baton.clock import Clock, SystemClock
+from baton.engine.adopted_pages import AdoptedPages
+from baton.engine.adoption import Adoption
 from baton.engine.beam import BeamSearch
 from baton.engine.block_pool import BlockPool
 from baton.engine.block_tables import BlockTables, as_lists, count_blocks
@@ -38,8 +40,14 @@ from baton.engine.speculation import Drafter, load_draft, load_proposer
 from baton.engine.stats import EngineStats, KVUsage
 from baton.engine.swap import Swapper
 from baton.engine.validation import Bounds, refuse_handed_over, validate
-from baton.errors import ConfigError, ContextLengthExceeded, InternalError, InvalidRequest
-from baton.events import BlockEvent, FirstToken, TokenEvent, TokenLogprob
+from baton.errors import (
+    ConfigError,
+    ContextLengthExceeded,
+    InternalError,
+    InvalidRequest,
+    KVStale,
+)
+from baton.events import BlockEvent, FirstToken, RequestFailed, TokenEvent, TokenLogprob
 from baton.handles import NodeLoad
 from baton.kv_spec import BlockLists
 from baton.request import Request
@@ -48,6 +56,8 @@ if TYPE_CHECKING:  # lazy at run time, see load()
     from baton.engine.pooling import Pooler
 
 log = logging.getLogger(__name__)
+
+TAKEN_BACK: Final = "the exporter may have taken its KV back"
 
 
 class Engine:
@@ -114,6 +124,10 @@ class Engine:
             self._scheduler, self.stats, info.eos_token_ids, self._bounds.limit, self._left
         )
         self._by_id: dict[str, RequestGroup] = {}
+        self._adopted = AdoptedPages(
+            self._tables, self._clock, block_bytes, lambda name: self._by_id[name].leader
+        )
+        self._failed: list[RequestFailed] = []  # not yet taken
         self._pins: Counter[int] = Counter()
         self._pending: list[TokenEvent] = []  # events that need no computing: the next step's
         self._dropped: list[RequestGroup] = []  # aborted while a step runs: freed at its end
@@ -183,14 +197,16 @@ class Engine:
         task: Task = Task.LOCAL,
         reservation: Reservation | None = None,
         first_tokens: Sequence[FirstToken] = (),
+        adoption: Adoption | None = None,
     ) -> None:
         """Take a request in; its tokens come out of the following steps.
 
-        With `reservation` its tokens count as computed (their KV must be written by now).
+        With `reservation` its tokens count as computed (their KV must be written by now). One that
+        is `adopting` comes with its blocks' `adoption`, which from then on is ended here.
         `first_tokens` fill the positions that the request's output ids lack and are repeated in its
         first event. Raises what validate() raises, InvalidRequest for an id that already runs here,
-        and InternalError for a reservation that is not held. After a raise the reservation is still
-        the caller's.
+        and InternalError for a reservation that is not held. After a raise the reservation and the
+        adoption are still the caller's; KVStale for adopted pages that may be another's by now.
         """
         self.validate(request, task)
         if request.id in self._by_id:
@@ -199,6 +215,7 @@ class Engine:
             raise InternalError(f"{request.id}: only LOCAL requests continue from reserved blocks")
         if reservation is not None:
             refuse_handed_over(request.params)
+        self._receive(adoption, reservation)
         precision = None if reservation is None else reservation.precision
         group = self._group(request, task, precision)
         events: list[TokenEvent] = []
@@ -218,9 +235,11 @@ class Engine:
                     )
                 )  # fmt: skip
         if reservation is not None and group.sequences:
-            self._scheduler.add_reserved(group, reservation)
+            self._scheduler.add_reserved(group, reservation, adoption)
         elif reservation is not None:
             self.cancel(reservation)
+            if adoption is not None:
+                adoption.end()
         self.stats.num_requests += 1
         self._stalled = False
         self._pending.extend(events)
@@ -254,14 +273,46 @@ class Engine:
         ]
         return RequestGroup(request, task, self.stats.num_requests, sequences, beams)
 
+    def _receive(self, adoption: Adoption | None, reservation: Reservation | None) -> None:
+        """Copy what of the adopted pages the sequence will write to: the last one unless full.
+
+        Raises KVStale if they may be another's, InternalError if they do not fit the reservation.
+        """
+        if (adoption is not None) != (reservation is not None and reservation.adopting):
+            raise InternalError("adopted pages exactly where they are reserved for")
+        if adoption is None or reservation is None:
+            return
+        num_tokens, size = reservation.num_tokens, self.pool.block_size
+        count = self.pool.blocks_for(num_tokens)
+        if len(adoption.ids) != count or any(i < self.pool.num_blocks for i in adoption.ids):
+            raise InternalError(f"{len(adoption.ids)} adopted pages, not {count} of another pool")
+        if num_tokens % size:
+            self.arena.copy_block(adoption.ids[-1], reservation.blocks[0].ids[0])
+            self.stats.num_copied_blocks += 1
+        if not adoption.safe():
+            raise KVStale(TAKEN_BACK)
+        adoption.since = self._clock.monotonic()
+
+    @property
+    def may_adopt(self) -> bool:
+        """Whether reservations can be `adopting`: the model's layers all see everything, and its
+        pages hold all of their KV."""
+        return self._tables.may_adopt and self.info.kv_dtype != "int8"
+
     def reserve(
-        self, request: Request, num_tokens: int, precision: str | None = None
+        self,
+        request: Request,
+        num_tokens: int,
+        precision: str | None = None,
+        adopting: bool = False,
     ) -> Reservation | None:
         """Blocks for KV of the first `num_tokens` tokens that comes from elsewhere; None = no room.
 
         Takes prefix hits first: [0, start_token) need not be fetched. `precision`: the dtype that
         the KV was made in, if it is not this pool's; then only KV of the same past answers for it,
-        and it for none other. The caller either passes it to add() or cancels it. Raises
+        and it for none other. `adopting` (only if may_adopt): full blocks stay where they are, in
+        another pool; room is taken for what follows them. The caller either passes it to add() or
+        cancels it. Raises
         ContextLengthExceeded if it can never fit, UnsupportedFeature for more than one sample.
         """
         refuse_handed_over(request.params)
@@ -274,7 +325,9 @@ class Engine:
         tokens = request.known_ids[:num_tokens]
         root = self.known_root_hash(request, precision)
         hashes = block_hashes.block_hashes(root, tokens, self.pool.block_size)
-        return self._scheduler.reserve(request.id, hashes, num_tokens, precision)
+        if adopting and not self.may_adopt:
+            raise InternalError("this model's blocks cannot be another pool's")
+        return self._scheduler.reserve(request.id, hashes, num_tokens, precision, adopting)
 
     def cancel(self, reservation: Reservation) -> None:
         """Free a reservation that was not added, once nobody writes into its blocks. Idempotent."""
@@ -309,12 +362,13 @@ class Engine:
         if it is not here or has no KV worth moving. Between steps only.
         """
         group = self._by_id.get(request_id)
-        departure = (
-            None
-            if group is None
-            else departure_of(group, self.pool.block_size, self._tables.windows)
-        )
-        if group is None or departure is None:
+        if group is None:
+            return None
+        self._adopted.take_over_all(group.leader)
+        if any(table.adoption is not None for table in group.leader.tables):
+            return None  # what is another pool's is not ours to hand on
+        departure = departure_of(group, self.pool.block_size, self._tables.windows)
+        if departure is None:
             return None
         if group.leader.root != self.known_root_hash(group.request):
             return None  # KV out of another precision: an export would pass for KV made in ours
@@ -355,6 +409,8 @@ class Engine:
         """
         started = self._clock.monotonic()
         self._plan = None
+        self._fail_lapsed()
+        self._adopted.take_over(self._scheduler.headroom())
         self._stepping = True
         try:
             self._plan = plan = self._scheduler.schedule()
@@ -362,6 +418,7 @@ class Engine:
             if self.config.check_invariants:
                 self._scheduler.prove_private(plan)
             results = self._runner.run(plan.chunks, self._on_layer(plan)) if plan.rows else []
+            self._fail_lapsed()
             events = self._pending + self._outputs.take(plan, results)
         finally:
             self._end_step()
@@ -391,6 +448,12 @@ class Engine:
         self._pending = [event for event in self._pending if event.request_id not in failed]
         self.stats.num_failed += len(doomed)
         return [group.request for group in doomed]
+
+    def take_failed(self) -> list[RequestFailed]:
+        """Requests that steps have ended by themselves since the last call: their adopted pages
+        were no longer kept for them."""
+        failed, self._failed = self._failed, []
+        return failed
 
     @property
     def has_work(self) -> bool:
@@ -483,6 +546,22 @@ class Engine:
         if hooks is None or not progress:
             return None
         return lambda layer: hooks.layer_written(layer, progress)
+
+    def _fail_lapsed(self) -> None:
+        """End requests whose adopted pages may be another's, and drop what was sampled of them."""
+        for request_id in self._adopted.lapsed():
+            group = self._by_id.get(request_id)
+            if group is None:
+                continue  # aborted during this step
+            self.abort(request_id)
+            self.stats.num_aborted -= 1
+            self.stats.num_failed += 1
+            error = KVStale(TAKEN_BACK)
+            self._failed.append(
+                RequestFailed(
+                    request_id, group.request.epoch, error.code, error.message, error.retryable
+                )
+            )
 
     def _left(self, group: RequestGroup) -> None:
         """Its last event is being told."""

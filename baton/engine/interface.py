@@ -135,6 +135,10 @@ class Reservation:
     [start_token, num_tokens) must be written before `Engine.add(request, reservation=...)`, in a
     windowed group those from first_visible() on. `precision` is what the KV was made in, if not as
     the pool stores it: it answers only for requests of the same.
+
+    `adopting`: the full blocks stay where they are, in another pool, and `Engine.add` wants the ids
+    of all (adoption.py); only the block behind the full ones is held here, and nothing need be
+    written.
     """
 
     request_id: str
@@ -143,6 +147,7 @@ class Reservation:
     start_token: int
     serial: int = 0  # of this engine: no two reservations are the same
     precision: str | None = None
+    adopting: bool = False
 
 
 class EngineHooks(Protocol):

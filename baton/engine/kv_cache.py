@@ -8,6 +8,8 @@ in general its K part [block_size, kv_heads, k_dim] followed by its V part [bloc
 v_dim]; MLA has no V part. So a copy of a block is one copy, and layers of different groups share a
 slot's memory under different block ids. int8 KV has a scale per token and head, float32, behind all
 blocks, block after block too: slots of [2, block_size, kv_heads] (MLA: 1 instead of 2).
+Views of layers reach beyond the own blocks where the memory does: block ids from `num_blocks` on
+name pages of other nodes (adoption.py), to be read only; never touch a view as a whole.
 Not here: who owns which block (block_pool.py), reading and writing for transfers
 (kv_transfer/layout.py).
 """
@@ -36,8 +38,10 @@ _TORCH_DTYPES: Final = {
 }
 
 
-# Bytes -> zeroed uint8 [bytes] on the pool's device, 64-byte aligned, such as shared memory.
-MakeMemory: TypeAlias = Callable[[int], torch.Tensor]
+# (bytes, bytes of a page) -> uint8 on the pool's device, 64-byte aligned: first that many bytes of
+# its own, zeroed, such as shared memory; behind them, if any, addresses where other pools' pages
+# may appear, read-only. An address where none is must not be touched.
+MakeMemory: TypeAlias = Callable[[int, int], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +71,8 @@ class KVArena:
         memory: MakeMemory | None = None,
     ) -> None:
         """`layers`: grouped by their windows, unless grouped already. `memory`: makes the one
-        allocation, num_blocks * bytes_per_block() long; None = memory of its own, on `device`."""
+        allocation, at least num_blocks * bytes_per_block() long; None = memory of its own, on
+        `device`."""
         if dtype not in _TORCH_DTYPES:
             raise ConfigError(f"KV cannot be stored as {dtype!r}", field="dtype")
         self.groups = layers if isinstance(layers, LayerGroups) else group_layers(layers, dtype)
@@ -82,13 +87,16 @@ class KVArena:
         if memory is None:
             place = torch.zeros(self.num_bytes, dtype=torch.uint8, device=device)
         else:
-            place = memory(self.num_bytes)
+            place = memory(self.num_bytes, self.page_bytes)
         if place.numel() < self.num_bytes or place.dtype != torch.uint8:
             raise InternalError(f"{num_blocks} KV blocks need {self.num_bytes} bytes of memory")
         self.device = place.device
         behind = num_blocks * self.page_bytes
-        self._pages = place[:behind].view(num_blocks, self.page_bytes)
+        self._pages = self._reach = place[:behind].view(num_blocks, self.page_bytes)
         self._scales = place[behind : self.num_bytes].view(num_blocks, scale_bytes)
+        if not scale_bytes:  # else a page is not all of a block: none can be adopted
+            count = place.numel() // self.page_bytes
+            self._reach = place[: count * self.page_bytes].view(count, self.page_bytes)
 
     @property
     def group_of(self) -> tuple[int, ...]:
@@ -107,16 +115,17 @@ class KVArena:
         """Views k, v, each [num_blocks, block_size, kv_heads, k_dim or v_dim].
 
         Both share the arena's memory; strided over blocks, contiguous within one. Only the blocks
-        of the layer's own group hold its KV.
+        of the layer's own group hold its KV. Where the memory reaches further than the own blocks
+        they are longer, and only blocks that are known to be there may be touched.
         """
         spec, start = self.layers[layer], self.slot_offset(layer)
         dtype = _TORCH_DTYPES[self.dtype]
         k_size = self.block_size * spec.kv_heads * spec.k_dim
         shape = (self.block_size, spec.kv_heads)
-        slot = self._pages[:, start : start + self.block_bytes(layer)].view(dtype)
+        slot = self._reach[:, start : start + self.block_bytes(layer)].view(dtype)
         k = slot[:, :k_size].unflatten(1, (*shape, spec.k_dim))
         if spec.v_dim == 0:
-            return k, slot.new_empty((self.num_blocks, *shape, 0))
+            return k, slot.new_empty((len(slot), *shape, 0))
         return k, slot[:, k_size:].unflatten(1, (*shape, spec.v_dim))
 
     def scales(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -142,9 +151,10 @@ class KVArena:
         return self._pages.view(-1).numpy().data
 
     def copy_block(self, source: int, target: int) -> None:
-        """Copy one block's KV in all its layers: what follows BlockPool.copy_on_write()."""
-        for rows in self._rows():
-            rows[target] = rows[source]
+        """Copy one block's KV in all its layers: what follows BlockPool.copy_on_write(). `source`
+        may be another pool's."""
+        for mine, rows in zip(self._rows(), self._readable_rows(), strict=True):
+            mine[target] = rows[source]
 
     def clear_block(self, block: int) -> None:
         """Zero a block that will be written only in part: its rest may meet attention, masked."""
@@ -152,9 +162,10 @@ class KVArena:
             rows[block] = 0
 
     def read_blocks(self, blocks: Sequence[int]) -> HostBlocks:
-        """Copies of `blocks` in host memory; finished when this returns."""
+        """Copies of `blocks`, also of other pools, in host memory; finished when this returns."""
         index = torch.tensor(blocks, device=self.device)
-        return HostBlocks(tuple(rows.index_select(0, index).cpu() for rows in self._rows()))
+        parts = (rows.index_select(0, index).cpu() for rows in self._readable_rows())
+        return HostBlocks(tuple(parts))
 
     def write_blocks(self, host: HostBlocks, rows: Sequence[int], blocks: Sequence[int]) -> None:
         """Copy rows of `host` back into `blocks`; finished when this returns."""
@@ -171,6 +182,10 @@ class KVArena:
         """Everything that belongs to a block, [num_blocks, words] each. In words of 8 bytes: torch
         copies rows of bytes one byte at a time (docs/log.md)."""
         return [part.view(torch.int64) for part in (self._pages, self._scales) if part.numel()]
+
+    def _readable_rows(self) -> list[torch.Tensor]:
+        """As _rows, other pools' pages included."""
+        return [part.view(torch.int64) for part in (self._reach, self._scales) if part.numel()]
 
 
 def bytes_per_block(

@@ -34,6 +34,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
+from baton.engine.adoption import Adoption
 from baton.engine.block_tables import BlockTables, Taken, as_lists, count_blocks
 from baton.engine.interface import Reservation, SequenceChunk, Task
 from baton.engine.sequence import RequestGroup, SequenceState, shared_tokens
@@ -41,6 +42,7 @@ from baton.engine.speculation import Drafter
 from baton.engine.stats import EngineStats
 from baton.engine.swap import Swapper
 from baton.errors import InternalError
+from baton.kv_spec import HeldBlocks
 
 MAX_OVERTAKES: Final = 8
 MayExport: TypeAlias = Callable[[int, int], bool]  # EngineHooks.may_admit
@@ -159,7 +161,7 @@ class Scheduler:
         for taken in self._reservations.values():
             for table in taken.tables:
                 owned.update(table.blocks)
-        return owned
+        return self._tables.prove_owned(owned, self.sequences())
 
     # ---- in and out ----
 
@@ -167,15 +169,18 @@ class Scheduler:
         _follow(group)
         insort(self._waiting, group, key=_key)
 
-    def add_reserved(self, group: RequestGroup, reservation: Reservation) -> None:
-        """Take over a reservation: its tokens count as computed, its full blocks can be found.
+    def add_reserved(
+        self, group: RequestGroup, reservation: Reservation, adoption: Adoption | None = None
+    ) -> None:
+        """Take over a reservation: its tokens count as computed, its full blocks can be found, but
+        for those of `adoption`, which lie elsewhere.
 
         Raises InternalError for a reservation that is not held (cancelled, or used before).
         """
         sequence, taken = group.leader, self._reservations.pop(reservation, None)
         if taken is None:
             raise InternalError(f"{reservation.request_id}: this reservation is not held")
-        self._tables.adopt(sequence, reservation, taken)
+        self._tables.adopt(sequence, reservation, taken, adoption)
         sequence.prefilling = sequence.num_uncomputed > 1
         group.admitted_before = True
         insort(self._ready, group, key=_key)
@@ -232,13 +237,16 @@ class Scheduler:
         hashes: Sequence[bytes],
         num_tokens: int,
         precision: str | None = None,
+        adopting: bool = False,
     ) -> Reservation | None:
-        """Blocks for `num_tokens` tokens, known ones of `hashes` first; None = no room now."""
+        """Blocks for `num_tokens` tokens, known ones of `hashes` first, or (`adopting`) for what
+        follows the full ones; None = no room now."""
         head = self._waiting[0] if self._waiting else None
         blocked = head is not None and (head.admitted_before or self._overtakes >= MAX_OVERTAKES)
         if blocked or self._swapped:
             return None
-        taken = self._tables.take_for_arrival(hashes, num_tokens)
+        take = self._tables.take_to_adopt if adopting else self._tables.take_for_arrival
+        taken = take(hashes, num_tokens)
         if taken is None:
             return None
         if head is not None:
@@ -248,8 +256,12 @@ class Scheduler:
         self._stats.num_prefix_hit_tokens += start
         self._num_reserved += 1
         blocks = as_lists(taken.tables)
+        if adopting:
+            whole = num_tokens // self._pool.block_size
+            start = whole * self._pool.block_size
+            blocks = (HeldBlocks((taken.tables[0].blocks[-1],), whole),)
         reservation = Reservation(
-            request_id, blocks, num_tokens, start, self._num_reserved, precision
+            request_id, blocks, num_tokens, start, self._num_reserved, precision, adopting
         )
         self._reservations[reservation] = taken
         return reservation
@@ -347,8 +359,7 @@ class Scheduler:
         self._running.remove(group)
         self._stats.num_preemptions += 1
         group.admitted_before = True
-        if self._swapper.prefers_swap(group):
-            self._swapper.swap_out(group)
+        if self._swapper.prefers_swap(group) and self._swapper.swap_out(group):
             insort(self._swapped, group, key=_key)
             return
         for sequence in group.sequences:
@@ -360,7 +371,7 @@ class Scheduler:
     def _swap_in(self, plan: StepPlan) -> None:
         while self._swapped and self._slots_for(self._swapped[0]):
             group = self._swapped[0]
-            if not self._swapper.swap_in(group, self._headroom()):
+            if not self._swapper.swap_in(group, self.headroom()):
                 return
             self._swapped.pop(0)
             insort(self._running, group, key=_key)
@@ -386,7 +397,7 @@ class Scheduler:
             telling = leader.request.params.prompt_logprobs is not None and not group.told
             num_hashes = 0 if telling else self._tables.most_hits(group)
             hashes = leader.hashes(num_hashes, self._pool.block_size)
-            headroom = self._headroom() + self._tables.blocks_of_followers(group)
+            headroom = self.headroom() + self._tables.blocks_of_followers(group)
             taken = self._tables.take(hashes, len(leader.tokens), headroom)
             if taken is None:
                 return
@@ -397,7 +408,7 @@ class Scheduler:
             plan.admitted.append(group)
             self._plan_row(plan, group, leader)
 
-    def _headroom(self) -> int:
+    def headroom(self) -> int:
         """One block of growth for each table of a running LOCAL sequence: else a newcomer, the
         youngest, would be preempted at once and its work thrown away."""
         running = sum(len(g.sequences) for g in self._running if g.task is Task.LOCAL)

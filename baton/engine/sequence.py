@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton import block_hashes
+from baton.engine.adoption import Adoption
 from baton.engine.beam import BeamSearch
 from baton.engine.interface import SequenceChunk, Task
 from baton.engine.occurrences import Occurrences
@@ -33,12 +34,14 @@ from baton.sampling import SamplingParams
 
 @dataclass(slots=True)
 class Table:
-    """A sequence's blocks in one layer group, from its block `num_freed` on."""
+    """A sequence's blocks in one layer group, from its block `num_freed` on. Some of the first may
+    be another pool's: those of `adoption`."""
 
     blocks: list[int]
     num_freed: int = 0
     num_registered: int = 0
     first_whole: int = 0
+    adoption: Adoption | None = None
 
     @property
     def end(self) -> int:

@@ -29,6 +29,8 @@ class EngineStats:
     num_swapped_in_blocks: int = 0  # copied back (the prefix map still had the others)
     num_forks: int = 0  # block tables shared: parallel samples, beams
     num_copied_blocks: int = 0  # copies on write
+    num_adopted_blocks: int = 0  # read where they lie, in another node's pool
+    num_taken_over_blocks: int = 0  # of these, copied into own ones later
     num_window_freed_blocks: int = 0  # given back because no layer could see them any more
     num_export_refusals: int = 0  # steps that left a PREFILL request waiting for export room
     num_drafted_tokens: int = 0  # proposed and verified

@@ -71,15 +71,21 @@ class Swapper:
         out_and_in = 2 * blocks * self._block_bytes
         return out_and_in / stats.copy_bytes_per_s <= tokens / stats.prefill_tokens_per_s
 
-    def swap_out(self, group: RequestGroup) -> None:
-        """Copy the group's blocks to host memory and give all of them back."""
+    def swap_out(self, group: RequestGroup) -> bool:
+        """Copy the group's blocks to host memory and give all of them back; False (and nothing
+        changed) if adopted ones among them may have become another's meanwhile."""
         pool = self._tables.pool
+        tables_held = [table for s in group.sequences for table in s.tables]
+        adoptions = [table.adoption for table in tables_held if table.adoption is not None]
         blocks = list(count_blocks(group.sequences))
         row_of = {block: row for row, block in enumerate(blocks)}
         started = self._clock.monotonic()
         host = self._tables.memory.read_blocks(blocks)
         self._measure(len(blocks), started)
-        hashes = tuple(pool.hash_of(block) for block in blocks)
+        if not all(adoption.safe() for adoption in adoptions):
+            return False
+        own = pool.num_blocks
+        hashes = tuple(pool.hash_of(block) if block < own else None for block in blocks)
         tables = {
             s: [[row_of[block] for block in table.blocks] for table in s.tables]
             for s in group.sequences
@@ -91,6 +97,7 @@ class Swapper:
         self._copies[group] = _Copy(host, hashes, tables)
         self._stats.num_swap_outs += 1
         self._stats.num_swapped_out_blocks += len(blocks)
+        return True
 
     def swap_in(self, group: RequestGroup, headroom: int) -> bool:
         """Bring the group's tables back; False (and nothing changed) unless its known tokens fit

@@ -168,6 +168,7 @@ class EngineThread:
         except Exception as error:
             log.exception("an engine step failed")
             failed = self._fail_step(error)
+        failed += self._engine.take_failed()
         report = StepReport(
             events, failed, self._engine.take_block_events(), self._engine.current_load()
         )

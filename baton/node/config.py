@@ -46,6 +46,9 @@ class NodeConfig:
         None, "directory for KV sockets between nodes of one host (default: a private one)"
     )
     kv_shm_dir: str = option("/dev/shm", "directory of shared KV pools, for --kv-lanes shm")
+    kv_adopt: bool = option(
+        False, "decode: read full KV blocks where the prefill node has them (--kv-lanes shm)"
+    )
     kv_nixl_devices: str = option("lo", "network devices of the lane nixl, comma-separated")
     kv_tls_cert: str | None = option(None, "PEM certificate chain of this node for KV transfer")
     kv_tls_key: str | None = option(None, "PEM key of --kv-tls-cert")

@@ -14,7 +14,6 @@ from baton.engine.kv_cache import KVArena, MakeMemory
 from baton.errors import ConfigError
 from baton.node.config import NodeConfig
 from baton.timing import Timing
-from kv_transfer.address_range import PAGE_BYTES
 from kv_transfer.base import Lane
 from kv_transfer.grpc_stream import GrpcLane
 from kv_transfer.memory_map import map_of
@@ -85,11 +84,10 @@ class PoolPlace:
         if self.shared is not None:
             self.shared.close()
 
-    def _make(self, num_bytes: int) -> torch.Tensor:
+    def _make(self, num_bytes: int, page_bytes: int) -> torch.Tensor:
         """Raises ConfigError if the directory cannot hold it."""
-        # Page ids are for adopted pages; whole system pages are all that a map needs.
-        self.shared = ShmArena(secrets.token_hex(16), num_bytes, PAGE_BYTES, self._directory)
-        return self.shared.memory()
+        self.shared = ShmArena(secrets.token_hex(16), num_bytes, page_bytes, self._directory)
+        return self.shared.reach()
 
 
 def _grpc(settings: LaneSettings) -> Lane:
@@ -126,7 +124,9 @@ def _shm(settings: LaneSettings) -> Lane:
     if pool is None or shared is None:
         raise ConfigError("KV lane shm needs a KV pool in main memory", field="kv_lanes")
     inner = _stream(replace(settings, stream_port=0))
-    return ShmLane(inner, shared, map_of(pool, shared.address, shared.place.num_bytes))
+    return ShmLane(
+        inner, shared, map_of(pool, shared.address, shared.place.num_bytes, pool.num_blocks)
+    )
 
 
 def _nixl(settings: LaneSettings) -> Lane:
@@ -138,7 +138,9 @@ def _nixl(settings: LaneSettings) -> Lane:
         rows, _ = settings.pool.layer(0)
         memory = rows.new_empty(0, dtype=torch.uint8).set_(rows.untyped_storage())
     pool = NixlPool(
-        memory, map_of(settings.pool, memory.data_ptr(), memory.nbytes), settings.nixl_devices
+        memory,
+        map_of(settings.pool, memory.data_ptr(), memory.nbytes, settings.pool.num_blocks),
+        settings.nixl_devices,
     )
     return NixlLane(_stream(replace(settings, stream_port=0)), pool, settings.timing)
 

@@ -1,20 +1,24 @@
-"""Any order of add, fork, beam, draft, reserve, step, swap, preempt, abort, cancel, pin and failing
-steps, on a pool that is far too small.
+"""Any order of add, fork, beam, draft, reserve, adopt, step, swap, preempt, abort, cancel, pin and
+failing steps, on a pool that is far too small.
 
 What must hold after every rule: free + used == total, every reference has an owner, host copies are
 those of the swapped requests and no more blocks than the pool has; no row writes where others read;
 no event after an end; positions without gap; tokens as one engine with endless memory would say
-them. At the end: every sample and every request ended exactly once, and every block is free.
+them; adopted pages are given back exactly once, and their owner writes something else there at
+once. At the end: every sample and every request ended exactly once, and every block is free.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from baton.engine.adopted_pages import TAKE_OVER_AFTER_S
+from baton.engine.adoption import Adoption
 from baton.engine.interface import Reservation, Task
 from baton.engine.layer_groups import group_layers
 from baton.errors import ContextLengthExceeded, InvalidRequest
@@ -101,6 +105,9 @@ class EngineMachine(RuleBasedStateMachine):
         self.lives: dict[str, Life] = {}
         self.reserved: list[tuple[Request, Reservation]] = []
         self.unpinned = 0  # of hooks.admissions, in order
+        self.adopted: dict[str, Adoption] = {}
+        self.given_back: Counter[str] = Counter()
+        self.lapsed: set[str] = set()
 
     # ---- requests in ----
 
@@ -185,6 +192,54 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.add(asked, reservation=reservation, first_tokens=(first,) if with_first else ())
         self.born(asked, Task.LOCAL)
 
+    @precondition(lambda self: self.engine.may_adopt)
+    @rule(data=st.data(), with_first=st.booleans())
+    def adopt(self, data: st.DataObject, with_first: bool) -> None:
+        """A hand-over whose full pages stay in another pool, behind the own one."""
+        asked = self.draw(data, "a")
+        count = len(asked.prompt_ids)
+        if asked.id in self.lives:
+            return
+        reservation = self.engine.reserve(asked, count, adopting=True)
+        if reservation is None:
+            return
+        memory, size = self.runner.memory, self.runner.block_size
+        first = len(memory) // size
+        num_pages = -(-count // size)
+        memory.extend((0, token) for token in asked.prompt_ids)
+        memory.extend([None] * (num_pages * size - count))
+
+        def release() -> None:
+            self.given_back[asked.id] += 1
+            memory[first * size : (first + num_pages) * size] = [(0, 96)] * (num_pages * size)
+
+        pages = range(first, first + num_pages)
+        adoption = Adoption(asked.id, pages, release, lambda: asked.id not in self.lapsed)
+        told = (FirstToken(0, next_token(asked.prompt_ids, asked.params, 0)),) if with_first else ()
+        self.adopted[asked.id] = adoption
+        self.engine.add(asked, reservation=reservation, first_tokens=told, adoption=adoption)
+        self.born(asked, Task.LOCAL)
+
+    @precondition(lambda self: self.adopted)
+    @rule(data=st.data(), during=st.booleans())
+    def lapse(self, data: st.DataObject, during: bool) -> None:
+        """A promise ends, before a step or in its middle."""
+        name = data.draw(st.sampled_from(sorted(self.adopted)))
+        held = self.adopted[name] in self.engine._tables.adoptions
+        if during:
+            self.runner.during = lambda: self.lapsed.add(name)
+        else:
+            self.lapsed.add(name)
+        self.step()
+        self.runner.during = None
+        if held and name in self.lapsed and self.given_back[name] == 0:
+            raise AssertionError("pages are held past the promise")
+
+    @rule()
+    def time_passes(self) -> None:
+        assert self.runner.clock is not None
+        self.runner.clock.advance(TAKE_OVER_AFTER_S)
+
     @precondition(lambda self: self.reserved)
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
@@ -222,6 +277,14 @@ class EngineMachine(RuleBasedStateMachine):
             elif life.task is Task.PREFILL:
                 assert len(event.token_ids) == 1
                 life.end = "handed over"
+        self.note_failed()
+
+    def note_failed(self) -> None:
+        for failed in self.engine.take_failed():
+            assert failed.request_id in self.lapsed
+            life = self.lives[failed.request_id]
+            assert life.end is None
+            life.end = "lapsed"
 
     @rule(count=st.integers(2, 12))
     def steps(self, count: int) -> None:
@@ -256,6 +319,7 @@ class EngineMachine(RuleBasedStateMachine):
         try:
             self.step()
         except RuntimeError:
+            self.note_failed()
             failed = [asked.id for asked in self.engine.fail_step()]
             assert name in failed
             for other in failed:
@@ -288,6 +352,9 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.check()
         pool = self.engine.pool
         assert pool.num_free + pool.num_used == pool.num_blocks
+        for name, adoption in self.adopted.items():
+            held = adoption in self.engine._tables.adoptions
+            assert self.given_back[name] == int(not held) == int(adoption.ended)
 
     def teardown(self) -> None:
         if not self.__dict__.get("lives"):

@@ -81,7 +81,8 @@ def test_a_pool_lies_where_it_is_told(dtype: str) -> None:
     """Layers and scales, in one piece of somebody else's memory."""
     given: list[torch.Tensor] = []
 
-    def memory(num_bytes: int) -> torch.Tensor:
+    def memory(num_bytes: int, page_bytes: int) -> torch.Tensor:
+        assert num_bytes >= 4 * page_bytes
         given.append(torch.zeros(num_bytes, dtype=torch.uint8))
         return given[0]
 

@@ -1,0 +1,56 @@
+"""AdoptedPages: between steps, which adopted pages may still be read, and which become own ones.
+
+The fence: a page may be read as long as its owner keeps it (Adoption.safe). It is asked before a
+step reads, and after: in between the process may have slept longer than the promise held, so what
+that step sampled counts only if it is safe afterwards too.
+
+The owner wants its memory back: what has been read in place for a while is copied, a bounded number
+of bytes per step and never into room that others need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from baton.clock import Clock
+from baton.engine.block_tables import BlockTables
+from baton.engine.sequence import SequenceState
+
+TAKE_OVER_AFTER_S: Final = 3.0  # a request that ends earlier costs no copy at all
+TAKE_OVER_BYTES: Final = 8 << 20  # per step: about 2 ms
+SPARE_SHARE: Final = 8  # a pool less than 1 / 8 free is not filled with copies
+
+
+class AdoptedPages:
+    """`block_bytes`: of one block. `sequence_of`: the one sequence of a request."""
+
+    def __init__(
+        self,
+        tables: BlockTables,
+        clock: Clock,
+        block_bytes: int,
+        sequence_of: Callable[[str], SequenceState],
+    ) -> None:
+        self._tables = tables
+        self._clock = clock
+        self._limit = max(1, TAKE_OVER_BYTES // block_bytes)
+        self._sequence_of = sequence_of
+
+    def lapsed(self) -> list[str]:
+        """Requests whose pages may be another's by now: what was read of them counts no more."""
+        return [a.request_id for a in self._tables.adoptions if not a.safe()]
+
+    def take_over(self, headroom: int) -> None:
+        """Copy some of those adopted longest ago; `headroom` blocks stay free for who runs."""
+        pool, now = self._tables.pool, self._clock.monotonic()
+        left, kept = self._limit, headroom + pool.num_blocks // SPARE_SHARE
+        for adoption in sorted(self._tables.adoptions, key=lambda each: each.since):
+            count = min(left, pool.num_free - kept)
+            if now - adoption.since < TAKE_OVER_AFTER_S or count <= 0:
+                return
+            left -= self._tables.take_over(self._sequence_of(adoption.request_id), count)
+
+    def take_over_all(self, sequence: SequenceState) -> None:
+        """Copy all that `sequence` has adopted, if there is room."""
+        self._tables.take_over(sequence, self._tables.pool.num_free)

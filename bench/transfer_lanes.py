@@ -20,7 +20,6 @@ from baton.engine.kv_cache import KVArena
 from baton.errors import ConfigError
 from baton.node.lanes import MAKERS, LaneSettings
 from baton.timing import Timing
-from kv_transfer.address_range import PAGE_BYTES
 from kv_transfer.base import Lane
 from kv_transfer.dist import DistLane
 from kv_transfer.memory_map import map_of
@@ -45,10 +44,10 @@ class Place:
         self._shared: ShmArena | None = None
         self._memory: torch.Tensor | None = None
 
-    def memory(self, num_bytes: int) -> torch.Tensor:
+    def memory(self, num_bytes: int, page_bytes: int) -> torch.Tensor:
         """For KVArena."""
         try:
-            self._shared = ShmArena(os.urandom(16).hex(), num_bytes, PAGE_BYTES)
+            self._shared = ShmArena(os.urandom(16).hex(), num_bytes, page_bytes)
         except ConfigError as error:
             log.warning("no shared memory for the pool: %s", error)
             self._memory = torch.zeros(num_bytes, dtype=torch.uint8)

@@ -14,9 +14,14 @@ from collections.abc import Callable
 from typing import Final
 
 from baton.clock import Clock
+from baton.engine.adoption import Adoption
 from baton.engine.block_tables import BlockTables
+from baton.engine.interface import Reservation
 from baton.engine.sequence import SequenceState
+from baton.engine.stats import EngineStats
+from baton.errors import InternalError, KVStale
 
+TAKEN_BACK: Final = "the exporter may have taken its KV back"
 TAKE_OVER_AFTER_S: Final = 3.0  # a request that ends earlier costs no copy at all
 TAKE_OVER_BYTES: Final = 8 << 20  # per step: about 2 ms
 SPARE_SHARE: Final = 8  # a pool less than 1 / 8 free is not filled with copies
@@ -28,14 +33,37 @@ class AdoptedPages:
     def __init__(
         self,
         tables: BlockTables,
+        stats: EngineStats,
         clock: Clock,
         block_bytes: int,
         sequence_of: Callable[[str], SequenceState],
     ) -> None:
         self._tables = tables
+        self._stats = stats
         self._clock = clock
         self._limit = max(1, TAKE_OVER_BYTES // block_bytes)
         self._sequence_of = sequence_of
+
+    def receive(self, adoption: Adoption | None, reservation: Reservation | None) -> None:
+        """Copy what of the adopted pages the sequence will write to: the last one unless full.
+
+        Raises KVStale if they may be another's, InternalError if they do not fit the reservation.
+        """
+        if (adoption is not None) != (reservation is not None and reservation.adopting):
+            raise InternalError("adopted pages exactly where they are reserved for")
+        if adoption is None or reservation is None:
+            return
+        pool = self._tables.pool
+        num_tokens, size = reservation.num_tokens, pool.block_size
+        count = pool.blocks_for(num_tokens)
+        if len(adoption.ids) != count or any(i < pool.num_blocks for i in adoption.ids):
+            raise InternalError(f"{len(adoption.ids)} adopted pages, not {count} of another pool")
+        if num_tokens % size:
+            self._tables.memory.copy_block(adoption.ids[-1], reservation.blocks[0].ids[0])
+            self._stats.num_copied_blocks += 1
+        if not adoption.safe():
+            raise KVStale(TAKEN_BACK)
+        adoption.since = self._clock.monotonic()
 
     def lapsed(self) -> list[str]:
         """Requests whose pages may be another's by now: what was read of them counts no more."""

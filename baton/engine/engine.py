@@ -14,40 +14,36 @@ protobuf.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import torch
 
 from baton import block_hashes
 from baton.clock import Clock, SystemClock
-from baton.engine.adopted_pages import AdoptedPages
+from baton.engine.adopted_pages import TAKEN_BACK, AdoptedPages
 from baton.engine.adoption import Adoption
-from baton.engine.beam import BeamSearch
+from baton.engine.arrival import fill, new_group, told_of
 from baton.engine.block_pool import BlockPool
-from baton.engine.block_tables import BlockTables, as_lists, count_blocks
+from baton.engine.block_tables import BlockTables, as_lists
 from baton.engine.config import DEFAULT_BLOCK_SIZE, EngineConfig
 from baton.engine.departure import Departure, departure_of
 from baton.engine.interface import EngineHooks, ModelInfo, Reservation, Runner, Task
 from baton.engine.kv_cache import KVArena, MakeMemory
+from baton.engine.lengths import model_len, pool_len
 from baton.engine.outputs import Outputs
+from baton.engine.pins import Pins
 from baton.engine.proposer import Proposer
 from baton.engine.scheduler import Limits, Scheduler, StepPlan
-from baton.engine.sequence import RequestGroup, SequenceState, Table, num_samples
+from baton.engine.sequence import RequestGroup
 from baton.engine.speculation import Drafter, load_draft, load_proposer
 from baton.engine.stats import EngineStats, KVUsage
 from baton.engine.swap import Swapper
+from baton.engine.usage import usage_of
 from baton.engine.validation import Bounds, refuse_handed_over, validate
-from baton.errors import (
-    ConfigError,
-    ContextLengthExceeded,
-    InternalError,
-    InvalidRequest,
-    KVStale,
-)
-from baton.events import BlockEvent, FirstToken, RequestFailed, TokenEvent, TokenLogprob
+from baton.errors import ContextLengthExceeded, InternalError, InvalidRequest, KVStale
+from baton.events import BlockEvent, FirstToken, RequestFailed, TokenEvent
 from baton.handles import NodeLoad
 from baton.kv_spec import BlockLists
 from baton.request import Request
@@ -56,8 +52,6 @@ if TYPE_CHECKING:  # lazy at run time, see load()
     from baton.engine.pooling import Pooler
 
 log = logging.getLogger(__name__)
-
-TAKEN_BACK: Final = "the exporter may have taken its KV back"
 
 
 class Engine:
@@ -77,23 +71,9 @@ class Engine:
         hooks: EngineHooks | None = None,
         clock: Clock | None = None,
     ) -> None:
-        self._model_len = _model_len(config, info)
-        # A preempted request is computed again from its start, when windows free nothing yet: what
-        # one can hold is what all groups of layers can hold of it at once.
         self._num_groups = arena.groups.num_groups
-        max_len = min(self._model_len, arena.num_blocks // self._num_groups * arena.block_size)
-        if max_len < 1:
-            raise ConfigError(
-                f"a pool of {arena.num_blocks} KV blocks holds no token: this model's layers need "
-                f"{self._num_groups} blocks for each {arena.block_size} tokens",
-                field="num_kv_blocks",
-            )
-        if max_len < self._model_len:
-            log.warning(
-                "the KV pool of %d blocks of %d tokens (of %d groups of layers each) holds less "
-                "than one request of %d tokens: requests are limited to %d",
-                arena.num_blocks, arena.block_size, self._num_groups, self._model_len, max_len,
-            )  # fmt: skip
+        self._model_len = model_len(config, info)
+        max_len = pool_len(self._model_len, arena)
         self.info = replace(info, max_model_len=max_len)
         self.config = replace(
             config,
@@ -125,10 +105,14 @@ class Engine:
         )
         self._by_id: dict[str, RequestGroup] = {}
         self._adopted = AdoptedPages(
-            self._tables, self._clock, block_bytes, lambda name: self._by_id[name].leader
+            self._tables,
+            self.stats,
+            self._clock,
+            block_bytes,
+            lambda name: self._by_id[name].leader,
         )
         self._failed: list[RequestFailed] = []  # not yet taken
-        self._pins: Counter[int] = Counter()
+        self._pins = Pins(self._tables)
         self._pending: list[TokenEvent] = []  # events that need no computing: the next step's
         self._dropped: list[RequestGroup] = []  # aborted while a step runs: freed at its end
         self._plan: StepPlan | None = None
@@ -158,7 +142,7 @@ class Engine:
         model, draft = load_model(config), load_draft(config)
         info, device = model.info, torch.device(model.device)
         block_size = config.block_size or DEFAULT_BLOCK_SIZE[device.type]
-        num_blocks = size_pool(config, model, block_size, _model_len(config, info), draft)
+        num_blocks = size_pool(config, model, block_size, model_len(config, info), draft)
         placed = memory if device.type == "cpu" else None
         arena = KVArena(info.layers, num_blocks, block_size, info.kv_dtype, device, placed)
         log.info(
@@ -215,25 +199,10 @@ class Engine:
             raise InternalError(f"{request.id}: only LOCAL requests continue from reserved blocks")
         if reservation is not None:
             refuse_handed_over(request.params)
-        self._receive(adoption, reservation)
-        precision = None if reservation is None else reservation.precision
-        group = self._group(request, task, precision)
-        events: list[TokenEvent] = []
-        for sequence in list(group.sequences):
-            position = sequence.num_outputs
-            _fill(sequence, first_tokens)
-            reason, stop_token = self._outputs.end_of(sequence, task)
-            if reason is not None:
-                group.sequences.remove(sequence)
-            repeated = tuple(sequence.tokens[sequence.num_prompt + position :])
-            if repeated or reason is not None:
-                events.append(
-                    TokenEvent(
-                        request.id, request.epoch, position, repeated, sequence.sample_index,
-                        finish_reason=reason, stop_token_id=stop_token,
-                        logprobs=_told_of(sequence, position, first_tokens),
-                    )
-                )  # fmt: skip
+        self._adopted.receive(adoption, reservation)
+        root = self.known_root_hash(request, reservation.precision if reservation else None)
+        group = new_group(request, task, self.stats.num_requests, root, self.info)
+        events = self._arrive(group, first_tokens)
         if reservation is not None and group.sequences:
             self._scheduler.add_reserved(group, reservation, adoption)
         elif reservation is not None:
@@ -250,48 +219,26 @@ class Engine:
         if reservation is None:
             self._scheduler.add(group)
 
-    def _group(self, request: Request, task: Task, precision: str | None) -> RequestGroup:
-        """All samples of `request` with what is known of each; for beams, the prompt."""
-        params, root = request.params, self.known_root_hash(request, precision)
-        if params.best_of is not None and params.best_of > params.n and params.logprobs is None:
-            # Whoever picks the best ones needs each token's own log probability.
-            request = replace(request, params=replace(params, logprobs=0))
-        beams = None
-        if params.beam_width:
-            eos = () if params.ignore_eos else self.info.eos_token_ids
-            stop_ids = frozenset((*params.stop_token_ids, *eos))
-            beams = BeamSearch(params, stop_ids, self.info.vocab_size)
-        outputs = request.output_ids if beams is None else ()
-        sequences = [
-            SequenceState(
-                request,
-                root,
-                [*request.prompt_ids, *(outputs[sample] if sample < len(outputs) else ())],
-                sample,
-            )
-            for sample in range(1 if beams else num_samples(params))
-        ]
-        return RequestGroup(request, task, self.stats.num_requests, sequences, beams)
-
-    def _receive(self, adoption: Adoption | None, reservation: Reservation | None) -> None:
-        """Copy what of the adopted pages the sequence will write to: the last one unless full.
-
-        Raises KVStale if they may be another's, InternalError if they do not fit the reservation.
-        """
-        if (adoption is not None) != (reservation is not None and reservation.adopting):
-            raise InternalError("adopted pages exactly where they are reserved for")
-        if adoption is None or reservation is None:
-            return
-        num_tokens, size = reservation.num_tokens, self.pool.block_size
-        count = self.pool.blocks_for(num_tokens)
-        if len(adoption.ids) != count or any(i < self.pool.num_blocks for i in adoption.ids):
-            raise InternalError(f"{len(adoption.ids)} adopted pages, not {count} of another pool")
-        if num_tokens % size:
-            self.arena.copy_block(adoption.ids[-1], reservation.blocks[0].ids[0])
-            self.stats.num_copied_blocks += 1
-        if not adoption.safe():
-            raise KVStale(TAKEN_BACK)
-        adoption.since = self._clock.monotonic()
+    def _arrive(self, group: RequestGroup, first_tokens: Sequence[FirstToken]) -> list[TokenEvent]:
+        """Fill in what is known beyond the request, and drop the samples that it ends; the events
+        that tell so."""
+        request, events = group.request, list[TokenEvent]()
+        for sequence in list(group.sequences):
+            position = sequence.num_outputs
+            fill(sequence, first_tokens)
+            reason, stop_token = self._outputs.end_of(sequence, group.task)
+            if reason is not None:
+                group.sequences.remove(sequence)
+            repeated = tuple(sequence.tokens[sequence.num_prompt + position :])
+            if repeated or reason is not None:
+                events.append(
+                    TokenEvent(
+                        request.id, request.epoch, position, repeated, sequence.sample_index,
+                        finish_reason=reason, stop_token_id=stop_token,
+                        logprobs=told_of(sequence, position, first_tokens),
+                    )
+                )  # fmt: skip
+        return events
 
     @property
     def may_adopt(self) -> bool:
@@ -380,24 +327,16 @@ class Engine:
         self._stalled = False
         return departure
 
-    # ---- blocks of exports ----
-
     def pin(self, blocks: BlockLists) -> None:
         """One more reference to each block, independent of requests: an export reads them."""
-        for held in blocks:
-            self.pool.ref(held.ids)
-            self._pins.update(held.ids)
+        self._pins.pin(blocks)
 
     def unpin(self, blocks: BlockLists) -> None:
         """Undo one pin; full computed blocks stay in the prefix map.
 
         Raises InternalError if unpinned.
         """
-        counts = Counter(block for held in blocks for block in held.ids)
-        if counts - self._pins:
-            raise InternalError("blocks are unpinned that were not pinned")
-        self._pins -= counts
-        self._tables.give_back([Table(list(held.ids), held.first) for held in blocks])
+        self._pins.unpin(blocks)
         self._stalled = False
 
     # ---- the heart ----
@@ -482,21 +421,7 @@ class Engine:
 
     def kv_usage(self) -> KVUsage:
         """What the blocks hold for requests right now. Walks all block tables."""
-        size = self.pool.block_size
-        counts = count_blocks(self._scheduler.sequences())
-        filled: dict[int, int] = {}
-        for sequence in self._scheduler.sequences():
-            for table in sequence.tables:
-                for index, block in enumerate(table.blocks, table.num_freed):
-                    here = min(size, max(0, sequence.num_computed - index * size))
-                    filled[block] = max(here, filled.get(block, 0))
-        return KVUsage(
-            allocated_blocks=len(counts),
-            table_blocks=counts.total(),
-            shared_blocks=sum(1 for count in counts.values() if count > 1),
-            allocated_slots=len(counts) * size,
-            used_slots=sum(filled.values()),
-        )
+        return usage_of(self._scheduler.sequences(), self.pool.block_size)
 
     def take_block_events(self) -> list[BlockEvent]:
         """Prefix-map changes since the last call, in order."""
@@ -513,7 +438,7 @@ class Engine:
     def check(self) -> None:
         """Prove that every reference to a block has an owner here. Raises InternalError."""
         owned = self._scheduler.owned_blocks()
-        owned.update(self._pins)
+        owned.update(self._pins.counts)
         self.pool.check(owned)
 
     # ---- inside a step ----
@@ -573,29 +498,3 @@ class Engine:
         for group in self._dropped:
             self._scheduler.remove(group)
         self._dropped = []
-
-
-def _fill(sequence: SequenceState, first_tokens: Sequence[FirstToken]) -> None:
-    """Append the tokens of positions that the sequence lacks; those it has are repetitions."""
-    for first in sorted(first_tokens, key=lambda token: token.position):
-        if first.sample == sequence.sample_index and first.position == sequence.num_outputs:
-            sequence.tokens.append(first.token_id)
-
-
-def _told_of(
-    sequence: SequenceState, position: int, first_tokens: Sequence[FirstToken]
-) -> tuple[tuple[TokenLogprob, ...], ...]:
-    """END's log-probabilities of a sequence's tokens from `position` on; () if none were told."""
-    told = {t.position: t.logprobs for t in first_tokens if t.sample == sequence.sample_index}
-    return tuple(filter(None, (told.get(at) for at in range(position, sequence.num_outputs))))
-
-
-def _model_len(config: EngineConfig, info: ModelInfo) -> int:
-    if config.max_model_len is None:
-        return info.max_model_len
-    if config.max_model_len > info.max_model_len:
-        raise ConfigError(
-            f"max_model_len {config.max_model_len} exceeds the model's {info.max_model_len}",
-            field="max_model_len",
-        )
-    return config.max_model_len

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -70,7 +71,7 @@ class Lender:
         return adoption
 
 
-def lender(num_blocks: int = 64, **options: object) -> Lender:
+def lender(num_blocks: int = 64, **options: Any) -> Lender:
     engine, runner = fake_engine(num_blocks=num_blocks, block_size=SIZE, **options)
     return Lender(engine, runner)
 

@@ -58,8 +58,7 @@ class Life:
 class EngineMachine(RuleBasedStateMachine):
     @initialize(
         num_blocks=st.integers(6, 14),
-        max_num_seqs=st.integers(1, 4),
-        extra=st.integers(0, 12),
+        step=st.tuples(st.integers(1, 4), st.integers(0, 12)),
         options=st.fixed_dictionaries(
             {
                 "enable_prefix_caching": st.booleans(),
@@ -74,16 +73,15 @@ class EngineMachine(RuleBasedStateMachine):
     def start(
         self,
         num_blocks: int,
-        max_num_seqs: int,
-        extra: int,
+        step: tuple[int, int],
         options: dict[str, object],
         windows: tuple[int, ...],
         most_exported: int | None,
         odds: tuple[int | None, bool],
     ) -> None:
-        """`windows`: one layer each. `odds`: of ten drafts so many are wrong (None: no drafts);
-        whether time passes."""
-        spoilt, ticks = odds
+        """`step`: sequences, and tokens beyond. `windows`: one layer each. `odds`: of ten drafts
+        so many are wrong (None: no drafts); whether time passes."""
+        (max_num_seqs, extra), (spoilt, ticks) = step, odds
         self.hooks = FakeHooks(most_tokens=most_exported)
         layers = tuple(LayerSpec(1, 2, 2, window=window) for window in windows)
         num_groups = group_layers(layers, "float32").num_groups

@@ -177,6 +177,7 @@ def test_layers_with_a_window_beside_others_hold_blocks_of_their_own() -> None:
     assert found.block_bytes * 2 == whole.block_bytes == 16 * 131_072
     assert found.concurrency == found.num_blocks // (512 + 65)
     assert found.kv_tokens == found.num_blocks // 2 * 16
+    assert found.concurrency is not None
     assert (whole.concurrency or 0) * 1.7 < found.concurrency
 
 

@@ -219,7 +219,7 @@ def test_layers_of_several_groups_share_slots_under_their_own_blocks(dtype: str)
 def test_an_arena_lives_in_memory_that_it_is_given() -> None:
     size = 3 * bytes_per_block((EVEN, MLA), 4, "int8")
     memory = torch.zeros(size + 100, dtype=torch.uint8)
-    arena = KVArena((EVEN, MLA), 3, 4, "int8", memory=lambda _: memory)
+    arena = KVArena((EVEN, MLA), 3, 4, "int8", memory=lambda *_: memory)
     assert arena.num_bytes == size
     arena.layer(0)[0].fill_(7)
     arena.scales(1)[0].fill_(1.0)
@@ -227,4 +227,4 @@ def test_an_arena_lives_in_memory_that_it_is_given() -> None:
     assert not memory[size:].any()
     assert arena.buffer()[0] == memory[0] == 7
     with pytest.raises(InternalError, match=f"need {size} bytes"):
-        KVArena((EVEN, MLA), 3, 4, "int8", memory=lambda _: memory[: size - 1])
+        KVArena((EVEN, MLA), 3, 4, "int8", memory=lambda *_: memory[: size - 1])

@@ -57,7 +57,7 @@ def linear_layers(base: Path, ends: tuple[str, ...]) -> dict[str, tuple[int, int
 
 def make_adapter(path: Path, layers: dict[str, tuple[int, int]], seed: int, **config: Any) -> Path:
     """A random adapter of `layers`, strong enough to change tokens."""
-    merged = {**PEFT_CONFIG, "target_modules": sorted(layers), **config}
+    merged: dict[str, Any] = {**PEFT_CONFIG, "target_modules": sorted(layers), **config}
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
     for module, (inputs, outputs) in layers.items():
@@ -71,8 +71,8 @@ def make_adapter(path: Path, layers: dict[str, tuple[int, int]], seed: int, **co
     return path
 
 
-def merged_tokens(base: Path, adapter: Path | None, prompts: list[list[int]]) -> list[list[int]]:
-    """The reference: transformers with the adapter merged into its weights."""
+def merged_model(base: Path, adapter: Path | None) -> Any:
+    """transformers with the adapter merged into its weights, in float32."""
     model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     if adapter is not None:
         config = json.loads((adapter / "adapter_config.json").read_text())
@@ -86,7 +86,12 @@ def merged_tokens(base: Path, adapter: Path | None, prompts: list[list[int]]) ->
             delta = tensors[name.replace("lora_A", "lora_B")] @ tensors[name] * scale
             module = model.get_submodule(path)
             module.weight.data += delta.T if isinstance(module, Conv1D) else delta
-    return transformers_tokens(model, prompts)
+    return model.eval()
+
+
+def merged_tokens(base: Path, adapter: Path | None, prompts: list[list[int]]) -> list[list[int]]:
+    """The reference: what that model says."""
+    return transformers_tokens(merged_model(base, adapter), prompts)
 
 
 def load(base: Path, impl: Any, **adapters: Path) -> LoadedModel:

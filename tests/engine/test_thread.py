@@ -16,6 +16,7 @@ from baton.engine.interface import Reservation, Task
 from baton.engine.thread import EngineThread, StepReport
 from baton.errors import InvalidRequest, Unavailable
 from baton.events import BlockEventKind
+from tests.block_lists import held
 from tests.engine.driving import PROMPT, assert_all_free, expected, tokens_of
 from tests.fakes import FakeHooks, FakeRunner, fake_engine, request
 
@@ -94,7 +95,7 @@ async def test_a_failing_step_is_told_and_the_engine_lives_on(running: Running) 
 async def test_a_posted_function_that_raises_does_no_harm(
     running: Running, caplog: pytest.LogCaptureFixture
 ) -> None:
-    running.thread.post(lambda engine: engine.unpin([0]))
+    running.thread.post(lambda engine: engine.unpin(held([0])))
     assert await running.thread.call(lambda engine: engine.has_work) is False
     assert "a call on the engine thread failed" in caplog.text
 
@@ -193,7 +194,7 @@ async def test_stop_refuses_what_waits_and_what_comes_later(running: Running) ->
         await waiting
     with pytest.raises(Unavailable, match="stopped"):
         await running.thread.call(lambda engine: engine.has_work)
-    running.thread.post(lambda engine: engine.unpin([0]))
+    running.thread.post(lambda engine: engine.unpin(held([0])))
     running.thread.stop()
 
 
@@ -201,5 +202,5 @@ def test_a_thread_that_was_never_started_can_be_stopped() -> None:
     engine, _ = fake_engine()
     thread = EngineThread(engine, lambda report: None)
     thread.stop()
-    thread.post(lambda engine: engine.unpin([0]))
+    thread.post(lambda engine: engine.unpin(held([0])))
     assert not engine.has_work

@@ -22,10 +22,11 @@ from baton.timing import Timing
 from decode_node.admission import FetchAdmission
 from decode_node.role import DecodeRole
 from kv_transfer.memory import MemoryFabric
+from tests.block_lists import held
 from tests.fakes import fake_engine, request
 from tests.node.fakes import PATIENCE_S, PREFILL, connected, running_node
 
-RESERVATION = Reservation("r", (0,), 4, 0)
+RESERVATION = Reservation("r", held((0,)), 4, 0)
 
 
 async def nothing_free() -> Reservation | None:

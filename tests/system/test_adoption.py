@@ -67,7 +67,7 @@ def in_step(member: Member, number: int, action: Callable[[], None]) -> None:
             action()
         return inner(*arguments)
 
-    runner.run = run
+    runner.run = run  # pyright: ignore[reportAttributeAccessIssue]
 
 
 async def test_full_pages_are_read_in_place(reference: Reference, tmp_path: Path) -> None:

@@ -60,7 +60,9 @@ async def test_handed_over_with_holes(
         moved = decode.transfers.bytes_received["grpc"]
         arena = decode.engine.arena
         whole = sum(spec.token_bytes(arena.dtype) for spec in arena.layers)
-        assert moved < 0.8 * whole * sum(map(len, PROMPTS)), "what slid out of a window stays behind"
+        assert moved < 0.8 * whole * sum(map(len, PROMPTS)), (
+            "what slid out of a window stays behind"
+        )
         # Both sides know the prompts now, as far as anybody will look at them again.
         assert await run(c, PROMPTS) == tokens
         assert prefill.stats.num_prefix_hit_tokens > 100

@@ -38,7 +38,7 @@ class LateLane:
         self._lane: Lane | None = None
 
     def pool(self, boot_id: str, make: Callable[[MakeMemory], KVArena]) -> KVArena:
-        pool = make(lambda num_bytes: self._memory(boot_id, num_bytes))
+        pool = make(lambda num_bytes, _: self._memory(boot_id, num_bytes))
         self._lane = self._make(pool)
         return pool
 

@@ -26,7 +26,7 @@ Mapped: TypeAlias = tuple[KVArena, torch.Tensor, MemoryMap]
 def mapped(layers: tuple[LayerSpec, ...] = LAYERS, dtype: str = "bfloat16") -> Mapped:
     """A pool of random bytes, all of its memory, and its map."""
     memory = torch.zeros(bytes_per_block(layers, BLOCK, dtype) * NUM_BLOCKS, dtype=torch.uint8)
-    arena = KVArena(layers, NUM_BLOCKS, BLOCK, dtype, memory=lambda _: memory)
+    arena = KVArena(layers, NUM_BLOCKS, BLOCK, dtype, memory=lambda *_: memory)
     fill_random(arena, 3)
     return arena, memory, map_of(arena, memory.data_ptr(), memory.nbytes)
 

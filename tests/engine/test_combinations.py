@@ -40,7 +40,7 @@ NUM_REQUESTS = 8
 LONGEST = 86  # prompt and output
 HAPPENED = (
     "num_forks", "num_copied_blocks", "num_drafted_tokens", "num_accepted_tokens",
-    "num_prefix_hit_tokens", "num_chunked_prompts",
+    "num_chunked_prompts",
 )  # fmt: skip
 
 
@@ -166,7 +166,7 @@ def some_engine(draw: Random, path: Path, groups: int, adapters: tuple[str, ...]
     config = EngineConfig(
         str(path), dtype="float32", device="cpu", block_size=block_size, check_invariants=True,
         num_kv_blocks=groups * draw.choice((whole + 1, whole + 2, whole + whole // 2 + 1)),
-        max_num_seqs=draw.choice((4, 8)), max_num_batched_tokens=draw.choice((8, 24, 64, 2048)),
+        max_num_seqs=draw.choice((4, 8)), max_num_batched_tokens=draw.choice((8, 8, 24, 2048)),
         enable_prefix_caching=draw.random() < 0.8, lora_modules=adapters,
         preemption_mode=draw.choice(("swap", "recompute")), speculative_method=method,
         speculative_model=str(path) if method == "draft" else None,
@@ -180,8 +180,8 @@ def add(engine: Engine, draw: Random, prompts: Sequence[tuple[int, ...]]) -> lis
     asked: list[Request] = []
     for prompt in prompts:
         request = Request(
-            f"r{engine.stats.num_requests}", prompt, some_params(draw), adapter=draw.choice(adapters),
-            priority=draw.choice((0, 0, 1)),
+            f"r{engine.stats.num_requests}", prompt, some_params(draw),
+            adapter=draw.choice(adapters), priority=draw.choice((0, 0, 1)),
         )  # fmt: skip
         try:
             engine.validate(request)
@@ -240,7 +240,10 @@ def test_any_combination_gives_the_oracles_tokens(kind: str, tmp_path: Path) -> 
         for request in asked:
             compare(oracle, request, events)
         happened.update(dataclasses.asdict(engine.stats))
-    # What windows give back comes early enough, most times; test_mixed_windows.py preempts.
-    windowed = kind in ("gemma3_text", "mistral")
-    for name in (*HAPPENED, "num_window_freed_blocks" if windowed else "num_preemptions"):
+    # What windows give back averts most preemptions here, and is soon needed by others:
+    # test_mixed_windows.py preempts and hits.
+    own = ["num_preemptions", "num_prefix_hit_tokens"]
+    if kind in ("gemma3_text", "mistral"):
+        own = ["num_window_freed_blocks"]
+    for name in (*HAPPENED, *own):
         assert happened[name] > 0, name

@@ -137,12 +137,16 @@ class HangupWatch:
         self._thread.join()
 
     def _run(self) -> None:
+        ready = select.poll()
+        ready.register(self._epoll.fileno(), select.POLLIN)
         while True:
-            for number, _ in self._epoll.poll():
-                if number == self._woken.fileno():
-                    self._close()
-                    return
-                with self._lock:
+            ready.poll()
+            # Taken under the lock: a number seen before it might be another connection's by now.
+            with self._lock:
+                for number, _ in self._epoll.poll(0):
+                    if number == self._woken.fileno():
+                        self._close()
+                        return
                     # Stays registered, disarmed, until `remove`.
                     callback = self._callbacks.get(number)
                     if callback is not None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from baton.errors import KVCorrupt, KVError, KVLost, KVTimeout
+from kv_transfer.closing import Closing
 from kv_transfer.frames import HEADER_BYTES, Buffer
 from kv_transfer.pair_groups import DEPTH, Groups, Pair
 from kv_transfer.pairs import Pairs, agree_as_exporter, agree_as_fetcher
@@ -39,8 +40,7 @@ class DistIncoming:
         self._pair: Pair | None = None
         self._agreed = False
         self._lock = threading.Lock()
-        self._closed = False
-        self._callbacks: list[Callable[[], None]] = []
+        self._closing = Closing()
 
     def start(self) -> None:
         self._ends.watch.add(self._control.socket, self._hung_up)
@@ -68,11 +68,7 @@ class DistIncoming:
                 raise KVCorrupt(f"{record.tag.name} out of place")
 
     def on_closed(self, callback: Callable[[], None]) -> None:
-        with self._lock:
-            if not self._closed:
-                self._callbacks.append(callback)
-                return
-        callback()
+        self._closing.on_closed(callback)
 
     def send(self, frame: Buffer) -> None:
         """Raises KVLost, KVTimeout, KVCorrupt."""
@@ -103,7 +99,7 @@ class DistIncoming:
             while True:
                 self._control.receive(linger_s)
         self._control.close()
-        self._say_closed()
+        self._closing.say()
 
     def _give_back(self) -> None:
         with self._lock:
@@ -122,23 +118,16 @@ class DistIncoming:
             pair = agree_as_exporter(self._ends.pairs, self._ends.groups, self._control)
             with self._lock:
                 self._pair = pair
-                if pair is not None and self._closed:
+                if pair is not None and self._closing.over:
                     pair.kill()
         return self._pair
 
     def _hung_up(self) -> None:
+        # Said before the pair is looked at: one that is being agreed upon sees it and ends itself.
+        self._closing.say()
         with self._lock:
-            pair = self._pair
-            if pair is not None:
-                pair.kill()
-        self._say_closed()
-
-    def _say_closed(self) -> None:
-        with self._lock:
-            self._closed = True
-            callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback()
+            if self._pair is not None:
+                self._pair.kill()
 
 
 class DistWire:

@@ -15,6 +15,7 @@ from typing import Final
 from baton.errors import KVLost
 from baton.handles import LaneAddress
 from kv_transfer.base import Serve, Wire
+from kv_transfer.closing import Closing
 from kv_transfer.frames import Buffer
 
 log = logging.getLogger(__name__)
@@ -71,9 +72,7 @@ class _Conversation:
     def __init__(self) -> None:
         self.to_exporter = Pipe()
         self.to_fetcher = Pipe()
-        self._lock = threading.Lock()
-        self._closed = False
-        self._callbacks: list[Callable[[], None]] = []
+        self._closing = Closing()
 
     def break_(self, why: str) -> None:
         self.to_exporter.break_(why)
@@ -81,11 +80,7 @@ class _Conversation:
         self.close()
 
     def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback()
+        self._closing.say()
 
     # Incoming, for the exporter's generator
     @property
@@ -99,11 +94,7 @@ class _Conversation:
             return None
 
     def on_closed(self, callback: Callable[[], None]) -> None:
-        with self._lock:
-            if not self._closed:
-                self._callbacks.append(callback)
-                return
-        callback()
+        self._closing.on_closed(callback)
 
 
 class MemoryWire:

@@ -25,6 +25,7 @@ from baton.clock import SystemClock
 from baton.errors import KVCorrupt, KVError
 from baton.timing import Timing
 from kv_transfer.bodies import encode_body
+from kv_transfer.closing import Closing
 from kv_transfer.framed_socket import FramedSocket
 from kv_transfer.frames import HEADER_BYTES, MAX_PAYLOAD, Buffer, Header, Kind, encode
 from kv_transfer.messages import Failure, FailureCode
@@ -54,9 +55,7 @@ class Served:
         self.connection = connection
         self.silent_since: float | None = None  # while its thread waits for the peer's next frame
         self._clock = SystemClock()
-        self._lock = threading.Lock()
-        self._closed = False
-        self._callbacks: list[Callable[[], None]] = []
+        self._closing = Closing()
         self._buffer: memoryview | None = None
 
     @property
@@ -81,19 +80,11 @@ class Served:
         return frame
 
     def on_closed(self, callback: Callable[[], None]) -> None:
-        with self._lock:
-            if not self._closed:
-                self._callbacks.append(callback)
-                return
-        callback()
+        self._closing.on_closed(callback)
 
     def hang_up(self) -> None:
         """The peer is gone or has said all. Any thread, idempotent."""
-        with self._lock:
-            self._closed = True
-            callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback()
+        self._closing.say()
 
     def break_(self) -> None:
         """End the connection. Any thread, idempotent."""

@@ -1,4 +1,7 @@
-"""The router's ASGI app of injected parts: head guard > request id > API keys > routes."""
+"""The router's ASGI app of injected parts: head guard > request id > API keys > routes.
+
+Around it all, failures on Anthropic's routes are put into Anthropic's words.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.errors import BatonError
 from baton.log import request_context
+from router.anthropic.errors import AnthropicErrors
 from router.auth import OPEN_PATHS, ApiKeyGuard
 from router.http_api import HttpApi
 from router.http_guard import HeadGuard, HttpLimits
@@ -51,7 +55,8 @@ def create_app(services: RouterServices, limits: HttpLimits | None = None) -> AS
     # Slashes mean what they say: a redirect would tell the unauthenticated which routes exist.
     routes.router.redirect_slashes = False
     guarded = ApiKeyGuard(routes, services.config.api_key)
-    return HeadGuard(RequestIds(guarded), limits if limits is not None else HttpLimits())
+    limited = HeadGuard(RequestIds(guarded), limits if limits is not None else HttpLimits())
+    return AnthropicErrors(limited)
 
 
 class RequestIds:

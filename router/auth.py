@@ -14,6 +14,7 @@ from typing import Final
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton.errors import Unauthenticated
+from router.key_headers import keys_of
 from router.web_errors import error_response
 
 OPEN_PATHS: Final = frozenset({"/health", "/ready", "/readyz", "/ping"})
@@ -32,7 +33,9 @@ class ApiKeyGuard:
             await self._app(scope, receive, send)
             return
         if scope["type"] == "http":
-            error = Unauthenticated("missing or wrong API key (Authorization: Bearer ...)")
+            error = Unauthenticated(
+                "missing or wrong API key (Authorization: Bearer ..., or x-api-key)"
+            )
             await error_response(error)(scope, receive, send)
         else:
             await send({"type": "websocket.close", "code": 1008})
@@ -42,13 +45,12 @@ class ApiKeyGuard:
             return False
         if scope["path"] in OPEN_PATHS and scope["method"] in _PROBE_METHODS:
             return True
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        if len(given) != 1:
-            return False  # two of them: which one would a proxy have checked?
-        scheme, _, key = given[0].partition(b" ")
-        if scheme.lower() != b"bearer":
-            return False
-        digest = _digest(key.strip())
+        keys = keys_of(scope["headers"])
+        # Whichever of two a proxy has looked at: all must be good.
+        return bool(keys) and all(self._is_known(key) for key in keys)
+
+    def _is_known(self, key: bytes) -> bool:
+        digest = _digest(key)
         # Every key is compared, so that the time tells nothing about which one was close.
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         return any(matches)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -13,13 +13,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from baton.clock import Clock
-from baton.errors import Cancelled
+from baton.errors import BatonError, Cancelled
 from router.completion import Completion, Delta, Dispatch
 from router.connection import together, while_connected
 from router.metrics import RouterMetrics
 from router.openai_logprobs import CompletionLogprobs
 from router.openai_message import message_of
 from router.openai_replies import (
+    DONE,
     ChatChoice,
     ChatFrames,
     ChatReply,
@@ -35,9 +36,11 @@ from router.openai_replies import (
     ReplyRules,
     Usage,
     finish_reason_of,
+    sse_frame,
+    usage_frame,
 )
 from router.parsers.parts import Part
-from router.web_errors import as_baton_error, error_response, log_failure
+from router.web_errors import as_baton_error, error_object, error_response, log_failure
 
 Api = Literal["completion", "chat"]
 GRACE_S: Final = 5.0  # the dispatcher keeps the deadline itself; this one catches its failure to
@@ -92,6 +95,16 @@ class Call:
             CompletionTokensDetails(sum(c.reasoning_tokens for c in self.completions)),
         )
 
+    def tail(self) -> bytes:
+        """What a stream ends with."""
+        if not self.include_usage:
+            return DONE
+        return usage_frame(self.head, self.chunk_kind, self.usage) + DONE
+
+    def broken(self, error: BatonError) -> bytes:
+        """How a stream ends that failed in the middle."""
+        return sse_frame(error_object(error)) + DONE
+
 
 class WholeReply:
     """ASGI answer that waits for all completions; the client's leaving aborts them."""
@@ -101,18 +114,9 @@ class WholeReply:
         self._runner = runner
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            async with asyncio.timeout(self._call.timeout_s + GRACE_S):
-                body = await while_connected(receive, self._run())
-        except Cancelled as error:
-            log_failure(error, error)  # nobody is left to read an answer
-            return
-        except Exception as error:  # noqa: BLE001  every failure becomes the one answer
-            found = as_baton_error(error)
-            log_failure(found, error)
-            await error_response(found)(scope, receive, send)
-            return
-        await Response(body, media_type="application/json")(scope, receive, send)
+        reply = await whole_answer(receive, self._run(), self._call.timeout_s)
+        if reply is not None:
+            await reply(scope, receive, send)
 
     async def _run(self) -> bytes:
         choice = self._chat if self._call.api == "chat" else self._completion
@@ -172,3 +176,20 @@ class WholeReply:
                 head.id, head.created, head.model, choices, usage, prompt_logprobs=told
             )
         return CompletionReply(head.id, head.created, head.model, choices, usage)
+
+
+async def whole_answer(
+    receive: Receive, work: Coroutine[Any, Any, bytes], timeout_s: float
+) -> Response | None:
+    """The JSON that `work` makes, or its failure; None if nobody is left to read an answer."""
+    try:
+        async with asyncio.timeout(timeout_s + GRACE_S):
+            body = await while_connected(receive, work)
+    except Cancelled as error:
+        log_failure(error, error)
+        return None
+    except Exception as error:  # noqa: BLE001  every failure becomes the one answer
+        found = as_baton_error(error)
+        log_failure(found, error)
+        return error_response(found)
+    return Response(body, media_type="application/json")

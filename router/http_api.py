@@ -1,32 +1,32 @@
-"""The HTTP routes: read a body within its limit, parse, check, tokenize, hand a call to its reply.
+"""The HTTP routes: read a body, parse, check, tokenize, hand a call to its reply.
 
-Bodies and their fields are in router/openai.py, streaming in router/sse.py, whole answers in
-router/calls.py. All state is in the RouterServices passed in.
+Bodies and their fields are in router/openai.py, the way from a body to a request in
+router/intake.py, streaming in router/sse.py, whole answers in router/calls.py, the dialects of
+/v1/responses and /v1/messages in packages of their own. All state is in the RouterServices passed
+in.
 """
 
 from __future__ import annotations
 
-import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
 from baton import __version__
-from baton.errors import Cancelled, InvalidRequest, ModelNotFound, Unavailable
+from baton.errors import InvalidRequest
 from baton.metrics import CONTENT_TYPE
-from baton.request import Request
+from router.anthropic.api import AnthropicApi
 from router.calls import Api, Call, Runner, WholeReply
-from router.chat_rules import conversation_of, message_rules, tool_format
-from router.completion import Completion, OutputRules
+from router.chat_rules import conversation_of
+from router.completion import Completion
+from router.intake import Asked, Intake, ServedModel, traceparent_of
 from router.openai import (
     Body,
     ChatBody,
@@ -36,36 +36,14 @@ from router.openai import (
     check_common,
     parse,
     prompts_of,
-    sampling_params,
-    stops_of,
     token_ids_below,
 )
-from router.openai_message import draw_call_id, draw_short_call_id
 from router.openai_replies import Model, ModelList, ReplyHead, ReplyRules
-from router.parsers.message import MessageRules
-from router.prompts import (
-    DEFAULT_MAX_TOKENS,
-    PromptReader,
-    check_prompt_logprobs,
-    check_room,
-    room_for_output,
-)
+from router.prompts import DEFAULT_MAX_TOKENS, PromptReader, room_for_output
+from router.reading import read_body
+from router.responses.api import ResponsesApi
 from router.services import RouterServices
 from router.sse import StreamReply
-
-MAX_BODY_BYTES: Final = 8 << 20
-_TRACEPARENT: Final = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
-
-
-class ServedModel(Protocol):
-    """What `registry.model()` tells."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def max_model_len(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
 
 
 class HttpApi:
@@ -74,6 +52,7 @@ class HttpApi:
     def __init__(self, services: RouterServices, prompts: PromptReader) -> None:
         self._services = services
         self._prompts = prompts
+        self._intake = Intake(services, prompts)
         self._runner = Runner(services.dispatcher, services.metrics, services.clock)
         self._started = int(time.time())  # what /v1/models calls `created`
 
@@ -94,16 +73,21 @@ class HttpApi:
             ("/version", self.version),
             ("/metrics", self.metrics),
         )
-        return [Route(path, handler, methods=["POST"]) for path, handler in post] + [
+        dialects = (
+            *ResponsesApi(self._services, self._intake, self._runner).routes(),
+            *AnthropicApi(self._services, self._intake, self._runner).routes(),
+        )
+        own = [Route(path, handler, methods=["POST"]) for path, handler in post] + [
             Route(path, handler, methods=["GET"]) for path, handler in get
         ]
+        return [*own, *dialects]
 
     # ---- generation ----
 
     async def completions(self, request: HttpRequest) -> WholeReply | StreamReply:
         body = await self._read(request, CompletionBody)
         check_common(body)
-        model = self._model(body.model)
+        model = self._intake.model(body.model)
         id_ = "cmpl-" + secrets.token_hex(12)
         prompts = prompts_of(body)
         special = body.add_special_tokens is not False
@@ -124,8 +108,8 @@ class HttpApi:
             echo = ""
             if body.echo:
                 echo = prompt if isinstance(prompt, str) else await self._prompts.decode(ids)
-            intake = _Intake(f"{id_}-{index}", ids, default, _traceparent(request), echo=echo)
-            completions.append(self._completion(body, intake, model))
+            one = Asked(f"{id_}-{index}", ids, default, traceparent_of(request), echo=echo)
+            completions.append(self._intake.completion(body, one, model))
         rules = ReplyRules(
             self._services.tokenizer, body.logprobs, body.prompt_logprobs, echo=bool(body.echo)
         )
@@ -133,64 +117,16 @@ class HttpApi:
 
     async def chat_completions(self, request: HttpRequest) -> WholeReply | StreamReply:
         body = await self._read(request, ChatBody)
-        check_common(body)
-        model = self._model(body.model)
-        config = self._services.config
-        calls = tool_format(body, config)  # refused before anything is rendered
-        asked = conversation_of(body)
-        prompt = await self._prompts.chat(asked)
-        room = room_for_output(len(prompt.ids), model.max_model_len, "messages")
         id_ = "chatcmpl-" + secrets.token_hex(12)
-        message = message_rules(body, asked, prompt, config)
-        intake = _Intake(id_, prompt.ids, room, _traceparent(request), message=message)
-        completion = self._completion(body, intake, model)
+        turn = await self._intake.chat(body, id_, request)
         rules = ReplyRules(
             self._services.tokenizer,
             (body.top_logprobs or 0) if body.logprobs else None,
             body.prompt_logprobs,
-            parsed=message is not None,
-            draw_id=draw_short_call_id if calls and calls.short_ids else draw_call_id,
+            parsed=turn.parsed,
+            draw_id=turn.draw_id,
         )
-        return self._reply(_Plan("chat", id_, rules), body, [completion])
-
-    def _completion(
-        self, body: CompletionBody | ChatBody, intake: _Intake, model: ServedModel
-    ) -> Completion:
-        """Everything checked and drawn: the request goes to the dispatcher as it is."""
-        defaults = {
-            "max_tokens": intake.default_max_tokens,
-            **self._services.sampling_defaults,
-        }
-        params = sampling_params(body, defaults)
-        field = "max_tokens"
-        if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
-            field = "max_completion_tokens"
-        check_room(len(intake.prompt_ids), params.max_tokens, model.max_model_len, field)
-        field = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
-        check_prompt_logprobs(len(intake.prompt_ids), params.prompt_logprobs, field)
-        token_ids_below(params.stop_token_ids, model.vocab_size, "stop_token_ids")
-        if params.seed is None:
-            params = replace(params, seed=secrets.randbits(64))
-        now = self._services.clock.monotonic()
-        rules = OutputRules(
-            stop=stops_of(body),
-            include_stop=bool(body.include_stop_str_in_output),
-            skip_special_tokens=body.skip_special_tokens is not False,
-            message=intake.message,
-            echo=intake.echo,
-            discard=isinstance(body, CompletionBody) and body.only_echo,
-        )
-        request = Request(
-            id=intake.id,
-            prompt_ids=intake.prompt_ids,
-            params=params,
-            priority=body.priority or 0,
-            tenant_salt=body.cache_salt or "",
-            deadline=now + self._services.config.request_timeout_s,
-            traceparent=intake.traceparent,
-            arrival=now,
-        )
-        return Completion(request, self._name(model), rules, self._services.tokenizer)
+        return self._reply(_Plan("chat", id_, rules), body, [turn.completion])
 
     def _reply(
         self, plan: _Plan, body: CompletionBody | ChatBody, completions: list[Completion]
@@ -205,7 +141,7 @@ class HttpApi:
 
     async def tokenize(self, request: HttpRequest) -> Response:
         body = await self._read(request, TokenizeBody)
-        model = self._model(body.model)
+        model = self._intake.model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("give either prompt or messages", field="prompt")
         if body.messages is not None:
@@ -225,7 +161,7 @@ class HttpApi:
 
     async def detokenize(self, request: HttpRequest) -> Response:
         body = await self._read(request, DetokenizeBody)
-        model = self._model(body.model)
+        model = self._intake.model(body.model)
         if min(body.tokens, default=0) < 0:
             raise InvalidRequest("tokens: token ids are integers from 0 on", field="tokens")
         ids = token_ids_below(tuple(body.tokens), model.vocab_size, "tokens")
@@ -239,7 +175,7 @@ class HttpApi:
         return _json(ModelList([] if model is None else [self._card(model)]))
 
     async def model(self, request: HttpRequest) -> Response:
-        return _json(self._card(self._model(str(request.path_params["name"]))))
+        return _json(self._card(self._intake.model(str(request.path_params["name"]))))
 
     async def health(self, _: HttpRequest) -> Response:
         """The process answers. Says nothing of nodes: a restart would not help them."""
@@ -259,49 +195,11 @@ class HttpApi:
 
     # ---- shared ----
 
-    def _model(self, asked: str | None) -> ServedModel:
-        """The served model. Raises ModelNotFound for another name, Unavailable without a node."""
-        model: ServedModel | None = self._services.registry.model()
-        if model is None:
-            raise Unavailable("no node has registered yet")
-        if asked is not None and asked != self._name(model):
-            raise ModelNotFound(f"the model {asked[:200]!r} does not exist", field="model")
-        return model
-
-    def _name(self, model: ServedModel) -> str:
-        return self._services.config.served_model_name or model.name
-
     def _card(self, model: ServedModel) -> Model:
-        return Model(self._name(model), self._started, model.name, model.max_model_len)
+        return Model(self._intake.name(model), self._started, model.name, model.max_model_len)
 
     async def _read(self, request: HttpRequest, kind: type[Body]) -> Body:
-        content_type = request.headers.get("content-type", "")
-        # Only JSON by name: a foreign web page then cannot post here without a CORS preflight.
-        if content_type.partition(";")[0].strip().lower() != "application/json":
-            raise HTTPException(415, "the content-type must be application/json")
-        raw = bytearray()
-        try:
-            async for piece in request.stream():
-                raw += piece
-                if len(raw) > MAX_BODY_BYTES:
-                    raise HTTPException(
-                        413, f"the body exceeds {MAX_BODY_BYTES} bytes", {"connection": "close"}
-                    )
-        except ClientDisconnect as error:
-            raise Cancelled("the client went away") from error
-        return parse(bytes(raw), kind)
-
-
-@dataclass(frozen=True, slots=True)
-class _Intake:
-    """One prompt on its way to a Request."""
-
-    id: str
-    prompt_ids: tuple[int, ...]
-    default_max_tokens: int
-    traceparent: str
-    echo: str = ""
-    message: MessageRules | None = None
+        return parse(await read_body(request), kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,11 +209,6 @@ class _Plan:
     api: Api
     id: str
     rules: ReplyRules
-
-
-def _traceparent(request: HttpRequest) -> str:
-    given = request.headers.get("traceparent", "")
-    return given if _TRACEPARENT.fullmatch(given) else ""
 
 
 def _json(content: object, status: int = 200) -> Response:

@@ -27,7 +27,9 @@ from router.web_errors import http_error_response
 _TIMEOUT_REPLY: Final = (
     b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 )
-_SINGLE: Final = (b"host", b"content-length", b"content-type", b"authorization", b"x-request-id")
+_SINGLE: Final = (
+    b"host", b"content-length", b"content-type", b"authorization", b"x-api-key", b"x-request-id"
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

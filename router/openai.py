@@ -145,20 +145,36 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
 
 Body = TypeVar("Body", CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
+S = TypeVar("S", bound=msgspec.Struct)
 
 
 def parse(raw: bytes, kind: type[Body]) -> Body:
     """Read a body. Raises InvalidRequest with the field's path, like `messages[0].role`."""
+    return checked(object_of(raw), kind)
+
+
+def object_of(raw: bytes) -> dict[str, Any]:
+    """The JSON object in a body. Raises InvalidRequest."""
     try:
         content: object = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise InvalidRequest("the body must be a JSON object")
-    _refuse(cast("dict[str, Any]", content), UNSERVED)
+    return cast("dict[str, Any]", content)
+
+
+def checked(content: dict[str, Any], kind: type[Body]) -> Body:
+    """A body of its fields. Raises like `parse`."""
+    _refuse(content, UNSERVED)
     if kind is not DetokenizeBody and kind is not TokenizeBody:
         own = UNSERVED_IN_CHAT if kind is ChatBody else UNSERVED_IN_COMPLETIONS
-        _refuse(cast("dict[str, Any]", content), own)
+        _refuse(content, own)
+    return struct_of(content, kind)
+
+
+def struct_of(content: Mapping[str, Any], kind: type[S]) -> S:
+    """The struct that a JSON object spells. Raises InvalidRequest with the field's path."""
     try:
         return msgspec.convert(content, kind, strict=True)
     except msgspec.ValidationError as error:

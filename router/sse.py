@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing, suppress
-from typing import Final
+from typing import Final, Protocol
 
 from starlette.types import Receive, Scope, Send
 
-from baton.errors import Cancelled
-from router.calls import GRACE_S, Call, Runner
+from baton.errors import BatonError, Cancelled
+from router.calls import GRACE_S, Runner
 from router.completion import Completion
 from router.connection import together, while_connected
-from router.openai_replies import DONE, sse_frame, usage_frame
-from router.web_errors import as_baton_error, error_object, error_response, log_failure
+from router.openai_replies import Frames
+from router.web_errors import as_baton_error, error_response, log_failure
 
 WRITE_TIMEOUT_S: Final = 30.0
 _HEADERS: Final = (
@@ -29,10 +29,22 @@ _HEADERS: Final = (
 )
 
 
+class StreamedCall(Protocol):
+    """What a stream needs to know of its call: router/calls.py's, or a dialect's own."""
+
+    @property
+    def completions(self) -> tuple[Completion, ...]: ...
+    @property
+    def timeout_s(self) -> float: ...
+    def frames(self, index: int) -> Frames: ...
+    def tail(self) -> bytes: ...
+    def broken(self, error: BatonError) -> bytes: ...
+
+
 class StreamReply:
     """ASGI answer that streams the completions of a call, their frames interleaved as they come."""
 
-    def __init__(self, call: Call, runner: Runner) -> None:
+    def __init__(self, call: StreamedCall, runner: Runner) -> None:
         self._call = call
         self._runner = runner
 
@@ -48,17 +60,14 @@ class StreamReply:
             log_failure(found, error)
             if writer.started:
                 with suppress(Cancelled):  # gone by now: the failure is in the log
-                    await writer.end(sse_frame(error_object(found)) + DONE)
+                    await writer.end(self._call.broken(found))
             else:
                 await error_response(found)(scope, receive, send)
 
     async def _run(self, writer: _Writer) -> None:
         completions = self._call.completions
         await together([self._choice(i, c, writer) for i, c in enumerate(completions)])
-        tail = b""
-        if self._call.include_usage:
-            tail = usage_frame(self._call.head, self._call.chunk_kind, self._call.usage)
-        await writer.end(tail + DONE)
+        await writer.end(self._call.tail())
 
     async def _choice(self, index: int, completion: Completion, writer: _Writer) -> None:
         frames = self._call.frames(index)

@@ -33,7 +33,9 @@ OPTIONS: dict[str, tuple[type, ...]] = {
     "decode": (NodeConfig, EngineConfig),
     "bench": (ServeOptions,),
 }
-RUN_TASKS = {"setup", "up", "chat", "status", "test", "coverage", "check", "bench", "proto", "fmt"}
+RUN_TASKS = {
+    "setup", "up", "chat", "status", "test", "clients", "coverage", "check", "bench", "proto", "fmt"
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from baton.errors import NodeLost
-from router.http_api import MAX_BODY_BYTES
+from router.reading import MAX_BODY_BYTES
 from router.services import Lifecycle
 from tests.front.fakes import MAX_MODEL_LEN, MODEL, TOKENIZER, FakeDispatcher, FakeRegistry, Front
 

@@ -1,0 +1,52 @@
+"""The routes of /v1/messages: a body becomes a chat's turn, its deltas become a message."""
+
+from __future__ import annotations
+
+import secrets
+
+import orjson
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from router.anthropic import body
+from router.anthropic.answer import MessageAnswer
+from router.anthropic.errors import PREFIX
+from router.calls import Runner
+from router.dialect import DialectCall, DialectReply, in_own_names
+from router.intake import Intake
+from router.openai_replies import ReplyRules
+from router.reading import read_body
+from router.services import RouterServices
+from router.sse import StreamReply
+
+
+class AnthropicApi:
+    """Failures leave in Anthropic's words through router/anthropic/errors.py."""
+
+    def __init__(self, services: RouterServices, intake: Intake, runner: Runner) -> None:
+        self._services = services
+        self._intake = intake
+        self._runner = runner
+
+    def routes(self) -> list[Route]:
+        return [
+            Route(PREFIX, self.create, methods=["POST"]),
+            Route(f"{PREFIX}/count_tokens", self.count_tokens, methods=["POST"]),
+        ]
+
+    async def create(self, request: HttpRequest) -> StreamReply | DialectReply:
+        chat = body.read(await read_body(request))
+        id_ = "msg_" + secrets.token_hex(12)
+        with in_own_names(body.NAMES):
+            turn = await self._intake.chat(chat, id_, request, fit_room=True)
+        rules = ReplyRules(self._services.tokenizer, parsed=turn.parsed, draw_id=turn.draw_id)
+        answer = MessageAnswer(id_, turn, rules)
+        timeout_s = self._services.config.request_timeout_s
+        return DialectCall(turn.completion, answer, timeout_s).reply(self._runner, chat.stream)
+
+    async def count_tokens(self, request: HttpRequest) -> Response:
+        chat = body.read_count(await read_body(request))
+        with in_own_names(body.NAMES):
+            count = await self._intake.count(chat)
+        return Response(orjson.dumps({"input_tokens": count}), media_type="application/json")

@@ -1,0 +1,147 @@
+"""What the dialects beside OpenAI's chats and completions share: /v1/responses and /v1/messages.
+
+A dialect says what it wants as a chat's body (`chat_body`), so that rendering, tools, guided
+decoding and sampling are one and the same everywhere, and answers with an `Answer`: events without
+I/O, each made of a delta. Streamed, they go out as they come; whole, the last state is the reply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import orjson
+from starlette.types import Receive, Scope, Send
+
+from baton.errors import BatonError, InvalidRequest, UnsupportedFeature
+from router.calls import Runner, whole_answer
+from router.completion import Completion, Delta
+from router.openai import ChatBody, checked
+from router.sse import StreamReply
+
+Event = dict[str, Any]
+# Fields of a chat that every dialect takes under the same name, vLLM's among them.
+SAME: Final = (
+    "model", "stream", "temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids",
+    "min_tokens", "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "logit_bias", "include_stop_str_in_output", "skip_special_tokens", "priority", "cache_salt",
+    "allowed_token_ids", "bad_words", "structured_outputs", "guided_choice", "guided_grammar",
+    "guided_json", "guided_regex", "kv_transfer_params", "chat_template",
+)  # fmt: skip
+
+
+class Answer(Protocol):
+    """One completion's answer, sans I/O. `take` each delta in order: the one that ends it ends it.
+
+    `broken` ends it instead, where events went out already; `whole` is for after the end.
+    """
+
+    def take(self, delta: Delta) -> list[Event]: ...
+    def broken(self, error: BatonError) -> list[Event]: ...
+    def whole(self) -> dict[str, Any]: ...
+
+
+def chat_body(given: Mapping[str, Any], translated: Mapping[str, Any]) -> ChatBody:
+    """The chat that a dialect's body asks for: its own fields translated, the others as they are.
+
+    Raises InvalidRequest, naming the chat's field.
+    """
+    same = {name: given[name] for name in SAME if name in given}
+    said = {name: value for name, value in translated.items() if value is not None}
+    return checked({**same, **said}, ChatBody)
+
+
+def refuse(given: Mapping[str, Any], unserved: Mapping[str, tuple[tuple[Any, ...], str]]) -> None:
+    """Raise UnsupportedFeature for a field that asks for what is not served: name -> (values that
+    ask for nothing, why)."""
+    for name, (harmless, why) in unserved.items():
+        value = given.get(name)
+        if value is not None and value not in harmless:
+            raise UnsupportedFeature(f"{name} is not supported by this server{why}", field=name)
+
+
+@contextmanager
+def in_own_names(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors about a chat's field name the client's own instead: chat's name -> the client's."""
+    try:
+        yield
+    except InvalidRequest as error:
+        theirs = error.field or ""
+        head = next((name for name in names if _within(theirs, name)), None)
+        if head is None:
+            raise
+        own = names[head] + theirs[len(head) :]
+        raise type(error)(error.message.replace(theirs, own), field=own) from error
+
+
+def _within(field: str, head: str) -> bool:
+    return field == head or field.startswith((f"{head}.", f"{head}["))
+
+
+@dataclass(frozen=True, slots=True)
+class DialectCall:
+    """One completion and the answer to it, as StreamReply wants it."""
+
+    completion: Completion
+    answer: Answer
+    timeout_s: float
+
+    @property
+    def completions(self) -> tuple[Completion, ...]:
+        return (self.completion,)
+
+    def frames(self, index: int) -> EventFrames:
+        return EventFrames(self.answer)
+
+    def tail(self) -> bytes:
+        return b""
+
+    def broken(self, error: BatonError) -> bytes:
+        return frames_of(self.answer.broken(error))
+
+    def reply(self, runner: Runner, stream: bool | None) -> StreamReply | DialectReply:
+        return StreamReply(self, runner) if stream else DialectReply(self, runner)
+
+
+class EventFrames:
+    """Frames of one answer (openai_replies.Frames). It opens with the first delta, not before:
+    only then is it known how much of the prompt was cached."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+
+    def opening(self) -> bytes:
+        return b""
+
+    def delta(self, delta: Delta) -> bytes:
+        return frames_of(self._answer.take(delta))
+
+
+class DialectReply:
+    """ASGI answer that waits for the whole; the client's leaving aborts it."""
+
+    def __init__(self, call: DialectCall, runner: Runner) -> None:
+        self._call = call
+        self._runner = runner
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        reply = await whole_answer(receive, self._run(), self._call.timeout_s)
+        if reply is not None:
+            await reply(scope, receive, send)
+
+    async def _run(self) -> bytes:
+        answer = self._call.answer
+        async with aclosing(self._runner.deltas(self._call.completion)) as deltas:
+            async for delta in deltas:
+                answer.take(delta)
+        return orjson.dumps(answer.whole())
+
+
+def frames_of(events: Iterable[Event]) -> bytes:
+    """Named server-sent events; each event's `type` is its name."""
+    return b"".join(
+        b"event: " + event["type"].encode() + b"\ndata: " + orjson.dumps(event) + b"\n\n"
+        for event in events
+    )

@@ -1,0 +1,167 @@
+"""The way in that all HTTP dialects share: a checked body becomes a Completion, ready to run.
+
+Which model, the prompt's ids, the room that they leave, sampling parameters, the Request. Bodies
+are in router/openai.py; another dialect (router/responses, router/anthropic) says what it wants as
+a ChatBody and gets what a chat gets. Of the HTTP request only headers are read here. All state is
+in the RouterServices passed in.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from dataclasses import dataclass, replace
+from typing import Final, Protocol
+
+from starlette.requests import Request as HttpRequest
+
+from baton.errors import ModelNotFound, Unavailable
+from baton.request import Request
+from router.chat_rules import conversation_of, message_rules, tool_format
+from router.completion import Completion, OutputRules
+from router.openai import (
+    ChatBody,
+    CompletionBody,
+    check_common,
+    sampling_params,
+    stops_of,
+    token_ids_below,
+)
+from router.openai_message import DrawId, draw_call_id, draw_short_call_id
+from router.parsers.message import MessageRules
+from router.prompts import PromptReader, check_prompt_logprobs, check_room, room_for_output
+from router.services import RouterServices
+
+_TRACEPARENT: Final = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+
+
+class ServedModel(Protocol):
+    """What `registry.model()` tells."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One prompt on its way to a Request."""
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    default_max_tokens: int
+    traceparent: str
+    echo: str = ""
+    message: MessageRules | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTurn:
+    """A chat's answer to be. `parsed`: its text is taken apart; `draw_id` names its tool calls.
+
+    `fitted`: the client's max_tokens was more than the room, and lowered to it.
+    """
+
+    completion: Completion
+    parsed: bool
+    draw_id: DrawId
+    fitted: bool = False
+
+    @property
+    def short_ids(self) -> bool:
+        return self.draw_id is draw_short_call_id
+
+
+class Intake:
+    """Bodies in, completions out."""
+
+    def __init__(self, services: RouterServices, prompts: PromptReader) -> None:
+        self._services = services
+        self._prompts = prompts
+
+    def model(self, asked: str | None) -> ServedModel:
+        """The served model. Raises ModelNotFound for another name, Unavailable without a node."""
+        model: ServedModel | None = self._services.registry.model()
+        if model is None:
+            raise Unavailable("no node has registered yet")
+        if asked is not None and asked != self.name(model):
+            raise ModelNotFound(f"the model {asked[:200]!r} does not exist", field="model")
+        return model
+
+    def name(self, model: ServedModel) -> str:
+        return self._services.config.served_model_name or model.name
+
+    async def chat(
+        self, body: ChatBody, id_: str, request: HttpRequest, fit_room: bool = False
+    ) -> ChatTurn:
+        """Render a chat and make its request. `fit_room` mutates a max_tokens beyond the room.
+
+        Raises InvalidRequest, naming the field of ChatBody.
+        """
+        check_common(body)
+        model = self.model(body.model)
+        config = self._services.config
+        calls = tool_format(body, config)  # refused before anything is rendered
+        asked = conversation_of(body)
+        prompt = await self._prompts.chat(asked)
+        room = room_for_output(len(prompt.ids), model.max_model_len, "messages")
+        fitted = fit_room and body.max_tokens is not None and body.max_tokens > room
+        if fitted:
+            body.max_tokens = room
+        message = message_rules(body, asked, prompt, config)
+        one = Asked(id_, prompt.ids, room, traceparent_of(request), message=message)
+        draw_id = draw_short_call_id if calls and calls.short_ids else draw_call_id
+        return ChatTurn(self.completion(body, one, model), message is not None, draw_id, fitted)
+
+    async def count(self, body: ChatBody) -> int:
+        """How many tokens a chat's prompt has. Raises like `chat`."""
+        self.model(body.model)
+        return len((await self._prompts.chat(conversation_of(body))).ids)
+
+    def completion(
+        self, body: CompletionBody | ChatBody, asked: Asked, model: ServedModel
+    ) -> Completion:
+        """Everything checked and drawn: the request goes to the dispatcher as it is."""
+        defaults = {
+            "max_tokens": asked.default_max_tokens,
+            **self._services.sampling_defaults,
+        }
+        params = sampling_params(body, defaults)
+        field = "max_tokens"
+        if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+            field = "max_completion_tokens"
+        check_room(len(asked.prompt_ids), params.max_tokens, model.max_model_len, field)
+        field = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+        check_prompt_logprobs(len(asked.prompt_ids), params.prompt_logprobs, field)
+        token_ids_below(params.stop_token_ids, model.vocab_size, "stop_token_ids")
+        if params.seed is None:
+            params = replace(params, seed=secrets.randbits(64))
+        now = self._services.clock.monotonic()
+        rules = OutputRules(
+            stop=stops_of(body),
+            include_stop=bool(body.include_stop_str_in_output),
+            skip_special_tokens=body.skip_special_tokens is not False,
+            message=asked.message,
+            echo=asked.echo,
+            discard=isinstance(body, CompletionBody) and body.only_echo,
+        )
+        request = Request(
+            id=asked.id,
+            prompt_ids=asked.prompt_ids,
+            params=params,
+            priority=body.priority or 0,
+            tenant_salt=body.cache_salt or "",
+            deadline=now + self._services.config.request_timeout_s,
+            traceparent=asked.traceparent,
+            arrival=now,
+        )
+        return Completion(request, self.name(model), rules, self._services.tokenizer)
+
+
+def traceparent_of(request: HttpRequest) -> str:
+    """The client's W3C traceparent, empty if there is none that may travel on."""
+    given = request.headers.get("traceparent", "")
+    return given if _TRACEPARENT.fullmatch(given) else ""

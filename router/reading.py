@@ -1,0 +1,32 @@
+"""Bodies of HTTP requests, read within their limit; parsing is router/openai.py's."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+
+from baton.errors import Cancelled
+
+MAX_BODY_BYTES: Final = 8 << 20
+
+
+async def read_body(request: HttpRequest) -> bytes:
+    """The whole JSON body. Raises HTTPException (413, 415), Cancelled."""
+    content_type = request.headers.get("content-type", "")
+    # Only JSON by name: a foreign web page then cannot post here without a CORS preflight.
+    if content_type.partition(";")[0].strip().lower() != "application/json":
+        raise HTTPException(415, "the content-type must be application/json")
+    raw = bytearray()
+    try:
+        async for piece in request.stream():
+            raw += piece
+            if len(raw) > MAX_BODY_BYTES:
+                raise HTTPException(
+                    413, f"the body exceeds {MAX_BODY_BYTES} bytes", {"connection": "close"}
+                )
+    except ClientDisconnect as error:
+        raise Cancelled("the client went away") from error
+    return bytes(raw)

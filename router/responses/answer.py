@@ -1,0 +1,107 @@
+"""The answer to a call of /v1/responses: a completion's deltas -> its events (dialect.Answer)."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from baton.errors import BatonError, Unavailable
+from baton.request import FinishReason
+from router.completion import Completion, Delta
+from router.dialect import Event
+from router.intake import ChatTurn
+from router.openai_replies import ReplyHead, ReplyRules
+from router.parsers.parts import Content
+from router.responses.body import ResponsesCall
+from router.responses.events import Logprobs, ResponseEvents
+from router.web_errors import error_object
+
+
+class ResponseAnswer:
+    """Made for one completion; `take` its deltas in order."""
+
+    def __init__(
+        self, head: ReplyHead, call: ResponsesCall, turn: ChatTurn, rules: ReplyRules
+    ) -> None:
+        self._completion = turn.completion
+        self._rules = rules
+        fields = response_head(head, call, turn.completion)
+        self._events = ResponseEvents(fields, rules.draw_id, call.summarized)
+        self._told: Logprobs = []  # of tokens whose text is still to come
+        self._begun = False
+
+    def take(self, delta: Delta) -> list[Event]:
+        if delta.finish_reason is FinishReason.ABORT:
+            raise Unavailable("the request was aborted")
+        events: list[Event] = []
+        if not self._begun:
+            self._begun = True
+            events += self._events.begin()
+        self._told += self._rules.chat_logprobs(delta)
+        for part in self._rules.parts_of(delta):
+            told, self._told = self._told, []
+            events += self._events.part(part, told if isinstance(part, Content) else None)
+        if delta.finish_reason is not None:
+            cut_short = delta.finish_reason is FinishReason.LENGTH
+            usage = response_usage(self._completion)
+            events += self._events.end(cut_short, usage, int(time.time()))
+        return events
+
+    def broken(self, error: BatonError) -> list[Event]:
+        told = error_object(error)["error"]
+        code = "rate_limit_exceeded" if error.http_status == 429 else "server_error"
+        return self._events.fail(code, told["message"])
+
+    def whole(self) -> dict[str, Any]:
+        return self._events.response
+
+
+def response_usage(completion: Completion) -> dict[str, Any]:
+    """`usage`; final when the completion has ended."""
+    prompt, output = completion.prompt_tokens, completion.completion_tokens
+    return {
+        "input_tokens": prompt,
+        "input_tokens_details": {
+            "cached_tokens": completion.cached_tokens,
+            "cache_write_tokens": 0,
+        },
+        "output_tokens": output,
+        "output_tokens_details": {"reasoning_tokens": completion.reasoning_tokens},
+        "total_tokens": prompt + output,
+    }
+
+
+def response_head(head: ReplyHead, call: ResponsesCall, completion: Completion) -> dict[str, Any]:
+    """What all states of a response repeat: mostly what was asked, and what it came to mean."""
+    body, params = call.body, completion.request.params
+    reasoning, text = body.reasoning, body.text
+    summary = (reasoning.summary or reasoning.generate_summary) if reasoning else None
+    return {
+        "id": head.id,
+        "object": "response",
+        "created_at": head.created,
+        "model": head.model,
+        "background": False,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": reasoning.effort if reasoning else None, "summary": summary},
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "store": False,  # whatever was asked for: nothing is
+        "temperature": params.temperature,
+        "text": {
+            "format": (text.format if text else None) or {"type": "text"},
+            "verbosity": (text.verbosity if text else None) or "medium",
+        },
+        "tool_choice": body.tool_choice if body.tool_choice is not None else "auto",
+        "tools": body.tools or [],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": params.top_p,
+        "truncation": "disabled",
+        "user": body.user,
+    }

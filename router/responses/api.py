@@ -1,0 +1,47 @@
+"""The route of /v1/responses: a body becomes a chat's turn, its deltas become a response."""
+
+from __future__ import annotations
+
+import secrets
+import time
+
+from starlette.requests import Request as HttpRequest
+from starlette.routing import Route
+
+from router.calls import Runner
+from router.dialect import DialectCall, DialectReply, in_own_names
+from router.intake import Intake
+from router.openai_replies import ReplyHead, ReplyRules
+from router.reading import read_body
+from router.responses import body
+from router.responses.answer import ResponseAnswer
+from router.services import RouterServices
+from router.sse import StreamReply
+
+
+class ResponsesApi:
+    """Stateless: what would need an earlier response is refused, by name."""
+
+    def __init__(self, services: RouterServices, intake: Intake, runner: Runner) -> None:
+        self._services = services
+        self._intake = intake
+        self._runner = runner
+
+    def routes(self) -> list[Route]:
+        return [Route("/v1/responses", self.create, methods=["POST"])]
+
+    async def create(self, request: HttpRequest) -> StreamReply | DialectReply:
+        call = body.read(await read_body(request))
+        chat, id_ = call.chat, "resp_" + secrets.token_hex(24)
+        with in_own_names(body.NAMES):
+            turn = await self._intake.chat(chat, id_, request)
+        rules = ReplyRules(
+            self._services.tokenizer,
+            (chat.top_logprobs or 0) if chat.logprobs else None,
+            parsed=turn.parsed,
+            draw_id=turn.draw_id,
+        )
+        head = ReplyHead(id_, turn.completion.model, int(time.time()))
+        answer = ResponseAnswer(head, call, turn, rules)
+        timeout_s = self._services.config.request_timeout_s
+        return DialectCall(turn.completion, answer, timeout_s).reply(self._runner, chat.stream)

@@ -33,17 +33,23 @@ from typing import ClassVar
 
 
 class BatonError(Exception):
-    """Base of all errors of Baton; `field` names the request field at fault, if one is."""
+    """Base of all errors of Baton; `field` names the request field at fault, if one is.
+
+    `retry_after_s`: whole seconds after which another try may go better, None if nobody knows.
+    """
 
     http_status: ClassVar[int] = 500
     grpc_code: ClassVar[str] = "INTERNAL"
     code: ClassVar[str] = "internal"
     retryable: ClassVar[bool] = False
 
-    def __init__(self, message: str, *, field: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, field: str | None = None, retry_after_s: int | None = None
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.field = field
+        self.retry_after_s = retry_after_s
 
 
 class InvalidRequest(BatonError):

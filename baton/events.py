@@ -67,6 +67,15 @@ class Subscribed:
 
 
 @dataclass(frozen=True, slots=True)
+class Pooled:
+    """Vectors of a SubmitPool's prompts, in their order: float32, little-endian."""
+
+    request_id: str
+    epoch: int
+    vectors: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RequestFailed:
     request_id: str
     epoch: int
@@ -107,3 +116,4 @@ class NodeStep:
     block_events_seq: int = 0
     block_events: tuple[BlockEvent, ...] = field(default=())
     last: bool = False
+    pooled: tuple[Pooled, ...] = ()

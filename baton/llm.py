@@ -19,18 +19,12 @@ from baton.engine.checkpoint import open_checkpoint
 from baton.engine.config import DtypeName, EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.interface import Task
-from baton.engine.pooling import (
-    Pooler,
-    PoolingJob,
-    PoolingKind,
-    answer_tokens,
-    normalized,
-    rerank_prompts,
-)
+from baton.engine.pooling import Pooler, PoolingJob, PoolingKind, normalized
 from baton.errors import InternalError, InvalidRequest, UnsupportedFeature
 from baton.events import TokenEvent, TokenLogprob
 from baton.generation_config import sampling_defaults
 from baton.request import FinishReason, Request
+from baton.reranking import answer_tokens, rerank_prompts
 from baton.sampling import SamplingParams
 from baton.tokenizer import Tokenizer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 from baton.handles import KVHandle
 from baton.kv_spec import PROTOCOL_VERSION
@@ -36,6 +36,34 @@ class SubmitDecode:
 
     request: Request
     handle: KVHandle | None = None
+
+
+PoolKind = Literal["last", "mean", "yes_no"]
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitPool:
+    """Compute vectors of some prompts: hidden states (last token's, or the mean), or how probably
+    the next token is "yes" and not "no". The answer is Pooled.
+
+    The request's prompt ids are all prompts, one after another; `lengths` says where each ends.
+    `dimensions`: so many leading ones are kept, 0 = all. `answers`: the ids of yes and no.
+    """
+
+    request: Request
+    lengths: tuple[int, ...]
+    kind: PoolKind = "last"
+    normalize: bool = True
+    dimensions: int = 0
+    answers: tuple[int, int] = (0, 0)
+
+    @property
+    def prompts(self) -> list[tuple[int, ...]]:
+        ids, end, found = self.request.prompt_ids, 0, list[tuple[int, ...]]()
+        for length in self.lengths:
+            found.append(ids[end : end + length])
+            end += length
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +109,7 @@ RouterMessage = (
     SessionHello
     | SubmitPrefill
     | SubmitDecode
+    | SubmitPool
     | AbortRequest
     | RenewExport
     | ReleaseExport

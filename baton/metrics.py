@@ -16,7 +16,12 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from baton.handles import NodeLoad
@@ -68,6 +73,8 @@ class EngineTotals:
     export_refusals: int = 0  # steps that left a prompt waiting for export room
     drafted_tokens: int = 0  # speculation: proposed
     accepted_tokens: int = 0  # of which right
+    pooled_prompts: int = 0  # whose hidden states were asked for
+    pooled_tokens: int = 0  # of these
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +163,7 @@ class _NodeCollector(Collector):
         for name, help_text, value in _counters(now):
             yield self._counter(name, help_text, value)
         yield self._fetches(now.transfer.fetches)
+        yield self._iterations(now.engine)
         for name, help_text, value_of in _LANE_COUNTERS:
             yield self._by_lane(name, help_text, value_of, now.transfer.lanes)
 
@@ -167,6 +175,15 @@ class _NodeCollector(Collector):
     def _counter(self, name: str, help_text: str, value: float) -> Metric:
         family = CounterMetricFamily(name, help_text, labels=list(self._labels))
         family.add_metric(list(self._labels.values()), value)
+        return family
+
+    def _iterations(self, engine: EngineTotals) -> Metric:
+        """vLLM's histogram of tokens per engine step; only sum and count are kept here."""
+        family = HistogramMetricFamily(
+            "vllm:iteration_tokens_total", "Tokens per engine step", labels=list(self._labels)
+        )
+        total = engine.prompt_tokens + engine.generation_tokens
+        family.add_metric(list(self._labels.values()), [("+Inf", engine.steps)], total)
         return family
 
     def _fetches(self, fetches: Mapping[str, int]) -> Metric:
@@ -253,6 +270,8 @@ def _counters(now: NodeSnapshot) -> Iterable[tuple[str, str, float]]:
         ("vllm:spec_decode_num_draft_tokens", "Tokens proposed", engine.drafted_tokens),
         ("vllm:spec_decode_num_accepted_tokens", "Of these, right", engine.accepted_tokens),
         ("baton_engine_steps", "Engine steps", engine.steps),
+        ("baton_pooled_prompts", "Prompts turned into vectors", engine.pooled_prompts),
+        ("baton_pooled_tokens", "Tokens of these", engine.pooled_tokens),
         ("baton_prefill_chunks", "Chunks of prompts computed", engine.prefill_chunks),
         ("baton_kv_transfer_exports", "Exports made", transfer.exports),
         ("baton_kv_transfer_expired_leases", "Exports nobody claimed", transfer.expired_leases),

@@ -8,7 +8,6 @@ milliseconds. Not here: KV frames (kv_transfer/), the public API (router/grpc_ap
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any, Final, Literal, cast
 
@@ -25,7 +24,6 @@ from baton.events import (
     RequestFailed,
     Subscribed,
     TokenEvent,
-    TokenLogprob,
 )
 from baton.handles import Endpoint, KVHandle, LaneAddress, NodeLoad, NodeRecord, Role
 from baton.kv_spec import PoolFormat
@@ -39,6 +37,14 @@ from baton.wire_checks import (
     one_of,
     present,
     required,
+)
+from baton.wire_values import (
+    logprobs_from_wire,
+    logprobs_to_wire,
+    pool_task_from_wire,
+    pool_task_to_wire,
+    pooled_from_wire,
+    pooled_to_wire,
 )
 from protos import kv_pb2, node_pb2
 
@@ -286,6 +292,10 @@ def router_message_to_wire(value: messages.RouterMessage, clock: Clock) -> node_
                 decode=node_pb2.DecodeTask(handle=handle),
             )
             return node_pb2.RouterMessage(submit=submit)
+        case messages.SubmitPool():
+            request = request_to_wire(value.request, clock)
+            submit = node_pb2.Submit(request=request, pool=pool_task_to_wire(value))
+            return node_pb2.RouterMessage(submit=submit)
         case messages.AbortRequest():
             return node_pb2.RouterMessage(abort=node_pb2.Abort(**asdict(value)))
         case messages.RenewExport():
@@ -337,7 +347,7 @@ def router_message_from_wire(
 
 def _submit_from_wire(
     message: node_pb2.Submit, clock: Clock
-) -> messages.SubmitPrefill | messages.SubmitDecode:
+) -> messages.SubmitPrefill | messages.SubmitDecode | messages.SubmitPool:
     present(message, "request")
     request = request_from_wire(message.request, clock)
     match message.WhichOneof("task"):
@@ -347,31 +357,13 @@ def _submit_from_wire(
             return messages.SubmitDecode(request, handle_from_wire(message.decode.handle))
         case "decode":
             return messages.SubmitDecode(request)
+        case "pool":
+            return pool_task_from_wire(request, message.pool)
         case _:
             raise InvalidRequest("submit without a known task", field="task")
 
 
 # ---- node -> router ----
-
-
-def logprobs_to_wire(rows: Sequence[Sequence[TokenLogprob]]) -> list[node_pb2.TokenLogprobs]:
-    return [
-        node_pb2.TokenLogprobs(
-            top=[
-                kv_pb2.TokenLogprob(token_id=t.token_id, logprob=t.logprob, rank=t.rank)
-                for t in row
-            ]
-        )
-        for row in rows
-    ]
-
-
-def logprobs_from_wire(
-    rows: Sequence[node_pb2.TokenLogprobs],
-) -> tuple[tuple[TokenLogprob, ...], ...]:
-    return tuple(
-        tuple(TokenLogprob(t.token_id, t.logprob, t.rank) for t in row.top) for row in rows
-    )
 
 
 def token_event_to_wire(value: TokenEvent) -> node_pb2.TokenEvent:
@@ -465,6 +457,7 @@ def step_to_wire(value: NodeStep) -> node_pb2.NodeStep:
             for event in value.block_events
         ],
         last=value.last,
+        pooled=[pooled_to_wire(pooled) for pooled in value.pooled],
     )
 
 
@@ -481,6 +474,7 @@ def step_from_wire(message: node_pb2.NodeStep) -> NodeStep:
         block_events_seq=message.block_events_seq,
         block_events=tuple(_block_event_from_wire(event) for event in message.block_events),
         last=message.last,
+        pooled=tuple(pooled_from_wire(pooled) for pooled in message.pooled),
     )
 
 

@@ -26,7 +26,8 @@ from baton.engine.thread import StepReport
 from baton.errors import InvalidRequest, KVTimeout, UnsupportedFeature
 from baton.events import FirstToken, NodeStep, Subscribed, TokenEvent
 from baton.handles import KVHandle
-from baton.messages import SubmitDecode, SubmitPrefill
+from baton.messages import SubmitDecode, SubmitPool, SubmitPrefill
+from baton.node.pooling import PoolingDesk
 from baton.node.requests import NodeRequest
 from baton.node.role import RoleContext
 from baton.request import Request
@@ -84,6 +85,7 @@ class DecodeRole:
     def __init__(self, context: RoleContext) -> None:
         self._context = context
         self._thread = context.thread
+        self._pooling = PoolingDesk(context)
         self._admission = FetchAdmission(
             context.config.max_queued_fetches, context.config.max_ready_fetches
         )
@@ -92,13 +94,15 @@ class DecodeRole:
     def fetching(self) -> int:
         return self._admission.num_active
 
-    def check(self, message: SubmitPrefill | SubmitDecode) -> None:
+    def check(self, message: SubmitPrefill | SubmitDecode | SubmitPool) -> None:
         if isinstance(message, SubmitPrefill):
             raise UnsupportedFeature("a decode node does not export prompts", field="task")
-        if message.handle is not None:
+        if isinstance(message, SubmitDecode) and message.handle is not None:
             check_handle(message.request, message.handle)
 
     async def serve(self, entry: NodeRequest) -> None:
+        if entry.pool is not None:
+            return await self._pooling.serve(entry, entry.pool)
         seat = Seat(entry.request)
         try:
             if entry.handle is None:
@@ -190,6 +194,7 @@ class DecodeRole:
 
     def blocks_freed(self) -> None:
         self._admission.wake()
+        self._pooling.blocks_freed()
 
     # ---- engine thread ----
 
@@ -213,7 +218,7 @@ class DecodeRole:
 
     def _leave(self, engine: Engine, seat: Seat) -> None:
         seat.leave(engine)
-        self._context.loop.call_soon_threadsafe(self._admission.wake)
+        self._context.loop.call_soon_threadsafe(self.blocks_freed)
 
 
 def check_handle(request: Request, handle: KVHandle) -> None:

@@ -6,7 +6,7 @@ The life of a request here:
     layer_written()  -> each layer of each chunk is published: a receiver may read it already
     on_step()        -> token 1 completes the export, and goes to the router with the step's message
 The export outlives the request: the receiver's ACK, the router's release or the lease's end unpin
-the blocks.
+the blocks. Vectors instead of tokens are baton/node/pooling.py's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from baton.errors import BatonError, KVStale, UnsupportedFeature
 from baton.events import FirstToken, HandleReady, NodeStep, TokenEvent
 from baton.handles import KVHandle
 from baton.kv_spec import BlockLists
-from baton.messages import SubmitDecode, SubmitPrefill
+from baton.messages import SubmitDecode, SubmitPool, SubmitPrefill
+from baton.node.pooling import PoolingDesk
 from baton.node.requests import NodeRequest
 from baton.node.role import RoleContext
 from baton.request import Request
@@ -116,6 +117,7 @@ class PrefillRole:
     def __init__(self, context: RoleContext) -> None:
         self._context = context
         self._serving: dict[str, _Serving] = {}
+        self._pooling = PoolingDesk(context)
         self._exports = PrefillExports(
             context.engine, context.connector, self._handle_ready, self._export_lost
         )
@@ -125,11 +127,13 @@ class PrefillRole:
     def fetching(self) -> int:
         return 0
 
-    def check(self, message: SubmitPrefill | SubmitDecode) -> None:
+    def check(self, message: SubmitPrefill | SubmitDecode | SubmitPool) -> None:
         if isinstance(message, SubmitDecode):
             raise UnsupportedFeature("a prefill node does not decode", field="task")
 
     async def serve(self, entry: NodeRequest) -> None:
+        if entry.pool is not None:
+            return await self._pooling.serve(entry, entry.pool)
         request = entry.request
         serving = self._serving[request.id] = _Serving(entry)
         try:
@@ -148,6 +152,7 @@ class PrefillRole:
 
     def blocks_freed(self) -> None:
         """The engine looks for room itself."""
+        self._pooling.blocks_freed()
 
     # ---- engine thread ----
 

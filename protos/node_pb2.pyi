@@ -219,18 +219,36 @@ class SessionHello(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., protocol_version: _Optional[int] = ..., nonce: _Optional[bytes] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request", "prefill", "decode")
+    __slots__ = ("request", "prefill", "decode", "pool")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
     request: Request
     prefill: PrefillTask
     decode: DecodeTask
-    def __init__(self, request: _Optional[_Union[Request, _Mapping]] = ..., prefill: _Optional[_Union[PrefillTask, _Mapping]] = ..., decode: _Optional[_Union[DecodeTask, _Mapping]] = ...) -> None: ...
+    pool: PoolTask
+    def __init__(self, request: _Optional[_Union[Request, _Mapping]] = ..., prefill: _Optional[_Union[PrefillTask, _Mapping]] = ..., decode: _Optional[_Union[DecodeTask, _Mapping]] = ..., pool: _Optional[_Union[PoolTask, _Mapping]] = ...) -> None: ...
 
 class PrefillTask(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class PoolTask(_message.Message):
+    __slots__ = ("lengths", "kind", "normalize", "dimensions", "yes_id", "no_id")
+    LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    NORMALIZE_FIELD_NUMBER: _ClassVar[int]
+    DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
+    YES_ID_FIELD_NUMBER: _ClassVar[int]
+    NO_ID_FIELD_NUMBER: _ClassVar[int]
+    lengths: _containers.RepeatedScalarFieldContainer[int]
+    kind: str
+    normalize: bool
+    dimensions: int
+    yes_id: int
+    no_id: int
+    def __init__(self, lengths: _Optional[_Iterable[int]] = ..., kind: _Optional[str] = ..., normalize: bool = ..., dimensions: _Optional[int] = ..., yes_id: _Optional[int] = ..., no_id: _Optional[int] = ...) -> None: ...
 
 class DecodeTask(_message.Message):
     __slots__ = ("handle",)
@@ -342,6 +360,16 @@ class Subscribed(_message.Message):
     epoch: int
     def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
+class Pooled(_message.Message):
+    __slots__ = ("request_id", "epoch", "vectors")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    VECTORS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    epoch: int
+    vectors: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., vectors: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
 class RequestFailed(_message.Message):
     __slots__ = ("request_id", "epoch", "code", "message", "retryable", "field")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -359,7 +387,7 @@ class RequestFailed(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., code: _Optional[str] = ..., message: _Optional[str] = ..., retryable: bool = ..., field: _Optional[str] = ...) -> None: ...
 
 class NodeStep(_message.Message):
-    __slots__ = ("tokens", "handles", "subscribed", "failed", "load", "block_events_seq", "block_events", "last")
+    __slots__ = ("tokens", "handles", "subscribed", "failed", "load", "block_events_seq", "block_events", "last", "pooled")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     HANDLES_FIELD_NUMBER: _ClassVar[int]
     SUBSCRIBED_FIELD_NUMBER: _ClassVar[int]
@@ -368,6 +396,7 @@ class NodeStep(_message.Message):
     BLOCK_EVENTS_SEQ_FIELD_NUMBER: _ClassVar[int]
     BLOCK_EVENTS_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
+    POOLED_FIELD_NUMBER: _ClassVar[int]
     tokens: _containers.RepeatedCompositeFieldContainer[TokenEvent]
     handles: _containers.RepeatedCompositeFieldContainer[HandleReady]
     subscribed: _containers.RepeatedCompositeFieldContainer[Subscribed]
@@ -376,7 +405,8 @@ class NodeStep(_message.Message):
     block_events_seq: int
     block_events: _containers.RepeatedCompositeFieldContainer[BlockEvent]
     last: bool
-    def __init__(self, tokens: _Optional[_Iterable[_Union[TokenEvent, _Mapping]]] = ..., handles: _Optional[_Iterable[_Union[HandleReady, _Mapping]]] = ..., subscribed: _Optional[_Iterable[_Union[Subscribed, _Mapping]]] = ..., failed: _Optional[_Iterable[_Union[RequestFailed, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., block_events_seq: _Optional[int] = ..., block_events: _Optional[_Iterable[_Union[BlockEvent, _Mapping]]] = ..., last: bool = ...) -> None: ...
+    pooled: _containers.RepeatedCompositeFieldContainer[Pooled]
+    def __init__(self, tokens: _Optional[_Iterable[_Union[TokenEvent, _Mapping]]] = ..., handles: _Optional[_Iterable[_Union[HandleReady, _Mapping]]] = ..., subscribed: _Optional[_Iterable[_Union[Subscribed, _Mapping]]] = ..., failed: _Optional[_Iterable[_Union[RequestFailed, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., block_events_seq: _Optional[int] = ..., block_events: _Optional[_Iterable[_Union[BlockEvent, _Mapping]]] = ..., last: bool = ..., pooled: _Optional[_Iterable[_Union[Pooled, _Mapping]]] = ...) -> None: ...
 
 class NodeMessage(_message.Message):
     __slots__ = ("hello", "step")

@@ -6,11 +6,8 @@ Around it all, failures on Anthropic's routes are put into Anthropic's words.
 from __future__ import annotations
 
 import logging
-import re
-import secrets
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from typing import Final
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -20,15 +17,17 @@ from baton.errors import BatonError
 from baton.log import request_context
 from router.anthropic.errors import AnthropicErrors
 from router.auth import OPEN_PATHS, ApiKeyGuard
+from router.endpoints import Endpoints
 from router.http_api import HttpApi
 from router.http_guard import HeadGuard, HttpLimits
+from router.keys import KeyRing
 from router.prompts import PromptReader
+from router.request_ids import note_request_id
 from router.services import RouterServices
+from router.vllm_metrics import watch
 from router.web_errors import on_baton_error, on_http_exception
 
 log = logging.getLogger(__name__)
-
-_REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
 def create_app(services: RouterServices, limits: HttpLimits | None = None) -> ASGIApp:
@@ -42,9 +41,10 @@ def create_app(services: RouterServices, limits: HttpLimits | None = None) -> AS
         finally:
             prompts.close()
 
-    services.metrics.watch_nodes(services.registry.records)
+    http = HttpApi(services, prompts)
+    watch(services)
     routes = Starlette(
-        routes=HttpApi(services, prompts).routes(),
+        routes=[*http.routes(), *Endpoints(services, prompts, http).routes()],
         lifespan=lifespan,
         exception_handlers={
             BatonError: on_baton_error,
@@ -54,7 +54,7 @@ def create_app(services: RouterServices, limits: HttpLimits | None = None) -> AS
     )
     # Slashes mean what they say: a redirect would tell the unauthenticated which routes exist.
     routes.router.redirect_slashes = False
-    guarded = ApiKeyGuard(routes, services.config.api_key)
+    guarded = ApiKeyGuard(routes, KeyRing.load(services.config.api_key, services.config.api_keys))
     limited = HeadGuard(RequestIds(guarded), limits if limits is not None else HttpLimits())
     return AnthropicErrors(limited)
 
@@ -63,7 +63,7 @@ class RequestIds:
     """Gives each HTTP request an id: the client's `x-request-id` if it is a plain one, else drawn.
 
     It is echoed in the answer and stands on every line logged meanwhile, one of them for the
-    request itself. It is not the engine's request id: a client may send the same one twice.
+    request itself; the reply's own id is made of it (router/request_ids.py).
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -73,19 +73,18 @@ class RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = next((v for name, v in scope["headers"] if name == b"x-request-id"), b"")
-        known = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12).encode()
+        known = note_request_id(scope)
         status = 499  # nothing was sent: the client went away
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                headers = [*message.get("headers", ()), (b"x-request-id", known)]
+                headers = [*message.get("headers", ()), (b"x-request-id", known.encode())]
                 message = {**message, "headers": headers}
             await send(message)
 
-        with request_context(known.decode()):
+        with request_context(known):
             try:
                 await self._app(scope, receive, send_with_id)
             finally:

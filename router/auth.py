@@ -1,13 +1,12 @@
 """API keys: ASGI middleware that denies every route by default, however its path is spelled.
 
 Only the probes are open, by exact path and for GET and HEAD; a route added later is closed without
-anybody thinking of it. Keys are kept and compared as SHA-256 digests, in constant time.
+anybody thinking of it. Keys are compared in router/keys.py; the grant of the one that fits goes on
+in the scope.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 from collections.abc import Sequence
 from typing import Final
 
@@ -15,6 +14,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton.errors import Unauthenticated
 from router.key_headers import keys_of
+from router.keys import KeyRing
+from router.terms import GRANT_KEY
 from router.web_errors import error_response
 
 OPEN_PATHS: Final = frozenset({"/health", "/ready", "/readyz", "/ping"})
@@ -24,12 +25,12 @@ _PROBE_METHODS: Final = frozenset({"GET", "HEAD"})
 class ApiKeyGuard:
     """Wraps an ASGI app. No keys = open (the config allows that on loopback only)."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[str] | KeyRing) -> None:
         self._app = app
-        self._digests = tuple(_digest(key.encode()) for key in keys)
+        self._keys = keys if isinstance(keys, KeyRing) else KeyRing.load(keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or not self._digests or self._admits(scope):
+        if scope["type"] == "lifespan" or not len(self._keys) or self._admits(scope):
             await self._app(scope, receive, send)
             return
         if scope["type"] == "http":
@@ -45,16 +46,10 @@ class ApiKeyGuard:
             return False
         if scope["path"] in OPEN_PATHS and scope["method"] in _PROBE_METHODS:
             return True
-        keys = keys_of(scope["headers"])
-        # Whichever of two a proxy has looked at: all must be good.
-        return bool(keys) and all(self._is_known(key) for key in keys)
-
-    def _is_known(self, key: bytes) -> bool:
-        digest = _digest(key)
-        # Every key is compared, so that the time tells nothing about which one was close.
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return any(matches)
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
+        # Whichever of two a proxy has looked at: all must be good, and one bearer's.
+        grants = [self._keys.match(key) for key in keys_of(scope["headers"])]
+        grant = grants[0] if grants else None
+        if grant is None or any(other != grant for other in grants):
+            return False
+        scope[GRANT_KEY] = grant
+        return True

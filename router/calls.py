@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -40,6 +40,8 @@ from router.openai_replies import (
     usage_frame,
 )
 from router.parsers.parts import Part
+from router.receipt import receipt_frame, with_receipt
+from router.token_ids import TokenIds
 from router.web_errors import as_baton_error, error_object, error_response, log_failure
 
 Api = Literal["completion", "chat"]
@@ -79,8 +81,13 @@ class Call:
     def frames(self, index: int) -> Frames:
         chunk = Chunk(self.head, self.chunk_kind, index, self.include_usage)
         if self.api == "chat":
-            return ChatFrames(chunk, self.rules)
+            return ChatFrames(chunk, self.rules, self.completions[index].request.prompt_ids)
         return CompletionFrames(chunk, CompletionText(self.completions[index], self.rules))
+
+    def receipt_frame(self) -> bytes:
+        """A stream's chunk with its receipt; empty if nobody asked for one."""
+        base = {"id": self.head.id, "object": self.chunk_kind, "created": self.head.created}
+        return receipt_frame(self.completions, {**base, "model": self.head.model})
 
     @property
     def usage(self) -> Usage:
@@ -97,9 +104,10 @@ class Call:
 
     def tail(self) -> bytes:
         """What a stream ends with."""
-        if not self.include_usage:
-            return DONE
-        return usage_frame(self.head, self.chunk_kind, self.usage) + DONE
+        usage = b""
+        if self.include_usage:
+            usage = usage_frame(self.head, self.chunk_kind, self.usage)
+        return self.receipt_frame() + usage + DONE
 
     def broken(self, error: BatonError) -> bytes:
         """How a stream ends that failed in the middle."""
@@ -114,7 +122,9 @@ class WholeReply:
         self._runner = runner
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reply = await whole_answer(receive, self._run(), self._call.timeout_s)
+        reply = await whole_answer(
+            receive, self._run(), self._call.completions, self._call.timeout_s
+        )
         if reply is not None:
             await reply(scope, receive, send)
 
@@ -127,12 +137,14 @@ class WholeReply:
     async def _chat(self, index: int, completion: Completion) -> ChatChoice:
         rules = self._call.rules
         parts: list[Part] = []
+        ids = TokenIds(rules.token_ids)
         told: list[dict[str, Any]] = []
         last: Delta | None = None
         async with aclosing(self._runner.deltas(completion)) as deltas:
             async for delta in deltas:
                 parts += rules.parts_of(delta)
                 told += rules.chat_logprobs(delta)
+                ids.take(delta)
                 last = delta
         assert last is not None, "a completion ends with a delta or an exception"
         return ChatChoice(
@@ -141,6 +153,7 @@ class WholeReply:
             finish_reason_of(last),
             logprobs=None if rules.logprobs is None else {"content": told},
             stop_reason=last.stop_reason,
+            token_ids=ids.whole,
         )
 
     async def _completion(self, index: int, completion: Completion) -> CompletionChoice:
@@ -165,23 +178,35 @@ class WholeReply:
             logprobs=told,
             stop_reason=last.stop_reason,
             prompt_logprobs=self._call.rules.told_of_prompt(completion),
+            token_ids=text.ids.whole,
+            prompt_token_ids=text.ids.prompt,
         )
 
     def _reply(self, choices: list[Any]) -> CompletionReply | ChatReply:
         call = self._call
         head, usage = call.head, call.usage
         if call.api == "chat":
-            told = call.rules.told_of_prompt(call.completions[0])
+            first = call.completions[0]
             return ChatReply(
-                head.id, head.created, head.model, choices, usage, prompt_logprobs=told
+                head.id,
+                head.created,
+                head.model,
+                choices,
+                usage,
+                prompt_logprobs=call.rules.told_of_prompt(first),
+                prompt_token_ids=TokenIds(call.rules.token_ids, first.request.prompt_ids).prompt,
             )
         return CompletionReply(head.id, head.created, head.model, choices, usage)
 
 
 async def whole_answer(
-    receive: Receive, work: Coroutine[Any, Any, bytes], timeout_s: float
+    receive: Receive,
+    work: Coroutine[Any, Any, bytes],
+    completions: Sequence[Completion],
+    timeout_s: float,
 ) -> Response | None:
-    """The JSON that `work` makes, or its failure; None if nobody is left to read an answer."""
+    """The JSON that `work` makes (with the receipt of its completions, if that is asked for), or
+    its failure; None if nobody is left to read an answer."""
     try:
         async with asyncio.timeout(timeout_s + GRACE_S):
             body = await while_connected(receive, work)
@@ -192,4 +217,5 @@ async def whole_answer(
         found = as_baton_error(error)
         log_failure(found, error)
         return error_response(found)
-    return Response(body, media_type="application/json")
+    body, headers = with_receipt(body, completions)
+    return Response(body, headers=headers, media_type="application/json")

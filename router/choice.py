@@ -11,12 +11,25 @@ from baton.errors import BatonError, Unavailable
 from baton.request import Request
 from router.policy import Ask, NodeSnapshot, PolicySettings, Route, choose_decode, choose_route
 from router.registry import NodeRegistry
+from router.scores import scores_of
+from router.sessions import SessionMap, tie_of
+from router.trace import RequestTrace
 
 
 class NodeChoice:
-    def __init__(self, registry: NodeRegistry, settings: PolicySettings) -> None:
+    """`trace` says on what terms, and is told the scores if a receipt is among them."""
+
+    def __init__(
+        self,
+        registry: NodeRegistry,
+        settings: PolicySettings,
+        sessions: SessionMap,
+        trace: RequestTrace,
+    ) -> None:
         self._registry = registry
         self._settings = settings
+        self._sessions = sessions
+        self._trace = trace
         self._excluded: set[str] = set()
         self._avoided: set[str] = set()
         self._refusal: BatonError | None = None
@@ -34,11 +47,13 @@ class NodeChoice:
     def route(self, request: Request) -> Route:
         """Nodes for a whole journey. Raises Unavailable, ContextLengthExceeded."""
         nodes = self._registry.snapshots()
+        ask = self._ask(request)
         try:
-            route = choose_route(self._ask(request), nodes, self._settings, random.random())
+            route = choose_route(ask, nodes, self._settings, self._tie())
         except Unavailable as error:
             raise (self._refusal or error) from error
         self._model_digest = route.decode.model_digest
+        self._chose(ask, nodes, route.prefill, route.decode)
         return route
 
     def decode(self, request: Request, fingerprint: str, leaving: str = "") -> NodeSnapshot:
@@ -46,12 +61,41 @@ class NodeChoice:
 
         Raises Unavailable, ContextLengthExceeded.
         """
-        nodes = [node for node in self._registry.snapshots() if node.boot_id != leaving]
-        ask = self._ask(request)
+        ask, nodes = self._ask(request), self._but(leaving)
+        node = self._decode(ask, nodes, fingerprint)
+        self._chose(ask, nodes, None, node)
+        return node
+
+    def check_decode(self, request: Request, fingerprint: str, leaving: str) -> None:
+        """Raise what `decode` would; nothing is chosen."""
+        self._decode(self._ask(request), self._but(leaving), fingerprint)
+
+    def _but(self, leaving: str) -> list[NodeSnapshot]:
+        return [node for node in self._registry.snapshots() if node.boot_id != leaving]
+
+    def _decode(self, ask: Ask, nodes: list[NodeSnapshot], fingerprint: str) -> NodeSnapshot:
         try:
-            return choose_decode(ask, nodes, fingerprint, self._settings, random.random())
+            return choose_decode(ask, nodes, fingerprint, self._settings, self._tie())
         except Unavailable as error:
             raise (self._refusal or error) from error
+
+    def _tie(self) -> float:
+        session = self._trace.terms.session
+        return tie_of(session) if session else random.random()
+
+    def _chose(
+        self,
+        ask: Ask,
+        nodes: list[NodeSnapshot],
+        prefill: NodeSnapshot | None,
+        decode: NodeSnapshot,
+    ) -> None:
+        """Remember where the session is now, and why there."""
+        terms = self._trace.terms
+        if terms.session:
+            self._sessions.served_by(terms.session, decode.boot_id)
+        if terms.receipt:
+            self._trace.scores = scores_of(ask, nodes, self._settings, (prefill, decode))
 
     def _ask(self, request: Request) -> Ask:
         return Ask(
@@ -61,4 +105,10 @@ class NodeChoice:
             model_digest=self._model_digest,
             excluded=frozenset(self._excluded),
             avoided=frozenset(self._avoided),
+            session_boot=self._session_boot(),
+            slo=self._trace.terms.slo,
         )
+
+    def _session_boot(self) -> str:
+        session = self._trace.terms.session
+        return self._sessions.node_of(session) if session else ""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from baton.clock import Clock
-from baton.errors import InternalError
+from baton.errors import Cancelled, InternalError
 from baton.events import TokenEvent, TokenLogprob
 from baton.request import FinishReason, Request
 from baton.tokenizer import Tokenizer
@@ -23,6 +23,7 @@ from router.metrics import RequestMeter
 from router.parsers.message import MessageParser, MessageRules
 from router.parsers.parts import Part
 from router.stops import StopMatcher
+from router.terms import STANDARD, Terms
 from router.trace import RequestTrace
 from router.web_errors import as_baton_error
 
@@ -72,12 +73,17 @@ class Completion:
     """
 
     def __init__(
-        self, request: Request, model: str, rules: OutputRules, tokenizer: Tokenizer
+        self,
+        request: Request,
+        model: str,
+        rules: OutputRules,
+        tokenizer: Tokenizer,
+        terms: Terms = STANDARD,
     ) -> None:
         self.request = request
         self.model = model
         self.prompt_text = rules.echo
-        self.trace = RequestTrace()
+        self.trace = RequestTrace(terms)
         self.completion_tokens = 0
         self.cached_tokens = 0
         self.reasoning_tokens = 0  # up to the one that ended it
@@ -101,21 +107,27 @@ class Completion:
     ) -> AsyncGenerator[Delta, None]:
         """Run the request. Raises BatonError; feeds `meter` and ends it on every way out."""
         outcome = "cancelled"
+        meter.params = self.request.params
         try:
             last: Delta | None = None
-            async with aclosing(dispatch.run(self.request, self.trace)) as events:
-                async for event in events:
-                    if last is not None:
-                        continue  # the dispatcher ends by itself after the finish, recorded by then
-                    delta = self._absorb(event)
-                    meter.tokens(clock.monotonic(), len(event.token_ids))
-                    if delta.finish_reason is None:
-                        yield delta
-                        continue
-                    last = delta
-                    if self._stopped_by_text:
-                        self.trace.stopped_by_text()
-                        break
+            try:
+                async with aclosing(dispatch.run(self.request, self.trace)) as events:
+                    async for event in events:
+                        if last is not None:
+                            continue  # the dispatcher ends by itself after the finish, recorded
+                        delta = self._absorb(event)
+                        meter.tokens(clock.monotonic(), len(event.token_ids))
+                        if delta.finish_reason is None:
+                            yield delta
+                            continue
+                        last = delta
+                        if self._stopped_by_text:
+                            self.trace.stopped_by_text()
+                            break
+            except Cancelled:
+                if not self.trace.aborted:
+                    raise
+                last = last or self._aborted()
             if last is None or last.finish_reason is None:
                 raise InternalError("the token stream ended without a finish reason")
             outcome = last.finish_reason.value
@@ -164,6 +176,14 @@ class Completion:
                 logprobs=event.logprobs,
             )
         )
+
+    def _aborted(self) -> Delta:
+        """The end of an output that somebody else than its client stopped: what there is of it."""
+        shown: list[str] = []
+        self._show(self._stops.push(self._decoder.flush()).text, shown)
+        self._show(self._stops.flush(), shown)
+        text, reason = "".join(shown), FinishReason.ABORT
+        return self._delta(Delta(self.completion_tokens, (), text, reason))
 
     def _show(self, text: str, shown: list[str]) -> None:
         """Text that became final with the token counted last."""

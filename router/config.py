@@ -35,15 +35,35 @@ class RouterConfig:
         "sampling defaults: the model's generation_config.json, or vLLM's neutral values",
         choices=("auto", "vllm"),
     )
+    pooling_type: str = option(
+        "auto",
+        "how /v1/embeddings makes a vector of hidden states; auto: as the model's files say",
+        choices=("auto", "last", "mean"),
+    )
+    matryoshka_dimensions: tuple[int, ...] = option(
+        (), "length that embeddings may be cut to (repeatable; default: as config.json says)"
+    )
+    reranker: str = option(
+        "auto",
+        "serve /v1/rerank and /v1/score by the model's yes and no; auto: if config.json says so",
+        choices=("auto", "qwen3", "none"),
+    )
     host: str = option("127.0.0.1", "address to listen on (HTTP and gRPC)")
     port: int = option(8000, "HTTP port, 0 = any free one")
     grpc_port: int = option(50051, "gRPC port, 0 = any free one")
+    admin_host: str = option("127.0.0.1", "address of the admin server")
+    admin_port: int | None = option(
+        None, "port of the admin server: /abort_requests, /drain, /debug, /metrics (default: none)"
+    )
     redis_url: str | None = option(
         None, "redis://..., rediss://... or unix://...; none = in memory"
     )
     prefill_node: tuple[str, ...] = option((), "HOST:PORT of a prefill node (repeatable)")
     decode_node: tuple[str, ...] = option((), "HOST:PORT of a decode node (repeatable)")
     api_key: tuple[str, ...] = option((), "key that clients must present (repeatable)")
+    api_keys: str | None = option(
+        None, "file (TOML, or JSON by its name) of keys with tenant, weight and limits of each"
+    )
     insecure: bool = option(False, "allow a non-loopback bind without TLS")
     router_id: str | None = option(None, "name of this router; default: drawn at start")
     policy: str = option(
@@ -63,7 +83,18 @@ class RouterConfig:
     rebalance: bool = option(
         False, "move running requests, with their KV, off decode nodes that have run out of blocks"
     )
-    max_live_requests: int = option(1024, "requests in flight; more are refused with 429")
+    power_of_two: bool = option(
+        False, "compare two drawn nodes instead of all: for many routers and slow reports"
+    )
+    max_live_requests: int = option(1024, "requests under way; more wait")
+    max_queued_requests: int = option(
+        512, "requests that wait for room; more are refused with 429; 0 = none waits"
+    )
+    max_request_tokens: int = option(1 << 20, "most n x (prompt + max_tokens) of one request")
+    prefill_window_s: float = option(
+        0.5, "work that prefill nodes may have queued before requests wait here, seconds"
+    )
+    receipts: bool = option(True, "tell clients that ask which nodes served them, and when")
     request_timeout_s: float = option(600.0, "deadline of a request that brings none, seconds")
     store_timeout_s: float = option(
         0.5, "longest wait for Redis before a plain request goes on, seconds"
@@ -81,11 +112,13 @@ class RouterConfig:
         """Raise ConfigError, naming the option, for values that no router may start with."""
         for name, lowest in (
             ("port", 0), ("grpc_port", 0), ("max_live_requests", 1), ("local_prefill_tokens", 0),
-            ("drain_s", 0), ("shutdown_s", 0),
+            ("drain_s", 0), ("shutdown_s", 0), ("admin_port", 0), ("max_queued_requests", 0),
+            ("max_request_tokens", 1),
         ):  # fmt: skip
-            if getattr(self, name) < lowest:
+            value = getattr(self, name)
+            if value is not None and value < lowest:
                 raise ConfigError(f"{name} must be at least {lowest}", field=name)
-        for name in ("request_timeout_s", "store_timeout_s"):
+        for name in ("request_timeout_s", "store_timeout_s", "prefill_window_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be positive", field=name)
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
@@ -93,11 +126,14 @@ class RouterConfig:
             raise ConfigError(message, field="tool_call_parser")
         if self.redis_url is not None:
             check_redis_url(self.redis_url)
-        if is_loopback(self.host):
+        for host in (self.host, self.admin_host):
+            self._check_host(host)
+
+    def _check_host(self, host: str) -> None:
+        if is_loopback(host):
             return
-        if not self.api_key:
-            raise ConfigError(f"listening on {self.host} needs --api-key", field="api_key")
+        if not self.api_key and self.api_keys is None:
+            message = f"listening on {host} needs --api-key or --api-keys"
+            raise ConfigError(message, field="api_key")
         if not self.insecure:
-            raise ConfigError(
-                f"listening on {self.host} without TLS needs --insecure", field="insecure"
-            )
+            raise ConfigError(f"listening on {host} without TLS needs --insecure", field="insecure")

@@ -127,7 +127,9 @@ class DialectReply:
         self._runner = runner
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reply = await whole_answer(receive, self._run(), self._call.timeout_s)
+        reply = await whole_answer(
+            receive, self._run(), self._call.completions, self._call.timeout_s
+        )
         if reply is not None:
             await reply(scope, receive, send)
 

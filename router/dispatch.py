@@ -32,25 +32,26 @@ from baton.errors import (
     DeadlineExceeded,
     GivenBack,
     InternalError,
-    InvalidRequest,
     KVError,
     KVLost,
     NodeLost,
-    Overloaded,
     error_from_code,
 )
-from baton.events import HandleReady, RequestFailed, Subscribed, TokenEvent
+from baton.events import HandleReady, Pooled, RequestFailed, Subscribed, TokenEvent
 from baton.handles import KVHandle
 from baton.log import request_context
 from baton.messages import Migrate, SubmitDecode, SubmitPrefill
 from baton.request import MAX_NODE_DEATHS, TRANSITIONS, Request, RequestState
+from router.admission import Bounds
 from router.choice import NodeChoice
-from router.ledger import RequestLedger, StoreGuard
+from router.gate import Gate, GateSettings
+from router.ledger import RequestLedger, StoreGuard, description
 from router.leg import Leg, Legs
 from router.migration import Candidate, MigrationStats, Move, Outcome
 from router.node_session import NodeEvent, SessionLost
 from router.policy import NodeSnapshot, PolicySettings, Route
 from router.registry import NodeRegistry
+from router.sessions import SessionMap
 from router.showing import Showing
 from router.trace import RequestTrace
 
@@ -61,7 +62,8 @@ MOVE_S: Final = 30.0  # a migration that took longer may be asked for again
 
 @dataclass(frozen=True, slots=True)
 class DispatchParts:
-    """What a dispatcher works with. `timeout_s` is the deadline of a request that brings none."""
+    """What a dispatcher works with. `timeout_s` is the deadline of a request that brings none;
+    without a `gate`, `max_live` requests run and none wait."""
 
     registry: NodeRegistry
     store: StoreGuard
@@ -70,6 +72,8 @@ class DispatchParts:
     max_live: int = 1024
     timeout_s: float = 600.0
     migrations: MigrationStats = field(default_factory=MigrationStats)
+    gate: Gate | None = None
+    sessions: SessionMap = field(default_factory=SessionMap)
 
 
 class HopFailed(Exception):
@@ -86,6 +90,8 @@ class Dispatcher:
 
     def __init__(self, parts: DispatchParts) -> None:
         self._parts = parts
+        settings = GateSettings(Bounds(parts.max_live))
+        self.gate = parts.gate or Gate(parts.clock, settings)
         self._live: dict[str, Journey] = {}
 
     @property
@@ -100,29 +106,32 @@ class Dispatcher:
         Closing the generator early aborts the request on every node (CANCELLED, or FINISHED after
         `trace.stopped_by_text()`). Mutates `trace`. Raises BatonError where the request fails.
         """
-        parts = self._parts
-        if request.id in self._live:
-            raise InvalidRequest(f"request id {request.id!r} is in use", field="request_id")
-        if len(self._live) >= parts.max_live:
-            raise Overloaded(f"{parts.max_live} requests are under way already")
+        parts, trace = self._parts, trace or RequestTrace()
         deadline = request.deadline or parts.clock.monotonic() + parts.timeout_s
-        journey = Journey(replace(request, deadline=deadline), trace or RequestTrace(), parts)
-        self._live[request.id] = journey
-        journey.start(lambda: self._live.pop(request.id, None))
-        try:
-            while (event := await journey.shown.events.get()) is not None:
-                yield event
-            if journey.failure is not None:
-                raise journey.failure
-        finally:
-            await journey.stop()
+        request = replace(request, deadline=deadline)
+        async with self.gate.admitted(request, trace):
+            journey = Journey(request, trace, parts)
+            self._live[request.id] = journey
+            journey.start(lambda: self._live.pop(request.id, None))
+            try:
+                while (event := await journey.shown.events.get()) is not None:
+                    yield event
+                if journey.failure is not None:
+                    raise journey.failure
+            finally:
+                await journey.stop()
 
-    def abort(self, request_id: str) -> bool:
-        """Cancel a request from outside; its `run` raises Cancelled. False: none such here."""
+    def abort(self, request_id: str, by_operator: bool = False) -> bool:
+        """Cancel a request from outside. `by_operator`: its client waits for one. False: none."""
         journey = self._live.get(request_id)
         if journey is not None:
+            journey.seen[1].aborted = by_operator
             journey.cancel()
-        return journey is not None
+        return journey is not None or self.gate.cancel(request_id)
+
+    def live(self) -> list[tuple[Request, RequestTrace]]:
+        """What is under way, in the order of arrival."""
+        return [journey.seen for journey in self._live.values()]
 
     @property
     def migrations(self) -> MigrationStats:
@@ -149,7 +158,8 @@ class Dispatcher:
             return False
 
     async def stop(self) -> None:
-        """Cancel whatever is still under way."""
+        """Cancel whatever is still under way, refuse what waits."""
+        self.gate.stop()
         await asyncio.gather(*(journey.stop() for journey in list(self._live.values())))
 
 
@@ -165,7 +175,7 @@ class Journey:
         self.shown = Showing(request, trace, parts.clock)
         self._output = self.shown.output
         self._legs = Legs(parts.registry)
-        self._nodes = NodeChoice(parts.registry, parts.settings)
+        self._nodes = NodeChoice(parts.registry, parts.settings, parts.sessions, trace)
         self._attempts = 0
         self._planned: NodeSnapshot | None = None  # the decode node that the route named
         self._move: Move | None = None  # under way to another decode node
@@ -177,12 +187,23 @@ class Journey:
 
     def start(self, ended: Callable[[], object]) -> None:
         self._task = asyncio.create_task(self._run(), name=f"request {self._request.id}")
-        self._task.add_done_callback(lambda _: ended())
+        self._task.add_done_callback(lambda task: self._over(task, ended))
+
+    def _over(self, task: asyncio.Task[None], ended: Callable[[], object]) -> None:
+        ended()
+        if task.cancelled():  # before it began: none of its own code has run
+            self.failure = Cancelled("the request was cancelled")
+            self.shown.close()
 
     def cancel(self) -> None:
         """Once the end is being recorded there is nothing left to cancel."""
         if self._task is not None and not self._closing:
             self._task.cancel()
+
+    @property
+    def seen(self) -> tuple[Request, RequestTrace]:
+        """The request as its nodes have it now, and what it went through."""
+        return self._request, self._trace
 
     @property
     def candidate(self) -> Candidate | None:
@@ -200,7 +221,7 @@ class Journey:
         if leg is None or self.candidate is None:
             return None
         try:
-            self._nodes.decode(self._request, leg.node.fingerprint, leaving=leg.node.boot_id)
+            self._nodes.check_decode(self._request, leg.node.fingerprint, leg.node.boot_id)
         except BatonError:
             return None
         move = self._move = Move(leg.node.boot_id, self._clock.monotonic())
@@ -251,7 +272,7 @@ class Journey:
         deadline = self._request.deadline
         assert deadline is not None, "Dispatcher.run sets one"
         async with asyncio.timeout(deadline - self._clock.monotonic()):
-            ledger = await self._parts.store.open(self._request, _description(self._request))
+            ledger = await self._parts.store.open(self._request, description(self._request))
             opened.append(ledger)
             self._trace.queued_at = self._clock.monotonic()
             while not self._output.finished:
@@ -354,6 +375,8 @@ class Journey:
                 raise HopFailed(self._lost(legs.decode, event), death=not event.drained)
             case HandleReady():
                 await self._move_on(ledger, event.handle)
+            case Pooled():
+                pass  # asked for by router/pooling.py alone
 
     async def _handed_over(self, ledger: RequestLedger) -> None:
         """D's first event: the KV arrived whole, P may forget it."""
@@ -480,12 +503,3 @@ class Journey:
     def _ended_on_decode(self) -> bool:
         """The decode node had the last word; else token 1 was it, and the export is of no use."""
         return self._legs.decoding or self._legs.handle is None
-
-
-def _description(request: Request) -> dict[str, str]:
-    """What the record says of a plain request."""
-    return {
-        "seed": str(request.params.seed),
-        "prompt_tokens": str(len(request.prompt_ids)),
-        "max_tokens": str(request.params.max_tokens),
-    }

@@ -9,12 +9,11 @@ The life: bind() -> start() -> watch() as a task -> stop().
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, Final, NoReturn
 
 import grpc
@@ -31,6 +30,7 @@ from baton.sampling import SamplingParams, refuse_unserved
 from baton.timing import server_options
 from protos import serve_pb2, serve_pb2_grpc
 from router.completion import Completion, Delta, OutputRules
+from router.keys import EVERYBODY, KeyRing
 from router.openai import MAX_NAME_CHARS, MAX_STOP_CHARS, MAX_STOPS, PRIORITY_LIMIT, token_ids_below
 from router.prompts import (
     DEFAULT_MAX_TOKENS,
@@ -39,12 +39,15 @@ from router.prompts import (
     check_room,
     room_for_output,
 )
+from router.receipt import HEADER, header_of, receipt_of
 from router.registry import ServedModel
 from router.services import RouterServices
+from router.terms import read_terms
 from router.web_errors import as_baton_error, error_object, log_failure
 
 log = logging.getLogger(__name__)
 
+RETRY_PUSHBACK_METADATA: Final = "grpc-retry-pushback-ms"  # gRPC's own name: proposal A6
 SERVICE: Final = "baton.serve.v1.Inference"
 STOP_MARGIN_S: Final = 1.0
 _HEALTH_PREFIX: Final = "/grpc.health.v1.Health/"
@@ -57,9 +60,10 @@ _FLOATS: Final = ("temperature", "top_p", "min_p", "presence_penalty", "frequenc
 class InferenceService(serve_pb2_grpc.InferenceServicer):
     """Serves Inference from a router's services."""
 
-    def __init__(self, services: RouterServices, prompts: PromptReader) -> None:
+    def __init__(self, services: RouterServices, prompts: PromptReader, keys: KeyRing) -> None:
         self._services = services
         self._prompts = prompts
+        self._keys = keys
 
     async def Generate(
         self, request: serve_pb2.GenerateRequest, context: Any
@@ -75,6 +79,9 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
                 async with aclosing(deltas):
                     async for delta in deltas:
                         yield _event(completion, delta)
+                if completion.trace.terms.receipt:
+                    told = header_of(receipt_of(completion))
+                    context.set_trailing_metadata(((HEADER, told),))
             except Exception as error:  # noqa: BLE001  every failure becomes one gRPC status
                 await _abort(context, error)
 
@@ -139,6 +146,9 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
         now = self._services.clock.monotonic()
         timeout_s = self._services.config.request_timeout_s
         remaining = context.time_remaining()  # None without a deadline of the caller's
+        metadata = context.invocation_metadata()
+        grant = self._keys.bearer(_metadata(metadata, "authorization").encode()) or EVERYBODY
+        terms = read_terms(lambda name: _metadata(metadata, name), grant)
         request = Request(
             id=request_id,
             prompt_ids=ids,
@@ -147,10 +157,14 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
             priority=message.priority,
             tenant_salt=message.cache_salt,
             deadline=now + (timeout_s if remaining is None else min(timeout_s, remaining)),
-            traceparent=_metadata(context.invocation_metadata(), "traceparent"),
+            traceparent=_metadata(metadata, "traceparent"),
             arrival=now,
         )
-        return Completion(request, self._name(model), rules, self._services.tokenizer)
+        # proto3 does not tell a priority of 0 from none: then the metadata's holds.
+        receipt = terms.receipt and self._services.config.receipts
+        terms = replace(terms, priority=message.priority or terms.priority, receipt=receipt)
+        request = terms.applied(request)
+        return Completion(request, self._name(model), rules, self._services.tokenizer, terms)
 
     async def _prompt_ids(
         self, message: serve_pb2.GenerateRequest, model: ServedModel
@@ -180,8 +194,8 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
 class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
     """Denies every method but health without a known key."""
 
-    def __init__(self, keys: Sequence[str]) -> None:
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+    def __init__(self, keys: KeyRing) -> None:
+        self._keys = keys
         self._denial = grpc.unary_unary_rpc_method_handler(self._deny)
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
@@ -191,12 +205,7 @@ class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
         return self._denial
 
     def _admits(self, metadata: Any) -> bool:
-        scheme, _, key = _metadata(metadata, "authorization").partition(" ")
-        if scheme.lower() != "bearer":
-            return False
-        digest = hashlib.sha256(key.strip().encode()).digest()
-        # Every key is compared, so that the time tells nothing about which one was close.
-        return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0
+        return self._keys.bearer(_metadata(metadata, "authorization").encode()) is not None
 
     @staticmethod
     async def _deny(_: Any, context: Any) -> NoReturn:
@@ -214,15 +223,15 @@ class GrpcServer:
     def __init__(self, services: RouterServices) -> None:
         self._services = services
         self._prompts = PromptReader(services.tokenizer, services.chat_template)
-        keys = services.config.api_key
+        keys = KeyRing.load(services.config.api_key, services.config.api_keys)
         self._server = grpc.aio.server(
             options=server_options(services.config.timing),
-            interceptors=[ApiKeyInterceptor(keys)] if keys else [],
+            interceptors=[ApiKeyInterceptor(keys)] if len(keys) else [],
         )
         # pyright does not see the conditional import of `aio` in there
         self._health: Any = health.aio.HealthServicer()  # pyright: ignore
         serve_pb2_grpc.add_InferenceServicer_to_server(
-            InferenceService(services, self._prompts), self._server
+            InferenceService(services, self._prompts, keys), self._server
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -334,6 +343,8 @@ async def _abort(context: Any, cause: Exception) -> NoReturn:
     trailing = [(ERROR_CODE_METADATA, error.code)]
     if error.field is not None:
         trailing.append((ERROR_FIELD_METADATA, error.field))
+    if error.retry_after_s is not None:
+        trailing.append((RETRY_PUSHBACK_METADATA, str(error.retry_after_s * 1000)))
     context.set_trailing_metadata(tuple(trailing))
     message = error_object(error)["error"]["message"]
     await context.abort(grpc.StatusCode[error.grpc_code], message)

@@ -8,7 +8,6 @@ in.
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from router.anthropic.api import AnthropicApi
 from router.calls import Api, Call, Runner, WholeReply
 from router.chat_rules import conversation_of
 from router.completion import Completion
-from router.intake import Asked, Intake, ServedModel, traceparent_of
+from router.intake import Asked, Intake
 from router.openai import (
     Body,
     ChatBody,
@@ -38,12 +37,16 @@ from router.openai import (
     prompts_of,
     token_ids_below,
 )
-from router.openai_replies import Model, ModelList, ReplyHead, ReplyRules
+from router.openai_replies import ModelList, ReplyHead, ReplyRules
+from router.prompt_options import truncated
 from router.prompts import DEFAULT_MAX_TOKENS, PromptReader, room_for_output
 from router.reading import read_body
+from router.request_ids import engine_id, reply_id
 from router.responses.api import ResponsesApi
+from router.served import cards
 from router.services import RouterServices
 from router.sse import StreamReply
+from router.terms import terms_of
 
 
 class HttpApi:
@@ -88,7 +91,7 @@ class HttpApi:
         body = await self._read(request, CompletionBody)
         check_common(body)
         model = self._intake.model(body.model)
-        id_ = "cmpl-" + secrets.token_hex(12)
+        id_ = reply_id("cmpl", request)
         prompts = prompts_of(body)
         special = body.add_special_tokens is not False
         completions: list[Completion] = []
@@ -103,35 +106,50 @@ class HttpApi:
                 if isinstance(prompt, str)
                 else token_ids_below(prompt, model.vocab_size, field)
             )
+            limit = model.max_model_len - (body.max_tokens or 1)
+            ids = truncated(ids, body.truncate_prompt_tokens, limit)
             room = room_for_output(len(ids), model.max_model_len, field)
             default = min(DEFAULT_MAX_TOKENS, room)
             echo = ""
             if body.echo:
                 echo = prompt if isinstance(prompt, str) else await self._prompts.decode(ids)
-            one = Asked(f"{id_}-{index}", ids, default, traceparent_of(request), echo=echo)
+            one = Asked(engine_id(id_, index), ids, default, terms_of(request), echo=echo)
             completions.append(self._intake.completion(body, one, model))
         rules = ReplyRules(
-            self._services.tokenizer, body.logprobs, body.prompt_logprobs, echo=bool(body.echo)
+            self._services.tokenizer,
+            body.logprobs,
+            body.prompt_logprobs,
+            echo=bool(body.echo),
+            token_ids=bool(body.return_token_ids),
         )
         return self._reply(_Plan("completion", id_, rules), body, completions)
 
     async def chat_completions(self, request: HttpRequest) -> WholeReply | StreamReply:
         body = await self._read(request, ChatBody)
-        id_ = "chatcmpl-" + secrets.token_hex(12)
+        id_ = reply_id("chatcmpl", request)
         turn = await self._intake.chat(body, id_, request)
         rules = ReplyRules(
             self._services.tokenizer,
             (body.top_logprobs or 0) if body.logprobs else None,
             body.prompt_logprobs,
             parsed=turn.parsed,
+            token_ids=bool(body.return_token_ids),
             draw_id=turn.draw_id,
         )
         return self._reply(_Plan("chat", id_, rules), body, [turn.completion])
 
+    def of_tokens(self, body: CompletionBody, ids: tuple[int, ...], id_: str) -> Completion:
+        """A completion of tokens, for router/generate_ids.py: up to what the model holds."""
+        model = self._intake.model(body.model)
+        token_ids_below(ids, model.vocab_size, "token_ids")
+        room = room_for_output(len(ids), model.max_model_len, "token_ids")
+        return self._intake.completion(body, Asked(id_, ids, room), model)
+
     def _reply(
         self, plan: _Plan, body: CompletionBody | ChatBody, completions: list[Completion]
     ) -> WholeReply | StreamReply:
-        head = ReplyHead(plan.id, completions[0].model, int(time.time()))
+        name = completions[0].request.adapter or completions[0].model
+        head = ReplyHead(plan.id, name, int(time.time()))
         include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         timeout_s = self._services.config.request_timeout_s
         call = Call(plan.api, head, tuple(completions), plan.rules, include_usage, timeout_s)
@@ -170,12 +188,14 @@ class HttpApi:
     # ---- about the server ----
 
     async def models(self, _: HttpRequest) -> Response:
-        """The served model; an empty list until a node has said which it is."""
-        model: ServedModel | None = self._services.registry.model()
-        return _json(ModelList([] if model is None else [self._card(model)]))
+        """The served model and its adapters; empty until a node has said which they are."""
+        return _json(ModelList(cards(self._services, self._started)))
 
     async def model(self, request: HttpRequest) -> Response:
-        return _json(self._card(self._intake.model(str(request.path_params["name"]))))
+        name = str(request.path_params["name"])
+        self._intake.model(name)
+        found = cards(self._services, self._started)
+        return _json(next(card for card in found if card.id == name))
 
     async def health(self, _: HttpRequest) -> Response:
         """The process answers. Says nothing of nodes: a restart would not help them."""
@@ -194,9 +214,6 @@ class HttpApi:
         return Response(body, headers={"content-type": CONTENT_TYPE})
 
     # ---- shared ----
-
-    def _card(self, model: ServedModel) -> Model:
-        return Model(self._intake.name(model), self._started, model.name, model.max_model_len)
 
     async def _read(self, request: HttpRequest, kind: type[Body]) -> Body:
         return parse(await read_body(request), kind)

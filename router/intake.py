@@ -8,14 +8,11 @@ in the RouterServices passed in.
 
 from __future__ import annotations
 
-import re
 import secrets
 from dataclasses import dataclass, replace
-from typing import Final, Protocol
 
 from starlette.requests import Request as HttpRequest
 
-from baton.errors import ModelNotFound, Unavailable
 from baton.request import Request
 from router.chat_rules import conversation_of, message_rules, tool_format
 from router.completion import Completion, OutputRules
@@ -29,21 +26,12 @@ from router.openai import (
 )
 from router.openai_message import DrawId, draw_call_id, draw_short_call_id
 from router.parsers.message import MessageRules
+from router.prompt_options import bad_word_ids, truncated
 from router.prompts import PromptReader, check_prompt_logprobs, check_room, room_for_output
+from router.request_ids import engine_id
+from router.served import ServedModel, adapter_of, model_name, served_model
 from router.services import RouterServices
-
-_TRACEPARENT: Final = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
-
-
-class ServedModel(Protocol):
-    """What `registry.model()` tells."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def max_model_len(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
+from router.terms import STANDARD, Terms, terms_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +41,7 @@ class Asked:
     id: str
     prompt_ids: tuple[int, ...]
     default_max_tokens: int
-    traceparent: str
+    terms: Terms = STANDARD
     echo: str = ""
     message: MessageRules | None = None
 
@@ -83,16 +71,11 @@ class Intake:
         self._prompts = prompts
 
     def model(self, asked: str | None) -> ServedModel:
-        """The served model. Raises ModelNotFound for another name, Unavailable without a node."""
-        model: ServedModel | None = self._services.registry.model()
-        if model is None:
-            raise Unavailable("no node has registered yet")
-        if asked is not None and asked != self.name(model):
-            raise ModelNotFound(f"the model {asked[:200]!r} does not exist", field="model")
-        return model
+        """See served_model."""
+        return served_model(self._services, asked)
 
     def name(self, model: ServedModel) -> str:
-        return self._services.config.served_model_name or model.name
+        return model_name(self._services, model)
 
     async def chat(
         self, body: ChatBody, id_: str, request: HttpRequest, fit_room: bool = False
@@ -107,12 +90,14 @@ class Intake:
         calls = tool_format(body, config)  # refused before anything is rendered
         asked = conversation_of(body)
         prompt = await self._prompts.chat(asked)
-        room = room_for_output(len(prompt.ids), model.max_model_len, "messages")
+        limit = model.max_model_len - (body.max_completion_tokens or body.max_tokens or 1)
+        ids = truncated(prompt.ids, body.truncate_prompt_tokens, limit)
+        room = room_for_output(len(ids), model.max_model_len, "messages")
         fitted = fit_room and body.max_tokens is not None and body.max_tokens > room
         if fitted:
             body.max_tokens = room
         message = message_rules(body, asked, prompt, config)
-        one = Asked(id_, prompt.ids, room, traceparent_of(request), message=message)
+        one = Asked(engine_id(id_), ids, room, terms_of(request), message=message)
         draw_id = draw_short_call_id if calls and calls.short_ids else draw_call_id
         return ChatTurn(self.completion(body, one, model), message is not None, draw_id, fitted)
 
@@ -130,6 +115,8 @@ class Intake:
             **self._services.sampling_defaults,
         }
         params = sampling_params(body, defaults)
+        words = bad_word_ids(body.bad_words, self._services.tokenizer)
+        params = replace(params, bad_words=words)
         field = "max_tokens"
         if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
             field = "max_completion_tokens"
@@ -152,16 +139,13 @@ class Intake:
             id=asked.id,
             prompt_ids=asked.prompt_ids,
             params=params,
+            adapter=adapter_of(self._services, body.model),
             priority=body.priority or 0,
             tenant_salt=body.cache_salt or "",
             deadline=now + self._services.config.request_timeout_s,
-            traceparent=asked.traceparent,
+            traceparent=asked.terms.traceparent,
             arrival=now,
         )
-        return Completion(request, self.name(model), rules, self._services.tokenizer)
-
-
-def traceparent_of(request: HttpRequest) -> str:
-    """The client's W3C traceparent, empty if there is none that may travel on."""
-    given = request.headers.get("traceparent", "")
-    return given if _TRACEPARENT.fullmatch(given) else ""
+        terms = asked.terms.with_body(body, self._services.config.receipts)
+        request = terms.applied(request)
+        return Completion(request, self.name(model), rules, self._services.tokenizer, terms)

@@ -194,3 +194,12 @@ class StoreGuard:
             self.stats.away = True
             self.stats.outages += 1
             logger.warning("the store is away, requests go on unlogged: %s", error.message)
+
+
+def description(request: Request) -> dict[str, str]:
+    """What the record says of a plain request."""
+    return {
+        "seed": str(request.params.seed),
+        "prompt_tokens": str(len(request.prompt_ids)),
+        "max_tokens": str(request.params.max_tokens),
+    }

@@ -19,6 +19,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Final, cast
 
 import uvicorn
@@ -34,10 +35,14 @@ from baton.errors import ConfigError
 from baton.generation_config import sampling_defaults
 from baton.handles import Role
 from baton.tokenizer import Tokenizer
+from router.admin import create_admin_app
+from router.admission import Bounds
 from router.app import create_app
 from router.config import RouterConfig
 from router.directory import RedisDirectory
 from router.dispatch import Dispatcher, DispatchParts
+from router.gate import Gate, GateSettings
+from router.gate_metrics import watch_gate
 from router.grpc_api import GrpcServer
 from router.http_guard import HttpLimits, uvicorn_settings
 from router.ledger import StoreGuard
@@ -138,6 +143,7 @@ class Router:
                     settings=policy_settings(config),
                     max_live=config.max_live_requests,
                     timeout_s=config.request_timeout_s,
+                    gate=_gate(config, self.registry),
                 )
             ),
             registry=self.registry,
@@ -153,6 +159,7 @@ class Router:
 
         self.migrator = _migrator(config, self.registry, self.services.dispatcher)
         self.services.metrics.watch_migrations(lambda: self.services.dispatcher.migrations)
+        watch_gate(self.services.metrics.registry, self.services.dispatcher.gate)
 
     async def start(self) -> None:
         await self.guard.start()
@@ -177,6 +184,7 @@ def policy_settings(config: RouterConfig) -> PolicySettings:
         prefix_weight=1.0 if config.policy == "prefix-aware" else 0.0,
         local_prefill_tokens=config.local_prefill_tokens,
         placement=cast(Placement, config.prefill_placement),  # one of its choices
+        two_choices=config.power_of_two,
     )
 
 
@@ -189,6 +197,7 @@ async def serve(config: RouterConfig) -> None:
     router = Router(config)
     listener = bind(config)
     http = http_server(config, router.services)
+    admin = AdminServer(config, router.services)
     grpc_server = GrpcServer(router.services)
     grpc_port = grpc_server.bind()
     await router.start()
@@ -198,10 +207,11 @@ async def serve(config: RouterConfig) -> None:
         serving,
         asyncio.create_task(router.run_background(), name="heartbeats"),
         asyncio.create_task(grpc_server.watch(), name="health"),
+        *admin.start(),
     ]
     try:
         await until(http.began, tasks)
-        announce(config, listener.getsockname()[1], grpc_port)
+        announce(config, listener.getsockname()[1], grpc_port, admin.address)
         await until(stages.drain, tasks)
         router.services.lifecycle.draining = True
         await grpc_server.tell_health()
@@ -215,6 +225,7 @@ async def serve(config: RouterConfig) -> None:
         )
     finally:
         http.should_exit = http.force_exit = True
+        admin.stop()
         await router.stop()
         await grpc_server.stop(0)
         for task in tasks[1:]:
@@ -252,6 +263,31 @@ def http_server(config: RouterConfig, services: RouterServices) -> HttpServer:
     )
 
 
+class AdminServer:
+    """The admin port, if the config names one. The life: made (bound) -> start() -> stop()."""
+
+    def __init__(self, config: RouterConfig, services: RouterServices) -> None:
+        """Raises ConfigError if the port cannot be bound."""
+        self.address: str | None = None
+        self._listener: socket.socket | None = None
+        if config.admin_port is not None:
+            self._listener = bind(replace(config, host=config.admin_host, port=config.admin_port))
+            self.address = join(config.admin_host, self._listener.getsockname()[1])
+        settings = uvicorn_settings(HttpLimits())
+        app = create_admin_app(services)
+        self._server = HttpServer(uvicorn.Config(app, log_config=None, lifespan="off", **settings))
+
+    def start(self) -> list[asyncio.Task[None]]:
+        """The task that serves, none without a port."""
+        if self._listener is None:
+            return []
+        return [asyncio.create_task(self._server.serve([self._listener]), name="admin")]
+
+    def stop(self) -> None:
+        """Twice is safe."""
+        self._server.should_exit = self._server.force_exit = True
+
+
 def bind(config: RouterConfig) -> socket.socket:
     """A bound HTTP socket. Raises ConfigError."""
     try:
@@ -270,17 +306,21 @@ def bind(config: RouterConfig) -> socket.socket:
     return listener
 
 
-def announce(config: RouterConfig, port: int, grpc_port: int) -> None:
+def announce(config: RouterConfig, port: int, grpc_port: int, admin: str | None = None) -> None:
     """The READY line: whoever started this process reads it."""
-    host = f"[{config.host}]" if ":" in config.host else config.host
     ready = {
         "ready": True,
         "role": "router",
-        "address": f"{host}:{port}",
-        "grpc_address": f"{host}:{grpc_port}",
+        "address": join(config.host, port),
+        "grpc_address": join(config.host, grpc_port),
+        "admin_address": admin,
     }
     sys.stdout.write(json.dumps(ready) + "\n")
     sys.stdout.flush()
+
+
+def join(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
@@ -314,6 +354,15 @@ def _migrator(config: RouterConfig, registry: NodeRegistry, dispatcher: Dispatch
             rebalance=config.rebalance,
         )
     )
+
+
+def _gate(config: RouterConfig, registry: NodeRegistry) -> Gate:
+    """Between the front doors and the dispatcher; looks at the nodes whenever one reports."""
+    bounds = Bounds(config.max_live_requests, config.max_queued_requests)
+    settings = GateSettings(bounds, config.max_request_tokens, config.prefill_window_s)
+    gate = Gate(SystemClock(), settings, registry.snapshots)
+    registry.watch_reports(gate.poke)
+    return gate
 
 
 def _chat_template(config: RouterConfig) -> ChatTemplate | None:

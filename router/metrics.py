@@ -24,8 +24,10 @@ from baton.metrics import (
     cache_usage,
     render,
 )
+from baton.sampling import SamplingParams
 from router.migration import MigrationStats
 from router.trace import RequestTrace
+from router.vllm_metrics import Finished, NodeInfo, VllmMetrics
 
 _MODEL: Final = "model_name"
 # Own name -> vLLM's names for the same thing (its newer and older ones).
@@ -64,6 +66,7 @@ class _Instruments:
     prefix_queries: Counter
     prefix_hits: Counter
     nodes: Counter
+    pooling: Counter
 
 
 class RouterMetrics:
@@ -75,10 +78,13 @@ class RouterMetrics:
         self.instruments = _instruments(self._own)
         self._nodes: Callable[[], Sequence[NodeRecord]] = tuple
         self._migrations: Callable[[], MigrationStats] = MigrationStats
+        self._adapters: Callable[[], set[str]] = set
         self._live = 0
+        self.vllm = VllmMetrics(self.registry)
         self.registry.register(_Exported(self._own))
         self.registry.register(_Nodes(self._current_nodes, lambda: self._live))
         self.registry.register(_Migrations(self._current_migrations))
+        self.registry.register(NodeInfo(self._current_nodes, self._current_adapters))
 
     def watch_nodes(self, nodes: Callable[[], Sequence[NodeRecord]]) -> None:
         """Where the load of the nodes is read from at each scrape."""
@@ -88,8 +94,20 @@ class RouterMetrics:
         """Where the counters of migrations are read from at each scrape."""
         self._migrations = migrations
 
+    def watch_adapters(self, adapters: Callable[[], set[str]]) -> None:
+        """Where the adapters of requests under way are read from at each scrape."""
+        self._adapters = adapters
+
+    @property
+    def live(self) -> int:
+        """Requests under way here."""
+        return self._live
+
     def _current_nodes(self) -> Sequence[NodeRecord]:
         return self._nodes()
+
+    def _current_adapters(self) -> set[str]:
+        return self._adapters()
 
     def _current_migrations(self) -> MigrationStats:
         return self._migrations()
@@ -101,6 +119,11 @@ class RouterMetrics:
 
     def ended(self) -> None:
         self._live -= 1
+
+    def pooled(self, model: str, tokens: int, outcome: str) -> None:
+        """An embedding or scoring call is over; `outcome`: "ok" or the error's code."""
+        self.instruments.pooling.labels(model, outcome).inc()
+        self.instruments.prompt_tokens.labels(model).inc(tokens)
 
     def render(self) -> bytes:
         return render(self.registry)
@@ -118,6 +141,7 @@ class RequestMeter:
         self._tokens = 0
         self._inter_token = metrics.instruments.inter_token.labels(model)
         self._ended = False
+        self.params: SamplingParams | None = None  # as asked for, if its front door tells
 
     def tokens(self, now: float, count: int) -> None:
         """`count` new tokens are shown at `now`."""
@@ -151,6 +175,13 @@ class RequestMeter:
         if outcome not in ("stop", "length"):
             by.failure.labels(model, outcome).inc()
             return
+        self._metrics.vllm.ended(
+            model,
+            Finished(
+                self.params, prompt_tokens, self._tokens, self._arrival, trace.dispatched_at,
+                self._first, self._last,
+            ),
+        )  # fmt: skip
         by.success.labels(model, outcome).inc()
         by.e2e.labels(model).observe(now - self._arrival)
         if self._first is not None and self._tokens > 1:
@@ -187,6 +218,7 @@ def _instruments(registry: CollectorRegistry) -> _Instruments:
         prefix_queries=counter("baton_prefix_cache_queries", "Prompt tokens looked up"),
         prefix_hits=counter("baton_prefix_cache_hits", "Prompt tokens found on the node"),
         nodes=counter("baton_node_requests", "Requests by the node that ran them", "role", "node"),
+        pooling=counter("baton_pooling_requests", "Embeddings, scores: calls", "outcome"),
     )
 
 

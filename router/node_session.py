@@ -24,7 +24,7 @@ import grpc.aio
 from baton import messages, wire
 from baton.clock import Clock
 from baton.errors import BatonError, ConfigError, InvalidRequest, NodeLost
-from baton.events import HandleReady, NodeStep, RequestFailed, Subscribed, TokenEvent
+from baton.events import HandleReady, NodeStep, Pooled, RequestFailed, Subscribed, TokenEvent
 from baton.handles import NodeLoad, NodeRecord
 from baton.timing import Timing, channel_options
 from protos import node_pb2_grpc
@@ -48,7 +48,8 @@ class SessionLost:
     drained: bool = False
 
 
-NodeEvent = TokenEvent | HandleReady | Subscribed | RequestFailed | SessionLost
+Told = TokenEvent | HandleReady | Subscribed | Pooled | RequestFailed
+NodeEvent = Told | SessionLost
 
 
 @dataclass(slots=True, eq=False)
@@ -81,6 +82,7 @@ class SessionContext:
     log: StepLog
     admit: Callable[[str, NodeRecord], None]
     changed: Callable[[], None]  # a session came up or went down, a node began to drain
+    reported: Callable[[], None] = lambda: None  # a step has been routed
 
 
 class NodeSession:
@@ -273,7 +275,7 @@ class NodeSession:
             if began_to_drain:
                 self._context.changed()
         self.prefix.apply(step.block_events_seq, step.block_events)
-        for event in (*step.handles, *step.subscribed):
+        for event in (*step.handles, *step.subscribed, *step.pooled):
             self._route(event)
         if step.tokens:
             current = [event for event in step.tokens if self._attachment(event) is not None]
@@ -282,10 +284,9 @@ class NodeSession:
                 self._route(event)
         for failed in step.failed:
             self._route(failed)
+        self._context.reported()
 
-    def _attachment(
-        self, event: TokenEvent | HandleReady | Subscribed | RequestFailed
-    ) -> Attachment | None:
+    def _attachment(self, event: Told) -> Attachment | None:
         attachment = self._attached.get(event.request_id)
         if attachment is None:
             return None
@@ -293,7 +294,7 @@ class NodeSession:
         unread = isinstance(event, RequestFailed) and event.epoch == 0
         return attachment if unread or attachment.epoch == event.epoch else None
 
-    def _route(self, event: TokenEvent | HandleReady | Subscribed | RequestFailed) -> None:
+    def _route(self, event: Told) -> None:
         attachment = self._attachment(event)
         if attachment is None:
             return

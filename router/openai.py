@@ -29,7 +29,6 @@ PRIORITY_LIMIT: Final = 2**31 - 1
 UNSERVED: Final[dict[str, tuple[Any, ...]]] = {
     "allowed_token_ids": ([],),
     "audio": (),
-    "bad_words": ([],),
     "chat_template": (),
     "documents": ([],),
     "function_call": ("none", "auto"),
@@ -44,7 +43,6 @@ UNSERVED: Final[dict[str, tuple[Any, ...]]] = {
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
     "suffix": ("",),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "web_search_options": (),
 }
@@ -93,6 +91,12 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     add_special_tokens: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    truncate_prompt_tokens: int | None = None
+    bad_words: list[str] | None = None
+    return_token_ids: bool | None = None
+    user: str | None = None  # with prompt_cache_key: names a session (router/terms.py)
+    prompt_cache_key: str | None = None
+    baton_timing: bool | None = None  # a receipt, please
 
 
 class CompletionBody(SamplingFields, kw_only=True):

@@ -7,7 +7,7 @@ every frame with the OpenAI SDK.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol
 
@@ -26,6 +26,7 @@ from router.openai_logprobs import (
 )
 from router.openai_message import AssistantMessage, delta_of, draw_call_id
 from router.parsers.parts import Content, Part
+from router.token_ids import TokenIds
 
 DONE: Final = b"data: [DONE]\n\n"
 FINGERPRINT: Final = f"baton-{__version__}"
@@ -54,6 +55,8 @@ class CompletionChoice(msgspec.Struct):
     logprobs: CompletionLogprobs | None = None
     stop_reason: int | str | None = None  # vLLM's: the stop string or token id that ended it
     prompt_logprobs: Any = None  # vLLM's
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET  # vLLM's
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -62,6 +65,7 @@ class ChatChoice(msgspec.Struct):
     finish_reason: str | None
     logprobs: dict[str, Any] | None = None
     stop_reason: int | str | None = None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET  # vLLM's
 
 
 class CompletionReply(msgspec.Struct):
@@ -83,6 +87,7 @@ class ChatReply(msgspec.Struct):
     object: Literal["chat.completion"] = "chat.completion"
     system_fingerprint: str = FINGERPRINT
     prompt_logprobs: Any = None  # vLLM's
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Model(msgspec.Struct):
@@ -114,6 +119,7 @@ class ReplyRules:
     """What a client wants told of each choice, and how. Counts: None = nothing.
 
     `parsed`: the completions take their text apart. `echo`: prompts come before the text.
+    `token_ids`: those of prompt and answer are told beside the text.
     """
 
     tokenizer: Tokenizer
@@ -121,12 +127,13 @@ class ReplyRules:
     prompt_logprobs: int | None = None
     echo: bool = False
     parsed: bool = False
+    token_ids: bool = False
     draw_id: Callable[[], str] = draw_call_id
 
     @property
     def plain(self) -> bool:
         """A delta is its text, nothing more."""
-        return not self.parsed and self.logprobs is None
+        return not self.parsed and self.logprobs is None and not self.token_ids
 
     def told_of_prompt(self, completion: Completion) -> Any:
         """vLLM's `prompt_logprobs`, None if nobody asked."""
@@ -157,6 +164,7 @@ class CompletionText:
 
     def __init__(self, completion: Completion, rules: ReplyRules) -> None:
         self._completion = completion
+        self.ids = TokenIds(rules.token_ids, completion.request.prompt_ids)
         self._echo = rules.echo
         self._writer: CompletionWriter | None = None
         if rules.logprobs is not None:
@@ -164,6 +172,7 @@ class CompletionText:
 
     def take(self, delta: Delta) -> tuple[str, CompletionLogprobs | None]:
         """What `delta` adds; None where there are no log-probabilities to tell."""
+        self.ids.take(delta)
         text, told = "", None
         if self._echo:
             self._echo = False
@@ -207,8 +216,11 @@ class CompletionFrames:
     def delta(self, delta: Delta) -> bytes:
         data = b""
         text, told = self._text.take(delta)
-        if told is not None:
-            more = {"text": text, "logprobs": msgspec.to_builtins(told), "stop_reason": None}
+        ids = self._text.ids
+        if told is not None or ids.waiting:
+            rows = None if told is None else msgspec.to_builtins(told)
+            more = {"text": text, "logprobs": rows, "stop_reason": None}
+            more |= {**ids.prompt_fields(), **ids.fields()}
             data = self._chunk.frame({**self._choice, **more})
         elif text:
             data = self._head + b'"text":' + orjson.dumps(text) + self._tail
@@ -222,9 +234,10 @@ class CompletionFrames:
 class ChatFrames:
     """Chunks of /v1/chat/completions: the role, then a part in each, then why it ended."""
 
-    def __init__(self, chunk: Chunk, rules: ReplyRules) -> None:
+    def __init__(self, chunk: Chunk, rules: ReplyRules, prompt_ids: tuple[int, ...] = ()) -> None:
         self._chunk = chunk
         self._rules = rules
+        self._ids = TokenIds(rules.token_ids, prompt_ids)
         choice: dict[str, Any] = {
             "index": chunk.index, "delta": {"content": 0}, "logprobs": None, "finish_reason": None
         }  # fmt: skip
@@ -233,24 +246,27 @@ class ChatFrames:
         self._told: list[dict[str, Any]] = []  # of tokens whose part is still to come
 
     def opening(self) -> bytes:
-        return self._chunk.frame({**self._choice, "delta": {"role": "assistant", "content": ""}})
+        first = {**self._choice, "delta": {"role": "assistant", "content": ""}}
+        return self._chunk.frame(first, self._ids.prompt_fields())
 
     def delta(self, delta: Delta) -> bytes:
         if delta.finish_reason is None and self._rules.plain:
             return self._text(delta.text) if delta.text else b""
+        self._ids.take(delta)
         self._told += self._rules.chat_logprobs(delta)
         data = b"".join(self._part(part) for part in self._rules.parts_of(delta))
         reason = finish_reason_of(delta)
         if reason is not None:
             last = {"delta": {}, "finish_reason": reason, "stop_reason": delta.stop_reason}
-            data += self._chunk.frame({**self._choice, "logprobs": self._take_told(), **last})
+            told = {"logprobs": self._take_told(), **self._ids.fields()}
+            data += self._chunk.frame({**self._choice, **told, **last})
         return data
 
     def _part(self, part: Part) -> bytes:
-        if isinstance(part, Content) and not self._told:
+        if isinstance(part, Content) and not self._told and not self._ids.wanted:
             return self._text(part.text)
         told = {"delta": delta_of(part, self._rules.draw_id), "logprobs": self._take_told()}
-        return self._chunk.frame({**self._choice, **told})
+        return self._chunk.frame({**self._choice, **told, **self._ids.fields()})
 
     def _text(self, text: str) -> bytes:
         return self._head + b'"content":' + orjson.dumps(text) + self._tail
@@ -275,8 +291,8 @@ class Chunk:
         # With include_usage every chunk but the last carries `usage: null`.
         self._end: dict[str, Any] = {"usage": None} if with_usage else {}
 
-    def frame(self, choice: dict[str, Any]) -> bytes:
-        return sse_frame({**self._base, "choices": [choice], **self._end})
+    def frame(self, choice: dict[str, Any], more: Mapping[str, Any] | None = None) -> bytes:
+        return sse_frame({**self._base, "choices": [choice], **self._end, **(more or {})})
 
     def around(self, choice: dict[str, Any], mark: bytes) -> tuple[bytes, bytes]:
         """The frame before and after its last `mark`; nothing a client chose comes after that."""

@@ -15,12 +15,17 @@ from baton.block_hashes import chain, root_hash
 from baton.errors import ContextLengthExceeded, Unavailable
 from baton.handles import NodeLoad, Role
 from router.placement import Placement, Prompt, placement_costs, queued_tokens, requests_on
+from router.slo import ANY, Slo, expected_tpot_s, expected_ttft_s, meets
 
 SIMILAR: Final = 0.05  # costs within 5 % of the best count as equal
 PREFIX_WORTH: Final = (
     2.0  # a fully cached prompt is worth so many running requests to a decode node
 )
 NO_ROOM_COST: Final = 1000.0  # a node that must first free blocks comes after all that need not
+SESSION_WORTH: Final = 4.0  # a session stays with its decode node up to so many requests more ...
+SESSION_SHARE: Final = 0.5  # ... or this share of those that run there, whichever is more
+FEW_WAITING: Final = 2
+SHARE_WAITING: Final = 0.125  # of those that run
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +57,8 @@ class Ask:
     """What a request needs of its nodes.
 
     `excluded` boots must not serve it (they refused); `avoided` ones only if nobody else can (they
-    failed it). `model_digest`: the model that it began with, None at first.
+    failed it). `model_digest`: the model that it began with, None at first. `session_boot`: the
+    decode node that served its session, "" for none.
     """
 
     known_ids: tuple[int, ...]
@@ -61,6 +67,8 @@ class Ask:
     model_digest: str | None = None
     excluded: frozenset[str] = frozenset()
     avoided: frozenset[str] = frozenset()
+    session_boot: str = ""
+    slo: Slo = ANY
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +77,15 @@ class PolicySettings:
 
     `placement` of the prefill: "remote" on a prefill node, if there is one; "threshold" on the
     decode node for prompts with at most `local_prefill_tokens` uncached tokens; "auto" where it
-    costs less (router/placement.py).
+    costs less (router/placement.py). `two_choices`: among nodes with equal prefixes only two drawn
+    ones are compared, which is better where many routers share nodes that seldom report, and worse
+    elsewhere (docs/admission.md has the figures).
     """
 
     prefix_weight: float = 1.0
     local_prefill_tokens: int = 0
     placement: Placement = "threshold"
+    two_choices: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +117,7 @@ def choose_route(
         decode = pick_decode(ask, decoders, settings, tie, cached)
         return Route(decode, decode_cached=cached.get(decode.boot_id, 0))
     prefill = _pick(
-        _with_room(_prefer_unavoided(prefillers, ask), ask),
+        _drawn(_prefill_candidates(prefillers, ask, cached), ask, cached, settings, tie),
         lambda node: prefill_cost(node, ask, cached.get(node.boot_id, 0), settings),
         tie,
     )
@@ -154,7 +165,7 @@ def pick_decode(
 ) -> NodeSnapshot:
     """The cheapest of `decoders`. Raises ContextLengthExceeded."""
     return _pick(
-        _with_room(_prefer_unavoided(decoders, ask), ask),
+        _drawn(_decode_candidates(decoders, ask), ask, cached, settings, tie),
         lambda node: decode_cost(node, ask, cached.get(node.boot_id, 0), settings),
         tie,
     )
@@ -169,6 +180,12 @@ def is_usable(node: NodeSnapshot, ask: Ask) -> bool:
     )
 
 
+def is_full(node: NodeSnapshot) -> bool:
+    """It has a queue of its own. A few may have come in with the step under way: these are none."""
+    load = node.load
+    return load.swapped > 0 or load.waiting > max(FEW_WAITING, SHARE_WAITING * load.running)
+
+
 def prefill_cost(node: NodeSnapshot, ask: Ask, cached: int, settings: PolicySettings) -> float:
     """Prompt tokens that `node` computes before this request's token 1."""
     uncached = len(ask.known_ids) - settings.prefix_weight * cached
@@ -179,11 +196,20 @@ def prefill_cost(node: NodeSnapshot, ask: Ask, cached: int, settings: PolicySett
 
 
 def decode_cost(node: NodeSnapshot, ask: Ask, cached: int, settings: PolicySettings) -> float:
-    """Requests that share `node`'s steps, less what its prefix saves, more if it lacks room."""
+    """Requests that share `node`'s steps, less what its prefix saves and what its session is worth,
+    more if it lacks room."""
     requests = requests_on(node)
     hit = cached / max(1, len(ask.known_ids))
     short = _blocks_short(node, ask, cached)
-    return requests - settings.prefix_weight * PREFIX_WORTH * hit + (NO_ROOM_COST if short else 0.0)
+    saved = settings.prefix_weight * PREFIX_WORTH * hit + session_worth(node, ask)
+    return requests - saved + (NO_ROOM_COST if short else 0.0)
+
+
+def session_worth(node: NodeSnapshot, ask: Ask) -> float:
+    """Running requests that staying with its node is worth to a session; 0 on an overloaded one."""
+    if node.boot_id != ask.session_boot or is_full(node):
+        return 0.0
+    return max(SESSION_WORTH, SESSION_SHARE * requests_on(node))
 
 
 def prefix_lengths(ask: Ask, nodes: Iterable[NodeSnapshot]) -> dict[str, int]:
@@ -207,6 +233,55 @@ def prefix_lengths(ask: Ask, nodes: Iterable[NodeSnapshot]) -> dict[str, int]:
                 break
             lengths.update((node.boot_id, end) for node in holders)
     return lengths
+
+
+def _prefill_candidates(
+    nodes: Sequence[NodeSnapshot], ask: Ask, cached: dict[str, int]
+) -> Sequence[NodeSnapshot]:
+    """Those that keep its time to token 1, all if none does. Raises ContextLengthExceeded."""
+    fitting = _with_room(_prefer_unavoided(nodes, ask), ask)
+    limit_s = ask.slo.ttft_s
+    if limit_s is None:
+        return fitting
+    length = len(ask.known_ids)
+    return [
+        node
+        for node in fitting
+        if not _blocks_short(node, ask, cached.get(node.boot_id, 0))
+        and meets(expected_ttft_s(node, length - cached.get(node.boot_id, 0)), limit_s)
+    ] or fitting
+
+
+def _decode_candidates(nodes: Sequence[NodeSnapshot], ask: Ask) -> Sequence[NodeSnapshot]:
+    """Those that keep its time per token, all if none does. Raises ContextLengthExceeded."""
+    fitting = _with_room(_prefer_unavoided(nodes, ask), ask)
+    limit_s = ask.slo.tpot_s
+    if limit_s is None:
+        return fitting
+    return [
+        node
+        for node in fitting
+        if not _blocks_short(node, ask, 0) and meets(expected_tpot_s(node), limit_s)
+    ] or fitting
+
+
+def _drawn(
+    nodes: Sequence[NodeSnapshot],
+    ask: Ask,
+    cached: dict[str, int],
+    settings: PolicySettings,
+    tie: float,
+) -> Sequence[NodeSnapshot]:
+    """Two of them by `tie`, if that is wanted and only load tells the nodes apart."""
+    count = len(nodes)
+    if not settings.two_choices or count <= 2:
+        return nodes
+    if any(node.boot_id == ask.session_boot for node in nodes):
+        return nodes
+    if len({cached.get(node.boot_id, 0) for node in nodes}) > 1:
+        return nodes
+    first, rest = divmod(int(tie * count * (count - 1)), count - 1)
+    return nodes[first], nodes[(first + 1 + rest) % count]
 
 
 def _blocks_short(node: NodeSnapshot, ask: Ask, cached: int) -> int:

@@ -14,6 +14,7 @@ from typing import Any, Final, TypeVar
 
 from baton.chat_template import ChatTemplate
 from baton.errors import ContextLengthExceeded, InvalidRequest
+from baton.reranking import rerank_prompts
 from baton.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -78,6 +79,17 @@ class PromptReader:
         if not prompt.ids:
             raise InvalidRequest("the messages render to nothing", field="messages")
         return prompt
+
+    async def rerank(
+        self, pairs: Sequence[tuple[str, str]], instruction: str | None
+    ) -> list[tuple[int, ...]]:
+        """Ids of the yes-or-no question about each (query, document)."""
+
+        def encode() -> list[tuple[int, ...]]:
+            asked = (rerank_prompts(self._tokenizer, q, [d], instruction) for q, d in pairs)
+            return [tuple(prompt) for (prompt,) in asked]
+
+        return await self._off_loop(encode)
 
     async def decode(self, ids: Sequence[int]) -> str:
         return await self._off_loop(lambda: self._tokenizer.decode(ids, skip_special_tokens=False))

@@ -69,6 +69,7 @@ class NodeRegistry:
         self._model: ServedModel | None = None
         self._directory_away = False
         self._changed = asyncio.Event()
+        self._watchers: list[Callable[[], None]] = []
         self._context = SessionContext(
             router_id=parts.router_id,
             secret=parts.secret,
@@ -77,6 +78,7 @@ class NodeRegistry:
             log=parts.log,
             admit=self.admit,
             changed=self._notify,
+            reported=self._on_report,
         )
 
     # ---- life ----
@@ -196,6 +198,10 @@ class NodeRegistry:
         while not condition():
             await self._changed.wait()
 
+    def watch_reports(self, watcher: Callable[[], None]) -> None:
+        """Call `watcher` whenever a node has reported and its requests have been told."""
+        self._watchers.append(watcher)
+
     def admit(self, address: str, record: NodeRecord) -> None:
         """Raise ConfigError, naming the field, for a node that must not serve with the others."""
         if record.endpoint.protocol_version != PROTOCOL_VERSION:
@@ -241,6 +247,11 @@ class NodeRegistry:
         del self._sessions[address]
         self._tasks.pop(address).cancel()
 
+    def _on_report(self) -> None:
+        for watcher in self._watchers:
+            watcher()
+
     def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+        self._on_report()

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Lifecycle:
-    """Where the process is in its life; written by router/main.py alone."""
+    """Where the process is in its life; `draining`: by router/main.py, or as an
+    operator said (router/admin.py)."""
 
     draining: bool = False
 

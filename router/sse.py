@@ -49,7 +49,7 @@ class StreamReply:
         self._runner = runner
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        writer = _Writer(send)
+        writer = FrameWriter(send)
         try:
             async with asyncio.timeout(self._call.timeout_s + GRACE_S):
                 await while_connected(receive, self._run(writer))
@@ -64,12 +64,12 @@ class StreamReply:
             else:
                 await error_response(found)(scope, receive, send)
 
-    async def _run(self, writer: _Writer) -> None:
+    async def _run(self, writer: FrameWriter) -> None:
         completions = self._call.completions
         await together([self._choice(i, c, writer) for i, c in enumerate(completions)])
         await writer.end(self._call.tail())
 
-    async def _choice(self, index: int, completion: Completion, writer: _Writer) -> None:
+    async def _choice(self, index: int, completion: Completion, writer: FrameWriter) -> None:
         frames = self._call.frames(index)
         data = frames.opening()
         async with aclosing(self._runner.deltas(completion)) as deltas:
@@ -80,7 +80,7 @@ class StreamReply:
                     data = b""
 
 
-class _Writer:
+class FrameWriter:
     """One response body, written by several tasks in whole frames."""
 
     def __init__(self, send: Send) -> None:

@@ -7,11 +7,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from router.scores import NodeScore
+from router.terms import STANDARD, Terms
+
 
 @dataclass(slots=True)
 class RequestTrace:
-    """One request's journey; `Dispatcher.run` writes it, its caller reads it."""
+    """One request's journey; `Dispatcher.run` writes it, its caller reads it.
 
+    `terms`: its caller's, set before the start.
+    """
+
+    terms: Terms = STANDARD
+    admitted_at: float | None = None  # let in by the gate
     queued_at: float | None = None  # recorded in the store
     dispatched_at: float | None = None  # first submitted to a node
     handle_at: float | None = None  # the KV handle of the (last) prefill arrived
@@ -29,6 +37,8 @@ class RequestTrace:
     output_tokens: int = 0  # over all samples
     outcome: str = ""  # RequestState value at the end
     text_stop: bool = False
+    aborted: bool = False  # by an operator: its client still waits for an end
+    scores: tuple[NodeScore, ...] = ()  # of the last choice of nodes, if the terms want a receipt
 
     def stopped_by_text(self) -> None:
         """A stop string was found: the caller closes the stream, the request is FINISHED."""
@@ -40,3 +50,10 @@ class RequestTrace:
         if self.first_token_at is None or self.handover_at is None:
             return None
         return max(0.0, self.handover_at - self.first_token_at)
+
+    def tpot_s(self, samples: int) -> float | None:
+        """Mean seconds per token after the first; None without a second one."""
+        tokens = self.output_tokens / samples - 1
+        if self.first_token_at is None or self.finished_at is None or tokens <= 0:
+            return None
+        return (self.finished_at - self.first_token_at) / tokens

@@ -65,7 +65,8 @@ def error_object(error: BatonError) -> dict[str, Any]:
 
 def error_response(error: BatonError) -> Response:
     """The whole HTTP answer to a request that failed before anything was sent."""
-    headers = {"retry-after": str(RETRY_AFTER_S)} if error.retryable else {}
+    wait_s = RETRY_AFTER_S if error.retry_after_s is None else error.retry_after_s
+    headers = {"retry-after": str(wait_s)} if error.retryable else {}
     if isinstance(error, Unauthenticated):
         headers["www-authenticate"] = "Bearer"
     return _json(error_object(error), error.http_status, headers)

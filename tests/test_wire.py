@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton import messages, wire
+from baton import messages, wire, wire_values
 from baton.errors import InvalidRequest
 from baton.events import (
     BlockEvent,
     BlockEventKind,
     HandleReady,
     NodeStep,
+    Pooled,
     RequestFailed,
     Subscribed,
     TokenEvent,
@@ -189,6 +190,7 @@ token_events = st.builds(
     logprobs=logprob_rows,
     prompt_logprobs=logprob_rows,
 )
+vectors = st.integers(1, 4).flatmap(lambda n: st.binary(min_size=4 * n, max_size=4 * n))
 hashes = st.lists(st.binary(min_size=16, max_size=16), max_size=4).map(tuple)
 steps = st.builds(
     NodeStep,
@@ -213,11 +215,35 @@ steps = st.builds(
         st.builds(BlockEvent, st.sampled_from(BlockEventKind), hashes, st.binary(max_size=16)),
         max_size=3,
     ).map(tuple),
+    pooled=st.lists(
+        st.builds(Pooled, names, epochs, st.lists(vectors, max_size=3).map(tuple)), max_size=2
+    ).map(tuple),
 )
+SUBMISSIONS = (messages.SubmitPrefill, messages.SubmitDecode, messages.SubmitPool)
+
+
+@st.composite
+def pool_submission(draw: st.DrawFn) -> messages.SubmitPool:
+    prompts = draw(st.lists(st.lists(tokens, min_size=1, max_size=4), min_size=1, max_size=4))
+    request = replace(draw(requests), prompt_ids=tuple(t for ids in prompts for t in ids))
+    value = messages.SubmitPool(
+        request,
+        tuple(map(len, prompts)),
+        draw(st.sampled_from(wire_values.POOL_KINDS)),  # type: ignore[arg-type]
+        draw(st.booleans()),
+        draw(counts),
+        (draw(counts), draw(counts)),
+    )
+    assert value.prompts == [tuple(ids) for ids in prompts]
+    return value
+
+
+pool_submissions = pool_submission()
 router_messages = st.one_of(
     st.builds(messages.SessionHello, names, counts, st.binary(max_size=16)),
     st.builds(messages.SubmitPrefill, requests),
     st.builds(messages.SubmitDecode, requests, st.none() | handles),
+    pool_submissions,
     st.builds(messages.AbortRequest, names, epochs),
     st.builds(messages.RenewExport, handles),
     st.builds(messages.ReleaseExport, handles, texts),
@@ -230,8 +256,8 @@ router_messages = st.one_of(
 def test_router_message_round_trip(value: messages.RouterMessage) -> None:
     data = wire.router_message_to_wire(value, CLOCK).SerializeToString()
     back = wire.router_message_from_wire(node_pb2.RouterMessage.FromString(data), CLOCK)
-    if isinstance(value, messages.SubmitPrefill | messages.SubmitDecode):
-        assert isinstance(back, messages.SubmitPrefill | messages.SubmitDecode)
+    if isinstance(value, SUBMISSIONS):
+        assert isinstance(back, SUBMISSIONS)
         # The deadline is whole milliseconds on the wire.
         assert back.request.deadline == pytest.approx(value.request.deadline, abs=0.0011)
         assert back.request.arrival == CLOCK.now
@@ -301,6 +327,29 @@ def test_a_bad_request_is_refused_by_name(field: str, change) -> None:
     with pytest.raises(InvalidRequest) as caught:
         wire.request_from_wire(message, CLOCK)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("lengths", lambda pool: pool.ClearField("lengths")),
+        ("lengths", lambda pool: pool.lengths.append(1)),
+        ("lengths", lambda pool: pool.lengths.extend([0])),
+        ("kind", lambda pool: setattr(pool, "kind", "max")),
+    ],
+)
+def test_a_bad_pooling_task_is_refused_by_name(field: str, change) -> None:
+    message = wire.router_message_to_wire(messages.SubmitPool(a_request(), (1, 2)), CLOCK)
+    change(message.submit.pool)
+    with pytest.raises(InvalidRequest) as caught:
+        wire.router_message_from_wire(message, CLOCK)
+    assert caught.value.field == field
+
+
+def test_a_vector_of_half_a_number_is_refused() -> None:
+    step = wire.step_to_wire(NodeStep(pooled=(Pooled("r", 1, (b"12345",)),)))
+    with pytest.raises(InvalidRequest, match="float32"):
+        wire.step_from_wire(step)
 
 
 def a_handle() -> KVHandle:

@@ -45,7 +45,8 @@ class Occurrences:
         if not self._taken:
             self._take_first(history, num_prompt)
         for token in history[self._taken :]:
-            self._counts[self._slot(token)] += 1
+            slot = self._slot(token)  # first: it may put larger arrays in place
+            self._counts[slot] += 1
         self._taken = len(history)
         known = len(self._slots)
         if not ahead:

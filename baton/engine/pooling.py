@@ -10,14 +10,14 @@ job.step() with engine.step(), or calls run(). At most a step's tokens and the l
 held at once, so no more than that is evicted of what the pool has cached.
     last    hidden state of the last token      mean    of all tokens, averaged in float32
     rerank  softmax over the logits of "no" and "yes" after the last token
-Source: Qwen3-Embedding and Qwen3-Reranker (arXiv 2506.05176), their model cards' prompts.
+Source: Qwen3-Embedding and Qwen3-Reranker (arXiv 2506.05176); prompts: baton/reranking.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -34,24 +34,11 @@ from baton.errors import (
     InternalError,
     InvalidRequest,
     Overloaded,
-    UnsupportedFeature,
 )
 from baton.handles import NodeLoad
 from baton.kv_spec import BlockLists, HeldBlocks
-from baton.tokenizer import Tokenizer
 
 PoolingKind = Literal["last", "mean"]
-
-DEFAULT_INSTRUCTION: Final = (
-    "Given a web search query, retrieve relevant passages that answer the query"
-)
-RERANK_PREFIX: Final = (
-    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
-    'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
-    "<|im_start|>user\n"
-)
-RERANK_PAIR: Final = "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
-RERANK_SUFFIX: Final = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
 class PoolOwner(Protocol):
@@ -128,11 +115,13 @@ class PoolingJob:
         pooler: Pooler,
         prompts: Sequence[Sequence[int]],
         kind: PoolingKind = "last",
+        adapter: str = "",
     ) -> None:
         """Raises InvalidRequest, or ContextLengthExceeded for a prompt that can never fit."""
         self._owner = owner
         self._pooler = pooler
         self._kind = kind
+        self._adapter = adapter
         self._prompts = prompts
         self._next = 0
         self._active: list[_Prompt] = []
@@ -171,6 +160,7 @@ class PoolingJob:
                 token_ids=prompt.token_ids[prompt.done : prompt.done + count],
                 start=prompt.done,
                 blocks=tuple(prompt.blocks),
+                adapter=self._adapter,
             )
             for prompt, count in planned
         ]
@@ -271,31 +261,3 @@ class PoolingJob:
 def normalized(vectors: Tensor) -> Tensor:
     """[N, H] -> [N, H] of length 1: their products are cosines."""
     return functional.normalize(vectors, dim=-1)
-
-
-def rerank_prompts(
-    tokenizer: Tokenizer, query: str, documents: Sequence[str], instruction: str | None
-) -> list[list[int]]:
-    """Token ids of one yes-or-no question per document.
-
-    The three parts are encoded apart, as the model was trained.
-    """
-    head = tokenizer.encode(RERANK_PREFIX, add_special_tokens=False)
-    tail = tokenizer.encode(RERANK_SUFFIX, add_special_tokens=False)
-    prompts: list[list[int]] = []
-    for document in documents:
-        pair = RERANK_PAIR.format(
-            instruction=instruction or DEFAULT_INSTRUCTION, query=query, document=document
-        )
-        prompts.append([*head, *tokenizer.encode(pair, add_special_tokens=False), *tail])
-    return prompts
-
-
-def answer_tokens(tokenizer: Tokenizer) -> tuple[int, int]:
-    """Ids of "yes" and "no". Raises UnsupportedFeature if either is more than one token."""
-    ids = [tokenizer.encode(word, add_special_tokens=False) for word in ("yes", "no")]
-    if any(len(word) != 1 for word in ids):
-        raise UnsupportedFeature(
-            'this model cannot rerank: "yes" and "no" are not single tokens of it', field="model"
-        )
-    return ids[0][0], ids[1][0]

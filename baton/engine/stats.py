@@ -33,6 +33,8 @@ class EngineStats:
     num_taken_over_blocks: int = 0  # of these, copied into own ones later
     num_window_freed_blocks: int = 0  # given back because no layer could see them any more
     num_export_refusals: int = 0  # steps that left a PREFILL request waiting for export room
+    num_pooled_prompts: int = 0  # whose hidden states were asked for
+    num_pooled_tokens: int = 0  # of these
     num_drafted_tokens: int = 0  # proposed and verified
     num_accepted_tokens: int = 0  # of these, right
     num_prefix_query_tokens: int = 0  # looked up in the prefix map

@@ -40,6 +40,8 @@ def snapshot(
             export_refusals=stats.num_export_refusals,
             drafted_tokens=stats.num_drafted_tokens,
             accepted_tokens=stats.num_accepted_tokens,
+            pooled_prompts=stats.num_pooled_prompts,
+            pooled_tokens=stats.num_pooled_tokens,
         ),
         transfer=TransferTotals(
             sent_bytes=transfer.total_sent,

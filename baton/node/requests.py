@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from baton.errors import BatonError, Fenced
 from baton.events import NodeStep, RequestFailed
 from baton.handles import KVHandle
+from baton.messages import SubmitPool
 from baton.node.session import RouterSession
 from baton.request import Request
 
@@ -33,6 +34,7 @@ class NodeRequest:
     task: asyncio.Task[None] | None = None
     cancelled: bool = False
     leaving: bool = False
+    pool: SubmitPool | None = None  # vectors are asked for, not tokens
 
     def send(self, step: NodeStep) -> None:
         self.session.send(step)

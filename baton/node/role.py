@@ -16,7 +16,7 @@ from baton.engine.engine import Engine
 from baton.engine.thread import EngineThread, StepReport
 from baton.events import TokenEvent
 from baton.handles import KVHandle
-from baton.messages import SubmitDecode, SubmitPrefill
+from baton.messages import SubmitDecode, SubmitPool, SubmitPrefill
 from baton.node.config import NodeConfig
 from baton.node.requests import NodeRequest
 from baton.request import Request
@@ -52,7 +52,7 @@ class NodeRole(Protocol):
         """KV fetches under way or queued."""
         ...
 
-    def check(self, message: SubmitPrefill | SubmitDecode) -> None:
+    def check(self, message: SubmitPrefill | SubmitDecode | SubmitPool) -> None:
         """Raises BatonError for a task that this role does not take. Event loop."""
         ...
 

@@ -45,6 +45,7 @@ from baton.messages import (
     RouterMessage,
     SessionHello,
     SubmitDecode,
+    SubmitPool,
     SubmitPrefill,
 )
 from baton.metrics import NodeMetrics, NodeSnapshot
@@ -281,7 +282,7 @@ class NodeShell:
     def receive(self, session: RouterSession, message: RouterMessage) -> None:
         """Act on one message of a router. Raises InvalidRequest if it breaks the protocol."""
         match message:
-            case SubmitPrefill() | SubmitDecode():
+            case SubmitPrefill() | SubmitDecode() | SubmitPool():
                 self._submit(session, message)
             case AbortRequest():
                 entry = self.requests.find(message.request_id)
@@ -302,7 +303,9 @@ class NodeShell:
             case SessionHello():
                 raise InvalidRequest("a second hello on one session", field="hello")
 
-    def _submit(self, session: RouterSession, message: SubmitPrefill | SubmitDecode) -> None:
+    def _submit(
+        self, session: RouterSession, message: SubmitPrefill | SubmitDecode | SubmitPool
+    ) -> None:
         request = message.request
         handle = message.handle if isinstance(message, SubmitDecode) else None
         try:
@@ -312,6 +315,7 @@ class NodeShell:
                 raise Overloaded(f"node {self.node_id} has {self.config.max_requests} requests")
             self.role.check(message)
             entry = NodeRequest(request, handle, session)
+            entry.pool = message if isinstance(message, SubmitPool) else None
             older = self.requests.add(entry)
         except BatonError as error:
             session.send(NodeStep(failed=(failure(request, error),)))

@@ -15,18 +15,12 @@ from baton.engine.block_pool import BlockPool
 from baton.engine.config import EngineConfig
 from baton.engine.kv_cache import KVArena
 from baton.engine.loading import LoadedModel, load_model
-from baton.engine.pooling import (
-    DEFAULT_INSTRUCTION,
-    Pooler,
-    PoolingJob,
-    answer_tokens,
-    normalized,
-    rerank_prompts,
-)
+from baton.engine.pooling import Pooler, PoolingJob, normalized
 from baton.errors import ContextLengthExceeded, InvalidRequest, Overloaded, UnsupportedFeature
 from baton.handles import NodeLoad
 from baton.kv_spec import BlockLists
 from baton.llm import LLM
+from baton.reranking import DEFAULT_INSTRUCTION, answer_tokens, rerank_prompts
 from baton.sampling import SamplingParams
 from baton.tokenizer import Tokenizer
 from tests.engine.driving import assert_all_free

@@ -205,6 +205,17 @@ def test_what_is_counted_is_counted_once() -> None:
     } | {7: 2}
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_more_distinct_tokens_than_there_was_room_for(whole: bool) -> None:
+    history, kept = [7, 8], Occurrences()
+    for token in [*range(100, 400), *range(100, 250)]:
+        history.append(token)
+        ids, counts = kept.count(history, 2, whole)
+    told = dict(zip(ids.tolist(), counts.tolist(), strict=True))
+    wanted = {token: 1 + (token < 250) for token in range(100, 400)}
+    assert told == ({7: 0, 8: 0, **wanted} if whole else wanted)
+
+
 def test_another_text_is_counted_from_its_start() -> None:
     kept = Occurrences()
     kept.count([1, 2, 3, 3], 1, whole=False)

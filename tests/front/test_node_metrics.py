@@ -23,6 +23,9 @@ def test_a_scrape_shows_the_snapshot_of_that_moment() -> None:
             NodeLoad(running=3, waiting=2, free_blocks=1, total_blocks=4, draining=True),
             EngineTotals(
                 steps=totals["steps"],
+                prompt_tokens=8,
+                generation_tokens=3,
+                pooled_tokens=12,
                 prefix_queries=10,
                 prefix_hits=4,
                 preemptions=2,
@@ -44,6 +47,9 @@ def test_a_scrape_shows_the_snapshot_of_that_moment() -> None:
     for expected in (
         f"baton_engine_steps_total{{{node}}} 7.0",
         f"vllm:num_requests_running{{{node}}} 3.0",
+        f"vllm:iteration_tokens_total_count{{{node}}} 7.0",
+        f"vllm:iteration_tokens_total_sum{{{node}}} 11.0",
+        f"baton_pooled_tokens_total{{{node}}} 12.0",
         f"vllm:kv_cache_usage_perc{{{node}}} 0.75",
         f"vllm:prefix_cache_hits_total{{{node}}} 4.0",
         f"baton_preemptions_total{{{node}}} 2.0",

@@ -13,6 +13,7 @@ from baton.messages import (
     SubmitPrefill,
 )
 from baton.request import Request, RequestState
+from router.terms import STANDARD, Terms
 from router.trace import RequestTrace
 from tests.router.fakes import (
     PATIENCE_S,
@@ -26,8 +27,8 @@ from tests.router.fakes import (
 class Client:
     """Reads one request's stream in a task and keeps what it was shown."""
 
-    def __init__(self, router: FakeRouter, request: Request) -> None:
-        self.trace = RequestTrace()
+    def __init__(self, router: FakeRouter, request: Request, terms: Terms = STANDARD) -> None:
+        self.trace = RequestTrace(terms)
         self.events: list[TokenEvent] = []
         self.seen = asyncio.Queue[TokenEvent]()
         self._router = router

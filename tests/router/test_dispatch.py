@@ -27,6 +27,7 @@ from router.policy import PolicySettings
 from router.trace import RequestTrace
 from tests.router.clients import Client, cluster, state_of
 from tests.router.fakes import (
+    PATIENCE_S,
     make_request,
 )
 
@@ -256,3 +257,18 @@ async def test_many_requests_share_a_step() -> None:
             assert await client.done() == [index] * 3
         counts = await router.guard.counts()
         assert counts[RequestState.FINISHED] == 32
+
+
+async def test_an_abort_before_it_began_ends_it_too() -> None:
+    async with cluster("p", "d") as (router, nodes):
+        trace = RequestTrace()
+        first = asyncio.ensure_future(anext(router.dispatcher.run(make_request("r"), trace)))
+        await asyncio.sleep(0)  # it is under way by now, but nothing of its journey has run
+        assert [request.id for request, _ in router.dispatcher.live()] == ["r"]
+        assert router.dispatcher.abort("r", by_operator=True)
+        with pytest.raises(Cancelled):
+            async with asyncio.timeout(PATIENCE_S):
+                await first
+        assert trace.aborted
+        assert not router.dispatcher.live()
+        assert not nodes[0].heard

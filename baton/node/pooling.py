@@ -1,0 +1,89 @@
+"""PoolingDesk: vectors of prompts on a node, in turns with the engine's steps.
+
+The life of a SubmitPool:
+    serve()  -> a PoolingJob is made on the engine thread: lengths, ids and adapter are checked
+    step     -> one forward per call on that thread, so every running request steps in between
+    no room  -> it waits until somebody gives blocks back, at most to its deadline
+    end      -> one Pooled to the router; however it ends, its blocks are free at once
+Either role serves it: nothing of it is exported or decoded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import torch
+from torch import Tensor
+
+from baton.engine.engine import Engine
+from baton.engine.pooling import PoolingJob, normalized
+from baton.errors import UnsupportedFeature
+from baton.events import NodeStep, Pooled
+from baton.messages import SubmitPool
+from baton.node.requests import NodeRequest
+from baton.node.role import RoleContext
+
+
+class PoolingDesk:
+    """Runs the pooling of one node; any number at once, their forwards one after another."""
+
+    def __init__(self, context: RoleContext) -> None:
+        self._thread = context.thread
+        self._freed = asyncio.Event()
+
+    async def serve(self, entry: NodeRequest, asked: SubmitPool) -> None:
+        """From the submission to its Pooled. Raises InvalidRequest, UnsupportedFeature."""
+        job = await self._thread.call(lambda engine: _begin(engine, asked))
+        try:
+            while not job.done:
+                freed = self._freed  # of before the step: what is freed meanwhile is not missed
+                if not await self._thread.call(lambda _: job.step()):
+                    await freed.wait()
+            vectors = await self._thread.call(lambda engine: _end(engine, asked, job))
+        finally:
+            self._thread.post(lambda _: job.close())
+            self.blocks_freed()
+        request = asked.request
+        entry.send(NodeStep(pooled=(Pooled(request.id, request.epoch, vectors),)))
+        entry.end()
+
+    def blocks_freed(self) -> None:
+        """Blocks may have become free. Event loop."""
+        self._freed.set()
+        self._freed = asyncio.Event()
+
+
+def _begin(engine: Engine, asked: SubmitPool) -> PoolingJob:
+    adapter = asked.request.adapter
+    if engine.pooler is None:
+        raise UnsupportedFeature("this engine has no hidden states to pool", field="model")
+    if adapter and adapter not in engine.info.adapters:
+        raise UnsupportedFeature(f"no adapter {adapter!r} here", field="model")
+    if asked.kind == "yes_no" and max(asked.answers) >= engine.info.vocab_size:
+        raise UnsupportedFeature("yes and no are no tokens of this model", field="model")
+    kind = "mean" if asked.kind == "mean" else "last"
+    return PoolingJob(engine, engine.pooler, asked.prompts, kind, adapter)
+
+
+def _end(engine: Engine, asked: SubmitPool, job: PoolingJob) -> tuple[bytes, ...]:
+    """The job's vectors as the router wants them, and the counts of what was done."""
+    pooler, vectors = engine.pooler, job.vectors()
+    assert pooler is not None, "the job was made with it"
+    engine.stats.num_pooled_prompts += len(asked.lengths)
+    engine.stats.num_pooled_tokens += sum(asked.lengths)
+    if asked.kind == "yes_no":
+        yes, no = asked.answers
+        return _as_bytes(pooler.yes_probability(vectors, yes, no)[:, None])
+    if asked.dimensions > vectors.shape[1]:
+        raise UnsupportedFeature(
+            f"dimensions: this model's vectors have {vectors.shape[1]}", field="dimensions"
+        )
+    if asked.dimensions:
+        vectors = vectors[:, : asked.dimensions]
+    return _as_bytes(normalized(vectors) if asked.normalize else vectors)
+
+
+def _as_bytes(vectors: Tensor) -> tuple[bytes, ...]:
+    """[N, H] -> N times H numbers, float32, little-endian."""
+    rows = vectors.to("cpu", torch.float32).contiguous().numpy().astype("<f4")
+    return tuple(row.tobytes() for row in rows)

@@ -1,0 +1,197 @@
+"""The admin server: what operators do to a router, on a port of its own. Bound to loopback.
+
+    POST /abort_requests   {"request_ids": [...]}: ends them, their clients get what there is
+    POST /drain            {}: /ready says 503 from now on; {"node": id}: that node takes no more
+    GET  /debug            requests under way, nodes, lifecycle
+    GET  /server_info      version, model, options (no secrets)
+    GET  /metrics, /health
+
+API keys, if the router has any, are needed here too. The public port has /metrics as well, as
+vLLM's users expect, and none of the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from typing import Any, Final
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from baton import __version__
+from baton.errors import BatonError, InvalidRequest
+from baton.handles import NodeLoad
+from baton.messages import DrainNode
+from baton.metrics import CONTENT_TYPE
+from baton.request import Request
+from router.auth import ApiKeyGuard
+from router.http_guard import HeadGuard, HttpLimits
+from router.keys import KeyRing
+from router.openai import object_of, struct_of
+from router.reading import read_body
+from router.registry import NodeStatus
+from router.request_ids import names
+from router.services import RouterServices
+from router.trace import RequestTrace
+from router.web_errors import on_baton_error, on_http_exception
+
+MAX_ABORTS: Final = 1024
+
+
+class AbortBody(msgspec.Struct, kw_only=True):
+    """Ids of replies, of `x-request-id` headers, or as /debug shows them."""
+
+    request_ids: list[str]
+
+
+class DrainBody(msgspec.Struct, kw_only=True):
+    """`node`: its id; None = this router."""
+
+    node: str | None = None
+
+
+class Aborted(msgspec.Struct):
+    aborted: list[str]
+
+
+class AdminApi:
+    """The routes of the admin server."""
+
+    def __init__(self, services: RouterServices) -> None:
+        self._services = services
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/abort_requests", self.abort_requests, methods=["POST"]),
+            Route("/drain", self.drain, methods=["POST"]),
+            Route("/debug", self.debug, methods=["GET"]),
+            Route("/server_info", self.server_info, methods=["GET"]),
+            Route("/metrics", self.metrics, methods=["GET"]),
+            Route("/health", self.health, methods=["GET"]),
+        ]
+
+    async def abort_requests(self, request: HttpRequest) -> Response:
+        """End requests under way; their clients get what there is, `finish_reason: abort`."""
+        body = struct_of(object_of(await read_body(request)), AbortBody)
+        if len(body.request_ids) > MAX_ABORTS:
+            raise InvalidRequest(f"request_ids: at most {MAX_ABORTS}", field="request_ids")
+        dispatcher = self._services.dispatcher
+        found = [
+            live.id
+            for live, _ in dispatcher.live()
+            if any(names(asked, live.id) for asked in body.request_ids)
+        ]
+        return _json(Aborted([id_ for id_ in found if dispatcher.abort(id_, by_operator=True)]))
+
+    async def drain(self, request: HttpRequest) -> Response:
+        """Take no new requests: this router, or one of its nodes."""
+        body = struct_of(object_of(await read_body(request)), DrainBody)
+        if body.node is None:
+            self._services.lifecycle.draining = True
+            return _json({"draining": "router"})
+        registry = self._services.registry
+        for record in registry.records():
+            session = registry.session(record.boot_id)
+            if record.node_id == body.node and session is not None:
+                session.send(DrainNode())
+                return _json({"draining": body.node})
+        raise InvalidRequest(f"node: {body.node[:200]!r} is not connected", field="node")
+
+    async def debug(self, _: HttpRequest) -> Response:
+        services, now = self._services, self._services.clock.monotonic()
+        loads = {record.boot_id: record.load for record in services.registry.records()}
+        return _json(
+            {
+                "draining": services.lifecycle.draining,
+                "ready": services.ready,
+                "requests": [live_of(*each, now) for each in services.dispatcher.live()],
+                "nodes": [node_of(each, loads) for each in services.registry.statuses()],
+            }
+        )
+
+    async def server_info(self, _: HttpRequest) -> Response:
+        services = self._services
+        model = services.registry.model()
+        config = services.config
+        options = {
+            spec.name: getattr(config, spec.name)
+            for spec in fields(config)
+            if "help" in spec.metadata
+            and not spec.metadata["secret"]
+            and spec.name not in ("api_key", "redis_url")  # a URL may hold a password
+        }
+        served = None if model is None else asdict(model)
+        return _json({"version": __version__, "model": served, "config": options})
+
+    async def metrics(self, _: HttpRequest) -> Response:
+        body = self._services.metrics.render()
+        return Response(body, headers={"content-type": CONTENT_TYPE})
+
+    async def health(self, _: HttpRequest) -> Response:
+        return _json({"status": "ok"})
+
+
+def create_admin_app(services: RouterServices, limits: HttpLimits | None = None) -> ASGIApp:
+    """Head guard > API keys > routes, as the public app."""
+    routes = Starlette(
+        routes=AdminApi(services).routes(),
+        exception_handlers={
+            BatonError: on_baton_error,
+            HTTPException: on_http_exception,
+            Exception: on_baton_error,
+        },
+    )
+    routes.router.redirect_slashes = False
+    guarded = ApiKeyGuard(routes, KeyRing.load(services.config.api_key, services.config.api_keys))
+    return HeadGuard(guarded, limits if limits is not None else HttpLimits())
+
+
+def live_of(request: Request, trace: RequestTrace, now: float) -> dict[str, Any]:
+    """One request under way: counts and ages, nothing of its content."""
+    since = trace.queued_at
+    return {
+        "id": request.id,
+        "epoch": request.epoch,
+        "prompt_tokens": len(request.prompt_ids),
+        "output_tokens": trace.output_tokens,
+        "max_tokens": request.params.max_tokens,
+        "adapter": request.adapter or None,
+        "priority": request.priority,
+        "age_s": None if since is None else round(now - since, 3),
+        "prefill_node": trace.prefill_node,
+        "decode_node": trace.decode_node,
+        "handed_over": trace.handover_at is not None,
+        "retries": trace.retries,
+        "migrations": trace.migrations,
+    }
+
+
+def node_of(status: NodeStatus, loads: Mapping[str, NodeLoad]) -> dict[str, Any]:
+    """One address that this router knows, with its node's last load."""
+    record = status.record
+    found: dict[str, Any] = {
+        "address": status.address,
+        "connected": status.connected,
+        "refused": status.refused or None,
+        "assigned": status.assigned,
+    }
+    if record is None:
+        return found
+    return found | {
+        "node_id": record.node_id,
+        "role": record.role.value,
+        "model": record.model,
+        "adapters": record.adapters,
+        "version": record.version,
+        "load": asdict(loads.get(record.boot_id, record.load)),
+    }
+
+
+def _json(content: object) -> Response:
+    return Response(msgspec.json.encode(content), media_type="application/json")

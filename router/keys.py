@@ -1,0 +1,170 @@
+"""API keys and what each may have: the grants of `--api-key` and of a key file (`--api-keys`).
+
+Keys are kept and compared as SHA-256 digests, in constant time. The file is TOML, or JSON by its
+name, and is read once, at the start:
+
+    [[keys]]
+    name = "alice"             # in logs and metrics; must be unique
+    sha256 = "9f86d0..."       # of the key; or key = "..." in clear
+    tenant = "research"        # shares weight, queue and prefix cache; default: the name
+    weight = 2.0               # of the tenant, against other tenants that wait
+    max_concurrency = 32       # requests at once, waiting or running; absent = no limit
+    tokens_per_minute = 100000 # prompt and output; absent = no limit
+    best_priority = 0          # the most urgent it may ask for (smaller = sooner)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import re
+import tomllib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, cast
+
+from baton.errors import ConfigError
+
+MAX_KEYS: Final = 10_000
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
+_NAME: Final = re.compile(r"[A-Za-z0-9._:@/-]{1,64}")
+_TYPES: Final[dict[str, tuple[type, ...]]] = {
+    "name": (str,),
+    "sha256": (str,),
+    "key": (str,),
+    "tenant": (str,),
+    "weight": (int, float),
+    "max_concurrency": (int,),
+    "tokens_per_minute": (int,),
+    "best_priority": (int,),
+}
+# Option -> (minimum, maximum).
+_BOUNDS: Final[dict[str, tuple[float, float]]] = {
+    "weight": (0.001, 1000.0),
+    "max_concurrency": (1, 1_000_000),
+    "tokens_per_minute": (1, 10**12),
+    "best_priority": (-(2**31), 2**31),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What the bearer of a key may have. None = no limit.
+
+    `isolated`: its prefix cache is its tenant's alone.
+    """
+
+    name: str = ""
+    tenant: str = ""
+    weight: float = 1.0
+    max_concurrency: int | None = None
+    tokens_per_minute: int | None = None
+    best_priority: int | None = None
+    isolated: bool = False
+
+
+EVERYBODY: Final = Grant()  # whom no key file names: one tenant without limits
+
+
+class KeyRing:
+    """The known keys. Empty = everybody is let in."""
+
+    def __init__(self, grants: Sequence[tuple[bytes, Grant]]) -> None:
+        self._grants = tuple(grants)
+
+    @classmethod
+    def load(cls, keys: Sequence[str], path: str | None = None) -> KeyRing:
+        """`keys` in clear, with EVERYBODY's grant, then those of the file. Raises ConfigError."""
+        if path is None:
+            return cls([(digest_of(key.encode()), EVERYBODY) for key in keys])
+        # Salted beside tenants: no cache_salt that a client chooses can then be one of theirs.
+        other = replace(EVERYBODY, isolated=True)
+        return cls([*((digest_of(key.encode()), other) for key in keys), *_read(Path(path))])
+
+    def __len__(self) -> int:
+        return len(self._grants)
+
+    def bearer(self, authorization: bytes) -> Grant | None:
+        """The grant of a `Bearer KEY` header; None for anything else."""
+        scheme, _, key = authorization.partition(b" ")
+        return self.match(key.strip()) if scheme.lower() == b"bearer" else None
+
+    def match(self, key: bytes) -> Grant | None:
+        """The grant of a key; None for an unknown one."""
+        digest = digest_of(key)
+        # Every key is compared, so that the time tells nothing about which one was close.
+        matches = [grant for known, grant in self._grants if hmac.compare_digest(digest, known)]
+        return matches[0] if matches else None
+
+
+def digest_of(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _read(path: Path) -> list[tuple[bytes, Grant]]:
+    try:
+        text = path.read_text()
+        content: Any = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except (OSError, ValueError) as error:  # both parsers' errors are ValueErrors
+        raise ConfigError(f"cannot read {path}: {error}", field="api_keys") from error
+    entries: Any = content.get("keys") if isinstance(content, dict) else None
+    if not isinstance(entries, list) or not 0 < len(entries) <= MAX_KEYS or len(content) != 1:
+        raise _refused(path, f"holds one list, `keys`, of 1 to {MAX_KEYS} tables")
+    grants = [_grant(path, index, entry) for index, entry in enumerate(entries)]
+    for what, values in (
+        ("name", [grant.name for _, grant in grants]),
+        ("key", [digest.hex()[:12] for digest, _ in grants]),
+    ):
+        value, count = Counter(values).most_common(1)[0]
+        if count > 1:
+            raise _refused(path, f"the {what} {value!r} is there twice")
+    weights: dict[str, float] = {}
+    for _, grant in grants:
+        if weights.setdefault(grant.tenant, grant.weight) != grant.weight:
+            raise _refused(path, f"the keys of tenant {grant.tenant!r} differ in weight")
+    return grants
+
+
+def _grant(path: Path, index: int, entry: Any) -> tuple[bytes, Grant]:
+    """One table of the file. Raises ConfigError naming it and its field."""
+    where = f"keys[{index}]"
+    if not isinstance(entry, dict):
+        raise _refused(path, f"{where} is no table")
+    values = cast("dict[str, Any]", entry)
+    for name, value in values.items():
+        if name not in _TYPES:
+            raise _refused(path, f"{where}: unknown field {name!r}")
+        # type() and not isinstance: a boolean is no number here.
+        if type(value) not in _TYPES[name]:
+            raise _refused(path, f"{where}.{name} must be {_TYPES[name][0].__name__}")
+        low, high = _BOUNDS.get(name, (None, None))
+        if low is not None and high is not None and not low <= value <= high:
+            raise _refused(path, f"{where}.{name} must be between {low} and {high}")
+    for name in ("name", "tenant"):
+        if not _NAME.fullmatch(values.get(name, values.get("name", ""))):
+            raise _refused(path, f"{where}.{name}: 1 to 64 letters, digits or ._:@/-")
+    if ("sha256" in values) == ("key" in values):
+        raise _refused(path, f"{where} needs either sha256 or key")
+    if "key" in values and not values["key"].strip():
+        raise _refused(path, f"{where}.key must not be empty")
+    if "sha256" in values and not _DIGEST.fullmatch(values["sha256"].lower()):
+        raise _refused(path, f"{where}.sha256: 64 hexadecimal digits")
+    digest = (
+        bytes.fromhex(values["sha256"]) if "sha256" in values else digest_of(values["key"].encode())
+    )
+    return digest, Grant(
+        name=values["name"],
+        tenant=values.get("tenant", values["name"]),
+        weight=float(values.get("weight", 1.0)),
+        max_concurrency=values.get("max_concurrency"),
+        tokens_per_minute=values.get("tokens_per_minute"),
+        best_priority=values.get("best_priority"),
+        isolated=True,
+    )
+
+
+def _refused(path: Path, what: str) -> ConfigError:
+    return ConfigError(f"{path}: {what}", field="api_keys")

@@ -1,0 +1,66 @@
+"""How a model's hidden states are used: pooling, dimensions, reranking. From options and its files.
+
+What the options leave to "auto" is read as sentence-transformers and vLLM write it: 1_Pooling's
+config.json (which pooling), `is_matryoshka` and `matryoshka_dimensions` (shorter vectors),
+`classifier_from_token` or `is_original_qwen3_reranker` (a reranker by its yes and no).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, cast
+
+from baton.errors import InvalidRequest, UnsupportedFeature
+from baton.tokenizer import read_json
+from router.config import RouterConfig
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingSettings:
+    """`dimensions`: those that vectors may be cut to; () = any, None = they are not cut."""
+
+    kind: Literal["last", "mean"] = "last"
+    reranker: bool = False
+    dimensions: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, config: RouterConfig) -> PoolingSettings:
+        """Raises ModelRefused for a file that cannot be read."""
+        directory = Path(config.model) if config.model else None
+        model = {} if directory is None else read_json(directory / "config.json")
+        pooling = {} if directory is None else read_json(directory / "1_Pooling" / "config.json")
+        kind = config.pooling_type
+        if kind == "auto":
+            kind = "mean" if pooling.get("pooling_mode_mean_tokens") is True else "last"
+        known = model.get("classifier_from_token"), model.get("is_original_qwen3_reranker")
+        dimensions: tuple[int, ...] | None = config.matryoshka_dimensions or None
+        if dimensions is None and model.get("is_matryoshka") is True:
+            dimensions = ()
+        if dimensions is None and isinstance(model.get("matryoshka_dimensions"), list):
+            dimensions = tuple(cast("list[int]", model["matryoshka_dimensions"]))
+        return cls(
+            cast("Literal['last', 'mean']", kind),
+            config.reranker == "qwen3" or (config.reranker == "auto" and any(known)),
+            dimensions,
+        )
+
+    def check_dimensions(self, asked: int | None) -> int:
+        """How many to keep, 0 = all. Raises InvalidRequest, UnsupportedFeature."""
+        if asked is None:
+            return 0
+        if self.dimensions is None:
+            message = (
+                "dimensions: this model's vectors cannot be shortened (not a matryoshka model)"
+            )
+            raise UnsupportedFeature(message, field="dimensions")
+        if asked < 1 or (self.dimensions and asked not in self.dimensions):
+            allowed = ", ".join(map(str, self.dimensions)) or "at least 1"
+            raise InvalidRequest(f"dimensions: must be {allowed}", field="dimensions")
+        return asked
+
+    def check_reranker(self, model: str) -> None:
+        """Raises UnsupportedFeature, naming the model, if it is not one."""
+        if not self.reranker:
+            message = f"the model {model!r} is not served as a reranker (--reranker qwen3)"
+            raise UnsupportedFeature(message, field="model")

@@ -1,0 +1,95 @@
+"""What admission meters and measures: token buckets, how fast a queue drains, length of answers.
+
+Pure arithmetic; times are seconds of one monotonic clock and are passed in.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+DRAIN_MEMORY_S: Final = 5.0  # how far back the drain rate looks
+LEAST_DRAIN_S: Final = 0.05  # queued time below which the rate says nothing
+OUTPUT_MEMORY: Final = 100  # requests that the mean answer looks back
+
+
+class TokenBucket:
+    """`per_minute` tokens a minute, at most a minute's worth saved up. May fall into debt: what a
+    request used beyond its estimate is paid back before the next one is let in."""
+
+    def __init__(self, per_minute: float, now: float) -> None:
+        self._capacity = per_minute
+        self._per_s = per_minute / 60
+        self._level = per_minute
+        self._at = now
+
+    def take(self, tokens: float, now: float) -> float:
+        """Take them and return 0, or take nothing and return the seconds until they are there.
+
+        More than the bucket holds at all needs a full one, and leaves a debt.
+        """
+        self._refill(now)
+        missing = min(tokens, self._capacity) - self._level
+        if missing > 1e-9 * self._capacity:
+            return missing / self._per_s
+        self._level -= tokens
+        return 0.0
+
+    def give_back(self, tokens: float, now: float) -> None:
+        """Correct an estimate; negative: it was too low."""
+        self._refill(now)
+        self._level = min(self._capacity, self._level + tokens)
+
+    def level(self, now: float) -> float:
+        self._refill(now)
+        return self._level
+
+    def _refill(self, now: float) -> None:
+        self._level = min(self._capacity, self._level + max(0.0, now - self._at) * self._per_s)
+        self._at = max(self._at, now)
+
+
+class DrainRate:
+    """Tokens per second that leave a queue while there is one; what it was stays known after."""
+
+    def __init__(self) -> None:
+        self._served = 0.0
+        self._busy_s = 0.0
+        self._at: float | None = None
+
+    def tick(self, now: float, queued: bool) -> None:
+        """Time has passed until `now`; `queued`: somebody was waiting meanwhile."""
+        if queued and self._at is not None and now > self._at:
+            fading = math.exp((self._at - now) / DRAIN_MEMORY_S)
+            self._served *= fading
+            self._busy_s = self._busy_s * fading + DRAIN_MEMORY_S * (1 - fading)
+        self._at = now
+
+    def add(self, tokens: float) -> None:
+        """So many left the queue."""
+        self._served += tokens
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """None until enough has been seen."""
+        if self._busy_s < LEAST_DRAIN_S or self._served <= 0:
+            return None
+        return self._served / self._busy_s
+
+
+class AnswerLength:
+    """Mean output tokens of a sample, of late; None before the first."""
+
+    def __init__(self) -> None:
+        self.mean: float | None = None
+
+    def add(self, tokens: float) -> None:
+        if self.mean is None:
+            self.mean = tokens
+        else:
+            self.mean += (tokens - self.mean) / OUTPUT_MEMORY
+
+    def expect(self, limit: int, samples: int) -> float:
+        """Output tokens of a request that may have `limit` in each of `samples`."""
+        each = limit if self.mean is None else min(limit, self.mean)
+        return each * samples

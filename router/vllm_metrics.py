@@ -1,0 +1,137 @@
+"""vLLM's metrics that Baton has no own name for, so that vLLM's Grafana boards show data.
+
+Those with an own name are aliased in router/metrics.py. Times are the router's: prefill is from the
+first submission to a node to token 1, decode from there to the last token. docs/metrics.md lists
+all of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from baton.handles import NodeRecord
+from baton.metrics import E2E_BUCKETS, TTFT_BUCKETS, cache_usage
+from baton.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from router.services import RouterServices
+
+_MODEL: Final = "model_name"
+# vLLM's: 1, 2, 5, 10, ... tokens.
+TOKEN_BUCKETS: Final = tuple(
+    base * 10**power for power in range(6) for base in (1, 2, 5) if base * 10**power <= 200_000
+)
+N_BUCKETS: Final = (1, 2, 5, 10, 20)
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """One request that ended well. Times: seconds of the router's clock."""
+
+    params: SamplingParams | None
+    prompt_tokens: int
+    output_tokens: int
+    arrival: float
+    dispatched: float | None
+    first: float | None
+    last: float
+
+
+class VllmMetrics:
+    """The histograms of requests, registered in `registry`."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+            return Histogram(f"vllm:{name}", text, [_MODEL], buckets=buckets, registry=registry)
+
+        self._prompt = histogram("request_prompt_tokens", "Tokens of a prompt", TOKEN_BUCKETS)
+        self._output = histogram("request_generation_tokens", "Tokens generated", TOKEN_BUCKETS)
+        self._most = histogram(
+            "request_max_num_generation_tokens", "Tokens of a request's output", TOKEN_BUCKETS
+        )
+        self._n = histogram("request_params_n", "Samples asked for", N_BUCKETS)
+        self._max_tokens = histogram(
+            "request_params_max_tokens", "Most tokens asked for", TOKEN_BUCKETS
+        )
+        self._prefill = histogram(
+            "request_prefill_time_seconds", "From a node to token 1", TTFT_BUCKETS
+        )
+        self._decode = histogram(
+            "request_decode_time_seconds", "From token 1 to the last", E2E_BUCKETS
+        )
+        self._inference = histogram(
+            "request_inference_time_seconds", "From a node to the last token", E2E_BUCKETS
+        )
+
+    def ended(self, model: str, done: Finished) -> None:
+        """Count one request."""
+        self._prompt.labels(model).observe(done.prompt_tokens)
+        self._output.labels(model).observe(done.output_tokens)
+        samples = 1
+        if done.params is not None:
+            samples = done.params.n
+            self._n.labels(model).observe(samples)
+            self._max_tokens.labels(model).observe(done.params.max_tokens)
+        self._most.labels(model).observe(-(-done.output_tokens // samples))
+        began = done.arrival if done.dispatched is None else done.dispatched
+        if done.first is not None:
+            self._prefill.labels(model).observe(max(0.0, done.first - began))
+            self._decode.labels(model).observe(max(0.0, done.last - done.first))
+            self._inference.labels(model).observe(max(0.0, done.last - began))
+
+
+def watch(services: RouterServices) -> None:
+    """Show the nodes under the name that clients use, as vLLM's boards select by it."""
+
+    def nodes() -> list[NodeRecord]:
+        name = services.config.served_model_name
+        records = services.registry.records()
+        return [replace(record, model=name) if name else record for record in records]
+
+    def running_adapters() -> set[str]:
+        return {request.adapter for request, _ in services.dispatcher.live() if request.adapter}
+
+    services.metrics.watch_nodes(nodes)
+    services.metrics.watch_adapters(running_adapters)
+
+
+class NodeInfo(Collector):
+    """Of each node, at scrape time: vLLM's cache_config_info, gpu_cache_usage_perc (the older name
+    of kv_cache_usage_perc), and lora_requests_info where there are adapters."""
+
+    def __init__(
+        self, nodes: Callable[[], Sequence[NodeRecord]], adapters: Callable[[], set[str]]
+    ) -> None:
+        self._nodes = nodes
+        self._adapters = adapters
+
+    def collect(self) -> Iterable[Metric]:
+        nodes = self._nodes()
+        labels = [_MODEL, "node", "role"]
+        usage = GaugeMetricFamily("vllm:gpu_cache_usage_perc", "KV blocks in use", labels=labels)
+        more = ["block_size", "num_gpu_blocks", "cache_dtype"]
+        config = GaugeMetricFamily("vllm:cache_config_info", "Sizes", labels=[*labels, *more])
+        for node in nodes:
+            values = [node.model, node.node_id, node.role.value]
+            usage.add_metric(values, cache_usage(node.load))
+            blocks, dtype = str(node.load.total_blocks), node.endpoint.format.dtype
+            config.add_metric([*values, str(node.block_size), blocks, dtype], 1)
+        yield usage
+        yield config
+        known = {name for node in nodes for name in node.adapters}
+        if known:
+            yield self._lora(nodes[0].model, known)
+
+    def _lora(self, model: str, known: set[str]) -> Metric:
+        labels = [_MODEL, "max_lora", "running_lora_adapters", "waiting_lora_adapters"]
+        found = GaugeMetricFamily("vllm:lora_requests_info", "Adapters in use", labels=labels)
+        running = ",".join(sorted(self._adapters()))
+        found.add_metric([model, str(len(known)), running, ""], time.time())
+        return found

@@ -1,0 +1,124 @@
+"""The admin server: aborts that clients hear of, drains, what is under way; who may ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+
+from baton.errors import Cancelled, ConfigError
+from baton.events import TokenEvent
+from baton.messages import DrainNode
+from baton.request import Request
+from router.admin import create_admin_app
+from router.config import RouterConfig
+from router.trace import RequestTrace
+from tests.front.fakes import FakeDispatcher, Front
+from tests.router.fakes import fake_nodes, make_request, running_router
+
+
+class AbortedDispatcher(FakeDispatcher):
+    """An operator ends each request after two tokens."""
+
+    async def run(self, request: Request, trace: RequestTrace) -> AsyncGenerator[TokenEvent, None]:
+        count = 0
+        async for event in super().run(request, trace):
+            yield event
+            count += 1
+            if count == 2:
+                trace.aborted = True
+                raise Cancelled("the request was cancelled")
+
+
+async def test_what_an_operator_ends_has_an_end_for_its_client() -> None:
+    front = Front(dispatcher=AbortedDispatcher(answer="hi there, hello"))
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    async with front.client() as client:
+        whole = (await client.post("/v1/chat/completions", json=chat)).json()
+        assert whole["choices"][0]["finish_reason"] == "abort"
+        assert whole["choices"][0]["message"]["content"] == "hi"
+        assert whole["usage"]["completion_tokens"] == 2
+        reply = await client.post("/v1/chat/completions", json={**chat, "stream": True})
+        assert reply.text.count('"finish_reason":"abort"') == 1
+        assert reply.text.endswith("data: [DONE]\n\n")
+        body = {"prompt": "x", "stop": "it"}  # the held-back tail is shown, too
+        cut = (await client.post("/v1/completions", json=body)).json()["choices"][0]
+        assert (cut["text"], cut["finish_reason"]) == ("hi", "abort")
+        body = {"token_ids": [5], "sampling_params": {}}
+        ids = (await client.post("/inference/v1/generate", json=body)).json()["choices"][0]
+        assert (len(ids["token_ids"]), ids["finish_reason"]) == (2, "abort")
+        page = (await client.get("/metrics")).text
+        assert 'baton_request_failure_total{code="abort",model_name="tiny"} 4.0' in page
+
+
+@dataclass
+class LiveDispatcher(FakeDispatcher):
+    """With two requests under way."""
+
+    ended: list[str] = field(default_factory=list[str])
+
+    def live(self) -> list[tuple[Request, RequestTrace]]:
+        return [(make_request(id_), RequestTrace()) for id_ in ("cmpl-a-0.1", "cmpl-b-0.2")]
+
+    def abort(self, request_id: str, by_operator: bool = False) -> bool:
+        assert by_operator
+        self.ended.append(request_id)
+        return True
+
+
+async def test_the_admin_servers_routes() -> None:
+    dispatcher = LiveDispatcher()
+    async with fake_nodes("p") as (p,), running_router([p]) as router:
+        registry: Any = router.registry
+        config = RouterConfig(api_key=("sesame",), secret="hidden", redis_url="redis://:pw@h/0")
+        front = Front(dispatcher=dispatcher, registry=registry, config=config)
+        transport = httpx.ASGITransport(create_admin_app(front.services))
+        async with httpx.AsyncClient(transport=transport, base_url="http://admin") as client:
+            for path in ("/debug", "/metrics", "/server_info"):
+                assert (await client.get(path)).status_code == 401
+            client.headers["authorization"] = "Bearer sesame"
+            reply = await client.post("/abort_requests", json={"request_ids": ["a", "nobody"]})
+            assert reply.json() == {"aborted": ["cmpl-a-0.1"]}
+            assert dispatcher.ended == ["cmpl-a-0.1"]
+            debug = (await client.get("/debug")).json()
+            assert [each["id"] for each in debug["requests"]] == ["cmpl-a-0.1", "cmpl-b-0.2"]
+            assert debug["nodes"][0]["node_id"] == "p"
+            info = (await client.get("/server_info")).text
+            assert "sesame" not in info
+            assert "hidden" not in info
+            assert "pw@h" not in info
+            assert b"vllm:cache_config_info" in (await client.get("/metrics")).content
+            assert (await client.get("/health")).status_code == 200
+            for body, where in (
+                ({}, "request_ids"),
+                ({"request_ids": "a"}, "request_ids"),
+                ({"request_ids": ["a"] * 1025}, "request_ids"),
+            ):
+                bad = await client.post("/abort_requests", json=body)
+                assert (bad.status_code, bad.json()["error"]["param"]) == (400, where)
+            wrong = await client.post("/drain", json={"node": "other"})
+            assert wrong.json()["error"]["param"] == "node"
+            await client.post("/drain", json={"node": "p"})
+            await p.hear(DrainNode)
+            assert not front.lifecycle.draining
+            assert (await client.post("/drain", json={})).json() == {"draining": "router"}
+            assert front.lifecycle.draining
+            assert (await client.get("/drain")).json()["error"]["code"] == "method_not_allowed"
+        async with front.client(authorization="Bearer sesame") as public:
+            for path in ("/abort_requests", "/drain"):
+                assert (await public.post(path, json={})).status_code == 404
+            assert (await public.get("/debug")).status_code == 404
+            assert (await public.get("/metrics")).status_code == 200
+            assert (await public.get("/load")).json() == {"server_load": 0}
+
+
+def test_the_admin_port_needs_what_the_public_one_needs() -> None:
+    RouterConfig(admin_port=0).check()
+    with pytest.raises(ConfigError):
+        RouterConfig(admin_port=-1).check()
+    with pytest.raises(ConfigError) as caught:
+        RouterConfig(admin_host="0.0.0.0").check()
+    assert caught.value.field == "api_key"

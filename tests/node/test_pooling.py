@@ -1,0 +1,157 @@
+"""Vectors of prompts on a node: both roles, in turns with tokens, within the pool's room."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from baton.clock import SystemClock
+from baton.engine.interface import SequenceChunk
+from baton.events import Pooled
+from baton.messages import AbortRequest, ReleaseExport, SubmitPool, SubmitPrefill
+from baton.node.main import NodeProgram
+from baton.request import Request
+from baton.sampling import SamplingParams
+from kv_transfer.memory import MemoryFabric
+from tests.node.fakes import (
+    DECODE,
+    PATIENCE_S,
+    PREFILL,
+    Gate,
+    RawRouter,
+    Setup,
+    TestNode,
+    connected,
+    running_node,
+)
+
+PARAMS = SamplingParams(max_tokens=1, seed=0)
+
+
+class FakePooler:
+    """Hidden states [n, 3]: the token, its position, 4.0."""
+
+    max_num_batched_tokens = 8
+    max_num_seqs = 4
+    windows = (0,)
+    vocab_size = 1000
+    max_model_len = 512
+
+    def __init__(self) -> None:
+        self.gate = Gate()
+        self.adapters: set[str] = set()
+
+    def forward(self, chunks: Sequence[SequenceChunk]) -> list[torch.Tensor]:
+        self.gate.pass_through()
+        self.adapters.update(chunk.adapter for chunk in chunks)
+        return [
+            torch.tensor([[t, chunk.start + i, 4.0] for i, t in enumerate(chunk.token_ids)])
+            for chunk in chunks
+        ]
+
+    def yes_probability(self, hidden: torch.Tensor, yes: int, no: int) -> torch.Tensor:
+        return hidden[:, 0] * yes + no
+
+
+def give_pooler(node: TestNode) -> FakePooler:
+    pooler = FakePooler()
+    engine: Any = node.engine
+    engine.pooler = pooler
+    return pooler
+
+
+def submission(*prompts: tuple[int, ...], id_: str = "e", **more: Any) -> SubmitPool:
+    ids = tuple(token for prompt in prompts for token in prompt)
+    adapter = more.pop("adapter", "")
+    request = Request(id_, ids, PARAMS, adapter=adapter, deadline=more.pop("deadline", None))
+    return SubmitPool(request, tuple(map(len, prompts)), **more)
+
+
+async def pooled(router: RawRouter, id_: str = "e") -> list[tuple[float, ...]]:
+    found: list[Pooled] = []
+
+    def there() -> bool:
+        found.extend(p for step in router.steps for p in step.pooled if p.request_id == id_)
+        return bool(found)
+
+    await router.until(there)
+    return [struct.unpack(f"<{len(vector) // 4}f", vector) for vector in found[0].vectors]
+
+
+@pytest.mark.parametrize("program", [PREFILL, DECODE], ids=["prefill", "decode"])
+async def test_vectors_of_each_kind(program: NodeProgram) -> None:
+    setup = Setup(model_options={"adapters": ("poet",)})
+    async with running_node(program, MemoryFabric(), setup) as node, connected(node) as router:
+        pooler = give_pooler(node)
+        prompts = ((5, 6, 7), (9,), tuple(range(20)))
+        await router.send(submission(*prompts, normalize=False, adapter="poet"))
+        assert await pooled(router) == [(7, 2, 4), (9, 0, 4), (19, 19, 4)]
+        assert pooler.adapters == {"poet"}
+        await router.send(submission(*prompts, id_="m", kind="mean", normalize=False, dimensions=2))
+        assert await pooled(router, "m") == [(6, 1), (9, 0), (9.5, 9.5)]
+        await router.send(submission((3, 3), id_="n"))
+        (unit,) = await pooled(router, "n")
+        assert unit == pytest.approx([3 / 26**0.5, 1 / 26**0.5, 4 / 26**0.5])
+        await router.send(submission((2,), (3,), id_="y", kind="yes_no", answers=(10, 1)))
+        assert await pooled(router, "y") == [(21,), (31,)]
+        await node.until_idle()
+        stats = node.engine.stats
+        assert (stats.num_pooled_prompts, stats.num_pooled_tokens) == (9, 2 * 24 + 2 + 2)
+
+
+async def test_what_cannot_be_pooled_is_told_by_field() -> None:
+    async with running_node(PREFILL, MemoryFabric()) as node, connected(node) as router:
+        await router.send(submission((1,), id_="none"))
+        assert (await router.failure_of("none")).code == "unsupported_feature"
+        give_pooler(node)
+        for id_, message, field in (
+            ("vocabulary", submission((1000,), id_="vocabulary"), "prompt"),
+            ("long", submission((1,) * 300, id_="long"), "prompt"),
+            ("adapter", submission((1,), id_="adapter", adapter="x"), "model"),
+            ("wide", submission((1,), id_="wide", dimensions=4), "dimensions"),
+            ("yes", submission((1,), id_="yes", kind="yes_no", answers=(9999, 1)), "model"),
+        ):
+            await router.send(message)
+            failed = await router.failure_of(id_)
+            assert (failed.field, failed.retryable) == (field, False), id_
+        await node.until_idle()
+
+
+async def test_it_waits_for_room_and_takes_it_when_an_export_is_released() -> None:
+    setup = Setup(num_blocks=4, block_size=4)
+    async with running_node(PREFILL, MemoryFabric(), setup) as node, connected(node) as router:
+        give_pooler(node)
+        await router.send(SubmitPrefill(Request("r", tuple(range(1, 13)), PARAMS)))
+        handle = await router.handle_of("r")  # 3 of 4 blocks, leased
+        await router.send(submission((1,) * 8, normalize=False))
+        await router.send(submission((2,), id_="small", normalize=False))
+        assert await pooled(router, "small") == [(2, 0, 4)]  # there was room for this one
+        assert not any(p.request_id == "e" for step in router.steps for p in step.pooled)
+        await router.send(ReleaseExport(handle, "test"))
+        assert await pooled(router) == [(1, 7, 4)]
+        await node.until_idle()
+
+
+async def test_an_abort_a_lost_router_and_a_deadline_free_everything() -> None:
+    async with running_node(PREFILL, MemoryFabric()) as node:
+        pooler = give_pooler(node)
+        async with connected(node) as router:
+            pooler.gate.close()
+            await router.send(submission((1,) * 20, (2,) * 20, id_="a"))
+            await pooler.gate.reached()
+            await router.send(AbortRequest("a", 1))
+            await router.send(submission((1,) * 20, id_="b"))
+            deadline = SystemClock().monotonic() + 0.05
+            await router.send(submission((1,) * 20, id_="late", deadline=deadline))
+            assert (await router.failure_of("late")).code == "deadline_exceeded"
+        pooler.gate.open()  # its router has gone
+        await node.until_idle()
+        assert node.engine.stats.num_pooled_prompts == 0
+        async with asyncio.timeout(PATIENCE_S), connected(node) as router:
+            await router.send(submission((1,)))
+            assert len(await pooled(router)) == 1

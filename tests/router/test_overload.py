@@ -1,0 +1,53 @@
+"""Overload in simulated time: goodput stays, and one tenant's flood is its own."""
+
+from __future__ import annotations
+
+import pytest
+
+from router.admission import Reason
+from router.keys import Grant
+from tests.router.overload import goodput, simulate
+
+FLOOD, SMALL, HEAVY = Grant("flood", "flood"), Grant("small", "small"), Grant("heavy", "heavy", 3.0)
+PEAK = max(goodput(simulate({FLOOD: rate})) for rate in (12.0, 14.0, 16.0, 18.0))
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_goodput_at_three_times_the_load_stays_at_its_peak(seed: int) -> None:
+    overloaded = simulate({FLOOD: 3 * PEAK}, seed=seed)
+    assert goodput(overloaded) >= 0.9 * PEAK
+    admitted = [job for job in overloaded.jobs if job.first_at is not None]
+    assert overloaded.refused == len(overloaded.jobs) - len(admitted)
+    # Nearly nobody is let in for nothing: whoever gets a token gets it in time.
+    assert sum(job.good for job in admitted) >= 0.97 * len(admitted)
+    assert overloaded.queue.stats.refused[Reason.SLO] == overloaded.refused
+    assert (overloaded.queue.num_live, overloaded.queue.num_queued) == (0, 0)
+
+
+def test_without_admission_it_would_collapse() -> None:
+    """The yardstick: the same cluster, everything sent on as it comes."""
+    assert goodput(simulate({FLOOD: 3 * PEAK}, gated=False)) < 0.1 * PEAK
+
+
+def test_below_capacity_nobody_is_refused_and_hardly_anybody_waits() -> None:
+    easy = simulate({FLOOD: 0.6 * PEAK})
+    assert easy.refused == 0
+    assert all(job.good for job in easy.jobs)
+    assert easy.queue.stats.queued <= 0.05 * len(easy.jobs)
+
+
+def test_a_flood_does_not_touch_a_small_tenant() -> None:
+    overloaded = simulate({FLOOD: 3 * PEAK, SMALL: 0.2 * PEAK})
+    small = [job for job in overloaded.jobs if job.grant is SMALL]
+    assert sum(job.good for job in small) >= 0.95 * len(small)
+    assert goodput(overloaded) >= 0.9 * PEAK
+
+
+def test_two_floods_share_by_weight() -> None:
+    overloaded = simulate({FLOOD: 2 * PEAK, HEAVY: 2 * PEAK})
+    served = dict.fromkeys((FLOOD, HEAVY), 0)
+    for job in overloaded.jobs:
+        if job.first_at is not None:
+            served[job.grant] += job.prompt + job.output
+    assert served[HEAVY] / served[FLOOD] == pytest.approx(3.0, rel=0.15)
+    assert goodput(overloaded) >= 0.9 * PEAK

@@ -34,21 +34,21 @@ def test_a_file_grants(tmp_path: Path) -> None:
     path.write_text(FILE)
     ring = KeyRing.load(["plain"], str(path))
     assert len(ring) == 3
-    assert ring.match(b"Bearer k1") == Grant(
+    assert ring.bearer(b"Bearer k1") == Grant(
         "alice", "research", 2.0, max_concurrency=4, tokens_per_minute=1000, best_priority=0,
         isolated=True,
     )  # fmt: skip
-    assert ring.match(b"bearer k2 ") == Grant("bob", "bob", isolated=True)
-    assert ring.match(b"Bearer plain") == Grant(isolated=True)
-    assert KeyRing.load(["plain"]).match(b"Bearer plain") is EVERYBODY
+    assert ring.bearer(b"bearer k2 ") == Grant("bob", "bob", isolated=True)
+    assert ring.bearer(b"Bearer plain") == Grant(isolated=True)
+    assert KeyRing.load(["plain"]).bearer(b"Bearer plain") is EVERYBODY
     for wrong in (b"Bearer k3", b"Bearer ", b"Basic k1", b"k1", DIGEST.encode(), b"Bearer K1"):
-        assert ring.match(wrong) is None
+        assert ring.bearer(wrong) is None
 
 
 def test_json_by_its_name(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     path.write_text(json.dumps({"keys": [{"name": "alice", "key": "k1"}]}))
-    assert KeyRing.load((), str(path)).match(b"Bearer k1") is not None
+    assert KeyRing.load((), str(path)).bearer(b"Bearer k1") is not None
 
 
 @pytest.mark.parametrize(

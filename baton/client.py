@@ -11,7 +11,7 @@ Baton's own errors (baton/errors.py). Protobuf stays inside this file.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Final, NoReturn, Self
 
@@ -87,7 +87,8 @@ class GenerateEvent:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A finished request (sample 0)."""
+    """A finished request: its first answer, and the `others` if there are several (their `usage` is
+    the request's, the same for all)."""
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -97,6 +98,7 @@ class Generation:
     usage: Usage
     logprobs: Logprobs = ()
     prompt_logprobs: Logprobs = ()
+    others: tuple[Generation, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,6 +343,8 @@ def _sampling_fields(params: SamplingParams) -> serve_pb2.GenerateRequest:
         n=params.n,
         best_of=params.best_of,
         beam_width=params.beam_width,
+        length_penalty=params.length_penalty,
+        early_stopping=params.early_stopping,
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
         repetition_penalty=params.repetition_penalty,
@@ -379,8 +383,22 @@ def _usage(message: Any) -> Usage:
 
 def _collect(events: Sequence[GenerateEvent]) -> Generation:
     """One Generation of all events. Raises InternalError if none of them was the last."""
-    if not events or events[-1].finish_reason is None:
+    usage = events[-1].usage if events else None
+    if usage is None:
         raise error_from_code("internal", "the stream ended without a finish reason")
+    samples: dict[int, list[GenerateEvent]] = {}
+    for event in events:
+        samples.setdefault(event.sample, []).append(event)
+    prompt_logprobs = events[0].prompt_logprobs
+    first, *others = (
+        _collect_sample(samples[index], usage, prompt_logprobs) for index in sorted(samples)
+    )
+    return replace(first, others=tuple(others))
+
+
+def _collect_sample(
+    events: Sequence[GenerateEvent], usage: Usage, prompt_logprobs: Logprobs
+) -> Generation:
     last = events[-1]
     return Generation(
         request_id=last.request_id,
@@ -388,9 +406,9 @@ def _collect(events: Sequence[GenerateEvent]) -> Generation:
         text="".join(event.text for event in events),
         finish_reason=str(last.finish_reason),
         retries=last.retries,
-        usage=last.usage if last.usage is not None else Usage(),
+        usage=usage,
         logprobs=tuple(row for event in events for row in event.logprobs),
-        prompt_logprobs=events[0].prompt_logprobs,
+        prompt_logprobs=prompt_logprobs,
     )
 
 

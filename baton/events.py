@@ -26,7 +26,8 @@ class TokenEvent:
     `position` is the absolute output index of token_ids[0]. A finished sample has a finish_reason,
     possibly with no new token. The end-of-sequence or stop token that ended a sample IS the last of
     token_ids and is repeated in `stop_token_id`. `logprobs[i]` belongs to token_ids[i], the token
-    itself first.
+    itself first. `candidates`: what a search on another node begins with, best first, instead of
+    tokens; it travels in END, never to a router.
     """
 
     request_id: str
@@ -39,11 +40,13 @@ class TokenEvent:
     num_cached_tokens: int = 0
     logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
     prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+    candidates: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """What END carries of token 1 (per sample, or per beam candidate)."""
+    """What END carries of token 1: one per sample, or one per candidate of a search, best first
+    (`sample` is then its rank from 0, `cumulative_logprob` its score)."""
 
     position: int
     token_id: int

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
+from baton.best_of import best_samples
 from baton.engine.checkpoint import open_checkpoint
 from baton.engine.config import DtypeName, EngineConfig
 from baton.engine.engine import Engine
@@ -48,7 +49,8 @@ class SampleOutput:
 
 @dataclass(frozen=True, slots=True)
 class GenerationOutput:
-    """One prompt's answer: n samples in their order; with best_of or beams, the best first.
+    """One prompt's answer: n samples in their order; with best_of (by log probability per token) or
+    beams, the best first.
 
     `prompt_logprobs[i]` is about prompt token i + 1, if params asked for them.
     """
@@ -222,14 +224,15 @@ class LLM:
         return answers
 
     def _output(self, request: Request, answer: _Answer, as_text: bool) -> GenerationOutput:
-        """The n samples asked for: of best_of, those of the highest cumulative logprob."""
+        """The n samples asked for: of best_of, the best ones."""
         params = request.params
         samples = [
             self._sample(request, index, answer.samples[index], as_text)
             for index in sorted(answer.samples)
         ]
         if (params.best_of or 1) > params.n and not params.beam_width:
-            samples.sort(key=lambda sample: -(sample.cumulative_logprob or 0.0))  # stable
+            told = [[each[0].logprob for each in sample.logprobs] for sample in samples]
+            samples = [samples[index] for index in best_samples(told, params.n)]
         return GenerationOutput(
             request.prompt_ids, tuple(samples[: params.n]), answer.prompt_logprobs
         )

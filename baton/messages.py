@@ -105,6 +105,18 @@ class Migrate:
     epoch: int
 
 
+@dataclass(frozen=True, slots=True)
+class StopSample:
+    """Compute one sample of a request no further; the others go on. No answer follows.
+
+    Of the last one an AbortRequest says the same.
+    """
+
+    request_id: str
+    epoch: int
+    sample: int
+
+
 RouterMessage = (
     SessionHello
     | SubmitPrefill
@@ -115,6 +127,7 @@ RouterMessage = (
     | ReleaseExport
     | DrainNode
     | Migrate
+    | StopSample
 )
 
 

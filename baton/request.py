@@ -8,6 +8,7 @@ index in the output, so limits, penalties and noise never restart. The Redis scr
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
@@ -66,7 +67,8 @@ class Request:
 
     `output_ids[s]` are the tokens of sample s emitted under earlier epochs (empty at first), so the
     next token of sample s has position `len(output_ids[s])`. `deadline` is monotonic seconds in
-    this process (it travels as remaining milliseconds), None for no deadline.
+    this process (it travels as remaining milliseconds), None for no deadline. `ended`: samples that
+    nobody computes any more, whatever their tokens say (a stop string is known to the router only).
     """
 
     id: str
@@ -81,12 +83,36 @@ class Request:
     traceparent: str = ""
     resume: Literal["fast", "exact"] = "fast"
     arrival: float = field(default=0.0, compare=False)
+    ended: tuple[int, ...] = ()
+
+    @property
+    def live_samples(self) -> tuple[int, ...]:
+        """Samples to compute; a search is one."""
+        return tuple(s for s in range(self.params.num_samples) if s not in self.ended)
+
+    def emitted(self, sample: int) -> tuple[int, ...]:
+        """Known output tokens of a sample; of a search none: it starts anew."""
+        known = sample < len(self.output_ids) and not self.params.beam_width
+        return self.output_ids[sample] if known else ()
 
     @property
     def known_ids(self) -> tuple[int, ...]:
-        """Prompt, then the emitted tokens of sample 0: what a prefill computes."""
-        return self.prompt_ids + self.output_ids[0]
+        """What a prefill computes: the prompt, then what all live samples have emitted alike (of a
+        single one: all of it)."""
+        if self.params.width == 1:
+            return self.prompt_ids + self.emitted(0)
+        outputs = [self.emitted(sample) for sample in self.live_samples]
+        return self.prompt_ids + (_common(outputs) if outputs else ())
 
     def retried(self, output_ids: tuple[tuple[int, ...], ...]) -> Request:
         """The same request for its next owner: epoch + 1, with what has been emitted so far."""
         return replace(self, output_ids=output_ids, epoch=self.epoch + 1)
+
+
+def _common(outputs: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """The longest prefix that all share."""
+    shortest = min(outputs, key=len)
+    for index, token in enumerate(shortest):
+        if any(ids[index] != token for ids in outputs):
+            return shortest[:index]
+    return shortest

@@ -108,10 +108,25 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def num_samples(self) -> int:
+        """Samples that run side by side; beams are branches of one."""
+        return 1 if self.beam_width else max(self.n, self.best_of or 1)
+
+    @property
+    def num_outputs(self) -> int:
+        """Outputs that an engine tells of: every sample, or the n best beams."""
+        return self.n if self.beam_width else self.num_samples
+
+    @property
+    def width(self) -> int:
+        """Most sequences at once."""
+        return self.beam_width or self.num_samples
+
 
 # Served by one engine (`LLM`) and carried by the wire, but not yet by the routers' APIs: refused by
 # name there until then.
-NOT_YET_SERVED: Final = ("n", "best_of", "beam_width", "guided")
+NOT_YET_SERVED: Final = ("guided",)
 
 
 def refuse_unserved(params: SamplingParams) -> None:
@@ -119,5 +134,5 @@ def refuse_unserved(params: SamplingParams) -> None:
     defaults = {f.name: f.default for f in fields(SamplingParams)}
     for name in NOT_YET_SERVED:
         value = getattr(params, name)
-        if value != defaults[name] and not (name == "best_of" and value == 1):
+        if value != defaults[name]:
             raise UnsupportedFeature(f"{name} is not supported by this server", field=name)

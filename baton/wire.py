@@ -120,6 +120,7 @@ def request_to_wire(request: Request, clock: Clock) -> node_pb2.Request:
         epoch=request.epoch,
         traceparent=request.traceparent,
         resume=request.resume,
+        ended=request.ended,
     )
 
 
@@ -144,6 +145,7 @@ def request_from_wire(message: node_pb2.Request, clock: Clock) -> Request:
         traceparent=message.traceparent,
         resume=cast("Literal['fast', 'exact']", one_of(message.resume, RESUME, "resume")),
         arrival=clock.monotonic(),
+        ended=tuple(message.ended),
     )
 
 
@@ -308,6 +310,8 @@ def router_message_to_wire(value: messages.RouterMessage, clock: Clock) -> node_
             return node_pb2.RouterMessage(drain=node_pb2.Drain(mode=value.mode))
         case messages.Migrate():
             return node_pb2.RouterMessage(migrate=node_pb2.Migrate(**asdict(value)))
+        case messages.StopSample():
+            return node_pb2.RouterMessage(stop_sample=node_pb2.StopSample(**asdict(value)))
 
 
 def router_message_from_wire(
@@ -322,10 +326,7 @@ def router_message_from_wire(
         case "submit":
             return _submit_from_wire(message.submit, clock)
         case "abort":
-            abort = message.abort
-            return messages.AbortRequest(
-                identifier(abort.request_id, "request_id"), epoch_of(abort.epoch)
-            )
+            return messages.AbortRequest(*_named(message.abort))
         case "renew":
             present(message.renew, "handle")
             return messages.RenewExport(handle_from_wire(message.renew.handle))
@@ -337,12 +338,16 @@ def router_message_from_wire(
         case "drain":
             return messages.DrainNode(required(message.drain.mode, "mode"))
         case "migrate":
-            migrate = message.migrate
-            return messages.Migrate(
-                identifier(migrate.request_id, "request_id"), epoch_of(migrate.epoch)
-            )
+            return messages.Migrate(*_named(message.migrate))
+        case "stop_sample":
+            return messages.StopSample(*_named(message.stop_sample), message.stop_sample.sample)
         case _:
             raise InvalidRequest("a router message without a known kind", field="kind")
+
+
+def _named(message: Any) -> tuple[str, int]:
+    """(request id, epoch) of what is about one request."""
+    return identifier(message.request_id, "request_id"), epoch_of(message.epoch)
 
 
 def _submit_from_wire(
@@ -421,11 +426,7 @@ def _failed_from_wire(message: node_pb2.RequestFailed) -> RequestFailed:
 
 def _handle_ready_from_wire(message: node_pb2.HandleReady) -> HandleReady:
     present(message, "handle")
-    return HandleReady(
-        required(message.request_id, "request_id"),
-        epoch_of(message.epoch),
-        handle_from_wire(message.handle),
-    )
+    return HandleReady(*_named(message), handle_from_wire(message.handle))
 
 
 def _block_event_from_wire(message: node_pb2.BlockEvent) -> BlockEvent:
@@ -465,10 +466,7 @@ def step_from_wire(message: node_pb2.NodeStep) -> NodeStep:
     return NodeStep(
         tokens=tuple(token_event_from_wire(event) for event in message.tokens),
         handles=tuple(_handle_ready_from_wire(ready) for ready in message.handles),
-        subscribed=tuple(
-            Subscribed(required(item.request_id, "request_id"), epoch_of(item.epoch))
-            for item in message.subscribed
-        ),
+        subscribed=tuple(Subscribed(*_named(item)) for item in message.subscribed),
         failed=tuple(_failed_from_wire(item) for item in message.failed),
         load=load_from_wire(message.load) if message.HasField("load") else None,
         block_events_seq=message.block_events_seq,

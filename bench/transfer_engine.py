@@ -191,5 +191,5 @@ class PrefillEngine:
         self.engine.add(request, Task.PREFILL)
         while self.engine.has_work:
             for event in self.engine.step():
-                self._exports.complete(event)
+                self._exports.complete(event.request_id, (event,))
         return PrefillTimes(began, self._last_layer_at, time.monotonic())

@@ -4,7 +4,8 @@ The life of a request with a handle:
     ticket in line  -> its lease on the exporter is renewed while it waits for blocks
     reserved        -> Subscribed goes to the router: now the exporter's death is ours to report
     fetched         -> every digest was checked and END held: only now do the blocks count
-    added           -> the engine's first event repeats END's tokens, then token 2 follows
+    added           -> forks to its samples; their first events repeat END's tokens, then token 2
+                       of each follows
 Without a handle the prompt is computed here (local prefill). Every exit gives back blocks, place in
 line and slot.
 
@@ -40,15 +41,15 @@ T = TypeVar("T")
 class Seat:
     """What one request holds in the engine. Engine thread only, so its steps are in order."""
 
-    def __init__(self, request: Request) -> None:
-        self._request = request
+    def __init__(self, entry: NodeRequest) -> None:
+        self._entry = entry
         self._reservation: Reservation | None = None
         self._adoption: Adoption | None = None
         self._added = False
 
     def add(self, engine: Engine) -> None:
         """Compute the prompt here. Raises InvalidRequest."""
-        engine.add(self._request, Task.LOCAL)
+        engine.add(self._entry.wanted, Task.LOCAL)
         self._added = True
 
     def reserve(
@@ -56,8 +57,10 @@ class Seat:
     ) -> Reservation | None:
         """`precision`: what the KV went through on its way here, None if nothing. `adopting`: full
         blocks can stay where they are."""
-        adopting = adopting and engine.may_adopt
-        self._reservation = engine.reserve(self._request, num_tokens, precision, adopting)
+        request = self._entry.request
+        # Forks share blocks of this pool only.
+        adopting = adopting and engine.may_adopt and request.params.width == 1
+        self._reservation = engine.reserve(request, num_tokens, precision, adopting)
         return self._reservation
 
     def adopt(self, adoption: Adoption) -> None:
@@ -66,13 +69,13 @@ class Seat:
 
     def add_computed(self, engine: Engine, first_tokens: Sequence[FirstToken]) -> None:
         """Enter with the reserved blocks, whose KV was fetched and verified."""
-        engine.add(self._request, Task.LOCAL, self._reservation, first_tokens, self._adoption)
+        engine.add(self._entry.wanted, Task.LOCAL, self._reservation, first_tokens, self._adoption)
         self._added = True
 
     def leave(self, engine: Engine) -> None:
         """Give back whatever is held; nothing if the request has ended by itself."""
         if self._added:
-            engine.abort(self._request.id)
+            engine.abort(self._entry.request.id)
         elif self._reservation is not None:
             engine.cancel(self._reservation)
             if self._adoption is not None:
@@ -103,7 +106,7 @@ class DecodeRole:
     async def serve(self, entry: NodeRequest) -> None:
         if entry.pool is not None:
             return await self._pooling.serve(entry, entry.pool)
-        seat = Seat(entry.request)
+        seat = Seat(entry)
         try:
             if entry.handle is None:
                 await self._thread.call(seat.add)
@@ -117,7 +120,8 @@ class DecodeRole:
         """Reserve, fetch, enter the engine. Raises BatonError; KVErrors are retryable."""
         request = entry.request
         # Tokens beyond the export: an earlier decode node went on from it, so its prefill is over.
-        ready = len(request.known_ids) > handle.num_tokens
+        beyond = handle.num_tokens - len(request.prompt_ids)
+        ready = any(len(request.emitted(sample)) > beyond for sample in request.live_samples)
         ticket = self._admission.ticket(ready=ready)
         try:
             await self._thread.call(lambda engine: engine.validate(request, Task.LOCAL))
@@ -189,8 +193,8 @@ class DecodeRole:
                 if self._context.clock.monotonic() - renewed_at >= lease_s:
                     raise KVTimeout("the exporter does not answer renewals") from error
 
-    def ends(self, event: TokenEvent) -> bool:
-        return event.finish_reason is not None
+    def ends(self, entry: NodeRequest, event: TokenEvent) -> bool:
+        return event.finish_reason is not None and entry.sample_ended(event.sample)
 
     def blocks_freed(self) -> None:
         self._admission.wake()

@@ -1,4 +1,4 @@
-"""PrefillRole: prompt in, token 1 and KV blocks out.
+"""PrefillRole: prompt in, token 1 (of each sample) and KV blocks out.
 
 The life of a request here:
     serve()          -> validated and added as Task.PREFILL (engine thread)
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -75,11 +76,11 @@ class PrefillExports:
                 self._engine.abort(request_id)
                 self._lost(request, KVStale("the export was released before token 1"))
 
-    def complete(self, event: TokenEvent) -> None:
-        """Token 1 ends the export's computing: END carries it."""
-        _, handle = self._open.pop(event.request_id, (None, None))
-        if handle is not None and event.token_ids:
-            self._connector.complete(handle, first_tokens(event))
+    def complete(self, request_id: str, events: Sequence[TokenEvent]) -> None:
+        """Token 1 of each sample ends the export's computing: END carries them."""
+        _, handle = self._open.pop(request_id, (None, None))
+        if handle is not None:
+            self._connector.complete(handle, first_tokens(events))
 
     def give_up(self, request_id: str) -> KVHandle | None:
         """Stop computing `request_id`; returns its unfinished export for the caller to release."""
@@ -88,19 +89,27 @@ class PrefillExports:
         return handle
 
 
-def first_tokens(event: TokenEvent) -> tuple[FirstToken, ...]:
-    """What END carries of the tokens of `event`."""
-    last = len(event.token_ids) - 1
-    return tuple(
-        FirstToken(
-            position=event.position + index,
-            token_id=token,
-            sample=event.sample,
-            finish_reason=event.finish_reason if index == last else None,
-            logprobs=event.logprobs[index] if event.logprobs else (),
+def first_tokens(events: Sequence[TokenEvent]) -> tuple[FirstToken, ...]:
+    """What END carries of one request's events: token 1 of each sample, or the candidates that its
+    search begins with."""
+    told: list[FirstToken] = []
+    for event in events:
+        last = len(event.token_ids) - 1
+        told += (
+            FirstToken(
+                position=event.position + index,
+                token_id=token,
+                sample=event.sample,
+                finish_reason=event.finish_reason if index == last else None,
+                logprobs=event.logprobs[index] if event.logprobs else (),
+            )
+            for index, token in enumerate(event.token_ids)
         )
-        for index, token in enumerate(event.token_ids)
-    )
+        told += (
+            FirstToken(event.position, each.token_id, rank, cumulative_logprob=each.logprob)
+            for rank, each in enumerate(event.candidates)
+        )
+    return tuple(told)
 
 
 @dataclass(slots=True, eq=False)
@@ -147,8 +156,8 @@ class PrefillRole:
             if serving.handle is not None:
                 self._release(serving.handle)
 
-    def ends(self, event: TokenEvent) -> bool:
-        return True
+    def ends(self, entry: NodeRequest, event: TokenEvent) -> bool:
+        return True  # all samples' events come in one step
 
     def blocks_freed(self) -> None:
         """The engine looks for room itself."""
@@ -161,8 +170,11 @@ class PrefillRole:
         return None
 
     def on_step(self, report: StepReport) -> None:
+        of_request: defaultdict[str, list[TokenEvent]] = defaultdict(list)
         for event in report.events:
-            self._exports.complete(event)
+            of_request[event.request_id].append(event)
+        for request_id, events in of_request.items():
+            self._exports.complete(request_id, events)
         for failed in report.failed:
             self._leave(failed.request_id)
 

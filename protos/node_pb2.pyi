@@ -89,7 +89,7 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("id", "prompt_ids", "output_ids", "params", "adapter", "priority", "tenant_salt", "deadline_ms", "epoch", "traceparent", "resume")
+    __slots__ = ("id", "prompt_ids", "output_ids", "params", "adapter", "priority", "tenant_salt", "deadline_ms", "epoch", "traceparent", "resume", "ended")
     ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -101,6 +101,7 @@ class Request(_message.Message):
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
     id: str
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
     output_ids: _containers.RepeatedCompositeFieldContainer[TokenIds]
@@ -112,7 +113,8 @@ class Request(_message.Message):
     epoch: int
     traceparent: str
     resume: str
-    def __init__(self, id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., adapter: _Optional[str] = ..., priority: _Optional[int] = ..., tenant_salt: _Optional[str] = ..., deadline_ms: _Optional[int] = ..., epoch: _Optional[int] = ..., traceparent: _Optional[str] = ..., resume: _Optional[str] = ...) -> None: ...
+    ended: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., adapter: _Optional[str] = ..., priority: _Optional[int] = ..., tenant_salt: _Optional[str] = ..., deadline_ms: _Optional[int] = ..., epoch: _Optional[int] = ..., traceparent: _Optional[str] = ..., resume: _Optional[str] = ..., ended: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("running", "waiting", "swapped", "free_blocks", "total_blocks", "waiting_tokens", "fetching", "export_bytes", "step_seconds", "prefill_tokens_per_s", "draining", "kv_received_bytes", "kv_sent_bytes", "kv_fetches", "kv_fetch_failures", "preemptions", "prefix_query_tokens", "prefix_hit_tokens", "kv_token_bytes", "kv_tail_seconds")
@@ -292,8 +294,18 @@ class Migrate(_message.Message):
     epoch: int
     def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
+class StopSample(_message.Message):
+    __slots__ = ("request_id", "epoch", "sample")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    epoch: int
+    sample: int
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., sample: _Optional[int] = ...) -> None: ...
+
 class RouterMessage(_message.Message):
-    __slots__ = ("hello", "submit", "abort", "renew", "release", "drain", "migrate")
+    __slots__ = ("hello", "submit", "abort", "renew", "release", "drain", "migrate", "stop_sample")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
@@ -301,6 +313,7 @@ class RouterMessage(_message.Message):
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     MIGRATE_FIELD_NUMBER: _ClassVar[int]
+    STOP_SAMPLE_FIELD_NUMBER: _ClassVar[int]
     hello: SessionHello
     submit: Submit
     abort: Abort
@@ -308,7 +321,8 @@ class RouterMessage(_message.Message):
     release: ReleaseExport
     drain: Drain
     migrate: Migrate
-    def __init__(self, hello: _Optional[_Union[SessionHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., renew: _Optional[_Union[RenewExport, _Mapping]] = ..., release: _Optional[_Union[ReleaseExport, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., migrate: _Optional[_Union[Migrate, _Mapping]] = ...) -> None: ...
+    stop_sample: StopSample
+    def __init__(self, hello: _Optional[_Union[SessionHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., renew: _Optional[_Union[RenewExport, _Mapping]] = ..., release: _Optional[_Union[ReleaseExport, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., migrate: _Optional[_Union[Migrate, _Mapping]] = ..., stop_sample: _Optional[_Union[StopSample, _Mapping]] = ...) -> None: ...
 
 class TokenEvent(_message.Message):
     __slots__ = ("request_id", "epoch", "sample", "position", "token_ids", "logprobs", "finish_reason", "num_cached_tokens", "stop_token_id", "has_stop_token", "prompt_logprobs")

@@ -1,4 +1,8 @@
-"""One API call with its completions (one per prompt), and the whole (not streamed) answer to it."""
+"""One API call with its completions (one per prompt, each with its choices), and the whole (not
+streamed) answer to it.
+
+Choices are numbered prompt by prompt: choice i is sample i % n of prompt i // n.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +69,7 @@ class Runner:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A parsed, admissible call. `completions[i]` becomes choice i."""
+    """A parsed, admissible call."""
 
     api: Api
     head: ReplyHead
@@ -78,11 +82,20 @@ class Call:
     def chunk_kind(self) -> str:
         return "chat.completion.chunk" if self.api == "chat" else "text_completion"
 
-    def frames(self, index: int) -> Frames:
+    def indices(self, prompt: int) -> range:
+        """The choices of a prompt, in the order of its samples."""
+        count = self.completions[prompt].num_choices
+        return range(prompt * count, (prompt + 1) * count)
+
+    def frames(self, prompt: int) -> list[Frames]:
+        """SSE frames of a prompt's choices."""
+        return [self._frames(index, self.completions[prompt]) for index in self.indices(prompt)]
+
+    def _frames(self, index: int, completion: Completion) -> Frames:
         chunk = Chunk(self.head, self.chunk_kind, index, self.include_usage)
         if self.api == "chat":
-            return ChatFrames(chunk, self.rules, self.completions[index].request.prompt_ids)
-        return CompletionFrames(chunk, CompletionText(self.completions[index], self.rules))
+            return ChatFrames(chunk, self.rules, completion.request.prompt_ids)
+        return CompletionFrames(chunk, CompletionText(completion, self.rules))
 
     def receipt_frame(self) -> bytes:
         """A stream's chunk with its receipt; empty if nobody asked for one."""
@@ -129,58 +142,26 @@ class WholeReply:
             await reply(scope, receive, send)
 
     async def _run(self) -> bytes:
-        choice = self._chat if self._call.api == "chat" else self._completion
-        outputs = enumerate(self._call.completions)
-        choices = await together([choice(index, it) for index, it in outputs])
-        return msgspec.json.encode(self._reply(choices))
+        prompts = range(len(self._call.completions))
+        choices = await together([self._choices(prompt) for prompt in prompts])
+        return msgspec.json.encode(self._reply([one for some in choices for one in some]))
 
-    async def _chat(self, index: int, completion: Completion) -> ChatChoice:
-        rules = self._call.rules
-        parts: list[Part] = []
-        ids = TokenIds(rules.token_ids)
-        told: list[dict[str, Any]] = []
-        last: Delta | None = None
+    async def _choices(self, prompt: int) -> list[ChatChoice] | list[CompletionChoice]:
+        """The whole choices of one prompt."""
+        call, completion = self._call, self._call.completions[prompt]
+        indices = call.indices(prompt)
+        if call.api == "chat":
+            chats = [_WholeChat(index, call.rules) for index in indices]
+            await self._read(completion, chats)
+            return [chat.choice() for chat in chats]
+        texts = [_WholeText(index, completion, call.rules) for index in indices]
+        await self._read(completion, texts)
+        return [text.choice() for text in texts]
+
+    async def _read(self, completion: Completion, into: Sequence[_WholeChat | _WholeText]) -> None:
         async with aclosing(self._runner.deltas(completion)) as deltas:
             async for delta in deltas:
-                parts += rules.parts_of(delta)
-                told += rules.chat_logprobs(delta)
-                ids.take(delta)
-                last = delta
-        assert last is not None, "a completion ends with a delta or an exception"
-        return ChatChoice(
-            index,
-            message_of(parts, rules.draw_id),
-            finish_reason_of(last),
-            logprobs=None if rules.logprobs is None else {"content": told},
-            stop_reason=last.stop_reason,
-            token_ids=ids.whole,
-        )
-
-    async def _completion(self, index: int, completion: Completion) -> CompletionChoice:
-        text = CompletionText(completion, self._call.rules)
-        texts: list[str] = []
-        told: CompletionLogprobs | None = None
-        last: Delta | None = None
-        async with aclosing(self._runner.deltas(completion)) as deltas:
-            async for delta in deltas:
-                more, rows = text.take(delta)
-                texts.append(more)
-                if told is None:
-                    told = rows
-                elif rows is not None:
-                    told.extend(rows)
-                last = delta
-        assert last is not None, "a completion ends with a delta or an exception"
-        return CompletionChoice(
-            index,
-            "".join(texts),
-            finish_reason_of(last),
-            logprobs=told,
-            stop_reason=last.stop_reason,
-            prompt_logprobs=self._call.rules.told_of_prompt(completion),
-            token_ids=text.ids.whole,
-            prompt_token_ids=text.ids.prompt,
-        )
+                into[delta.sample].take(delta)
 
     def _reply(self, choices: list[Any]) -> CompletionReply | ChatReply:
         call = self._call
@@ -219,3 +200,67 @@ async def whole_answer(
         return error_response(found)
     body, headers = with_receipt(body, completions)
     return Response(body, headers=headers, media_type="application/json")
+
+
+class _WholeChat:
+    """One choice of a chat, from its deltas."""
+
+    def __init__(self, index: int, rules: ReplyRules) -> None:
+        self._index = index
+        self._rules = rules
+        self._parts: list[Part] = []
+        self._ids = TokenIds(rules.token_ids)
+        self._told: list[dict[str, Any]] = []
+        self._last: Delta | None = None
+
+    def take(self, delta: Delta) -> None:
+        self._parts += self._rules.parts_of(delta)
+        self._told += self._rules.chat_logprobs(delta)
+        self._ids.take(delta)
+        self._last = delta
+
+    def choice(self) -> ChatChoice:
+        assert self._last is not None, "a sample ends with a delta or an exception"
+        return ChatChoice(
+            self._index,
+            message_of(self._parts, self._rules.draw_id),
+            finish_reason_of(self._last),
+            logprobs=None if self._rules.logprobs is None else {"content": self._told},
+            stop_reason=self._last.stop_reason,
+            token_ids=self._ids.whole,
+        )
+
+
+class _WholeText:
+    """One choice of a text completion, from its deltas."""
+
+    def __init__(self, index: int, completion: Completion, rules: ReplyRules) -> None:
+        self._index = index
+        self._completion = completion
+        self._rules = rules
+        self._text = CompletionText(completion, rules)
+        self._texts: list[str] = []
+        self._told: CompletionLogprobs | None = None
+        self._last: Delta | None = None
+
+    def take(self, delta: Delta) -> None:
+        more, rows = self._text.take(delta)
+        self._texts.append(more)
+        if self._told is None:
+            self._told = rows
+        elif rows is not None:
+            self._told.extend(rows)
+        self._last = delta
+
+    def choice(self) -> CompletionChoice:
+        assert self._last is not None, "a sample ends with a delta or an exception"
+        return CompletionChoice(
+            self._index,
+            "".join(self._texts),
+            finish_reason_of(self._last),
+            logprobs=self._told,
+            stop_reason=self._last.stop_reason,
+            prompt_logprobs=self._rules.told_of_prompt(self._completion),
+            token_ids=self._text.ids.whole,
+            prompt_token_ids=self._text.ids.prompt,
+        )

@@ -1,9 +1,10 @@
 """One request from the dispatcher's tokens to what a client reads: text, finish reason, usage.
 
 Used by both front doors (HTTP and gRPC); for chats the text is taken apart too (router/parsers).
-Ends exactly once: with a Delta that has a finish_reason,
-or with an exception. Closing `deltas()` early closes the dispatcher's stream, which aborts the
-request on every hop. A stop string ends the request here, because only the router sees text.
+A request may have several samples, or beams: all run at once, each ends once, with a Delta that has
+a finish_reason, and each has its own text, stop strings and parser. An exception ends all of them.
+Closing `deltas()` early closes the dispatcher's stream, which aborts the request on every hop. A
+stop string ends a sample here, because only the router sees text; the others go on.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from baton.best_of import best_samples
 from baton.clock import Clock
 from baton.errors import Cancelled, InternalError
 from baton.events import TokenEvent, TokenLogprob
@@ -32,6 +34,7 @@ class Dispatch(Protocol):
     """What a front door needs of router/dispatch.py."""
 
     def run(self, request: Request, trace: RequestTrace) -> AsyncGenerator[TokenEvent, None]: ...
+    def stop_sample(self, request_id: str, sample: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,7 @@ class Delta:
     `position` is the absolute output index of token_ids[0]. `stop_reason` is the stop string or the
     stop token id that ended it, None for end-of-sequence. `logprobs[i]` belongs to token_ids[i].
     `parts` are what `text` holds, `num_calls` the tool calls so far, if the rules ask for these.
+    `sample`: which of the request's choices it belongs to, from 0.
     """
 
     position: int
@@ -64,6 +68,7 @@ class Delta:
     logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
     parts: tuple[Part, ...] = ()
     num_calls: int = 0
+    sample: int = 0
 
 
 class Completion:
@@ -84,50 +89,52 @@ class Completion:
         self.model = model
         self.prompt_text = rules.echo
         self.trace = RequestTrace(terms)
-        self.completion_tokens = 0
         self.cached_tokens = 0
-        self.reasoning_tokens = 0  # up to the one that ended it
         self.prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
-        self._discard = rules.discard
-        shown: tuple[str, ...] = ()
-        self._parser: MessageParser | None = None
-        if rules.message is not None:
-            shown, self._parser = rules.message.markers, MessageParser(rules.message)
-        self._parts: list[Part] = []
-        self._decoder = tokenizer.stream(rules.skip_special_tokens, shown)
-        self._stops = StopMatcher(rules.stop, rules.include_stop)
-        self._stopped_by_text = False
+        self._samples = [
+            SampleText(sample, request, rules, tokenizer)
+            for sample in range(request.params.num_outputs)
+        ]
+
+    @property
+    def num_choices(self) -> int:
+        """Answers that the client gets: samples of the deltas are below that."""
+        return self.request.params.n
 
     @property
     def prompt_tokens(self) -> int:
         return len(self.request.prompt_ids)
 
-    async def deltas(
+    @property
+    def completion_tokens(self) -> int:
+        """Of all samples, also of those that best_of drops."""
+        return sum(sample.num_tokens for sample in self._samples)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return sum(sample.reasoning_tokens for sample in self._samples)
+
+    def deltas(
         self, dispatch: Dispatch, meter: RequestMeter, clock: Clock
     ) -> AsyncGenerator[Delta, None]:
         """Run the request. Raises BatonError; feeds `meter` and ends it on every way out."""
+        live = self._run(dispatch, meter, clock)
+        return live if len(self._samples) == self.num_choices else self._best(live)
+
+    async def _run(
+        self, dispatch: Dispatch, meter: RequestMeter, clock: Clock
+    ) -> AsyncGenerator[Delta, None]:
+        """All samples, as they come. The last end is told when the dispatcher has recorded it."""
         outcome = "cancelled"
         meter.params = self.request.params
+        last: Delta | None = None
         try:
-            last: Delta | None = None
-            try:
-                async with aclosing(dispatch.run(self.request, self.trace)) as events:
-                    async for event in events:
-                        if last is not None:
-                            continue  # the dispatcher ends by itself after the finish, recorded
-                        delta = self._absorb(event)
-                        meter.tokens(clock.monotonic(), len(event.token_ids))
-                        if delta.finish_reason is None:
-                            yield delta
-                            continue
+            async with aclosing(self._deltas(dispatch, meter, clock)) as deltas:
+                async for delta in deltas:
+                    if self._ended:
                         last = delta
-                        if self._stopped_by_text:
-                            self.trace.stopped_by_text()
-                            break
-            except Cancelled:
-                if not self.trace.aborted:
-                    raise
-                last = last or self._aborted()
+                    else:
+                        yield delta
             if last is None or last.finish_reason is None:
                 raise InternalError("the token stream ended without a finish reason")
             outcome = last.finish_reason.value
@@ -140,16 +147,86 @@ class Completion:
         finally:
             meter.end(clock.monotonic(), self.trace, self.prompt_tokens, outcome)
 
-    def _absorb(self, event: TokenEvent) -> Delta:
-        """Text of one event. Mutates decoder, matcher, parser and counts."""
+    @property
+    def _ended(self) -> bool:
+        return all(sample.ended for sample in self._samples)
+
+    async def _deltas(
+        self, dispatch: Dispatch, meter: RequestMeter, clock: Clock
+    ) -> AsyncGenerator[Delta, None]:
+        """Of every sample, each ended once; goes on to the end that the dispatcher records."""
+        try:
+            async with aclosing(dispatch.run(self.request, self.trace)) as events:
+                async for event in events:
+                    sample = self._samples[event.sample]
+                    if sample.ended:
+                        continue  # what is under way of a sample that its text has ended
+                    self._note(event)
+                    delta = sample.absorb(event)
+                    meter.tokens(clock.monotonic(), len(event.token_ids), event.sample)
+                    if sample.stopped_by_text and self._ended:
+                        self.trace.stopped_by_text()
+                        yield delta
+                        break
+                    if sample.stopped_by_text:
+                        dispatch.stop_sample(self.request.id, event.sample)
+                    yield delta
+        except Cancelled:
+            if not self.trace.aborted:
+                raise
+            for sample in self._samples:
+                if not sample.ended:
+                    yield sample.aborted()
+
+    async def _best(self, live: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
+        """The n best samples, best first, once all have ended."""
+        held: list[list[Delta]] = [[] for _ in self._samples]
+        async with aclosing(live):
+            async for delta in live:
+                held[delta.sample].append(delta)
+        told = [[row[0].logprob for delta in each for row in delta.logprobs] for each in held]
+        for choice, sample in enumerate(best_samples(told, self.num_choices)):
+            for delta in held[sample]:
+                yield replace(delta, sample=choice)
+
+    def _note(self, event: TokenEvent) -> None:
         self.cached_tokens = max(self.cached_tokens, event.num_cached_tokens)
         self.prompt_logprobs = self.prompt_logprobs or event.prompt_logprobs
+
+
+class SampleText:
+    """One sample's tokens as text. `absorb` each of its events, in order, until it has `ended`.
+
+    `stopped_by_text`: a stop string ended it, and a node may still go on with it.
+    """
+
+    def __init__(
+        self, index: int, request: Request, rules: OutputRules, tokenizer: Tokenizer
+    ) -> None:
+        self.num_tokens = 0
+        self.reasoning_tokens = 0  # up to the one that ended it
+        self.ended = False
+        self.stopped_by_text = False
+        self._index = index
+        self._stop_token_ids = request.params.stop_token_ids
+        self._discard = rules.discard
+        shown: tuple[str, ...] = ()
+        self._parser: MessageParser | None = None
+        if rules.message is not None:
+            shown, self._parser = rules.message.markers, MessageParser(rules.message)
+        self._parts: list[Part] = []
+        self._decoder = tokenizer.stream(rules.skip_special_tokens, shown)
+        self._stops = StopMatcher(rules.stop, rules.include_stop)
+
+    def absorb(self, event: TokenEvent) -> Delta:
+        """Text of one event. Mutates decoder, matcher, parser and counts."""
         if self._discard:
-            return Delta(event.position, (), "", event.finish_reason and FinishReason.LENGTH)
+            reason = event.finish_reason and FinishReason.LENGTH
+            return self._delta(Delta(event.position, (), "", reason))
         ended_by_token = event.stop_token_id is not None and event.finish_reason is not None
         shown: list[str] = []
         for index, token_id in enumerate(event.token_ids):
-            self.completion_tokens += 1
+            self.num_tokens += 1
             if ended_by_token and index == len(event.token_ids) - 1:
                 break  # the end-of-sequence or stop token is counted, never shown
             result = self._stops.push(self._decoder.push(token_id))
@@ -177,13 +254,13 @@ class Completion:
             )
         )
 
-    def _aborted(self) -> Delta:
+    def aborted(self) -> Delta:
         """The end of an output that somebody else than its client stopped: what there is of it."""
         shown: list[str] = []
         self._show(self._stops.push(self._decoder.flush()).text, shown)
         self._show(self._stops.flush(), shown)
         text, reason = "".join(shown), FinishReason.ABORT
-        return self._delta(Delta(self.completion_tokens, (), text, reason))
+        return self._delta(Delta(self.num_tokens, (), text, reason))
 
     def _show(self, text: str, shown: list[str]) -> None:
         """Text that became final with the token counted last."""
@@ -192,28 +269,29 @@ class Completion:
             was_thinking = self._parser.thinking
             self._parts += self._parser.push(text)
             if was_thinking or self._parser.thinking:
-                self.reasoning_tokens = self.completion_tokens
+                self.reasoning_tokens = self.num_tokens
 
     def _delta(self, delta: Delta) -> Delta:
-        """The delta with its parts."""
+        """The delta with its sample, and with its parts."""
+        self.ended = delta.finish_reason is not None
         if self._parser is None:
-            return delta
-        if delta.finish_reason is not None:
+            return replace(delta, sample=self._index) if self._index else delta
+        if self.ended and not self._discard:
             self._parts += self._parser.finish()
         parts, self._parts = tuple(self._parts), []
-        return replace(delta, parts=parts, num_calls=self._parser.num_calls)
+        calls = self._parser.num_calls
+        return replace(delta, parts=parts, num_calls=calls, sample=self._index)
 
     def _stop_token(self, event: TokenEvent) -> int | None:
         """The client's own stop token id that ended it, None for the model's end-of-sequence."""
-        asked_for = event.stop_token_id in self.request.params.stop_token_ids
-        return event.stop_token_id if asked_for else None
+        return event.stop_token_id if event.stop_token_id in self._stop_token_ids else None
 
     def _stop(
         self, event: TokenEvent, index: int, shown: list[str], matched: str, at_end: bool = False
     ) -> Delta:
         """The Delta that ends the output at a stop string completed by event.token_ids[index]."""
-        # The request may have ended with the same event: then there is nothing left to stop.
-        self._stopped_by_text = event.finish_reason is None and not at_end
+        # The sample may have ended with the same event: then there is nothing left to stop.
+        self.stopped_by_text = event.finish_reason is None and not at_end
         return self._delta(
             Delta(
                 position=event.position,

@@ -92,8 +92,8 @@ class DialectCall:
     def completions(self) -> tuple[Completion, ...]:
         return (self.completion,)
 
-    def frames(self, index: int) -> EventFrames:
-        return EventFrames(self.answer)
+    def frames(self, prompt: int) -> list[EventFrames]:
+        return [EventFrames(self.answer)]
 
     def tail(self) -> bytes:
         return b""

@@ -133,6 +133,12 @@ class Dispatcher:
         """What is under way, in the order of arrival."""
         return [journey.seen for journey in self._live.values()]
 
+    def stop_sample(self, request_id: str, sample: int) -> None:
+        """End one sample, whose text has ended; the others go on. Of the last one, close `run`."""
+        journey = self._live.get(request_id)
+        if journey is not None:
+            journey.stop_sample(sample)
+
     @property
     def migrations(self) -> MigrationStats:
         return self._parts.migrations
@@ -200,6 +206,15 @@ class Journey:
         if self._task is not None and not self._closing:
             self._task.cancel()
 
+    def stop_sample(self, sample: int) -> None:
+        """No node computes it any further, none begins it again."""
+        self._output.stop(sample)
+        self._request = replace(self._request, ended=self._output.ended)
+        self._legs.stop_sample(sample)
+        if self._output.finished:  # the others' ends are on their way to the caller
+            self._trace.stopped_by_text()
+            self.cancel()
+
     @property
     def seen(self) -> tuple[Request, RequestTrace]:
         """The request as its nodes have it now, and what it went through."""
@@ -249,7 +264,7 @@ class Journey:
             outcome = RequestState.FINISHED
         except asyncio.CancelledError:
             outcome = RequestState.FINISHED if self._trace.text_stop else RequestState.CANCELLED
-            self.failure = Cancelled("the request was cancelled")
+            self.failure = None if self._trace.text_stop else Cancelled("the request was cancelled")
         except TimeoutError:
             self.failure = DeadlineExceeded("the request's deadline has passed")
         except BatonError as error:
@@ -302,23 +317,23 @@ class Journey:
 
     async def _begin(self, ledger: RequestLedger, route: Route) -> None:
         """Submit to the prefill node; without one, to the decode node alone."""
-        request, trace = self._request, self._trace
+        trace = self._trace
         self._planned = route.decode
         trace.local_prefill = route.prefill is None
         trace.decode_node = route.decode.node_id
         trace.prefill_node = None if route.prefill is None else route.prefill.node_id
         if trace.dispatched_at is None:
             trace.dispatched_at = self._clock.monotonic()
-        known = len(request.known_ids)
+        known = len(self._request.known_ids)
         if route.prefill is None:
             await ledger.move(RequestState.DECODE, decode_node=route.decode.node_id)
             self._legs.begin_decode(
-                route.decode, SubmitDecode(request), known - route.decode_cached
+                route.decode, SubmitDecode(self._request), known - route.decode_cached
             )
         else:
             await ledger.move(RequestState.PREFILL, prefill_node=route.prefill.node_id)
             self._legs.begin_prefill(
-                route.prefill, SubmitPrefill(request), known - route.prefill_cached
+                route.prefill, SubmitPrefill(self._request), known - route.prefill_cached
             )
 
     async def _hand_over(self, ledger: RequestLedger) -> None:
@@ -474,7 +489,7 @@ class Journey:
         await ledger.move(RequestState.QUEUED)
         # The ledger counts epochs; a request's own epoch is its copy.
         retried = self._request.retried(self._output.output_ids)
-        self._request = replace(retried, epoch=ledger.epoch)
+        self._request = replace(retried, epoch=ledger.epoch, ended=self._output.ended)
 
     # ---- the end ----
 
@@ -482,7 +497,8 @@ class Journey:
         """Leave every node, record the terminal state."""
         trace = self._trace
         self._end_move("over")
-        if outcome is RequestState.FINISHED and self.failure is None and self._ended_on_decode:
+        ended = outcome is RequestState.FINISHED and self.failure is None and not trace.text_stop
+        if ended and self._ended_on_decode:
             self._legs.finish()
         else:
             self._legs.give_up(outcome.value)

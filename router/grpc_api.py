@@ -28,6 +28,7 @@ from baton.log import request_context
 from baton.request import Request
 from baton.sampling import SamplingParams, refuse_unserved
 from baton.timing import server_options
+from baton.wire_checks import one_of
 from protos import serve_pb2, serve_pb2_grpc
 from router.completion import Completion, Delta, OutputRules
 from router.keys import EVERYBODY, KeyRing
@@ -54,7 +55,7 @@ _HEALTH_PREFIX: Final = "/grpc.health.v1.Health/"
 _INTEGERS: Final = ("max_tokens", "min_tokens", "top_k", "seed", "ignore_eos", "n", "best_of",
                     "beam_width", "logprobs", "prompt_logprobs")  # fmt: skip
 _FLOATS: Final = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty",
-                  "repetition_penalty")  # fmt: skip
+                  "repetition_penalty", "length_penalty")  # fmt: skip
 
 
 class InferenceService(serve_pb2_grpc.InferenceServicer):
@@ -76,9 +77,13 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
                 completion = await self._completion(request, request_id, context)
                 meter = services.metrics.begin(completion.model, completion.request.arrival)
                 deltas = completion.deltas(services.dispatcher, meter, services.clock)
+                running = completion.num_choices
+                first = True
                 async with aclosing(deltas):
                     async for delta in deltas:
-                        yield _event(completion, delta)
+                        running -= delta.finish_reason is not None
+                        yield _event(completion, delta, first=first, last=not running)
+                        first = False
                 if completion.trace.terms.receipt:
                     told = header_of(receipt_of(completion))
                     context.set_trailing_metadata(((HEADER, told),))
@@ -280,21 +285,22 @@ class GrpcServer:
         self._prompts.close()
 
 
-def _event(completion: Completion, delta: Delta) -> serve_pb2.GenerateEvent:
+def _event(
+    completion: Completion, delta: Delta, *, first: bool, last: bool
+) -> serve_pb2.GenerateEvent:
     event = serve_pb2.GenerateEvent(
         request_id=completion.request.id,
+        sample=delta.sample,
         position=delta.position,
         token_ids=delta.token_ids,
         text=delta.text,
         retries=completion.trace.retries,
         logprobs=wire.logprobs_to_wire(delta.logprobs),
-        # The first delta's token is number 0 of the output; a retry never shows it again.
-        prompt_logprobs=wire.logprobs_to_wire(
-            completion.prompt_logprobs if delta.position == 0 else ()
-        ),
+        prompt_logprobs=wire.logprobs_to_wire(completion.prompt_logprobs if first else ()),
     )
     if delta.finish_reason is not None:
         event.finish_reason = delta.finish_reason.value
+    if last:
         event.usage.prompt_tokens = completion.prompt_tokens
         event.usage.completion_tokens = completion.completion_tokens
         event.usage.cached_tokens = completion.cached_tokens
@@ -313,6 +319,9 @@ def _sampling_params(
     if message.HasField("guided"):
         raise InvalidRequest("guided is not supported by this server", field="guided")
     given.setdefault("seed", secrets.randbits(64))
+    if message.HasField("early_stopping"):
+        allowed = wire.EARLY_STOPPING
+        given["early_stopping"] = one_of(message.early_stopping, allowed, "early_stopping")
     given["stop_token_ids"] = tuple(message.stop_token_ids)
     given["logit_bias"] = tuple(sorted(message.logit_bias.items()))
     params = SamplingParams(**given)

@@ -36,6 +36,15 @@ class StoreStats:
     refused: int = 0  # writes that the store answered with a fence, a gap, an unknown record
 
 
+def description(request: Request) -> dict[str, str]:
+    """What the record says of a plain request."""
+    return {
+        "seed": str(request.params.seed),
+        "prompt_tokens": str(len(request.prompt_ids)),
+        "max_tokens": str(request.params.max_tokens),
+    }
+
+
 class RequestLedger:
     """State and epoch of one request: the truth while its router lives, written through.
 
@@ -194,12 +203,3 @@ class StoreGuard:
             self.stats.away = True
             self.stats.outages += 1
             logger.warning("the store is away, requests go on unlogged: %s", error.message)
-
-
-def description(request: Request) -> dict[str, str]:
-    """What the record says of a plain request."""
-    return {
-        "seed": str(request.params.seed),
-        "prompt_tokens": str(len(request.prompt_ids)),
-        "max_tokens": str(request.params.max_tokens),
-    }

@@ -12,7 +12,14 @@ from dataclasses import dataclass
 
 from baton.errors import NodeLost
 from baton.handles import KVHandle
-from baton.messages import AbortRequest, ReleaseExport, RenewExport, SubmitDecode, SubmitPrefill
+from baton.messages import (
+    AbortRequest,
+    ReleaseExport,
+    RenewExport,
+    StopSample,
+    SubmitDecode,
+    SubmitPrefill,
+)
 from router.node_session import Attachment, NodeEvent, NodeSession
 from router.policy import NodeSnapshot
 from router.registry import NodeRegistry
@@ -122,6 +129,12 @@ class Legs:
             self.decode.leave(abort=True)
         self.decode = None
         self.renew()
+
+    def stop_sample(self, sample: int) -> None:
+        """The decode node need not go on with one of the request's samples."""
+        leg = self.decode
+        if leg is not None and leg.connected:
+            leg.session.send(StopSample(leg.request_id, leg.epoch, sample))
 
     def give_up(self, why: str) -> None:
         """Stop every node and release the export: nobody needs what they do."""

@@ -137,20 +137,20 @@ class RequestMeter:
         self._model = model
         self._arrival = arrival
         self._first: float | None = None
-        self._last = arrival
+        self._last: dict[int, float] = {}  # per sample: when its latest token was shown
         self._tokens = 0
         self._inter_token = metrics.instruments.inter_token.labels(model)
         self._ended = False
         self.params: SamplingParams | None = None  # as asked for, if its front door tells
 
-    def tokens(self, now: float, count: int) -> None:
-        """`count` new tokens are shown at `now`."""
+    def tokens(self, now: float, count: int, sample: int = 0) -> None:
+        """`count` new tokens of a sample are shown at `now`."""
         if self._first is None:
             self._first = now
             self._metrics.instruments.first_token.labels(self._model).observe(now - self._arrival)
-        elif count:
-            self._inter_token.observe((now - self._last) / count)
-        self._last = now
+        elif count and sample in self._last:
+            self._inter_token.observe((now - self._last[sample]) / count)
+        self._last[sample] = now
         self._tokens += count
 
     def end(self, now: float, trace: RequestTrace, prompt_tokens: int, outcome: str) -> None:
@@ -179,13 +179,15 @@ class RequestMeter:
             model,
             Finished(
                 self.params, prompt_tokens, self._tokens, self._arrival, trace.dispatched_at,
-                self._first, self._last,
+                self._first, max(self._last.values(), default=self._arrival),
             ),
         )  # fmt: skip
         by.success.labels(model, outcome).inc()
         by.e2e.labels(model).observe(now - self._arrival)
-        if self._first is not None and self._tokens > 1:
-            by.per_token.labels(model).observe((now - self._first) / (self._tokens - 1))
+        samples = len(self._last)  # they run side by side: a mean of them
+        if self._first is not None and self._tokens > samples:
+            mean = (now - self._first) * samples / (self._tokens - samples)
+            by.per_token.labels(model).observe(mean)
 
 
 def _instruments(registry: CollectorRegistry) -> _Instruments:

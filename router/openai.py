@@ -18,6 +18,7 @@ import orjson
 
 from baton.errors import InvalidRequest, UnsupportedFeature
 from baton.sampling import SamplingParams, refuse_unserved
+from router.fan_out import fan_out
 from router.openai_chat import MAX_NAME_CHARS, ChatMessage
 
 MAX_STOPS: Final = 16
@@ -43,7 +44,6 @@ UNSERVED: Final[dict[str, tuple[Any, ...]]] = {
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
     "suffix": ("",),
-    "use_beam_search": (False,),
     "web_search_options": (),
 }
 
@@ -71,6 +71,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     max_tokens: int | None = None
     n: int | None = None
     best_of: int | None = None
+    use_beam_search: bool | None = None
+    early_stopping: bool | str | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -202,6 +204,7 @@ def sampling_params(
     values |= {
         name: getattr(body, name) for name in _PLAIN_FIELDS if getattr(body, name) is not None
     }
+    values |= fan_out(body)
     if given is not None:
         values["max_tokens"] = given
     if body.seed is not None:
@@ -214,7 +217,7 @@ def sampling_params(
         params = SamplingParams(**values)
         refuse_unserved(params)
     except InvalidRequest as error:
-        own_name = asked.own_names.get(error.field or "")
+        own_name = {"beam_width": "n", **asked.own_names}.get(error.field or "")
         if own_name is not None and error.field is not None:
             message = error.message.replace(error.field, own_name)
             raise type(error)(message, field=own_name) from error

@@ -18,11 +18,22 @@ class OutputSoFar:
         self._samples = [list(ids) for ids in output_ids]
         self._samples += [[] for _ in range(num_samples - len(output_ids))]
         self._finished = [False] * len(self._samples)
+        self._stopped: set[int] = set()  # ended by whoever reads them
 
     @property
     def finished(self) -> bool:
         """Every sample has ended."""
         return all(self._finished)
+
+    @property
+    def ended(self) -> tuple[int, ...]:
+        """Samples that no node needs to go on with."""
+        return tuple(sample for sample, ended in enumerate(self._finished) if ended)
+
+    def stop(self, sample: int) -> None:
+        """Nobody wants more of this sample; what still comes of it is dropped."""
+        self._finished[sample] = True
+        self._stopped.add(sample)
 
     @property
     def num_tokens(self) -> int:
@@ -40,6 +51,8 @@ class OutputSoFar:
         """
         if event.sample >= len(self._samples):
             raise InternalError(f"sample {event.sample} of {len(self._samples)}")
+        if event.sample in self._stopped:
+            return None
         ids = self._samples[event.sample]
         known = len(ids) - event.position
         if known < 0:

@@ -10,7 +10,7 @@ import asyncio
 from dataclasses import replace
 
 from baton.clock import Clock
-from baton.events import TokenEvent
+from baton.events import TokenEvent, TokenLogprob
 from baton.request import Request
 from router.output import OutputSoFar
 from router.trace import RequestTrace
@@ -20,12 +20,13 @@ class Showing:
     """`events`: the new parts, in order; None after the last. Writes its times to `trace`."""
 
     def __init__(self, request: Request, trace: RequestTrace, clock: Clock) -> None:
-        self.output = OutputSoFar(request.output_ids, request.params.n)
+        self.output = OutputSoFar(request.output_ids, request.params.num_outputs)
         self.events: asyncio.Queue[TokenEvent | None] = asyncio.Queue()
         self._trace = trace
         self._clock = clock
         self._early: list[TokenEvent] = []  # the decode node's, before the prompt's logprobs
         self._told = request.params.prompt_logprobs is None
+        self._of_prompt: tuple[tuple[TokenLogprob, ...], ...] = ()  # told without a token: a search
 
     @property
     def told(self) -> bool:
@@ -47,6 +48,8 @@ class Showing:
             fresh = self.output.take(each)
             if fresh is not None:
                 self._emit(fresh)
+            else:
+                self._of_prompt = self._of_prompt or each.prompt_logprobs
 
     def restart(self) -> None:
         """Another epoch begins: what waited will be computed again."""
@@ -60,5 +63,7 @@ class Showing:
         if self._trace.first_token_at is None:
             self._trace.first_token_at = self._clock.monotonic()
         self._trace.output_tokens = self.output.num_tokens
+        if self._of_prompt and not fresh.prompt_logprobs:
+            fresh, self._of_prompt = replace(fresh, prompt_logprobs=self._of_prompt), ()
         # A decode node counts fetched KV as cached; the prefill's count is the true one.
         self.events.put_nowait(replace(fresh, num_cached_tokens=self._trace.cached_tokens))

@@ -9,6 +9,7 @@ that leaves, or does not read for WRITE_TIMEOUT_S, aborts its requests on every 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import aclosing, suppress
 from typing import Final, Protocol
 
@@ -36,7 +37,7 @@ class StreamedCall(Protocol):
     def completions(self) -> tuple[Completion, ...]: ...
     @property
     def timeout_s(self) -> float: ...
-    def frames(self, index: int) -> Frames: ...
+    def frames(self, prompt: int) -> Sequence[Frames]: ...
     def tail(self) -> bytes: ...
     def broken(self, error: BatonError) -> bytes: ...
 
@@ -65,19 +66,20 @@ class StreamReply:
                 await error_response(found)(scope, receive, send)
 
     async def _run(self, writer: FrameWriter) -> None:
-        completions = self._call.completions
-        await together([self._choice(i, c, writer) for i, c in enumerate(completions)])
+        prompts = range(len(self._call.completions))
+        await together([self._choices(prompt, writer) for prompt in prompts])
         await writer.end(self._call.tail())
 
-    async def _choice(self, index: int, completion: Completion, writer: FrameWriter) -> None:
-        frames = self._call.frames(index)
-        data = frames.opening()
-        async with aclosing(self._runner.deltas(completion)) as deltas:
+    async def _choices(self, prompt: int, writer: FrameWriter) -> None:
+        """The choices of one prompt, each opened by its first delta."""
+        frames = self._call.frames(prompt)
+        openings = [each.opening() for each in frames]
+        async with aclosing(self._runner.deltas(self._call.completions[prompt])) as deltas:
             async for delta in deltas:
-                data += frames.delta(delta)
+                data = openings[delta.sample] + frames[delta.sample].delta(delta)
+                openings[delta.sample] = b""
                 if data:
                     await writer.write(data)
-                    data = b""
 
 
 class FrameWriter:

@@ -192,7 +192,11 @@ class FakeRunner:
             return Sampled((), candidates=candidates(history, chunk.num_candidates))
         tokens: list[int] = []
         told: list[tuple[TokenLogprob, ...]] = []
-        for index in range(chunk.num_drafts + 1):
+        for sample in chunk.fan_out:
+            history = self._history(chunk, known)
+            tokens.append(next_token(history, chunk.sample, chunk.position, sample))
+            told.append((token_logprob(history, tokens[-1]),))
+        for index in range(0 if chunk.fan_out else chunk.num_drafts + 1):
             history = self._history(chunk, known + index)
             position = chunk.position + index
             token = next_token(history, chunk.sample, position, chunk.sample_index)

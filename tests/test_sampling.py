@@ -80,9 +80,6 @@ def test_greedy_is_temperature_zero() -> None:
 
 
 UNSERVED: dict[str, Any] = {
-    "n": 2,
-    "best_of": 2,
-    "beam_width": 1,
     "guided": GuidedDecoding("regex", "a+"),
 }
 
@@ -100,7 +97,7 @@ def test_served_parameters_and_neutral_values_pass() -> None:
     refuse_unserved(
         SamplingParams(
             temperature=0.5, top_k=3, top_p=0.5, min_p=0.1, seed=1, max_tokens=3,
-            stop_token_ids=(1,), ignore_eos=True, n=1, best_of=1, min_tokens=1,
+            stop_token_ids=(1,), ignore_eos=True, n=2, best_of=3, min_tokens=1,
             presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.5,
             logit_bias=((1, 2.0),), bad_words=((1,),), logprobs=2, prompt_logprobs=0,
         )

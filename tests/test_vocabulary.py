@@ -141,6 +141,30 @@ def test_a_retry_keeps_all_but_epoch_and_output() -> None:
     assert replace(request, arrival=9.0) == request, "when it came is no part of what it is"
 
 
+def test_samples_share_what_they_have_emitted_alike() -> None:
+    asked = Request("r", (1, 2), SamplingParams(n=3))
+    assert (asked.live_samples, asked.known_ids) == ((0, 1, 2), (1, 2))
+    grown = asked.retried(((7, 8, 9), (7, 8), (7, 5)))
+    assert grown.known_ids == (1, 2, 7)
+    assert grown.emitted(2) == (7, 5)
+    living = replace(grown, ended=(2,))
+    assert (living.live_samples, living.known_ids) == ((0, 1), (1, 2, 7, 8))
+    assert replace(grown, ended=(0, 1, 2)).known_ids == (1, 2)
+    search = Request("r", (1, 2), SamplingParams(n=2, beam_width=4), ((7,), (8,)))
+    assert (search.live_samples, search.known_ids) == ((0,), (1, 2)), "it starts anew"
+
+
+def test_how_many_sequences_a_request_is() -> None:
+    def counts(**params: int) -> tuple[int, int, int]:
+        it = SamplingParams(**params)
+        return it.num_samples, it.num_outputs, it.width
+
+    assert counts() == (1, 1, 1)
+    assert counts(n=2) == (2, 2, 2)
+    assert counts(n=2, best_of=5) == (5, 5, 5)
+    assert counts(n=2, beam_width=4) == (1, 2, 4)
+
+
 # ---- block hashes ----
 
 ids = st.lists(st.integers(0, 2), max_size=14)

@@ -97,6 +97,7 @@ requests = st.builds(
     epoch=epochs,
     traceparent=texts,
     resume=st.sampled_from(wire.RESUME),
+    ended=st.lists(st.integers(0, 127), max_size=3).map(tuple),
 )
 formats = st.builds(
     PoolFormat,
@@ -249,6 +250,7 @@ router_messages = st.one_of(
     st.builds(messages.ReleaseExport, handles, texts),
     st.builds(messages.DrainNode, names),
     st.builds(messages.Migrate, names, epochs),
+    st.builds(messages.StopSample, names, epochs, st.integers(0, 127)),
 )
 
 

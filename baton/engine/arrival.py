@@ -1,22 +1,28 @@
-"""Arrival: a request becomes a group of sequences, with all that is known of each. Pure."""
+"""Arrival: a request becomes a group of sequences, with all that is known of each. Pure.
+
+Where it is decoded, a sequence per live sample. Where only its prompt is computed, one, from whose
+last token each sample draws its next; what the samples have emitted alike counts as prompt there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from baton.engine.beam import BeamSearch
 from baton.engine.interface import ModelInfo, Task
-from baton.engine.sequence import RequestGroup, SequenceState, num_samples
-from baton.events import FirstToken, TokenLogprob
-from baton.request import Request
+from baton.engine.sequence import RequestGroup, SequenceState
+from baton.events import FirstToken, TokenEvent, TokenLogprob
+from baton.request import FinishReason, Request
+
+EndOf = Callable[[SequenceState, Task], tuple[FinishReason | None, int | None]]
 
 
 def new_group(
     request: Request, task: Task, order: int, root: bytes, info: ModelInfo
 ) -> RequestGroup:
-    """All samples of `request` with what is known of each; for beams, the prompt. `root`: parent of
-    its first block hash; `order`: of its arrival."""
+    """All live samples of `request` with what is known of each; for beams, the prompt. `root`:
+    parent of its first block hash; `order`: of its arrival."""
     params = request.params
     if params.best_of is not None and params.best_of > params.n and params.logprobs is None:
         # Whoever picks the best ones needs each token's own log probability.
@@ -26,17 +32,51 @@ def new_group(
         eos = () if params.ignore_eos else info.eos_token_ids
         stop_ids = frozenset((*params.stop_token_ids, *eos))
         beams = BeamSearch(params, stop_ids, info.vocab_size)
-    outputs = request.output_ids if beams is None else ()
-    sequences = [
-        SequenceState(
-            request,
-            root,
-            [*request.prompt_ids, *(outputs[sample] if sample < len(outputs) else ())],
-            sample,
-        )
-        for sample in range(1 if beams else num_samples(params))
-    ]
+    if task is Task.PREFILL and params.num_samples > 1:
+        sequences = [_fanning_out(request, root)]
+    else:
+        sequences = [
+            SequenceState(request, root, [*request.prompt_ids, *request.emitted(sample)], sample)
+            for sample in request.live_samples
+        ]
     return RequestGroup(request, task, order, sequences, beams)
+
+
+def _fanning_out(request: Request, root: bytes) -> SequenceState:
+    """The tokens that all live samples share; those which have no more draw their next one."""
+    known, live = request.known_ids, request.live_samples
+    position = len(known) - len(request.prompt_ids)
+    lacking = tuple(sample for sample in live if len(request.emitted(sample)) == position)
+    return SequenceState(request, root, list(known), live[0], lacking)
+
+
+def arrive(
+    group: RequestGroup, first_tokens: Sequence[FirstToken], end_of: EndOf
+) -> list[TokenEvent]:
+    """Fill in what is known beyond the request, and drop the samples that it ends; the events that
+    tell so."""
+    if group.beams is not None:
+        group.leader.candidates = _candidates(first_tokens)
+        return []
+    request, events = group.request, list[TokenEvent]()
+    for sequence in list(group.sequences):
+        if sequence.fan_out is not None:
+            continue  # not a sample, but what samples share
+        position = sequence.num_outputs
+        fill(sequence, first_tokens)
+        reason, stop_token = end_of(sequence, group.task)
+        if reason is not None:
+            group.sequences.remove(sequence)
+        repeated = tuple(sequence.tokens[sequence.num_prompt + position :])
+        if repeated or reason is not None:
+            events.append(
+                TokenEvent(
+                    request.id, request.epoch, position, repeated, sequence.sample_index,
+                    finish_reason=reason, stop_token_id=stop_token,
+                    logprobs=told_of(sequence, position, first_tokens),
+                )
+            )  # fmt: skip
+    return events
 
 
 def fill(sequence: SequenceState, first_tokens: Sequence[FirstToken]) -> None:
@@ -52,3 +92,15 @@ def told_of(
     """END's log-probabilities of a sequence's tokens from `position` on; () if none were told."""
     told = {t.position: t.logprobs for t in first_tokens if t.sample == sequence.sample_index}
     return tuple(filter(None, (told.get(at) for at in range(position, sequence.num_outputs))))
+
+
+def _candidates(first_tokens: Sequence[FirstToken]) -> tuple[TokenLogprob, ...] | None:
+    """What a search begins with, best first; None if END told nothing: then it is computed."""
+    ranked = sorted(first_tokens, key=lambda token: token.sample)
+    return (
+        tuple(
+            TokenLogprob(token.token_id, token.cumulative_logprob, token.sample + 1)
+            for token in ranked
+        )
+        or None
+    )

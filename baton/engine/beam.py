@@ -100,8 +100,9 @@ class BeamSearch:
     ) -> Hypothesis:
         base, logprobs = self.running[parent], ()
         if self._params.logprobs is not None:
-            told = (candidate, *candidates[parent][: self._params.logprobs])
-            logprobs = (*base.logprobs, told)
+            best = candidates[parent][: self._params.logprobs]
+            others = (each for each in best if each.token_id != candidate.token_id)
+            logprobs = (*base.logprobs, (candidate, *others))
         return Hypothesis((*base.token_ids, candidate.token_id), score, logprobs)
 
     def _can_improve(self, length: int) -> bool:

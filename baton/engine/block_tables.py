@@ -304,8 +304,10 @@ class BlockTables:
         if adoption is not None:
             whole = reservation.num_tokens // self.pool.block_size
             self._insert(taken.tables[0], adoption, range(taken.num_hits, whole))
-        # One token must be left to compute: the next one is sampled from its hidden state.
-        sequence.num_computed = min(reservation.num_tokens, len(sequence.tokens) - 1)
+        # One token must be left to compute: the next one is sampled from its hidden state, unless
+        # what may follow is known: a search goes on from its candidates.
+        left = 1 if sequence.candidates is None else 0
+        sequence.num_computed = min(reservation.num_tokens, len(sequence.tokens) - left)
         if sequence.num_computed < reservation.start_token:
             # That token lies in a prefix hit, which others read: recompute it in a fresh block.
             whole = sequence.num_computed // self.pool.block_size
@@ -370,13 +372,14 @@ class BlockTables:
             table.num_registered = full
 
     def free_invisible(self, sequence: SequenceState) -> None:
-        """Give back leading blocks that no token from num_computed on can see any more."""
+        """Give back leading blocks that no token from the last computed one on sees: whoever takes
+        the KV over may compute that one again."""
         if not self._windowed:
             return
         for window, table in zip(self.windows, sequence.tables, strict=True):
             if not window:
                 continue
-            count = self._first_seen(window, sequence.num_computed) - table.num_freed
+            count = self._first_seen(window, sequence.num_computed - 1) - table.num_freed
             # One block stays: what lies behind the last one is padded with it.
             count = min(count, len(table.blocks) - 1)
             if count > 0:

@@ -1,8 +1,9 @@
 """Departure: a running request leaves with its KV, to go on in another engine. Pure.
 
-Only a request that decodes has KV worth moving: one sample, no search, its blocks in the pool. What
-waits, prefills or was swapped out is computed anew elsewhere from its tokens, which the router
-knows.
+Only a request that decodes has KV worth moving, its blocks in the pool. What waits, prefills or was
+swapped out is computed anew elsewhere from its tokens, which the router knows. Of several samples
+what they share leaves, mostly the prompt, in one export: the rest of each is computed again. A
+search begins again, from the KV of its prompt.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.engine.interface import Task
-from baton.engine.sequence import RequestGroup, num_samples
+from baton.engine.sequence import RequestGroup, shared_tokens
 from baton.events import FirstToken
 from baton.kv_spec import BlockLists, HeldBlocks, first_visible
 
@@ -19,7 +20,8 @@ from baton.kv_spec import BlockLists, HeldBlocks, first_visible
 @dataclass(frozen=True, slots=True)
 class Departure:
     """`blocks` hold the KV of the first `num_tokens` tokens, as far as the next one can see it,
-    pinned once for an export; `first_tokens`: the known tokens beyond them, at least one."""
+    pinned once for an export; `first_tokens`: the known tokens beyond them, at least one of each
+    sample, none of a search."""
 
     blocks: BlockLists
     num_tokens: int
@@ -28,11 +30,15 @@ class Departure:
 
 def departure_of(group: RequestGroup, block_size: int, windows: Sequence[int]) -> Departure | None:
     """What `group` can take along; None if nothing is worth it. `windows`: of the layer groups."""
-    params, sequence = group.request.params, group.leader
-    single = group.beams is None and len(group.sequences) == num_samples(params) == 1
-    if not single or group.task is not Task.LOCAL or sequence.num_uncomputed != 1:
+    sequence = group.leader
+    if group.task is not Task.LOCAL or any(s.num_uncomputed != 1 for s in group.sequences):
         return None
-    num_tokens = sequence.num_computed
+    shared = [shared_tokens(sequence, other) for other in group.sequences[1:]]
+    num_tokens = min([sequence.num_computed, *shared])
+    if group.beams is not None:
+        num_tokens = min(num_tokens, sequence.num_prompt)
+    if not num_tokens:
+        return None  # nothing is computed, or nothing that all share
     count = -(-num_tokens // block_size)
     held: list[HeldBlocks] = []
     for table, window in zip(sequence.tables, windows, strict=True):
@@ -44,6 +50,9 @@ def departure_of(group: RequestGroup, block_size: int, windows: Sequence[int]) -
     if first < 0:
         return None  # a prompt of whose tokens only the last one is left to compute
     beyond = tuple(
-        FirstToken(first + index, token) for index, token in enumerate(sequence.tokens[num_tokens:])
+        FirstToken(first + index, token, each.sample_index)
+        for each in group.sequences
+        if group.beams is None
+        for index, token in enumerate(each.tokens[num_tokens:])
     )
     return Departure(tuple(held), num_tokens, beyond)

@@ -24,7 +24,7 @@ from baton import block_hashes
 from baton.clock import Clock, SystemClock
 from baton.engine.adopted_pages import TAKEN_BACK, AdoptedPages
 from baton.engine.adoption import Adoption
-from baton.engine.arrival import fill, new_group, told_of
+from baton.engine.arrival import arrive, new_group
 from baton.engine.block_pool import BlockPool
 from baton.engine.block_tables import BlockTables, as_lists
 from baton.engine.config import DEFAULT_BLOCK_SIZE, EngineConfig
@@ -41,7 +41,7 @@ from baton.engine.speculation import Drafter, load_draft, load_proposer
 from baton.engine.stats import EngineStats, KVUsage
 from baton.engine.swap import Swapper
 from baton.engine.usage import usage_of
-from baton.engine.validation import Bounds, refuse_handed_over, validate
+from baton.engine.validation import Bounds, validate
 from baton.errors import ContextLengthExceeded, InternalError, InvalidRequest, KVStale
 from baton.events import BlockEvent, FirstToken, RequestFailed, TokenEvent
 from baton.handles import NodeLoad
@@ -197,12 +197,10 @@ class Engine:
             raise InvalidRequest(f"request {request.id} already runs here", field="id")
         if reservation is not None and task is not Task.LOCAL:
             raise InternalError(f"{request.id}: only LOCAL requests continue from reserved blocks")
-        if reservation is not None:
-            refuse_handed_over(request.params)
         self._adopted.receive(adoption, reservation)
         root = self.known_root_hash(request, reservation.precision if reservation else None)
         group = new_group(request, task, self.stats.num_requests, root, self.info)
-        events = self._arrive(group, first_tokens)
+        events = arrive(group, first_tokens, self._outputs.end_of)
         if reservation is not None and group.sequences:
             self._scheduler.add_reserved(group, reservation, adoption)
         elif reservation is not None:
@@ -218,27 +216,10 @@ class Engine:
         self._by_id[request.id] = group
         if reservation is None:
             self._scheduler.add(group)
-
-    def _arrive(self, group: RequestGroup, first_tokens: Sequence[FirstToken]) -> list[TokenEvent]:
-        """Fill in what is known beyond the request, and drop the samples that it ends; the events
-        that tell so."""
-        request, events = group.request, list[TokenEvent]()
-        for sequence in list(group.sequences):
-            position = sequence.num_outputs
-            fill(sequence, first_tokens)
-            reason, stop_token = self._outputs.end_of(sequence, group.task)
-            if reason is not None:
-                group.sequences.remove(sequence)
-            repeated = tuple(sequence.tokens[sequence.num_prompt + position :])
-            if repeated or reason is not None:
-                events.append(
-                    TokenEvent(
-                        request.id, request.epoch, position, repeated, sequence.sample_index,
-                        finish_reason=reason, stop_token_id=stop_token,
-                        logprobs=told_of(sequence, position, first_tokens),
-                    )
-                )  # fmt: skip
-        return events
+        elif group.beams is not None:
+            # A search tells nothing for long: its first event says that its KV arrived.
+            self._pending.append(TokenEvent(request.id, request.epoch, 0, ()))
+            self._pending.extend(self._outputs.begin_search(group))
 
     @property
     def may_adopt(self) -> bool:
@@ -259,10 +240,8 @@ class Engine:
         the KV was made in, if it is not this pool's; then only KV of the same past answers for it,
         and it for none other. `adopting` (only if may_adopt): full blocks stay where they are, in
         another pool; room is taken for what follows them. The caller either passes it to add() or
-        cancels it. Raises
-        ContextLengthExceeded if it can never fit, UnsupportedFeature for more than one sample.
+        cancels it. Raises ContextLengthExceeded if it can never fit.
         """
-        refuse_handed_over(request.params)
         needed = self._tables.blocks_for_arrival(num_tokens)
         if num_tokens < 1 or needed > self.pool.num_blocks:
             raise ContextLengthExceeded(
@@ -301,6 +280,13 @@ class Engine:
         else:
             self._scheduler.remove(group)
         return True
+
+    def stop_sample(self, request_id: str, epoch: int, sample: int) -> None:
+        """Compute one sample no further: it ends without an event before the next step, as soon as
+        nobody waits to fork from it. Of the last one abort() is the end."""
+        group = self._by_id.get(request_id)
+        if group is not None and group.request.epoch <= epoch:
+            group.stopping.add(sample)
 
     def hand_on(self, request_id: str) -> Departure | None:
         """Take a decoding request out, with its KV, so that another engine goes on with it.

@@ -43,6 +43,7 @@ class SequenceChunk:
     a token is sampled at each of the last num_drafts + 1 positions, for output indices position,
     position + 1, ...; proposal i stands iff it equals the token sampled for its position.
     `num_candidates` > 0 (beam search): no token is drawn, the so many most probable ones are told.
+    `fan_out`: of these samples, not of sample_index, a token each is drawn behind the last one.
     `history` holds all known tokens, prompt first (`num_prompt` of them), for whoever needs the
     past: penalties, bad words, prompt logprobs. It does not include drafts. `occurrences`: what was
     counted of it at earlier steps, kept by whoever keeps the sequence; None = counted anew.
@@ -61,6 +62,7 @@ class SequenceChunk:
     num_prompt: int = 0
     num_drafts: int = 0
     num_candidates: int = 0
+    fan_out: tuple[int, ...] = ()
     adapter: str = ""
     prompt_logprobs: int | None = None
     occurrences: Occurrences | None = field(default=None, compare=False, repr=False)
@@ -70,7 +72,8 @@ class SequenceChunk:
 class Sampled:
     """What one chunk with `sample` set yields.
 
-    `token_ids`: the sampled token; with drafts, the accepted ones and the first that differs.
+    `token_ids`: the sampled token; with drafts, the accepted ones and the first that differs; with
+    `fan_out`, that of each of its samples.
     `logprobs[i]` belongs to token_ids[i] (the token itself first, then the best alternatives);
     empty unless params.logprobs is set. `candidates`: beam search, best first, then token_ids is
     empty.

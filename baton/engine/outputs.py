@@ -8,6 +8,7 @@ the n best is one event. The engine's postprocess; it knows no queue but the sch
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from baton.engine.interface import ChunkResult, Sampled, SequenceChunk, Task
 from baton.engine.scheduler import Row, Scheduler, StepPlan
@@ -48,7 +49,9 @@ class Outputs:
                 raise InternalError(f"{row.chunk.request_id}: tokens exactly where they are asked")
             row.group.note_prompt_logprobs(row.chunk.start, result.prompt_logprobs)
             self._count_chunk(row.sequence, row.chunk)
-            if result.sampled is None or row.group.dropped:
+            if row.group.task is Task.PREFILL and not row.group.dropped:
+                events.extend(self._prefilled(row, result.sampled))
+            elif result.sampled is None or row.group.dropped:
                 self._scheduler.computed(row.group, row.sequence, row.chunk, 0)
             elif row.group.beams is not None:
                 self._scheduler.computed(row.group, row.sequence, row.chunk, 0)
@@ -65,6 +68,41 @@ class Outputs:
         return sequence.ends_with(
             sequence.tokens[-1], sequence.num_outputs, self._eos_token_ids, self._limit(task)
         )
+
+    # ---- prompts for others ----
+
+    def _prefilled(self, row: Row, sampled: Sampled | None) -> list[TokenEvent]:
+        """A PREFILL request ends with its last row: token 1 of each sample that lacks it (if none
+        does, an event without a token), or what a search begins with."""
+        group, sequence = row.group, row.sequence
+        self._scheduler.computed(group, sequence, row.chunk, 0)
+        if sequence.num_uncomputed:
+            return []
+        request, position = group.request, sequence.num_outputs
+        last = TokenEvent(
+            request.id, request.epoch, position, (), sequence.sample_index,
+            num_cached_tokens=group.num_cached_tokens,
+        )  # fmt: skip
+        events: list[TokenEvent] = []
+        if group.beams is not None:
+            told = () if sampled is None else sampled.candidates
+            events = [replace(last, candidates=told, prompt_logprobs=_told_now(group))]
+        elif sampled is not None:
+            samples = (sequence.sample_index,) if sequence.fan_out is None else sequence.fan_out
+            limit = self._limit(group.task)
+            for index, token in enumerate(sampled.token_ids):
+                end = sequence.ends_with(token, position + 1, self._eos_token_ids, limit)
+                events.append(
+                    replace(
+                        last, token_ids=(token,), sample=samples[index], finish_reason=end[0],
+                        stop_token_id=end[1], logprobs=sampled.logprobs[index : index + 1],
+                        prompt_logprobs=_told_now(group),
+                    )
+                )  # fmt: skip
+            self._stats.num_generated_tokens += len(events)
+        self._scheduler.end(group, sequence)
+        self._ended(group)
+        return events or [last]
 
     # ---- samples ----
 
@@ -90,8 +128,7 @@ class Outputs:
             logprobs=sampled.logprobs[: len(tokens)],
             prompt_logprobs=_told_now(group),
         )  # fmt: skip
-        ends = reason is not None or group.task is Task.PREFILL
-        if ends and self._scheduler.end(group, sequence):
+        if reason is not None and self._scheduler.end(group, sequence):
             self._ended(group)
         return event
 
@@ -108,6 +145,10 @@ class Outputs:
         return drawn, (None, None)
 
     # ---- beams ----
+
+    def begin_search(self, group: RequestGroup) -> list[TokenEvent]:
+        """The first step of a search whose candidates came with its prompt's KV."""
+        return self._search(group)
 
     def _search(self, group: RequestGroup) -> list[TokenEvent]:
         """One step of the search, once all beams have their candidates."""
@@ -129,7 +170,8 @@ class Outputs:
     def _results(self, group: RequestGroup) -> list[TokenEvent]:
         assert group.beams is not None, "only a search has results"
         events: list[TokenEvent] = []
-        for sample, hypothesis in enumerate(group.beams.best(group.request.params.n)):
+        count = group.request.params.n
+        for sample, hypothesis in enumerate(group.beams.best(count)):
             last = hypothesis.token_ids[-1]
             stopped = last in group.beams.stop_ids
             self._stats.num_generated_tokens += len(hypothesis.token_ids)
@@ -143,6 +185,12 @@ class Outputs:
                     prompt_logprobs=_told_now(group),
                 )
             )  # fmt: skip
+        for sample in range(len(events), count):  # everything else was ruled out
+            reason = FinishReason.LENGTH
+            request = group.request
+            events.append(
+                TokenEvent(request.id, request.epoch, 0, (), sample, finish_reason=reason)
+            )
         return events
 
     def _count_chunk(self, sequence: SequenceState, chunk: SequenceChunk) -> None:

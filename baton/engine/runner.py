@@ -82,10 +82,10 @@ class ModelRunner:
             draws = draws_of(chunk)
             end = spans[index].first_row + spans[index].num_rows
             asked[index] = Asked(chunk, len(rows), draws)
-            rows.extend(range(end - len(draws), end))
+            rows.extend([end - 1] * len(draws) if chunk.fan_out else range(end - len(draws), end))
         if not asked:
             return {}
-        if len(rows) != hidden.shape[0]:
+        if rows != list(range(hidden.shape[0])):
             hidden = _rows(hidden, rows)
         outcomes = choose(
             self._loaded.logits(hidden), list(asked.values()), self._loaded.info.eos_token_ids
@@ -155,13 +155,16 @@ def choose(logits: Tensor, asked: Sequence[Asked], eos_token_ids: Sequence[int])
 
 
 def draws_of(chunk: SequenceChunk) -> tuple[Draw, ...]:
-    """The draws of a chunk that samples: one, and one more after each draft."""
+    """The draws of a chunk that samples: one, and one more after each draft, or one per sample that
+    fans out from here."""
     params = chunk.sample
     assert params is not None
     first = Draw(
         params, chunk.sample_index, chunk.position, chunk.history, chunk.num_prompt,
         occurrences=chunk.occurrences,
     )  # fmt: skip
+    if chunk.fan_out:
+        return tuple(replace(first, sample_index=sample) for sample in chunk.fan_out)
     if not chunk.num_drafts:
         return (first,)
     drafts = chunk.token_ids[len(chunk.token_ids) - chunk.num_drafts :]
@@ -174,6 +177,8 @@ def draws_of(chunk: SequenceChunk) -> tuple[Draw, ...]:
 
 def _accepted(one: Asked, tokens: Mapping[int, int]) -> tuple[int, ...]:
     """The tokens that plain decoding would have drawn: up to the first that is not the draft."""
+    if one.chunk.fan_out:
+        return tuple(tokens[one.first + index] for index in range(len(one.draws)))
     accepted: list[int] = []
     for row, draft in enumerate(one.drafts, start=one.first):
         accepted.append(tokens[row])

@@ -177,11 +177,13 @@ class Scheduler:
 
         Raises InternalError for a reservation that is not held (cancelled, or used before).
         """
+        _follow(group)
         sequence, taken = group.leader, self._reservations.pop(reservation, None)
         if taken is None:
             raise InternalError(f"{reservation.request_id}: this reservation is not held")
         self._tables.adopt(sequence, reservation, taken, adoption)
         sequence.prefilling = sequence.num_uncomputed > 1
+        self._attach(group)
         group.admitted_before = True
         insort(self._ready, group, key=_key)
 
@@ -278,6 +280,9 @@ class Scheduler:
         """Plan the next step. Mutates queues and block tables; blocks cover all planned tokens."""
         while self._ready and self._slots_for(self._ready[0]):
             insort(self._running, self._ready.pop(0), key=_key)
+        for group in self._running:
+            for sequence in group.stopped:
+                self.end(group, sequence)
         plan = StepPlan(num_preempted=self._grow_running())
         self._plan_decodes(plan)
         for group in self._running:

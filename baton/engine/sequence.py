@@ -29,7 +29,6 @@ from baton.engine.occurrences import Occurrences
 from baton.events import TokenLogprob
 from baton.kv_spec import HeldBlocks
 from baton.request import FinishReason, Request
-from baton.sampling import SamplingParams
 
 
 @dataclass(slots=True)
@@ -57,6 +56,7 @@ class SequenceState:
     root: bytes
     tokens: list[int]
     sample_index: int = 0
+    fan_out: tuple[int, ...] | None = None  # samples that draw from its last token; None = its own
     tables: list[Table] = field(default_factory=list)  # empty while it holds nothing
     num_computed: int = 0
     num_prefill_chunks: int = 0  # of the prefill under way
@@ -104,18 +104,20 @@ class SequenceState:
         end = self.num_computed + num_tokens
         last = end == len(self.tokens)
         params = self.request.params
+        draws = last and self.fan_out != ()
         return SequenceChunk(
             request_id=self.request.id,
             token_ids=[*self.tokens[self.num_computed : end], *drafts],
             start=self.num_computed,
             blocks=tuple([HeldBlocks(table.blocks, table.num_freed) for table in self.tables]),
-            sample=params if last else None,
+            sample=params if draws else None,
             position=self.num_outputs if last else 0,
             sample_index=self.sample_index,
             history=self.tokens,
             num_prompt=self.num_prompt,
             num_drafts=len(drafts),
             num_candidates=num_candidates if last else 0,
+            fan_out=(self.fan_out or ()) if last else (),
             adapter=self.request.adapter,
             prompt_logprobs=params.prompt_logprobs,
             occurrences=self._occurrences,
@@ -149,6 +151,7 @@ class RequestGroup:
     dropped: bool = False  # aborted during a step: its sampled tokens are thrown away
     prompt_logprobs: list[tuple[TokenLogprob, ...]] = field(default_factory=list)  # until told
     told: bool = False  # its first event has been emitted
+    stopping: set[int] = field(default_factory=set)  # samples that nobody wants any more
 
     @property
     def key(self) -> tuple[int, int]:
@@ -161,8 +164,10 @@ class RequestGroup:
 
     @property
     def width(self) -> int:
-        """Slots that it takes: its sequences, or what beams will be."""
-        return len(self.sequences) if self.beams is None else self.beams.width
+        """Slots that it takes: its sequences, or what beams will be here."""
+        if self.beams is None or self.task is Task.PREFILL:
+            return len(self.sequences)
+        return self.beams.width
 
     @property
     def num_uncomputed(self) -> int:
@@ -178,17 +183,21 @@ class RequestGroup:
     def prefilling(self) -> bool:
         return any(sequence.prefilling for sequence in self.sequences)
 
+    @property
+    def stopped(self) -> list[SequenceState]:
+        """Samples that can end now because nobody wants them. None while others wait to fork, and
+        never all: the last one ends with its request."""
+        if not self.stopping or any(sequence.following for sequence in self.sequences):
+            return []
+        ending = [s for s in self.sequences if s.sample_index in self.stopping]
+        return ending[: len(self.sequences) - 1]
+
     def note_prompt_logprobs(
         self, start: int, logprobs: Sequence[tuple[TokenLogprob, ...]]
     ) -> None:
         """`logprobs[i]` is about prompt token start + 1 + i; later ones replace earlier ones."""
         if logprobs and not self.told:
             self.prompt_logprobs[start:] = logprobs
-
-
-def num_samples(params: SamplingParams) -> int:
-    """Samples that run side by side (not beams)."""
-    return max(params.n, params.best_of or 1)
 
 
 def shared_tokens(leader: SequenceState, follower: SequenceState) -> int:

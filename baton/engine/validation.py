@@ -8,7 +8,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from baton.engine.interface import Task
-from baton.engine.sequence import num_samples
 from baton.errors import ContextLengthExceeded, InvalidRequest, UnsupportedFeature
 from baton.request import Request
 from baton.sampling import SamplingParams
@@ -58,38 +57,25 @@ def validate(request: Request, task: Task, bounds: Bounds) -> None:
             raise InvalidRequest(
                 f"{name}: token ids must be at least 0 and below {bounds.vocab_size}", field=name
             )
-    if task is Task.PREFILL:
-        refuse_handed_over(request.params)
-    _check_samples(request.params, bounds)
+    if not request.live_samples:
+        raise InvalidRequest("all samples have ended", field="ended")
+    _check_samples(request.params, bounds, task)
     if request.params.seed is None and not request.params.greedy and not request.params.beam_width:
         raise InvalidRequest("sampling needs a seed by now", field="seed")
     _check_length(request, task, bounds)
 
 
-def refuse_handed_over(params: SamplingParams) -> None:
-    """Raise UnsupportedFeature for what one KV hand-over cannot carry: more than one sample."""
-    for name, several in (
-        ("beam_width", params.beam_width > 0),
-        ("n", params.n > 1),
-        ("best_of", (params.best_of or 1) > 1),
-    ):
-        if several:
-            raise UnsupportedFeature(
-                f"{name} is not supported between prefill and decode nodes", field=name
-            )
-
-
-def _check_samples(params: SamplingParams, bounds: Bounds) -> None:
+def _check_samples(params: SamplingParams, bounds: Bounds, task: Task) -> None:
     if params.best_of is not None and params.best_of < params.n:
         raise InvalidRequest(
             f"best_of ({params.best_of}) must not be below n ({params.n})", field="best_of"
         )
-    if params.beam_width and num_samples(params) > params.beam_width:
+    if params.beam_width and max(params.n, params.best_of or 1) > params.beam_width:
         raise InvalidRequest(
             f"n and best_of must not exceed beam_width ({params.beam_width})", field="n"
         )
-    width = params.beam_width or num_samples(params)
-    if width > bounds.max_num_seqs:
+    width = params.width
+    if width > bounds.max_num_seqs and task is Task.LOCAL:  # else they run elsewhere
         raise InvalidRequest(
             f"{width} sequences of one request exceed max_num_seqs ({bounds.max_num_seqs})",
             field="beam_width" if params.beam_width else "n",
@@ -116,7 +102,7 @@ def _check_length(request: Request, task: Task, bounds: Bounds) -> None:
             f"the pool has {bounds.num_blocks}",
             field="prompt",
         )
-    width = request.params.beam_width or num_samples(request.params)
+    width = request.params.width if task is Task.LOCAL else 1
     if width > 1 and most_blocks(request, bounds) > bounds.num_blocks:
         raise ContextLengthExceeded(
             f"{width} sequences of up to {prompt + output} tokens may need "
@@ -129,7 +115,6 @@ def most_blocks(request: Request, bounds: Bounds) -> int:
     """Blocks with which a request of several sequences always gets to its end: whole prompt blocks
     are shared, nothing else need be, and each sequence may hold one block that it is leaving."""
     params = request.params
-    width = params.beam_width or num_samples(params)
     shared = (len(request.prompt_ids) - 1) // bounds.block_size * bounds.num_groups
     longest = bounds.blocks_for(len(request.prompt_ids) + params.max_tokens)
-    return shared + width * (longest - shared + bounds.num_groups)
+    return shared + params.width * (longest - shared + bounds.num_groups)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from baton.errors import BatonError, Fenced
 from baton.events import NodeStep, RequestFailed
@@ -35,6 +35,29 @@ class NodeRequest:
     cancelled: bool = False
     leaving: bool = False
     pool: SubmitPool | None = None  # vectors are asked for, not tokens
+    live: set[int] = field(init=False)  # samples (of a search, results) that have not ended here
+    stopped: set[int] = field(default_factory=set[int])  # those that nobody wants any more
+
+    def __post_init__(self) -> None:
+        self.live = set(range(self.request.params.num_outputs)) - set(self.request.ended)
+
+    @property
+    def wanted(self) -> Request:
+        """The request without the samples that were stopped since. Any thread."""
+        if not self.stopped:
+            return self.request
+        return replace(self.request, ended=(*self.request.ended, *tuple(self.stopped)))
+
+    def sample_ended(self, sample: int) -> bool:
+        """The sample's last event is being sent; whether it was the request's last one."""
+        self.live.discard(sample)
+        return not self.live
+
+    def stop(self, sample: int) -> None:
+        """Nobody wants more of this sample; of the last one, of the request."""
+        self.stopped.add(sample)
+        if self.sample_ended(sample):
+            self.end()
 
     def send(self, step: NodeStep) -> None:
         self.session.send(step)
@@ -94,6 +117,11 @@ class RequestTable:
         if entry is None or epoch not in (None, entry.request.epoch):
             return None
         return entry
+
+    def find_upto(self, request_id: str, epoch: int) -> NodeRequest | None:
+        """The request, if it is here under `epoch` or an older one."""
+        entry = self._by_id.get(request_id)
+        return None if entry is None or entry.request.epoch > epoch else entry
 
     def remove(self, entry: NodeRequest) -> None:
         """Forget `entry`, unless a newer epoch has its place."""

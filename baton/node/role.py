@@ -68,8 +68,8 @@ class NodeRole(Protocol):
         nothing changed. Engine thread, between steps."""
         ...
 
-    def ends(self, event: TokenEvent) -> bool:
-        """Whether `event` is the last one of its request on this node."""
+    def ends(self, entry: NodeRequest, event: TokenEvent) -> bool:
+        """Whether, with `event`, nothing more is to come of its request on this node."""
         ...
 
     def on_step(self, report: StepReport) -> None:

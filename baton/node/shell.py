@@ -44,6 +44,7 @@ from baton.messages import (
     RenewExport,
     RouterMessage,
     SessionHello,
+    StopSample,
     SubmitDecode,
     SubmitPool,
     SubmitPrefill,
@@ -285,8 +286,8 @@ class NodeShell:
             case SubmitPrefill() | SubmitDecode() | SubmitPool():
                 self._submit(session, message)
             case AbortRequest():
-                entry = self.requests.find(message.request_id)
-                if entry is not None and entry.request.epoch <= message.epoch:
+                entry = self.requests.find_upto(message.request_id, message.epoch)
+                if entry is not None:
                     entry.cancel()
                 self._forget_handed_on(message)
             case RenewExport():
@@ -300,6 +301,11 @@ class NodeShell:
                 if entry is not None and not entry.leaving:
                     entry.leaving = True
                     self._spawn(self._hand_on(entry))
+            case StopSample(request_id, epoch, sample):
+                entry = self.requests.find_upto(request_id, epoch)
+                if entry is not None:
+                    entry.stop(sample)
+                    self.thread.post(lambda engine: engine.stop_sample(request_id, epoch, sample))
             case SessionHello():
                 raise InvalidRequest("a second hello on one session", field="hello")
 
@@ -471,7 +477,7 @@ class NodeShell:
             entry = self.requests.find(event.request_id, event.epoch)
             if entry is not None:  # else: aborted while the step ran
                 shares[entry.session].tokens.append(event)
-                if self.role.ends(event):
+                if self.role.ends(entry, event):
                     entry.end()
         for failed in report.failed:
             entry = self.requests.find(failed.request_id, failed.epoch)

@@ -6,13 +6,29 @@ from dataclasses import replace
 
 import pytest
 
+from baton.engine.departure import Departure
 from baton.engine.engine import Engine
 from baton.engine.interface import Task
 from baton.events import FirstToken
 from baton.kv_spec import BlockLists
 from baton.request import Request
-from tests.engine.driving import PROMPT, assert_all_free, expected, run, tokens_of
-from tests.fakes import FakeRunner, fake_engine, model_info, request
+from tests.engine.driving import (
+    PROMPT,
+    assert_all_free,
+    expected,
+    run,
+    run_samples,
+    tokens_of,
+)
+from tests.fakes import (
+    FakeArena,
+    FakeRunner,
+    expected_beams,
+    expected_output,
+    fake_engine,
+    model_info,
+    request,
+)
 
 
 def ask(**params: object) -> Request:
@@ -93,6 +109,10 @@ def waits(engine: Engine) -> None:
     engine.add(ask())
 
 
+def waits_with_one_token(engine: Engine) -> None:
+    engine.add(replace(ask(), prompt_ids=PROMPT[:1]))
+
+
 def prefills(engine: Engine) -> None:
     engine.add(ask())
     engine.step()
@@ -104,46 +124,25 @@ def decodes(engine: Engine) -> None:
         engine.step()
 
 
-def samples(engine: Engine) -> None:
-    engine.add(ask(n=2))
-    engine.step()
-    engine.step()
-
-
-def searches(engine: Engine) -> None:
-    engine.add(ask(beam_width=2, n=2))
-    engine.step()
-    engine.step()
-
-
-def windowed() -> Engine:
+def windowed(**options: object) -> Engine:
     info = model_info()
     layers = tuple(replace(layer, window=8) for layer in info.layers)
-    return fake_engine(info=replace(info, layers=layers))[0]
+    return fake_engine(info=replace(info, layers=layers), **options)[0]  # type: ignore[arg-type]
 
 
-def decodes_past_its_window(engine: Engine) -> None:
-    engine.add(ask())
-    while not (engine.stats.num_window_freed_blocks and _on_a_border(engine)):
-        engine.step()
-
-
-def _on_a_border(engine: Engine) -> bool:
-    """The window has just left a block that whoever computes the last token again would see."""
-    computed = engine.stats.num_prompt_tokens + engine.stats.num_generated_tokens - 1
-    return (computed - 8 + 1) % engine.pool.block_size == 0
+def runner_of(engine: Engine) -> FakeRunner:
+    assert isinstance(engine.arena, FakeArena)
+    return engine.arena.runner
 
 
 @pytest.mark.parametrize(
     ("engine", "state"),
     [
         (fake_engine()[0], waits),
+        (fake_engine()[0], waits_with_one_token),
         (fake_engine(max_num_batched_tokens=8, max_num_seqs=4)[0], prefills),
-        (fake_engine()[0], samples),
-        (fake_engine()[0], searches),
-        (windowed(), decodes_past_its_window),
     ],
-    ids=["waits", "prefills", "samples", "searches", "window"],
+    ids=["waits", "one token", "prefills"],
 )
 def test_what_is_not_worth_moving_stays_as_it_is(engine: Engine, state: object) -> None:
     assert callable(state)
@@ -153,3 +152,92 @@ def test_what_is_not_worth_moving_stays_as_it_is(engine: Engine, state: object) 
     assert engine.stats.num_handed_on == 0
     assert engine.abort("r"), "it is still here"
     assert_all_free(engine)
+
+
+@pytest.mark.parametrize("steps", range(1, 18))
+def test_a_window_never_takes_what_a_receiver_needs(steps: int) -> None:
+    """At any place of the window's edge within a block."""
+    asked = ask()
+    engine, target = windowed(), windowed(block_size=8)
+    engine.add(asked)
+    told = [token for _ in range(steps) for event in engine.step() for token in event.token_ids]
+    assert steps < 5 or engine.stats.num_window_freed_blocks > 0
+    departure = engine.hand_on("r")
+    assert departure is not None
+    again = asked.retried((tuple(told),))
+    reservation = target.reserve(again, departure.num_tokens)
+    assert reservation is not None
+    runner_of(target).write(reservation.blocks, 0, again.known_ids[: departure.num_tokens])
+    target.add(again, Task.LOCAL, reservation, departure.first_tokens)
+    wanted = expected_output(PROMPT, asked.params, window=8)
+    assert told + tokens_of(run(target)["r"]) == wanted
+    assert target.stats.num_prompt_tokens == 0
+    engine.unpin(departure.blocks)
+    assert_all_free(engine)
+    assert_all_free(target)
+
+
+# ---- several sequences ----
+
+
+def resume(asked: Request, departure: Departure, told: dict[int, list[int]]) -> Engine:
+    """Another engine with the departure's KV, and what the router knows."""
+    count = asked.params.num_outputs
+    again = asked.retried(tuple(tuple(told.get(sample, ())) for sample in range(count)))
+    target, into = fake_engine(num_blocks=96)
+    assert departure.num_tokens <= len(again.known_ids)
+    reservation = target.reserve(again, departure.num_tokens)
+    assert reservation is not None
+    into.write(reservation.blocks, 0, again.known_ids[: departure.num_tokens])
+    target.add(again, Task.LOCAL, reservation, departure.first_tokens)
+    return target
+
+
+@pytest.mark.parametrize("steps", [2, 3, 9])
+def test_samples_leave_with_what_they_share(steps: int) -> None:
+    asked = ask(n=3)
+    source, runner = fake_engine(num_blocks=96)
+    source.add(asked)
+    told: dict[int, list[int]] = {}
+    for _ in range(steps):
+        for event in source.step():
+            told.setdefault(event.sample, []).extend(event.token_ids)
+    departure = source.hand_on("r")
+    assert departure is not None
+    assert departure.num_tokens == len(PROMPT)
+    assert kv_of(runner, departure.blocks, len(PROMPT)) == list(PROMPT)
+    assert [(t.sample, t.position, t.token_id) for t in departure.first_tokens] == [
+        (sample, position, token)
+        for sample, ids in told.items()
+        for position, token in enumerate(ids)
+    ]
+    source.unpin(departure.blocks)
+    assert_all_free(source)
+    target = resume(asked, departure, told)
+    for (_, sample), events in run_samples(target).items():
+        told[sample] += tokens_of(events)
+    for sample in range(3):
+        assert told[sample] == expected_output(PROMPT, asked.params, sample=sample)
+    starts = [chunk.start for batch in runner_of(target).batches for chunk in batch]
+    assert min(starts) == len(PROMPT), "the prompt came with its KV"
+    assert_all_free(target)
+
+
+@pytest.mark.parametrize("steps", [2, 3, 9])
+def test_a_search_leaves_with_its_prompt_and_begins_again(steps: int) -> None:
+    asked = ask(beam_width=4, n=2)
+    source, _ = fake_engine(num_blocks=96)
+    source.add(asked)
+    for _ in range(steps):
+        assert source.step() == []
+    departure = source.hand_on("r")
+    assert departure is not None
+    assert departure.num_tokens <= len(PROMPT)
+    assert departure.first_tokens == ()
+    source.unpin(departure.blocks)
+    assert_all_free(source)
+    target = resume(asked, departure, {})
+    events = run_samples(target)
+    wanted = expected_beams(PROMPT, asked.params)
+    assert [events["r", sample][-1].token_ids for sample in range(2)] == wanted
+    assert_all_free(target)

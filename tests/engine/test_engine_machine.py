@@ -1,5 +1,5 @@
-"""Any order of add, fork, beam, draft, reserve, adopt, step, swap, preempt, abort, cancel, pin and
-failing steps, on a pool that is far too small.
+"""Any order of add, fork, beam, draft, reserve, adopt, step, swap, preempt, stop, hand on, abort,
+cancel, pin and failing steps, on a pool that is far too small.
 
 What must hold after every rule: free + used == total, every reference has an owner, host copies are
 those of the swapped requests and no more blocks than the pool has; no row writes where others read;
@@ -11,7 +11,7 @@ once. At the end: every sample and every request ended exactly once, and every b
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -19,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from baton.engine.adopted_pages import TAKE_OVER_AFTER_S
 from baton.engine.adoption import Adoption
+from baton.engine.beam import BeamSearch
 from baton.engine.interface import Reservation, Task
 from baton.engine.layer_groups import group_layers
 from baton.errors import ContextLengthExceeded, InvalidRequest
@@ -26,8 +27,11 @@ from baton.events import FirstToken
 from baton.kv_spec import LayerSpec
 from baton.request import Request
 from tests.fakes import (
+    EOS_ID,
+    VOCAB_SIZE,
     FakeHooks,
     ScriptedProposer,
+    candidates,
     expected_beams,
     expected_output,
     fake_engine,
@@ -52,6 +56,7 @@ class Life:
     expected: list[list[int]]
     seen: list[list[int]]
     open: set[int]  # samples that have not ended
+    stopped: set[int] = field(default_factory=set[int])  # that nobody wants: they may go on a while
     end: str | None = None
 
 
@@ -134,15 +139,31 @@ class EngineMachine(RuleBasedStateMachine):
             return [list(tokens) for tokens in beams]
         return [
             expected_output(asked.prompt_ids, params, sample=sample, window=self.window)
-            for sample in range(max(params.n, params.best_of or 1))
+            for sample in range(params.num_samples)
         ]
+
+    def first_tokens(self, asked: Request) -> tuple[FirstToken, ...]:
+        """What END would carry of them."""
+        params = asked.params
+        seen = asked.prompt_ids[-self.window :] if self.window else asked.prompt_ids
+        if not params.beam_width:
+            return tuple(
+                FirstToken(0, next_token(seen, params, 0, sample), sample)
+                for sample in range(params.num_samples)
+            )
+        stops = frozenset(() if params.ignore_eos else (EOS_ID,))
+        count = BeamSearch(params, stops, VOCAB_SIZE).num_candidates
+        return tuple(
+            FirstToken(0, each.token_id, rank, cumulative_logprob=each.logprob)
+            for rank, each in enumerate(candidates(seen, count))
+        )
 
     def born(self, asked: Request, task: Task) -> None:
         assert asked.id not in self.lives
         outputs = self.outputs(asked)
         known = [*map(list, asked.output_ids), *([] for _ in outputs)]
         self.lives[asked.id] = Life(
-            asked, task, outputs, known[: len(outputs)], set(range(len(outputs)))
+            asked, task, outputs, known[: len(outputs)], set(range(len(outputs))) - {*asked.ended}
         )
 
     @rule(data=st.data(), task=st.sampled_from(Task))
@@ -152,23 +173,37 @@ class EngineMachine(RuleBasedStateMachine):
             self.engine.add(asked, task)
             self.born(asked, task)
 
-    @rule(data=st.data())
-    def add_several(self, data: st.DataObject) -> None:
-        """Parallel samples or beams."""
+    def draw_several(self, data: st.DataObject, prefix: str) -> Request:
         count = data.draw(st.integers(2, 4))
         kind = data.draw(st.sampled_from(("n", "best_of", "beam_width")))
-        asked = self.draw(data, "s", {kind: count})
+        return self.draw(data, prefix, {kind: count})
+
+    @rule(data=st.data(), task=st.sampled_from(Task))
+    def add_several(self, data: st.DataObject, task: Task) -> None:
+        """Parallel samples or beams."""
+        asked = self.draw_several(data, "s")
         if asked.id in self.lives:
             return
+        if task is Task.PREFILL:
+            asked = self.without_ended(asked)
+        if not asked.live_samples:
+            return
         try:
-            self.engine.add(asked)
+            self.engine.add(asked, task)
         except (InvalidRequest, ContextLengthExceeded):
             return  # more than this engine can promise to bring to its end
-        self.born(asked, Task.LOCAL)
+        self.born(asked, task)
 
-    @rule(data=st.data())
-    def reserve(self, data: st.DataObject) -> None:
-        asked = self.draw(data, "d")
+    def without_ended(self, asked: Request) -> Request:
+        """As routers ask: who has ended is named."""
+        outputs = self.outputs(asked)
+        live = range(asked.params.num_samples)
+        ended = tuple(s for s in live if list(asked.emitted(s)) == outputs[s])
+        return replace(asked, ended=ended)
+
+    @rule(data=st.data(), several=st.booleans())
+    def reserve(self, data: st.DataObject, several: bool) -> None:
+        asked = self.draw_several(data, "f") if several else self.draw(data, "d")
         reservation = self.engine.reserve(asked, len(asked.prompt_ids))
         if reservation is not None:
             self.reserved.append((asked, reservation))
@@ -182,12 +217,15 @@ class EngineMachine(RuleBasedStateMachine):
         self.runner.write(reservation.blocks, start, asked.prompt_ids[start:])
         known = self.runner.read(reservation.blocks, len(asked.prompt_ids))
         assert known == list(asked.prompt_ids[-len(known) :])
-        seen = asked.prompt_ids[-self.window :] if self.window else asked.prompt_ids
-        first = FirstToken(0, next_token(seen, asked.params, 0))
+        first = self.first_tokens(asked) if with_first else ()
         if asked.id in self.lives:
             self.engine.cancel(reservation)
             return
-        self.engine.add(asked, reservation=reservation, first_tokens=(first,) if with_first else ())
+        try:
+            self.engine.add(asked, reservation=reservation, first_tokens=first)
+        except (InvalidRequest, ContextLengthExceeded):
+            self.engine.cancel(reservation)
+            return
         self.born(asked, Task.LOCAL)
 
     @precondition(lambda self: self.engine.may_adopt)
@@ -259,10 +297,16 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule()
     def step(self) -> None:
+        offered: set[str] = set()
         for event in self.engine.step():
             life = self.lives[event.request_id]
             assert life.end is None, "an event after the end"
             assert event.epoch == life.request.epoch
+            if life.task is Task.PREFILL:
+                offered.add(event.request_id)
+                if not event.token_ids and event.finish_reason is None:
+                    assert life.request.params.width > 1, "a search, or nobody lacks token 1"
+                    continue
             seen, expected = life.seen[event.sample], life.expected[event.sample]
             assert event.sample in life.open, "an event after the end of its sample"
             assert event.position == len(seen), "a gap"
@@ -274,8 +318,17 @@ class EngineMachine(RuleBasedStateMachine):
                 life.end = None if life.open else "finished"
             elif life.task is Task.PREFILL:
                 assert len(event.token_ids) == 1
-                life.end = "handed over"
+        for name in offered:
+            self.lives[name].end = self.lives[name].end or "handed over"
+        self.abandon()
         self.note_failed()
+
+    def abandon(self) -> None:
+        """What a node does when only stopped samples are left."""
+        for life in self.lives.values():
+            if life.end is None and life.stopped and life.open <= life.stopped:
+                self.engine.abort(life.request.id)
+                life.end = "stopped"
 
     def note_failed(self) -> None:
         for failed in self.engine.take_failed():
@@ -288,6 +341,43 @@ class EngineMachine(RuleBasedStateMachine):
     def steps(self, count: int) -> None:
         for _ in range(count):
             self.step()
+
+    @rule(data=st.data())
+    def stop_sample(self, data: st.DataObject) -> None:
+        living = [
+            (life, sample)
+            for life in self.lives.values()
+            if life.end is None and life.task is Task.LOCAL and not life.request.params.beam_width
+            for sample in life.open
+            if len(life.expected) > 1
+        ]
+        if living:
+            life, sample = data.draw(st.sampled_from(living))
+            life.stopped.add(sample)
+            self.engine.stop_sample(life.request.id, life.request.epoch, sample)
+            self.abandon()
+
+    @precondition(lambda self: self.lives)
+    @rule(data=st.data())
+    def hand_on(self, data: st.DataObject) -> None:
+        """It leaves with what its sequences share, if that is worth it."""
+        life = self.lives[data.draw(st.sampled_from(sorted(self.lives)))]
+        departure = self.engine.hand_on(life.request.id)
+        if departure is None:
+            return
+        assert life.end is None
+        life.end = "moved"
+        count = departure.num_tokens
+        told = {sample: [*life.seen[sample]] for sample in life.open - life.stopped}
+        for first in sorted(departure.first_tokens, key=lambda token: token.position):
+            if first.sample in told and first.position == len(told[first.sample]):
+                told[first.sample].append(first.token_id)
+        known = self.runner.read(departure.blocks, count, max(0, count - (self.window or count)))
+        for sample, ids in told.items():
+            assert ids == life.expected[sample][: len(ids)]
+            whole = [*life.request.prompt_ids, *ids][:count]
+            assert known == whole[len(whole) - len(known) :]
+        self.engine.unpin(departure.blocks)
 
     @precondition(lambda self: self.lives)
     @rule(data=st.data())
@@ -369,7 +459,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert not self.engine.has_work, "somebody starves"
         while self.unpinned < len(self.hooks.admissions):
             self.release_export()
-        assert all(life.end is not None for life in self.lives.values())
+        assert [life for life in self.lives.values() if life.end is None] == []
         assert self.engine.pool.num_free == self.engine.pool.num_blocks
         self.engine.check()
 

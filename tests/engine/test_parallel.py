@@ -10,14 +10,11 @@ from collections.abc import Sequence
 import pytest
 
 from baton.engine.engine import Engine
-from baton.engine.interface import Task
-from baton.errors import UnsupportedFeature
-from baton.events import TokenEvent
+from baton.events import TokenEvent, TokenLogprob
 from baton.request import FinishReason, Request
 from tests.engine.driving import PROMPT, assert_all_free, run_samples, tokens_of
 from tests.fakes import (
     EOS_ID,
-    FakeHooks,
     ScriptedProposer,
     candidates,
     expected_beams,
@@ -219,8 +216,23 @@ def test_beams_tell_logprobs_when_asked() -> None:
     tokens = list(PROMPT)
     for token, told in zip(event.token_ids, event.logprobs, strict=True):
         assert told[0].token_id == token
-        assert told[1:] == candidates(tokens, 3)
+        assert told[1:] == tuple(c for c in candidates(tokens, 3) if c.token_id != token)
         tokens.append(token)
+
+
+def test_results_that_do_not_exist_end_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything but one continuation is ruled out: there is but one hypothesis."""
+
+    def narrow(history: Sequence[int], count: int) -> tuple[TokenLogprob, ...]:
+        return candidates(history, count)[:1]
+
+    monkeypatch.setattr("tests.fakes.candidates", narrow)
+    engine, _ = fake_engine()
+    engine.add(request(prompt=PROMPT, max_tokens=3, sampling={"beam_width": 3, "n": 3}))
+    events = run_samples(engine)
+    assert [len(tokens_of(events["r", sample])) for sample in range(3)] == [3, 0, 0]
+    assert all(mine[-1].finish_reason is FinishReason.LENGTH for mine in events.values())
+    assert_all_free(engine)
 
 
 # ---- together with the rest ----
@@ -236,16 +248,6 @@ def test_abort_ends_all_samples() -> None:
     assert engine.abort("b")
     assert not engine.has_work
     assert_all_free(engine)
-
-
-@pytest.mark.parametrize("sampling", [{"n": 2}, {"best_of": 2}, {"beam_width": 2}])
-def test_a_hand_over_carries_one_sample(sampling: dict[str, int]) -> None:
-    engine, _ = fake_engine(hooks=FakeHooks())
-    asked = request(prompt=PROMPT, sampling=sampling)
-    with pytest.raises(UnsupportedFeature, match="between prefill and decode"):
-        engine.add(asked, Task.PREFILL)
-    with pytest.raises(UnsupportedFeature, match="between prefill and decode"):
-        engine.reserve(asked, 19)
 
 
 def drain(engine: Engine, asked: Sequence[Request]) -> dict[tuple[str, int], list[TokenEvent]]:

@@ -166,3 +166,38 @@ def test_min_tokens_holds_back_the_models_own_end(lean: LoadedModel) -> None:
     decode(lean, samples)
     assert samples[0].output == [EOS_ID] * 6
     assert [token == EOS_ID for token in samples[1].output] == [False] * 3 + [True] * 3
+
+
+@pytest.mark.parametrize("size", [3, 4])  # with 4 there are as many draws as rows
+@pytest.mark.parametrize("penalty", [0.0, 1.5])
+def test_a_fan_out_draws_what_each_sample_would_draw_alone(
+    lean: LoadedModel, size: int, penalty: float
+) -> None:
+    prompt = prompts()[1][:size]
+    params = SamplingParams(
+        n=4, seed=5, temperature=1.5, logprobs=2, frequency_penalty=penalty, max_tokens=4
+    )
+    arena = KVArena(one_group(lean.info.layers), 32, 8, lean.info.kv_dtype)
+    runner = ModelRunner(lean, arena)
+
+    def chunk(first: int, **more: Any) -> SequenceChunk:
+        blocks = held((first,))
+        return SequenceChunk(
+            "r", prompt, 0, blocks, params, history=prompt, num_prompt=size, **more
+        )
+
+    alone = runner.run([chunk(sample, sample_index=sample) for sample in range(4)])
+    (together, beside) = runner.run([chunk(5, fan_out=(0, 1, 2, 3)), chunk(6, sample_index=2)])
+    assert together.sampled is not None
+    wanted = [result.sampled for result in alone if result.sampled is not None]
+    assert together.sampled.token_ids == tuple(each.token_ids[0] for each in wanted)
+    assert len(set(together.sampled.token_ids)) > 1
+    assert beside.sampled is not None
+    assert beside.sampled.token_ids == wanted[2].token_ids
+    for told, each in zip(together.sampled.logprobs, wanted, strict=True):
+        assert [one.token_id for one in told] == [one.token_id for one in each.logprobs[0]]
+        assert told[0].logprob == pytest.approx(each.logprobs[0][0].logprob, abs=1e-5)
+    (some,) = runner.run([chunk(7, fan_out=(3, 1))])
+    assert some.sampled is not None
+    tokens = together.sampled.token_ids
+    assert some.sampled.token_ids == (tokens[3], tokens[1])

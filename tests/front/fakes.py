@@ -82,12 +82,15 @@ class FakeDispatcher:
     """Answers every request with `answer`'s tokens, or a prompt's own script, then end-of-sequence.
 
     `fail_at` raises before the token of that index; `stall_at` waits there until closed.
-    `tokens_per_event` cuts the output into events.
+    `tokens_per_event` cuts the output into events. `samples`: the answers of a request that wants
+    several; their events take turns.
     """
 
     answer: str = "hello world"
     scripts: dict[tuple[int, ...], str] = field(default_factory=dict[tuple[int, ...], str])
     tokens_per_event: int = 1
+    samples: Sequence[str] = ()
+    stopped: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
     fail_at: int | None = None
     failure: Exception | None = None
     stall_at: int | None = None
@@ -114,10 +117,35 @@ class FakeDispatcher:
                 self.closed += 1
                 self.aborted.set()
 
+    def stop_sample(self, request_id: str, sample: int) -> None:
+        self.stopped.append((request_id, sample))
+
     async def _events(self, request: Request) -> AsyncIterator[TokenEvent]:
-        text = self.scripts.get(request.prompt_ids, self.answer)
+        if request.params.num_outputs == 1:
+            text = self.scripts.get(request.prompt_ids, self.answer)
+            async for event in self._sample(request, text, 0):
+                yield event
+            return
+        running = [
+            self._sample(request, text, sample)
+            for sample, text in enumerate(self.samples[: request.params.num_outputs])
+        ]
+        while running:
+            for each in list(running):
+                event = await anext(each, None)
+                if event is None:
+                    running.remove(each)
+                elif (request.id, event.sample) not in self.stopped:
+                    yield event
+
+    async def _sample(
+        self, request: Request, text: str, sample: int
+    ) -> AsyncGenerator[TokenEvent, None]:
         ids = TOKENIZER.encode(text, add_special_tokens=False)
         limit = request.params.max_tokens
+        count = request.params.logprobs
+        if count is None and request.params.num_outputs > request.params.n:
+            count = 0  # as engines do for best_of
         output = [*ids, EOS][:limit] if not request.params.ignore_eos else (ids * limit)[:limit]
         step = self.tokens_per_event
         for position in range(0, len(output), step):
@@ -136,12 +164,13 @@ class FakeDispatcher:
                 epoch=1,
                 position=position,
                 token_ids=piece,
+                sample=sample,
                 finish_reason=reason if last else None,
                 stop_token_id=EOS if by_eos else None,
                 num_cached_tokens=2,
-                logprobs=told(piece, request.params.logprobs),
+                logprobs=told(piece, count),
                 prompt_logprobs=told(request.prompt_ids[1:], request.params.prompt_logprobs)
-                if position == 0
+                if position == 0 and sample == 0
                 else (),
             )
             await asyncio.sleep(0)

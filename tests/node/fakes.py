@@ -40,7 +40,7 @@ from kv_transfer.base import Lane
 from kv_transfer.memory import MemoryFabric, MemoryLane
 from prefill_node.role import PrefillRole
 from protos import node_pb2, node_pb2_grpc
-from tests.fakes import model_info, next_token
+from tests.fakes import candidates, model_info, next_token, token_logprob
 
 PATIENCE_S = 10.0  # a test that waits longer has failed
 TIMING = Timing(heartbeat_s=0.05, kv_lease_s=60.0, connect_s=5.0)
@@ -115,8 +115,12 @@ class ArenaRunner:
             return None
         end = chunk.start + len(chunk.token_ids)
         history = [self._read(chunk.blocks, position, end) for position in range(end)]
-        token = next_token(history, chunk.sample, chunk.position, chunk.sample_index)
-        return Sampled((token,))
+        if chunk.num_candidates:
+            return Sampled((), candidates=candidates(history, chunk.num_candidates))
+        samples = chunk.fan_out or (chunk.sample_index,)
+        tokens = [next_token(history, chunk.sample, chunk.position, each) for each in samples]
+        told = tuple((token_logprob(history, token),) for token in tokens)
+        return Sampled(tuple(tokens), told if chunk.sample.logprobs is not None else ())
 
     def _read(self, blocks: BlockLists, position: int, end: int) -> int:
         """What the layers that see `position` from token end - 1 hold there."""
@@ -242,6 +246,20 @@ class RawRouter:
 
     def tokens(self, request_id: str) -> list[int]:
         return [token for event in self.events(request_id) for token in event.token_ids]
+
+    def sample(self, request_id: str, sample: int) -> list[int]:
+        """Tokens of one sample; checks that no position is missing or told twice."""
+        events = [event for event in self.events(request_id) if event.sample == sample]
+        for before, after in pairwise(events):
+            assert before.finish_reason is None, "an event after the end"
+            assert after.position == before.position + len(before.token_ids)
+        return [token for event in events for token in event.token_ids]
+
+    async def all_ended(self, request_id: str, count: int) -> None:
+        """Until so many samples have ended."""
+        await self.until(
+            lambda: sum(e.finish_reason is not None for e in self.events(request_id)) == count
+        )
 
     def finished(self, request_id: str) -> bool:
         return any(event.finish_reason is not None for event in self.events(request_id))

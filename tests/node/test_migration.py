@@ -192,13 +192,23 @@ def swapped_out(nodes: TwoNodes) -> str:
     return swapped
 
 
-async def test_several_samples_are_given_back() -> None:
+async def test_several_samples_go_on_elsewhere_from_their_prompt() -> None:
     asked = ask()
     asked = replace(asked, params=replace(asked.params, n=2), output_ids=((), ()))
-    async with two_nodes() as nodes:
-        await start(nodes, asked)
-        await nodes.to_a.send(Migrate("r", 1))
-        assert (await nodes.to_a.failure_of("r")).code == GivenBack.code
+    setup = Setup(num_blocks=160)
+    async with two_nodes(a=setup, b=setup) as nodes:
+        await start(nodes, asked, 9)
+        handle = await nodes.leave(asked)
+        assert handle.num_tokens == len(PROMPT)
+        told = [nodes.to_a.sample("r", sample) for sample in range(2)]
+        await nodes.to_b.decode(asked.retried(tuple(map(tuple, told))), handle)
+        await nodes.to_b.all_ended("r", 2)
+        for sample in range(2):
+            whole_sample = expected_output(PROMPT, asked.params, sample=sample)
+            assert told[sample] + nodes.to_b.sample("r", sample) == whole_sample
+        assert nodes.b.node.shell.connector.stats.fetches == 1
+        recomputed = sum(map(len, told))
+        assert nodes.b.engine.stats.num_prompt_tokens <= recomputed, "the prompt came as KV"
         await nodes.until_idle()
 
 

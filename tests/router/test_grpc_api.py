@@ -24,12 +24,12 @@ from baton.errors import (
     ModelNotFound,
     Unauthenticated,
     Unavailable,
-    UnsupportedFeature,
 )
+from baton.events import TokenLogprob
 from baton.generation_config import SamplingDefaults
 from baton.handles import Role
 from baton.messages import AbortRequest, SubmitDecode
-from baton.request import RequestState
+from baton.request import FinishReason, RequestState
 from baton.sampling import SamplingParams
 from router.config import RouterConfig
 from router.grpc_api import GrpcServer
@@ -192,12 +192,42 @@ async def test_bad_requests_name_their_field(
         assert not door.node.heard_of(SubmitDecode)
 
 
-async def test_parameters_that_no_engine_serves_are_refused() -> None:
+async def test_several_samples_come_with_their_index_and_one_usage() -> None:
+    params = SamplingParams(n=2, seed=1, max_tokens=3, prompt_logprobs=0)
+    told = ((TokenLogprob(40, -0.5, 1),),)
     async with open_door() as door, door.client() as client:
-        with pytest.raises(UnsupportedFeature) as caught:
-            async for _ in client.stream("x", SamplingParams(n=2, max_tokens=4)):
-                pass
-        assert caught.value.field == "n"
+        reading = asyncio.create_task(client.generate([39, 40], params))
+        request = (await door.node.hear(SubmitDecode)).request
+        assert request.params.n == 2
+        door.node.tokens(request, 0, 41, prompt_logprobs=told)
+        door.node.tokens(request, 0, 42, 43, sample=1)
+        end = {"finish_reason": FinishReason.LENGTH}
+        door.node.tokens(request, 2, 44, sample=1, **end)
+        door.node.tokens(request, 1, 45, 46, **end)
+        async with asyncio.timeout(PATIENCE_S):
+            first = await reading
+        (second,) = first.others
+        assert (first.token_ids, second.token_ids) == ((41, 45, 46), (42, 43, 44))
+        assert {first.finish_reason, second.finish_reason} == {"length"}
+        usage = (first.usage.prompt_tokens, first.usage.completion_tokens)
+        assert usage == (2, 6), "the prompt is counted once"
+        assert first.prompt_logprobs == told
+
+
+async def test_beams_travel_with_their_options() -> None:
+    params = SamplingParams(
+        n=2, beam_width=4, length_penalty=0.5, early_stopping="never", seed=0, max_tokens=3
+    )
+    async with open_door() as door, door.client() as client:
+        reading = asyncio.create_task(client.generate([39, 40], params))
+        request = (await door.node.hear(SubmitDecode)).request
+        assert request.params == params
+        end = {"finish_reason": FinishReason.LENGTH}
+        door.node.tokens(request, 0, 41, 42, 43, **end)
+        door.node.tokens(request, 0, 41, 42, 44, sample=1, **end)
+        async with asyncio.timeout(PATIENCE_S):
+            first = await reading
+        assert first.others[0].token_ids == (41, 42, 44)
 
 
 async def test_about_the_server() -> None:

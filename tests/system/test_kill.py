@@ -22,11 +22,13 @@ from baton import wire
 from baton.client import AsyncClient, GenerateEvent, GenerateOptions
 from baton.errors import Unavailable
 from baton.handles import NodeRecord
+from baton.llm import LLM
 from baton.redis_keys import LEASES, node_key
 from baton.request import RequestState
 from baton.sampling import SamplingParams
 from tests.system.processes import Processes, ServerProcess
 from tests.system.references import Tokens, one_engine_tokens, prompts
+from tests.system.samples import Samples
 from tests.tiny_models import make_tiny_model
 from tests.waiting import WAIT_S, eventually
 
@@ -213,6 +215,23 @@ async def test_decode_node_killed_in_mid_stream(
         assert len(stream.tokens) < len(model.expected), "the kill came too late to prove anything"
         last = await stream.finish()
         assert_whole(stream, last, model, retries=1)
+        await c.assert_clean()
+
+
+async def test_decode_node_killed_with_four_samples(
+    model: Model, tmp_path: Path, redis_url: str
+) -> None:
+    params = SamplingParams(n=4, temperature=0.9, seed=3, max_tokens=120, ignore_eos=True)
+    llm = LLM(model=str(model.path), num_kv_blocks=256, threads=1)
+    [output] = llm.generate([list(PROMPT)], params)
+    async with case(model, tmp_path, redis_url, 1, 2) as c:
+        samples = Samples(c.client, PROMPT, params)
+        await samples.at_least(10)
+        victim = (await c.request_fields())["decode_node"]
+        await c.server(victim).kill()
+        assert not any(samples.ended), "the kill came too late to prove anything"
+        assert await samples.whole() == [sample.token_ids for sample in output.outputs]
+        assert samples.retries == 1
         await c.assert_clean()
 
 

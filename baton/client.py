@@ -22,6 +22,7 @@ from baton.errors import BatonError, DeadlineExceeded, Unavailable, error_from_c
 from baton.events import TokenLogprob
 from baton.sampling import SamplingParams
 from baton.timing import Timing, channel_options
+from baton.wire_guided import guided_to_wire
 from protos import node_pb2, serve_pb2, serve_pb2_grpc
 
 # Trailing metadata of a failed call: the error's code and field (baton.errors).
@@ -353,12 +354,7 @@ def _sampling_fields(params: SamplingParams) -> serve_pb2.GenerateRequest:
         prompt_logprobs=params.prompt_logprobs,
     )
     if params.guided is not None:
-        guided = params.guided
-        message.guided.CopyFrom(
-            node_pb2.GuidedDecoding(
-                kind=guided.kind, grammar=guided.grammar, backend=guided.backend
-            )
-        )
+        message.guided.CopyFrom(guided_to_wire(params.guided))
     return message
 
 

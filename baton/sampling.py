@@ -9,10 +9,10 @@ Conventions are vLLM's: temperature 0 = greedy, top_k 0 or -1 = off, min_p 0 = o
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from baton.errors import InvalidRequest, UnsupportedFeature
+from baton.errors import InvalidRequest
 
 # Every number a client can send: (minimum, maximum).
 BOUNDS: Final[dict[str, tuple[float, float]]] = {
@@ -40,11 +40,18 @@ MAX_BIAS: Final = 100
 
 @dataclass(frozen=True, slots=True)
 class GuidedDecoding:
-    """A grammar that the output must match."""
+    """A grammar that the output must match; each kind's text is read by baton/grammars.py.
+
+    `whitespace`: what may stand between the parts of a JSON text, as a regex ("" = nothing, None =
+    the default). `starts_after`: the output is free up to and with this text ("" = it starts at
+    once), which is how a model may think first.
+    """
 
     kind: Literal["json_schema", "json_object", "regex", "ebnf", "choice", "structural_tag"]
     grammar: str
     backend: str = ""
+    whitespace: str | None = None
+    starts_after: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,17 +129,3 @@ class SamplingParams:
     def width(self) -> int:
         """Most sequences at once."""
         return self.beam_width or self.num_samples
-
-
-# Served by one engine (`LLM`) and carried by the wire, but not yet by the routers' APIs: refused by
-# name there until then.
-NOT_YET_SERVED: Final = ("guided",)
-
-
-def refuse_unserved(params: SamplingParams) -> None:
-    """Raise UnsupportedFeature, naming the field, for a parameter that no router serves yet."""
-    defaults = {f.name: f.default for f in fields(SamplingParams)}
-    for name in NOT_YET_SERVED:
-        value = getattr(params, name)
-        if value != defaults[name]:
-            raise UnsupportedFeature(f"{name} is not supported by this server", field=name)

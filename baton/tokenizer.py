@@ -84,6 +84,11 @@ class Tokenizer:
         """Number of ids, added tokens included (a model's embedding may be larger)."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Tokens that mean something other than text; an output's text leaves them out."""
+        return self._special_ids
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; `add_special_tokens` puts BOS and so on as the model's files say.
 

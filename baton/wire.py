@@ -28,7 +28,7 @@ from baton.events import (
 from baton.handles import Endpoint, KVHandle, LaneAddress, NodeLoad, NodeRecord, Role
 from baton.kv_spec import PoolFormat
 from baton.request import Request
-from baton.sampling import GuidedDecoding, SamplingParams
+from baton.sampling import SamplingParams
 from baton.wire_checks import (
     epoch_of,
     finish_reason,
@@ -38,6 +38,7 @@ from baton.wire_checks import (
     present,
     required,
 )
+from baton.wire_guided import guided_from_wire, guided_to_wire
 from baton.wire_values import (
     logprobs_from_wire,
     logprobs_to_wire,
@@ -50,7 +51,6 @@ from protos import kv_pb2, node_pb2
 
 EARLY_STOPPING: Final = ("false", "true", "never")
 RESUME: Final = ("fast", "exact")
-GUIDED_KINDS: Final = ("json_schema", "json_object", "regex", "ebnf", "choice", "structural_tag")
 
 _ROLES: Final = {Role.PREFILL: node_pb2.ROLE_PREFILL, Role.DECODE: node_pb2.ROLE_DECODE}
 _ROLE_OF: Final = {number: role for role, number in _ROLES.items()}
@@ -81,18 +81,13 @@ def sampling_to_wire(params: SamplingParams) -> node_pb2.SamplingParams:
     values["best_of"] = params.best_of or 0
     values["logit_bias"] = dict(params.logit_bias)
     values["bad_words"] = [node_pb2.TokenIds(ids=word) for word in params.bad_words]
+    values["guided"] = None if params.guided is None else guided_to_wire(params.guided)
     return node_pb2.SamplingParams(**values)
 
 
 def sampling_from_wire(message: node_pb2.SamplingParams) -> SamplingParams:
     nothing_unknown(message, "params")
     early = one_of(message.early_stopping, EARLY_STOPPING, "early_stopping")
-    guided = None
-    if message.HasField("guided"):
-        kind = one_of(message.guided.kind, GUIDED_KINDS, "guided")
-        guided = GuidedDecoding(
-            cast("Literal['regex']", kind), message.guided.grammar, message.guided.backend
-        )
     values: dict[str, Any] = {name: getattr(message, name) for name in _PLAIN_PARAMS}
     return SamplingParams(
         **values,
@@ -103,7 +98,7 @@ def sampling_from_wire(message: node_pb2.SamplingParams) -> SamplingParams:
         bad_words=tuple(tuple(word.ids) for word in message.bad_words),
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
-        guided=guided,
+        guided=guided_from_wire(message),
     )
 
 

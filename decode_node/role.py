@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from baton.engine.adoption import Adoption
 from baton.engine.engine import Engine
+from baton.engine.guided.grammars import prepared
 from baton.engine.interface import Reservation, Task
 from baton.engine.thread import StepReport
 from baton.errors import InvalidRequest, KVTimeout, UnsupportedFeature
@@ -108,10 +109,12 @@ class DecodeRole:
             return await self._pooling.serve(entry, entry.pool)
         seat = Seat(entry)
         try:
+            grammar = await prepared(self._context.engine.grammars, entry.request.params.guided)
             if entry.handle is None:
                 await self._thread.call(seat.add)
             else:
                 await self._hand_over(entry, entry.handle, seat)
+            del grammar  # kept until the engine had it
             await asyncio.shield(entry.ended)
         finally:
             self._thread.post(lambda engine: self._leave(engine, seat))

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton.engine.engine import Engine
+from baton.engine.guided.grammars import prepared
 from baton.engine.interface import Task
 from baton.engine.thread import StepReport
 from baton.errors import BatonError, KVStale, UnsupportedFeature
@@ -146,7 +147,9 @@ class PrefillRole:
         request = entry.request
         serving = self._serving[request.id] = _Serving(entry)
         try:
+            grammar = await prepared(self._context.engine.grammars, request.params.guided)
             await self._context.thread.call(lambda engine: engine.add(request, Task.PREFILL))
+            del grammar  # kept until the engine had it
             await asyncio.shield(entry.ended)
             serving.handle = None  # from now on the export has a life of its own
         finally:

@@ -18,14 +18,18 @@ ROLE_PREFILL: Role
 ROLE_DECODE: Role
 
 class GuidedDecoding(_message.Message):
-    __slots__ = ("kind", "grammar", "backend")
+    __slots__ = ("kind", "grammar", "backend", "whitespace", "starts_after")
     KIND_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
+    WHITESPACE_FIELD_NUMBER: _ClassVar[int]
+    STARTS_AFTER_FIELD_NUMBER: _ClassVar[int]
     kind: str
     grammar: str
     backend: str
-    def __init__(self, kind: _Optional[str] = ..., grammar: _Optional[str] = ..., backend: _Optional[str] = ...) -> None: ...
+    whitespace: str
+    starts_after: str
+    def __init__(self, kind: _Optional[str] = ..., grammar: _Optional[str] = ..., backend: _Optional[str] = ..., whitespace: _Optional[str] = ..., starts_after: _Optional[str] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("n", "best_of", "beam_width", "length_penalty", "early_stopping", "temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "bad_words", "logprobs", "prompt_logprobs", "guided")

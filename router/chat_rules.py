@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 from baton.errors import InvalidRequest, UnsupportedFeature
 from router.config import RouterConfig
+from router.guided import DEFAULT_STYLE, check_forced, forces_calls
 from router.openai import ChatBody, TokenizeBody
 from router.openai_chat import messages_of, schemas_of, template_kwargs, tools_of
 from router.parsers.grammar import ToolFormat
@@ -38,15 +40,16 @@ def conversation_of(body: ChatBody | TokenizeBody) -> Conversation:
 def tool_format(body: ChatBody, config: RouterConfig) -> ToolFormat | None:
     """How calls are found in the answer, None if none are looked for.
 
-    Raises UnsupportedFeature for a choice that needs guided decoding, InvalidRequest for `auto`
-    (also as the default) where this router has no parser.
+    Raises InvalidRequest for a choice of no tool, and for `auto` (also as the default) where this
+    router has no parser. Calls that must be made are guided (router/guided.py), so they have a
+    format here even where the model has none.
     """
     choice = body.tool_choice if body.tool_choice is not None else "auto"
     if choice == "none" or (choice == "auto" and not body.tools):
         return None
     if choice == "required" or isinstance(choice, dict):
-        message = "tool_choice: only auto and none are supported by this server"
-        raise UnsupportedFeature(message, field="tool_choice")
+        check_forced(choice, body.tools or [])
+        return TOOL_FORMATS[config.tool_call_parser or DEFAULT_STYLE]
     if choice != "auto":
         message = "tool_choice must be none, auto, required or a named function"
         raise InvalidRequest(message, field="tool_choice")
@@ -69,6 +72,8 @@ def message_rules(
         opened = thinks.opened_by(asked.messages[-1]["content"])
     elif thinks is not None:
         opened = thinks.opened(prompt.text, asked.kwargs)
+    if thinks is not None and forces_calls(body):
+        thinks = replace(thinks, implied_end=None)  # the grammar begins where the thought ends
     return MessageRules(
         reasoning=thinks,
         opened=opened,

@@ -28,7 +28,8 @@ SAME: Final = (
     "min_tokens", "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "logit_bias", "include_stop_str_in_output", "skip_special_tokens", "priority", "cache_salt",
     "allowed_token_ids", "bad_words", "structured_outputs", "guided_choice", "guided_grammar",
-    "guided_json", "guided_regex", "kv_transfer_params", "chat_template",
+    "guided_json", "guided_regex", "guided_decoding_backend", "guided_whitespace_pattern",
+    "kv_transfer_params", "chat_template", "user", "prompt_cache_key", "baton_timing",
 )  # fmt: skip
 
 

@@ -26,9 +26,10 @@ from baton.client import ERROR_CODE_METADATA, ERROR_FIELD_METADATA
 from baton.errors import ConfigError, InvalidRequest, ModelNotFound, Unavailable
 from baton.log import request_context
 from baton.request import Request
-from baton.sampling import SamplingParams, refuse_unserved
+from baton.sampling import SamplingParams
 from baton.timing import server_options
 from baton.wire_checks import one_of
+from baton.wire_guided import guided_from_wire
 from protos import serve_pb2, serve_pb2_grpc
 from router.completion import Completion, Delta, OutputRules
 from router.keys import EVERYBODY, KeyRing
@@ -145,6 +146,7 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
             **self._services.sampling_defaults,
         }
         params = _sampling_params(message, defaults)
+        await self._prompts.check_guided(params.guided)
         check_room(len(ids), params.max_tokens, model.max_model_len, "max_tokens")
         check_prompt_logprobs(len(ids), params.prompt_logprobs, "prompt_logprobs")
         token_ids_below(params.stop_token_ids, model.vocab_size, "stop_token_ids")
@@ -316,17 +318,13 @@ def _sampling_params(
     given: dict[str, Any] = dict(defaults)
     given |= {name: getattr(message, name) for name in _INTEGERS if message.HasField(name)}
     given |= {name: getattr(message, name) for name in _FLOATS if message.HasField(name)}
-    if message.HasField("guided"):
-        raise InvalidRequest("guided is not supported by this server", field="guided")
     given.setdefault("seed", secrets.randbits(64))
     if message.HasField("early_stopping"):
         allowed = wire.EARLY_STOPPING
         given["early_stopping"] = one_of(message.early_stopping, allowed, "early_stopping")
     given["stop_token_ids"] = tuple(message.stop_token_ids)
     given["logit_bias"] = tuple(sorted(message.logit_bias.items()))
-    params = SamplingParams(**given)
-    refuse_unserved(params)
-    return params
+    return SamplingParams(**given, guided=guided_from_wire(message))
 
 
 def _stops(message: serve_pb2.GenerateRequest) -> tuple[str, ...]:

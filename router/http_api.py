@@ -25,6 +25,7 @@ from router.anthropic.api import AnthropicApi
 from router.calls import Api, Call, Runner, WholeReply
 from router.chat_rules import conversation_of
 from router.completion import Completion
+from router.guided import asked_of
 from router.intake import Asked, Intake
 from router.openai import (
     Body,
@@ -93,6 +94,7 @@ class HttpApi:
         model = self._intake.model(body.model)
         id_ = reply_id("cmpl", request)
         prompts = prompts_of(body)
+        guided = await self._prompts.checked(asked_of(body))
         special = body.add_special_tokens is not False
         completions: list[Completion] = []
         for index, prompt in enumerate(prompts):
@@ -113,7 +115,9 @@ class HttpApi:
             echo = ""
             if body.echo:
                 echo = prompt if isinstance(prompt, str) else await self._prompts.decode(ids)
-            one = Asked(engine_id(id_, index), ids, default, terms_of(request), echo=echo)
+            one = Asked(
+                engine_id(id_, index), ids, default, terms_of(request), echo=echo, guided=guided
+            )
             completions.append(self._intake.completion(body, one, model))
         rules = ReplyRules(
             self._services.tokenizer,

@@ -14,8 +14,10 @@ from dataclasses import dataclass, replace
 from starlette.requests import Request as HttpRequest
 
 from baton.request import Request
+from baton.sampling import GuidedDecoding
 from router.chat_rules import conversation_of, message_rules, tool_format
 from router.completion import Completion, OutputRules
+from router.guided import asked_of_chat
 from router.openai import (
     ChatBody,
     CompletionBody,
@@ -44,6 +46,7 @@ class Asked:
     terms: Terms = STANDARD
     echo: str = ""
     message: MessageRules | None = None
+    guided: GuidedDecoding | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +100,10 @@ class Intake:
         if fitted:
             body.max_tokens = room
         message = message_rules(body, asked, prompt, config)
-        one = Asked(engine_id(id_), ids, room, terms_of(request), message=message)
+        parser, tokenizer = config.tool_call_parser, self._services.tokenizer
+        guided = await self._prompts.checked(asked_of_chat(body, parser, message, tokenizer))
+        terms = terms_of(request)
+        one = Asked(engine_id(id_), ids, room, terms, message=message, guided=guided)
         draw_id = draw_short_call_id if calls and calls.short_ids else draw_call_id
         return ChatTurn(self.completion(body, one, model), message is not None, draw_id, fitted)
 
@@ -116,7 +122,7 @@ class Intake:
         }
         params = sampling_params(body, defaults)
         words = bad_word_ids(body.bad_words, self._services.tokenizer)
-        params = replace(params, bad_words=words)
+        params = replace(params, bad_words=words, guided=asked.guided)
         field = "max_tokens"
         if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
             field = "max_completion_tokens"

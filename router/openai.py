@@ -17,7 +17,7 @@ import msgspec
 import orjson
 
 from baton.errors import InvalidRequest, UnsupportedFeature
-from baton.sampling import SamplingParams, refuse_unserved
+from baton.sampling import SamplingParams
 from router.fan_out import fan_out
 from router.openai_chat import MAX_NAME_CHARS, ChatMessage
 
@@ -34,15 +34,9 @@ UNSERVED: Final[dict[str, tuple[Any, ...]]] = {
     "documents": ([],),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "kv_transfer_params": (),
     "modalities": (["text"],),
     "prompt_embeds": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "suffix": ("",),
     "web_search_options": (),
 }
@@ -99,6 +93,14 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     user: str | None = None  # with prompt_cache_key: names a session (router/terms.py)
     prompt_cache_key: str | None = None
     baton_timing: bool | None = None  # a receipt, please
+    response_format: dict[str, Any] | None = None  # this and what follows: router/guided.py
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_decoding_backend: str | None = None
+    guided_whitespace_pattern: str | None = None
 
 
 class CompletionBody(SamplingFields, kw_only=True):
@@ -215,7 +217,6 @@ def sampling_params(
     values["logit_bias"] = _logit_bias(body.logit_bias or {})
     try:
         params = SamplingParams(**values)
-        refuse_unserved(params)
     except InvalidRequest as error:
         own_name = {"beam_width": "n", **asked.own_names}.get(error.field or "")
         if own_name is not None and error.field is not None:

@@ -14,8 +14,11 @@ from typing import Any, Final, TypeVar
 
 from baton.chat_template import ChatTemplate
 from baton.errors import ContextLengthExceeded, InvalidRequest
+from baton.grammars import FIELD
 from baton.reranking import rerank_prompts
+from baton.sampling import GuidedDecoding
 from baton.tokenizer import Tokenizer
+from router.grammar_checks import Asked, GrammarChecker
 
 T = TypeVar("T")
 THREADS: Final = 2
@@ -51,6 +54,7 @@ class PromptReader:
         self._tokenizer = tokenizer
         self._template = template
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="prompts")
+        self._checker = GrammarChecker()
 
     async def text(self, text: str, field: str, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Ids of a text. Raises InvalidRequest (`field`) where there is none."""
@@ -98,7 +102,19 @@ class PromptReader:
         """The vocabulary's spelling of each id."""
         return [self._tokenizer.token(token_id) or "" for token_id in ids]
 
+    async def checked(self, asked: Asked | None) -> GuidedDecoding | None:
+        """What a client asked for, once its grammar was checked. Raises InvalidRequest."""
+        if asked is not None:
+            await self._checker.check(asked.guided, asked.field)
+        return None if asked is None else asked.guided
+
+    async def check_guided(self, guided: GuidedDecoding | None) -> None:
+        """The same where the client's own name is `guided`."""
+        if guided is not None:
+            await self._checker.check(guided, FIELD)
+
     def close(self) -> None:
+        self._checker.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _off_loop(self, work: Callable[[], T]) -> T:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from baton.errors import InvalidRequest, UnsupportedFeature
+from baton.errors import InvalidRequest
 from baton.sampling import (
     BOUNDS,
     MAX_LOGIT_BIAS,
     MAX_STOP_TOKEN_IDS,
-    NOT_YET_SERVED,
-    GuidedDecoding,
     SamplingParams,
-    refuse_unserved,
 )
 
 ROOMY = SamplingParams(max_tokens=2**31 - 1)  # any min_tokens fits
@@ -77,29 +74,3 @@ def test_the_longest_lists_and_equal_limits_are_taken() -> None:
 def test_greedy_is_temperature_zero() -> None:
     assert SamplingParams(temperature=0.0).greedy
     assert not SamplingParams(temperature=1e-9).greedy
-
-
-UNSERVED: dict[str, Any] = {
-    "guided": GuidedDecoding("regex", "a+"),
-}
-
-
-def test_every_unserved_parameter_is_refused_by_name() -> None:
-    assert UNSERVED.keys() == set(NOT_YET_SERVED)
-    for name, value in UNSERVED.items():
-        params = replace(SamplingParams(), **{name: value})
-        with pytest.raises(UnsupportedFeature, match=name) as caught:
-            refuse_unserved(params)
-        assert caught.value.field == name
-
-
-def test_served_parameters_and_neutral_values_pass() -> None:
-    refuse_unserved(
-        SamplingParams(
-            temperature=0.5, top_k=3, top_p=0.5, min_p=0.1, seed=1, max_tokens=3,
-            stop_token_ids=(1,), ignore_eos=True, n=2, best_of=3, min_tokens=1,
-            presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.5,
-            logit_bias=((1, 2.0),), bad_words=((1,),), logprobs=2, prompt_logprobs=0,
-        )
-    )  # fmt: skip
-    assert set(NOT_YET_SERVED) <= {field.name for field in fields(SamplingParams)}

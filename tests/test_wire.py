@@ -25,6 +25,7 @@ from baton.handles import Endpoint, KVHandle, LaneAddress, NodeLoad, NodeRecord,
 from baton.kv_spec import PoolFormat
 from baton.request import FinishReason, Request
 from baton.sampling import GuidedDecoding, SamplingParams
+from baton.wire_guided import GUIDED_KINDS
 from protos import node_pb2
 
 
@@ -55,7 +56,12 @@ def decimals(low: int, high: int) -> st.SearchStrategy[float]:
 
 
 guided = st.builds(
-    GuidedDecoding, kind=st.sampled_from(wire.GUIDED_KINDS), grammar=texts, backend=texts
+    GuidedDecoding,
+    kind=st.sampled_from(GUIDED_KINDS),
+    grammar=texts,
+    backend=texts,
+    whitespace=st.none() | texts,
+    starts_after=texts,
 )
 params = st.builds(
     SamplingParams,

@@ -29,7 +29,7 @@ def new_group(
         request = replace(request, params=replace(params, logprobs=0))
     beams = None
     if params.beam_width:
-        eos = () if params.ignore_eos else info.eos_token_ids
+        eos = () if params.ignore_eos and params.guided is None else info.eos_token_ids
         stop_ids = frozenset((*params.stop_token_ids, *eos))
         beams = BeamSearch(params, stop_ids, info.vocab_size)
     if task is Task.PREFILL and params.num_samples > 1:

@@ -21,6 +21,7 @@ ModelImpl = Literal["auto", "lean", "transformers"]
 PreemptionMode = Literal["auto", "swap", "recompute"]
 SpeculativeMethod = Literal["none", "ngram", "draft"]
 Quantization = Literal["none", "int8", "w8a8", "int4"]
+GuidedBackend = Literal["auto", "llguidance", "xgrammar"]
 KVCacheDtype = Literal["auto", "int8", "fp8"]
 
 # Measured on CPU: in paged decode attention blocks of 32 were 6 % faster than 16.
@@ -93,6 +94,11 @@ class EngineConfig:
     )
     num_speculative_tokens: int = option(4, "most tokens guessed ahead in one step")
     speculative_model: str | None = option(None, "checkpoint of the draft model")
+    guided_decoding_backend: GuidedBackend = option(
+        "auto",
+        "what follows grammars where a request does not say (auto: llguidance, else xgrammar)",
+        choices=get_args(GuidedBackend),
+    )
     threads: int | None = option(None, "CPU threads of the model (default: torch's own choice)")
     check_invariants: bool = option(False, "prove block accounting after every step (slow)")
 
@@ -108,6 +114,7 @@ class EngineConfig:
         _at_least("max_num_seqs", self.max_num_seqs, 1)
         _at_least("threads", self.threads, 1)
         _one_of("preemption_mode", self.preemption_mode, get_args(PreemptionMode))
+        _one_of("guided_decoding_backend", self.guided_decoding_backend, get_args(GuidedBackend))
         _one_of("speculative_method", self.speculative_method, get_args(SpeculativeMethod))
         _at_least("num_speculative_tokens", self.num_speculative_tokens, 1)
         if (self.speculative_method == "draft") != (self.speculative_model is not None):

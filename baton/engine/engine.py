@@ -22,13 +22,15 @@ import torch
 
 from baton import block_hashes
 from baton.clock import Clock, SystemClock
-from baton.engine.adopted_pages import TAKEN_BACK, AdoptedPages
+from baton.engine.adopted_pages import AdoptedPages
 from baton.engine.adoption import Adoption
 from baton.engine.arrival import arrive, new_group
 from baton.engine.block_pool import BlockPool
 from baton.engine.block_tables import BlockTables, as_lists
 from baton.engine.config import DEFAULT_BLOCK_SIZE, EngineConfig
 from baton.engine.departure import Departure, departure_of
+from baton.engine.failing import doomed
+from baton.engine.guided.grammars import Grammars, grammars_of, guide, refuse_unguided
 from baton.engine.interface import EngineHooks, ModelInfo, Reservation, Runner, Task
 from baton.engine.kv_cache import KVArena, MakeMemory
 from baton.engine.lengths import model_len, pool_len
@@ -42,7 +44,7 @@ from baton.engine.stats import EngineStats, KVUsage
 from baton.engine.swap import Swapper
 from baton.engine.usage import usage_of
 from baton.engine.validation import Bounds, validate
-from baton.errors import ContextLengthExceeded, InternalError, InvalidRequest, KVStale
+from baton.errors import ContextLengthExceeded, InternalError, InvalidRequest
 from baton.events import BlockEvent, FirstToken, RequestFailed, TokenEvent
 from baton.handles import NodeLoad
 from baton.kv_spec import BlockLists
@@ -85,6 +87,7 @@ class Engine:
         self.pool = BlockPool(arena.num_blocks, arena.block_size, config.enable_prefix_caching)
         self.stats = EngineStats()
         self.pooler: Pooler | None = None  # for embeddings and reranking; load() makes it
+        self.grammars: Grammars | None = None  # of guided requests; load() makes it
         self._runner = runner
         self._hooks = hooks
         self._clock = clock or SystemClock()
@@ -150,6 +153,7 @@ class Engine:
             num_blocks, block_size, arena.groups.num_slots, len(info.layers), arena.num_bytes / 1e6,
         )  # fmt: skip
         engine = cls(config, ModelRunner(model, arena), arena, info, hooks)
+        engine.grammars = grammars_of(config, info)
         engine.pooler = Pooler(model, arena, config.max_num_batched_tokens, config.max_num_seqs)
         proposer = load_proposer(engine.config, engine.info, draft)
         if proposer is not None:
@@ -174,6 +178,7 @@ class Engine:
         a request that can never fit the model or, with a LOCAL task's output, the pool.
         """
         validate(request, task, self._bounds)
+        refuse_unguided(request, self.grammars)
 
     def add(
         self,
@@ -200,6 +205,7 @@ class Engine:
         self._adopted.receive(adoption, reservation)
         root = self.known_root_hash(request, reservation.precision if reservation else None)
         group = new_group(request, task, self.stats.num_requests, root, self.info)
+        guide(group, self.grammars)
         events = arrive(group, first_tokens, self._outputs.end_of)
         if reservation is not None and group.sequences:
             self._scheduler.add_reserved(group, reservation, adoption)
@@ -334,7 +340,7 @@ class Engine:
         """
         started = self._clock.monotonic()
         self._plan = None
-        self._fail_lapsed()
+        self._fail_doomed()
         self._adopted.take_over(self._scheduler.headroom())
         self._stepping = True
         try:
@@ -343,7 +349,7 @@ class Engine:
             if self.config.check_invariants:
                 self._scheduler.prove_private(plan)
             results = self._runner.run(plan.chunks, self._on_layer(plan)) if plan.rows else []
-            self._fail_lapsed()
+            self._fail_doomed(plan)
             events = self._pending + self._outputs.take(plan, results)
         finally:
             self._end_step()
@@ -458,21 +464,13 @@ class Engine:
             return None
         return lambda layer: hooks.layer_written(layer, progress)
 
-    def _fail_lapsed(self) -> None:
-        """End requests whose adopted pages may be another's, and drop what was sampled of them."""
-        for request_id in self._adopted.lapsed():
-            group = self._by_id.get(request_id)
-            if group is None:
-                continue  # aborted during this step
-            self.abort(request_id)
+    def _fail_doomed(self, plan: StepPlan | None = None) -> None:
+        """End requests that cannot go on (failing.py), and drop what was sampled of them."""
+        for failed in doomed(self._adopted.lapsed(), plan, self._by_id):
+            self.abort(failed.request_id)
             self.stats.num_aborted -= 1
             self.stats.num_failed += 1
-            error = KVStale(TAKEN_BACK)
-            self._failed.append(
-                RequestFailed(
-                    request_id, group.request.epoch, error.code, error.message, error.retryable
-                )
-            )
+            self._failed.append(failed)
 
     def _left(self, group: RequestGroup) -> None:
         """Its last event is being told."""

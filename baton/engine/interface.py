@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from baton.engine.guided.guide import Guide
 from baton.engine.occurrences import Occurrences
 from baton.events import TokenLogprob
 from baton.kv_spec import BlockLists, LayerSpec
@@ -47,6 +48,7 @@ class SequenceChunk:
     `history` holds all known tokens, prompt first (`num_prompt` of them), for whoever needs the
     past: penalties, bad words, prompt logprobs. It does not include drafts. `occurrences`: what was
     counted of it at earlier steps, kept by whoever keeps the sequence; None = counted anew.
+    `guide`: follows the output through params.guided, kept like `occurrences`; None = unguided.
     `prompt_logprobs` is params.prompt_logprobs, told with every chunk of a prompt (`sample` comes
     with the last one only): so many alternatives for each prompt token that the chunk predicts.
     """
@@ -66,6 +68,7 @@ class SequenceChunk:
     adapter: str = ""
     prompt_logprobs: int | None = None
     occurrences: Occurrences | None = field(default=None, compare=False, repr=False)
+    guide: Guide | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from baton.engine import logprobs, penalties
 from baton.engine.attention.base import KVViews
 from baton.engine.attention.choice import choose_attention
 from baton.engine.batch import Span, flatten
+from baton.engine.guided import masks
 from baton.engine.interface import ChunkResult, Sampled, SequenceChunk
 from baton.engine.loading import LoadedModel
 from baton.engine.sampler import Draw, sample
@@ -135,6 +136,7 @@ def choose(logits: Tensor, asked: Sequence[Asked], eos_token_ids: Sequence[int])
             # Before what follows, as transformers' beam search does: scores of beams that differ
             # in what they may not say stay comparable.
             logits[one.first] = logits[one.first].log_softmax(-1)
+    masks.apply(logits, asked)
     penalties.apply(logits, draws, eos_token_ids)
     branches = _branches(logits, asked)
     drawn = [row for row in range(len(draws)) if row not in branches]

@@ -234,7 +234,7 @@ def _survivors(values: Tensor, scaled: Tensor, draws: Sequence[Draw]) -> tuple[T
     count = kept.sum(-1, keepdim=True)
     lowest = values[:, -1:]
     if all(draw.params.top_p >= 1.0 for draw in draws):
-        return count, values.gather(1, count - 1) > lowest
+        return count, _settled(values, count, lowest)
     weights = values.exp().double()
     cumulative = weights.cumsum(-1)
     # The mass that top-p cuts: what top-k left, else the whole row above min-p's floor.
@@ -245,7 +245,13 @@ def _survivors(values: Tensor, scaled: Tensor, draws: Sequence[Draw]) -> tuple[T
     mass_known = (top_k >= vocab_size) | (top_k <= num_candidates) | (count < num_candidates)
     nucleus = ((cumulative - weights) < top_p * total) | (top_p >= 1.0)
     count = (kept & nucleus).sum(-1, keepdim=True)
-    return count, mass_known & (values.gather(1, count - 1) > lowest)
+    return count, mass_known & _settled(values, count, lowest)
+
+
+def _settled(values: Tensor, count: Tensor, lowest: Tensor) -> Tensor:
+    """Whether nothing beyond the candidates can survive: [n, 1] bool. What is ruled out (-inf, as
+    by a grammar) never wins, so where candidates end in that, they are all there is."""
+    return (values.gather(1, count - 1) > lowest) | lowest.isneginf()
 
 
 def _column(numbers: Sequence[float], like: Tensor) -> Tensor:

@@ -226,6 +226,7 @@ class Scheduler:
                 continue
             child = SequenceState(parent.request, parent.root, list(parent.tokens))
             child.prefilling = False
+            child.guide = parent.guide.fork() if parent.guide else None
             self._tables.fork(parent, child, parent.num_computed)
             beams.append(child)
         for sequence in group.sequences:

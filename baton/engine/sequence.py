@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from baton import block_hashes
 from baton.engine.adoption import Adoption
 from baton.engine.beam import BeamSearch
+from baton.engine.guided.guide import Guide
 from baton.engine.interface import SequenceChunk, Task
 from baton.engine.occurrences import Occurrences
 from baton.events import TokenLogprob
@@ -64,6 +65,7 @@ class SequenceState:
     following: bool = False  # it holds nothing yet: it will fork from the group's first sequence
     forked: bool = False  # blocks that it will write may be shared: to be copied before
     candidates: tuple[TokenLogprob, ...] | None = None  # of this beam step, once computed
+    guide: Guide | None = None  # through params.guided; a replay of the output, like _occurrences
     _hashes: list[bytes] = field(default_factory=list)
     _occurrences: Occurrences = field(default_factory=Occurrences)
 
@@ -121,7 +123,14 @@ class SequenceState:
             adapter=self.request.adapter,
             prompt_logprobs=params.prompt_logprobs,
             occurrences=self._occurrences,
+            guide=self.guide if last else None,
         )
+
+    def possible(self, drafts: list[int]) -> list[int]:
+        """`drafts` up to the first that no sample could be."""
+        if self.guide is None:
+            return drafts
+        return self.guide.cut(self.tokens, self.num_prompt, drafts)
 
     def ends_with(
         self, token: int, num_outputs: int, eos_token_ids: Sequence[int], max_len: int
@@ -130,7 +139,8 @@ class SequenceState:
         params = self.request.params
         if token in params.stop_token_ids:
             return FinishReason.STOP, token
-        if not params.ignore_eos and token in eos_token_ids:
+        # A grammar allows its end only where it may end, and then nothing can follow.
+        if token in eos_token_ids and (params.guided is not None or not params.ignore_eos):
             return FinishReason.STOP, token
         if num_outputs >= params.max_tokens or self.num_prompt + num_outputs >= max_len:
             return FinishReason.LENGTH, None

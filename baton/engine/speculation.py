@@ -51,11 +51,11 @@ class Drafter:
             )  # fmt: skip
             asks.append((sequence, ask))
         drafts = self._proposer.propose([ask for _, ask in asks]) if asks else []
-        return [
-            (sequence, draft[: ask.max_drafts])
+        cut = (
+            (sequence, sequence.possible(draft[: ask.max_drafts]))
             for (sequence, ask), draft in zip(asks, drafts, strict=True)
-            if draft
-        ]
+        )
+        return [(sequence, draft) for sequence, draft in cut if draft]
 
     def forget(self, request_id: str) -> None:
         self._proposer.forget(request_id)

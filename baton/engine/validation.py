@@ -38,8 +38,6 @@ class Bounds:
 def validate(request: Request, task: Task, bounds: Bounds) -> None:
     """Raise InvalidRequest (the field is named), UnsupportedFeature, or ContextLengthExceeded for
     a request that can never fit the model or, with a LOCAL task's output, the pool."""
-    if request.params.guided is not None:
-        raise UnsupportedFeature("guided is not supported by this server", field="guided")
     if request.adapter and request.adapter not in bounds.adapters:
         raise UnsupportedFeature(f"no adapter {request.adapter!r} here", field="adapter")
     if not request.prompt_ids:

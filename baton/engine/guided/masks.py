@@ -1,0 +1,56 @@
+"""Masks on logits: what no grammar allows becomes -inf, before anything else looks at a row.
+
+So temperature, filters, penalties, bias and noise choose among what is allowed; min_tokens and bad
+words that would leave nothing yield to the grammar (penalties.py). Log probabilities are told of
+the logits before this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from baton.engine.interface import SequenceChunk
+
+
+class AskedRows(Protocol):
+    """A chunk that samples, from row `first` on: one row, and one after each draft."""
+
+    @property
+    def chunk(self) -> SequenceChunk: ...
+    @property
+    def first(self) -> int: ...
+    @property
+    def drafts(self) -> Sequence[int]: ...
+
+
+def apply(logits: Tensor, asked: Sequence[AskedRows]) -> None:
+    """Mask the rows of logits [N, vocab] float32 whose chunks have guides. Mutates them.
+
+    A row of which nothing would be left keeps its logits: its guide says what went wrong, or nobody
+    looks at it.
+    """
+    vocab_size = logits.shape[1]
+    for one in asked:
+        guide = one.chunk.guide
+        if guide is None:
+            continue
+        rows = np.zeros((1 + len(one.drafts), -(-vocab_size // 32)), np.int32)
+        count = guide.fill(one.chunk.history, one.chunk.num_prompt, one.drafts, rows)
+        for index in range(count):
+            if rows[index].any():
+                _mask(logits[one.first + index], rows[index])
+
+
+def _mask(row: Tensor, words: np.ndarray) -> None:
+    """row [vocab] float32: -inf where the bit is 0."""
+    allowed = np.unpackbits(words.view(np.uint8), bitorder="little", count=row.shape[0])
+    if row.device.type == "cpu":
+        # numpy's: torch's masked_fill_ took 0.7 ms at 152k words.
+        np.putmask(row.numpy(), allowed == 0, -np.inf)
+    else:
+        row.masked_fill_(torch.from_numpy(allowed).to(row.device) == 0, -torch.inf)

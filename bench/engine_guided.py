@@ -1,0 +1,155 @@
+"""What guided decoding costs a step: `python -m bench.engine_guided`.
+
+A synthetic vocabulary of 152k words, a few typical places of a few grammars, both backends.
+Medians, microseconds of this thread's CPU time per row:
+    compile   the grammar, once per request at most
+    fill      the mask of the next token, from the matcher
+    apply     that mask, on a row of logits
+    take      a sampled token into the matcher
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from baton.engine.guided import masks
+from baton.engine.guided.base import Backend, Matcher, Vocabulary
+from baton.engine.guided.guide import Grammar
+from baton.engine.guided.llguidance import LlguidanceBackend
+from baton.engine.guided.xgrammar import XgrammarBackend
+from baton.engine.interface import SequenceChunk
+from baton.engine.runner import Asked
+from baton.sampling import GuidedDecoding
+from bench.engine_kit import Part, arguments_parser, prepare, tell
+
+VOCAB_SIZE: Final = 152_000
+EOS: Final = 256
+_LETTERS: Final = b'etaoin shrdlucmfwypvbgkjqxz  0123456789{}[]":,.\n_-EA'
+_SCHEMA: Final = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "code": {"type": "string", "maxLength": 30},
+        "n": {"type": "array", "items": {"type": "integer"}, "maxItems": 5},
+    },
+    "required": ["name", "code", "n"],
+    "additionalProperties": False,
+}
+_TAGS: Final = {
+    "type": "structural_tag",
+    "format": {
+        "type": "triggered_tags",
+        "triggers": ["<tool>"],
+        "tags": [
+            {
+                "type": "tag",
+                "begin": "<tool>",
+                "content": {"type": "json_schema", "json_schema": _SCHEMA},
+                "end": "</tool>",
+            }
+        ],
+    },
+}
+# (place, grammar, what has been written)
+PLACES: Final = (
+    ("schema: a key", GuidedDecoding("json_schema", json.dumps(_SCHEMA)), b"{"),
+    ("schema: a string", GuidedDecoding("json_schema", json.dumps(_SCHEMA)), b'{"name":"he'),
+    (
+        "schema: a bounded string",
+        GuidedDecoding("json_schema", json.dumps(_SCHEMA)),
+        b'{"name":"he","code":"a',
+    ),
+    (
+        "schema: a number",
+        GuidedDecoding("json_schema", json.dumps(_SCHEMA)),
+        b'{"name":"he","code":"a","n":[1',
+    ),
+    ("regex", GuidedDecoding("regex", r"[a-z]{3,40}-\d{2}"), b"abc"),
+    ("tags: free text", GuidedDecoding("structural_tag", json.dumps(_TAGS)), b"hello"),
+)
+
+
+def vocabulary(size: int) -> Vocabulary:
+    """Random words of one to ten bytes, every byte among them."""
+    draw = random.Random(0)
+    words = [bytes([byte]) for byte in range(256)] + [b""]
+    known = set(words)
+    while len(words) < size:
+        word = bytes(draw.choices(_LETTERS, k=draw.randint(2, 10)))
+        if word not in known:
+            known.add(word)
+            words.append(word)
+    return Vocabulary(tuple(words), {}, (EOS,), lambda text: list(text.encode()))
+
+
+def median_us(
+    work: Callable[[Matcher], object], repetitions: int, fresh: Callable[[], Matcher]
+) -> float:
+    """Of `work` on a matcher of its own each time: who has written a mask keeps it."""
+    taken: list[float] = []
+    for _ in range(repetitions):
+        matcher = fresh()
+        began = time.thread_time()
+        work(matcher)
+        taken.append(time.thread_time() - began)
+    return statistics.median(taken) * 1e6
+
+
+def _apply(matcher: Matcher, logits: torch.Tensor) -> None:
+    """The mask, which the matcher has by now, on a row of logits [1, vocab]."""
+    guide = Grammar(matcher, None, frozenset({EOS})).guide()
+    masks.apply(logits, [Asked(SequenceChunk("r", (), 0, (), guide=guide), 0, ())])
+
+
+def measure(backend: Backend, size: int, repetitions: int) -> list[dict[str, Any]]:
+    """A row per place."""
+    rows: list[dict[str, Any]] = []
+    words = np.zeros((1, -(-size // 32)), np.int32)
+    logits = torch.randn(1, size, generator=torch.Generator().manual_seed(0))
+    for place, guided, text in PLACES:
+        start = backend.compile(guided)
+        matcher = start.clone()
+        taken = [median_us(lambda m, t=token: m.advance(t), 1, lambda m=matcher: m)
+                 for token in text]  # fmt: skip
+        fill = median_us(lambda m: m.fill(words[0]), repetitions, matcher.clone)
+        apply = median_us(lambda m: _apply(m, logits), repetitions, lambda m=matcher: m)
+        rows.append(
+            {
+                "place": place,
+                "allowed": int(np.unpackbits(words.view(np.uint8)).sum()),
+                "compile us": median_us(lambda _, g=guided: backend.compile(g), 3, start.clone),
+                "fill us": fill,
+                "fill and apply us": apply,
+                "take us": statistics.median(taken),
+            }
+        )
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point. Returns the exit status."""
+    given = arguments_parser("engine_guided", __doc__).parse_args(arguments)
+    prepare(given)
+    began = time.thread_time()
+    words = vocabulary(VOCAB_SIZE)
+    first = LlguidanceBackend(words)
+    made = time.thread_time() - began
+    parts = [
+        Part("llguidance", measure(first, VOCAB_SIZE, 400 if given.full else 60)),
+        Part("xgrammar", measure(XgrammarBackend(words), VOCAB_SIZE, 400 if given.full else 60)),
+        Part("once", [{"vocabulary and llguidance's trie, s": made}]),
+    ]
+    tell(parts, given.json)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,181 @@
+"""Both backends against each other, and against what the grammar says."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from baton.engine.guided.base import Backend
+from baton.engine.guided.llguidance import LlguidanceBackend
+from baton.engine.guided.xgrammar import XgrammarBackend
+from baton.errors import InvalidRequest, UnsupportedFeature
+from baton.sampling import GuidedDecoding
+from tests.engine.guided_vocabulary import END, EOS, allowed, random_output, vocabulary, walk
+from tests.guided_cases import CHOICES, GBNF, GBNF_REGEX, SCHEMAS, check_json, check_regex
+
+BACKENDS: dict[str, Any] = {"llguidance": LlguidanceBackend, "xgrammar": XgrammarBackend}
+# xgrammar does not know multipleOf.
+BOTH = sorted(set(SCHEMAS) - {"number"})
+
+
+@pytest.fixture(scope="module", params=sorted(BACKENDS))
+def backend(request: pytest.FixtureRequest) -> Backend:
+    return BACKENDS[request.param](vocabulary())
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_any_walk_through_a_schema_validates(backend: Backend, name: str) -> None:
+    start = backend.compile(GuidedDecoding("json_schema", json.dumps(SCHEMAS[name])))
+    plain = isinstance(backend, XgrammarBackend)
+    texts = {random_output(start.clone(), seed, plain) for seed in range(12)}
+    for text in texts:
+        check_json(text.decode(), SCHEMAS[name])
+    assert len(texts) > 1
+
+
+@pytest.mark.parametrize(
+    ("guided", "pattern"),
+    [
+        (GuidedDecoding("regex", r"[a-c]{3}-\d{2}(x|yz)?"), r"[a-c]{3}-\d{2}(x|yz)?"),
+        (GuidedDecoding("choice", json.dumps(CHOICES)), "|".join(map(re.escape, CHOICES))),
+        (GuidedDecoding("ebnf", GBNF), GBNF_REGEX),
+        (GuidedDecoding("ebnf", 'start: "a" tail?\ntail: /[bc]{1,3}/'), "a[bc]{0,3}"),
+    ],
+)
+def test_any_walk_through_a_grammar_matches(
+    backend: Backend, guided: GuidedDecoding, pattern: str
+) -> None:
+    start = backend.compile(guided)
+    texts = {random_output(start.clone(), seed).decode() for seed in range(20)}
+    for text in texts:
+        check_regex(text, pattern)
+    assert len(texts) > 1
+
+
+# Of numbers below zero and of text each takes another share of what JSON allows.
+AGREED = [
+    GuidedDecoding("json_schema", json.dumps(SCHEMAS["enums"]), whitespace=""),
+    GuidedDecoding(
+        "json_schema",
+        '{"type": "array", "items": {"type": "integer", "minimum": 1, "maximum": 130},'
+        ' "minItems": 1, "maxItems": 3}',
+        whitespace="",
+    ),
+    GuidedDecoding("regex", r"[a-c]{3}-\d{2}(x|yz)?"),
+    GuidedDecoding("choice", json.dumps(CHOICES)),
+    GuidedDecoding("ebnf", GBNF),
+]
+
+
+@pytest.mark.parametrize("guided", AGREED)
+def test_what_one_writes_the_other_accepts(guided: GuidedDecoding) -> None:
+    matchers = [make(vocabulary()).compile(guided) for make in BACKENDS.values()]
+    for writer, reader in (matchers, reversed(matchers)):
+        for seed in range(8):
+            text = random_output(writer.clone(), seed)
+            assert reader.accepts([*text, EOS]) == len(text) + 1, text
+
+
+def test_the_end_is_allowed_where_the_grammar_may_end_and_nowhere_else(backend: Backend) -> None:
+    matcher = backend.compile(GuidedDecoding("regex", "ab?"))
+    assert allowed(matcher) == {ord("a")}
+    walk(matcher, b"a")
+    assert allowed(matcher) == {ord("b"), EOS, END}
+    walk(matcher, b"b")
+    assert allowed(matcher) == {EOS, END}
+    for end in (EOS, END):
+        assert matcher.clone().advance(end)
+    assert not matcher.clone().advance(ord("b"))
+    assert matcher.error == ""
+
+
+def test_a_clone_goes_its_own_way_and_looking_ahead_changes_nothing(backend: Backend) -> None:
+    matcher = walk(backend.compile(GuidedDecoding("regex", "(ab|cd){2}")), b"ab")
+    other = walk(matcher.clone(), b"c")
+    assert allowed(other) == {ord("d")}
+    assert matcher.accepts(list(b"cdx")) == 2
+    assert matcher.accepts(list(b"x")) == 0
+    assert allowed(matcher) == {ord("a"), ord("c")}
+    walk(matcher, b"ab")
+
+
+def test_merged_tokens_are_taken_where_they_fit(backend: Backend) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"],
+              "additionalProperties": False}  # fmt: skip
+    matcher = backend.compile(GuidedDecoding("json_schema", json.dumps(schema), whitespace=""))
+    tokens = vocabulary().tokens
+    path = [tokens.index(text) for text in (b'{"', b"a", b'":', b"true", b"}")]
+    assert walk(matcher, [*path, END]) is matcher
+
+
+def test_special_tokens_are_no_text(backend: Backend) -> None:
+    matcher = backend.compile(GuidedDecoding("regex", ".{1,9}"))
+    assert not allowed(matcher) & {266, 268, EOS}
+    walk(matcher, b"[CALL]")
+
+
+TAGS: dict[str, Any] = {
+    "type": "structural_tag",
+    "format": {
+        "type": "triggered_tags",
+        "triggers": ["[CALL]", "<f"],
+        "tags": [
+            {"begin": "[CALL]x", "content": {"type": "json_schema",
+             "json_schema": {"enum": [1]}}, "end": "!"},
+            {"begin": "<f=g>", "content": {"type": "regex", "pattern": "a{2}"}, "end": "</f>"},
+        ],
+    },
+}  # fmt: skip
+
+
+def test_special_tokens_that_a_tag_spells_out_are_met_as_tokens(backend: Backend) -> None:
+    matcher = backend.compile(GuidedDecoding("structural_tag", json.dumps(TAGS)))
+    walk(matcher, [*b"hi ", 268, *b"x"])
+    assert allowed(matcher) == {ord("1")}
+    walk(matcher, b"1! <f=g>aa")
+    assert allowed(matcher) == {ord("<")}
+    walk(matcher, [*b"</f> bye", EOS])
+
+
+def test_text_between_tags_is_free(backend: Backend) -> None:
+    matcher = backend.compile(GuidedDecoding("structural_tag", json.dumps(TAGS)))
+    assert EOS in allowed(matcher)
+    walk(matcher, b"a < b")
+    assert len(allowed(matcher)) > 150
+
+
+@pytest.mark.parametrize(
+    "guided",
+    [
+        GuidedDecoding("json_schema", '{"type": "strin"}'),
+        GuidedDecoding("regex", "("),
+        GuidedDecoding("ebnf", "root ::= x"),
+        GuidedDecoding("structural_tag", '{"type": "structural_tag", "format": {"type": "x"}}'),
+    ],
+)
+def test_what_is_no_grammar_is_refused_by_field(backend: Backend, guided: GuidedDecoding) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        backend.compile(guided)
+    assert caught.value.field == "guided"
+
+
+def test_xgrammar_says_what_it_lacks() -> None:
+    with pytest.raises(UnsupportedFeature, match="whitespace"):
+        XgrammarBackend(vocabulary()).compile(GuidedDecoding("json_schema", "{}", whitespace=" "))
+
+
+ONES = '{"type": "array", "items": {"const": 1}}'
+
+
+def test_white_space_in_json_is_bounded(backend: Backend) -> None:
+    matcher = walk(backend.compile(GuidedDecoding("json_schema", ONES)), b"[")
+    for count in range(100):
+        spaces = allowed(matcher) & set(b" \t\r\n")
+        if not spaces:
+            assert count >= 1
+            return
+        assert matcher.advance(max(spaces, key=b"\n \t\r".index))
+    raise AssertionError("white space without end")

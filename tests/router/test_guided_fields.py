@@ -1,0 +1,299 @@
+"""Bodies -> what the answer must look like: every spelling, what is combined, who is blamed."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import llguidance
+import pytest
+
+from baton.errors import InvalidRequest, UnsupportedFeature
+from baton.grammars import check_grammar
+from baton.sampling import GuidedDecoding
+from router.grammar_checks import Asked, GrammarChecker
+from router.guided import asked_of, asked_of_chat, check_forced
+from router.openai import ChatBody, CompletionBody, parse
+from router.parsers.message import MessageParser, MessageRules
+from router.parsers.parts import CallArguments, CallStart, Content
+from router.parsers.reasoning import QWEN3
+from router.parsers.registry import TOOL_FORMATS
+from router.tool_grammars import STYLES, forced, offered, style_of
+from tests.front.fakes import TOKENIZER
+from tests.grammar_texts import byte_tokenizer, takes
+from tests.guided_cases import TOOLS
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+LENIENT = {**SCHEMA, "x-guidance": {"lenient": True, "coerce_one_of": True}}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> llguidance.LLTokenizer:
+    return byte_tokenizer()
+
+
+def completion(**fields: Any) -> CompletionBody:
+    return parse(json.dumps({"prompt": "x", **fields}).encode(), CompletionBody)
+
+
+def chat(**fields: Any) -> ChatBody:
+    messages = [{"role": "user", "content": "x"}]
+    return parse(json.dumps({"messages": messages, **fields}).encode(), ChatBody)
+
+
+def response_format(**spec: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", **spec}}
+
+
+SPELLINGS: list[tuple[dict[str, Any], str, Any, str]] = [
+    ({"response_format": {"type": "json_object"}}, "json_object", None, "response_format"),
+    ({"response_format": response_format(schema=SCHEMA, strict=True)}, "json_schema", SCHEMA,
+     "response_format.json_schema.schema"),
+    ({"response_format": response_format(schema=SCHEMA)}, "json_schema", LENIENT,
+     "response_format.json_schema.schema"),
+    ({"response_format": response_format(json_schema=SCHEMA)}, "json_schema", LENIENT,
+     "response_format.json_schema.schema"),
+    ({"structured_outputs": {"json": SCHEMA}}, "json_schema", SCHEMA, "structured_outputs.json"),
+    ({"structured_outputs": {"json": json.dumps(SCHEMA), "regex": None, "json_object": False}},
+     "json_schema", SCHEMA, "structured_outputs.json"),
+    ({"structured_outputs": {"json_object": True}}, "json_object", None,
+     "structured_outputs.json_object"),
+    ({"structured_outputs": {"choice": ["a", "b"]}}, "choice", ["a", "b"],
+     "structured_outputs.choice"),
+    ({"structured_outputs": {"structural_tag": {"format": {}}}}, "structural_tag", {"format": {}},
+     "structured_outputs.structural_tag"),
+    ({"structured_outputs": {"structural_tag": '{"format": {}}'}}, "structural_tag",
+     {"format": {}}, "structured_outputs.structural_tag"),
+    ({"guided_json": SCHEMA}, "json_schema", SCHEMA, "guided_json"),
+    ({"guided_json": json.dumps(SCHEMA)}, "json_schema", SCHEMA, "guided_json"),
+    ({"guided_choice": ["a"]}, "choice", ["a"], "guided_choice"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "kind", "grammar", "blamed"), SPELLINGS)
+def test_every_spelling(fields: dict[str, Any], kind: str, grammar: Any, blamed: str) -> None:
+    asked = asked_of(completion(**fields))
+    assert asked is not None
+    assert (asked.guided.kind, asked.field) == (kind, blamed)
+    assert (json.loads(asked.guided.grammar) if asked.guided.grammar else None) == grammar
+    assert asked_of_chat(chat(**fields), None, None, TOKENIZER) == asked
+
+
+def test_texts_and_options() -> None:
+    regex = asked_of(completion(guided_regex="a+", guided_decoding_backend="xgrammar"))
+    assert regex == Asked(GuidedDecoding("regex", "a+", backend="xgrammar"), "guided_regex")
+    grammar = asked_of(completion(structured_outputs={"grammar": "start: x"}))
+    assert grammar == Asked(GuidedDecoding("ebnf", "start: x"), "structured_outputs.grammar")
+    spaced = asked_of(completion(guided_json=SCHEMA, guided_whitespace_pattern=" ?"))
+    assert spaced is not None
+    assert spaced.guided.whitespace == " ?"
+    for given, whitespace in (({"whitespace_pattern": "x"}, "x"),
+                              ({"disable_any_whitespace": True}, "")):  # fmt: skip
+        asked = asked_of(completion(structured_outputs={"json": SCHEMA, **given}))
+        assert asked is not None
+        assert asked.guided.whitespace == whitespace
+    assert asked_of(completion()) is None
+    assert asked_of(completion(response_format={"type": "text"})) is None
+
+
+def test_objects_are_closed_when_asked() -> None:
+    nested = {"properties": {"a": {"items": [SCHEMA, True]}}, "additionalProperties": True}
+    given = {"json": nested, "disable_additional_properties": True}
+    asked = asked_of(completion(structured_outputs=given))
+    assert asked is not None
+    closed = {**SCHEMA, "additionalProperties": False}
+    assert json.loads(asked.guided.grammar) == {
+        "properties": {"a": {"items": [closed, True]}}, "additionalProperties": True
+    }  # fmt: skip
+
+
+# ---- tools ----
+
+NAMED = {"type": "function", "function": {"name": "now"}}
+PAINT = TOOLS[1]
+OSLO = '{"city": "Oslo", "days": 3, "metric": true}'
+
+
+def written(parser: str, *calls: tuple[str, str]) -> str:
+    """What a model writes for calls, by the style's own words."""
+    style = STYLES[parser]
+    texts = [style.begin.replace("NAME", name) + body + style.end for name, body in calls]
+    return style.opening + style.separator.join(texts) + style.closing
+
+
+def read(parser: str, text: str) -> list[tuple[str, Any]]:
+    """What the parser of the format makes of a text: (name, arguments), no content."""
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in TOOLS}
+    rules = MessageRules(tools=TOOL_FORMATS[parser], schemas=schemas)
+    machine = MessageParser(rules)
+    parts = [*machine.push(text), *machine.finish()]
+    names = [part.name for part in parts if isinstance(part, CallStart)]
+    bodies = [""] * len(names)
+    for part in parts:
+        assert not isinstance(part, Content), part
+        if isinstance(part, CallArguments):
+            bodies[part.index] += part.text
+    return [(name, json.loads(body)) for name, body in zip(names, bodies, strict=True)]
+
+
+def tagged(form: dict[str, Any]) -> GuidedDecoding:
+    return GuidedDecoding("structural_tag", json.dumps({"type": "structural_tag", "format": form}))
+
+
+def bodies_of(parser: str) -> tuple[str, str, str]:
+    """Arguments of get_weather, paint and now as the format writes them."""
+    if not parser.startswith("qwen3"):
+        return OSLO, '{"color": "red"}', "{}"
+    weather = {"city": "Oslo", "days": "3", "metric": "true"}
+    return (
+        "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in weather.items()),
+        "<parameter=color>\nred\n</parameter>\n",
+        "",
+    )
+
+
+@pytest.mark.parametrize("parser", sorted(STYLES))
+def test_what_a_forced_grammar_allows_the_parser_reads(parser: str, tokenizer: Any) -> None:
+    weather, paint, now = bodies_of(parser)
+    several = tagged(forced(STYLES[parser], TOOLS, several=True))
+    single = tagged(forced(STYLES[parser], TOOLS, several=False))
+    one = written(parser, ("get_weather", weather))
+    three = written(parser, ("get_weather", weather), ("paint", paint), ("now", now))
+    for guided in (several, single):
+        check_grammar(guided)
+        assert takes(tokenizer, guided, one)
+        for text in ("", "hi", one + " ", written(parser, ("other", weather)),
+                     written(parser, ("paint", weather)), "hi " + one):  # fmt: skip
+            assert not takes(tokenizer, guided, text), text
+    assert takes(tokenizer, several, three)
+    assert not takes(tokenizer, single, three)
+    assert read(parser, one) == [("get_weather", json.loads(OSLO))]
+    assert read(parser, three)[1:] == [("paint", {"color": "red"}), ("now", {})]
+
+
+@pytest.mark.parametrize("parser", sorted(STYLES))
+def test_an_offered_call_is_a_valid_one_and_text_is_free(parser: str, tokenizer: Any) -> None:
+    weather, paint, _ = bodies_of(parser)
+    guided = tagged(offered(STYLES[parser], TOOLS, several=True))
+    check_grammar(guided)
+    call = written(parser, ("get_weather", weather))
+    for text in ("", "hello\nthere", "a < b", call):
+        assert takes(tokenizer, guided, text), text
+    for text in (written(parser, ("get_weather", paint)), written(parser, ("other", weather))):
+        assert not takes(tokenizer, guided, text), text
+    if STYLES[parser].trigger:
+        assert takes(tokenizer, guided, f"Let me see.\n{call}")
+
+
+def test_mistrals_newer_tokenizers_have_a_style_of_their_own(tokenizer: Any) -> None:
+    style = style_of("mistral", ["[TOOL_CALLS]", "[ARGS]"])
+    assert style != style_of("mistral", ["[TOOL_CALLS]"]) == STYLES["mistral"]
+    text = f"[TOOL_CALLS]get_weather[ARGS]{OSLO}[TOOL_CALLS]now[ARGS]{{}}"
+    assert takes(tokenizer, tagged(forced(style, TOOLS, several=True)), text)
+    assert read("mistral", text) == [("get_weather", json.loads(OSLO)), ("now", {})]
+
+
+def asked_tools(tokenizer: Any, **fields: Any) -> GuidedDecoding:
+    asked = asked_of_chat(chat(tools=TOOLS, **fields), "hermes", None, TOKENIZER)
+    assert asked is not None
+    check_grammar(asked.guided)
+    return asked.guided
+
+
+def test_choices_of_tools(tokenizer: Any) -> None:
+    weather, paint, now = (
+        written("hermes", (name, body))
+        for name, body in zip(("get_weather", "paint", "now"), bodies_of("hermes"), strict=True)
+    )
+    both = f"{paint}\n{now}"
+    required = asked_tools(tokenizer, tool_choice="required")
+    assert takes(tokenizer, required, both)
+    lone = asked_tools(tokenizer, tool_choice="required", parallel_tool_calls=False)
+    assert takes(tokenizer, lone, weather)
+    assert not takes(tokenizer, lone, both)
+    named = asked_tools(tokenizer, tool_choice=NAMED)
+    assert takes(tokenizer, named, now)
+    assert not takes(tokenizer, named, paint)
+    auto = asked_tools(tokenizer)  # one of them is strict
+    assert takes(tokenizer, auto, f"hm {both} so")
+    free = [tool for tool in TOOLS if tool is not PAINT]
+    assert asked_of_chat(chat(tools=free), "hermes", None, TOKENIZER) is None
+    off = chat(tools=TOOLS, tool_choice="none")
+    assert asked_of_chat(off, "hermes", None, TOKENIZER) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "answer"),
+    [
+        ({"response_format": {"type": "json_object"}}, '{"x": 1}'),
+        ({"guided_json": SCHEMA}, '{"a": 1}'),
+        ({"guided_regex": "a+"}, "aa"),
+        ({"guided_choice": ["yes", "no"]}, "no"),
+        ({"guided_grammar": 'root ::= "a" "b"'}, "ab"),
+    ],
+)
+def test_an_answer_in_the_asked_form_or_calls(
+    tokenizer: Any, fields: dict[str, Any], answer: str
+) -> None:
+    guided = asked_tools(tokenizer, **fields)
+    assert takes(tokenizer, guided, answer)
+    assert takes(tokenizer, guided, written("hermes", ("now", "{}")))
+    assert not takes(tokenizer, guided, "hello")
+    must = asked_tools(tokenizer, tool_choice="required", **fields)
+    assert not takes(tokenizer, must, answer)
+
+
+def test_what_cannot_be_combined() -> None:
+    tag = {"structural_tag": {"format": {}}}
+    with pytest.raises(UnsupportedFeature) as caught:
+        asked_of_chat(chat(tools=TOOLS, structured_outputs=tag), "hermes", None, TOKENIZER)
+    assert caught.value.field == "tools"
+
+
+@pytest.mark.parametrize(
+    ("choice", "field"),
+    [
+        ({"type": "x", "function": {"name": "now"}}, "tool_choice"),
+        ({"type": "function", "function": "now"}, "tool_choice"),
+        ({"type": "function", "function": {"name": "then"}}, "tool_choice.function.name"),
+    ],
+)
+def test_a_choice_of_no_tool(choice: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        check_forced(choice, TOOLS)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("opened", [True, False])
+def test_a_grammar_begins_where_the_thought_ends(opened: bool) -> None:
+    rules = MessageRules(reasoning=QWEN3, opened=opened)
+    for fields in ({"guided_regex": "a"}, {"tools": TOOLS, "tool_choice": "required"}):
+        asked = asked_of_chat(chat(**fields), None, rules, TOKENIZER)
+        assert asked is not None
+        assert asked.guided.starts_after == ("</think>" if opened else "")
+
+
+# ---- checks ----
+
+
+async def test_grammars_are_checked_once_and_blamed_on_the_clients_field() -> None:
+    checker = GrammarChecker()
+    good, bad = GuidedDecoding("regex", "a"), GuidedDecoding("regex", "(")
+    await checker.check(good, "guided_regex")
+    await checker.check(good, "guided_regex")
+    with pytest.raises(InvalidRequest, match=r"^guided_regex: ") as caught:
+        await checker.check(bad, "guided_regex")
+    assert caught.value.field == "guided_regex"
+    # What only the other backend may know is for the nodes to say.
+    unknown = tagged({"type": "dispatch"})
+    await checker.check(unknown, "x")
+    await checker.check(GuidedDecoding("regex", "(", backend="xgrammar"), "x")
+    with pytest.raises(UnsupportedFeature):
+        await checker.check(
+            GuidedDecoding("structural_tag", unknown.grammar, backend="llguidance"), "x"
+        )
+    for index in range(300):  # it forgets
+        await checker.check(GuidedDecoding("choice", f'["{index}"]'), "x")
+    await checker.check(good, "guided_regex")
+    checker.close()
+    checker.close()

@@ -1,0 +1,152 @@
+"""Guided outputs through router, prefill and decode node: valid, streamed or not, and token for
+token what one engine gives, also when the decode node changes or dies in mid-grammar.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.client import AsyncClient
+from baton.errors import InvalidRequest
+from baton.sampling import GuidedDecoding, SamplingParams
+from tests.cluster import Plan, cluster
+from tests.guided_cases import REGEXES, SCHEMAS, TOOLS, check_json
+from tests.guided_sweep import ask, random_model, served, sweep_schemas, sweep_tools
+from tests.system.processes import Processes
+from tests.system.references import one_engine_tokens, prompts
+from tests.system.test_migration import Stream, move_all
+from tests.waiting import WAIT_S, eventually
+
+LONG = GuidedDecoding("regex", "([a-c]{6}-){30}end")
+PROMPTS = prompts((3, 17, 40), seed=3)
+PARAMS = SamplingParams(temperature=1.0, seed=7, max_tokens=400, guided=LONG)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_model(tmp_path_factory.mktemp("model"))
+
+
+async def test_every_answer_is_valid_streamed_or_not(model: Path) -> None:
+    async with served(model) as client:
+        found = await sweep_schemas(client, range(4))
+    assert found == dict.fromkeys([*SCHEMAS, *REGEXES], 4)
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "llama3_json", "mistral", "deepseek_v3"])
+async def test_calls_that_must_be_made_are_valid(model: Path, name: str) -> None:
+    async with served(model, tool_call_parser=name) as client:
+        assert await sweep_tools(client, range(4)) == 8
+
+
+async def test_calls_need_no_parser_to_be_configured(model: Path) -> None:
+    async with served(model) as client:
+        told = await ask(client, False, seed=1, tools=TOOLS[1:], tool_choice="required",
+                         parallel_tool_calls=False)  # fmt: skip
+        assert told["finish_reason"] == "tool_calls"
+
+
+async def test_a_thought_is_free_and_what_follows_is_not(model: Path) -> None:
+    schema = SCHEMAS["person"]
+    asked = {"type": "json_schema", "json_schema": {"name": "p", "schema": schema}}
+    async with served(model, reasoning_parser="qwen3") as client:
+        free = await ask(client, True, seed=2, response_format=asked, max_tokens=40)
+        assert (free["finish_reason"], free["content"]) == ("length", "")
+        off = {"chat_template_kwargs": {"enable_thinking": False}}
+        for stream in (False, True):
+            told = await ask(client, stream, seed=2, response_format=asked, **off)
+            assert told["finish_reason"] == "stop"
+            check_json(told["content"], schema)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_json": SCHEMAS["person"]},
+        {"guided_json": json.dumps(SCHEMAS["person"])},
+        {"structured_outputs": {"json": SCHEMAS["person"], "disable_any_whitespace": True}},
+        {"guided_json": SCHEMAS["person"], "guided_decoding_backend": "xgrammar", "top_k": 1},
+    ],
+)
+async def test_the_other_spellings(model: Path, fields: dict[str, Any]) -> None:
+    async with served(model) as client:
+        body = {"prompt": "x", "max_tokens": 900, "seed": 3, **fields}
+        reply = await client.post("/v1/completions", json=body)
+        assert reply.status_code == 200, reply.text
+        (choice,) = reply.json()["choices"]
+        assert choice["finish_reason"] == "stop"
+        check_json(choice["text"], SCHEMAS["person"])
+
+
+async def test_disaggregated_equals_one_engine_over_grpc(model: Path) -> None:
+    expected = one_engine_tokens(model, PROMPTS, PARAMS)
+    async with cluster(Plan(model)) as c:
+        done = await c.generate(PROMPTS, PARAMS)
+        assert [generation.token_ids for generation in done] == expected
+        for generation in done:
+            assert re.fullmatch(LONG.grammar, generation.text)
+            assert generation.finish_reason == "stop"
+        # Token 1 came masked from the prefill node, which replays nothing.
+        assert c.prefill[0].stats.num_generated_tokens == len(PROMPTS)
+        for member in c.members:
+            assert member.engine.grammars is not None
+            assert member.engine.grammars.num_compiled == 1
+        assert sum(member.transfers.bytes_received["grpc"] for member in c.decode) > 0
+        with pytest.raises(InvalidRequest) as caught:
+            await c.client.generate((8,), SamplingParams(guided=GuidedDecoding("regex", "(")))
+        assert caught.value.field == "guided"
+        await c.settle()
+
+
+async def test_speculation_on_the_decode_node_changes_no_token(model: Path) -> None:
+    expected = one_engine_tokens(model, PROMPTS, PARAMS)
+    async with cluster(Plan(model, decode=[{"speculative_method": "ngram"}])) as c:
+        done = await c.generate(PROMPTS, PARAMS)
+        assert [generation.token_ids for generation in done] == expected
+        assert c.decode[0].stats.num_accepted_tokens > 0
+        await c.settle()
+
+
+async def test_a_request_moves_to_another_node_within_its_grammar(model: Path) -> None:
+    async with cluster(Plan(model, decode=[{"num_kv_blocks": 256}] * 2)) as c:
+        streams = [Stream(c.client, prompt, PARAMS) for prompt in PROMPTS]
+        for stream in streams:
+            await stream.at_least(9)
+        assert await move_all(c) == [True] * len(PROMPTS)
+        assert [await stream.whole() for stream in streams] == one_engine_tokens(
+            model, PROMPTS, PARAMS
+        )
+        assert c.router.services.dispatcher.migrations.done == len(PROMPTS)
+        await c.settle()
+
+
+async def _registered(client: AsyncClient, count: int) -> bool:
+    return len((await client.server_info()).nodes) == count
+
+
+@pytest.mark.slow
+async def test_a_killed_decode_node_leaves_no_trace_in_the_output(
+    model: Path, tmp_path: Path
+) -> None:
+    """Real processes: the other node replays what was told and goes on within the grammar."""
+    flags = ("--num-kv-blocks", "64", "--max-num-seqs", "8")
+    async with Processes(model, tmp_path) as processes:
+        prefill, decode = await processes.nodes(1, 2, flags)
+        router = await processes.router(prefill, decode)
+        async with AsyncClient(router.ready["grpc_address"]) as client:
+            await eventually(lambda: _registered(client, 3))
+            stream = Stream(client, PROMPTS[1], PARAMS)
+            await stream.at_least(30)
+            info = await client.server_info()
+            busy = next(node for node in info.nodes if node.role == "decode" and node.running)
+            await next(one for one in decode if one.address == busy.address).kill()
+            async with asyncio.timeout(WAIT_S):
+                found = await stream.whole()
+            assert found == one_engine_tokens(model, [PROMPTS[1]], PARAMS)[0]
+            assert stream.retries >= 1

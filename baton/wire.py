@@ -77,8 +77,8 @@ _PLAIN_PARAMS: Final = (
 def sampling_to_wire(params: SamplingParams) -> node_pb2.SamplingParams:
     if params.seed is None:
         raise InvalidRequest("the seed must be drawn before a request travels", field="seed")
-    values = asdict(params)
-    values["best_of"] = params.best_of or 0
+    values = {spec.name: getattr(params, spec.name) for spec in fields(params)}  # no deep copies
+    values |= {"best_of": params.best_of or 0, "guided": params.guided and asdict(params.guided)}
     values["logit_bias"] = dict(params.logit_bias)
     values["bad_words"] = [node_pb2.TokenIds(ids=word) for word in params.bad_words]
     values["guided"] = None if params.guided is None else guided_to_wire(params.guided)
@@ -164,7 +164,7 @@ def endpoint_to_wire(value: Endpoint) -> kv_pb2.Endpoint:
         boot_id=value.boot_id,
         protocol_version=value.protocol_version,
         layout_fingerprint=value.layout_fingerprint,
-        format=kv_pb2.PoolFormat(**asdict(value.format)),
+        format=kv_pb2.PoolFormat(**{n: getattr(value.format, n) for n in PoolFormat.__slots__}),
         lanes=[
             kv_pb2.Lane(name=lane.name, address=lane.address, attributes=dict(lane.attributes))
             for lane in value.lanes

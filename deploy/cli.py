@@ -3,6 +3,7 @@
 baton up                         everything on this machine
 baton router | prefill | decode  one process of a deployment (becomes `python -m ...`)
 baton chat | status              talk to a running router
+baton batch                      a file of requests, against a router or one engine here
 baton doctor                     KV lanes between two nodes, and what this machine is
 baton bench serve                measure one
 baton convert                    safetensors for a checkpoint that has none
@@ -61,6 +62,8 @@ def build_parser() -> argparse.ArgumentParser:
         text = f"run one {name} process (python -m {PROCESSES[name]})"
         commands.add_parser(name, help=text, add_help=False)
     _add_chat(commands.add_parser("chat", help="chat with a running server in the terminal"))
+    text = "answer a file of requests: IN.jsonl OUT.jsonl (OpenAI's batch format), resumable"
+    _add_batch(commands.add_parser("batch", help=text))
     _add_status(commands.add_parser("status", help="live table of nodes, load and requests"))
     text = "probe the KV lanes between two nodes, and this machine"
     _add_doctor(commands.add_parser("doctor", help=text))
@@ -86,6 +89,16 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, help="0 = greedy")
     parser.add_argument("--seed", type=int, help="the same seed gives the same answer")
     parser.set_defaults(handler=run_chat)
+
+
+def _add_batch(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", type=Path, metavar="IN.jsonl", help="the requests")
+    parser.add_argument("target", type=Path, metavar="OUT.jsonl", help="the answers; what is there")
+    _add_server(parser)
+    parser.add_argument("--concurrency", type=int, default=64, help="requests at once")
+    parser.add_argument("--timeout-s", type=float, default=3600.0, help="of one request, seconds")
+    add_options(parser, EngineConfig)  # with --model: no server, one engine in this process
+    parser.set_defaults(handler=run_batch)
 
 
 def _add_status(parser: argparse.ArgumentParser) -> None:
@@ -182,6 +195,18 @@ def run_chat(arguments: argparse.Namespace) -> int:
             messages = [{"role": "user", "content": arguments.question}]
             ask_and_show(client, messages, settings, console)
     return 0
+
+
+def run_batch(arguments: argparse.Namespace) -> int:
+    """0 when every request was answered well, else 1."""
+    from deploy.batch import BatchPlan, batch
+
+    # A model of the environment alone (BATON_MODEL, set for other commands) does not decide it.
+    engine = load(EngineConfig, arguments, os.environ) if "model" in arguments else None
+    if arguments.concurrency < 1:
+        raise ConfigError("concurrency must be at least 1", field="concurrency")
+    plan = BatchPlan(arguments.source, arguments.target, arguments.concurrency, arguments.timeout_s)
+    return batch(plan, engine, arguments.url, arguments.api_key, Console(stderr=True))
 
 
 def run_status(arguments: argparse.Namespace) -> int:

@@ -308,8 +308,14 @@ class StopSample(_message.Message):
     sample: int
     def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., sample: _Optional[int] = ...) -> None: ...
 
+class RouterBatch(_message.Message):
+    __slots__ = ("messages",)
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    messages: _containers.RepeatedCompositeFieldContainer[RouterMessage]
+    def __init__(self, messages: _Optional[_Iterable[_Union[RouterMessage, _Mapping]]] = ...) -> None: ...
+
 class RouterMessage(_message.Message):
-    __slots__ = ("hello", "submit", "abort", "renew", "release", "drain", "migrate", "stop_sample")
+    __slots__ = ("hello", "submit", "abort", "renew", "release", "drain", "migrate", "stop_sample", "batch")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
@@ -318,6 +324,7 @@ class RouterMessage(_message.Message):
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     MIGRATE_FIELD_NUMBER: _ClassVar[int]
     STOP_SAMPLE_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FIELD_NUMBER: _ClassVar[int]
     hello: SessionHello
     submit: Submit
     abort: Abort
@@ -326,7 +333,8 @@ class RouterMessage(_message.Message):
     drain: Drain
     migrate: Migrate
     stop_sample: StopSample
-    def __init__(self, hello: _Optional[_Union[SessionHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., renew: _Optional[_Union[RenewExport, _Mapping]] = ..., release: _Optional[_Union[ReleaseExport, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., migrate: _Optional[_Union[Migrate, _Mapping]] = ..., stop_sample: _Optional[_Union[StopSample, _Mapping]] = ...) -> None: ...
+    batch: RouterBatch
+    def __init__(self, hello: _Optional[_Union[SessionHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., renew: _Optional[_Union[RenewExport, _Mapping]] = ..., release: _Optional[_Union[ReleaseExport, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., migrate: _Optional[_Union[Migrate, _Mapping]] = ..., stop_sample: _Optional[_Union[StopSample, _Mapping]] = ..., batch: _Optional[_Union[RouterBatch, _Mapping]] = ...) -> None: ...
 
 class TokenEvent(_message.Message):
     __slots__ = ("request_id", "epoch", "sample", "position", "token_ids", "logprobs", "finish_reason", "num_cached_tokens", "stop_token_id", "has_stop_token", "prompt_logprobs")

@@ -55,6 +55,13 @@ class RouterConfig:
     admin_port: int | None = option(
         None, "port of the admin server: /abort_requests, /drain, /debug, /metrics (default: none)"
     )
+    workers: int = option(1, "router processes on these ports; more than one needs --redis-url")
+    own_port: int | None = option(
+        None,
+        "a second HTTP port, of this process alone (with --workers: of the first one, the others"
+        " follow; 0 = any free ones): its own /metrics",
+    )
+    reuse_port: bool = option(False, "share the ports with other router processes (Linux)")
     redis_url: str | None = option(
         None, "redis://..., rediss://... or unix://...; none = in memory"
     )
@@ -113,11 +120,16 @@ class RouterConfig:
         for name, lowest in (
             ("port", 0), ("grpc_port", 0), ("max_live_requests", 1), ("local_prefill_tokens", 0),
             ("drain_s", 0), ("shutdown_s", 0), ("admin_port", 0), ("max_queued_requests", 0),
-            ("max_request_tokens", 1),
+            ("max_request_tokens", 1), ("workers", 1),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < lowest:
                 raise ConfigError(f"{name} must be at least {lowest}", field=name)
+        if self.own_port is not None and self.own_port < 0:
+            raise ConfigError("own_port must be at least 0", field="own_port")
+        if self.workers > 1 and self.redis_url is None:
+            message = "--workers share their requests through Redis: give --redis-url"
+            raise ConfigError(message, field="workers")
         for name in ("request_timeout_s", "store_timeout_s", "prefill_window_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be positive", field=name)

@@ -384,6 +384,7 @@ class Journey:
                 elif not legs.decoding:
                     await self._handed_over(ledger)
                 self.shown.decoded(event, self._legs.handle is not None)
+                legs.shows = self.shown.show_next  # what follows, unless it ends something
             case RequestFailed():
                 self._refused(legs.decode, event)
             case SessionLost():

@@ -219,6 +219,8 @@ class TokensReply:
                     await writer.end(sse_frame(error_object(found)) + DONE)
             else:
                 await error_response(found)(scope, receive, send)
+        finally:
+            writer.close()
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = self._call

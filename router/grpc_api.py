@@ -32,6 +32,7 @@ from baton.wire_checks import one_of
 from baton.wire_guided import guided_from_wire
 from protos import serve_pb2, serve_pb2_grpc
 from router.completion import Completion, Delta, OutputRules
+from router.config import RouterConfig
 from router.keys import EVERYBODY, KeyRing
 from router.openai import MAX_NAME_CHARS, MAX_STOP_CHARS, MAX_STOPS, PRIORITY_LIMIT, token_ids_below
 from router.prompts import (
@@ -232,7 +233,7 @@ class GrpcServer:
         self._prompts = PromptReader(services.tokenizer, services.chat_template)
         keys = KeyRing.load(services.config.api_key, services.config.api_keys)
         self._server = grpc.aio.server(
-            options=server_options(services.config.timing),
+            options=_server_options(services.config),
             interceptors=[ApiKeyInterceptor(keys)] if len(keys) else [],
         )
         # pyright does not see the conditional import of `aio` in there
@@ -285,6 +286,12 @@ class GrpcServer:
         if late:
             log.warning("gRPC calls did not end within their grace")
         self._prompts.close()
+
+
+def _server_options(config: RouterConfig) -> list[tuple[str, int]]:
+    own = dict(server_options(config.timing))
+    own["grpc.so_reuseport"] = int(config.reuse_port)
+    return list(own.items())
 
 
 def _event(

@@ -8,9 +8,11 @@ the prefill leg is the decode node that exported. Not here: when to do which (ro
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.errors import NodeLost
+from baton.events import TokenEvent
 from baton.handles import KVHandle
 from baton.messages import (
     AbortRequest,
@@ -58,6 +60,8 @@ class Legs:
         self.handle: KVHandle | None = None
         self.prefilled = False
         self.decoding = False
+        # Shows a decode node's event that simply goes on; set while that is all there is to do.
+        self.shows: Callable[[TokenEvent], bool] | None = None
 
     @property
     def has_export(self) -> bool:
@@ -90,7 +94,7 @@ class Legs:
         if self.decode is not None:
             self.decode.leave(abort=False)
         self.prefill, self.decode = self.decode, None
-        self.prefilled, self.decoding = True, False
+        self.prefilled, self.decoding, self.shows = True, False, None
         self.take_handle(handle)
 
     def renew(self) -> None:
@@ -127,7 +131,7 @@ class Legs:
         """The decode node failed; the export stays, and stays leased."""
         if self.decode is not None:
             self.decode.leave(abort=True)
-        self.decode = None
+        self.decode = self.shows = None
         self.renew()
 
     def stop_sample(self, sample: int) -> None:
@@ -156,6 +160,7 @@ class Legs:
     def _forget(self) -> None:
         self.prefill = self.decode = self.handle = self._renew_at = None
         self.prefilled = self.decoding = False
+        self.shows = None
 
     def _submit(
         self, node: NodeSnapshot, message: SubmitPrefill | SubmitDecode, num_tokens: int
@@ -167,7 +172,11 @@ class Legs:
         leg = Leg(node, session, request.id, request.epoch)
 
         def deliver(event: NodeEvent) -> None:
-            self._inbox.put_nowait((leg, event))
+            # Nearly all tokens of all streams come through here: no turn of the journey's task for
+            # those, as long as nothing before them waits for one.
+            shows = self.shows if leg is self.decode and self._inbox.empty() else None
+            if shows is None or not isinstance(event, TokenEvent) or not shows(event):
+                self._inbox.put_nowait((leg, event))
 
         session.attach(Attachment(request.id, request.epoch, deliver, max(0, num_tokens)))
         session.send(message)

@@ -56,6 +56,7 @@ from router.registry import NodeRegistry, RegistryParts
 from router.services import RouterServices
 from router.store import RequestStore
 from router.token_log import TokenLog
+from router.workers import Supervisor
 
 log = logging.getLogger(__name__)
 USAGE_ERROR: Final = 2
@@ -195,14 +196,17 @@ async def serve(config: RouterConfig) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stages.on_signal, number)
     router = Router(config)
-    listener = bind(config)
+    listener = bind(config, config.port, shared=config.reuse_port)
+    own = None if config.own_port is None else bind(config, config.own_port)
     http = http_server(config, router.services)
     admin = AdminServer(config, router.services)
     grpc_server = GrpcServer(router.services)
     grpc_port = grpc_server.bind()
     await router.start()
     await grpc_server.start()
-    serving = asyncio.create_task(http.serve([listener]), name="http")
+    serving = asyncio.create_task(
+        http.serve([listener] if own is None else [listener, own]), name="http"
+    )
     tasks = [
         serving,
         asyncio.create_task(router.run_background(), name="heartbeats"),
@@ -211,7 +215,7 @@ async def serve(config: RouterConfig) -> None:
     ]
     try:
         await until(http.began, tasks)
-        announce(config, listener.getsockname()[1], grpc_port, admin.address)
+        announce(config, listener, grpc_port, own, admin.address)
         await until(stages.drain, tasks)
         router.services.lifecycle.draining = True
         await grpc_server.tell_health()
@@ -271,7 +275,7 @@ class AdminServer:
         self.address: str | None = None
         self._listener: socket.socket | None = None
         if config.admin_port is not None:
-            self._listener = bind(replace(config, host=config.admin_host, port=config.admin_port))
+            self._listener = bind(replace(config, host=config.admin_host), config.admin_port)
             self.address = join(config.admin_host, self._listener.getsockname()[1])
         settings = uvicorn_settings(HttpLimits())
         app = create_admin_app(services)
@@ -288,39 +292,53 @@ class AdminServer:
         self._server.should_exit = self._server.force_exit = True
 
 
-def bind(config: RouterConfig) -> socket.socket:
-    """A bound HTTP socket. Raises ConfigError."""
+def bind(config: RouterConfig, port: int, *, shared: bool = False) -> socket.socket:
+    """A listening HTTP socket; `shared`: other processes may listen there, too. Raises
+    ConfigError."""
     try:
         found = socket.getaddrinfo(
-            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            config.host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
         family, _, _, _, address = found[0]
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(address)
         listener.listen()  # two may bind the same port; the second to listen is refused, here
     except OSError as error:
-        raise ConfigError(
-            f"cannot bind {config.host}:{config.port}: {error}", field="port"
-        ) from error
+        raise ConfigError(f"cannot bind {config.host}:{port}: {error}", field="port") from error
     return listener
 
 
-def announce(config: RouterConfig, port: int, grpc_port: int, admin: str | None = None) -> None:
+def announce(
+    config: RouterConfig,
+    listener: socket.socket,
+    grpc_port: int,
+    own: socket.socket | None = None,
+    admin: str | None = None,
+) -> None:
     """The READY line: whoever started this process reads it."""
     ready = {
         "ready": True,
         "role": "router",
-        "address": join(config.host, port),
+        "address": join(config.host, listener.getsockname()[1]),
         "grpc_address": join(config.host, grpc_port),
         "admin_address": admin,
     }
+    if own is not None:
+        ready["own_address"] = join(config.host, own.getsockname()[1])
     sys.stdout.write(json.dumps(ready) + "\n")
     sys.stdout.flush()
 
 
 def join(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+async def supervise(config: RouterConfig, argv: Sequence[str]) -> None:
+    """Run several routers until a signal ends them. Raises ConfigError."""
+    await Supervisor(config, argv).run()
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
@@ -333,6 +351,10 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     try:
         config = options.load(RouterConfig, arguments, environ)
         logs.setup("router", config.log_level)
+        if config.workers > 1:
+            config.check()
+            asyncio.run(supervise(config, argv))
+            return 0
         if config.cpu_cores is not None:
             pin_process(parse_cores(config.cpu_cores))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

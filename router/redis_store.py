@@ -1,7 +1,8 @@
 """RedisStore: RequestStore over a real Redis (6.2 or newer), one Lua call per write.
 
-Scripts go by EVALSHA with reload on NOSCRIPT (redis-py's Script). Every failure of the server, of
-the connection or of time becomes StoreUnavailable. Not here: what a router does without its store
+Scripts go by EVALSHA with reload on NOSCRIPT, those of all requests in pipelines
+(router/redis_queue.py); beat and sweep go on their own. Every failure of the server, of the
+connection or of time becomes StoreUnavailable. Not here: what a router does without its store
 (router/ledger.py).
 """
 
@@ -16,6 +17,7 @@ from typing import Any, Final
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.commands.core import AsyncScript
 from redis.exceptions import RedisError
 
 from baton.clock import Clock
@@ -32,6 +34,7 @@ from baton.redis_keys import (
 from baton.request import RequestState
 from baton.timing import Timing
 from router import redis_scripts
+from router.redis_queue import ScriptQueue
 from router.store import (
     NO_FIELDS,
     SWEEP_LIMIT,
@@ -80,6 +83,7 @@ class RedisStore:
         self._beat = client.register_script(redis_scripts.BEAT)
         self._sweep = client.register_script(redis_scripts.SWEEP)
         self._append = client.register_script(redis_scripts.APPEND)
+        self._scripts = ScriptQueue(client, timeout_s)
 
     @property
     def name(self) -> str:
@@ -91,17 +95,18 @@ class RedisStore:
             await reply
 
     async def stop(self) -> None:
+        await self._scripts.stop()
         await self._redis.aclose()
 
     async def claim(
         self, request_id: str, fields: Mapping[str, str] = NO_FIELDS
     ) -> RequestRecord | None:
         key = request_key(request_id)
-        async with self._call():
-            flat: list[bytes] = await self._claim(
-                keys=[key, LEASES, EVENTS, STATES],
-                args=[self._owner, self._lease_ms, *_flatten(fields)],
-            )
+        flat: list[bytes] = await self._run(
+            self._claim,
+            [key, LEASES, EVENTS, STATES],
+            [self._owner, self._lease_ms, *_flatten(fields)],
+        )
         if not flat:
             return None
         return _record(request_id, dict(zip(flat[::2], flat[1::2], strict=True)))
@@ -116,14 +121,14 @@ class RedisStore:
 
     async def _write(self, move: Move) -> WriteStatus:
         keys = [request_key(move.request_id), LEASES, EVENTS, STATES, log_key(move.request_id)]
-        async with self._call():
-            word: bytes = await self._move(
-                keys=keys,
-                args=[
-                    self._owner, move.epoch, move.state.value, int(move.catch_up),
-                    self._lease_ms, self._ttl_ms, *_flatten(move.fields),
-                ],
-            )  # fmt: skip
+        word: bytes = await self._run(
+            self._move,
+            keys,
+            [
+                self._owner, move.epoch, move.state.value, int(move.catch_up),
+                self._lease_ms, self._ttl_ms, *_flatten(move.fields),
+            ],
+        )  # fmt: skip
         return WriteStatus(word.decode())
 
     async def append(self, entries: Sequence[LogEntry]) -> list[WriteStatus]:
@@ -135,8 +140,7 @@ class RedisStore:
             keys += [request_key(entry.request_id), log_key(entry.request_id)]
             tokens = ",".join(map(str, entry.token_ids))
             args += [entry.epoch, entry.sample, entry.position, len(entry.token_ids), tokens]
-        async with self._call():
-            words: list[bytes] = await self._append(keys=keys, args=args)
+        words: list[bytes] = await self._run(self._append, keys, args)
         return [WriteStatus(word.decode()) for word in words]
 
     async def beat(self, held: Collection[str]) -> list[str]:
@@ -187,6 +191,19 @@ class RedisStore:
             raw = await self._hgetall(STATES)
         return {RequestState(state.decode()): int(count) for state, count in raw.items()}
 
+    async def _run(
+        self, script: AsyncScript, keys: Sequence[str], args: Sequence[str | int]
+    ) -> Any:
+        """A script with those of other requests; the queue bounds its time."""
+        try:
+            answer = await self._scripts.run(script, keys, args)
+        except (RedisError, OSError, TimeoutError) as error:
+            self._connected_at = None
+            raise _unavailable(error) from error
+        if self._connected_at is None:
+            self._connected_at = self._clock.monotonic()
+        return answer
+
     async def _hgetall(self, key: str) -> dict[bytes, bytes]:
         reply: Any = self._redis.hgetall(key)  # typed as dict | Awaitable[dict]
         return await reply
@@ -199,9 +216,13 @@ class RedisStore:
                 yield
         except (RedisError, OSError, TimeoutError) as error:
             self._connected_at = None
-            raise StoreUnavailable(f"Redis: {type(error).__name__}: {error}") from error
+            raise _unavailable(error) from error
         if self._connected_at is None:
             self._connected_at = self._clock.monotonic()
+
+
+def _unavailable(error: Exception) -> StoreUnavailable:
+    return StoreUnavailable(f"Redis: {type(error).__name__}: {error}")
 
 
 def _flatten(fields: Mapping[str, str]) -> list[str]:

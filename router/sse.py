@@ -64,6 +64,8 @@ class StreamReply:
                     await writer.end(self._call.broken(found))
             else:
                 await error_response(found)(scope, receive, send)
+        finally:
+            writer.close()
 
     async def _run(self, writer: FrameWriter) -> None:
         prompts = range(len(self._call.completions))
@@ -83,25 +85,59 @@ class StreamReply:
 
 
 class FrameWriter:
-    """One response body, written by several tasks in whole frames."""
+    """One response body, written by several tasks in whole frames.
+
+    One timer per stream watches that its client reads: a timeout around every write would cost as
+    much as the token in it.
+    """
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self._turn = asyncio.Lock()
+        self._loop = asyncio.get_running_loop()
+        self._since: float | None = None  # loop time; the write under way began then
+        self._task: asyncio.Task[object] | None = None  # that writes
+        self._timer: asyncio.TimerHandle | None = None
+        self._unread = False
         self.started = False
 
     async def write(self, data: bytes, more: bool = True) -> None:
         """Send frames. Raises Cancelled if the client does not take them."""
-        try:
-            async with asyncio.timeout(WRITE_TIMEOUT_S), self._turn:
+        async with self._turn:
+            self._task = asyncio.current_task()
+            self._since = self._loop.time()
+            if self._timer is None:
+                self._timer = self._loop.call_later(WRITE_TIMEOUT_S, self._look)
+            try:
                 if not self.started:
                     self.started = True
                     await self._send(
                         {"type": "http.response.start", "status": 200, "headers": list(_HEADERS)}
                     )
                 await self._send({"type": "http.response.body", "body": data, "more_body": more})
-        except TimeoutError as error:
-            raise Cancelled("the client does not read") from error
+            except asyncio.CancelledError as error:
+                if not self._unread or self._task is None or self._task.uncancel():
+                    raise
+                raise Cancelled("the client does not read") from error
+            finally:
+                self._since = self._task = None
 
     async def end(self, data: bytes) -> None:
         await self.write(data, more=False)
+
+    def close(self) -> None:
+        """Nothing more is written."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        """End a write that has taken too long; else look again when the next one could have."""
+        self._timer = None
+        if self._since is None:
+            return
+        rest = self._since + WRITE_TIMEOUT_S - self._loop.time()
+        if rest > 0:
+            self._timer = self._loop.call_later(rest, self._look)
+        elif self._task is not None:
+            self._unread = True
+            self._task.cancel()

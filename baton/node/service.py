@@ -10,21 +10,23 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from baton import wire
+from baton.clock import Clock
 from baton.errors import BatonError, ConfigError, InvalidRequest, Unauthenticated
 from baton.events import NodeStep, RequestFailed
+from baton.handles import NodeRecord
 from baton.kv_spec import PROTOCOL_VERSION
-from baton.messages import SECRET_METADATA, SessionHello, session_mac
-from baton.node.config import join_address
+from baton.messages import SECRET_METADATA, RouterMessage, SessionHello, session_mac
+from baton.node.config import NodeConfig, join_address
 from baton.node.session import RouterSession
-from baton.node.shell import NodeShell
-from baton.timing import server_options
+from baton.timing import Timing, server_options
 from protos import node_pb2, node_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -33,10 +35,25 @@ SERVICE: Final = "baton.node.v1.Node"
 _END = grpc.aio.EOF
 
 
+class SessionShell(Protocol):
+    """What stands behind the sessions: baton/node/shell.py, or a bench's node without an engine."""
+
+    @property
+    def config(self) -> NodeConfig: ...
+    @property
+    def timing(self) -> Timing: ...
+    @property
+    def clock(self) -> Clock: ...
+    def record(self) -> NodeRecord: ...
+    def attach(self, session: RouterSession) -> None: ...
+    def detach(self, session: RouterSession) -> None: ...
+    def receive(self, session: RouterSession, message: RouterMessage) -> None: ...
+
+
 class SessionService(node_pb2_grpc.NodeServicer):
     """Serves Node.Session for one shell."""
 
-    def __init__(self, shell: NodeShell) -> None:
+    def __init__(self, shell: SessionShell) -> None:
         self._shell = shell
 
     async def Session(self, request_iterator: Any, context: Any) -> None:
@@ -107,20 +124,27 @@ class SessionService(node_pb2_grpc.NodeServicer):
     async def _read(self, session: RouterSession, context: Any) -> None:
         """Router messages, until there are no more. A bad submission fails its request alone."""
         while (message := await context.read()) is not _END:
-            try:
-                self._shell.receive(
-                    session, wire.router_message_from_wire(message, self._shell.clock)
-                )
-            except InvalidRequest as error:
-                failed = _refusal(message, error)
-                if failed is None:
-                    raise
-                session.send(NodeStep(failed=(failed,)))
+            for one in router_messages(message):
+                self._receive(session, one)
+
+    def _receive(self, session: RouterSession, message: node_pb2.RouterMessage) -> None:
+        try:
+            self._shell.receive(session, wire.router_message_from_wire(message, self._shell.clock))
+        except InvalidRequest as error:
+            failed = _refusal(message, error)
+            if failed is None:
+                raise
+            session.send(NodeStep(failed=(failed,)))
 
     async def _write(self, session: RouterSession, context: Any) -> None:
         while True:
             step = await session.next()
             await context.write(wire.node_message_to_wire(step))
+
+
+def router_messages(message: node_pb2.RouterMessage) -> Sequence[node_pb2.RouterMessage]:
+    """What a router says with one message: it, or those of its batch."""
+    return message.batch.messages if message.WhichOneof("kind") == "batch" else (message,)
 
 
 def _refusal(message: node_pb2.RouterMessage, error: InvalidRequest) -> RequestFailed | None:
@@ -136,7 +160,7 @@ def _refusal(message: node_pb2.RouterMessage, error: InvalidRequest) -> RequestF
 class NodeServer:
     """grpc.aio server of one node. The life: bind() -> start() -> set_health()* -> stop()."""
 
-    def __init__(self, shell: NodeShell) -> None:
+    def __init__(self, shell: SessionShell) -> None:
         self._shell = shell
         self._server = grpc.aio.server(options=server_options(shell.timing))
         # pyright does not see the conditional import of `aio` in there

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from baton.errors import BatonError, Overloaded
 from baton.events import NodeStep
 from baton.handles import NodeLoad
+from baton.node.step_parts import in_parts
 
 
 @dataclass(eq=False)
@@ -38,8 +39,20 @@ class RouterSession:
         """Why nothing more is sent, None while the session lives."""
         return self._cut
 
+    @property
+    def unread(self) -> int:
+        """Messages that wait to be written."""
+        return len(self._outbox)
+
     def send(self, step: NodeStep) -> None:
-        """Queue one message; cuts the session if too many are unread. Never blocks."""
+        """Queue a message, several for a very long one; cuts the session if too many are unread.
+
+        Never blocks.
+        """
+        for part in in_parts(step):
+            self._send(part)
+
+    def _send(self, step: NodeStep) -> None:
         if self._cut is not None:
             return
         if len(self._outbox) >= self.max_messages:

@@ -17,6 +17,7 @@ from baton.errors import StoreUnavailable
 from baton.events import HandleReady, NodeStep, RequestFailed, Subscribed, TokenEvent
 from baton.handles import Endpoint, KVHandle, LaneAddress, NodeLoad, NodeRecord, Role
 from baton.kv_spec import PoolFormat
+from baton.node.service import router_messages
 from baton.request import FinishReason, Request
 from baton.sampling import SamplingParams
 from baton.timing import Timing, server_options
@@ -111,11 +112,12 @@ class FakeNode(node_pb2_grpc.NodeServicer):
         writer = asyncio.create_task(self._write(context))
         try:
             while (message := await context.read()) is not grpc.aio.EOF:
-                heard = wire.router_message_from_wire(message, SystemClock())
-                self.heard.append(heard)
-                self._news.set()
-                self._news = asyncio.Event()
-                self._unread.put_nowait(heard)
+                for one in router_messages(message):
+                    heard = wire.router_message_from_wire(one, SystemClock())
+                    self.heard.append(heard)
+                    self._news.set()
+                    self._news = asyncio.Event()
+                    self._unread.put_nowait(heard)
         finally:
             self.left.set()
             writer.cancel()

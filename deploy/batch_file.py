@@ -1,0 +1,146 @@
+"""OpenAI's batch files: lines in, lines out, and what a broken-off run has left. No network.
+
+In:   {"custom_id": ..., "method": "POST", "url": "/v1/chat/completions", "body": {...}}
+Out:  {"id": ..., "custom_id": ..., "response": {"status_code", "request_id", "body"}, "error": ...}
+
+Lines go out in the order in which answers come; the custom_id says what belongs to what. A line
+whose end is missing was being written when the run broke off: it is cut off and asked again.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, cast
+
+import orjson
+
+from baton.errors import InvalidRequest
+
+MAX_ID_CHARS: Final = 512
+URLS: Final = ("/v1/", "/inference/v1/", "/tokenize", "/detokenize")
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One request of the file."""
+
+    custom_id: str
+    url: str
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """What a server answered, whatever its status."""
+
+    status_code: int
+    request_id: str
+    body: Any
+
+
+def read_tasks(path: Path) -> Iterator[Task]:
+    """The file's requests in order. Raises InvalidRequest, naming the line, for a bad one."""
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield _task(line, f"{path}, line {number}")
+
+
+def check_tasks(path: Path) -> int:
+    """Read all of the file before anything is sent: how many requests it holds.
+
+    Raises InvalidRequest for a bad line, and for a custom_id that two lines share.
+    """
+    seen: set[str] = set()
+    for task in read_tasks(path):
+        if task.custom_id in seen:
+            message = f"{path}: custom_id {task.custom_id[:100]!r} is there twice"
+            raise InvalidRequest(message, field="custom_id")
+        seen.add(task.custom_id)
+    return len(seen)
+
+
+def _task(line: bytes, place: str) -> Task:
+    try:
+        content: object = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"{place}: not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise InvalidRequest(f"{place}: not an object")
+    fields = cast("dict[str, Any]", content)
+    custom_id, url, body = fields.get("custom_id"), fields.get("url"), fields.get("body")
+    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_ID_CHARS:
+        message = f"{place}: custom_id must be a text of 1 to {MAX_ID_CHARS} characters"
+        raise InvalidRequest(message, field="custom_id")
+    if fields.get("method", "POST") != "POST":
+        raise InvalidRequest(f"{place}: method must be POST", field="method")
+    if not isinstance(url, str) or not url.startswith(URLS):
+        raise InvalidRequest(f"{place}: url must begin with one of {', '.join(URLS)}", field="url")
+    if not isinstance(body, dict):
+        raise InvalidRequest(f"{place}: body must be an object", field="body")
+    known = cast("dict[str, Any]", body)
+    if known.get("stream"):
+        raise InvalidRequest(f"{place}: a batch does not stream", field="stream")
+    return Task(custom_id, url, known)
+
+
+class Output:
+    """The file of answers. The life: open() -> write()* -> close(); one line per write, whole."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.done: set[str] = set()
+
+    def open(self) -> None:
+        """Learn what is answered, cut off a torn last line. Raises InvalidRequest for other files.
+
+        Mutates `done`.
+        """
+        with ExitStack() as stack:
+            file = stack.enter_context(self._path.open("a+b"))
+            file.seek(0)
+            end = 0
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    break
+                self.done.add(_answered(line, f"{self._path}, line {number}"))
+                end += len(line)
+            file.truncate(end)
+            stack.pop_all()
+        self._file = file
+
+    def write(self, task: Task, response: Response | None, error: tuple[str, str] | None) -> None:
+        """One answer, or why there is none (code, message). On disk when it returns."""
+        told = None if error is None else {"code": error[0], "message": error[1]}
+        answer = None
+        if response is not None:
+            answer = {
+                "status_code": response.status_code,
+                "request_id": response.request_id,
+                "body": response.body,
+            }
+        line = {
+            "id": f"batch_req_{secrets.token_hex(12)}",
+            "custom_id": task.custom_id,
+            "response": answer,
+            "error": told,
+        }
+        self._file.write(orjson.dumps(line) + b"\n")
+        self._file.flush()
+        self.done.add(task.custom_id)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _answered(line: bytes, place: str) -> str:
+    try:
+        custom_id = orjson.loads(line)["custom_id"]
+    except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+        message = f"{place}: not an answer of a batch; give another file"
+        raise InvalidRequest(message, field="output") from error
+    return str(custom_id)

@@ -1,0 +1,209 @@
+"""Several routers on one port: `--workers N`. A supervisor, and N ordinary routers as its children.
+
+    supervisor      holds both ports (bound, not listening), starts the workers, prints one READY
+                    line when all are ready, passes SIGTERM and SIGINT on, replaces a worker that
+                    died, and ends when the last one has
+    worker          `python -m router.workers ...`: a router of its own, with its own node sessions,
+                    on the shared ports (SO_REUSEPORT: the kernel spreads connections) and on one
+                    HTTP port of its own, where its own /metrics are; requests and logs are shared
+                    through Redis. It ends when the supervisor does, however that came about.
+
+The supervisor serves nothing and keeps no state. Linux.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from baton.cores import parse_cores
+from baton.errors import ConfigError
+from router.config import RouterConfig
+
+log = logging.getLogger(__name__)
+START_S: Final = 60.0
+FIRST_BACKOFF_S: Final = 0.5
+LAST_BACKOFF_S: Final = 30.0
+
+
+def reserve(host: str, port: int, name: str) -> socket.socket:
+    """A socket that holds `port` (0: any free one) for processes that share it. Raises ConfigError.
+
+    It never listens, so no connection ever waits in it.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = found[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            # Sharing would also be granted beside another deployment's workers: refuse it here.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen()
+        holder = socket.socket(family, socket.SOCK_STREAM)
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind(address)
+    except OSError as error:
+        raise ConfigError(f"cannot bind {host}:{port}: {error}", field=name) from error
+    return holder
+
+
+def worker_flags(config: RouterConfig, index: int, ports: tuple[int, int]) -> list[str]:
+    """What makes a worker of the supervisor's own flags; a flag given twice holds as given last."""
+    name = config.router_id or f"router-{secrets.token_hex(4)}"
+    own = config.own_port + index if config.own_port else 0
+    flags = ["--workers", "1", "--reuse-port", "--router-id", f"{name}-w{index}"]
+    flags += ["--port", str(ports[0]), "--grpc-port", str(ports[1]), "--own-port", str(own)]
+    if config.cpu_cores is not None:
+        cores = parse_cores(config.cpu_cores)
+        flags += ["--cpu-cores", str(cores[index % len(cores)])]
+    return flags
+
+
+@dataclass(slots=True)
+class Worker:
+    """One child, over all its lives."""
+
+    index: int
+    flags: Sequence[str]
+    process: asyncio.subprocess.Process | None = None
+    ready: dict[str, Any] = field(default_factory=dict[str, Any])
+    starts: int = 0
+
+    async def start(self) -> None:
+        """Start it and wait for its READY line. Raises ConfigError when it ends before."""
+        self.starts += 1
+        self.ready = {}
+        self.process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "router.workers", *self.flags,
+            stdin=asyncio.subprocess.PIPE,  # its end tells the worker that the supervisor is gone
+            stdout=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        assert self.process.stdout is not None, "it was given a pipe"
+        async with asyncio.timeout(START_S):
+            async for line in self.process.stdout:
+                if line.startswith(b"{"):
+                    self.ready = json.loads(line)
+                    return
+        raise ConfigError(f"worker {self.index} ended at its start", field="workers")
+
+    def signal(self, number: int) -> None:
+        if self.process is not None and self.process.returncode is None:
+            self.process.send_signal(number)
+
+    async def wait(self) -> int:
+        assert self.process is not None, "it was started"
+        return await self.process.wait()
+
+
+class Supervisor:
+    """All workers of one deployment. `run` once."""
+
+    def __init__(self, config: RouterConfig, arguments: Sequence[str]) -> None:
+        """Raises ConfigError for ports that are taken."""
+        self._config = config
+        self._holders = [
+            reserve(config.host, config.port, "port"),
+            reserve(config.host, config.grpc_port, "grpc_port"),
+        ]
+        http, grpc = (int(holder.getsockname()[1]) for holder in self._holders)
+        self._ports = (http, grpc)
+        self.workers = [
+            Worker(index, [*arguments, *worker_flags(config, index, self._ports)])
+            for index in range(config.workers)
+        ]
+        self._stopping = asyncio.Event()
+
+    async def run(self) -> None:
+        """Until every worker has ended after a signal. Raises ConfigError if one cannot start."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        try:
+            await self._start()
+            await asyncio.gather(*(self._keep(worker) for worker in self.workers))
+        finally:
+            for worker in self.workers:
+                worker.signal(signal.SIGKILL)  # nothing, after an end in good order
+            for holder in self._holders:
+                holder.close()
+
+    def _on_signal(self, number: int) -> None:
+        self._stopping.set()
+        for worker in self.workers:
+            worker.signal(number)
+
+    async def _start(self) -> None:
+        starts = [asyncio.create_task(worker.start()) for worker in self.workers]
+        try:
+            await asyncio.gather(*starts)
+        except (ConfigError, TimeoutError) as error:
+            for start in starts:
+                start.cancel()
+            if self._stopping.is_set():
+                return
+            raise ConfigError(f"a worker did not start: {error}", field="workers") from error
+        self._announce()
+
+    async def _keep(self, worker: Worker) -> None:
+        """Replace the worker whenever it ends by itself."""
+        backoff = FIRST_BACKOFF_S
+        while True:
+            status = await worker.wait()
+            if self._stopping.is_set():
+                return
+            log.error("worker %d ended with %d; another one is started", worker.index, status)
+            try:
+                async with asyncio.timeout(backoff):
+                    await self._stopping.wait()
+                return
+            except TimeoutError:
+                backoff = min(2 * backoff, LAST_BACKOFF_S)
+            try:
+                await worker.start()
+                backoff = FIRST_BACKOFF_S
+            except (ConfigError, TimeoutError) as error:
+                log.error("worker %d: %s", worker.index, error)
+                worker.signal(signal.SIGKILL)
+
+    def _announce(self) -> None:
+        """One READY line for all, with each worker's own address."""
+        host = self._config.host
+        shown = f"[{host}]" if ":" in host else host
+        ready = {
+            "ready": True,
+            "role": "router",
+            "address": f"{shown}:{self._ports[0]}",
+            "grpc_address": f"{shown}:{self._ports[1]}",
+            "workers": [worker.ready["own_address"] for worker in self.workers],
+        }
+        sys.stdout.write(json.dumps(ready) + "\n")
+        sys.stdout.flush()
+
+
+def end_with_stdin() -> None:
+    """SIGTERM to this process at the end of its standard input: the supervisor is gone."""
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="supervisor", daemon=True).start()
+
+
+if __name__ == "__main__":
+    from router.main import main  # router.main knows this module
+
+    end_with_stdin()
+    raise SystemExit(main(sys.argv[1:], os.environ))

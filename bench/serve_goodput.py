@@ -1,7 +1,8 @@
 """Goodput over a rate sweep of recorded traces: `baton bench serve --goodput`.
 
 Per trace and rate, the requests per second that met both limits (time to the first token, time per
-token), Baton apart and `--colocated` on the same cores, the same requests at the same times.
+token), on the same cores, the same requests at the same times: Baton apart with every prompt on the
+prefill node (`remote`), apart with a decision per request (`auto`), and `--colocated`.
 """
 
 from __future__ import annotations
@@ -32,14 +33,21 @@ class Sweep:
 
 
 async def measure(
-    target: Target, sweep: Sweep, traces: dict[str, list[TraceRequest]], mode: str
+    target: Target,
+    sweep: Sweep,
+    traces: dict[str, list[TraceRequest]],
+    mode: str,
+    turn: int = 0,
 ) -> list[dict[str, Any]]:
-    """Every trace at every rate against one running server; JSON-ready rows."""
+    """Every trace at every rate against one running server; JSON-ready rows. Each `turn` sends
+    other requests, the same ones in each mode."""
     rows: list[dict[str, Any]] = []
     for name, trace in traces.items():
         for index, rate in enumerate(sweep.rates):
             scaling = _at_rate(sweep.scaling, rate)
-            run = await run_workload(target, plan_trace(trace, scaling, seed=index + 1))
+            run = await run_workload(
+                target, plan_trace(trace, scaling, seed=turn * 100 + index + 1)
+            )
             found = summarize(mode, run.samples, sweep.slo, run.handovers.mean_s)
             rows.append(
                 {
@@ -48,7 +56,9 @@ async def measure(
                     "rate": rate,
                     "goodput": found.good / max(found.duration_s, scaling.duration_s),
                     "within_limits": found.good / found.requests,
+                    "requests": found.requests,
                     "failed": found.failed,
+                    "errors": sorted({each.error for each in run.samples if each.error})[:5],
                     "ttft_p50_ms": None if found.ttft is None else found.ttft.p50,
                     "ttft_p99_ms": None if found.ttft is None else found.ttft.p99,
                     "tpot_p50_ms": None if found.tpot is None else found.tpot.p50,
@@ -67,7 +77,8 @@ def _at_rate(scaling: Scaling, rate: float) -> Scaling:
 
 
 def compare(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Per trace and rate: goodput apart, colocated, and whether apart lost."""
+    """Per trace and rate: each mode's mean goodput, its least and most (`spread`), whether that of
+    `auto` reaches that of `colocated`, and the least and most that it was above, round by round."""
     table: dict[tuple[str, float], dict[str, list[float]]] = {}
     for row in rows:
         modes = table.setdefault((row["trace"], row["rate"]), {})
@@ -75,9 +86,13 @@ def compare(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for (trace, rate), modes in table.items():
         mean = {mode: sum(values) / len(values) for mode, values in modes.items()}
-        row: dict[str, Any] = {"trace": trace, "rate": rate, **mean}
-        if {"apart", "colocated"} <= mean.keys():
-            row["apart_not_below"] = mean["apart"] >= mean["colocated"]
+        spread = {mode: (min(values), max(values)) for mode, values in modes.items()}
+        row: dict[str, Any] = {"trace": trace, "rate": rate, **mean, "spread": spread}
+        if {"auto", "colocated"} <= modes.keys():
+            row["auto_not_below"] = mean["auto"] >= mean["colocated"]
+            pairs = zip(modes["auto"], modes["colocated"], strict=True)
+            differences = [ours - theirs for ours, theirs in pairs]
+            row["auto_over_colocated"] = (min(differences), max(differences))
         found.append(row)
     return found
 
@@ -90,7 +105,8 @@ def plot(compared: Sequence[dict[str, Any]], slo: Slo) -> str:
         rows = [row for row in compared if row["trace"] == trace]
         lines = [
             Line(mode, [(row["rate"], row[mode]) for row in rows if mode in row])
-            for mode in ("apart", "colocated")
+            for mode in ("remote", "auto", "colocated")
+            if any(mode in row for row in rows)
         ]
         title = trace.replace("_", " ")
         panels.append(Panel(title, "requests/s", f"goodput/s ({limits})", lines))

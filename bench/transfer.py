@@ -28,14 +28,15 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.errors import BatonError
+from baton.node.lanes import MAKERS
 from bench import transfer_client, transfer_tail, transfer_throughput
-from bench.transfer_client import ClientPlan
 from bench.transfer_engine import write_model
 from bench.transfer_lanes import TLS_WAYS, all_ways, write_certificates
 from bench.transfer_tail import TailPlan
 from bench.transfer_throughput import SHARED, Contested, Shape
 
 PARTS: Final = ("throughput", "tail", "client")
+TOKEN_1_GOAL_MS: Final = 3.0
 TAIL_GOAL_MS: Final = {"stream": 5.0, "stream tcp": 5.0, "shm": 5.0, "grpc": 15.0}
 
 
@@ -68,7 +69,7 @@ class Size:
     model: dict[str, Any]
 
 
-WHOLE: Final = Size(Shape(), 7, 1024, 3, ((64, 40), (512, 5), (1024, 3)), {})
+WHOLE: Final = Size(Shape(), 7, 1024, 3, ((64, 60), (512, 9), (1024, 5)), {})
 QUICK: Final = Size(
     Shape(tokens=128, layers=4), 2, 64, 1, ((32, 2),),
     {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512},
@@ -109,16 +110,23 @@ def tail_goals(found: dict[str, Any]) -> list[Goal]:
 
 
 def client_goals(found: dict[str, Any]) -> list[Goal]:
-    """Only the shortest prompt has a fixed bound: a longer one shares P's core with its lane."""
-    shortest = min(found["rows"], key=lambda row: row["tokens"])
-    added = shortest["ttft_added_ms"]["median"]
-    goals = [Goal(f"token 1 added, {shortest['tokens']} tokens, ms", added, 3.0, at_least=False)]
+    """Each lane by itself. The shortest prompt has a fixed bound; a longer one shares P's core with
+    its lane, so what that took before token 1 comes on top."""
+    goals: list[Goal] = []
+    if not found["rows"]:
+        return goals
+    shortest = min(row["tokens"] for row in found["rows"])
     for row in found["rows"]:
+        which = f"{row['lane']}, {row['tokens']} tokens, ms"
+        limit = TOKEN_1_GOAL_MS
+        if row["tokens"] > shortest:
+            limit += max(0.0, row["cpu_added_ms"]["median"])
+        added = row["ttft_added_ms"]["median"]
+        goals.append(Goal(f"token 1 added, {which}", added, limit, at_least=False))
         if "token2_beyond_step_ms" in row:
             beyond = row["token2_beyond_step_ms"]["median"]
-            limit = max(TAIL_GOAL_MS.values())
-            name = f"token 2 beyond a step, {row['tokens']} tokens, ms"
-            goals.append(Goal(name, beyond, limit, at_least=False))
+            limit = TAIL_GOAL_MS.get(row["lane"], max(TAIL_GOAL_MS.values()))
+            goals.append(Goal(f"token 2 beyond a step, {which}", beyond, limit, at_least=False))
     return goals
 
 
@@ -149,7 +157,10 @@ def show(result: dict[str, Any], console: Console) -> None:
     if "tail" in result:
         console.print(_rows_table(result["tail"]["rows"], "Exposed tail, ms"))
     if "client" in result:
-        console.print(_rows_table(result["client"]["rows"], "Seen by a client, ms"))
+        if result["client"]["rows"]:
+            console.print(_rows_table(result["client"]["rows"], "Seen by a client, ms"))
+        for lane, why in result["client"]["missing"].items():
+            console.print(f"{lane}: {why}", markup=False)
     if "overheads" in result:
         share = result["overheads"]["digest_share_of_end_to_end"]
         console.print(f"digests: {share:.1%} of prefill and hand-over")
@@ -188,14 +199,17 @@ def _rows_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
     for name in rows[0]:
         table.add_column(name.removesuffix("_ms").replace("_", " "), justify="right")
     for row in rows:
-        shown = [
-            f"{value['median']:.1f} ±{(value['max'] - value['min']) / 2:.1f}"
-            if isinstance(value, dict)
-            else str(value)
-            for value in row.values()
-        ]
-        table.add_row(*shown)
+        table.add_row(*(_shown(value) for value in row.values()))
     return table
+
+
+def _shown(value: Any) -> str:
+    """A spread by its median, and what that may be at 95 % or else half the range."""
+    if not isinstance(value, dict):
+        return str(value)
+    if "low" in value:
+        return f"{value['median']:.1f} ({value['low']:.1f}…{value['high']:.1f})"
+    return f"{value['median']:.1f} ±{(value['max'] - value['min']) / 2:.1f}"
 
 
 # ---- the command line ----------------------------------------------------------------------------
@@ -226,8 +240,10 @@ async def run(ways: list[str], parts: Sequence[str], size: Size, folder: Path) -
             )
             goals += tail_goals(result["tail"])
         if "client" in parts:
-            asked = ClientPlan(model, size.lengths)
-            result["client"] = await transfer_client.measure(asked, cores)
+            lanes = [way for way in ways if way in MAKERS]
+            result["client"] = await transfer_client.measure_lanes(
+                model, size.lengths, lanes, cores
+            )
             goals += client_goals(result["client"])
     if "throughput" in result and "tail" in result:
         result["overheads"] = overheads(result["throughput"], result["tail"])

@@ -1,15 +1,18 @@
 """Figure 3 of the transfer benchmark: what a client sees of the hand-over on an idle system.
 
-One prefill node, one decode node, and two routers before them: `apart` knows both, `local` knows
-the decode node alone, which then prefills itself. The same prompts go to both, one request at a
-time, alternating; nodes have as many cores each. So TTFT(apart) - TTFT(local) is what the hand-over
-costs token 1, and the second gap of a stream less its later ones is what it costs token 2.
+Per lane: one prefill node, one decode node, and two routers before them: `apart` knows both,
+`local` knows the decode node alone, which then prefills itself. Prompts of one length go to both,
+one request at a time, alternating; nodes have as many cores each. So TTFT(apart) - TTFT(local),
+pair by pair, is what the hand-over costs token 1, and the second gap of a stream less its later
+ones is what it costs token 2. CPU time tells the cause from a busy machine: what the prefill node
+had spent when token 1 was there, less what the decode node had spent for the same alone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import random
 import statistics
@@ -31,15 +34,28 @@ from bench.transfer_link import spread
 
 START_S: Final = 180.0
 STOP_S: Final = 20.0
+ANSWER_S: Final = 120.0
+WARM_UP: Final = 2  # pairs whose times do not count: connections open, kernels wake
 OUTPUT: Final = 12
 FIRST_TOKEN: Final = 300  # plain words, whatever the demo tokenizer keeps below
 
 
 @dataclass(frozen=True, slots=True)
 class ClientPlan:
+    """`lane`: names the rows. `lane_flags`: of both nodes, such as --kv-lanes."""
+
     model: str
     lengths: Sequence[tuple[int, int]]  # (tokens, repetitions)
+    lane: str = "stream"
     lane_flags: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A router to ask, and the process that computes its prompts."""
+
+    url: str
+    prefill_pid: int
 
 
 @dataclass(slots=True)
@@ -47,6 +63,7 @@ class Seen:
     """Milliseconds of each answer to prompts of one length, from one router."""
 
     ttft: list[float] = field(default_factory=list[float])
+    cpu: list[float] = field(default_factory=list[float])  # of the computing node, until token 1
     second: list[float] = field(default_factory=list[float])  # token 1 -> token 2
     step: list[float] = field(default_factory=list[float])  # median of the later gaps
 
@@ -69,7 +86,7 @@ async def process(module: str, *flags: str) -> AsyncGenerator[dict[str, Any], No
             if not line:
                 log.seek(0)
                 raise ConfigError(f"{module} ended: {log.read()[-2000:].decode(errors='replace')}")
-            yield json.loads(line)
+            yield {**json.loads(line), "pid": running.pid}
         finally:
             if running.returncode is None:
                 running.terminate()
@@ -83,8 +100,8 @@ async def process(module: str, *flags: str) -> AsyncGenerator[dict[str, Any], No
 @asynccontextmanager
 async def two_routers(
     plan: ClientPlan, cores: tuple[list[int], list[int]]
-) -> AsyncGenerator[dict[str, str], None]:
-    """URLs of the routers `apart` and `local` before one prefill and one decode node."""
+) -> AsyncGenerator[dict[str, Way], None]:
+    """The routers `apart` and `local` before one prefill and one decode node."""
     model = ("--model", plan.model, "--served-model-name", "m", "--log-level", "warning")
     node = (
         *model, "--num-kv-blocks", "256", "--drain-s", "0",
@@ -99,49 +116,78 @@ async def two_routers(
         d = await start("decode_node", *node, "--cpu-cores", ",".join(map(str, cores[1])))
         router = (
             *model, "--port", "0", "--grpc-port", "0", "--drain-s", "0",
-            "--decode-node", str(d["address"]),
+            "--prefill-placement", "remote", "--decode-node", str(d["address"]),
         )  # fmt: skip
         local = await start("router", *router)
         apart = await start("router", *router, "--prefill-node", str(p["address"]))
-        yield {"local": f"http://{local['address']}", "apart": f"http://{apart['address']}"}
+        yield {
+            "local": Way(f"http://{local['address']}", d["pid"]),
+            "apart": Way(f"http://{apart['address']}", p["pid"]),
+        }
 
 
-async def ask(client: httpx.AsyncClient, prompt: list[int]) -> list[float]:
-    """Send one prompt; seconds from the question to each piece of its answer."""
+def cpu_s(pid: int) -> float:
+    """CPU seconds that the live threads of a process have spent."""
+    total = 0
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        try:
+            total += int((thread / "schedstat").read_text().split()[0])
+        except (OSError, IndexError):  # it has just ended, or the kernel keeps no such figures
+            continue
+    return total * 1e-9
+
+
+async def ask(client: httpx.AsyncClient, prompt: list[int], pid: int) -> tuple[list[float], float]:
+    """Send one prompt; seconds from the question to each piece of its answer, and the CPU seconds
+    that `pid` spent until the first one."""
     body = {
         "model": "m", "prompt": prompt, "max_tokens": OUTPUT, "temperature": 0, "stream": True,
         "ignore_eos": True,
     }  # fmt: skip
+    times: list[float] = []
+    spent = -cpu_s(pid)
     began = time.monotonic()
     async with client.stream("POST", "/v1/completions", json=body) as response:
         if not response.is_success:
             await response.aread()
             raise ConfigError(f"HTTP {response.status_code}: {response.text[:200]}")
-        return [
-            time.monotonic() - began
-            async for chunk in parse_lines_async(response.aiter_lines())
-            if text_of(chunk)
-        ]
+        async for chunk in parse_lines_async(response.aiter_lines()):
+            if text_of(chunk):
+                times.append(time.monotonic() - began)
+                if len(times) == 1:
+                    spent += cpu_s(pid)
+    return times, spent
 
 
-def note(times: list[float], seen: Seen) -> None:
+def note(times: list[float], spent_s: float, seen: Seen) -> None:
     """Pieces without text are not seen, so gaps are only taken of whole answers."""
     seen.ttft.append(times[0] * 1e3)
+    seen.cpu.append(spent_s * 1e3)
     if len(times) == OUTPUT:
         gaps = [(b - a) * 1e3 for a, b in pairwise(times)]
         seen.second.append(gaps[0])
         seen.step.append(statistics.median(gaps[1:]))
 
 
-def row(length: int, apart: Seen, local: Seen) -> dict[str, Any]:
-    """One length, as JSON-ready values (ms)."""
+def confident(values: Sequence[float]) -> dict[str, float]:
+    """`spread`, and between which values the true median lies at 95 % (order statistics)."""
+    ordered, count = sorted(values), len(values)
+    outside = max(0, math.floor((count - 1.96 * math.sqrt(count)) / 2))
+    return {**spread(values), "low": ordered[outside], "high": ordered[count - 1 - outside]}
+
+
+def row(lane: str, length: int, apart: Seen, local: Seen) -> dict[str, Any]:
+    """One length on one lane, as JSON-ready values (ms)."""
     added = [a - b for a, b in zip(apart.ttft, local.ttft, strict=True)]
+    cpu = [a - b for a, b in zip(apart.cpu, local.cpu, strict=True)]
     found: dict[str, Any] = {
+        "lane": lane,
         "tokens": length,
         "repetitions": len(apart.ttft),
-        "ttft_apart_ms": spread(apart.ttft),
-        "ttft_local_ms": spread(local.ttft),
-        "ttft_added_ms": spread(added),
+        "ttft_apart_ms": confident(apart.ttft),
+        "ttft_local_ms": confident(local.ttft),
+        "ttft_added_ms": confident(added),
+        "cpu_added_ms": confident(cpu),
     }
     if apart.second and local.second:
         beyond = [second - step for second, step in zip(apart.second, apart.step, strict=True)]
@@ -157,17 +203,38 @@ async def measure(plan: ClientPlan, cores: tuple[list[int], list[int]]) -> dict[
     draw = random.Random(0)
     vocab = int(json.loads((Path(plan.model) / "config.json").read_text())["vocab_size"])
     rows: list[dict[str, Any]] = []
-    async with two_routers(plan, cores) as urls, AsyncExitStack() as stack:
+    async with two_routers(plan, cores) as ways, AsyncExitStack() as stack:
         clients = {
-            name: await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=120.0))
-            for name, url in urls.items()
+            name: await stack.enter_async_context(
+                httpx.AsyncClient(base_url=way.url, timeout=ANSWER_S)
+            )
+            for name, way in ways.items()
         }
         for length, repetitions in plan.lengths:
             seen = {name: Seen() for name in clients}
-            for index in range(-2, repetitions):
+            for index in range(-WARM_UP, repetitions):
                 order = list(clients) if index % 2 else list(clients)[::-1]
                 for name in order:
                     prompt = [draw.randrange(FIRST_TOKEN, vocab) for _ in range(length)]
-                    note(await ask(clients[name], prompt), Seen() if index < 0 else seen[name])
-            rows.append(row(length, seen["apart"], seen["local"]))
+                    answer = await ask(clients[name], prompt, ways[name].prefill_pid)
+                    note(*answer, Seen() if index < 0 else seen[name])
+            rows.append(row(plan.lane, length, seen["apart"], seen["local"]))
     return {"rows": rows}
+
+
+async def measure_lanes(
+    model: str,
+    lengths: Sequence[tuple[int, int]],
+    lanes: Sequence[str],
+    cores: tuple[list[int], list[int]],
+) -> dict[str, Any]:
+    """`measure` for each lane; those that nodes cannot open here are in `missing`, with why."""
+    rows: list[dict[str, Any]] = []
+    missing: dict[str, str] = {}
+    for lane in lanes:
+        plan = ClientPlan(model, lengths, lane, ("--kv-lanes", lane))
+        try:
+            rows += (await measure(plan, cores))["rows"]
+        except ConfigError as error:
+            missing[lane] = error.message
+    return {"rows": rows, "missing": missing}

@@ -199,6 +199,9 @@ class DecodeRole:
     def ends(self, entry: NodeRequest, event: TokenEvent) -> bool:
         return event.finish_reason is not None and entry.sample_ended(event.sample)
 
+    def told(self, events: Sequence[TokenEvent]) -> None:
+        """Nothing waits for it."""
+
     def blocks_freed(self) -> None:
         self._admission.wake()
         self._pooling.blocks_freed()

@@ -43,9 +43,9 @@ class TransferOptions:
     """What a deployment may choose.
 
     `wire_codec`: raw, int8, or auto (int8 to peers behind a slow link). `max_export_bytes`: budget
-    that room_for answers by, None = the pool is the budget. `burst_bytes`: small progress of a
-    prefill is sent together up to so many bytes. `adopt`: use pages of exporters where they lie, if
-    a lane can.
+    that room_for answers by, None = the pool is the budget. `burst_bytes`: progress of a prefill is
+    sent in bursts of at least so many bytes, and exports of few bursts after token 1. `adopt`: use
+    pages of exporters where they lie, if a lane can.
     """
 
     wire_codec: str = RAW

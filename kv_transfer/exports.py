@@ -32,8 +32,6 @@ from kv_transfer.leases import Leases
 
 log = logging.getLogger(__name__)
 
-LINGER_S: Final = 0.005  # published bytes wait at most for the first publish after this
-
 
 @dataclass(slots=True, eq=False)
 class Export:
@@ -46,7 +44,6 @@ class Export:
     changed: threading.Condition
     published_bytes: int = 0
     wake_at: float = math.inf  # published bytes that a waiting reader waits for
-    woken_at: float = -math.inf
     first_tokens: tuple[FirstToken, ...] | None = None
     completed_at: float | None = None
     version: int = 0  # grows with every change a reader may wait for
@@ -269,14 +266,11 @@ class ExportTable:
             raise KVStale("the lease is over")
 
     def _published(self, export: Export) -> None:
-        """Wake readers for a burst, for what has waited long enough, or for the last bytes: not
-        for each small layer, a switch of threads costs more than its bytes."""
+        """Wake readers for a burst only: what they send costs the core that computes token 1, and
+        each switch of threads costs more than a small layer's bytes. The rest follows token 1."""
         export.version += 1
-        now = self._clock.monotonic()
-        whole = min(export.upto) == export.handle.num_tokens
-        if export.published_bytes >= export.wake_at or now >= export.woken_at + LINGER_S or whole:
+        if export.published_bytes >= export.wake_at:
             export.urgent += 1
-            export.woken_at = now
             export.wake_at = math.inf  # those who wait on say so again
             export.changed.notify_all()
 
@@ -329,11 +323,12 @@ class Reader:
     def __init__(self, table: ExportTable, export: Export, epoch: int) -> None:
         self.handle = export.handle
         self.blocks = export.blocks
+        self.num_bytes = export.num_bytes
         self._table = table
         self._export = export
         self._epoch = epoch
         self._closed = False
-        self._urgent = -1  # as of the last snapshot
+        self._urgent = 0  # as of the last snapshot
         self._taken_bytes = 0
 
     @property
@@ -353,8 +348,8 @@ class Reader:
     def wait(self, seen: int | None, timeout_s: float, burst_bytes: int = 0) -> Snapshot | None:
         """Progress other than version `seen`; None after `timeout_s` without (or once closed).
 
-        Small progress is waited with for `burst_bytes` more, but not long. Raises KVStale or KVLost
-        when released, lapsed or fenced.
+        Progress of fewer than `burst_bytes` is waited with until the export is complete. Raises
+        KVStale or KVLost when released, lapsed or fenced.
         """
         export, table = self._export, self._table
         with export.changed:

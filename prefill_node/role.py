@@ -4,7 +4,8 @@ The life of a request here:
     serve()          -> validated and added as Task.PREFILL (engine thread)
     admitted()       -> its blocks are exported under a lease; the handle goes to the router at once
     layer_written()  -> each layer of each chunk is published: a receiver may read it already
-    on_step()        -> token 1 completes the export, and goes to the router with the step's message
+    on_step()        -> token 1 goes to the router with the step's message
+    told()           -> it is on the wire: the export is complete, and what was not sent yet follows
 The export outlives the request: the receiver's ACK, the router's release or the lease's end unpin
 the blocks. Vectors instead of tokens are baton/node/pooling.py's.
 """
@@ -77,11 +78,20 @@ class PrefillExports:
                 self._engine.abort(request_id)
                 self._lost(request, KVStale("the export was released before token 1"))
 
-    def complete(self, request_id: str, events: Sequence[TokenEvent]) -> None:
-        """Token 1 of each sample ends the export's computing: END carries them."""
+    def computed(
+        self, request_id: str, events: Sequence[TokenEvent]
+    ) -> tuple[KVHandle, tuple[FirstToken, ...]] | None:
+        """Token 1 of each sample ends the computing of an export: it is due for `complete`, which
+        puts those tokens into END. None if the request has none."""
         _, handle = self._open.pop(request_id, (None, None))
-        if handle is not None:
-            self._connector.complete(handle, first_tokens(events))
+        first = first_tokens(events)
+        return None if handle is None or not first else (handle, first)
+
+    def complete(self, request_id: str, events: Sequence[TokenEvent]) -> None:
+        """Both at once, where nobody waits for token 1."""
+        due = self.computed(request_id, events)
+        if due is not None:
+            self._connector.complete(*due)
 
     def give_up(self, request_id: str) -> KVHandle | None:
         """Stop computing `request_id`; returns its unfinished export for the caller to release."""
@@ -128,6 +138,9 @@ class PrefillRole:
         self._context = context
         self._serving: dict[str, _Serving] = {}
         self._pooling = PoolingDesk(context)
+        # Computed, with token 1 on its way to the router: added to by the engine thread only, and
+        # taken from by the event loop only.
+        self._untold: dict[tuple[str, int], tuple[KVHandle, tuple[FirstToken, ...]]] = {}
         self._exports = PrefillExports(
             context.engine, context.connector, self._handle_ready, self._export_lost
         )
@@ -162,6 +175,13 @@ class PrefillRole:
     def ends(self, entry: NodeRequest, event: TokenEvent) -> bool:
         return True  # all samples' events come in one step
 
+    def told(self, events: Sequence[TokenEvent]) -> None:
+        # Not before: the data plane would send megabytes on the core that is to send token 1.
+        for event in events:
+            due = self._untold.pop((event.request_id, event.epoch), None)
+            if due is not None:
+                self._context.connector.complete(*due)
+
     def blocks_freed(self) -> None:
         """The engine looks for room itself."""
         self._pooling.blocks_freed()
@@ -177,7 +197,9 @@ class PrefillRole:
         for event in report.events:
             of_request[event.request_id].append(event)
         for request_id, events in of_request.items():
-            self._exports.complete(request_id, events)
+            due = self._exports.computed(request_id, events)
+            if due is not None:
+                self._untold[request_id, events[0].epoch] = due
         for failed in report.failed:
             self._leave(failed.request_id)
 

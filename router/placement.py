@@ -6,11 +6,14 @@ somebody else a delay:
     remote   P's queue, then the prompt's uncached tokens, at P's measured rate
              + the tail of the hand-over: bytes that D lacks, at the measured seconds per byte
     local    D's queue, then the tokens that D has not cached, at D's rate
-             + interference: every request on D waits while they are computed
+             + interference: every stream that D decodes stands still while they are computed
 
-The prompt stays on D only if that is clearly cheaper (MARGIN). Nothing here trusts a load report
-alone: tokens and requests that this router has sent since are counted at once, so a burst spreads
-over both nodes, whatever they have told so far. What is not measured yet argues for remote.
+The prompt stays on D only if that is clearly cheaper (MARGIN). So a burst spreads over both nodes
+while D has little to decode; while it streams, a prompt moves there only when P's queue is longer
+than all those streams' standing still together (who still waits or fetches does not stream). No
+length and no queue is a threshold: both are weighed in seconds as measured. Nothing here trusts a
+load report alone: tokens that this router has sent since are counted at once. What is not measured
+yet argues for remote.
 """
 
 from __future__ import annotations
@@ -71,7 +74,7 @@ def placement_costs(prompt: Prompt, prefill: Node, decode: Node) -> Costs | None
     to_move = prompt.num_tokens - prompt.decode_cached
     remote_s = on_prefill / prefill_rate + to_move * handover_s_per_token(prefill.load)
     own_s = to_move / decode_rate
-    local_s = queued_tokens(decode) / decode_rate + own_s * (1 + requests_on(decode))
+    local_s = queued_tokens(decode) / decode_rate + own_s * (1 + decode.load.running)
     return Costs(remote_s, local_s)
 
 
@@ -82,7 +85,7 @@ def queued_tokens(node: Node) -> int:
 
 
 def requests_on(node: Node) -> int:
-    """Requests whose tokens a prompt on `node` would hold up."""
+    """Requests that share `node`, or soon will."""
     load = node.load
     return max(load.running + load.waiting + load.swapped + load.fetching, node.assigned)
 

@@ -44,8 +44,10 @@ class EngineStats:
     num_prefill_chunks: int = 0  # rows that computed part of a prompt
     num_chunked_prompts: int = 0  # prompts that took more than one
     step_seconds: float = 0.0  # moving mean
-    prefill_tokens_per_s: float = 0.0  # moving mean over steps that prefill
+    prefill_tokens_per_s: float = 0.0  # over steps that prefill, the last ones counting most
     copy_bytes_per_s: float = 0.0  # moving mean over copies to and from host memory
+    recent_prefill_tokens: float = 0.0  # fading sums, whose ratio is prefill_tokens_per_s
+    recent_prefill_seconds: float = 0.0
 
     @property
     def prefix_hit_rate(self) -> float:
@@ -69,9 +71,12 @@ class EngineStats:
         """Count a step that took `seconds` and computed `num_prefill_tokens` tokens of prompts."""
         self.step_seconds = _mean(self.step_seconds, seconds, first=self.num_steps == 0)
         if num_prefill_tokens and seconds > 0:
-            rate = num_prefill_tokens / seconds
-            first = self.prefill_tokens_per_s == 0.0
-            self.prefill_tokens_per_s = _mean(self.prefill_tokens_per_s, rate, first=first)
+            # A ratio of sums, not a mean of ratios: a step with a few tokens costs almost as much
+            # as one without any, and says little about the rate of a long prompt.
+            kept = 1 - SMOOTHING
+            self.recent_prefill_tokens = kept * self.recent_prefill_tokens + num_prefill_tokens
+            self.recent_prefill_seconds = kept * self.recent_prefill_seconds + seconds
+            self.prefill_tokens_per_s = self.recent_prefill_tokens / self.recent_prefill_seconds
         self.num_prompt_tokens += num_prefill_tokens
         self.num_steps += 1
 

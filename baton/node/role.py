@@ -7,7 +7,7 @@ that call is how a request is aborted, so every exit of `serve` gives back all i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -74,6 +74,10 @@ class NodeRole(Protocol):
 
     def on_step(self, report: StepReport) -> None:
         """After each step, on the engine thread, before routers hear of it. Must not block."""
+        ...
+
+    def told(self, events: Sequence[TokenEvent]) -> None:
+        """These are on the wire to their router, or nobody wants them any more. Event loop."""
         ...
 
     def blocks_freed(self) -> None:

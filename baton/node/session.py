@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from baton.errors import BatonError, Overloaded
@@ -28,7 +29,8 @@ class RouterSession:
     last_load: NodeLoad | None = None
 
     def __post_init__(self) -> None:
-        self._outbox: deque[NodeStep] = deque()
+        self._outbox: deque[tuple[NodeStep, Callable[[], object] | None]] = deque()
+        self._written: Callable[[], object] | None = None  # to be called for what is being written
         self._wake = asyncio.Event()
         self._next_seq = 1
         self._cut: BatonError | None = None
@@ -44,19 +46,22 @@ class RouterSession:
         """Messages that wait to be written."""
         return len(self._outbox)
 
-    def send(self, step: NodeStep) -> None:
+    def send(self, step: NodeStep, written: Callable[[], object] | None = None) -> None:
         """Queue a message, several for a very long one; cuts the session if too many are unread.
 
-        Never blocks.
+        Never blocks. `written` is called once: when all is on the wire, or never will be.
         """
-        for part in in_parts(step):
-            self._send(part)
+        *parts, last = in_parts(step)
+        for part in parts:
+            self._send(part, None)
+        self._send(last, written)
 
-    def _send(self, step: NodeStep) -> None:
-        if self._cut is not None:
-            return
-        if len(self._outbox) >= self.max_messages:
+    def _send(self, step: NodeStep, written: Callable[[], object] | None) -> None:
+        if self._cut is None and len(self._outbox) >= self.max_messages:
             self.cut(Overloaded(f"{self.max_messages} messages unread by router {self.router_id}"))
+        if self._cut is not None:
+            if written is not None:
+                written()
             return
         if step.block_events:
             # Numbered per session, from its snapshot on: a router sees a gap only if one was lost.
@@ -64,7 +69,7 @@ class RouterSession:
             self._next_seq += len(step.block_events)
         if step.load is not None:
             self.last_load = step.load
-        self._outbox.append(step)
+        self._outbox.append((step, written))
         self._wake.set()
 
     def changed_load(self, load: NodeLoad) -> NodeLoad | None:
@@ -80,18 +85,29 @@ class RouterSession:
         """Send nothing more and forget what is unread. The first reason stays."""
         if self._cut is None:
             self._cut = reason
-            self._outbox.clear()
+            self._end_writing()
+            while self._outbox:
+                _, self._written = self._outbox.popleft()
+                self._end_writing()
             self._wake.set()
             self._cut_event.set()
 
     async def next(self) -> NodeStep:
-        """The next message to write, in order. Raises the reason of the cut."""
+        """The next message to write, in order; the one before has been written. Raises the reason
+        of the cut."""
+        self._end_writing()
         while not self._outbox:
             if self._cut is not None:
                 raise self._cut
             self._wake.clear()
             await self._wake.wait()
-        return self._outbox.popleft()
+        step, self._written = self._outbox.popleft()
+        return step
+
+    def _end_writing(self) -> None:
+        written, self._written = self._written, None
+        if written is not None:
+            written()
 
     async def wait_cut(self) -> None:
         """Returns once the session is cut, whatever its writer is waiting for."""

@@ -14,6 +14,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import baton
@@ -475,10 +476,12 @@ class NodeShell:
         shares: defaultdict[RouterSession, _Share] = defaultdict(_Share)
         for event in report.events:
             entry = self.requests.find(event.request_id, event.epoch)
-            if entry is not None:  # else: aborted while the step ran
-                shares[entry.session].tokens.append(event)
-                if self.role.ends(entry, event):
-                    entry.end()
+            if entry is None:  # aborted while the step ran
+                self.role.told((event,))
+                continue
+            shares[entry.session].tokens.append(event)
+            if self.role.ends(entry, event):
+                entry.end()
         for failed in report.failed:
             entry = self.requests.find(failed.request_id, failed.epoch)
             if entry is not None:
@@ -491,7 +494,7 @@ class NodeShell:
         self, shares: dict[RouterSession, _Share], block_events: tuple[BlockEvent, ...]
     ) -> None:
         load = self.load()
-        for session in self._sessions:
+        for session in self._sessions | shares.keys():
             share = shares.get(session, _Share())
             step = NodeStep(
                 tokens=tuple(share.tokens),
@@ -500,4 +503,4 @@ class NodeShell:
                 block_events=block_events if session.synced else (),
             )
             if step.tokens or step.failed or step.load or step.block_events:
-                session.send(step)
+                session.send(step, partial(self.role.told, step.tokens) if step.tokens else None)

@@ -6,6 +6,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from rich.console import Console
+from rich.table import Table
 
 from baton.errors import ConfigError
 from bench import serve_goodput, serve_interference
@@ -13,10 +15,18 @@ from bench.load import Target
 from bench.measure import Slo
 from bench.plot import Line, Panel, svg
 from bench.recorded import Scaling, bundled
-from bench.serve import ServeOptions, numbers_of, pair_of, parse
+from bench.serve import ServeOptions, goodput_table, numbers_of, pair_of, parse
 from bench.serve_goodput import Sweep
 from bench.serve_interference import InterferencePlan
 from tests.bench.test_load import FakeModel, serving
+
+
+def render(table: Table) -> str:
+    console = Console(width=200)
+    with console.capture() as captured:
+        console.print(table)
+    return captured.get()
+
 
 SCALING = Scaling(20.0, 0.5, 16, 4, 64, (300, 400))
 
@@ -53,7 +63,7 @@ async def test_a_sweep_counts_what_met_both_limits() -> None:
     model = FakeModel()
     sweep = Sweep(bundled(), [10.0, 20.0], SCALING, Slo(5.0, 1.0))
     async with serving(model) as url:
-        rows = await serve_goodput.measure(Target(url), sweep, sweep.load(), "apart")
+        rows = await serve_goodput.measure(Target(url), sweep, sweep.load(), "auto")
         none = Sweep(bundled(), [10.0], SCALING, Slo(0.0, 0.0))
         lost = await serve_goodput.measure(Target(url), none, none.load(), "colocated")
     assert [(row["trace"], row["rate"]) for row in rows] == [
@@ -64,10 +74,37 @@ async def test_a_sweep_counts_what_met_both_limits() -> None:
     assert {row["goodput"] for row in lost} == {0.0}
     compared = serve_goodput.compare([*rows, *lost])
     both = [row for row in compared if row["rate"] == 10.0]
-    assert [row["apart_not_below"] for row in both] == [True, True]
+    assert [row["auto_not_below"] for row in both] == [True, True]
+    assert all(row["spread"]["colocated"] == (0.0, 0.0) for row in both)
+    assert all(low == high > 0 for low, high in (row["auto_over_colocated"] for row in both))
+    assert "auto" in render(goodput_table([{**row, "remote": 0.0, "spread": {
+        **row["spread"], "remote": (0.0, 0.0)}} for row in both]))  # fmt: skip
     drawn = ElementTree.fromstring(serve_goodput.plot(both, sweep.slo))
     lines = drawn.findall("{http://www.w3.org/2000/svg}polyline")
     assert len(lines) == 4  # two traces, two modes
+
+
+async def test_each_turn_sends_other_requests_the_same_in_every_mode() -> None:
+    asked: list[list[object]] = []
+    sweep = Sweep(bundled(), [10.0], SCALING, Slo(5.0, 1.0))
+    for mode, turn in (("auto", 0), ("colocated", 0), ("auto", 1)):
+        model = FakeModel()
+        async with serving(model) as url:
+            await serve_goodput.measure(Target(url), sweep, sweep.load(), mode, turn)
+        asked.append(sorted(str(body["prompt"]) for body in model.requests))
+    assert asked[0] == asked[1] != asked[2]
+
+
+def test_a_point_where_auto_loses_is_told() -> None:
+    point = {"trace": "t", "rate": 4.0}
+    rows = [
+        {**point, "mode": mode, "goodput": goodput}
+        for mode, goodput in (("auto", 3.0), ("colocated", 3.2), ("auto", 3.5), ("colocated", 3.4))
+    ]
+    (row,) = serve_goodput.compare(rows)
+    assert row["auto_not_below"] is False
+    assert row["auto_over_colocated"] == pytest.approx((-0.2, 0.1)), "pair by pair"
+    assert row["spread"]["auto"] == (3.0, 3.5)
 
 
 def test_a_figure_is_an_svg_with_every_line() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -66,14 +68,31 @@ def test_what_a_client_sees_is_paired() -> None:
     apart, local = Seen(), Seen()
     for extra in (0.001, 0.003):
         steps = [0.1 + 0.01 * index for index in range(OUTPUT)]
-        transfer_client.note([0.1 + extra, *[s + 0.02 for s in steps[1:]]], apart)
-        transfer_client.note(steps, local)
-    transfer_client.note([0.1], Seen())  # too short an answer has no gaps
-    found = transfer_client.row(64, apart, local)
+        transfer_client.note([0.1 + extra, *[s + 0.02 for s in steps[1:]]], 0.095, apart)
+        transfer_client.note(steps, 0.09, local)
+    transfer_client.note([0.1], 0.1, Seen())  # too short an answer has no gaps
+    found = transfer_client.row("shm", 64, apart, local)
     assert found["ttft_added_ms"]["median"] == pytest.approx(2.0)
     assert found["token2_beyond_step_ms"]["median"] == pytest.approx(18.0)
-    goals = transfer.client_goals({"rows": [found]})
-    assert [goal.passed for goal in goals] == [True, False]
+    assert found["cpu_added_ms"]["median"] == pytest.approx(5.0)
+    slower = {**found, "tokens": 512, "lane": "stream", "ttft_added_ms": rate(7.0)}
+    goals = transfer.client_goals({"rows": [found, slower]})
+    assert [goal.passed for goal in goals] == [True, False, True, False]
+    assert goals[2].limit == pytest.approx(8.0), "the lane's CPU before token 1 comes on top"
+    assert transfer.client_goals({"rows": []}) == []
+
+
+def test_a_median_is_known_the_better_the_more_there_is() -> None:
+    few, many = transfer_client.confident([1.0, 9.0]), transfer_client.confident(range(101))
+    assert (few["low"], few["high"]) == (1.0, 9.0)
+    assert (many["low"], many["median"], many["high"]) == (40, 50, 60)
+
+
+def test_cpu_time_of_a_process_grows_with_its_work() -> None:
+    before, until = transfer_client.cpu_s(os.getpid()), time.process_time() + 0.02
+    while time.process_time() < until:
+        pass
+    assert transfer_client.cpu_s(os.getpid()) - before >= 0.015
 
 
 def test_a_spread_needs_values() -> None:

@@ -99,6 +99,37 @@ def test_node_command_carries_the_engine_flags() -> None:
     assert decode[decode.index("--metrics-port") + 1] == "0"
 
 
+@pytest.mark.parametrize(
+    ("engine", "prefill_nodes", "tokens"),
+    [
+        ({}, 1, ["128"]),
+        ({"max_num_batched_tokens": None, "max_num_seqs": None}, 1, ["128"]),
+        ({"max_num_batched_tokens": "512"}, 1, ["512"]),
+        ({"max_num_seqs": "200"}, 1, None),
+        ({}, 0, None),
+    ],
+)
+def test_a_decode_node_beside_prefill_nodes_takes_small_steps(
+    engine: dict[str, object], prefill_nodes: int, tokens: list[str] | None
+) -> None:
+    options = UpOptions(colocated=not prefill_nodes)
+    nodes = plan_for(options, [0, 1]).nodes
+    commands = [flags_of(node_command(node, options, engine, None)) for node in nodes]
+    given = engine.get("max_num_batched_tokens")
+    assert commands[-1].get("--max-num-batched-tokens") == tokens
+    if prefill_nodes:
+        assert commands[0].get("--max-num-batched-tokens") == ([given] if given else None)
+
+
+def test_where_prompts_are_computed_is_the_routers_to_know() -> None:
+    for options, placement in (
+        (UpOptions(), "auto"),
+        (UpOptions(prefill_placement="remote"), "remote"),
+    ):
+        command = router_command(plan_for(options, [0, 1]), options, {"model": "/m"}, None)
+        assert flags_of(command)["--prefill-placement"] == [placement]
+
+
 def test_router_finds_nodes_by_redis_or_by_address() -> None:
     options = UpOptions(decode=2)
     plan = plan_for(options, [0, 1])

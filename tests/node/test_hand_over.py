@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
-from baton.events import BlockEventKind
-from baton.handles import Role
+from baton.events import BlockEventKind, FirstToken, NodeStep
+from baton.handles import KVHandle, Role
 from baton.kv_spec import LayerSpec
+from baton.node.session import RouterSession
 from baton.request import FinishReason
 from kv_transfer.grpc_stream import GrpcLane
 from tests.fakes import expected_output, request
@@ -95,6 +98,55 @@ async def test_the_handle_leaves_before_the_first_layer_and_the_token_waits_for_
         ]
         assert order == ["handle", "token"]
         await pair.to_p.release(handle)
+        await assert_idle(pair)
+
+
+async def test_what_is_still_to_be_sent_follows_token_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The export is complete, and so wakes the data plane, when token 1 has been written."""
+    async with running_pair() as pair:
+        connector, session, order = pair.p.node.shell.connector, RouterSession, list[str]()
+        complete, follow = connector.complete, session.next
+
+        async def next_message(self: RouterSession) -> NodeStep:
+            if order == ["writing"]:
+                order.append("written")
+            step = await follow(self)
+            if step.tokens:
+                order.append("writing")
+            return step
+
+        def completed(handle: KVHandle, first: Sequence[FirstToken]) -> None:
+            order.append("complete")
+            complete(handle, first)
+
+        monkeypatch.setattr(session, "next", next_message)
+        monkeypatch.setattr(connector, "complete", completed)
+        await pair.to_p.prefill(request("warm up"))  # the writer waits in the real `next` until now
+        await pair.to_p.until(lambda: pair.to_p.events("warm up"))
+        await pair.to_p.release(pair.to_p.handles("warm up")[0])
+        order.clear()
+        asked = request(prompt=PROMPT, max_tokens=12)
+        await pair.to_p.prefill(asked)
+        await pair.to_d.decode(asked, await pair.to_p.handle_of("r"))
+        await pair.to_p.until(lambda: pair.to_p.events("r"))
+        assert await pair.to_d.all_tokens("r") == expected(asked)
+        assert order[:3] == ["writing", "written", "complete"]
+        await assert_idle(pair)
+
+
+async def test_an_export_ends_complete_though_its_router_has_gone() -> None:
+    asked = request(prompt=PROMPT, max_tokens=12)
+    async with running_pair() as pair:
+        pair.p.runner.step_gate.close()
+        async with connected(pair.p, "router-2") as gone:
+            await gone.prefill(asked)
+            handle = await gone.handle_of("r")
+            await pair.to_d.decode(asked, handle)
+            await pair.to_d.until(lambda: pair.to_d.subscribed("r"))
+            await pair.p.runner.step_gate.reached()
+            pair.p.runner.step_gate.open()
+            await gone.until(lambda: gone.events("r"))
+        assert await pair.to_d.all_tokens("r") == expected(asked)
         await assert_idle(pair)
 
 

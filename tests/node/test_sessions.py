@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import grpc
@@ -271,6 +272,22 @@ async def test_a_deadline_ends_a_request_and_frees_its_blocks(program) -> None:
         assert (failed.code, failed.retryable) == ("deadline_exceeded", False)
         node.runner.step_gate.open()
         await node.until_idle()
+
+
+async def test_what_waits_for_a_message_hears_once_that_it_is_written_or_never_will_be() -> None:
+    session, heard = RouterSession("r", 3), list[str]()
+    for name in ("first", "second", "third"):
+        session.send(NodeStep(), partial(heard.append, name))
+    await session.next()
+    assert heard == [], "it is being written"
+    await session.next()
+    assert heard == ["first"]
+    session.cut(Overloaded("too slow"))
+    assert heard == ["first", "second", "third"]
+    session.send(NodeStep(), partial(heard.append, "late"))
+    with pytest.raises(Overloaded):
+        await session.next()
+    assert heard == ["first", "second", "third", "late"]
 
 
 async def test_a_load_whose_counters_alone_moved_waits_for_the_heartbeat() -> None:

@@ -83,6 +83,7 @@ class Stage:
         *then: Message,
         layers: tuple[LayerSpec, ...] = LAYERS,
         burst_bytes: int = 0,
+        num_bytes: int = 1,
     ) -> None:
         arena = KVArena(layers, 4, 8, "bfloat16")
         self.memory = ArenaMemory(arena)
@@ -98,7 +99,7 @@ class Stage:
             self.clock,
             lambda h, b, why: self.freed.append(why),
         )
-        self.table.add(handle_of(self.table.next_sequence()), held((0, 1, 2)), 1)
+        self.table.add(handle_of(self.table.next_sequence()), held((0, 1, 2)), num_bytes)
         self.stats = TransferStats()
         self.peer = Peer(theirs, [question, *(then or (Ack(1),))])
         exporter = Exporter(
@@ -248,17 +249,28 @@ def test_big_frames_are_built_in_the_lanes_memory() -> None:
     assert stage.kinds() == [Kind.END]
 
 
-def test_progress_that_comes_apace_is_sent_together() -> None:
-    stage = Stage(FETCH, Timing(kv_progress_s=30), burst_bytes=1 << 20)
-    first = stage.table.open(1, b"1", "r", 1).wait(None, 1.0, 1 << 20)
-    assert first is not None
-    assert stage.table.publish(1, 0, 5)
-    stage.next()  # the first is not made to wait: nobody knows when the next one comes
+def test_progress_is_sent_in_bursts() -> None:
+    """Of three layers, 16 tokens each (a byte per token and layer): bursts of 4 bytes."""
+    stage = Stage(FETCH, Timing(kv_progress_s=30), burst_bytes=4, num_bytes=1000)
+    with ThreadPoolExecutor(1) as pool:
+        for upto in (4, 8):
+            waiting = pool.submit(stage.next_frame)
+            assert stage.table.publish(1, 0, upto - 1)
+            assert not waiting.done()
+            assert stage.table.publish(1, 0, upto)
+            header = waiting.result(5.0).header
+            assert (header.layer, header.token0, header.num_tokens) == (0, upto - 4, 4)
+
+
+def test_a_small_export_follows_token_1() -> None:
+    num_bytes = TOKENS * len(LAYERS)
+    stage = Stage(FETCH, Timing(kv_progress_s=30), burst_bytes=num_bytes, num_bytes=num_bytes)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(stage.next_frame)
-        for layer in range(len(LAYERS)):
-            for upto in range(6, TOKENS + 1):
-                assert not waiting.done()
-                assert stage.table.publish(1, layer, upto)
+        stage.publish()
+        assert not waiting.done()
+        assert stage.stats.total_sent == 0
+        stage.table.complete(1, ())
         header = waiting.result(5.0).header
-    assert (header.layer, header.token0, header.num_tokens) == (0, 5, TOKENS - 5)
+    assert (header.layer, header.token0, header.num_tokens) == (0, 0, TOKENS)
+    assert stage.kinds().count(Kind.DATA) == len(LAYERS) - 1

@@ -83,6 +83,7 @@ class LaneTotals:
 
     sent_bytes: int = 0
     received_bytes: int = 0
+    adopted_bytes: int = 0  # read where they lie
     sent_frames: int = 0
     received_frames: int = 0
     fetches: int = 0  # that ended well
@@ -210,6 +211,7 @@ class _NodeCollector(Collector):
 _LANE_COUNTERS: Final[tuple[tuple[str, str, Callable[[LaneTotals], float]], ...]] = (
     ("baton_kv_lane_sent_bytes", "KV bytes sent", lambda t: t.sent_bytes),
     ("baton_kv_lane_received_bytes", "KV bytes received and verified", lambda t: t.received_bytes),
+    ("baton_kv_lane_adopted_bytes", "KV bytes read where they lie", lambda t: t.adopted_bytes),
     ("baton_kv_lane_sent_frames", "DATA frames sent", lambda t: t.sent_frames),
     ("baton_kv_lane_received_frames", "DATA frames received", lambda t: t.received_frames),
     ("baton_kv_lane_fetches", "KV fetches that ended well", lambda t: t.fetches),

@@ -2,7 +2,8 @@
 
 A way is a lane and how it is set up: `stream` picks a Unix socket between processes of one host, so
 TCP alone and TCP under TLS stand beside it; TLS needs the `openssl` command for its certificates.
-Direct lanes (`shm`, `nixl`) read the pool of the other process: it must lie in a `Place`.
+Direct lanes (`shm`, `nixl`) read the pool of the other process: it must lie in a `Place`. By `shm`
+the bytes are copied once, or (`shm adopted`) used where they lie.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -31,7 +33,8 @@ from kv_transfer.tls import TlsFiles
 log = logging.getLogger(__name__)
 
 TCP: Final = "stream tcp"
-DIRECT: Final = ("shm", "nixl")
+ADOPTED: Final = "shm adopted"
+DIRECT: Final = ("shm", ADOPTED, "nixl")
 TLS_WAYS: Final = {"stream tls": TCP, "grpc tls": "grpc"}  # and what each is compared with
 OPENSSL_S: Final = 30
 
@@ -53,6 +56,7 @@ class Place:
             self._memory = torch.zeros(num_bytes, dtype=torch.uint8)
         else:
             self._memory = self._shared.memory()
+            return self._shared.reach()
         return self._memory
 
     def lane(self, name: str, arena: KVArena, timing: Timing) -> Lane:
@@ -61,15 +65,21 @@ class Place:
         if memory is None:
             raise ConfigError(f"lane {name}: the pool lies elsewhere")
         inner = StreamLane(timing, StreamOptions())
-        if name == "shm":
+        if lane_of(name) == "shm":
             if self._shared is None:
                 raise ConfigError("the pool lies in no shared file")
-            pool_map = map_of(arena, self._shared.address, self._shared.place.num_bytes)
+            size = self._shared.place.num_bytes
+            pool_map = map_of(arena, self._shared.address, size, arena.num_blocks)
             return ShmLane(inner, self._shared, pool_map)
         from kv_transfer.nixl import NixlLane, NixlPool  # the package is optional
 
-        pool_map = map_of(arena, memory.data_ptr(), memory.nbytes)
+        pool_map = map_of(arena, memory.data_ptr(), memory.nbytes, arena.num_blocks)
         return NixlLane(inner, NixlPool(memory, pool_map), timing)
+
+    def pages(self, ids: Sequence[int]) -> memoryview:
+        """A copy of these pages, other pools' among them, one after the other."""
+        assert self._shared is not None, "only shared pools have pages in reach"
+        return self._shared.pages()[list(ids)].flatten().numpy().data
 
     def close(self) -> None:
         """Remove the file. Idempotent."""
@@ -81,7 +91,7 @@ def all_ways() -> list[str]:
     """Every way there is, best lane first."""
     two_sided = ["stream", TCP, "stream tls", "grpc", "grpc tls", "dist"]
     known = {lane_of(way) for way in two_sided} | set(DIRECT)
-    return ["shm", *two_sided, "nixl", *(name for name in MAKERS if name not in known)]
+    return ["shm", ADOPTED, *two_sided, "nixl", *(name for name in MAKERS if name not in known)]
 
 
 def lane_of(way: str) -> str:

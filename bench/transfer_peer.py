@@ -36,10 +36,10 @@ from baton.sampling import SamplingParams
 from baton.timing import Timing
 from baton.wire import handle_from_bytes, handle_to_bytes
 from bench.transfer_engine import PrefillEngine
-from bench.transfer_lanes import DIRECT, Place, all_ways, make_way
+from bench.transfer_lanes import ADOPTED, DIRECT, Place, all_ways, make_way
 from bench.transfer_raw import RawServer, read_raw
 from kv_transfer.base import Blocks
-from kv_transfer.connector import Connector
+from kv_transfer.connector import Connector, TransferOptions
 from kv_transfer.frames import MAX_PAYLOAD
 from kv_transfer.layout import ArenaMemory
 
@@ -129,6 +129,7 @@ class Peer:
                     timing=TIMING,
                     clock=SystemClock(),
                     on_released=self._released,
+                    options=TransferOptions(adopt=way == ADOPTED),
                 )
                 await connector.start()
             except (ConfigError, ImportError) as error:
@@ -152,13 +153,23 @@ class Peer:
         connector.complete(export, (FirstToken(position=0, token_id=1),))
         return {"handle": _told(export)}
 
-    async def answer_fetch(self, way: str, handle: str) -> dict[str, Any]:
-        """Fetch what was exported the same way. Times are on the clock that processes share."""
+    async def answer_fetch(self, way: str, handle: str, look: bool = False) -> dict[str, Any]:
+        """Fetch what was exported the same way. Times are on the clock that processes share;
+        `bytes` is what was copied. `look`: `digest` of what can be read in adopted pages."""
         export = handle_from_bytes(bytes.fromhex(handle))
+        connector = self._connectors[way]
+        before = connector.stats.total_received
+        adopts = connector.adopts(export)
         began = time.monotonic()
-        ready = await self._connectors[way].fetch(export, export.epoch, self.pool.blocks)
+        ready = await connector.fetch(export, export.epoch, self.pool.blocks, adopt=adopts)
         ended = time.monotonic()
-        return {"began_at": began, "ended_at": ended, "bytes": ready.num_bytes}
+        copied = connector.stats.total_received - before
+        answer: dict[str, Any] = {"began_at": began, "ended_at": ended, "bytes": copied}
+        if ready.held is not None:
+            if look:
+                answer["digest"] = xxhash.xxh3_64_hexdigest(self._place.pages(ready.adopted))
+            await ready.held.release()
+        return answer
 
     # ---- the engine ------------------------------------------------------------------------------
     async def answer_prefill(self, way: str, seed: int, tokens: int) -> dict[str, Any]:

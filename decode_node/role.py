@@ -161,7 +161,7 @@ class DecodeRole:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the lease frees it
                 context.loop.call_soon_threadsafe(lambda: context.spawn(held.release()))
 
-        return Adoption(request_id, pages, release, held.safe)
+        return Adoption(request_id, pages, release, held.safe, held.wanted)
 
     async def _while_leased(self, handle: KVHandle, epoch: int, work: Coroutine[Any, Any, T]) -> T:
         """Do `work` while the lease is renewed; raises what ends the lease first."""
@@ -224,7 +224,8 @@ class DecodeRole:
         return handle
 
     def on_step(self, report: StepReport) -> None:
-        """Nothing to do on this thread: a decode node's tokens need no completing."""
+        """A decode node's tokens need no completing."""
+        self._context.connector.want_back(report.short_of_room)
 
     def _leave(self, engine: Engine, seat: Seat) -> None:
         seat.leave(engine)

@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import Any
 
 from baton.errors import BatonError, ConfigError
+from baton.socket_folder import SocketFolder, remove_stale
 from deploy.plan import (
     DEFAULT_GRPC_PORT,
     DEFAULT_PORT,
@@ -36,7 +37,6 @@ from deploy.plan import (
 )
 from deploy.process import Child, Exited, ProcessSpec, Ready
 from deploy.redis_server import find_redis_binary, redis_spec, socket_url, without_password
-from deploy.socket_folder import SocketFolder, remove_stale
 
 START_TIMEOUT_S = 1800.0  # a large model from a slow disk, or a download from the hub
 ROUTER_STOP_S = 10.0
@@ -45,6 +45,7 @@ REDIS_STOP_S = 5.0
 MAX_RESTARTS = 5
 RESTART_WINDOW_S = 60.0
 LAST_LINES = 25
+SOCKET_PREFIX = "baton-up-"
 CANNOT_BIND = "cannot bind"  # the router's words for a port that is taken
 
 
@@ -170,8 +171,8 @@ class Cluster:
             text = "no Redis server found: request states live in the router's memory only"
             self._tell(Report("redis", text, trouble=True))
             return
-        remove_stale()
-        self._socket_folder = SocketFolder()
+        remove_stale(SOCKET_PREFIX)
+        self._socket_folder = SocketFolder(SOCKET_PREFIX)
         address = self._socket_folder.path / "redis.sock"
         data = self.run_dir / "redis"
         data.mkdir(parents=True, exist_ok=True)

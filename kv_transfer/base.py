@@ -102,6 +102,11 @@ class HeldExport(Protocol):
         """Returns when the lease cannot be kept any longer: whoever uses the blocks must stop."""
         ...
 
+    def wanted(self) -> bool:
+        """Whether the exporter would have its blocks back soon: it is short of them, drains, or
+        renews no more. Any thread; cheap."""
+        ...
+
     def safe(self) -> bool:
         """Whether the exporter's blocks are still those of the export: it has promised so until
         later than now, or it is dead. Whoever reads them asks before and after. Any thread."""
@@ -180,6 +185,10 @@ class KVConnector(Protocol):
         `adopts` says so; implies `hold`): say where all pages lie, and write none.
         Raises KVStale, KVLost, KVCorrupt, KVTimeout; KVRefused if the two may never exchange KV.
         """
+        ...
+
+    def want_back(self, wanted: bool) -> None:
+        """Tell who has adopted our blocks whether we are short of them. Any thread; cheap."""
         ...
 
     def adopts(self, handle: KVHandle) -> bool:
@@ -320,6 +329,10 @@ class Loan(Protocol):
         """Their owner is dead: nobody will ever write them again."""
         ...
 
+    def wanted(self) -> bool:
+        """Their owner is short of pages, and would have them back."""
+        ...
+
     def end(self) -> None:
         """They are read no more. Idempotent."""
         ...
@@ -328,6 +341,10 @@ class Loan(Protocol):
 @runtime_checkable
 class LendingLane(Protocol):
     """A lane to pools of which pages can be used in place."""
+
+    def want_back(self, wanted: bool) -> None:
+        """Tell those who use pages of our own pool whether we are short of them. Any thread."""
+        ...
 
     def lends(self, address: LaneAddress) -> bool:
         """Whether that pool's pages are laid out as ours are."""

@@ -60,6 +60,7 @@ def encode_body(message: Message) -> Buffer:
                 codec=message.codec,
                 windowed=message.windowed,
                 timeout_ms=message.timeout_ms,
+                adopt=message.adopt,
             ).SerializeToString(deterministic=True)
         case BlockTables():
             return kv_pb2.Blocks(
@@ -122,6 +123,7 @@ def _end(message: End) -> kv_pb2.End:
         lease_held=message.lease_held,
         num_frames=message.num_frames,
         waited_ms=message.waited_ms,
+        lease_ms=message.lease_ms,
         first_tokens=[
             kv_pb2.FirstToken(
                 sample=token.sample,
@@ -184,6 +186,7 @@ def _decode_fetch(payload: bytes) -> Fetch:
         codec=body.codec,
         windowed=body.windowed,
         timeout_ms=body.timeout_ms,
+        adopt=body.adopt,
     )
 
 
@@ -206,7 +209,14 @@ def _decode_end(payload: bytes) -> End:
         )
         for token in body.first_tokens
     )
-    return End(body.num_tokens, body.lease_held, tokens, body.num_frames, body.waited_ms)
+    return End(
+        body.num_tokens,
+        body.lease_held,
+        tokens,
+        body.num_frames,
+        body.waited_ms,
+        body.lease_ms,
+    )
 
 
 def _decode_ack(payload: bytes) -> Ack:

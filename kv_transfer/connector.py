@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -19,7 +20,7 @@ from baton.events import FirstToken
 from baton.handles import Endpoint, KVHandle, LaneAddress
 from baton.request import Request
 from baton.timing import Timing
-from kv_transfer.base import Blocks, KVMemory, KVReady, Lane, OnReleased
+from kv_transfer.base import Blocks, KVMemory, KVReady, Lane, LendingLane, OnReleased
 from kv_transfer.exporter import Exporter
 from kv_transfer.exports import ExportTable
 from kv_transfer.fetcher import Fetcher
@@ -115,6 +116,8 @@ class Connector:
         )
         self._endpoint: Endpoint | None = None
         self._stopping = False
+        self._draining = False
+        self._want_lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lease_task: asyncio.Task[None] | None = None
         self._exported = asyncio.Event()
@@ -260,6 +263,18 @@ class Connector:
                     await self._exported.wait()
             except TimeoutError:
                 continue
+
+    def want_back(self, wanted: bool) -> None:
+        """See base.KVConnector.want_back."""
+        with self._want_lock:
+            for lane in self.lanes:
+                if isinstance(lane, LendingLane):
+                    lane.want_back(wanted or self._draining)
+
+    def drain(self) -> None:
+        """From now on blocks are wanted back. Any thread."""
+        self._draining = True
+        self.want_back(True)
 
     # ---- fetching ------------------------------------------------------------------------------
     def adopts(self, handle: KVHandle) -> bool:

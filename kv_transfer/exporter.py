@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from baton.clock import Clock, deadline_from_ms
-from baton.errors import KVCorrupt, KVError
+from baton.errors import InternalError, KVCorrupt, KVError
 from baton.timing import Timing
 from kv_transfer.base import Incoming, KVMemory, Payload, Span
 from kv_transfer.bodies import decode_body, encode_body, kind_of
@@ -156,9 +156,10 @@ class _Connection:
         self._peer.on_closed(self._on_closed)
         try:
             while not session.done:
-                if answer is None:
+                event = answer or self._next_at_once()
+                if event is None:
                     yield from parcels.flush()  # something may be waited for now
-                event = self._next_event() if answer is None else answer
+                    event = self._next_event()
                 answer = None
                 for action in session.receive(event):
                     frame, answer = self._perform(action)
@@ -172,6 +173,10 @@ class _Connection:
             log.warning("connection on lane %s ended: %s", self._lane, error)
             yield from parcels.flush()
             yield self._encode(failure_of(error))
+        except InternalError:
+            log.exception("a connection on lane %s ended by a fault of ours", self._lane)
+            yield from parcels.flush()
+            yield self._encode(Failure(FailureCode.LOST, "the exporter has failed"))
         finally:
             self._on_closed()
 
@@ -182,6 +187,18 @@ class _Connection:
             reader = self._reader
         if reader is not None:
             reader.close()
+
+    def _next_at_once(self) -> ExporterEvent | None:
+        """What need not be waited for: it travels with what is to be sent anyway."""
+        reader = self._reader
+        if self._session.state is not ExporterState.STREAMING or self._seen is not None:
+            return None
+        assert reader is not None
+        try:
+            snapshot = reader.wait(None, 0.0)
+        except KVError as error:
+            return Refused(failure_of(error))
+        return None if snapshot is None else self._progress(snapshot)
 
     def _next_event(self) -> ExporterEvent:
         """Wait for progress of the export while streaming, else for the peer's next frame."""
@@ -233,8 +250,8 @@ class _Connection:
                 return self._announce(span)
             case Open(fetch):
                 return None, self._open(fetch)
-            case Check(message):
-                return None, self._check(message)
+            case Check(message, adopting):
+                return None, self._promise() if adopting else self._check(message)
             case Release():
                 self._release(action)
                 return None, None
@@ -315,16 +332,26 @@ class _Connection:
             return Refused(failure_of(error))
         return LeaseHeld()
 
+    def _promise(self) -> ExporterEvent:
+        """The fetcher will read the blocks where they lie; its hand-over ends here."""
+        assert self._reader is not None
+        try:
+            self._reader.promise()
+        except KVError as error:
+            return Refused(failure_of(error))
+        self._end_tail(self._reader)
+        return LeaseHeld(round(self._shared.table.lease_s * 1000))
+
+    def _end_tail(self, reader: Reader) -> None:
+        if reader.completed_at is not None:
+            ready_at = max(reader.completed_at, self._opened_at)
+            self._shared.stats.tail(self._lane, self._shared.clock.monotonic() - ready_at)
+        self._reader = None  # one tail per fetch
+
     def _release(self, action: Release) -> None:
         shared, reader = self._shared, self._reader
-        if (
-            reader is not None
-            and reader.handle.export_seq == action.export_seq
-            and reader.completed_at is not None
-        ):
-            ready_at = max(reader.completed_at, self._opened_at)
-            shared.stats.tail(self._lane, shared.clock.monotonic() - ready_at)
-            self._reader = None  # one tail per fetch
+        if reader is not None and reader.handle.export_seq == action.export_seq:
+            self._end_tail(reader)
         freed = shared.table.acknowledge(action.export_seq, action.epoch, action.rank, action.ranks)
         if freed is not None and action.wait:
             try:

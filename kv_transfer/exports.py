@@ -4,6 +4,8 @@ Life of an export: add -> publish* -> complete -> released -> freed. It is relea
 release(), the end of its lease, or stop(); from then on no read may begin. It is freed, once, when
 the last read has ended: then `on_released` fires and the caller unpins the blocks. Reads of a
 direct lane do not count: they happen in the fetcher, which asks about the lease after its last one.
+Who reads the blocks where they lie has a promise instead: whoever releases the export, they are not
+freed before that reader lets go or the lease that it was last told of is over.
 
 Two fences: (boot id, sequence) names the memory, and every reader speaks for an epoch of the
 request: one below the highest seen for that request is refused, also in mid-transfer.
@@ -49,8 +51,10 @@ class Export:
     version: int = 0  # grows with every change a reader may wait for
     urgent: int = 0  # grows with those that no reader waits for more bytes with
     readers: int = 0  # reads in progress: the blocks must not be reused
+    promises: dict[int, float] = field(default_factory=dict[int, float])  # epoch -> until
     acks: _Acks | None = None  # of a tensor-parallel fetcher
     end: KVError | None = None  # why it was released; what later reads raise
+    freeing: bool = False  # somebody has been told to free it
     freed: Future[None] = field(default_factory=Future[None])
 
 
@@ -99,6 +103,10 @@ class ExportTable:
         self._draining: dict[int, Export] = {}  # released, still being read
         self._fences: dict[str, _Fence] = {}
 
+    @property
+    def lease_s(self) -> float:
+        return self._leases.lease_s
+
     # ---- exporting side ------------------------------------------------------------------------
     def next_sequence(self) -> int:
         return next(self._sequence)
@@ -119,8 +127,8 @@ class ExportTable:
             )
             self._live[handle.export_seq] = export
             fence = self._fences.setdefault(handle.request_id, _Fence(handle.epoch))
-            fence.epoch = max(fence.epoch, handle.epoch)
             fence.num_exports += 1
+            self._raise_fence(handle.request_id, handle.epoch)
             self._leases.grant(handle.export_seq, self._clock.monotonic())
 
     def publish(self, export_seq: int, layer: int, upto: int) -> bool:
@@ -154,8 +162,8 @@ class ExportTable:
                 self._changed(export)
 
     def release(self, export_seq: int, end: KVError) -> Future[None] | None:
-        """No read begins any more; readers get `end`. The future is done when the blocks are free;
-        None if they are already (or never were exported)."""
+        """No read begins any more; readers get `end`. The future is done when the blocks are free,
+        which a promise may put off; None if they are already (or never were exported)."""
         with self._lock:
             export = self._live.pop(export_seq, None)
             if export is None:
@@ -167,21 +175,33 @@ class ExportTable:
         return export.freed
 
     def release_all(self, end: KVError) -> list[Future[None]]:
+        """Release all, without regard to promises: nobody may write into the blocks any more."""
         with self._lock:
-            sequences = [*self._live, *self._draining]
-        return [future for seq in sequences if (future := self.release(seq, end)) is not None]
+            exports = [*self._live.values(), *self._draining.values()]
+            for export in exports:
+                export.promises.clear()
+        futures = [self.release(export.handle.export_seq, end) for export in exports]
+        self.expire(self._clock.monotonic())
+        return [future for future in futures if future is not None]
 
     def expire(self, now: float) -> int:
-        """Release every export whose lease has lapsed by `now`; how many."""
+        """Release every export whose lease has lapsed by `now`; how many. Free those that were kept
+        for promises alone, which are over."""
         with self._lock:
             due = [seq for seq in self._leases.due(now) if seq in self._live]
+            kept = [export for export in self._draining.values() if self._freeable(export, now)]
         for seq in due:
             self.release(seq, KVStale("the lease is over"))
+        for export in kept:
+            self._free(export)
         return len(due)
 
     def next_expiry(self) -> float | None:
+        """When `expire` has something to do, unless a lease is extended."""
         with self._lock:
-            return self._leases.next_expiry()
+            kept = [max(e.promises.values()) for e in self._draining.values() if e.promises]
+            lease = self._leases.next_expiry()
+            return min(kept if lease is None else [lease, *kept], default=None)
 
     @property
     def num_exports(self) -> int:
@@ -206,21 +226,44 @@ class ExportTable:
             return Reader(self, export, epoch)
 
     def renew(self, export_seq: int, secret: bytes, epoch: int) -> None:
-        """Extend the lease. Raises as `open`."""
+        """Extend the lease, and the promise if `epoch` has one. Raises as `open`."""
         with self._lock:
-            self._admit(export_seq, secret, epoch)
-            self._leases.renew(export_seq, self._clock.monotonic())
+            export = self._admit(export_seq, secret, epoch)
+            self._renew(export, epoch, promise=epoch in export.promises)
 
     def confirm(self, export_seq: int, secret: bytes, epoch: int) -> None:
-        """Whether the export is held, without extending it. Raises as `open`."""
+        """Whether the export is held, if only for a promise to `epoch`, without extending it.
+        Raises as `open`."""
         with self._lock:
-            self._admit(export_seq, secret, epoch)
+            kept = self._draining.get(export_seq)
+            if kept is None or epoch not in kept.promises:
+                self._admit(export_seq, secret, epoch)
+            elif not hmac.compare_digest(kept.handle.secret, secret):
+                raise KVRefused(f"wrong secret for export {export_seq}")
+
+    def promise(self, export: Export, epoch: int) -> None:
+        """Extend the lease; until it is over the blocks stay as they are, whatever happens."""
+        with self._lock:
+            self.verify_locked(export, epoch)
+            self._renew(export, epoch, promise=True)
+
+    def _renew(self, export: Export, epoch: int, promise: bool) -> None:
+        now = self._clock.monotonic()
+        self._leases.renew(export.handle.export_seq, now)
+        if promise:
+            export.promises[epoch] = now + self._leases.lease_s
 
     def acknowledge(
         self, export_seq: int, epoch: int, rank: int = 0, ranks: frozenset[int] = _ALONE
     ) -> Future[None] | None:
         """Release on behalf of a receiver, once each of its group's `ranks` has done so; ignored
-        if a newer epoch has taken over. None while others are missing, else as `release`."""
+        if a newer epoch has taken over. None while others are missing, else as `release`.
+
+        What `epoch` was promised is over in any case."""
+        kept = self._break_promise(export_seq, epoch)
+        if kept is not None:
+            self._free(kept)
+            return kept.freed
         with self._lock:
             export = self._live.get(export_seq)
             if export is not None:
@@ -234,6 +277,24 @@ class ExportTable:
                     return None
         return self.release(export_seq, KVStale("acknowledged"))
 
+    def _break_promise(self, export_seq: int, epoch: int) -> Export | None:
+        """The export if nothing but this has kept it: the caller must free it."""
+        with self._lock:
+            export = self._live.get(export_seq) or self._draining.get(export_seq)
+            if export is None or export.promises.pop(epoch, None) is None:
+                return None
+            return export if self._freeable(export, self._clock.monotonic()) else None
+
+    def _freeable(self, export: Export, now: float) -> bool:
+        """Under the lock: whether the caller must free it now. Only one caller is told so."""
+        if export.end is None or export.freeing:
+            return False
+        export.promises = {e: until for e, until in export.promises.items() if now < until}
+        if export.readers or export.promises:
+            return False
+        export.freeing = True
+        return True
+
     def _admit(self, export_seq: int, secret: bytes, epoch: int) -> Export:
         export = self._live.get(export_seq)
         if export is None:
@@ -241,14 +302,15 @@ class ExportTable:
         if not hmac.compare_digest(export.handle.secret, secret):
             raise KVRefused(f"wrong secret for export {export_seq}")
         self.verify_locked(export, epoch)
-        fence = self._fences[export.handle.request_id]
-        if epoch > fence.epoch:
-            fence.epoch = epoch
-            self._wake_request(export.handle.request_id)
+        self._raise_fence(export.handle.request_id, epoch)
         return export
 
-    def _wake_request(self, request_id: str) -> None:
+    def _raise_fence(self, request_id: str, epoch: int) -> None:
         """Readers of older epochs that wait for progress must learn that they are fenced."""
+        fence = self._fences[request_id]
+        if epoch <= fence.epoch:
+            return
+        fence.epoch = epoch
         for export in self._live.values():
             if export.handle.request_id == request_id:
                 self._changed(export)
@@ -280,12 +342,12 @@ class ExportTable:
         export.changed.notify_all()
 
     def _close(self, export: Export, end: KVError) -> bool:
-        """Under the lock: no new reads. True if the caller must free it (nobody reads)."""
+        """Under the lock: no new reads. True if the caller must free it."""
         export.end = end
         self._leases.drop(export.handle.export_seq)
         self._changed(export)
         self._draining[export.handle.export_seq] = export
-        return export.readers == 0
+        return self._freeable(export, self._clock.monotonic())
 
     def begin_read(self, export: Export, epoch: int) -> None:
         with self._lock:
@@ -295,13 +357,12 @@ class ExportTable:
     def end_read(self, export: Export) -> None:
         with self._lock:
             export.readers -= 1
-            free_now = export.end is not None and export.readers == 0
+            free_now = self._freeable(export, self._clock.monotonic())
         if free_now:
             self._free(export)
 
     def _free(self, export: Export) -> None:
-        """Exactly once per export: only the caller that saw `end` set with no reader gets here, and
-        neither can change back."""
+        """Exactly once per export: only the one caller that `_freeable` has told so gets here."""
         handle = export.handle
         with self._lock:
             del self._draining[handle.export_seq]
@@ -371,6 +432,10 @@ class Reader:
                 return None
             self._urgent, self._taken_bytes = export.urgent, export.published_bytes
             return Snapshot(export.version, tuple(export.upto), export.first_tokens)
+
+    def promise(self) -> None:
+        """As ExportTable.promise. Raises as `wait`."""
+        self._table.promise(self._export, self._epoch)
 
     def verify(self) -> None:
         """Raise unless the lease is held and the epoch current right now."""

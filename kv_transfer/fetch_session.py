@@ -69,7 +69,8 @@ class Intent(enum.Enum):
 class Wanted:
     """What the fetching side wants of which export, speaking for `epoch` of the request.
 
-    FETCH: `hold` leaves the ACK out. RELEASE: `part` is for this tensor-parallel rank alone.
+    FETCH: `hold` leaves the ACK out, `adopt` reads nothing: the pages are used where they lie.
+    RELEASE: `part` is for this tensor-parallel rank alone.
     """
 
     handle: KVHandle
@@ -81,6 +82,7 @@ class Wanted:
     windowed: bool = False
     hold: bool = False
     part: bool = False
+    adopt: bool = False
 
     def message(self) -> Fetch | Renew | Confirm:
         handle = self.handle
@@ -94,6 +96,7 @@ class Wanted:
                 self.codec,
                 self.windowed,
                 self.timeout_ms,
+                self.adopt,
             )
         if self.intent is Intent.RENEW:
             return Renew(handle.export_seq, handle.secret, self.epoch)
@@ -277,8 +280,8 @@ class FetcherSession:
                 f"END after {self._num_frames} frames up to {min(self._received)}, it says "
                 f"{end.num_frames} up to {end.num_tokens}"
             )
-        if self._wanted.codec != DIRECT:
-            return self._succeed(end)
+        if self._wanted.codec != DIRECT or self._wanted.adopt:
+            return self._succeed(end)  # nothing has been read that the lease must have outlasted
         self._unconfirmed = end
         self.state = FetcherState.CONFIRMING
         handle = self._wanted.handle

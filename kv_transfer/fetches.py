@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 MAX_FETCHES: Final = 64  # conversations in flight; most of them wait for a prefill
 MAX_CONTROL: Final = 8  # renewals and releases in flight: never queued behind fetches
+ENOUGH_OF_LEASE: Final = 0.5  # left after END: the pages can be used without asking again
 MAX_CHOICES: Final = 4096  # codecs chosen by precision_of for fetches that have not begun
 
 
@@ -126,23 +127,26 @@ class Fetches:
     async def _borrow(self, call: FetchCall, fetched: Fetched, promise: Promise) -> Loan:
         """The export's pages, safe to read when this returns. Raises KVError."""
         handle, remote = call.handle, fetched.remote
-        lane, address = self._common(handle.endpoint)[0]
-        if not isinstance(lane, LendingLane) or remote is None or lane.name != fetched.lane:
+        lane = next((lane for lane in self._lanes if lane.name == fetched.lane), None)
+        offered = (each for each in handle.endpoint.lanes if each.name == fetched.lane)
+        address = next(offered, None)
+        if not isinstance(lane, LendingLane) or remote is None or address is None:
             raise KVLost("the exporter's pages are out of reach")
         count = -(-handle.num_tokens // self._shared.memory.format.block_size)
         (table,) = remote.tables
         if len(table) < count:
             raise KVCorrupt(f"{len(table)} blocks for {count} pages")
         loan = lane.borrow(address, table[:count])
-        try:
-            # What has been promised so far is not known here; this is.
+        promise.covers(loan)
+        if promise.left() > handle.lease_ms / 1000 * ENOUGH_OF_LEASE:
+            return loan
+        try:  # it has waited so long for END that little of its FETCH's lease is left
             asked_at = self._clock.monotonic()
             await self.renew(handle, call.epoch)
         except BaseException:
             loan.end()
             raise
         promise.renewed(asked_at)
-        promise.covers(loan)
         return loan
 
     # ---- fetch ---------------------------------------------------------------------------------
@@ -160,6 +164,9 @@ class Fetches:
                 call = replace(call, start_token=handle.num_tokens)
             parts = await self._fetch_with_retry(call)
             if call.adopt:
+                end = parts[0].end
+                if end is not None and end.lease_ms >= handle.lease_ms:
+                    promise.renewed(started)
                 loan = await self._borrow(call, parts[0], promise)
         except KVError as error:
             stats.failed(error.code)
@@ -171,6 +178,8 @@ class Fetches:
             raise
         seconds = self._clock.monotonic() - started
         stats.fetched(parts[0].lane, seconds)
+        if loan is not None:
+            stats.adopted(parts[0].lane, self._all_bytes(handle))
         stats.skipped(self._bytes_out_of_sight(call))
         num_bytes = sum(part.num_bytes for part in parts)
         ends = [part.end for part in parts if part.end is not None]
@@ -192,7 +201,8 @@ class Fetches:
     async def _fetch_with_retry(self, call: FetchCall) -> list[Fetched]:
         """One re-fetch after a corrupt frame, from the start: cheaper than a prefill."""
         key = (call.handle.boot_id, call.handle.export_seq)
-        codec = self._choices.pop(key, None) or self._choose_codec(call.handle)
+        chosen = self._choices.pop(key, None)
+        codec = RAW if call.adopt else chosen or self._choose_codec(call.handle)
         try:
             return await self._fetch_parts(call, codec)
         except KVCorrupt as error:
@@ -218,6 +228,7 @@ class Fetches:
             or call.adopt
             or len(ranks) > 1,  # nobody is let go before all have delivered
             part=memory.format.tp_size > 1,
+            adopt=call.adopt,
         )
         tasks = [
             asyncio.create_task(
@@ -233,10 +244,18 @@ class Fetches:
                 task.cancel()
             if pending:
                 await _settled(asyncio.gather(*pending, return_exceptions=True))
+            for task in tasks:
+                if not task.cancelled():
+                    task.exception()  # seen: also of those whose error is not the one told
         for task in tasks:
             if not task.cancelled():
                 task.result()  # raises what broke the others off
         return [task.result() for task in tasks]
+
+    def _all_bytes(self, handle: KVHandle) -> int:
+        dtype = handle.endpoint.format.dtype
+        layers = self._shared.memory.layers
+        return handle.num_tokens * sum(rows_bytes(s, s.kv_heads, dtype) for s in layers)
 
     def _bytes_out_of_sight(self, call: FetchCall) -> int:
         memory = self._shared.memory
@@ -347,7 +366,8 @@ class Fetches:
         self, lane: Lane, address: LaneAddress, wanted: Wanted, blocks: Blocks
     ) -> Conversation:
         if lane.direct and wanted.intent is Intent.FETCH:
-            wanted = replace(wanted, codec=DIRECT)
+            return Conversation(self._shared, lane, address, replace(wanted, codec=DIRECT), blocks)
+        wanted = replace(wanted, adopt=False)
         return Conversation(self._shared, lane, address, wanted, blocks)
 
     async def _hold(
@@ -394,6 +414,13 @@ class _Held:
 
     async def lost(self) -> None:
         await asyncio.wait([self._renewal])
+
+    def wanted(self) -> bool:
+        # Nor wait for the last moment of a promise that nobody renews.
+        enough = self._call.handle.lease_ms / 1000 * ENOUGH_OF_LEASE
+        if self._renewal.done() or self._promise.left() < enough:
+            return True
+        return self._loan is not None and self._loan.wanted()
 
     def safe(self) -> bool:
         return self._promise.holds()

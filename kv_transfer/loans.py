@@ -27,6 +27,10 @@ class Promise:
         """A renewal asked for at `asked_at` (before it was sent) has been confirmed."""
         self._until = max(self._until, asked_at + self._lease_s)
 
+    def left(self) -> float:
+        """Seconds for which it holds yet, whatever becomes of the exporter; 0 if it does not."""
+        return max(0.0, self._until - self._clock.monotonic())
+
     def covers(self, loan: Loan) -> None:
         self._loan = loan
 

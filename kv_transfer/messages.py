@@ -56,7 +56,8 @@ class Hello:
 @dataclass(frozen=True, slots=True)
 class Fetch:
     """Asks for tokens [start_token, end of the export) of all layers; which heads follows from the
-    formats in both HELLOs. `windowed`: of a sliding-window layer only what later tokens see."""
+    formats in both HELLOs. `windowed`: of a sliding-window layer only what later tokens see.
+    `adopt` (codec `direct`): all of it will be read where it lies, for as long as it is renewed."""
 
     export_seq: int
     secret: bytes = field(repr=False)
@@ -66,6 +67,7 @@ class Fetch:
     codec: str = RAW
     windowed: bool = False
     timeout_ms: int = 0
+    adopt: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +87,15 @@ class Data:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """All has been sent. `waited_ms`: how long the exporter had nothing to send meanwhile."""
+    """All has been sent. `waited_ms`: how long the exporter had nothing to send meanwhile.
+    `lease_ms`: to one that adopts, by how much the lease was extended just before."""
 
     num_tokens: int
     lease_held: bool
     first_tokens: tuple[FirstToken, ...]
     num_frames: int
     waited_ms: int = 0
+    lease_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,8 @@ which perform the actions and report back as events.
                                    <------    CONFIRM (the lease was held until after its last read)
     ACK                            ------>    releases the export
 
+Who adopts (reads the blocks where they lie) is told BLOCKS and END alone, END extends the lease,
+and its ACK comes when it reads no more.
 Instead of FETCH: RENEW (answered by CONFIRM), or CONFIRM (answered by CONFIRM) and then an ACK
 that releases. Then the next FETCH, RENEW or CONFIRM may follow without a handshake. A step missing
 from a table is illegal and raises, naming state and event: KVCorrupt when the peer caused it,
@@ -197,6 +199,8 @@ class ExporterSession:
         allowed = (DIRECT,) if self._direct else (RAW, INT8)
         if fetch.codec not in allowed:
             return self._fail(FailureCode.PROTOCOL, f"codec {fetch.codec!r} is not served here")
+        if fetch.adopt and not self._direct:
+            return self._fail(FailureCode.PROTOCOL, "nothing can be read in place by this lane")
         if self._windowed and not fetch.windowed:
             text = "this pool keeps no more of a window than is seen, the fetcher wants all of it"
             return self._fail(FailureCode.LAYOUT, text)
@@ -246,7 +250,7 @@ class ExporterSession:
             self._first_tokens = event.first_tokens
             self._waited_ms = event.waited_ms
             self.state = ExporterState.ENDING
-            actions.append(Check(None))
+            actions.append(Check(None, adopting=self._fetch.adopt))
         return actions
 
     def on_idle(self, event: Idle) -> list[ExporterAction]:
@@ -254,7 +258,14 @@ class ExporterSession:
 
     def on_lease_held(self, event: LeaseHeld) -> list[ExporterAction]:
         self.state = ExporterState.ENDED
-        end = End(self._num_tokens, True, self._first_tokens, self._num_frames, self._waited_ms)
+        end = End(
+            self._num_tokens,
+            True,
+            self._first_tokens,
+            self._num_frames,
+            self._waited_ms,
+            event.lease_ms,
+        )
         return [Send(end)]
 
     # ---- questions and releases ----------------------------------------------------------------

@@ -89,6 +89,9 @@ class ShmLane:
         base = self._arena.foreign_base(attached)
         return ShmLoan(self._arena, attached, tuple(base + page for page in pages))
 
+    def want_back(self, wanted: bool) -> None:
+        self._arena.want_back(wanted)
+
     def stop(self) -> None:
         """The arena stays: who made it closes it."""
         self._inner.stop()
@@ -109,6 +112,10 @@ class ShmLoan:
     def orphaned(self) -> bool:
         with self._lock:
             return self._attached is not None and self._arena.orphaned(self._attached)
+
+    def wanted(self) -> bool:
+        with self._lock:
+            return self._attached is not None and self._arena.wanted(self._attached)
 
     def end(self) -> None:
         with self._lock:

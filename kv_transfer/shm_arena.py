@@ -1,6 +1,7 @@
 """A KV pool in a file that other processes of this host can map: own pages first, theirs behind.
 
     addresses:  | own file, writable | free | peer A's file, read-only | free | peer B's ... |
+    a file:     | pool | to a whole system page | board: what its owner tells its readers |
     page ids:   0 ..                        foreign_base(A) ..           foreign_base(B) ..
 
 Life: create (first sweeping away files whose owner has died) -> memory() is given to the KV pool
@@ -28,6 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from baton.errors import ConfigError, KVLost, KVRefused
@@ -37,6 +40,7 @@ log = logging.getLogger(__name__)
 
 DEFAULT_DIRECTORY: Final = Path("/dev/shm")
 RESERVED_BYTES: Final = 1 << 40  # addresses, not memory: room for peers
+BOARD_BYTES: Final = PAGE_BYTES  # word 0: not 0 while the owner wants its pages back
 _NAME: Final = re.compile(r"baton-[0-9a-f]{8,64}")
 _NEW: Final = ".new"
 
@@ -59,6 +63,7 @@ class Attached:
     offset: int
     mapped_bytes: int
     descriptor: int
+    board: npt.NDArray[np.uint64]
     num_users: int = 0
 
 
@@ -83,11 +88,12 @@ class ShmArena:
         self._descriptor, self.place = _create(directory, f"baton-{boot_id}", num_bytes)
         # Both: page ids are whole, and so are the pages of the system.
         self._unit = math.lcm(page_bytes, PAGE_BYTES)
-        own = _up(num_bytes, PAGE_BYTES)
+        own = _up(num_bytes, PAGE_BYTES) + BOARD_BYTES
         total = _up(own + reserved_bytes, self._unit)
         self._range = AddressRange(total)
         self._range.map_file(self._descriptor, 0, own, writable=True)
         self._all = self._range.tensor()
+        self._board = self._board_at(own)
         self._lock = threading.Lock()
         self._attached: dict[str, Attached] = {}
         self._own_bytes = own
@@ -124,6 +130,14 @@ class ShmArena:
             return False
         fcntl.flock(peer.descriptor, fcntl.LOCK_UN)  # whoever sweeps needs it
         return True
+
+    def want_back(self, wanted: bool) -> None:
+        """Tell all who have this pool attached whether its owner is short of pages."""
+        self._board[0] = wanted
+
+    def wanted(self, peer: Attached) -> bool:
+        """Whether the peer's owner is short of pages. Only while attached."""
+        return bool(peer.board[0])
 
     def foreign_bytes(self, peer: Attached) -> torch.Tensor:
         """uint8 [peer's num_bytes]: its whole file. Only while attached; read-only."""
@@ -187,10 +201,13 @@ class ShmArena:
             raise KVRefused(f"arena {place.name}: {why}")
         return descriptor
 
+    def _board_at(self, end: int) -> npt.NDArray[np.uint64]:
+        return self._all[end - BOARD_BYTES : end].numpy().view(np.uint64)
+
     def _map(self, place: ArenaPlace) -> Attached:
         descriptor = self._open(place)
         try:
-            size = _up(place.num_bytes, PAGE_BYTES)
+            size = _up(place.num_bytes, PAGE_BYTES) + BOARD_BYTES
             offset = self._gap(size)
             self._range.map_file(descriptor, offset, size, writable=False)
         except OSError as error:
@@ -199,7 +216,7 @@ class ShmArena:
         except KVRefused:
             os.close(descriptor)
             raise
-        return Attached(place, offset, size, descriptor)
+        return Attached(place, offset, size, descriptor, self._board_at(offset + size))
 
     def _gap(self, size: int) -> int:
         """Where `size` bytes are free: the first fit."""
@@ -269,7 +286,7 @@ def _create(directory: Path, name: str, num_bytes: int) -> tuple[int, ArenaPlace
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.rename(new, path)
         # Now, not at the first write: a full tmpfs would kill the process in mid-step.
-        os.posix_fallocate(descriptor, 0, num_bytes)
+        os.posix_fallocate(descriptor, 0, _up(num_bytes, PAGE_BYTES) + BOARD_BYTES)
     except OSError as error:
         os.close(descriptor)
         for left in (new, path):
@@ -291,7 +308,7 @@ def _refuse(status: os.stat_result, place: ArenaPlace) -> str | None:
         return "open to other users"
     if status.st_ino != place.inode:
         return "another file of the same name"
-    if status.st_size < place.num_bytes:
+    if status.st_size < _up(place.num_bytes, PAGE_BYTES) + BOARD_BYTES:
         return "shorter than announced"
     return None
 

@@ -11,11 +11,13 @@ class LaneStats:
     """Of one lane. Bytes are payload; `fetches` ended well, `fetch_seconds` is their time.
 
     `tail_seconds` sums, over `tails` acknowledged fetches, the time from "prefill complete" (or,
-    for a late fetch, from its FETCH) to the ACK, as the exporter sees it.
+    for a late fetch, from its FETCH) to the ACK, as the exporter sees it; to END where the fetcher
+    adopts, however long it reads the pages then.
     """
 
     bytes_sent: int = 0
     bytes_received: int = 0
+    bytes_adopted: int = 0  # read where they lie: neither sent nor received
     frames_sent: int = 0
     frames_received: int = 0
     fetches: int = 0
@@ -117,6 +119,10 @@ class TransferStats:
             stats = self.lane(lane)
             stats.bytes_received += num_bytes
             stats.frames_received += 1
+
+    def adopted(self, lane: str, num_bytes: int) -> None:
+        with self._lock:
+            self.lane(lane).bytes_adopted += num_bytes
 
     def fetched(self, lane: str, seconds: float) -> None:
         with self._lock:

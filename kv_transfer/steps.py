@@ -69,7 +69,9 @@ class Idle:
 
 @dataclass(frozen=True, slots=True)
 class LeaseHeld:
-    """Exporter: the lease has just been verified (or renewed)."""
+    """Exporter: the lease has just been verified, or extended by `lease_ms` from now."""
+
+    lease_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +103,11 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Verify (RENEW: extend) the lease; answer with LeaseHeld or Refused. None: the open one."""
+    """Verify (RENEW, or `adopting`: extend) the lease; answer with LeaseHeld or Refused. None: the
+    open one."""
 
     message: Renew | Confirm | None
+    adopting: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import socket
 import ssl
 import stat
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ from typing import Final
 
 from baton.errors import ConfigError, KVError, KVLost
 from baton.handles import LaneAddress
+from baton.socket_folder import SocketFolder, remove_stale
 from baton.timing import Timing
 from kv_transfer.base import Serve
 from kv_transfer.framed_socket import FramedSocket
@@ -37,6 +36,7 @@ BACKLOG: Final = 128
 UNIX: Final = "unix"  # attribute of an address: path of the Unix socket
 TLS: Final = "tls"  # attribute of an address: present if TCP runs under TLS
 BOOT_ID_CHARS: Final = 16  # of the boot id in the path: 64 random bits
+PRIVATE_PREFIX: Final = "baton-kv-"  # of private directories, in the temporary one
 MAX_UNIX_PATH: Final = 100  # bytes; the kernel takes 107
 
 
@@ -74,7 +74,7 @@ class StreamLane:
         self._server: StreamServer | None = None
         self._wires: set[StreamWire] = set()
         self._unix_path: Path | None = None
-        self._private_dir: Path | None = None
+        self._private: SocketFolder | None = None
 
     def start(self, boot_id: str, serve: Serve) -> LaneAddress:
         """Raises ConfigError if an address cannot be bound."""
@@ -139,7 +139,9 @@ class StreamLane:
         listener = socket.socket(socket.AF_UNIX)
         try:
             if directory is None:
-                directory = self._private_dir = Path(tempfile.mkdtemp(prefix="baton-kv-"))
+                remove_stale(PRIVATE_PREFIX)
+                self._private = SocketFolder(PRIVATE_PREFIX)
+                directory = self._private.path
             else:
                 directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             path = directory / f"{boot_id[:BOOT_ID_CHARS]}.sock"
@@ -159,9 +161,9 @@ class StreamLane:
         if self._unix_path is not None:
             self._unix_path.unlink(missing_ok=True)
             self._unix_path = None
-        if self._private_dir is not None:
-            shutil.rmtree(self._private_dir, ignore_errors=True)
-            self._private_dir = None
+        if self._private is not None:
+            self._private.remove()
+            self._private = None
 
 
 class StreamWire:

@@ -202,6 +202,7 @@ class PrefillRole:
                 self._untold[request_id, events[0].epoch] = due
         for failed in report.failed:
             self._leave(failed.request_id)
+        self._context.connector.want_back(report.short_of_room)
 
     def _leave(self, request_id: str) -> None:
         handle = self._exports.give_up(request_id)

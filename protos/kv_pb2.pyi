@@ -106,7 +106,7 @@ class Hello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., boot_id: _Optional[str] = ..., layout_fingerprint: _Optional[str] = ..., format: _Optional[_Union[PoolFormat, _Mapping]] = ..., nonce: _Optional[bytes] = ..., mac: _Optional[bytes] = ...) -> None: ...
 
 class Fetch(_message.Message):
-    __slots__ = ("export_seq", "secret", "request_id", "epoch", "start_token", "codec", "windowed", "timeout_ms")
+    __slots__ = ("export_seq", "secret", "request_id", "epoch", "start_token", "codec", "windowed", "timeout_ms", "adopt")
     EXPORT_SEQ_FIELD_NUMBER: _ClassVar[int]
     SECRET_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -115,6 +115,7 @@ class Fetch(_message.Message):
     CODEC_FIELD_NUMBER: _ClassVar[int]
     WINDOWED_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    ADOPT_FIELD_NUMBER: _ClassVar[int]
     export_seq: int
     secret: bytes
     request_id: str
@@ -123,7 +124,8 @@ class Fetch(_message.Message):
     codec: str
     windowed: bool
     timeout_ms: int
-    def __init__(self, export_seq: _Optional[int] = ..., secret: _Optional[bytes] = ..., request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., start_token: _Optional[int] = ..., codec: _Optional[str] = ..., windowed: bool = ..., timeout_ms: _Optional[int] = ...) -> None: ...
+    adopt: bool
+    def __init__(self, export_seq: _Optional[int] = ..., secret: _Optional[bytes] = ..., request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., start_token: _Optional[int] = ..., codec: _Optional[str] = ..., windowed: bool = ..., timeout_ms: _Optional[int] = ..., adopt: bool = ...) -> None: ...
 
 class Blocks(_message.Message):
     __slots__ = ("block_size", "tables")
@@ -166,18 +168,20 @@ class FirstToken(_message.Message):
     def __init__(self, sample: _Optional[int] = ..., position: _Optional[int] = ..., token_id: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[str] = ..., cumulative_logprob: _Optional[float] = ...) -> None: ...
 
 class End(_message.Message):
-    __slots__ = ("num_tokens", "lease_held", "first_tokens", "num_frames", "waited_ms")
+    __slots__ = ("num_tokens", "lease_held", "first_tokens", "num_frames", "waited_ms", "lease_ms")
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LEASE_HELD_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_FRAMES_FIELD_NUMBER: _ClassVar[int]
     WAITED_MS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     num_tokens: int
     lease_held: bool
     first_tokens: _containers.RepeatedCompositeFieldContainer[FirstToken]
     num_frames: int
     waited_ms: int
-    def __init__(self, num_tokens: _Optional[int] = ..., lease_held: bool = ..., first_tokens: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ..., num_frames: _Optional[int] = ..., waited_ms: _Optional[int] = ...) -> None: ...
+    lease_ms: int
+    def __init__(self, num_tokens: _Optional[int] = ..., lease_held: bool = ..., first_tokens: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ..., num_frames: _Optional[int] = ..., waited_ms: _Optional[int] = ..., lease_ms: _Optional[int] = ...) -> None: ...
 
 class Ack(_message.Message):
     __slots__ = ("export_seq", "part", "answer")

@@ -136,7 +136,7 @@ async def _member(
         place = PoolPlace(("shm",), plan.shared)
         stack.callback(place.close)
         engine = Engine.load(engine_config, memory=place.memory)
-        config = NodeConfig(kv_lanes="shm,grpc", kv_adopt=True)
+        config = NodeConfig(kv_lanes="shm,grpc")
         settings = LaneSettings(plan.timing, pool=engine.arena, shared=place.shared)
         lanes = make_lanes(("shm", "grpc"), settings)
     around = Surroundings(plan.timing, SystemClock(), lanes)

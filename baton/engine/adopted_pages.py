@@ -5,7 +5,8 @@ step reads, and after: in between the process may have slept longer than the pro
 that step sampled counts only if it is safe afterwards too.
 
 The owner wants its memory back: what has been read in place for a while is copied, a bounded number
-of bytes per step and never into room that others need.
+of bytes per step and never into room that others need. When it says that it is short of memory, all
+is copied at once, more per step; a request for which there is no room here gives way for it.
 """
 
 from __future__ import annotations
@@ -20,11 +21,21 @@ from baton.engine.interface import Reservation
 from baton.engine.sequence import SequenceState
 from baton.engine.stats import EngineStats
 from baton.errors import InternalError, KVStale
+from baton.events import RequestFailed
+from baton.request import Request
 
 TAKEN_BACK: Final = "the exporter may have taken its KV back"
 TAKE_OVER_AFTER_S: Final = 3.0  # a request that ends earlier costs no copy at all
 TAKE_OVER_BYTES: Final = 8 << 20  # per step: about 2 ms
 SPARE_SHARE: Final = 8  # a pool less than 1 / 8 free is not filled with copies
+RECALLED_BYTES: Final = 32 << 20  # per step, of what its owner wants back: about 8 ms
+GIVE_WAY_AFTER_S: Final = 1.0  # that there has been no room for what is wanted back
+
+
+def taken_back(request: Request) -> RequestFailed:
+    """What is told of a request whose pages may be another's by now."""
+    error = KVStale(TAKEN_BACK)
+    return RequestFailed(request.id, request.epoch, error.code, error.message, error.retryable)
 
 
 class AdoptedPages:
@@ -42,6 +53,7 @@ class AdoptedPages:
         self._stats = stats
         self._clock = clock
         self._limit = max(1, TAKE_OVER_BYTES // block_bytes)
+        self._recalled_limit = max(1, RECALLED_BYTES // block_bytes)
         self._sequence_of = sequence_of
 
     def receive(self, adoption: Adoption | None, reservation: Reservation | None) -> None:
@@ -69,15 +81,24 @@ class AdoptedPages:
         """Requests whose pages may be another's by now: what was read of them counts no more."""
         return [a.request_id for a in self._tables.adoptions if not a.safe()]
 
-    def take_over(self, headroom: int) -> None:
-        """Copy some of those adopted longest ago; `headroom` blocks stay free for who runs."""
+    def take_over(self, headroom: int) -> list[str]:
+        """Copy some of those that are wanted back or were adopted longest ago; `headroom` blocks
+        stay free for who runs. Returns the requests that have to give way instead."""
         pool, now = self._tables.pool, self._clock.monotonic()
-        left, kept = self._limit, headroom + pool.num_blocks // SPARE_SHARE
+        overdue: list[str] = []
+        limits = {True: self._recalled_limit, False: self._limit}
         for adoption in sorted(self._tables.adoptions, key=lambda each: each.since):
-            count = min(left, pool.num_free - kept)
-            if now - adoption.since < TAKE_OVER_AFTER_S or count <= 0:
-                return
-            left -= self._tables.take_over(self._sequence_of(adoption.request_id), count)
+            wanted = adoption.note_wanted(now)
+            if not wanted and now - adoption.since < TAKE_OVER_AFTER_S:
+                continue
+            kept = headroom if wanted else headroom + pool.num_blocks // SPARE_SHARE
+            count = min(limits[wanted], pool.num_free - kept)
+            if count > 0:
+                sequence = self._sequence_of(adoption.request_id)
+                limits[wanted] -= self._tables.take_over(sequence, count)
+            elif limits[wanted] > 0 and adoption.wanted_for(now) > GIVE_WAY_AFTER_S:
+                overdue.append(adoption.request_id)
+        return overdue
 
     def take_over_all(self, sequence: SequenceState) -> None:
         """Copy all that `sequence` has adopted, if there is room."""

@@ -22,7 +22,7 @@ from baton.errors import InternalError
 class Adoption:
     """`ids`: the pages of the hand-over's tokens, in order; only the last may be partly filled.
     `release` is called on the engine thread and must not block; `safe` on that thread, before and
-    after pages are read: once false it stays so.
+    after pages are read: once false it stays so. `wanted`: the owner would have them back soon.
     """
 
     def __init__(
@@ -31,18 +31,33 @@ class Adoption:
         ids: Sequence[int],
         release: Callable[[], None],
         safe: Callable[[], bool],
+        wanted: Callable[[], bool] = lambda: False,
     ) -> None:
         self.request_id = request_id
         self.ids = tuple(ids)
         self.safe = safe
+        self.wanted = wanted
         self.since = 0.0  # monotonic seconds, when its request was added
         self.num_held = 0
         self._release = release
+        self._wanted_at: float | None = None  # monotonic seconds
         self._ended = False
 
     @property
     def ended(self) -> bool:
         return self._ended
+
+    def note_wanted(self, now: float) -> bool:
+        """Ask its owner; `wanted_for` counts from the first of the answers that say so."""
+        if not self.wanted():
+            self._wanted_at = None
+        elif self._wanted_at is None:
+            self._wanted_at = now
+        return self._wanted_at is not None
+
+    def wanted_for(self, now: float) -> float:
+        """Seconds for which it has been wanted back, 0 if it is not."""
+        return 0.0 if self._wanted_at is None else now - self._wanted_at
 
     def hold(self, count: int) -> None:
         """So many more places in block tables name its pages."""

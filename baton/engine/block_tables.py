@@ -319,8 +319,7 @@ class BlockTables:
     def _insert(self, table: Table, adoption: Adoption, places: range) -> None:
         adopted = adoption.ids[places.start : places.stop]
         table.blocks[places.start : places.start] = adopted
-        # Whether they still were its sequence's when they were read for the last time is known for
-        # the tokens told, not for what is left behind in blocks: that stays out of the prefix map.
+        # Nobody finds what follows pages that others cannot read: all of it, once they are copied.
         table.first_whole = NEVER
         table.num_registered = places.start
         if not adopted:
@@ -352,6 +351,9 @@ class BlockTables:
                 table.blocks[index] = block
             self._drop_adopted(table, len(places))
             copied += len(places)
+            if table.adoption is None:
+                table.first_whole = 0
+                self.register_full_blocks(sequence)
         self._stats.num_taken_over_blocks += copied
         return copied
 

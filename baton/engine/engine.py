@@ -229,8 +229,7 @@ class Engine:
 
     @property
     def may_adopt(self) -> bool:
-        """Whether reservations can be `adopting`: the model's layers all see everything, and its
-        pages hold all of their KV."""
+        """Whether reservations can be `adopting`: all layers see all, and pages hold all KV."""
         return self._tables.may_adopt and self.info.kv_dtype != "int8"
 
     def reserve(
@@ -341,7 +340,8 @@ class Engine:
         started = self._clock.monotonic()
         self._plan = None
         self._fail_doomed()
-        self._adopted.take_over(self._scheduler.headroom())
+        for request_id in self._adopted.take_over(self._scheduler.headroom()):
+            self._scheduler.give_way(self._by_id[request_id])
         self._stepping = True
         try:
             self._plan = plan = self._scheduler.schedule()
@@ -396,6 +396,11 @@ class Engine:
         """The last step could do nothing: all requests wait for blocks that only a call (unpin,
         cancel, abort, add) can free. Stepping again before such a call would be polling."""
         return self._stalled
+
+    @property
+    def short_of_room(self) -> bool:
+        """Somebody waits for blocks, or for room for his export."""
+        return self.has_work and self._scheduler.short_of_room
 
     def current_load(self) -> NodeLoad:
         """Load as the engine sees it; exports, fetches and draining are the node's to add."""

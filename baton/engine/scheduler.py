@@ -110,6 +110,7 @@ class Scheduler:
         self._reservations: dict[Reservation, Taken] = {}
         self._num_reserved = 0
         self._overtakes = 0  # reservations granted past the present head of waiting
+        self.short_of_room = False  # the last step found no blocks, or no export room, for somebody
 
     def set_drafter(self, drafter: Drafter) -> None:
         """Before the first request: from now on decode rows carry drafts."""
@@ -285,6 +286,7 @@ class Scheduler:
             for sequence in group.stopped:
                 self.end(group, sequence)
         plan = StepPlan(num_preempted=self._grow_running())
+        self.short_of_room = False
         self._plan_decodes(plan)
         for group in self._running:
             for sequence in group.sequences:
@@ -293,7 +295,15 @@ class Scheduler:
         if not plan.num_preempted:
             self._swap_in(plan)
             self._admit(plan)
+        self.short_of_room |= plan.num_preempted > 0 or bool(self._swapped)
         return plan
+
+    def give_way(self, group: RequestGroup) -> None:
+        """Preempt `group`, running or ready: somebody else's blocks that it reads are due."""
+        if group in self._ready:
+            self._ready.remove(group)
+            self._running.append(group)
+        self._preempt(group)
 
     def computed(
         self, group: RequestGroup, sequence: SequenceState, chunk: SequenceChunk, num_accepted: int
@@ -398,6 +408,7 @@ class Scheduler:
                 len(leader.tokens), plan.num_pending
             ):
                 self._stats.num_export_refusals += 1
+                self.short_of_room = True
                 return
             # Each prompt token that is asked for must be computed.
             telling = leader.request.params.prompt_logprobs is not None and not group.told
@@ -406,6 +417,7 @@ class Scheduler:
             headroom = self.headroom() + self._tables.blocks_of_followers(group)
             taken = self._tables.take(hashes, len(leader.tokens), headroom)
             if taken is None:
+                self.short_of_room = True
                 return
             self._waiting.pop(0)
             self._overtakes = 0

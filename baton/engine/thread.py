@@ -35,6 +35,7 @@ class StepReport:
     failed: list[RequestFailed]
     block_events: list[BlockEvent]
     load: NodeLoad
+    short_of_room: bool = False  # see Engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +171,11 @@ class EngineThread:
             failed = self._fail_step(error)
         failed += self._engine.take_failed()
         report = StepReport(
-            events, failed, self._engine.take_block_events(), self._engine.current_load()
+            events,
+            failed,
+            self._engine.take_block_events(),
+            self._engine.current_load(),
+            self._engine.short_of_room,
         )
         try:
             self._on_step(report)

@@ -47,7 +47,7 @@ class NodeConfig:
     )
     kv_shm_dir: str = option("/dev/shm", "directory of shared KV pools, for --kv-lanes shm")
     kv_adopt: bool = option(
-        False, "decode: read full KV blocks where the prefill node has them (--kv-lanes shm)"
+        True, "decode: by lane shm, read full KV blocks where the prefill node has them"
     )
     kv_nixl_devices: str = option("lo", "network devices of the lane nixl, comma-separated")
     kv_tls_cert: str | None = option(None, "PEM certificate chain of this node for KV transfer")

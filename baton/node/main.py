@@ -33,7 +33,7 @@ from baton.handles import Role
 from baton.kv_spec import layout_fingerprint
 from baton.node.config import NodeConfig, join_address
 from baton.node.heartbeat import Heartbeat, RedisRegistry, Registry
-from baton.node.lanes import SHM, LaneSettings, PoolPlace, make_lanes, parse_lanes
+from baton.node.lanes import LaneSettings, PoolPlace, make_lanes, parse_lanes
 from baton.node.metrics import MetricsServer
 from baton.node.role import NodeRole, RoleContext
 from baton.node.service import NodeServer
@@ -227,8 +227,6 @@ def _transfer_options(config: NodeConfig) -> TransferOptions:
     """Raises ConfigError for a size that cannot be read."""
     memory = config.kv_export_memory
     budget = None if memory is None else parse_bytes(memory, field="kv_export_memory")
-    if config.kv_adopt and SHM not in parse_lanes(config.kv_lanes):
-        raise ConfigError("adopting KV needs the lane shm in --kv-lanes", field="kv_adopt")
     return TransferOptions(config.kv_wire_codec, budget, adopt=config.kv_adopt)
 
 

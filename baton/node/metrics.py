@@ -64,6 +64,7 @@ def lane_totals(lane: LaneStats) -> LaneTotals:
     return LaneTotals(
         sent_bytes=lane.bytes_sent,
         received_bytes=lane.bytes_received,
+        adopted_bytes=lane.bytes_adopted,
         sent_frames=lane.frames_sent,
         received_frames=lane.frames_received,
         fetches=lane.fetches,

@@ -145,6 +145,7 @@ class NodeShell:
         """Take no new requests from now on, and tell the routers. Twice is safe."""
         if not self.draining:
             self.draining = True
+            self.connector.drain()
             log.info("draining: %d requests are running", len(self.requests))
             self.send_load()
 

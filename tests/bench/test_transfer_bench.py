@@ -16,7 +16,7 @@ from bench import transfer, transfer_client, transfer_tail
 from bench.transfer import Goal
 from bench.transfer_client import OUTPUT, Seen
 from bench.transfer_engine import write_model
-from bench.transfer_lanes import all_ways, lane_of, make_way, write_certificates
+from bench.transfer_lanes import ADOPTED, all_ways, lane_of, make_way, write_certificates
 from bench.transfer_link import Link, PeerError, spread
 from bench.transfer_raw import KINDS
 from bench.transfer_tail import TailPlan
@@ -37,7 +37,8 @@ def row(way: str, value: float, ms: float = 1.0, copied: int = 10) -> dict[str, 
 def test_goals_compare_within_one_run() -> None:
     rows = [
         row("raw tcp", 4.0), row("raw unix", 5.0), row("bare grpc", 1.0), row("stream tcp", 3.5),
-        row("stream", 4.0), row("grpc", 0.95), row("shm", 50.0, ms=0.6, copied=0),
+        row("stream", 4.0), row("grpc", 0.95), row("shm", 8.0, ms=29.0),
+        row(ADOPTED, 50.0, ms=0.6, copied=0),
     ]  # fmt: skip
     goals = transfer.throughput_goals({"rows": rows, "intact": {"grpc": True, "shm": False}})
     assert {goal.name: goal.passed for goal in goals} == {
@@ -137,6 +138,9 @@ async def test_a_small_contest_between_real_processes(tmp_path: Path) -> None:
     named = [each["way"] for each in found["rows"]]
     assert named[: len(KINDS) + 1] == ["memcpy", *KINDS]
     assert all(each["gb_per_s"]["median"] > 0 for each in found["rows"])
+    copied = {each["way"]: each["copied_bytes"] for each in found["rows"]}
+    assert copied.pop(ADOPTED, 0) == 0
+    assert set(copied.values()) == {found["bytes"]}
     json.dumps(found)
 
 

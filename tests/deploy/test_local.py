@@ -19,6 +19,7 @@ import pytest
 from rich.console import Console
 
 from baton.errors import ConfigError
+from baton.socket_folder import SocketFolder, remove_stale
 from deploy import local, up
 from deploy.local import (
     Cluster,
@@ -30,7 +31,6 @@ from deploy.local import (
 )
 from deploy.plan import DEFAULT_GRPC_PORT, DEFAULT_PORT, ClusterPlan, NodePlan, UpOptions
 from deploy.process import Child, Exited, ProcessSpec, Ready
-from deploy.socket_folder import SocketFolder, remove_stale
 
 # A process as the launcher sees it: READY on stdout, words on stderr, a clean end on SIGTERM.
 STAND_IN = """
@@ -271,7 +271,8 @@ def test_folders_of_the_dead_are_removed_and_no_others(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     made = (
-        "from deploy.socket_folder import SocketFolder; folder = SocketFolder(); print(folder.path)"
+        "from baton.socket_folder import SocketFolder;"
+        "folder = SocketFolder('baton-up-'); print(folder.path)"
     )
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     dead = subprocess.run(
@@ -279,8 +280,8 @@ def test_folders_of_the_dead_are_removed_and_no_others(
     )
     assert Path(dead.stdout.strip()).is_dir()
     (tmp_path / "baton-up-other").mkdir()  # just being made: its lock has no name yet
-    mine = SocketFolder()
-    assert remove_stale() == [Path(dead.stdout.strip())]
+    mine = SocketFolder("baton-up-")
+    assert remove_stale("baton-up-") == [Path(dead.stdout.strip())]
     assert sorted(each.name for each in tmp_path.iterdir()) == sorted(
         [mine.path.name, "baton-up-other"]
     )

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine.adopted_pages import TAKE_OVER_AFTER_S
+from baton.engine.adopted_pages import GIVE_WAY_AFTER_S, TAKE_OVER_AFTER_S
 from baton.engine.adoption import Adoption
 from baton.engine.engine import Engine
 from baton.engine.interface import Reservation
@@ -36,6 +36,7 @@ class Lender:
     engine: Engine
     runner: FakeRunner
     safe: bool = True
+    wanted: bool = False
     released: list[str] = field(default_factory=list)
     lent: dict[str, range] = field(default_factory=dict)
 
@@ -54,7 +55,8 @@ class Lender:
             for page in self.lent[asked.id]:  # the lender takes it for somebody else at once
                 self.runner.memory[page * SIZE : (page + 1) * SIZE] = [(0, 96)] * SIZE
 
-        return Adoption(asked.id, self.prefill(asked, num_tokens), release, lambda: self.safe)
+        ids = self.prefill(asked, num_tokens)
+        return Adoption(asked.id, ids, release, lambda: self.safe, lambda: self.wanted)
 
     def reserve(self, asked: Request, num_tokens: int) -> Reservation:
         reservation = self.engine.reserve(asked, num_tokens, adopting=True)
@@ -283,8 +285,12 @@ def test_what_is_read_for_long_is_copied_and_given_back() -> None:
     assert peer.released == ["r"]
     peer.safe = False  # is of no interest any more
     assert tokens_of(seen + run(peer.engine)["r"]) == expected(asked)
-    assert peer.engine.pool.num_cached == 0, "nobody has proven what was copied"
     assert_all_free(peer.engine)
+    # What was copied, and what was computed behind it, is found like any other prefix.
+    again = request("again", PROMPT, seed=3)
+    peer.engine.add(again)
+    assert tokens_of(run(peer.engine)["again"]) == expected(again)
+    assert peer.engine.stats.num_prefix_hit_tokens == 16
 
 
 def test_copies_are_made_a_few_at_a_time_and_not_into_the_last_room() -> None:
@@ -309,6 +315,74 @@ def test_copies_are_made_a_few_at_a_time_and_not_into_the_last_room() -> None:
     full.engine._adopted.take_over(1)
     assert full.engine.stats.num_taken_over_blocks == 0
     full.engine.pool.unref(blocks)
+
+
+def test_what_its_owner_wants_back_is_copied_at_once() -> None:
+    peer = lender()
+    asked = request(prompt=PROMPT)
+    peer.hand_over(asked)
+    seen = peer.engine.step()
+    peer.wanted = True
+    seen += peer.engine.step()
+    assert peer.engine.stats.num_taken_over_blocks == 4
+    assert peer.released == ["r"]
+    assert tokens_of(seen + run(peer.engine)["r"]) == expected(asked)
+    assert_all_free(peer.engine)
+
+
+def test_what_is_wanted_no_more_stays_where_it_is() -> None:
+    peer = lender(num_blocks=8)
+    peer.hand_over(request(prompt=PROMPT))
+    blocks = peer.engine.pool.allocate(6)
+    assert blocks is not None
+    peer.wanted = True
+    peer.engine._adopted.take_over(1)
+    assert peer.runner.clock is not None
+    peer.runner.clock.advance(GIVE_WAY_AFTER_S + 0.1)
+    assert peer.engine._adopted.take_over(1) == ["r"]
+    peer.wanted = False
+    assert peer.engine._adopted.take_over(1) == []
+    peer.wanted = True
+    assert peer.engine._adopted.take_over(1) == [], "it is counted anew"
+    peer.engine.pool.unref(blocks)
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_who_finds_no_room_for_what_is_wanted_back_gives_way(mode: str) -> None:
+    peer = lender(num_blocks=7, preemption_mode=mode)
+    other, asked = request("other", PROMPT[:15], max_tokens=8), request(prompt=PROMPT, max_tokens=8)
+    peer.engine.add(other)
+    seen = peer.engine.step()
+    peer.hand_over(asked)
+    seen += peer.engine.step()
+    peer.wanted = True
+    seen += peer.engine.step()
+    assert peer.released == []
+    assert peer.runner.clock is not None
+    peer.runner.clock.advance(GIVE_WAY_AFTER_S + 0.1)
+    seen += peer.engine.step()
+    assert peer.released == ["r"]
+    assert peer.engine.stats.num_preemptions == 1
+    peer.wanted = False
+    events = run(peer.engine)
+    for each in (other, asked):
+        own = [event for event in seen if event.request_id == each.id]
+        assert tokens_of(own + events[each.id]) == expected(each)
+    assert peer.engine.take_failed() == []
+    assert_all_free(peer.engine)
+
+
+def test_an_engine_says_whether_somebody_waits_for_room() -> None:
+    peer = lender(num_blocks=8)
+    one, two = request("one", PROMPT, max_tokens=4), request("two", PROMPT[::-1], max_tokens=4)
+    peer.engine.add(one)
+    peer.engine.step()
+    assert not peer.engine.short_of_room
+    peer.engine.add(two)
+    peer.engine.step()
+    assert peer.engine.short_of_room
+    run(peer.engine)
+    assert not peer.engine.short_of_room
 
 
 def test_a_request_that_leaves_takes_its_pages_along() -> None:

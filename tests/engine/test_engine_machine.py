@@ -109,6 +109,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.reserved: list[tuple[Request, Reservation]] = []
         self.unpinned = 0  # of hooks.admissions, in order
         self.adopted: dict[str, Adoption] = {}
+        self.wanted = False  # the owner of adopted pages is short of them
         self.given_back: Counter[str] = Counter()
         self.lapsed: set[str] = set()
 
@@ -250,7 +251,8 @@ class EngineMachine(RuleBasedStateMachine):
             memory[first * size : (first + num_pages) * size] = [(0, 96)] * (num_pages * size)
 
         pages = range(first, first + num_pages)
-        adoption = Adoption(asked.id, pages, release, lambda: asked.id not in self.lapsed)
+        safe, wanted = lambda: asked.id not in self.lapsed, lambda: self.wanted
+        adoption = Adoption(asked.id, pages, release, safe, wanted)
         told = (FirstToken(0, next_token(asked.prompt_ids, asked.params, 0)),) if with_first else ()
         self.adopted[asked.id] = adoption
         self.engine.add(asked, reservation=reservation, first_tokens=told, adoption=adoption)
@@ -270,6 +272,11 @@ class EngineMachine(RuleBasedStateMachine):
         self.runner.during = None
         if held and name in self.lapsed and self.given_back[name] == 0:
             raise AssertionError("pages are held past the promise")
+
+    @precondition(lambda self: self.adopted)
+    @rule()
+    def recall(self) -> None:
+        self.wanted = not self.wanted
 
     @rule()
     def time_passes(self) -> None:

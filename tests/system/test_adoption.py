@@ -86,6 +86,8 @@ async def test_full_pages_are_read_in_place(reference: Reference, tmp_path: Path
         assert decode.stats.num_copied_blocks == 2 * sum(length % SIZE > 0 for length in LENGTHS)
         assert decode.transfers.bytes_received == {}
         assert decode.transfers.lanes["shm"].fetches == 2 * len(LENGTHS)
+        token_bytes = decode.node.shell.connector.bytes_of(1)
+        assert decode.transfers.lanes["shm"].bytes_adopted == 2 * sum(LENGTHS) * token_bytes
         assert prefill.engine.stats.num_prefix_hit_tokens > 0
         assert not promises(decode)
 
@@ -131,6 +133,88 @@ async def test_old_ones_are_copied_and_given_back(
         await c.settle()
         (decode,) = c.decode
         assert decode.stats.num_taken_over_blocks == decode.stats.num_adopted_blocks > 0
+
+
+async def test_a_full_exporter_gets_its_pages_back_at_once(
+    reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P has room for one of the prompts. D decodes the first in P's pages; the second is prefilled
+    while the first still runs, long before any age or lease would have made room."""
+    monkeypatch.setattr(adopted_pages, "TAKE_OVER_AFTER_S", 1e6)
+    (tmp_path / "shm").mkdir()
+    small = OPTIONS | {"num_kv_blocks": 12}
+    here = Plan(reference.model, (small,), (OPTIONS,), shared=tmp_path / "shm")
+    async with cluster(here) as c:
+        (prefill,), (decode,) = c.prefill, c.decode
+        wanted, computed = threading.Event(), threading.Event()
+        runner = prefill.engine._runner
+        inner, seen = runner.run, list[int]()
+
+        def run(chunks: Any, on_layer: Any) -> Any:
+            results = inner(chunks, on_layer)
+            seen.append(len(chunks))
+            if len(seen) == 2:
+                computed.set()
+            return results
+
+        runner.run = run  # pyright: ignore[reportAttributeAccessIssue]
+        want_back = prefill.node.shell.connector.want_back
+
+        def spy(short: bool) -> None:
+            want_back(short)
+            if short:
+                wanted.set()
+
+        monkeypatch.setattr(prefill.node.shell.connector, "want_back", spy)
+        decoding = threading.Event()
+
+        def decode_on() -> None:
+            decoding.set()
+            require(wanted)
+
+        in_step(decode, 3, decode_on)
+        in_step(decode, 10, lambda: require(computed))
+        first = asyncio.create_task(c.client.generate(reference.prompts[3], PARAMS))
+        assert await asyncio.to_thread(decoding.wait, 20)
+        second = await c.client.generate(reference.prompts[2], PARAMS)
+        assert second.token_ids == reference.tokens[2]
+        assert (await first).token_ids == reference.tokens[3]
+        assert decode.stats.num_taken_over_blocks >= LENGTHS[3] // SIZE
+        assert (decode.stats.num_preemptions, decode.stats.num_failed) == (0, 0)
+        assert decode.transfers.total_received == 0
+        await c.settle()
+
+
+async def test_a_promise_that_nobody_renews_is_not_waited_out(
+    reference: Reference, tmp_path: Path
+) -> None:
+    """P is stopped, or out of reach: what it has promised is copied before that is over."""
+    async with cluster(plan(reference, tmp_path / "shm")) as c:
+        (prefill,), (decode,) = c.prefill, c.decode
+        fetches = decode.node.shell.connector._fetches
+
+        async def unheard(handle: KVHandle, epoch: int) -> None:
+            raise KVTimeout("no answer")
+
+        fetches.renew = unheard
+
+        def pass_time() -> None:
+            (promise,) = promises(decode)
+            promise._until -= 0.6 * Timing().kv_lease_s
+            assert promise.holds()
+            assert decode.stats.num_taken_over_blocks == 0
+
+        in_step(decode, 4, pass_time)
+        generation = await c.client.generate(reference.prompts[3], PARAMS)
+        assert generation.token_ids == reference.tokens[3]
+        assert generation.retries == 0
+        assert decode.stats.num_taken_over_blocks == LENGTHS[3] // SIZE
+        assert prefill.transfers.expired_leases == 0
+        await c.settle()
+
+
+def require(event: threading.Event) -> None:
+    assert event.wait(20)
 
 
 async def test_a_lease_that_lapsed_during_a_step(reference: Reference, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 import torch
 
@@ -16,6 +17,8 @@ from kv_transfer.nixl import NixlLane, NixlPool
 from kv_transfer.shm import ShmLane
 from kv_transfer.shm_arena import ShmArena
 from tests.transfer.faults import FaultyLane
+
+RESERVED_BYTES: Final = 1 << 26  # as many addresses as the small pools of peers need
 
 
 class LateLane:
@@ -73,7 +76,7 @@ def shm_lane(inner: Callable[[], Lane], directory: Path, arenas: list[ShmArena])
 
     def memory(boot_id: str, num_bytes: int) -> torch.Tensor:
         # Page ids do not matter here: bytes are found through the map.
-        own.append(ShmArena(boot_id, num_bytes, 1, directory))
+        own.append(ShmArena(boot_id, num_bytes, 1, directory, RESERVED_BYTES))
         arenas.extend(own)
         return own[0].memory()
 

@@ -218,7 +218,7 @@ class Exporting(Shadowed):
         table.open = spy  # type: ignore[method-assign]
 
     def _on_admitted(self, export_seq: int, epoch: int) -> None:
-        self.offers[export_seq].hear(epoch, wakes=True)
+        self.offers[export_seq].hear(epoch)
         self.admitted.set()
 
     def export(self, number: int, request_id: str, epoch: int, num_tokens: int) -> Offer | None:
@@ -270,7 +270,7 @@ class Exporting(Shadowed):
 @dataclass(eq=False)
 class Offer:
     """One export. The fence is at least `epoch_heard`, at most `epoch_tried`, while it lives; who
-    waits has been told of `epoch_told`: a re-export wakes nobody before the next sign of life."""
+    waits for progress is told of it at once."""
 
     number: int
     home: Exporting
@@ -278,7 +278,6 @@ class Offer:
     blocks: Blocks
     epoch_heard: int = 0
     epoch_tried: int = 0
-    epoch_told: int = 0
     done: bool = False  # all published, and completed
     may_end: bool = False  # somebody has asked for its end, or may have
     num_claims: int = 0  # fetches that acknowledge if they end well, releases by a receiver
@@ -293,12 +292,10 @@ class Offer:
     def first_tokens(self) -> tuple[FirstToken, ...]:
         return (FirstToken(3, self.number),)
 
-    def hear(self, epoch: int, wakes: bool = False) -> None:
-        """Of an epoch of the request; `wakes`: from a fetch or a renewal."""
+    def hear(self, epoch: int) -> None:
+        """Of an epoch of the request, by an export, a fetch or a renewal."""
         self.epoch_heard = max(self.epoch_heard, epoch)
         self.epoch_tried = max(self.epoch_tried, epoch)
-        if wakes:
-            self.epoch_told = max(self.epoch_told, epoch)
 
     def renewed(self) -> None:
         self._until = self.home.node.clock.now + self.home.node.timing.kv_lease_s
@@ -384,7 +381,7 @@ class Fetch:
     def must_end(self) -> bool:
         """It has nothing to wait for."""
         offer = self.offer
-        return offer.done or offer.ended or offer.epoch_told > self.epoch or self.misled
+        return offer.done or offer.ended or offer.epoch_heard > self.epoch or self.misled
 
     def explains(self, error: BaseException) -> bool:
         offer = self.offer

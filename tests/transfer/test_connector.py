@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import gc
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import grpc
 import pytest
@@ -12,7 +13,7 @@ from baton.errors import ConfigError, InternalError, KVLost, KVStale
 from baton.handles import LaneAddress
 from baton.kv_spec import LayerSpec
 from baton.timing import Timing
-from kv_transfer.base import Incoming, KVConnector
+from kv_transfer.base import Incoming, KVConnector, Loan
 from kv_transfer.grpc_stream import GrpcLane
 from kv_transfer.memory import MemoryFabric, MemoryLane
 from tests.block_lists import held
@@ -27,6 +28,23 @@ from tests.transfer.pools import (
     snapshot,
     unreachable,
 )
+
+
+class Lending(MemoryLane):
+    """base.LendingLane, as far as its exporter is concerned."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryFabric())
+        self.told: list[bool] = []
+
+    def want_back(self, wanted: bool) -> None:
+        self.told.append(wanted)
+
+    def lends(self, address: LaneAddress) -> bool:
+        return False
+
+    def borrow(self, address: LaneAddress, pages: Sequence[int]) -> Loan:
+        raise KVLost("nothing is lent here")
 
 
 @pytest.fixture
@@ -54,6 +72,16 @@ async def test_the_connector_is_what_the_nodes_expect(start) -> None:
     assert SECRET.decode() not in repr(node.connector)
 
 
+async def test_who_drains_wants_its_pages_back_for_good(start) -> None:
+    lane = Lending()
+    node = await start(lane)
+    for wanted in (True, False):
+        node.connector.want_back(wanted)
+    node.connector.drain()
+    node.connector.want_back(False)
+    assert lane.told == [True, False, True, True]
+
+
 async def test_before_the_start_there_is_no_endpoint() -> None:
     node = Node(MemoryLane(MemoryFabric()))
     with pytest.raises(InternalError, match="not been started"):
@@ -68,6 +96,27 @@ async def test_too_few_blocks_are_our_own_fault(start) -> None:
     handle = node.connector.export(request_of(), 0, held([0, 1]), 9)
     with pytest.raises(InternalError, match="1 blocks do not hold 9"):
         await node.connector.fetch(handle, 1, held([3]))
+
+
+async def test_a_failure_that_meets_a_cancellation_is_seen(start, monkeypatch) -> None:
+    """Both at once: the caller hears of the cancellation, nobody misses the other's error."""
+    node = await start(MemoryLane(MemoryFabric()))
+    other = await start(MemoryLane(MemoryFabric()), boot_id=BOOT_D)
+    handle = node.connector.export(request_of(), 0, held([0, 1]), 9)
+    unseen: list[dict] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
+    fetching: list[asyncio.Task] = []
+
+    async def broken(*_: object) -> None:
+        asyncio.get_running_loop().call_soon(fetching[0].cancel)
+        raise KVLost("gone")
+
+    monkeypatch.setattr(other.connector._fetches, "_converse", broken)
+    fetching.append(asyncio.create_task(other.connector.fetch(handle, 1, held([0, 1]))))
+    await asyncio.wait(fetching)
+    assert fetching.pop().cancelled()
+    gc.collect()
+    assert unseen == []
 
 
 def test_a_token_beyond_a_frame_stops_the_start() -> None:

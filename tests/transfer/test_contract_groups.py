@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from baton.errors import KVCorrupt, KVRefused
+from baton.errors import KVCorrupt, KVLost, KVRefused
 from baton.kv_spec import HeldBlocks, LayerSpec, PoolFormat
 from kv_transfer.base import Blocks, Remote
 from kv_transfer.layout import HOLE
@@ -143,6 +143,30 @@ async def test_what_an_exporter_does_not_hold_is_not_read(cluster: Cluster) -> N
     p.finish(handle)
     assert isinstance(await outcome(d.connector.fetch(handle, 1, d.pick(NUM_TOKENS))), KVCorrupt)
     assert d.connector.stats.fetches == 0
+
+
+@pytest.mark.parametrize("cluster", [each for each in KINDS if each not in DIRECT], indirect=True)
+async def test_an_exporter_that_lacks_blocks_says_so_and_serves_on(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same hole where the exporter reads: its own fault, told as such, by a thread that ends
+    well (an exception that leaves one fails the test)."""
+    p, d = await pair(cluster)
+    full, *sliding = p.pick(NUM_TOKENS)
+    lacking = (full, *(HeldBlocks(each.ids[1:], each.first + 1) for each in sliding))
+    handle = p.connector.export(request_of(), 0, lacking, NUM_TOKENS)
+    p.finish(handle)
+    error = await outcome(d.connector.fetch(handle, 1, d.pick(NUM_TOKENS)))
+    assert isinstance(error, KVLost)
+    assert "the exporter has failed" in error.message
+    assert "is not held any more" in caplog.text
+    assert d.connector.stats.fetches == 0
+    await p.connector.release(handle, "of no use")
+    await p.freed()
+    whole = p.connector.export(request_of(epoch=2), 0, p.pick(NUM_TOKENS), NUM_TOKENS)
+    p.finish(whole)
+    await d.connector.fetch(whole, 2, d.pick(NUM_TOKENS))
+    await p.freed(2)
 
 
 async def test_tables_are_told_apart_by_the_exporters_format() -> None:

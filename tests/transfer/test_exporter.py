@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from baton.errors import KVStale
 from baton.kv_spec import LayerSpec, layout_fingerprint
 from baton.timing import Timing
 from kv_transfer.bodies import decode_body, encode_body, kind_of
@@ -29,8 +30,11 @@ from kv_transfer.identity import Identity, Side
 from kv_transfer.layout import ArenaMemory
 from kv_transfer.leases import Leases
 from kv_transfer.messages import (
+    DIRECT,
     Ack,
+    BlockTables,
     Confirm,
+    End,
     Failure,
     FailureCode,
     Fetch,
@@ -84,6 +88,7 @@ class Stage:
         layers: tuple[LayerSpec, ...] = LAYERS,
         burst_bytes: int = 0,
         num_bytes: int = 1,
+        direct: bool = False,
     ) -> None:
         arena = KVArena(layers, 4, 8, "bfloat16")
         self.memory = ArenaMemory(arena)
@@ -103,7 +108,14 @@ class Stage:
         self.stats = TransferStats()
         self.peer = Peer(theirs, [question, *(then or (Ack(1),))])
         exporter = Exporter(
-            mine, self.memory, self.table, timing, self.clock, self.stats, burst_bytes=burst_bytes
+            mine,
+            self.memory,
+            self.table,
+            timing,
+            self.clock,
+            self.stats,
+            direct=frozenset(("test",) if direct else ()),
+            burst_bytes=burst_bytes,
         )
         self.parcels: Iterator[Buffer] = exporter.serve("test", self.peer)
         self.inbox: deque[memoryview] = deque()
@@ -274,3 +286,24 @@ def test_a_small_export_follows_token_1() -> None:
         header = waiting.result(5.0).header
     assert (header.layer, header.token0, header.num_tokens) == (0, 0, TOKENS)
     assert stage.kinds().count(Kind.DATA) == len(LAYERS) - 1
+
+
+def test_the_tail_of_who_adopts_ends_with_end() -> None:
+    """However long the pages are read then; and whoever releases them meanwhile frees nothing."""
+    fetch = Fetch(1, b"1", "r", 1, start_token=TOKENS, codec=DIRECT, adopt=True)
+    confirm = Confirm(1, b"1", 1)
+    stage = Stage(fetch, Timing(), confirm, Ack(1, answer=True), direct=True)
+    stage.publish()
+    stage.table.complete(1, ())
+    assert isinstance(stage.next(), BlockTables)
+    end = stage.next()
+    assert isinstance(end, End)
+    assert end.lease_ms == LEASE_S * 1000
+    stage.clock.advance(LEASE_S / 2)
+    stage.table.release(1, KVStale("somebody else says so"))
+    assert stage.freed == []
+    assert stage.next() == Confirm(1, b"", 1, held=True)
+    assert stage.next() == Confirm(1, b"", 1, held=False)
+    assert stage.freed == ["somebody else says so"]
+    lane = stage.stats.lane("test")
+    assert (lane.tails, lane.tail_seconds, lane.bytes_sent) == (1, 0.0, 0)

@@ -55,6 +55,7 @@ class ExportTableMachine(RuleBasedStateMachine):
         self.highest: dict[str, int] = {}
         self.upto: dict[int, list[int]] = {}
         self.num_reads: dict[int, int] = {}
+        self.promised: dict[int, dict[int, float]] = {}  # by export and epoch, until when
         self.open_reads: dict[int, tuple[ExitStack, int]] = {}
 
     def teardown(self) -> None:
@@ -62,13 +63,14 @@ class ExportTableMachine(RuleBasedStateMachine):
         for read in list(self.open_reads.values()):
             self.leave(*read)
         self.clock.advance(LEASE_S)
-        self.table.expire(self.clock.now)
+        self.expire()
         assert sorted(self.freed) == sorted(self.handles)
 
     def on_released(self, handle: KVHandle, blocks: Blocks, why: str) -> None:
         seq = handle.export_seq
         assert seq not in self.freed, "freed twice"
         assert self.num_reads.get(seq, 0) == 0, "freed under a reader"
+        assert not self.promised.get(seq), "freed in spite of a promise"
         assert blocks == held((seq, seq + 1))
         assert why
         self.freed.append(seq)
@@ -85,6 +87,13 @@ class ExportTableMachine(RuleBasedStateMachine):
 
     def released(self, seq: int) -> None:
         self.until.pop(seq, None)
+        self.settle(seq)
+
+    def settle(self, seq: int) -> None:
+        """Something has happened at which what is released looks for promises that are over."""
+        if seq not in self.until:
+            promised = self.promised.get(seq, {})
+            self.promised[seq] = {e: t for e, t in promised.items() if self.clock.now < t}
 
     @rule(target=exports, request_id=st.sampled_from("ab"), epoch=st.integers(1, 4))
     def export(self, request_id: str, epoch: int) -> int:
@@ -165,6 +174,7 @@ class ExportTableMachine(RuleBasedStateMachine):
     def leave(self, stack: ExitStack, seq: int) -> None:
         self.num_reads[seq] = self.num_reads.get(seq, 0) - 1
         self.open_reads.pop(id(stack), None)
+        self.settle(seq)
         stack.close()
 
     @rule(seq=exports, epoch=st.integers(1, 5))
@@ -177,6 +187,37 @@ class ExportTableMachine(RuleBasedStateMachine):
         assert self.may_read(seq, epoch)
         self.saw(seq, epoch)
         self.until[seq] = self.clock.now + LEASE_S
+        if epoch in self.promised.get(seq, {}):
+            self.promised[seq][epoch] = self.until[seq]
+
+    @rule(entry=readers)
+    def promise(self, entry: tuple[Reader | None, int, int]) -> None:
+        reader, seq, epoch = entry
+        if reader is None:
+            return
+        try:
+            reader.promise()
+        except (KVStale, KVLost):
+            assert not self.may_read(seq, epoch)
+            return
+        assert self.may_read(seq, epoch)
+        self.until[seq] = self.clock.now + LEASE_S
+        self.promised.setdefault(seq, {})[epoch] = self.until[seq]
+
+    @rule(seq=exports, epoch=st.integers(1, 5))
+    def confirm(self, seq: int, epoch: int) -> None:
+        """A promise is as good as the lease, for who has it."""
+        kept = seq not in self.until and seq not in self.freed
+        promised = kept and epoch in self.promised.get(seq, {})
+        try:
+            self.table.confirm(seq, self.handles[seq].secret, epoch)
+        except KVStale:
+            assert not promised
+            assert not self.may_read(seq, epoch)
+            return
+        assert promised or self.may_read(seq, epoch)
+        if not promised:
+            self.saw(seq, epoch)
 
     @rule(seq=exports)
     def release(self, seq: int) -> None:
@@ -186,6 +227,8 @@ class ExportTableMachine(RuleBasedStateMachine):
 
     @rule(seq=exports, epoch=st.integers(1, 5))
     def acknowledge(self, seq: int, epoch: int) -> None:
+        if self.promised.get(seq, {}).pop(epoch, None) is not None:
+            self.settle(seq)
         if seq in self.until and epoch >= self.highest[self.handles[seq].request_id]:
             self.released(seq)
         self.table.acknowledge(seq, epoch)
@@ -197,27 +240,35 @@ class ExportTableMachine(RuleBasedStateMachine):
     @rule()
     def expire(self) -> None:
         lapsed = [seq for seq in self.until if not self.offered(seq)]
-        assert self.table.expire(self.clock.now) == len(lapsed)
         for seq in lapsed:
             self.released(seq)
+        for seq in self.handles:
+            self.settle(seq)
+        assert self.table.expire(self.clock.now) == len(lapsed)
 
     @precondition(lambda self: self.until)
     @rule()
     def stop(self) -> None:
         self.until.clear()
+        self.promised.clear()
         self.table.release_all(KVLost("stops"))
 
     @invariant()
     def freed_are_exactly_those_nobody_has(self) -> None:
         expected = {
-            seq for seq in self.handles if seq not in self.until and self.num_reads.get(seq, 0) == 0
+            seq
+            for seq in self.handles
+            if seq not in self.until
+            and self.num_reads.get(seq, 0) == 0
+            and not self.promised.get(seq)
         }
         assert set(self.freed) == expected
         pinned = len(self.handles) - len(self.freed)
         assert self.table.num_exports == pinned
         assert self.table.export_bytes == 100 * pinned
         expiry = self.table.next_expiry()
-        assert expiry == min(self.until.values(), default=None)
+        kept = [max(t.values()) for seq, t in self.promised.items() if seq not in self.until and t]
+        assert expiry == min([*self.until.values(), *kept], default=None)
 
 
 ExportTableMachine.TestCase.settings = settings(
@@ -257,7 +308,7 @@ def test_progress_wakes_the_reader(table: ExportTable) -> None:
     assert reader.wait(second.version, 0.0) is None
 
 
-@pytest.mark.parametrize("end", ["release", "newer epoch", "close"])
+@pytest.mark.parametrize("end", ["release", "newer epoch", "newer export", "close"])
 def test_what_ends_a_wait(table: ExportTable, end: str) -> None:
     reader = opened(table)
     version = reader.wait(None, 0.0).version  # type: ignore[union-attr]
@@ -270,10 +321,29 @@ def test_what_ends_a_wait(table: ExportTable, end: str) -> None:
             return
         if end == "release":
             table.release(1, KVLost("gone"))
+        elif end == "newer export":
+            table.add(handle_of(2, epoch=2), held((1,)), 1)
         else:
             table.renew(1, b"1", 2)
         with pytest.raises(KVLost if end == "release" else KVStale):
             waiting.result(5.0)
+
+
+def test_a_promise_outlives_whoever_releases(table: ExportTable, freed: list[str]) -> None:
+    reader = opened(table)
+    reader.promise()
+    released = table.release(1, KVStale("somebody else says so"))
+    assert released is not None
+    assert (freed, released.done()) == ([], False)
+    with pytest.raises(KVRefused, match="secret"):
+        table.confirm(1, b"x", 1)
+    with pytest.raises(KVStale):
+        table.confirm(1, b"1", 2)
+    with pytest.raises(KVStale):
+        table.renew(1, b"1", 1)  # it is not extended any more
+    table.confirm(1, b"1", 1)
+    assert table.acknowledge(1, 1) is released
+    assert (freed, released.done()) == (["somebody else says so"], True)
 
 
 def test_each_error_says_what_is_wrong(table: ExportTable) -> None:

@@ -178,6 +178,21 @@ def test_fetcher_reads_by_itself_and_asks_after_its_last_read() -> None:
     assert session.end == end
 
 
+def test_fetcher_that_adopts_reads_nothing_and_asks_nothing_more() -> None:
+    wanted = Wanted(HANDLE, EPOCH, start_token=TOKENS, codec=DIRECT, hold=True, adopt=True)
+    session = FetcherSession(D, ND, LAYERS, wanted)
+    session.receive(Start())
+    _, fetch = sent(session.receive(HELLO_P))
+    assert isinstance(fetch, Fetch)
+    assert fetch.adopt
+    session.receive(control(BlockTables(8, ((5, 3, 9),))))
+    end = End(TOKENS, True, FIRST, 0, lease_ms=9000)
+    assert session.receive(control(end)) == []
+    assert session.done
+    assert session.end == end
+    assert session.remote == Remote(P.format, ((5, 3, 9),))
+
+
 def test_a_lease_that_ended_during_the_last_read_is_stale() -> None:
     session = fetcher(FetcherState.CONFIRMING)
     with pytest.raises(KVStale):

@@ -14,9 +14,7 @@ from baton.engine.kv_cache import KVArena
 from baton.errors import ConfigError, KVCorrupt
 from baton.kv_spec import LayerSpec
 from baton.node.lanes import LaneSettings, PoolPlace, make_lanes
-from baton.node.main import main
 from baton.timing import Timing
-from decode_node.__main__ import PROGRAM
 from kv_transfer.base import LendingLane
 from kv_transfer.loans import Promise
 from kv_transfer.shm import ShmLane
@@ -34,6 +32,9 @@ class FakeLoan:
     def orphaned(self) -> bool:
         return self.dead
 
+    def wanted(self) -> bool:
+        return False
+
     def end(self) -> None: ...
 
 
@@ -42,10 +43,12 @@ def test_a_promise_holds_for_a_lease_from_when_it_was_asked_for() -> None:
     promise = Promise(clock, 10.0)
     promise.covers(loan)
     assert not promise.holds(), "nothing has been promised"
+    assert promise.left() == 0.0
     start = clock.monotonic()
     promise.renewed(start)
     clock.advance(9.0)
     assert promise.holds()
+    assert promise.left() == pytest.approx(1.0)
     clock.advance(1.0)
     assert not promise.holds()
     promise.renewed(start + 5.0)
@@ -117,7 +120,14 @@ def test_pools_lend_to_pools_of_the_same_layout(tmp_path: Path) -> None:
         assert [page - loan.ids[0] for page in loan.ids] == [0, 4, 2]
         assert min(loan.ids) >= 8, "beyond the own pool"
         assert not loan.orphaned()
+        assert not loan.wanted()
+        alike.want_back(True)
+        assert loan.wanted()
+        alike.want_back(False)
+        assert not loan.wanted()
+        alike.want_back(True)
         loan.end()
+        assert not loan.wanted(), "nothing of it is here"
         loan.end()
         for wrong in ((5,), (-1,)):
             with pytest.raises(KVCorrupt):
@@ -125,11 +135,6 @@ def test_pools_lend_to_pools_of_the_same_layout(tmp_path: Path) -> None:
     finally:
         for lane in (alike, other, wider):
             lane.stop()
-
-
-def test_adopting_needs_the_lane(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(PROGRAM, ["--model", "none", "--kv-adopt", "--kv-lanes", "stream"], {}) == 2
-    assert "shm" in capsys.readouterr().err
 
 
 def test_a_pool_that_does_not_fit_says_so(tmp_path: Path) -> None:

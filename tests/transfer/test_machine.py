@@ -355,7 +355,7 @@ class TransferMachine(RuleBasedStateMachine):
             assert could_live
             assert not too_old
             offer.renewed()
-            offer.hear(epoch, wakes=True)
+            offer.hear(epoch)
             self.seen["renewed"] += 1
 
     # ---- time, other prompts, damage, death ----

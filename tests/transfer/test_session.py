@@ -160,6 +160,7 @@ def test_exporter_refuses_a_wrong_proof(proof: Hello) -> None:
         ({}, {"codec": "gzip"}, FailureCode.PROTOCOL),
         ({}, {"codec": DIRECT}, FailureCode.PROTOCOL),
         ({"direct": True}, {"codec": INT8}, FailureCode.PROTOCOL),
+        ({}, {"adopt": True}, FailureCode.PROTOCOL),
         ({"windowed": True}, {"windowed": False}, FailureCode.LAYOUT),
     ],
 )
@@ -195,6 +196,21 @@ def test_exporter_lets_its_memory_be_read() -> None:
     assert session.receive(control(question)) == [Check(question)]
     assert session.receive(LeaseHeld()) == [Send(Confirm(SEQ, b"", EPOCH, held=True))]
     assert session.receive(control(Ack(SEQ))) == [Release(SEQ, EPOCH)]
+
+
+def test_exporter_promises_its_pages_to_who_adopts() -> None:
+    """Nothing is announced; the lease is extended right before END, which says by how much."""
+    session = exporter(ExporterState.READY, direct=True)
+    fetch = Fetch(SEQ, b"k", "r", EPOCH, start_token=TOKENS, codec=DIRECT, adopt=True)
+    session.receive(control(fetch))
+    session.receive(Opened(TOKENS, ((5, 3, 9),)))
+    assert session.receive(Progress((20, 0), None)) == []
+    assert session.receive(Progress((20, 20), FIRST)) == [Check(None, adopting=True)]
+    end = End(TOKENS, True, FIRST, 0, lease_ms=9000)
+    assert session.receive(LeaseHeld(9000)) == [Send(end)]
+    session.receive(control(Fetch(SEQ, b"k", "r", EPOCH, start_token=TOKENS, codec=DIRECT)))
+    session.receive(Opened(TOKENS, ((5, 3, 9),)))
+    assert session.receive(Progress((20, 20), FIRST)) == [Check(None)]
 
 
 def test_exporter_sends_a_rank_its_heads() -> None:

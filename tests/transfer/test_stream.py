@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import ssl
 import stat
+import subprocess
+import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -30,6 +34,35 @@ from kv_transfer.tls import TlsFiles
 from tests.transfer.certificates import believing
 from tests.transfer.pools import BOOT_P, PATIENCE_S
 from tests.transfer.stream_bench import TCP_ONLY, UNIX_ONLY, Bench, Caught, ask, dial, echo, frame
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Of a short name: a socket's path has its limit."""
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
+def test_what_a_killed_process_left_is_removed_at_the_next_start(
+    bench: Bench, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    code = """
+import os, signal
+from baton.timing import Timing
+from kv_transfer.stream import StreamLane, StreamOptions
+StreamLane(Timing(), StreamOptions(tcp=False)).start("0c" * 16, lambda name, peer: iter(()))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=False, timeout=60)
+    (left,) = folder.iterdir()
+    assert [each.suffix for each in left.glob("*.sock")] == [".sock"]
+    _, first = bench.serve(echo, UNIX_ONLY)
+    _, second = bench.serve(echo, UNIX_ONLY)
+    paths = {Path(dict(each.attributes)[UNIX]) for each in (first, second)}
+    assert set(folder.iterdir()) == {path.parent for path in paths}
+    assert all(path.exists() for path in paths), "nobody sweeps away who lives"
 
 
 # ---- frames there and back ----------------------------------------------------------------------

@@ -19,6 +19,7 @@ from kv_transfer.codec import pack, quantise
 from kv_transfer.frames import HEADER_BYTES, MAX_PAYLOAD, Header, Kind, decode, encode, seed_of
 from kv_transfer.identity import Identity, Side, prove
 from kv_transfer.messages import (
+    DIRECT,
     INT8,
     Ack,
     BlockTables,
@@ -60,12 +61,16 @@ def vectors() -> dict[str, bytes]:
         "FETCH, of visible windows in int8": control(
             Fetch(7, KEY, "r1", 2, codec=INT8, windowed=True)
         ),
+        "FETCH, to adopt": control(
+            Fetch(7, KEY, "r1", 2, start_token=18, codec=DIRECT, timeout_ms=5000, adopt=True)
+        ),
         "BLOCKS": control(BlockTables(16, ((3, 300),))),
         "DATA": encode(data, [b"K0K1", b"V0V1"], SEED),
         "DATA, to be read by the fetcher": encode(data, [], SEED),
         "DATA, int8": encode(data, INT8_ROW, SEED),
         "CONFIRM": control(Confirm(7, b"", 2, held=True)),
         "END": control(End(18, True, (FIRST,), 1, waited_ms=40)),
+        "END, to one that adopts": control(End(18, True, (), 0, lease_ms=10_000)),
         "ACK": control(Ack(7)),
         "ACK, of one rank": control(Ack(7, part=True)),
         "ACK, that wants an answer": control(Ack(7, answer=True)),

@@ -1,4 +1,4 @@
-"""A short-lived folder for a Unix socket, and the removal of those that a kill -9 left behind.
+"""A short-lived folder for Unix sockets, and the removal of those that a kill -9 left behind.
 
 A socket's path may have 107 bytes only, so it lives in the temporary directory and not among a
 run's data. Whoever made a folder holds a lock in it; the kernel drops the lock with the process.
@@ -14,18 +14,18 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-PREFIX: Final = "baton-up-"
 LOCK: Final = "lock"
 
 
 class SocketFolder:
-    """`path` exists until `remove`, or until the process has ended and another one cleans up."""
+    """`path`, whose name begins with `prefix`, exists until `remove`, or until the process has
+    ended and another one cleans up."""
 
-    def __init__(self) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+    def __init__(self, prefix: str) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix=prefix))
         # It gets its name once it is locked: nobody finds one that is not.
         unnamed = self.path / "lock.new"
-        self._lock: int | None = os.open(unnamed, os.O_CREAT | os.O_RDWR, 0o600)
+        self._lock: int | None = os.open(unnamed, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         unnamed.rename(self.path / LOCK)
 
@@ -37,12 +37,12 @@ class SocketFolder:
             self._lock = None
 
 
-def remove_stale() -> list[Path]:
+def remove_stale(prefix: str) -> list[Path]:
     """Remove the folders of processes that have ended; returns them. Others' are left alone."""
     removed: list[Path] = []
-    for lock in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{LOCK}"):
+    for lock in Path(tempfile.gettempdir()).glob(f"{prefix}*/{LOCK}"):
         try:
-            descriptor = os.open(lock, os.O_RDWR | os.O_NOFOLLOW)
+            descriptor = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:  # another user's, or gone by now
             continue
         try:

@@ -84,6 +84,22 @@ async def test_the_other_spellings(model: Path, fields: dict[str, Any]) -> None:
         check_json(choice["text"], SCHEMAS["person"])
 
 
+@pytest.mark.parametrize(
+    "fields", [{"n": 4}, {"n": 2, "best_of": 4}, {"n": 3, "use_beam_search": True}]
+)
+async def test_several_answers_are_all_of_the_form(model: Path, fields: dict[str, Any]) -> None:
+    """Every sample's token 1 is masked where the prompt was computed."""
+    async with served(model) as client:
+        asked = {"guided_json": SCHEMAS["person"], "max_tokens": 900, "seed": 5, **fields}
+        reply = await client.post("/v1/completions", json={"prompt": "x", **asked})
+        assert reply.status_code == 200, reply.text
+        choices = reply.json()["choices"]
+        assert len(choices) == fields["n"]
+        for choice in choices:
+            assert choice["finish_reason"] == "stop"
+            check_json(choice["text"], SCHEMAS["person"])
+
+
 async def test_disaggregated_equals_one_engine_over_grpc(model: Path) -> None:
     expected = one_engine_tokens(model, PROMPTS, PARAMS)
     async with cluster(Plan(model)) as c:

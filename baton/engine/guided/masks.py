@@ -18,7 +18,8 @@ from baton.engine.interface import SequenceChunk
 
 
 class AskedRows(Protocol):
-    """A chunk that samples, from row `first` on: one row, and one after each draft."""
+    """A chunk that samples, from row `first` on: one row, and one after each draft; or, where it
+    fans out, the same row for each of its samples."""
 
     @property
     def chunk(self) -> SequenceChunk: ...
@@ -41,9 +42,10 @@ def apply(logits: Tensor, asked: Sequence[AskedRows]) -> None:
             continue
         rows = np.zeros((1 + len(one.drafts), -(-vocab_size // 32)), np.int32)
         count = guide.fill(one.chunk.history, one.chunk.num_prompt, one.drafts, rows)
-        for index in range(count):
-            if rows[index].any():
-                _mask(logits[one.first + index], rows[index])
+        copies = max(1, len(one.chunk.fan_out))
+        for index in range(count * copies):
+            if rows[index // copies].any():
+                _mask(logits[one.first + index], rows[index // copies])
 
 
 def _mask(row: Tensor, words: np.ndarray) -> None:

@@ -28,7 +28,7 @@ from baton.timing import Timing
 from baton.tokenizer import Tokenizer
 from router.app import create_app
 from router.config import RouterConfig
-from router.dispatch import Dispatcher
+from router.dispatcher import Dispatcher
 from router.ledger import StoreGuard
 from router.memory_store import MemoryStore
 from router.metrics import RouterMetrics

@@ -40,7 +40,8 @@ from router.admission import Bounds
 from router.app import create_app
 from router.config import RouterConfig
 from router.directory import RedisDirectory
-from router.dispatch import Dispatcher, DispatchParts
+from router.dispatch import DispatchParts
+from router.dispatcher import Dispatcher
 from router.gate import Gate, GateSettings
 from router.gate_metrics import watch_gate
 from router.grpc_api import GrpcServer

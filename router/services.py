@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from baton.chat_template import ChatTemplate
     from baton.tokenizer import Tokenizer
     from router.config import RouterConfig
-    from router.dispatch import Dispatcher
+    from router.dispatcher import Dispatcher
     from router.ledger import StoreGuard
     from router.metrics import RouterMetrics
     from router.registry import NodeRegistry

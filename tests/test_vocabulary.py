@@ -155,7 +155,7 @@ def test_samples_share_what_they_have_emitted_alike() -> None:
 
 
 def test_how_many_sequences_a_request_is() -> None:
-    def counts(**params: int) -> tuple[int, int, int]:
+    def counts(**params: Any) -> tuple[int, int, int]:
         it = SamplingParams(**params)
         return it.num_samples, it.num_outputs, it.width
 

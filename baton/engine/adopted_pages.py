@@ -21,8 +21,6 @@ from baton.engine.interface import Reservation
 from baton.engine.sequence import SequenceState
 from baton.engine.stats import EngineStats
 from baton.errors import InternalError, KVStale
-from baton.events import RequestFailed
-from baton.request import Request
 
 TAKEN_BACK: Final = "the exporter may have taken its KV back"
 TAKE_OVER_AFTER_S: Final = 3.0  # a request that ends earlier costs no copy at all
@@ -30,12 +28,6 @@ TAKE_OVER_BYTES: Final = 8 << 20  # per step: about 2 ms
 SPARE_SHARE: Final = 8  # a pool less than 1 / 8 free is not filled with copies
 RECALLED_BYTES: Final = 32 << 20  # per step, of what its owner wants back: about 8 ms
 GIVE_WAY_AFTER_S: Final = 1.0  # that there has been no room for what is wanted back
-
-
-def taken_back(request: Request) -> RequestFailed:
-    """What is told of a request whose pages may be another's by now."""
-    error = KVStale(TAKEN_BACK)
-    return RequestFailed(request.id, request.epoch, error.code, error.message, error.retryable)
 
 
 class AdoptedPages:

@@ -32,6 +32,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Final, TypeAlias
 
 from baton.engine.adoption import Adoption
@@ -168,7 +169,7 @@ class Scheduler:
 
     def add(self, group: RequestGroup) -> None:
         _follow(group)
-        insort(self._waiting, group, key=_key)
+        insort(self._waiting, group, key=attrgetter("key"))
 
     def add_reserved(
         self, group: RequestGroup, reservation: Reservation, adoption: Adoption | None = None
@@ -186,7 +187,7 @@ class Scheduler:
         sequence.prefilling = sequence.num_uncomputed > 1
         self._attach(group)
         group.admitted_before = True
-        insort(self._ready, group, key=_key)
+        insort(self._ready, group, key=attrgetter("key"))
 
     def remove(self, group: RequestGroup) -> None:
         """Give back everything that `group` holds; the end of its life here."""
@@ -281,7 +282,7 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Plan the next step. Mutates queues and block tables; blocks cover all planned tokens."""
         while self._ready and self._slots_for(self._ready[0]):
-            insort(self._running, self._ready.pop(0), key=_key)
+            insort(self._running, self._ready.pop(0), key=attrgetter("key"))
         for group in self._running:
             for sequence in group.stopped:
                 self.end(group, sequence)
@@ -368,7 +369,7 @@ class Scheduler:
     def _victim(self) -> RequestGroup:
         """The youngest LOCAL request of the lowest priority
         (who asks for more is LOCAL itself)."""
-        return max((g for g in self._running if g.task is Task.LOCAL), key=_key)
+        return max((g for g in self._running if g.task is Task.LOCAL), key=attrgetter("key"))
 
     def _preempt(self, group: RequestGroup) -> None:
         """Its blocks go, its tokens stay, it waits in front of those that came later."""
@@ -376,13 +377,13 @@ class Scheduler:
         self._stats.num_preemptions += 1
         group.admitted_before = True
         if self._swapper.prefers_swap(group) and self._swapper.swap_out(group):
-            insort(self._swapped, group, key=_key)
+            insort(self._swapped, group, key=attrgetter("key"))
             return
         for sequence in group.sequences:
             self._tables.release(sequence)
             sequence.candidates = None  # computed again
         _follow(group)
-        insort(self._waiting, group, key=_key)
+        insort(self._waiting, group, key=attrgetter("key"))
 
     def _swap_in(self, plan: StepPlan) -> None:
         while self._swapped and self._slots_for(self._swapped[0]):
@@ -390,7 +391,7 @@ class Scheduler:
             if not self._swapper.swap_in(group, self.headroom()):
                 return
             self._swapped.pop(0)
-            insort(self._running, group, key=_key)
+            insort(self._running, group, key=attrgetter("key"))
             for sequence in group.sequences:
                 if not sequence.following:
                     grown = self._tables.grow(sequence, len(sequence.tokens))
@@ -422,7 +423,7 @@ class Scheduler:
             self._waiting.pop(0)
             self._overtakes = 0
             self._start(group, taken)
-            insort(self._running, group, key=_key)
+            insort(self._running, group, key=attrgetter("key"))
             plan.admitted.append(group)
             self._plan_row(plan, group, leader)
 
@@ -496,7 +497,3 @@ def _follow(group: RequestGroup) -> None:
     """All but the first sequence wait to fork from it."""
     for sequence in group.sequences[1:]:
         sequence.following = True
-
-
-def _key(group: RequestGroup) -> tuple[int, int]:
-    return group.key

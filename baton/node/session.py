@@ -11,12 +11,20 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from baton.errors import BatonError, Overloaded
-from baton.events import NodeStep
+from baton.events import NodeStep, RequestFailed, TokenEvent
 from baton.handles import NodeLoad
 from baton.node.step_parts import in_parts
+
+
+@dataclass(slots=True)
+class Share:
+    """One session's part of a step."""
+
+    tokens: list[TokenEvent] = field(default_factory=list[TokenEvent])
+    failed: list[RequestFailed] = field(default_factory=list[RequestFailed])
 
 
 @dataclass(eq=False)

@@ -13,7 +13,7 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -33,7 +33,7 @@ from baton.errors import (
     Overloaded,
     Unavailable,
 )
-from baton.events import BlockEvent, HandleReady, NodeStep, RequestFailed, TokenEvent
+from baton.events import BlockEvent, HandleReady, NodeStep
 from baton.handles import KVHandle, NodeLoad, NodeRecord, Role
 from baton.kv_spec import BlockLists
 from baton.log import request_context
@@ -55,7 +55,7 @@ from baton.node.config import NodeConfig
 from baton.node.metrics import snapshot
 from baton.node.requests import NodeRequest, RequestTable, failure
 from baton.node.role import NodeRole, RoleContext
-from baton.node.session import RouterSession
+from baton.node.session import RouterSession, Share
 from baton.timing import Timing
 from kv_transfer.base import OnReleased
 from kv_transfer.connector import Connector
@@ -76,14 +76,6 @@ class NodeParts:
     engine: Engine
     make_connector: Callable[[OnReleased], Connector]
     make_role: Callable[[RoleContext], NodeRole]
-
-
-@dataclass(slots=True)
-class _Share:
-    """One session's part of a step."""
-
-    tokens: list[TokenEvent] = field(default_factory=list[TokenEvent])
-    failed: list[RequestFailed] = field(default_factory=list[RequestFailed])
 
 
 class NodeShell:
@@ -474,7 +466,7 @@ class NodeShell:
     def _deliver(self, report: StepReport, stats: EngineStats) -> None:
         """One step's results: a message to each session it concerns."""
         self._engine_load, self._engine_stats = report.load, stats
-        shares: defaultdict[RouterSession, _Share] = defaultdict(_Share)
+        shares: defaultdict[RouterSession, Share] = defaultdict(Share)
         for event in report.events:
             entry = self.requests.find(event.request_id, event.epoch)
             if entry is None:  # aborted while the step ran
@@ -492,11 +484,11 @@ class NodeShell:
         self.role.blocks_freed()
 
     def _send_step(
-        self, shares: dict[RouterSession, _Share], block_events: tuple[BlockEvent, ...]
+        self, shares: dict[RouterSession, Share], block_events: tuple[BlockEvent, ...]
     ) -> None:
         load = self.load()
         for session in self._sessions | shares.keys():
-            share = shares.get(session, _Share())
+            share = shares.get(session, Share())
             step = NodeStep(
                 tokens=tuple(share.tokens),
                 failed=tuple(share.failed),

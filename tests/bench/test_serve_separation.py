@@ -85,7 +85,7 @@ async def test_a_sweep_counts_what_met_both_limits() -> None:
 
 
 async def test_each_turn_sends_other_requests_the_same_in_every_mode() -> None:
-    asked: list[list[object]] = []
+    asked: list[list[str]] = []
     sweep = Sweep(bundled(), [10.0], SCALING, Slo(5.0, 1.0))
     for mode, turn in (("auto", 0), ("colocated", 0), ("auto", 1)):
         model = FakeModel()

@@ -210,7 +210,8 @@ def test_more_distinct_tokens_than_there_was_room_for(whole: bool) -> None:
     history, kept = [7, 8], Occurrences()
     for token in [*range(100, 400), *range(100, 250)]:
         history.append(token)
-        ids, counts = kept.count(history, 2, whole)
+        kept.count(history, 2, whole)
+    ids, counts = kept.count(history, 2, whole)
     told = dict(zip(ids.tolist(), counts.tolist(), strict=True))
     wanted = {token: 1 + (token < 250) for token in range(100, 400)}
     assert told == ({7: 0, 8: 0, **wanted} if whole else wanted)

@@ -20,7 +20,8 @@ from baton.messages import AbortRequest, SubmitDecode
 from protos import serve_pb2, serve_pb2_grpc
 from router.admission import Bounds, Reason
 from router.config import RouterConfig
-from router.dispatch import Dispatcher, DispatchParts
+from router.dispatch import DispatchParts
+from router.dispatcher import Dispatcher
 from router.gate import Gate, GateSettings
 from router.grpc_api import GrpcServer
 from tests.front.fakes import Front

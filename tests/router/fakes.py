@@ -23,7 +23,8 @@ from baton.sampling import SamplingParams
 from baton.timing import Timing, server_options
 from protos import node_pb2_grpc
 from router.directory import NodeDirectory
-from router.dispatch import Dispatcher, DispatchParts
+from router.dispatch import DispatchParts
+from router.dispatcher import Dispatcher
 from router.ledger import StoreGuard
 from router.memory_store import MemoryStore
 from router.node_session import StepLog

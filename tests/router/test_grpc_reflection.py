@@ -27,6 +27,10 @@ from tests.waiting import eventually
 SERVICE = "baton.serve.v1.Inference"
 
 
+def serialized(message: Any) -> bytes:
+    return message.SerializeToString()
+
+
 class Reflected:
     """All of a server's methods by name, JSON in and out. Blocking, as the reflection library."""
 
@@ -48,7 +52,7 @@ class Reflected:
         path, streams = self.methods(service)[method]
         make = self._channel.unary_stream if streams else self._channel.unary_unary
         answer: Any = make(
-            path, request_serializer=lambda m: m.SerializeToString(),
+            path, request_serializer=serialized,
             response_deserializer=reply.FromString,
         )(request, timeout=PATIENCE_S)  # fmt: skip
         return [json_format.MessageToDict(m) for m in (answer if streams else (answer,))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -77,6 +78,17 @@ class Peer:
         self.closers.append(callback)
 
 
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bytes of a burst, and of the export as it was announced."""
+
+    burst: int
+    export: int
+
+
+ONE_BYTE = Sizes(0, 1)
+
+
 class Stage:
     """One export of TOKENS tokens and one fetcher in front of it."""
 
@@ -86,8 +98,7 @@ class Stage:
         timing: Timing,
         *then: Message,
         layers: tuple[LayerSpec, ...] = LAYERS,
-        burst_bytes: int = 0,
-        num_bytes: int = 1,
+        sizes: Sizes = ONE_BYTE,
         direct: bool = False,
     ) -> None:
         arena = KVArena(layers, 4, 8, "bfloat16")
@@ -104,7 +115,7 @@ class Stage:
             self.clock,
             lambda h, b, why: self.freed.append(why),
         )
-        self.table.add(handle_of(self.table.next_sequence()), held((0, 1, 2)), num_bytes)
+        self.table.add(handle_of(self.table.next_sequence()), held((0, 1, 2)), sizes.export)
         self.stats = TransferStats()
         self.peer = Peer(theirs, [question, *(then or (Ack(1),))])
         exporter = Exporter(
@@ -115,7 +126,7 @@ class Stage:
             self.clock,
             self.stats,
             direct=frozenset(("test",) if direct else ()),
-            burst_bytes=burst_bytes,
+            burst_bytes=sizes.burst,
         )
         self.parcels: Iterator[Buffer] = exporter.serve("test", self.peer)
         self.inbox: deque[memoryview] = deque()
@@ -263,7 +274,7 @@ def test_big_frames_are_built_in_the_lanes_memory() -> None:
 
 def test_progress_is_sent_in_bursts() -> None:
     """Of three layers, 16 tokens each (a byte per token and layer): bursts of 4 bytes."""
-    stage = Stage(FETCH, Timing(kv_progress_s=30), burst_bytes=4, num_bytes=1000)
+    stage = Stage(FETCH, Timing(kv_progress_s=30), sizes=Sizes(4, 1000))
     with ThreadPoolExecutor(1) as pool:
         for upto in (4, 8):
             waiting = pool.submit(stage.next_frame)
@@ -276,7 +287,7 @@ def test_progress_is_sent_in_bursts() -> None:
 
 def test_a_small_export_follows_token_1() -> None:
     num_bytes = TOKENS * len(LAYERS)
-    stage = Stage(FETCH, Timing(kv_progress_s=30), burst_bytes=num_bytes, num_bytes=num_bytes)
+    stage = Stage(FETCH, Timing(kv_progress_s=30), sizes=Sizes(num_bytes, num_bytes))
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(stage.next_frame)
         stage.publish()

@@ -1,0 +1,102 @@
+"""All requests under way on this router, each a Journey (router/dispatch.py) behind the gate.
+
+What front doors, the admin server and the migrator talk to. The life: made -> run() -> stop().
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+
+from baton.events import TokenEvent
+from baton.request import Request
+from router.admission import Bounds
+from router.dispatch import MOVE_S, DispatchParts, Journey
+from router.gate import Gate, GateSettings
+from router.migration import Candidate, MigrationStats
+from router.trace import RequestTrace
+
+
+class Dispatcher:
+    """All requests under way on this router."""
+
+    def __init__(self, parts: DispatchParts) -> None:
+        self._parts = parts
+        settings = GateSettings(Bounds(parts.max_live))
+        self.gate = parts.gate or Gate(parts.clock, settings)
+        self._live: dict[str, Journey] = {}
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    async def run(
+        self, request: Request, trace: RequestTrace | None = None
+    ) -> AsyncGenerator[TokenEvent, None]:
+        """Yield the request's tokens: in order per sample, no gap, no duplicate, to the end.
+
+        Closing the generator early aborts the request on every node (CANCELLED, or FINISHED after
+        `trace.stopped_by_text()`). Mutates `trace`. Raises BatonError where the request fails.
+        """
+        parts, trace = self._parts, trace or RequestTrace()
+        deadline = request.deadline or parts.clock.monotonic() + parts.timeout_s
+        request = replace(request, deadline=deadline)
+        async with self.gate.admitted(request, trace):
+            journey = Journey(request, trace, parts)
+            self._live[request.id] = journey
+            journey.start(lambda: self._live.pop(request.id, None))
+            try:
+                while (event := await journey.shown.events.get()) is not None:
+                    yield event
+                if journey.failure is not None:
+                    raise journey.failure
+            finally:
+                await journey.stop()
+
+    def abort(self, request_id: str, by_operator: bool = False) -> bool:
+        """Cancel a request from outside. `by_operator`: its client waits for one. False: none."""
+        journey = self._live.get(request_id)
+        if journey is not None:
+            journey.seen[1].aborted = by_operator
+            journey.cancel()
+        return journey is not None or self.gate.cancel(request_id)
+
+    def live(self) -> list[tuple[Request, RequestTrace]]:
+        """What is under way, in the order of arrival."""
+        return [journey.seen for journey in self._live.values()]
+
+    def stop_sample(self, request_id: str, sample: int) -> None:
+        """End one sample, whose text has ended; the others go on. Of the last one, close `run`."""
+        journey = self._live.get(request_id)
+        if journey is not None:
+            journey.stop_sample(sample)
+
+    @property
+    def migrations(self) -> MigrationStats:
+        return self._parts.migrations
+
+    def candidates(self) -> list[Candidate]:
+        """What is on a decode node now, for router/migration.py."""
+        found = (journey.candidate for journey in self._live.values())
+        return [candidate for candidate in found if candidate is not None]
+
+    async def migrate(self, request_id: str) -> bool:
+        """Move a request to another decode node, with its KV if it decodes by now.
+
+        True once the other node has gone on. False: nothing to move, or it moved without its KV.
+        """
+        journey = self._live.get(request_id)
+        move = None if journey is None else journey.begin_move()
+        if move is None:
+            return False
+        try:
+            async with asyncio.timeout(MOVE_S):
+                return await asyncio.shield(move.done)
+        except TimeoutError:
+            return False
+
+    async def stop(self) -> None:
+        """Cancel whatever is still under way, refuse what waits."""
+        self.gate.stop()
+        await asyncio.gather(*(journey.stop() for journey in list(self._live.values())))

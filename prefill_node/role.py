@@ -82,10 +82,9 @@ class PrefillExports:
         self, request_id: str, events: Sequence[TokenEvent]
     ) -> tuple[KVHandle, tuple[FirstToken, ...]] | None:
         """Token 1 of each sample ends the computing of an export: it is due for `complete`, which
-        puts those tokens into END. None if the request has none."""
+        puts those tokens into END (none, if all samples have theirs). None: it has no export."""
         _, handle = self._open.pop(request_id, (None, None))
-        first = first_tokens(events)
-        return None if handle is None or not first else (handle, first)
+        return None if handle is None else (handle, first_tokens(events))
 
     def complete(self, request_id: str, events: Sequence[TokenEvent]) -> None:
         """Both at once, where nobody waits for token 1."""

@@ -317,7 +317,6 @@ async def test_what_sdks_send_by_default_changes_nothing() -> None:
         ({"metadata": {"k": "v" * 513}}, "metadata"),
         ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),
         ({"input": "word " * 5000}, "input"),
-        ({"guided_regex": "a+"}, "guided_regex"),
         ({"reasoning": {"summary": "long"}}, "reasoning.summary"),
     ],
 )  # fmt: skip

@@ -25,6 +25,13 @@ from deploy.redis_server import RedisServer, find_redis_binary
 settings.register_profile("baton", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("baton")
 
+LONG = ("system", "deploy", "bench", "engine")  # folders of tests
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take long come first, so that no worker is left alone with one at the end."""
+    items.sort(key=lambda item: item.path.parent.name not in LONG)
+
 
 @pytest.fixture(scope="session")
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:

@@ -21,7 +21,7 @@ from baton.messages import (
     SubmitPrefill,
 )
 from baton.request import Request, RequestState
-from router import dispatch, migration
+from router import dispatch, dispatcher, migration
 from router.migration import Candidate, MigrationStats, Migrator, MigratorParts, relief
 from router.policy import NodeSnapshot
 from tests.router.clients import Client, cluster, first_of, state_of
@@ -283,7 +283,8 @@ async def test_a_request_that_ends_before_its_node_hears_the_question() -> None:
 async def test_a_node_that_never_answers_may_be_asked_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(dispatch, "MOVE_S", 0.05)
+    for module in (dispatch, dispatcher):
+        monkeypatch.setattr(module, "MOVE_S", 0.05)
     async with running("d1", "d2") as r:
         for _ in range(2):
             move = r.migrate()

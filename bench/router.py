@@ -136,8 +136,8 @@ async def _lags(bench: Bench, **flags: int) -> dict[str, Any]:
     async with cluster(replace(bench.plan, step_ms=pace_ms, times=times)) as server:
         shape = {"words": 16, "ramp_s": flags["connections"] / RAMP, "with_times": True}
         found = await bench.ask(server, "streams", **shape, **flags)
-    left = {  # (request, position) -> when it left the node
-        (request_id, position): left_s
+    left = {  # (reply, position) -> when it left the node, which knows it as REPLY-NUMBER.RANDOM
+        (request_id.rpartition("-")[0], position): left_s
         for left_s, positions in json.loads(times.read_text())
         for request_id, position in positions.items()
     }

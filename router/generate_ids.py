@@ -141,7 +141,7 @@ class GenerateApi:
         id_ = body.request_id or reply_id("generate", request)
         with _named(body):
             asked = completion_body(body)
-            completion = self._http.of_tokens(asked, ids, engine_id(id_))
+            completion = await self._http.of_tokens(asked, ids, engine_id(id_))
         call = TokensCall(
             id_,
             completion.request.adapter or completion.model,

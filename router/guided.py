@@ -123,7 +123,15 @@ def _asked_of_tools(
 
 def _tagged(form: Mapping[str, Any]) -> GuidedDecoding:
     tag = {"type": "structural_tag", "format": form}
-    return GuidedDecoding("structural_tag", orjson.dumps(tag).decode())
+    return GuidedDecoding("structural_tag", _text(tag, "tools"))
+
+
+def _text(value: object, field: str) -> str:
+    """JSON. Raises InvalidRequest for what could be read and is too deep to be written."""
+    try:
+        return orjson.dumps(value).decode()
+    except orjson.JSONEncodeError as error:
+        raise InvalidRequest(f"{field} is nested too deeply", field=field) from error
 
 
 def _as_format(guided: GuidedDecoding) -> dict[str, Any]:
@@ -166,7 +174,7 @@ def _of_response_format(given: dict[str, Any] | None) -> Asked | None:
                 schema = lenient(cast("dict[str, Any]", schema))
             return Asked(_json(schema, f"{where}.schema"), f"{where}.schema")
         case "structural_tag":
-            return Asked(GuidedDecoding("structural_tag", orjson.dumps(given).decode()), field)
+            return Asked(GuidedDecoding("structural_tag", _text(given, field)), field)
         case _:
             kinds = "text, json_object, json_schema or structural_tag"
             message = f"response_format.type must be one of {kinds}"
@@ -215,9 +223,9 @@ def _guided(kind: str, value: object, field: str) -> GuidedDecoding:
         case "json_object":
             return GuidedDecoding("json_object", "")
         case "choice":
-            return GuidedDecoding("choice", orjson.dumps(value).decode())
+            return GuidedDecoding("choice", _text(value, field))
         case "structural_tag":
-            text = value if isinstance(value, str) else orjson.dumps(value).decode()
+            text = value if isinstance(value, str) else _text(value, field)
             return GuidedDecoding("structural_tag", text)
         case _:
             if not isinstance(value, str):
@@ -226,7 +234,7 @@ def _guided(kind: str, value: object, field: str) -> GuidedDecoding:
 
 
 def _json(schema: object, field: str) -> GuidedDecoding:
-    return GuidedDecoding("json_schema", orjson.dumps(_schema(schema, field)).decode())
+    return GuidedDecoding("json_schema", _text(_schema(schema, field), field))
 
 
 def _schema(value: object, field: str) -> dict[str, Any]:

@@ -142,12 +142,13 @@ class HttpApi:
         )
         return self._reply(_Plan("chat", id_, rules), body, [turn.completion])
 
-    def of_tokens(self, body: CompletionBody, ids: tuple[int, ...], id_: str) -> Completion:
+    async def of_tokens(self, body: CompletionBody, ids: tuple[int, ...], id_: str) -> Completion:
         """A completion of tokens, for router/generate_ids.py: up to what the model holds."""
         model = self._intake.model(body.model)
         token_ids_below(ids, model.vocab_size, "token_ids")
         room = room_for_output(len(ids), model.max_model_len, "token_ids")
-        return self._intake.completion(body, Asked(id_, ids, room), model)
+        guided = await self._prompts.checked(asked_of(body))
+        return self._intake.completion(body, Asked(id_, ids, room, guided=guided), model)
 
     def _reply(
         self, plan: _Plan, body: CompletionBody | ChatBody, completions: list[Completion]

@@ -19,6 +19,7 @@ import orjson
 from baton.errors import InvalidRequest, UnsupportedFeature
 from baton.sampling import SamplingParams
 from router.fan_out import fan_out
+from router.json_faults import fault_of
 from router.openai_chat import MAX_NAME_CHARS, ChatMessage
 
 MAX_STOPS: Final = 16
@@ -166,6 +167,9 @@ def object_of(raw: bytes) -> dict[str, Any]:
     try:
         content: object = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
+        fault = fault_of(raw)
+        if fault is not None and fault[0]:
+            raise InvalidRequest(f"{fault[0]} {fault[1]}", field=fault[0]) from error
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise InvalidRequest("the body must be a JSON object")

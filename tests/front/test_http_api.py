@@ -102,9 +102,9 @@ async def test_events_of_several_tokens_are_counted_to_the_stop() -> None:
 
 
 HOSTILE: list[tuple[str, bytes, str | None]] = [
-    ("nan", b'{"prompt": "a", "temperature": NaN}', None),
-    ("infinity", b'{"prompt": "a", "temperature": 1e999}', None),
-    ("surrogate", b'{"prompt": "\\ud800"}', None),
+    ("nan", b'{"prompt": "a", "temperature": NaN}', "temperature"),
+    ("infinity", b'{"prompt": "a", "temperature": 1e999}', "temperature"),
+    ("surrogate", b'{"prompt": "\\ud800"}', "prompt"),
     ("depth", b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", None),
     ("not utf-8", b'{"prompt": "\xff"}', None),
     ("empty body", b"", None),

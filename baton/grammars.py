@@ -21,7 +21,7 @@ from baton.structural_tags import Dialect, lark_of, lark_text, unanchored
 
 FIELD: Final = "guided"
 MAX_GRAMMAR_BYTES: Final = 256 << 10
-MAX_CHOICES: Final = 4096
+MAX_CHOICES: Final = 1024  # llguidance holds 2,000 alternatives at one place
 MAX_OPTION_CHARS: Final = 256  # of `whitespace` and `starts_after`
 BACKENDS: Final = ("", "auto", "llguidance", "xgrammar")
 # Between the parts of a JSON text: nothing, a space, or a line break with its indentation.

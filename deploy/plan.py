@@ -42,6 +42,7 @@ class UpOptions:
     host: str = option("127.0.0.1", "address of the HTTP and gRPC front door")
     port: int | None = option(None, "HTTP port (default: 8000 when free, else any free one)")
     grpc_port: int | None = option(None, "gRPC port (default: 50051 when free, else any free one)")
+    admin_port: int | None = option(None, "port of the router's admin server (default: none)")
     redis_url: str | None = option(None, "use this Redis instead of starting one")
     prefill_block_size: int | None = option(None, "block size of the prefill nodes, if different")
     cores: str | None = option(None, "cores to use, such as 0,1 or 0-3; all when absent")
@@ -70,12 +71,16 @@ class UpOptions:
             raise ConfigError(f"--decode must be from 1 to {MAX_NODES}", field="decode")
         if not self.colocated and not 1 <= self.prefill <= MAX_NODES:
             raise ConfigError(f"--prefill must be from 1 to {MAX_NODES}", field="prefill")
-        for name, port in (("port", self.port), ("grpc_port", self.grpc_port)):
+        ports = {"port": self.port, "grpc_port": self.grpc_port, "admin_port": self.admin_port}
+        for name, port in ports.items():
             if port is not None and not 0 <= port <= 65535:
                 flag = name.replace("_", "-")
                 raise ConfigError(f"--{flag} must be from 0 to 65535", field=name)
         if self.port and self.port == self.grpc_port:
             raise ConfigError("--port and --grpc-port must differ", field="grpc_port")
+        if self.admin_port and self.admin_port in (self.port, self.grpc_port):
+            message = "--admin-port must differ from --port and --grpc-port"
+            raise ConfigError(message, field="admin_port")
         if self.redis_url is not None:
             check_redis_url(self.redis_url)
 
@@ -202,6 +207,7 @@ def router_command(
         "port": plan.router_port,
         "prefill_placement": options.prefill_placement,
         "grpc_port": plan.grpc_port,
+        "admin_port": options.admin_port,
         "redis_url": redis_url,
         "cpu_cores": ",".join(str(core) for core in plan.router_cores),
         "insecure": options.insecure or None,

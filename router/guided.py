@@ -169,6 +169,9 @@ def _of_response_format(given: dict[str, Any] | None) -> Asked | None:
             if not isinstance(spec, dict):
                 raise InvalidRequest(f"{where} must be an object", field=where)
             named = cast("dict[str, Any]", spec)
+            if not isinstance(named.get("name"), str | None):
+                where = f"{where}.name"
+                raise InvalidRequest(f"{where} must be a string", field=where)
             schema = named.get("schema", named.get("json_schema"))
             if named.get("strict") is not True and isinstance(schema, dict):
                 schema = lenient(cast("dict[str, Any]", schema))

@@ -98,7 +98,7 @@ class NodeSession:
         self._refused = ""
         self._attached: dict[str, Attachment] = {}
         self._assigned_tokens = 0
-        self._unreported_tokens = 0
+        self._unreported: dict[str, int] = {}  # request -> prompt tokens
         self._outbox: asyncio.Queue[messages.RouterMessage] = asyncio.Queue()
         self._wake = asyncio.Event()
         self._drained = False  # the node has said its last words
@@ -137,7 +137,7 @@ class NodeSession:
     @property
     def unreported_tokens(self) -> int:
         """Of these, sent since the node last told its load: not yet part of it."""
-        return self._unreported_tokens
+        return sum(self._unreported.values())
 
     # ---- requests ----
 
@@ -148,11 +148,13 @@ class NodeSession:
         self.detach(attachment.request_id)
         self._attached[attachment.request_id] = attachment
         self._assigned_tokens += attachment.tokens
-        self._unreported_tokens += attachment.tokens
+        self._unreported[attachment.request_id] = attachment.tokens
 
     def detach(self, request_id: str) -> None:
         """Route nothing more to the request. Twice is safe."""
         attachment = self._attached.pop(request_id, None)
+        # One that the node refused is never part of its load, and an idle node tells no load.
+        self._unreported.pop(request_id, None)
         if attachment is not None:
             self._assigned_tokens -= attachment.tokens
 
@@ -302,7 +304,7 @@ class NodeSession:
         if step.load is not None:
             began_to_drain = step.load.draining and not self._load.draining
             self._load = step.load
-            self._unreported_tokens = 0
+            self._unreported.clear()
             if began_to_drain:
                 self._context.changed()
         self.prefix.apply(step.block_events_seq, step.block_events)
@@ -335,7 +337,8 @@ class NodeSession:
         was_connected, self._connected = self._connected, False
         self.prefix.clear()
         attached, self._attached = list(self._attached.values()), {}
-        self._assigned_tokens = self._unreported_tokens = 0
+        self._assigned_tokens = 0
+        self._unreported.clear()
         node_id = self.address if self._record is None else self._record.node_id
         for attachment in attached:
             attachment.deliver(SessionLost(node_id, reason, self._drained))

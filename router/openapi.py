@@ -1,41 +1,29 @@
 """/openapi.json: OpenAPI 3.1 of the public HTTP API, made of the structs that parse and answer it.
 
-The structs say which fields there are; bounds come from the tables that the code checks by; what a
-type cannot say (a prompt is text, or texts, or ids) is written down here. Nothing of a request is
-checked by this document.
+The structs say which fields there are; what a type cannot say (bounds; a prompt is text, or texts,
+or ids) is in router/openapi_fields.py. Nothing of a request is checked by this document.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import msgspec
 
 from baton import __version__
-from baton.sampling import BOUNDS
-from router.embeddings import MAX_INPUTS, EmbeddingBody, EmbeddingReply
+from router.anthropic.body import CountBody, MessagesBody
+from router.dialect import SAME
+from router.embeddings import EmbeddingBody, EmbeddingReply
 from router.generate_ids import GenerateBody, GenerateReply
-from router.openai import (
-    MAX_PROMPTS,
-    MAX_STOP_CHARS,
-    MAX_STOPS,
-    PRIORITY_LIMIT,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    TokenizeBody,
-)
-from router.openai_chat import MAX_MESSAGES, ROLES
+from router.openai import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from router.openai_replies import ChatReply, CompletionReply, Model, ModelList
+from router.openapi_dialects import AnthropicErrorReply, CountReply, MessageReply, ResponsesReply
+from router.openapi_fields import BOUNDED, PROPERTIES, REF, REQUIRED, SAMPLING, Schema
 from router.rerank import RerankBody, RerankReply, ScoreBody, ScoreReply
-
-Schema = dict[str, Any]
-REF: Final = "#/components/schemas/{name}"
-TOKEN: Final[Schema] = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
-_IDS: Final[Schema] = {"type": "array", "items": TOKEN, "minItems": 1}
-_TEXT: Final[Schema] = {"type": "string", "minLength": 1}
+from router.responses.body import ResponsesBody
 
 
 class ErrorObject(msgspec.Struct):
@@ -76,7 +64,7 @@ class ServerLoad(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One route. `reply` None: plain text. `statuses`: of its own errors, beside those of all."""
+    """One route. `reply` None: plain text. `anthropic`: its failures are told in their words."""
 
     method: Literal["get", "post"]
     path: str
@@ -85,6 +73,7 @@ class Operation:
     body: type[msgspec.Struct] | None = None
     streams: bool = False
     example: Mapping[str, Any] | None = None
+    anthropic: bool = False
 
 
 _USER: Final = [{"role": "user", "content": "What is prefill?"}]
@@ -93,6 +82,12 @@ OPERATIONS: Final = (
               {"messages": _USER, "max_tokens": 16}),
     Operation("post", "/v1/completions", "Continue prompts", CompletionReply, CompletionBody, True,
               {"prompt": "What is prefill?", "max_tokens": 16}),
+    Operation("post", "/v1/responses", "Answer items with items", ResponsesReply, ResponsesBody,
+              True, {"input": "What is prefill?", "max_output_tokens": 16}),
+    Operation("post", "/v1/messages", "Answer a conversation, as Anthropic's API does",
+              MessageReply, MessagesBody, True, {"messages": _USER, "max_tokens": 16}, True),
+    Operation("post", "/v1/messages/count_tokens", "Tokens of such a conversation", CountReply,
+              CountBody, example={"messages": _USER}, anthropic=True),
     Operation("post", "/v1/embeddings", "Vectors of inputs", EmbeddingReply, EmbeddingBody,
               example={"input": "What is prefill?"}),
     Operation("post", "/v1/rerank", "Order documents by a query", RerankReply, RerankBody,
@@ -119,58 +114,7 @@ OPERATIONS: Final = (
     Operation("get", "/metrics", "Prometheus metrics", None),
 )  # fmt: skip
 
-# What is not in the types. Properties of a struct -> schema; a field that is null is as if absent.
-_PROPERTIES: Final[dict[str, dict[str, Schema]]] = {
-    "CompletionBody": {
-        "prompt": {"anyOf": [_TEXT, _IDS, {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS,
-                                           "items": {"anyOf": [_TEXT, _IDS]}}]},
-    },
-    "ChatBody": {
-        "messages": {"type": "array", "items": {"$ref": REF.format(name="ChatMessage")},
-                     "minItems": 1, "maxItems": MAX_MESSAGES},
-    },
-    "ChatMessage": {
-        "role": {"type": "string", "enum": list(ROLES)},
-        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": {
-            "type": "object", "required": ["type", "text"],
-            "properties": {"type": {"enum": ["text", "input_text"]}, "text": {"type": "string"}},
-        }}]},
-    },
-    "EmbeddingBody": {
-        "input": {"anyOf": [_TEXT, _IDS, {"type": "array", "minItems": 1, "maxItems": MAX_INPUTS,
-                                          "items": {"anyOf": [_TEXT, _IDS]}}]},
-        "dimensions": {"type": "integer", "minimum": 1},
-        "truncate_prompt_tokens": {"type": "integer", "minimum": -1},
-    },
-    "GenerateBody": {
-        "token_ids": _IDS,
-        "features": {"type": "null"},
-        "kv_transfer_params": {"type": "null"},
-        "priority": {"type": "integer", "minimum": -PRIORITY_LIMIT, "maximum": PRIORITY_LIMIT},
-        "request_id": {"type": "string", "pattern": "^[A-Za-z0-9._:-]{1,128}$"},
-    },
-    "TokenizeBody": {"prompt": {"type": "string", "minLength": 1}},
-    "RerankBody": {"top_n": {"type": "integer", "minimum": 0}},
-    "DetokenizeBody": {"tokens": {"type": "array", "items": TOKEN}},
-}  # fmt: skip
-_REQUIRED: Final = {
-    "CompletionBody": ["prompt"],
-    "EmbeddingBody": ["input"],
-}
-_SAMPLING: Final[dict[str, Schema]] = {
-    "stop": {"anyOf": [
-        {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS},
-        {"type": "array", "maxItems": MAX_STOPS,
-         "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}},
-    ]},
-    "stop_token_ids": {"type": "array", "items": TOKEN, "maxItems": 256},
-    "priority": {"type": "integer", "minimum": -PRIORITY_LIMIT, "maximum": PRIORITY_LIMIT},
-    "seed": {"type": "integer", "minimum": -(2**63), "maximum": 2**64 - 1},
-    "cache_salt": {"type": "string", "minLength": 1, "maxLength": 256},
-    "logit_bias": {"type": "object", "propertyNames": {"pattern": "^[0-9]{1,9}$"},
-                   "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}},
-    "truncate_prompt_tokens": {"type": "integer", "minimum": -1},
-}  # fmt: skip
+_ANTHROPIC: Final = "anthropic-"
 _ERRORS: Final = {
     "400": "Invalid: `param` names the field",
     "401": "No known API key",
@@ -196,18 +140,28 @@ def document() -> dict[str, Any]:
         "info": {
             "title": "Baton",
             "version": __version__,
-            "description": "OpenAI's API, with vLLM's conventions where OpenAI is silent.",
+            "description": (
+                "OpenAI's API, with vLLM's conventions where OpenAI is silent, and Anthropic's"
+                " messages."
+            ),
         },
         "paths": paths,
         "components": {
             "schemas": schemas,
-            "responses": {
-                code: {"description": text, "content": _json(_ref(ErrorReply))}
-                for code, text in _ERRORS.items()
-            },
+            "responses": _failures(),
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{}, {"key": []}],
+    }
+
+
+def _failures() -> dict[str, Any]:
+    """Status -> failure, in OpenAI's words and, after a prefix, in Anthropic's."""
+    kinds = (("", ErrorReply), (_ANTHROPIC, AnthropicErrorReply))
+    return {
+        prefix + code: {"description": text, "content": _json(_ref(kind))}
+        for prefix, kind in kinds
+        for code, text in _ERRORS.items()
     }
 
 
@@ -239,8 +193,9 @@ def _reply(operation: Operation) -> dict[str, Any]:
 
 def _error_refs(operation: Operation) -> dict[str, Any]:
     codes = list(_ERRORS) if operation.body is not None else ["401", "404", "500", "503"]
+    prefix = _ANTHROPIC if operation.anthropic else ""
     found: dict[str, Any] = {
-        code: {"$ref": f"#/components/responses/{code}"}
+        code: {"$ref": f"#/components/responses/{prefix}{code}"}
         for code in codes
         if not (code == "503" and operation.reply is Status)
     }
@@ -258,17 +213,29 @@ def _schemas() -> dict[str, Schema]:
     """Component name -> schema."""
     bodies = {operation.body for operation in OPERATIONS if operation.body is not None}
     replies = {operation.reply for operation in OPERATIONS if operation.reply is not None}
-    types = sorted(bodies | replies | {ErrorReply}, key=lambda kind: kind.__name__)
+    errors = {ErrorReply, AnthropicErrorReply}
+    types = sorted(bodies | replies | errors, key=lambda kind: kind.__name__)
     _, found = msgspec.json.schema_components(types, ref_template=REF)
-    for name, properties in _PROPERTIES.items():
-        _refine(found[name], properties)
+    for name, fields in BOUNDED.items():
+        _bound(found[name], fields)
     for name in ("CompletionBody", "ChatBody"):
-        _bound(found[name])
-        _refine(found[name], _SAMPLING)
+        _refine(found[name], SAMPLING)
+    for kind in (ResponsesBody, MessagesBody):
+        _add_same(found[kind.__name__], found["ChatBody"])
+    found["CountBody"]["properties"]["model"] = found["ChatBody"]["properties"]["model"]
+    for name, properties in PROPERTIES.items():
+        _refine(found[name], properties)
     found["TokenizeBody"]["oneOf"] = [{"required": ["prompt"]}, {"required": ["messages"]}]
-    for name, required in _REQUIRED.items():
+    for name, required in REQUIRED.items():
         found[name]["required"] = sorted({*found[name].get("required", ()), *required})
     return found
+
+
+def _add_same(schema: Schema, chat: Schema) -> None:
+    """Add the fields that a dialect takes as a chat does (router/dialect.py)."""
+    for name in SAME:
+        if name in chat["properties"]:
+            schema["properties"].setdefault(name, deepcopy(chat["properties"][name]))
 
 
 def _refine(schema: Schema, properties: Mapping[str, Schema]) -> None:
@@ -282,10 +249,11 @@ def _refine(schema: Schema, properties: Mapping[str, Schema]) -> None:
         }
 
 
-def _bound(schema: Schema) -> None:
-    """Add the bounds of sampling fields to the branch of their type that is a number."""
-    for name, (low, high) in BOUNDS.items():
-        for branch in schema["properties"].get(name, {}).get("anyOf", ()):
+def _bound(schema: Schema, bounds: Mapping[str, tuple[float, float]]) -> None:
+    """Add bounds to the branch of a field's type that is a number."""
+    for name, (low, high) in bounds.items():
+        told = schema["properties"].get(name, {})
+        for branch in told.get("anyOf", (told,)):
             if branch.get("type") in ("integer", "number"):
                 branch |= {"minimum": low, "maximum": high}
 

@@ -74,9 +74,9 @@ class Terms:
         the body's field."""
         session = self.session
         for field, value in (("prompt_cache_key", body.prompt_cache_key), ("user", body.user)):
-            if value and not session:
+            if value:
                 _check_session(value, field)
-                session = session_key(self.grant.tenant, value)
+                session = session or session_key(self.grant.tenant, value)
         priority = self.priority if body.priority is None else body.priority
         receipt = receipts and (self.receipt or bool(body.baton_timing))
         return replace(self, session=session, priority=priority, receipt=receipt)

@@ -42,6 +42,8 @@ def messages_of(system: object, given: object) -> list[dict[str, Any]]:
             case _:
                 wanted = f"{where}.role must be one of {', '.join(_ROLES)}"
                 raise InvalidRequest(wanted, field=f"{where}.role")
+    if not messages:  # contents without a block say nothing
+        raise InvalidRequest("messages must have content", field="messages")
     return messages
 
 

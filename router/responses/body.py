@@ -40,7 +40,7 @@ UNSERVED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "prompt": ((), ""),
     "truncation": (("disabled",), ""),
 }
-_INCLUDABLE: Final = frozenset(
+INCLUDABLE: Final = frozenset(
     {
         LOGPROBS,
         "reasoning.encrypted_content",  # thoughts are told in the clear: send them back so
@@ -144,7 +144,7 @@ def _check(body: ResponsesBody) -> None:
         message = f"top_logprobs must be between 0 and {MAX_TOP_LOGPROBS}"
         raise InvalidRequest(message, field="top_logprobs")
     for index, name in enumerate(body.include or ()):
-        if name not in _INCLUDABLE:
+        if name not in INCLUDABLE:
             where = f"include[{index}]"
             raise InvalidRequest(f"{where}: {name[:64]!r} is not known", field=where)
 

@@ -49,7 +49,9 @@ class _Conversation:
         self._turn: Item | None = None
 
     def add(self, item: Item, where: str) -> None:
-        kind = item.get("type") or ("message" if "role" in item else None)
+        kind = item.get("type")
+        if kind is None and "role" in item:
+            kind = "message"
         match kind:
             case "message":
                 self._message(item, where)

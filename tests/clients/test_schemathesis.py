@@ -27,7 +27,7 @@ from tests.tiny_models import make_tiny_model
 PROGRAM = os.environ.get("SCHEMATHESIS", "")
 RUN_S = 420.0
 OPTIONS = (
-    "--phases", "examples,coverage,fuzzing", "-n", "10", "--checks", "all",
+    "--phases", "examples,coverage,fuzzing", "-n", "5", "--workers", "2", "--checks", "all",
     "--exclude-checks", "positive_data_acceptance", "--continue-on-failure", "--no-color",
     "--request-timeout", "100", "--max-response-time", "100",
 )  # fmt: skip

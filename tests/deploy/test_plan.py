@@ -75,12 +75,27 @@ def test_three_prefill_two_decode() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("decode", 0), ("prefill", 0), ("decode", 65), ("port", 70000), ("grpc_port", -1)],
+    [
+        ("decode", 0),
+        ("prefill", 0),
+        ("decode", 65),
+        ("port", 70000),
+        ("grpc_port", -1),
+        ("admin_port", 65536),
+    ],
 )
 def test_impossible_numbers_are_refused_by_name(name: str, value: int) -> None:
     with pytest.raises(ConfigError) as caught:
         load(UpOptions, {name: value})
     assert caught.value.field == name
+
+
+def test_ports_differ() -> None:
+    for taken in ("port", "grpc_port"):
+        with pytest.raises(ConfigError) as caught:
+            load(UpOptions, {taken: 9000, "admin_port": 9000})
+        assert caught.value.field == "admin_port"
+    load(UpOptions, {"port": 0, "admin_port": 0})
 
 
 def test_node_command_carries_the_engine_flags() -> None:
@@ -146,10 +161,16 @@ def test_router_finds_nodes_by_redis_or_by_address() -> None:
 
 def test_the_routers_own_flags_reach_it() -> None:
     options = UpOptions(
-        enable_auto_tool_choice=True, tool_call_parser="hermes", reasoning_parser="qwen3"
+        enable_auto_tool_choice=True,
+        tool_call_parser="hermes",
+        reasoning_parser="qwen3",
+        admin_port=0,
     )
     command = router_command(plan_for(options, [0, 1]), options, {"model": "/m"}, None)
     text = " ".join(command)
+    assert "--admin-port 0" in text
+    plain = router_command(plan_for(UpOptions(), [0, 1]), UpOptions(), {"model": "/m"}, None)
+    assert "--admin-port" not in plain
     assert "--enable-auto-tool-choice" in command
     assert "--tool-call-parser hermes --reasoning-parser qwen3" in text
 

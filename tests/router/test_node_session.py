@@ -87,6 +87,20 @@ async def test_load_and_assigned_tokens() -> None:
         assert (session.assigned, session.assigned_tokens) == (0, 0)
 
 
+async def test_what_a_node_refused_is_not_counted_with_it() -> None:
+    """An idle node tells no load that would take it back: nothing more would be let in."""
+    async with fake_nodes("p") as (p,), running_router([p]) as router:
+        session = router.registry.session("boot-p")
+        assert session is not None
+        attachment, inbox = inbox_of()
+        attachment.tokens = 70
+        session.attach(attachment)
+        p.say(failed=(RequestFailed("r", 1, "invalid_request", "no", False),))
+        assert isinstance(await take(inbox), RequestFailed)
+        session.detach("r")
+        assert (session.assigned_tokens, session.unreported_tokens) == (0, 0)
+
+
 async def test_block_events_make_the_prefix_index_and_a_gap_forgets() -> None:
     async with fake_nodes("p") as (p,), running_router([p]) as router:
         session = router.registry.session("boot-p")

@@ -1,0 +1,138 @@
+"""What /v1/responses and /v1/messages answer, as structs for /openapi.json alone.
+
+The answers themselves are built as plain dicts, event by event (router/responses/events.py,
+router/anthropic/events.py); tests hold these structs against them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+
+class ResponseItem(msgspec.Struct):
+    """One item of the output; which of the optional fields it has is its type's."""
+
+    id: str
+    type: Literal["message", "reasoning", "function_call"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    role: Literal["assistant"] | msgspec.UnsetType = msgspec.UNSET
+    content: list[dict[str, Any]] | msgspec.UnsetType = msgspec.UNSET
+    summary: list[dict[str, Any]] | msgspec.UnsetType = msgspec.UNSET
+    name: str | msgspec.UnsetType = msgspec.UNSET
+    call_id: str | msgspec.UnsetType = msgspec.UNSET
+    arguments: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class ResponseInputDetails(msgspec.Struct):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class ResponseOutputDetails(msgspec.Struct):
+    reasoning_tokens: int
+
+
+class ResponseUsage(msgspec.Struct):
+    input_tokens: int
+    input_tokens_details: ResponseInputDetails
+    output_tokens: int
+    output_tokens_details: ResponseOutputDetails
+    total_tokens: int
+
+
+class ResponseIncomplete(msgspec.Struct):
+    reason: Literal["max_output_tokens"]
+
+
+class ResponsesReply(msgspec.Struct):
+    """A response that has ended. What was asked comes back as it came to be understood."""
+
+    id: str
+    object: Literal["response"]
+    status: Literal["completed", "incomplete"]
+    created_at: int
+    completed_at: int | None
+    model: str
+    output: list[ResponseItem]
+    usage: ResponseUsage
+    incomplete_details: ResponseIncomplete | None
+    error: None
+    background: Literal[False]
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    metadata: dict[str, str]
+    parallel_tool_calls: bool
+    previous_response_id: None
+    prompt_cache_key: str | None
+    reasoning: dict[str, str | None]
+    safety_identifier: str | None
+    service_tier: Literal["default"]
+    store: Literal[False]
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["disabled"]
+    user: str | None
+
+
+class ContentBlock(msgspec.Struct):
+    """One block of a message; which of the optional fields it has is its type's."""
+
+    type: Literal["text", "thinking", "tool_use"]
+    text: str | msgspec.UnsetType = msgspec.UNSET
+    thinking: str | msgspec.UnsetType = msgspec.UNSET
+    signature: str | msgspec.UnsetType = msgspec.UNSET
+    id: str | msgspec.UnsetType = msgspec.UNSET
+    name: str | msgspec.UnsetType = msgspec.UNSET
+    input: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+
+
+class MessageOutputDetails(msgspec.Struct):
+    thinking_tokens: int
+
+
+class MessageUsage(msgspec.Struct):
+    """`input_tokens` are those that no cache had."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+    output_tokens_details: MessageOutputDetails
+    service_tier: Literal["standard"]
+
+
+class MessageReply(msgspec.Struct):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[ContentBlock]
+    stop_reason: Literal[
+        "end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"
+    ]
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class CountReply(msgspec.Struct):
+    input_tokens: int
+
+
+class AnthropicError(msgspec.Struct):
+    message: str
+    type: str
+
+
+class AnthropicErrorReply(msgspec.Struct):
+    """Every failure below /v1/messages (router/anthropic/errors.py)."""
+
+    error: AnthropicError
+    type: Literal["error"]
+    request_id: str | None = None

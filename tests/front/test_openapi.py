@@ -1,0 +1,86 @@
+"""/openapi.json holds: replies of the dialects look as described, bounds are those of the code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from router.openapi import document
+from router.openapi_dialects import AnthropicErrorReply, CountReply, MessageReply, ResponsesReply
+from tests.front.fakes import CHAT_TEMPLATE, Front
+
+USER = [{"role": "user", "content": "x"}]
+BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "ChatBody": ("/v1/chat/completions", {"messages": USER}),
+    "CompletionBody": ("/v1/completions", {"prompt": "x"}),
+    "ResponsesBody": ("/v1/responses", {"input": "x"}),
+    "MessagesBody": ("/v1/messages", {"messages": USER, "max_tokens": 4}),
+}
+
+
+async def test_replies_of_the_dialects_have_the_fields_that_are_described() -> None:
+    front = Front(chat_template=CHAT_TEMPLATE)
+    async with front.client() as client:
+        for name, kind in (("ResponsesBody", ResponsesReply), ("MessagesBody", MessageReply)):
+            path, body = BODIES[name]
+            reply = await client.post(path, json=body)
+            assert reply.status_code == 200, reply.text
+            read = msgspec.json.decode(reply.content, type=kind, strict=True)
+            assert reply.json() == msgspec.to_builtins(read), name  # no field more, none less
+        counted = await client.post("/v1/messages/count_tokens", json={"messages": USER})
+        assert msgspec.json.decode(counted.content, type=CountReply).input_tokens > 0
+        wrong = await client.post("/v1/messages", json={"messages": USER})
+        told = msgspec.json.decode(wrong.content, type=AnthropicErrorReply, strict=True)
+        assert (wrong.status_code, told.error.type) == (400, "invalid_request_error")
+
+
+async def test_messages_without_a_block_are_the_clients_fault() -> None:
+    async with Front(chat_template=CHAT_TEMPLATE).client() as client:
+        for path in ("/v1/messages", "/v1/messages/count_tokens"):
+            body = {"messages": [{"role": "user", "content": []}], "max_tokens": 4}
+            assert (await client.post(path, json=body)).status_code == 400
+
+
+async def test_what_is_out_of_a_described_bound_is_refused() -> None:
+    schemas = document()["components"]["schemas"]
+    front = Front(chat_template=CHAT_TEMPLATE)
+    num_tried = 0
+    async with front.client() as client:
+        for name, (path, body) in BODIES.items():
+            for field, schema in schemas[name]["properties"].items():
+                for value in _beyond(schema):
+                    num_tried += 1
+                    more = {"logprobs": True} if field == "top_logprobs" else {}
+                    reply = await client.post(path, json={**body, **more, field: value})
+                    assert reply.status_code == 400, (path, field, value)
+    assert num_tried > 100
+    assert not front.dispatcher.requests
+
+
+def _beyond(schema: dict[str, Any]) -> Iterator[object]:
+    """Values just outside of each bound in a property's schema."""
+    for branch in schema.get("anyOf", (schema,)):
+        if "minimum" in branch and branch["type"] == "integer":
+            yield branch["minimum"] - 1
+        if "maximum" in branch and branch["type"] == "integer":
+            yield branch["maximum"] + 1
+        if "minimum" in branch and branch["type"] == "number":
+            yield branch["minimum"] - 0.5
+        if "maximum" in branch and branch["type"] == "number":
+            yield branch["maximum"] + 0.5
+        if "maxLength" in branch:
+            yield "x" * (branch["maxLength"] + 1)
+        if branch.get("minLength"):
+            yield ""
+        if "maxItems" in branch and "items" in branch:
+            yield [_some(branch["items"])] * (branch["maxItems"] + 1)
+        if branch.get("minItems"):
+            yield []
+        if "enum" in branch:
+            yield "none of them"
+
+
+def _some(schema: dict[str, Any]) -> object:
+    return 1 if schema.get("type") == "integer" else "x"

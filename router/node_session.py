@@ -154,7 +154,8 @@ class NodeSession:
         """Route nothing more to the request. Twice is safe."""
         attachment = self._attached.pop(request_id, None)
         # One that the node refused is never part of its load, and an idle node tells no load.
-        self._unreported.pop(request_id, None)
+        if self._unreported.pop(request_id, 0):
+            self._context.reported()
         if attachment is not None:
             self._assigned_tokens -= attachment.tokens
 

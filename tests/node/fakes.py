@@ -233,6 +233,11 @@ class RawRouter:
             self.load = step.load
         return step
 
+    async def part(self) -> None:
+        """Read to the node's last words, then end the session, as routers do."""
+        await self.until(lambda: self.steps and self.steps[-1].last)
+        self._call.cancel()
+
     async def until(self, happened: Callable[[], object]) -> None:
         """Read until `happened()`."""
         while not happened():

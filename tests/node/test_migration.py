@@ -274,6 +274,7 @@ async def test_a_drain_waits_until_what_left_was_fetched() -> None:
         again = asked.retried((tuple(nodes.to_a.tokens("r")),))
         await nodes.to_b.decode(again, handle)
         await nodes.to_b.until(lambda: nodes.to_b.events("r"))
+        await nodes.to_a.part()
         async with asyncio.timeout(PATIENCE_S):
             await draining
         await nodes.to_b.abort("r", 2)

@@ -325,6 +325,7 @@ async def test_drain_refuses_new_requests_and_lets_the_running_ones_end() -> Non
         node.runner.step_gate.open()
         old = request("old")
         assert await router.all_tokens("old") == expected_output(old.prompt_ids, old.params)
+        await router.part()
         async with asyncio.timeout(PATIENCE_S):
             await draining
         await node.node.stop()

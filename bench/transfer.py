@@ -30,7 +30,7 @@ from rich.table import Table
 from baton.errors import BatonError
 from baton.node.lanes import MAKERS
 from bench import transfer_client, transfer_tail, transfer_throughput
-from bench.transfer_engine import write_model
+from bench.transfer_engine import DEMO_MODEL, write_model
 from bench.transfer_lanes import ADOPTED, TLS_WAYS, all_ways, write_certificates
 from bench.transfer_tail import TailPlan
 from bench.transfer_throughput import Contested, Shape
@@ -66,12 +66,13 @@ class Size:
     tail_tokens: int
     tail_rounds: int
     lengths: tuple[tuple[int, int], ...]  # of the client's prompts, and how many of each
+    demo_lengths: tuple[tuple[int, int], ...]  # likewise, for the demo model
     model: dict[str, Any]
 
 
-WHOLE: Final = Size(Shape(), 7, 1024, 3, ((64, 60), (512, 9), (1024, 5)), {})
+WHOLE: Final = Size(Shape(), 7, 1024, 3, ((64, 20), (512, 7), (1024, 5)), ((64, 100),), {})
 QUICK: Final = Size(
-    Shape(tokens=128, layers=4), 2, 64, 1, ((32, 2),),
+    Shape(tokens=128, layers=4), 2, 64, 1, ((32, 2),), ((32, 2),),
     {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512},
 )  # fmt: skip
 
@@ -110,14 +111,14 @@ def tail_goals(found: dict[str, Any]) -> list[Goal]:
 
 
 def client_goals(found: dict[str, Any]) -> list[Goal]:
-    """Each lane by itself. The shortest prompt has a fixed bound; a longer one shares P's core with
-    its lane, so what that took before token 1 comes on top."""
+    """Each model and lane by itself. The shortest prompt has a fixed bound; a longer one shares P's
+    core with its lane, so what that took before token 1 comes on top."""
     goals: list[Goal] = []
     if not found["rows"]:
         return goals
     shortest = min(row["tokens"] for row in found["rows"])
     for row in found["rows"]:
-        which = f"{row['lane']}, {row['tokens']} tokens, ms"
+        which = f"{row['model']}, {row['lane']}, {row['tokens']} tokens, ms"
         limit = TOKEN_1_GOAL_MS
         if row["tokens"] > shortest:
             limit += max(0.0, row["cpu_added_ms"]["median"])
@@ -252,9 +253,10 @@ async def run(ways: list[str], parts: Sequence[str], size: Size, folder: Path) -
             goals += tail_goals(result["tail"])
         if "client" in parts:
             lanes = [way for way in ways if way in MAKERS]
-            result["client"] = await transfer_client.measure_lanes(
-                model, size.lengths, lanes, cores
-            )
+            models = (
+                ("demo", str(DEMO_MODEL), size.demo_lengths), ("0.6B", model, size.lengths)
+            )  # fmt: skip
+            result["client"] = await transfer_client.measure_lanes(models, lanes, cores)
             goals += client_goals(result["client"])
     if "throughput" in result and "tail" in result:
         result["overheads"] = overheads(result["throughput"], result["tail"])

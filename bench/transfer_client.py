@@ -1,11 +1,13 @@
 """Figure 3 of the transfer benchmark: what a client sees of the hand-over on an idle system.
 
-Per lane: one prefill node, one decode node, and two routers before them: `apart` knows both,
-`local` knows the decode node alone, which then prefills itself. Prompts of one length go to both,
-one request at a time, alternating; nodes have as many cores each. So TTFT(apart) - TTFT(local),
-pair by pair, is what the hand-over costs token 1, and the second gap of a stream less its later
-ones is what it costs token 2. CPU time tells the cause from a busy machine: what the prefill node
-had spent when token 1 was there, less what the decode node had spent for the same alone.
+Per lane and model: one prefill node, one decode node, a second decode node on the prefill node's
+own cores, and two routers before them: `apart` knows the first two, `local` the third alone, which
+prefills itself. Prompts of one length go to both, one request at a time, alternating. So
+TTFT(apart) - TTFT(local), pair by pair and computed by the same cores, is what the hand-over costs
+token 1, and the second gap of a stream less its later ones is what it costs token 2. CPU time tells
+the cause from a busy machine: what the prefill node had spent when token 1 was there, less what
+the other had spent for the same alone. A small model shows what a request costs whatever it
+computes; beside the seconds of a large one, two equal processes differ by more than that.
 """
 
 from __future__ import annotations
@@ -42,8 +44,9 @@ FIRST_TOKEN: Final = 300  # plain words, whatever the demo tokenizer keeps below
 
 @dataclass(frozen=True, slots=True)
 class ClientPlan:
-    """`lane`: names the rows. `lane_flags`: of both nodes, such as --kv-lanes."""
+    """`lane` and `name` name the rows. `lane_flags`: of all nodes, such as --kv-lanes."""
 
+    name: str
     model: str
     lengths: Sequence[tuple[int, int]]  # (tokens, repetitions)
     lane: str = "stream"
@@ -101,7 +104,7 @@ async def process(module: str, *flags: str) -> AsyncGenerator[dict[str, Any], No
 async def two_routers(
     plan: ClientPlan, cores: tuple[list[int], list[int]]
 ) -> AsyncGenerator[dict[str, Way], None]:
-    """The routers `apart` and `local` before one prefill and one decode node."""
+    """The routers `apart` and `local` before their nodes."""
     model = ("--model", plan.model, "--served-model-name", "m", "--log-level", "warning")
     node = (
         *model, "--num-kv-blocks", "256", "--drain-s", "0",
@@ -113,15 +116,19 @@ async def two_routers(
             return await stack.enter_async_context(process(module, *flags))
 
         p = await start("prefill_node", *node, "--cpu-cores", ",".join(map(str, cores[0])))
+        alone = await start("decode_node", *node, "--cpu-cores", ",".join(map(str, cores[0])))
         d = await start("decode_node", *node, "--cpu-cores", ",".join(map(str, cores[1])))
         router = (
             *model, "--port", "0", "--grpc-port", "0", "--drain-s", "0",
-            "--prefill-placement", "remote", "--decode-node", str(d["address"]),
+            "--prefill-placement", "remote",
         )  # fmt: skip
-        local = await start("router", *router)
-        apart = await start("router", *router, "--prefill-node", str(p["address"]))
+        local = await start("router", *router, "--decode-node", str(alone["address"]))
+        apart = await start(
+            "router", *router, "--decode-node", str(d["address"]),
+            "--prefill-node", str(p["address"]),
+        )  # fmt: skip
         yield {
-            "local": Way(f"http://{local['address']}", d["pid"]),
+            "local": Way(f"http://{local['address']}", alone["pid"]),
             "apart": Way(f"http://{apart['address']}", p["pid"]),
         }
 
@@ -176,12 +183,13 @@ def confident(values: Sequence[float]) -> dict[str, float]:
     return {**spread(values), "low": ordered[outside], "high": ordered[count - 1 - outside]}
 
 
-def row(lane: str, length: int, apart: Seen, local: Seen) -> dict[str, Any]:
-    """One length on one lane, as JSON-ready values (ms)."""
+def row(plan: ClientPlan, length: int, apart: Seen, local: Seen) -> dict[str, Any]:
+    """One length of one model on one lane, as JSON-ready values (ms)."""
     added = [a - b for a, b in zip(apart.ttft, local.ttft, strict=True)]
     cpu = [a - b for a, b in zip(apart.cpu, local.cpu, strict=True)]
     found: dict[str, Any] = {
-        "lane": lane,
+        "model": plan.name,
+        "lane": plan.lane,
         "tokens": length,
         "repetitions": len(apart.ttft),
         "ttft_apart_ms": confident(apart.ttft),
@@ -218,23 +226,24 @@ async def measure(plan: ClientPlan, cores: tuple[list[int], list[int]]) -> dict[
                     prompt = [draw.randrange(FIRST_TOKEN, vocab) for _ in range(length)]
                     answer = await ask(clients[name], prompt, ways[name].prefill_pid)
                     note(*answer, Seen() if index < 0 else seen[name])
-            rows.append(row(plan.lane, length, seen["apart"], seen["local"]))
+            rows.append(row(plan, length, seen["apart"], seen["local"]))
     return {"rows": rows}
 
 
 async def measure_lanes(
-    model: str,
-    lengths: Sequence[tuple[int, int]],
+    models: Sequence[tuple[str, str, Sequence[tuple[int, int]]]],
     lanes: Sequence[str],
     cores: tuple[list[int], list[int]],
 ) -> dict[str, Any]:
-    """`measure` for each lane; those that nodes cannot open here are in `missing`, with why."""
+    """`measure` for each model (name, folder, lengths) and lane; lanes that nodes cannot open here
+    are in `missing`, with why."""
     rows: list[dict[str, Any]] = []
     missing: dict[str, str] = {}
-    for lane in lanes:
-        plan = ClientPlan(model, lengths, lane, ("--kv-lanes", lane))
-        try:
-            rows += (await measure(plan, cores))["rows"]
-        except ConfigError as error:
-            missing[lane] = error.message
+    for name, model, lengths in models:
+        for lane in lanes:
+            plan = ClientPlan(name, model, lengths, lane, ("--kv-lanes", lane))
+            try:
+                rows += (await measure(plan, cores))["rows"]
+            except ConfigError as error:
+                missing[lane] = error.message
     return {"rows": rows, "missing": missing}

@@ -30,7 +30,7 @@ from bench.engine_kit import random_prompt
 from kv_transfer.connector import Connector
 from prefill_node.role import PrefillExports
 
-TOKENIZER: Final = Path(__file__).resolve().parents[1] / "demo_model"
+DEMO_MODEL: Final = Path(__file__).resolve().parents[1] / "demo_model"
 TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 # Qwen3-0.6B, but for the vocabulary: that is the demo model's, whose tokenizer comes along.
 SHAPE: Final[dict[str, Any]] = {
@@ -60,7 +60,7 @@ def write_model(path: Path, **overrides: Any) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config))
     for name in TOKENIZER_FILES:
-        shutil.copy(TOKENIZER / name, path / name)
+        shutil.copy(DEMO_MODEL / name, path / name)
     generator = torch.Generator().manual_seed(0)
     # One long row of noise, from another offset in each tensor: drawing 400 million numbers anew
     # takes longer than the benchmark.

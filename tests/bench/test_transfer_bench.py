@@ -14,7 +14,7 @@ from baton.errors import ConfigError, InternalError
 from baton.timing import Timing
 from bench import transfer, transfer_client, transfer_tail
 from bench.transfer import Goal
-from bench.transfer_client import OUTPUT, Seen
+from bench.transfer_client import OUTPUT, ClientPlan, Seen
 from bench.transfer_engine import write_model
 from bench.transfer_lanes import ADOPTED, all_ways, lane_of, make_way, write_certificates
 from bench.transfer_link import Link, PeerError, spread
@@ -72,7 +72,8 @@ def test_what_a_client_sees_is_paired() -> None:
         transfer_client.note([0.1 + extra, *[s + 0.02 for s in steps[1:]]], 0.095, apart)
         transfer_client.note(steps, 0.09, local)
     transfer_client.note([0.1], 0.1, Seen())  # too short an answer has no gaps
-    found = transfer_client.row("shm", 64, apart, local)
+    plan = ClientPlan("demo", "", [(64, 2)], "shm")
+    found = transfer_client.row(plan, 64, apart, local)
     assert found["ttft_added_ms"]["median"] == pytest.approx(2.0)
     assert found["token2_beyond_step_ms"]["median"] == pytest.approx(18.0)
     assert found["cpu_added_ms"]["median"] == pytest.approx(5.0)

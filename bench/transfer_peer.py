@@ -23,6 +23,7 @@ import xxhash
 
 from baton.clock import SystemClock
 from baton.cores import parse_cores, pin_process
+from baton.engine.kernels.cpu.library import state as kernel_state
 from baton.engine.engine import Engine
 from baton.engine.kv_cache import KVArena
 from baton.errors import BatonError, ConfigError
@@ -217,6 +218,7 @@ class Peer:
         return {
             "torch": torch.__version__,
             "torch_threads": torch.get_num_threads(),
+            "kernels": kernel_state(),
             "ways": all_ways(),
             "preferred": list(parse_lanes(NodeConfig().kv_lanes)),
         }

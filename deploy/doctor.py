@@ -78,7 +78,7 @@ async def diagnose(source: str | None, target: str | None, secret: str, redis: s
         raise ConfigError("--from and --to come together")
     async with Link.spawn() as d:
         facts = await d.ask("facts")
-        machine = await machine_facts(redis, facts["torch"], facts["torch_threads"])
+        machine = await machine_facts(redis, facts)
         if source is None or target is None:
             async with Link.spawn() as p:
                 ways = [way for way in facts["ways"] if "tls" not in way]  # certificates are yours

@@ -6,10 +6,10 @@ import asyncio
 import os
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
@@ -38,6 +38,7 @@ class MachineFacts:
     redis: str
     torch: str
     torch_threads: int
+    kernels: str
 
     def rows(self) -> Iterable[tuple[str, str]]:
         """For people."""
@@ -51,10 +52,12 @@ class MachineFacts:
             yield str(SHM), free
         yield "Redis", self.redis
         yield "torch", f"{self.torch}, {self.torch_threads} threads"
+        yield "CPU kernels", self.kernels
 
 
-async def machine_facts(redis_url: str, torch: str, torch_threads: int) -> MachineFacts:
-    """`redis_url` "" = only look whether a server could be started here."""
+async def machine_facts(redis_url: str, engine: Mapping[str, Any]) -> MachineFacts:
+    """`redis_url` "" = only look whether a server could be started here. `engine`: what a process
+    that imports torch says of it."""
     name, flags = await asyncio.to_thread(processor)
     usage = shutil.disk_usage(SHM) if SHM.is_dir() else None
     return MachineFacts(
@@ -65,8 +68,9 @@ async def machine_facts(redis_url: str, torch: str, torch_threads: int) -> Machi
         shm_bytes=None if usage is None else usage.total,
         shm_free_bytes=None if usage is None else usage.free,
         redis=await redis_state(redis_url),
-        torch=torch,
-        torch_threads=torch_threads,
+        torch=engine["torch"],
+        torch_threads=engine["torch_threads"],
+        kernels=engine["kernels"],
     )
 
 

@@ -1,13 +1,14 @@
 """The one seam for weight formats: how x W^T + b is done, chosen once at start.
 
 `choose_linear` is about plain weights. float32 and everything on a GPU: `functional.linear`.
-bfloat16 on a CPU: weights reordered for oneDNN, which was 1.4-1.8x `functional.linear` at 4-32
-rows, where this torch build and machine can do it. Integer weights: quantization.py. `Linears` is
-what a model asks for its layers; which format each gets is not the model's business.
+bfloat16 on a CPU: weights in panels for our own kernel, where it was compiled, else reordered for
+oneDNN, which was 1.4-1.8x `functional.linear` at 4-32 rows. Integer weights: quantization.py.
+`Linears` is what a model asks for its layers; which format each gets is not the model's business.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from baton.engine.kernels.cpu.library import CpuKernels, kernels
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +70,20 @@ class PackedLinear:
         return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
 
 
+class PanelLinear:
+    """Weights in panels for the compiled kernel (kernels/cpu/linear.h). CPU, bfloat16."""
+
+    def __init__(self, kernels: CpuKernels, weight: Tensor, bias: Tensor | None) -> None:
+        self._kernels = kernels
+        self._outputs = weight.shape[0]
+        self._panels = kernels.pack(weight)
+        self._bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See Linear."""
+        return self._kernels.linear(x, self._panels, self._bias, self._outputs)
+
+
 @dataclass(frozen=True, slots=True)
 class SideBySide:
     """Layers of one input whose formats differ: run one by one, their outputs stacked."""
@@ -80,11 +97,22 @@ class SideBySide:
 
 def choose_linear(dtype: torch.dtype, device: torch.device) -> LinearFormat:
     """The fastest format that works here for this dtype; tried on a small product, logged."""
+    compiled = kernels() if device.type == "cpu" and dtype == torch.bfloat16 else None
+    if compiled is not None and not torch.cpu._is_amx_tile_supported():
+        logger.info("linear layers: bfloat16 weights in panels, compiled kernel")
+        return functools.partial(_in_panels, compiled)
     if device.type == "cpu" and dtype == torch.bfloat16 and _packing_works():
         logger.info("linear layers: bfloat16 weights packed for oneDNN")
         return PackedLinear
     logger.info("linear layers: torch, %s on %s", dtype, device.type)
     return PlainLinear
+
+
+def _in_panels(compiled: CpuKernels, weight: Tensor, bias: Tensor | None) -> Linear:
+    """Panels hold pairs of inputs: an odd number of them is torch's."""
+    if weight.shape[1] % 2:
+        return PlainLinear(weight, bias)
+    return PanelLinear(compiled, weight, bias)
 
 
 def _packing_works() -> bool:

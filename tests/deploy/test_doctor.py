@@ -32,7 +32,7 @@ from deploy.machine import MachineFacts, copy_rate, machine_facts, processor, re
 from tests.node.fakes import DECODE, PREFILL, TIMING
 from tests.tiny_models import make_tiny_model
 
-FACTS = MachineFacts("A CPU", ("avx2",), 2, 9.5, 2 << 30, 1 << 30, "answers", "2.13", 1)
+FACTS = MachineFacts("A CPU", ("avx2",), 2, 9.5, 2 << 30, 1 << 30, "answers", "2.13", 1, "compiled")
 LANES = (
     LaneReport("shm", False, "no /dev/shm"),
     LaneReport("stream", True, "", 3.5, 0.4, chosen=True),
@@ -84,10 +84,12 @@ def test_json_says_whether_anything_works() -> None:
 
 
 async def test_the_machine_is_looked_at() -> None:
-    facts = await machine_facts("", "2.13", 3)
+    engine = {"torch": "2.13", "torch_threads": 3, "kernels": "torch's own serve: no compiler"}
+    facts = await machine_facts("", engine)
     assert facts.copy_gb_per_s > 0
     assert facts.cores > 0
     assert dict(facts.rows())["torch"] == "2.13, 3 threads"
+    assert dict(facts.rows())["CPU kernels"] == "torch's own serve: no compiler"
     assert copy_rate() > 0
 
 

@@ -101,6 +101,13 @@ class TorchAttention:
             _prefill(q, store, span, spec, out)
         return out
 
+    def prefill(self, layer: int, q: Tensor, batch: Batch, out: Tensor) -> None:
+        """`attend` for the spans of several rows alone: fills their rows of `out`."""
+        spec, store = self._layers[layer], self._stores[layer]
+        plan = _plan_of(batch, self.group_of[layer], spec.window, store, q.dtype)
+        for span in plan.prefill:
+            _prefill(q, store, span, spec, out)
+
 
 def _plan_of(
     batch: Batch, layer_group: int, window: int, store: KVStore, dtype: torch.dtype

@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
 from baton.engine.attention.base import AttentionLayer
 from baton.engine.batch import Batch
+from baton.engine.kernels.cpu.library import HeadNorms
 from baton.engine.linear import Linear, Linears
 from baton.engine.lora import (
     Adapter,
@@ -28,6 +28,7 @@ from baton.engine.lora import (
     rows_by_adapter,
 )
 from baton.engine.models.config import DecoderConfig, ExpertsConfig
+from baton.engine.models.elementwise import Elementwise, choose_elementwise
 from baton.engine.models.experts import Expert, Experts, SharedExpert
 from baton.engine.models.rope import Rotation, attention_factor, inverse_frequencies
 from baton.errors import ModelRefused
@@ -76,11 +77,11 @@ class Mlp:
 
     gate_up: Projection  # [H] -> [2 * I]
     down: Projection  # [I] -> [H]
+    between: Elementwise
 
     def __call__(self, hidden: Tensor, groups: Sequence[AdapterRows]) -> Tensor:
         """hidden [T, H] -> [T, H]."""
-        gate, up = self.gate_up(hidden, groups).chunk(2, dim=-1)
-        return self.down(functional.silu(gate) * up, groups)
+        return self.down(self.between.swiglu(self.gate_up(hidden, groups)), groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +90,7 @@ class DecoderLayer:
 
     input_norm: Tensor  # [H]
     qkv: Projection  # [H] -> [(heads + 2 * kv_heads) * D]
-    query_norm: Tensor | None  # [D]
-    key_norm: Tensor | None  # [D]
+    head_norms: HeadNorms | None
     output: Projection  # [heads * D] -> [H]
     mlp_norm: Tensor  # [H]
     mlp: Mlp | Experts
@@ -119,7 +119,9 @@ class Decoder:
         self._config = config
         self._fixed_shapes = fixed_shapes
         self._embedding = read("model.embed_tokens.weight")
-        builder = _Builder(config, read, linears, fixed_shapes)
+        place = self._embedding
+        self._between = choose_elementwise(config, place.dtype, place.device)
+        builder = _Builder(config, read, linears, fixed_shapes, self._between)
         self._layers = [builder.layer(i) for i in range(config.num_layers)]
         self._final_norm = read("model.norm.weight")
         head = self._embedding if config.tied_embeddings else read("lm_head.weight")
@@ -167,14 +169,15 @@ class Decoder:
         eps, groups = self._config.rms_norm_eps, rows_by_adapter(batch, self._fixed_shapes)
         residual = functional.embedding(token_ids, self._embedding)
         rotation = Rotation.at(positions, self._frequencies, residual.dtype, self._attention_factor)
+        between, delta = self._between, None
         for index, layer in enumerate(self._layers):
-            hidden = _norm(residual, layer.input_norm, eps)
+            residual, hidden = between.add_norm(residual, delta, layer.input_norm, eps)
             queries, keys, values = self._heads(layer, hidden, rotation, groups)
             attended = batch.attend(index, queries, keys, values)
-            residual = residual + layer.output(attended.flatten(1), groups)
-            hidden = _norm(residual, layer.mlp_norm, eps)
-            residual = residual + layer.mlp(hidden, groups)
-        return _norm(residual, self._final_norm, eps)
+            delta = layer.output(attended.flatten(1), groups)
+            residual, hidden = between.add_norm(residual, delta, layer.mlp_norm, eps)
+            delta = layer.mlp(hidden, groups)
+        return between.add_norm(residual, delta, self._final_norm, eps)[1]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, H] -> [N, vocab] float32."""
@@ -189,15 +192,9 @@ class Decoder:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """hidden [T, H] -> query [T, heads, D], key and value [T, kv_heads, D]."""
         config = self._config
-        heads, kv_heads = config.num_heads, config.num_kv_heads
-        qkv = layer.qkv(hidden, groups).view(-1, heads + 2 * kv_heads, config.head_dim)
-        query_key, value = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
-        if layer.query_norm is not None and layer.key_norm is not None:
-            query = _norm(query_key[:, :heads], layer.query_norm, config.rms_norm_eps)
-            key = _norm(query_key[:, heads:], layer.key_norm, config.rms_norm_eps)
-            query_key = torch.cat((query, key), dim=1)
-        rotated = rotation.rotate(query_key)
-        return rotated[:, :heads], rotated[:, heads:], value
+        heads = config.num_heads + 2 * config.num_kv_heads
+        qkv = layer.qkv(hidden, groups).view(-1, heads, config.head_dim)
+        return self._between.rotate(qkv, rotation, config.num_heads, layer.head_norms)
 
 
 def tensor_names(config: DecoderConfig) -> Iterator[str]:
@@ -244,6 +241,7 @@ class _Builder:
     read: ReadTensor
     linears: Linears
     fixed_shapes: bool
+    between: Elementwise
 
     def layer(self, index: int) -> DecoderLayer:
         config, prefix = self.config, f"model.layers.{index}."
@@ -253,14 +251,17 @@ class _Builder:
         return DecoderLayer(
             input_norm=self.read(prefix + "input_layernorm.weight"),
             qkv=self._projection(attention, ("q_proj", "k_proj", "v_proj"), config.qkv_bias),
-            query_norm=self.read(attention + "q_norm.weight") if config.qk_norm else None,
-            key_norm=self.read(attention + "k_norm.weight") if config.qk_norm else None,
+            head_norms=self._head_norms(attention) if config.qk_norm else None,
             output=self._projection(attention, ("o_proj",), config.output_bias),
             mlp_norm=self.read(prefix + "post_attention_layernorm.weight"),
             mlp=self._experts(experts, prefix + experts.prefix)
             if experts is not None and sparse
             else self._mlp(prefix + "mlp."),
         )
+
+    def _head_norms(self, prefix: str) -> HeadNorms:
+        query, key = (self.read(f"{prefix}{name}_norm.weight") for name in ("q", "k"))
+        return HeadNorms(query, key, self.config.rms_norm_eps)
 
     def _projection(self, prefix: str, names: tuple[str, ...], has_bias: bool) -> Projection:
         """Projections of one input, stacked along their outputs."""
@@ -301,6 +302,7 @@ class _Builder:
         return Mlp(
             self._projection(prefix, ("gate_proj", "up_proj"), bias),
             self._projection(prefix, ("down_proj",), bias),
+            self.between,
         )
 
     def _experts(self, config: ExpertsConfig, prefix: str) -> Experts:
@@ -322,8 +324,3 @@ class _Builder:
     def _expert(self, config: ExpertsConfig, prefix: str) -> Expert:
         gate, up, down = (prefix + part for part in config.parts)
         return Expert(self.linears.read((gate, up), False), self.linears.read((down,), False))
-
-
-def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last dimension."""
-    return functional.rms_norm(x, (x.shape[-1],), weight, eps)

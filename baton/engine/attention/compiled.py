@@ -1,0 +1,106 @@
+"""Paged attention with the compiled CPU kernels: decode rows straight from the pool, no gathers.
+
+Prefill spans, and layers that the kernels do not know (other dtypes, MLA, odd sizes), are
+torch_cpu.py's. A decode row's result depends on its own keys alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from baton.engine.attention.base import AttentionLayer, KVViews
+from baton.engine.attention.torch_cpu import TorchAttention
+from baton.engine.batch import Batch
+from baton.engine.kernels.cpu.library import CpuKernels, DecodeLayer, DecodeRows
+
+MAX_DIM: Final = 256  # attention.h's kMaxDim
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Decode rows of a step, for the layers of one group; None without any."""
+
+    decode: DecodeRows | None
+    prefills: bool
+
+
+class CompiledAttention:
+    """See base.Attention. CPU."""
+
+    def __init__(
+        self, pool: KVViews, layers: Sequence[AttentionLayer], kernels: CpuKernels
+    ) -> None:
+        self.group_of = pool.group_of
+        self._torch = TorchAttention(pool, layers)
+        self._kernels = kernels
+        self._layers = [_decode_layer(pool, index, spec) for index, spec in enumerate(layers)]
+
+    def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        """See Attention.write."""
+        compiled = self._layers[layer]
+        if compiled is None or not (_dense(k) and _dense(v)):
+            self._torch.write(layer, k, v, slots)
+            return
+        self._kernels.store(k, compiled.keys, slots)
+        self._kernels.store(v, compiled.values, slots)
+
+    def attend(self, layer: int, q: Tensor, batch: Batch) -> Tensor:
+        """See Attention.attend."""
+        compiled = self._layers[layer]
+        if compiled is None:
+            return self._torch.attend(layer, q, batch)
+        plan = _plan_of(batch, self.group_of[layer])
+        if plan.decode is None:
+            return self._torch.attend(layer, q, batch)
+        if not _dense(q):
+            q = q.contiguous()
+        out = q.new_empty(q.shape[0], q.shape[1], compiled.values.shape[3])
+        self._kernels.decode_attention(q, out, compiled, plan.decode)
+        if plan.prefills:
+            self._torch.prefill(layer, q, batch, out)
+        return out
+
+
+def _decode_layer(pool: KVViews, layer: int, spec: AttentionLayer) -> DecodeLayer | None:
+    """What the kernel reads of a layer; None for what it does not know."""
+    keys, values = pool.layer(layer)
+    if spec.latent or keys.dtype != torch.bfloat16 or values.dtype != torch.bfloat16:
+        return None
+    k_dim, v_dim = keys.shape[3], values.shape[3]
+    if k_dim % 32 or v_dim % 16 or max(k_dim, v_dim) > MAX_DIM or not v_dim:
+        return None
+    if not (_dense(keys[0]) and _dense(values[0])):
+        return None
+    sinks = None if spec.sinks is None else spec.sinks.float().contiguous()
+    return DecodeLayer(keys, values, spec.scale, spec.window, spec.softcap or 0.0, sinks)
+
+
+def _dense(x: Tensor) -> bool:
+    """x [rows, heads, dim]: are the numbers of a row side by side?"""
+    return x.stride(2) == 1 and x.stride(1) == x.shape[2]
+
+
+def _plan_of(batch: Batch, layer_group: int) -> _Plan:
+    """The step's decode rows by this group's tables, laid out at the first layer that asks."""
+    key = ("compiled", layer_group)
+    plan = batch.plans.get(key)
+    if plan is None:
+        table = batch.tables[layer_group]
+        members = [index for index, span in enumerate(batch.spans) if span.num_rows == 1]
+        decode = None
+        if members:
+            spans = [batch.spans[index] for index in members]
+            decode = DecodeRows(
+                rows=torch.tensor([span.first_row for span in spans]),
+                spans=torch.tensor(members),
+                tokens=torch.tensor([span.num_tokens for span in spans]),
+                first=torch.tensor([table.first[index] for index in members]),
+                tables=table.blocks,
+            )
+        plan = batch.plans[key] = _Plan(decode, len(members) < len(batch.spans))
+    return plan

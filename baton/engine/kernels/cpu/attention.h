@@ -1,0 +1,219 @@
+// Paged decode attention: one new token per row, read straight from the pool's blocks.
+//
+// A row's keys are taken in tiles of 16, in their order, each tile with all the KV heads of a task:
+// a token's heads lie side by side in the pool, so memory is read in order. Softmax goes along, as
+// in FlashAttention. What a row computes depends on its own keys alone. GQA: the query heads of one
+// KV head share what is loaded.
+#pragma once
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "vectors.h"
+
+namespace baton {
+
+constexpr int kTile = 16;       // keys at once
+constexpr int kMaxDim = 256;    // numbers per head
+constexpr int kAhead = 2;       // tiles between asking memory for keys and using them
+
+struct DecodeArgs {
+  const bf16* q;          // [.., query_heads, k_dim]: row stride below
+  bf16* out;              // [.., query_heads, v_dim], rows without gaps
+  const bf16* keys;       // of this layer: block, token and head strides below
+  const bf16* values;
+  const int64_t* tables;  // [spans, width] block ids
+  const int64_t* rows;    // [count] rows of q and out
+  const int64_t* spans;   // [count] rows of `tables`
+  const int64_t* tokens;  // [count] keys that exist, the new token's included
+  const int64_t* first;   // [count] block that a table begins with
+  const float* sinks;     // [query_heads], or null
+  int64_t count, width, q_stride;
+  int64_t key_block, key_token, key_head, value_block, value_token, value_head;
+  int64_t query_heads, kv_heads, k_dim, v_dim, block_size, window;
+  float scale, softcap;  // softcap 0: none
+};
+
+// Where one row is with one query head.
+struct Running {
+  float most, total;
+  alignas(64) float sum[kMaxDim];
+};
+
+class DecodeRow {
+ public:
+  DecodeRow(const DecodeArgs& args, int64_t index, int64_t first_head, int64_t last_head,
+            std::vector<Running>& running)
+      : a_(args), index_(index), first_head_(first_head), last_head_(last_head),
+        group_(args.query_heads / args.kv_heads), running_(running) {}
+
+  void run() {
+    const int64_t end = a_.tokens[index_];
+    const int64_t begin = a_.window > 0 ? std::max<int64_t>(0, end - a_.window) : 0;
+    const int64_t heads = (last_head_ - first_head_) * group_;
+    for (int64_t h = 0; h < heads; ++h) {
+      Running& each = running_[h];
+      // A sink is a key of its own without a value.
+      each.most = a_.sinks ? a_.sinks[first_head_ * group_ + h] : -INFINITY;
+      each.total = a_.sinks ? 1.0f : 0.0f;
+      std::fill_n(each.sum, a_.v_dim, 0.0f);
+    }
+    for (int64_t at = begin; at < end; at += kTile) {
+      const int count = static_cast<int>(std::min<int64_t>(kTile, end - at));
+      locate(at, count);
+      fetch_ahead(at + kAhead * kTile, end);
+      for (int64_t head = first_head_; head < last_head_; ++head) attend(head, count);
+    }
+    finish();
+  }
+
+ private:
+  // Where the tile's keys and values lie.
+  void locate(int64_t at, int count) {
+    const int64_t* table = a_.tables + a_.spans[index_] * a_.width;
+    for (int i = 0; i < count; ++i) {
+      const int64_t block = table[(at + i) / a_.block_size - a_.first[index_]];
+      const int64_t offset = (at + i) % a_.block_size;
+      key_[i] = a_.keys + block * a_.key_block + offset * a_.key_token;
+      value_[i] = a_.values + block * a_.value_block + offset * a_.value_token;
+    }
+  }
+
+  void fetch_ahead(int64_t at, int64_t end) const {
+    const int64_t* table = a_.tables + a_.spans[index_] * a_.width;
+    for (int64_t i = at; i < std::min(end, at + kTile); ++i) {
+      const int64_t block = table[i / a_.block_size - a_.first[index_]], token = i % a_.block_size;
+      const bf16* key = a_.keys + block * a_.key_block + token * a_.key_token;
+      const bf16* value = a_.values + block * a_.value_block + token * a_.value_token;
+      for (int64_t head = first_head_; head < last_head_; ++head) {
+        touch(key + head * a_.key_head, a_.k_dim);
+        touch(value + head * a_.value_head, a_.v_dim);
+      }
+    }
+  }
+
+  static void touch(const bf16* from, int64_t numbers) {
+    for (int64_t at = 0; at < numbers; at += 32)
+      _mm_prefetch(reinterpret_cast<const char*>(from + at), _MM_HINT_T0);
+  }
+
+  void attend(int64_t head, int count) {
+    for (int64_t g = 0; g < group_; g += 2) {
+      Running* states = &running_[(head - first_head_) * group_ + g];
+      const int64_t query_head = head * group_ + g;
+      if (count < kTile)  // once per row: a loop that the compiler cannot unroll
+        for (int64_t i = 0; i < std::min<int64_t>(2, group_ - g); ++i)
+          attend<1, false>(states + i, head, query_head + i, count);
+      else if (g + 1 < group_)
+        attend<2, true>(states, head, query_head, count);
+      else
+        attend<1, true>(states, head, query_head, count);
+    }
+  }
+
+  // `Heads` query heads of one KV head. `Full`: the tile has all its keys, a number known here.
+  template <int Heads, bool Full>
+  void attend(Running* states, int64_t head, int64_t query_head, int count) {
+    alignas(64) float weights[Heads][kTile];
+    float kept[Heads];
+    __m512 score[Heads];
+    scores<Heads, Full>(head, query_head, count, score);
+    for (int h = 0; h < Heads; ++h) {
+      Running& state = states[h];
+      const float most = std::max(state.most, _mm512_reduce_max_ps(score[h]));
+      const __m512 weight = exponential(_mm512_sub_ps(score[h], _mm512_set1_ps(most)));
+      kept[h] = most == state.most ? 1.0f : std::exp(state.most - most);
+      state.total = state.total * kept[h] + _mm512_reduce_add_ps(weight);
+      state.most = most;
+      _mm512_store_ps(weights[h], weight);
+    }
+    const int keys = Full ? kTile : count;
+    for (int64_t d = 0; d < a_.v_dim; d += 16) {
+      __m512 sum[Heads];
+      BATON_UNROLL for (int h = 0; h < Heads; ++h)
+        sum[h] = _mm512_mul_ps(_mm512_load_ps(states[h].sum + d), _mm512_set1_ps(kept[h]));
+      BATON_UNROLL for (int i = 0; i < keys; ++i) {
+        const __m512 value = load_wide(value_[i] + head * a_.value_head + d);
+        BATON_UNROLL for (int h = 0; h < Heads; ++h)
+          sum[h] = _mm512_fmadd_ps(_mm512_set1_ps(weights[h][i]), value, sum[h]);
+      }
+      BATON_UNROLL for (int h = 0; h < Heads; ++h) _mm512_store_ps(states[h].sum + d, sum[h]);
+    }
+  }
+
+  // Query heads by the tile's keys, scaled and capped; -inf for keys that do not exist.
+  template <int Heads, bool Full>
+  void scores(int64_t head, int64_t query_head, int count, __m512* score) const {
+    const bf16* q = a_.q + a_.rows[index_] * a_.q_stride + query_head * a_.k_dim;
+    __m512 sums[Heads][kTile];
+    constexpr int half = kTile / 2;  // 16 accumulators of two heads stay in registers
+    for (int from = 0; from < kTile; from += half) {
+      __m512 part[Heads][half];
+      BATON_UNROLL for (int h = 0; h < Heads; ++h)
+        BATON_UNROLL for (int i = 0; i < half; ++i) part[h][i] = _mm512_setzero_ps();
+      for (int64_t d = 0; d < a_.k_dim; d += 32) {
+        __m512bh query[Heads];
+        BATON_UNROLL for (int h = 0; h < Heads; ++h) query[h] = load_pairs(q + h * a_.k_dim + d);
+        BATON_UNROLL for (int i = 0; i < half; ++i) {
+          if (!Full && from + i >= count) break;
+          const __m512bh key = load_pairs(key_[from + i] + head * a_.key_head + d);
+          BATON_UNROLL for (int h = 0; h < Heads; ++h)
+            part[h][i] = _mm512_dpbf16_ps(part[h][i], query[h], key);
+        }
+      }
+      BATON_UNROLL for (int h = 0; h < Heads; ++h)
+        BATON_UNROLL for (int i = 0; i < half; ++i) sums[h][from + i] = part[h][i];
+    }
+    const __mmask16 exist = static_cast<__mmask16>((1u << count) - 1);
+    for (int h = 0; h < Heads; ++h) {
+      __m512 each = _mm512_mul_ps(sum_each(sums[h]), _mm512_set1_ps(a_.scale));
+      if (a_.softcap > 0.0f) each = capped(each);
+      score[h] = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), exist, each);
+    }
+  }
+
+  __m512 capped(__m512 scores) const {
+    alignas(64) float each[kTile];
+    _mm512_store_ps(each, scores);
+    for (float& one : each) one = a_.softcap * std::tanh(one / a_.softcap);
+    return _mm512_load_ps(each);
+  }
+
+  void finish() const {
+    bf16* out = a_.out + a_.rows[index_] * a_.query_heads * a_.v_dim;
+    for (int64_t h = first_head_ * group_; h < last_head_ * group_; ++h) {
+      const Running& each = running_[h - first_head_ * group_];
+      const __m512 share = _mm512_set1_ps(1.0f / each.total);
+      for (int64_t d = 0; d < a_.v_dim; d += 16)
+        store_rounded(out + h * a_.v_dim + d, _mm512_mul_ps(_mm512_load_ps(each.sum + d), share));
+    }
+  }
+
+  const DecodeArgs& a_;
+  const int64_t index_, first_head_, last_head_, group_;
+  std::vector<Running>& running_;
+  const bf16* key_[kTile];
+  const bf16* value_[kTile];
+};
+
+// Rows are shared out among the threads; when there are few, also the KV heads of each.
+inline void decode_attention(const DecodeArgs& a) {
+#pragma omp parallel
+  {
+    const int64_t threads = omp_get_num_threads();
+    const int64_t parts =
+        std::min(a.kv_heads, a.count >= 4 * threads ? 1 : (threads + a.count - 1) / a.count);
+    std::vector<Running> running((a.kv_heads / parts + 1) * (a.query_heads / a.kv_heads));
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t task = 0; task < a.count * parts; ++task) {
+      const int64_t part = task % parts;
+      DecodeRow(a, task / parts, a.kv_heads * part / parts, a.kv_heads * (part + 1) / parts, running)
+          .run();
+    }
+  }
+}
+
+}  // namespace baton

@@ -1,0 +1,102 @@
+// What stands between the products, over bfloat16 rows, computed in float32 and rounded once:
+// residual + RMSNorm, RMSNorm and rotation of heads, SwiGLU, rows into slots. A row is one thread's.
+#pragma once
+
+#include <omp.h>
+
+#include <cmath>
+
+#include "vectors.h"
+
+namespace baton {
+
+constexpr int64_t kFewNumbers = 1 << 15;  // below, waking a second thread takes longer
+
+inline float mean_square(const bf16* x, int64_t count) {
+  __m512 sum = _mm512_setzero_ps();
+  for (int64_t i = 0; i < count; i += 16) {
+    const __m512 each = load_wide(x + i);
+    sum = _mm512_fmadd_ps(each, each, sum);
+  }
+  return _mm512_reduce_add_ps(sum) / static_cast<float>(count);
+}
+
+inline void normalize(const bf16* x, const bf16* weight, bf16* y, int64_t count, float epsilon) {
+  const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(mean_square(x, count) + epsilon));
+  for (int64_t i = 0; i < count; i += 16)
+    store_rounded(y + i, _mm512_mul_ps(_mm512_mul_ps(load_wide(x + i), scale), load_wide(weight + i)));
+}
+
+// residual += delta (unless null), rounded; y = RMSNorm(residual) * weight. All [rows, size].
+inline void add_norm(bf16* residual, const bf16* delta, const bf16* weight, bf16* y, int64_t rows,
+                     int64_t size, float epsilon) {
+#pragma omp parallel for if (rows * size > kFewNumbers)
+  for (int64_t row = 0; row < rows; ++row) {
+    bf16* x = residual + row * size;
+    if (delta != nullptr)
+      for (int64_t i = 0; i < size; i += 16)
+        store_rounded(x + i, _mm512_add_ps(load_wide(x + i), load_wide(delta + row * size + i)));
+    normalize(x, weight, y + row * size, size, epsilon);
+  }
+}
+
+// qkv [rows, heads + 2 * kv_heads, dim]: query and key heads normalized (unless the weights are
+// null) and rotated in place, the first half of a head against the second; cos, sin [rows, dim / 2].
+struct RotateArgs {
+  bf16* qkv;
+  const bf16 *cos, *sin, *query_norm, *key_norm;
+  int64_t rows, heads, kv_heads, dim;
+  float epsilon;
+};
+
+inline void rotate(const RotateArgs& a) {
+  const int64_t width = (a.heads + 2 * a.kv_heads) * a.dim, half = a.dim / 2;
+#pragma omp parallel for if (a.rows * width > kFewNumbers)
+  for (int64_t row = 0; row < a.rows; ++row) {
+    const bf16 *cos = a.cos + row * half, *sin = a.sin + row * half;
+    for (int64_t head = 0; head < a.heads + a.kv_heads; ++head) {
+      bf16* x = a.qkv + row * width + head * a.dim;
+      const bf16* weight = head < a.heads ? a.query_norm : a.key_norm;
+      if (weight != nullptr) normalize(x, weight, x, a.dim, a.epsilon);
+      for (int64_t i = 0; i < half; i += 16) {
+        const __m512 first = load_wide(x + i), second = load_wide(x + half + i);
+        const __m512 c = load_wide(cos + i), s = load_wide(sin + i);
+        store_rounded(x + i, _mm512_fmsub_ps(first, c, _mm512_mul_ps(second, s)));
+        store_rounded(x + half + i, _mm512_fmadd_ps(second, c, _mm512_mul_ps(first, s)));
+      }
+    }
+  }
+}
+
+// gate_up [rows, 2 * size] -> silu(gate) * up [rows, size].
+inline void swiglu(const bf16* gate_up, bf16* y, int64_t rows, int64_t size) {
+  const __m512 one = _mm512_set1_ps(1.0f), zero = _mm512_setzero_ps();
+#pragma omp parallel for if (rows * size > kFewNumbers)
+  for (int64_t row = 0; row < rows; ++row) {
+    const bf16* gate = gate_up + row * 2 * size;
+    for (int64_t i = 0; i < size; i += 16) {
+      const __m512 g = load_wide(gate + i), up = load_wide(gate + size + i);
+      const __m512 below = _mm512_add_ps(one, exponential(_mm512_sub_ps(zero, g)));
+      store_rounded(y + row * size + i, _mm512_mul_ps(_mm512_div_ps(g, below), up));
+    }
+  }
+}
+
+// Rows of `bytes` each, `stride` bytes apart, to their slots: block slot / size, token slot % size.
+struct StoreArgs {
+  const char* from;
+  char* to;
+  const int64_t* slots;
+  int64_t rows, bytes, stride, block_bytes, token_bytes, block_size;
+};
+
+inline void store_rows(const StoreArgs& a) {
+#pragma omp parallel for if (a.rows * a.bytes > 2 * kFewNumbers)
+  for (int64_t row = 0; row < a.rows; ++row) {
+    const int64_t block = a.slots[row] / a.block_size, token = a.slots[row] % a.block_size;
+    std::memcpy(a.to + block * a.block_bytes + token * a.token_bytes, a.from + row * a.stride,
+                a.bytes);
+  }
+}
+
+}  // namespace baton

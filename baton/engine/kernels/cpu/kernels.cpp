@@ -1,0 +1,34 @@
+// The kernels' C interface, one function each, called through ctypes by library.py: pointers and
+// sizes as the structs of the headers say, nothing checked here, no exception leaves.
+#include "attention.h"
+#include "elementwise.h"
+#include "linear.h"
+
+using baton::bf16;
+
+extern "C" {
+
+// Raised with every change of a struct or a signature: a stale library is not called.
+int baton_kernels_version() { return 1; }
+
+void baton_pack(const bf16* weight, bf16* panels, int64_t outputs, int64_t inputs) {
+  baton::pack(weight, panels, outputs, inputs);
+}
+
+void baton_linear(const baton::LinearArgs* args) { baton::linear(*args); }
+
+void baton_decode_attention(const baton::DecodeArgs* args) { baton::decode_attention(*args); }
+
+void baton_add_norm(bf16* residual, const bf16* delta, const bf16* weight, bf16* y, int64_t rows,
+                    int64_t size, float epsilon) {
+  baton::add_norm(residual, delta, weight, y, rows, size, epsilon);
+}
+
+void baton_rotate(const baton::RotateArgs* args) { baton::rotate(*args); }
+
+void baton_swiglu(const bf16* gate_up, bf16* y, int64_t rows, int64_t size) {
+  baton::swiglu(gate_up, y, rows, size);
+}
+
+void baton_store_rows(const baton::StoreArgs* args) { baton::store_rows(*args); }
+}

@@ -1,0 +1,256 @@
+"""The compiled CPU kernels as Python calls: tensors in, tensors out, every shape checked here.
+
+`kernels()` says what this machine has: the library, or why not. Each call releases the GIL and uses
+torch's number of threads (the library shares torch's OpenMP runtime, so torch is imported first).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from baton.engine.kernels.cpu.build import CPU_FLAGS, CannotBuild, library_path
+
+logger = logging.getLogger(__name__)
+VERSION: Final = 1  # of the structs below
+PANEL: Final = 64  # outputs that are packed together
+SWITCH: Final = "BATON_CPU_KERNELS"  # "off": the torch twins serve
+
+_POINTER = ctypes.c_void_p
+_SIZE = ctypes.c_int64
+
+
+class _LinearArgs(ctypes.Structure):
+    """linear.h's LinearArgs."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("x", "w", "bias", "y")),
+        *((name, _SIZE) for name in ("rows", "inputs", "outputs")),
+    )
+
+
+class _DecodeArgs(ctypes.Structure):
+    """attention.h's DecodeArgs."""
+
+    _fields_ = (
+        *((n, _POINTER) for n in ("q", "out", "keys", "values", "tables", "rows", "spans")),
+        *((n, _POINTER) for n in ("tokens", "first", "sinks")),
+        *((n, _SIZE) for n in ("count", "width", "q_stride")),
+        *((n, _SIZE) for n in ("key_block", "key_token", "key_head")),
+        *((n, _SIZE) for n in ("value_block", "value_token", "value_head")),
+        *((n, _SIZE) for n in ("query_heads", "kv_heads", "k_dim", "v_dim", "block_size")),
+        ("window", _SIZE),
+        ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+    )
+
+
+class _RotateArgs(ctypes.Structure):
+    """elementwise.h's RotateArgs."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("qkv", "cos", "sin", "query_norm", "key_norm")),
+        *((name, _SIZE) for name in ("rows", "heads", "kv_heads", "dim")),
+        ("epsilon", ctypes.c_float),
+    )
+
+
+class _StoreArgs(ctypes.Structure):
+    """elementwise.h's StoreArgs."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("source", "target", "slots")),
+        *((name, _SIZE) for name in ("rows", "num_bytes", "stride")),
+        *((name, _SIZE) for name in ("block_bytes", "token_bytes", "block_size")),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """RMSNorm of each query and key head, [dim] bfloat16 each."""
+
+    query: Tensor
+    key: Tensor
+    epsilon: float
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """Rows of one new token each; all int64, each but `tables` one number per row.
+
+    `rows`: of q and out. `spans`: of `tables` [S, width], block ids from block `first` on.
+    `tokens`: keys that exist, the new one included.
+    """
+
+    rows: Tensor
+    spans: Tensor
+    tokens: Tensor
+    first: Tensor
+    tables: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLayer:
+    """One layer's pool, keys and values [blocks, block_size, kv_heads, dim] bfloat16 with dims
+    without gaps, and how it attends (attention/base.py)."""
+
+    keys: Tensor
+    values: Tensor
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+    sinks: Tensor | None = None  # [query_heads] float32
+
+
+class CpuKernels:
+    """The library's functions. Stateless; safe from any thread."""
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        if library.baton_kernels_version() != VERSION:
+            raise CannotBuild(f"{path} is of another version")
+        self._pack = library.baton_pack
+        self._pack.argtypes = (_POINTER, _POINTER, _SIZE, _SIZE)
+        self._add_norm = library.baton_add_norm
+        self._add_norm.argtypes = (*[_POINTER] * 4, _SIZE, _SIZE, ctypes.c_float)
+        self._swiglu = library.baton_swiglu
+        self._swiglu.argtypes = (_POINTER, _POINTER, _SIZE, _SIZE)
+        self._linear = library.baton_linear
+        self._rotate = library.baton_rotate
+        self._store = library.baton_store_rows
+        self._decode = library.baton_decode_attention
+        for function in (
+            self._pack, self._add_norm, self._swiglu, self._linear, self._rotate, self._store,
+            self._decode,
+        ):  # fmt: skip
+            function.restype = None
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """weight [outputs, inputs] bfloat16, an even number of inputs -> panels for `linear`."""
+        weight = weight.contiguous()
+        outputs, inputs = weight.shape
+        panels = torch.empty(-(-outputs // PANEL), inputs // 2, PANEL, 2, dtype=torch.bfloat16)
+        self._pack(weight.data_ptr(), panels.data_ptr(), outputs, inputs)
+        return panels
+
+    def linear(self, x: Tensor, panels: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+        """x [T, inputs] bfloat16 -> [T, outputs] bfloat16; see linear.h."""
+        x = x.contiguous()
+        rows, inputs = x.shape
+        y = torch.empty(rows, outputs, dtype=torch.bfloat16)
+        args = _LinearArgs(
+            x.data_ptr(), panels.data_ptr(), None if bias is None else bias.data_ptr(),
+            y.data_ptr(), rows, inputs, outputs,
+        )  # fmt: skip
+        self._linear(ctypes.byref(args))
+        return y
+
+    def add_norm(
+        self, residual: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float
+    ) -> Tensor:
+        """Add `delta` to `residual`, which is mutated; its RMSNorm. All [T, H] bfloat16, H a
+        multiple of 16."""
+        if delta is not None:
+            delta = delta.contiguous()
+        y = torch.empty_like(residual)
+        self._add_norm(
+            residual.data_ptr(), None if delta is None else delta.data_ptr(), weight.data_ptr(),
+            y.data_ptr(), residual.shape[0], residual.shape[1], epsilon,
+        )  # fmt: skip
+        return y
+
+    def rotate(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, norms: HeadNorms | None
+    ) -> None:
+        """Normalize and rotate the query and key heads of qkv [T, heads + 2 * kv_heads, dim] in
+        place; cos and sin [T, 1, dim / 2] bfloat16, dim a multiple of 32."""
+        rows, total, dim = qkv.shape
+        args = _RotateArgs(
+            qkv.data_ptr(), cos.data_ptr(), sin.data_ptr(),
+            None if norms is None else norms.query.data_ptr(),
+            None if norms is None else norms.key.data_ptr(),
+            rows, num_heads, (total - num_heads) // 2, dim, 0.0 if norms is None else norms.epsilon,
+        )  # fmt: skip
+        self._rotate(ctypes.byref(args))
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        """gate_up [T, 2 * I] bfloat16, I a multiple of 16 -> silu(gate) * up [T, I]."""
+        gate_up = gate_up.contiguous()
+        rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+        y = torch.empty(rows, size, dtype=torch.bfloat16)
+        self._swiglu(gate_up.data_ptr(), y.data_ptr(), rows, size)
+        return y
+
+    def store(self, x: Tensor, pool: Tensor, slots: Tensor) -> None:
+        """Copy x [T, heads, dim] to flat `slots` [T] int64 of pool [blocks, block_size, heads, dim]
+        of the same dtype, mutated. A token's numbers lie side by side in both."""
+        size = pool.element_size()
+        args = _StoreArgs(
+            x.data_ptr(), pool.data_ptr(), slots.data_ptr(),
+            x.shape[0], x.shape[1] * x.shape[2] * size, x.stride(0) * size,
+            pool.stride(0) * size, pool.stride(1) * size, pool.shape[1],
+        )  # fmt: skip
+        self._store(ctypes.byref(args))
+
+    def decode_attention(
+        self, q: Tensor, out: Tensor, layer: DecodeLayer, batch: DecodeRows
+    ) -> None:
+        """Fill `batch`'s rows of out [T, query_heads, v_dim] from q [T, query_heads, k_dim]."""
+        keys, values = layer.keys, layer.values
+        sinks = None if layer.sinks is None else layer.sinks.data_ptr()
+        args = _DecodeArgs(
+            q.data_ptr(), out.data_ptr(), keys.data_ptr(), values.data_ptr(),
+            batch.tables.data_ptr(), batch.rows.data_ptr(), batch.spans.data_ptr(),
+            batch.tokens.data_ptr(), batch.first.data_ptr(), sinks,
+            batch.rows.shape[0], batch.tables.shape[1], q.stride(0),
+            *keys.stride()[:3], *values.stride()[:3],
+            q.shape[1], keys.shape[2], keys.shape[3], values.shape[3], keys.shape[1],
+            layer.window, layer.scale, layer.softcap,
+        )  # fmt: skip
+        self._decode(ctypes.byref(args))
+
+
+def kernels() -> CpuKernels | None:
+    """This machine's kernels, compiled at the first call; None, logged once, without them."""
+    return _found()[0]
+
+
+def state() -> str:
+    """What serves on this machine, and why; for people."""
+    return _found()[1]
+
+
+@functools.cache
+def _found() -> tuple[CpuKernels | None, str]:
+    found: CpuKernels | None = None
+    try:
+        if os.environ.get(SWITCH) == "off":
+            raise CannotBuild(f"{SWITCH} is off")
+        missing = _missing_flags()
+        if missing:
+            raise CannotBuild(f"this processor has no {', '.join(missing)}")
+        found = CpuKernels(library_path())
+        told = "compiled, AVX-512 with bfloat16 products"
+    except (CannotBuild, OSError) as error:
+        told = f"torch's own serve: {error}"
+    logger.info("CPU kernels: %s", told)
+    return found, told
+
+
+def _missing_flags() -> Sequence[str]:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ["/proc/cpuinfo"]
+    lines = (line for line in text.splitlines() if line.startswith("flags"))
+    present = set(next(lines, "").split())
+    return [flag for flag in CPU_FLAGS if flag not in present]

@@ -1,0 +1,118 @@
+"""What stands between a decoder's products: norms, rotation, gates; in torch, or compiled.
+
+The compiled ones round once where torch rounds after each operation. Not here: the products
+(linear.py), attention (attention/).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from baton.engine.kernels.cpu.library import CpuKernels, HeadNorms, kernels
+from baton.engine.models.config import DecoderConfig
+from baton.engine.models.rope import Rotation
+
+
+class Elementwise(Protocol):
+    """H = hidden size, D = head_dim, I = intermediate size."""
+
+    def add_norm(
+        self, residual: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float
+    ) -> tuple[Tensor, Tensor]:
+        """(residual + delta, its RMSNorm), all [T, H]; may mutate `residual`."""
+        ...
+
+    def rotate(
+        self, qkv: Tensor, rotation: Rotation, num_heads: int, norms: HeadNorms | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """qkv [T, heads + 2 * kv_heads, D], which may be mutated -> query [T, heads, D], key and
+        value [T, kv_heads, D]: query and key normalized, if norms are given, and rotated."""
+        ...
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        """gate_up [T, 2 * I] -> silu(gate) * up [T, I]."""
+        ...
+
+
+class TorchElementwise:
+    """In torch operations: any dtype, any device."""
+
+    def add_norm(
+        self, residual: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float
+    ) -> tuple[Tensor, Tensor]:
+        """See Elementwise."""
+        if delta is not None:
+            residual = residual + delta
+        return residual, norm(residual, weight, epsilon)
+
+    def rotate(
+        self, qkv: Tensor, rotation: Rotation, num_heads: int, norms: HeadNorms | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See Elementwise."""
+        kv_heads = (qkv.shape[1] - num_heads) // 2
+        query_key, value = qkv[:, : num_heads + kv_heads], qkv[:, num_heads + kv_heads :]
+        if norms is not None:
+            query = norm(query_key[:, :num_heads], norms.query, norms.epsilon)
+            key = norm(query_key[:, num_heads:], norms.key, norms.epsilon)
+            query_key = torch.cat((query, key), dim=1)
+        rotated = rotation.rotate(query_key)
+        return rotated[:, :num_heads], rotated[:, num_heads:], value
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        """See Elementwise."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return functional.silu(gate) * up
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledElementwise:
+    """bfloat16 on a CPU that has the kernels, sizes as `suits` says."""
+
+    kernels: CpuKernels
+
+    @staticmethod
+    def suits(config: DecoderConfig) -> bool:
+        """Whole vectors in every row."""
+        sizes = (config.hidden_size, config.intermediate_size, config.head_dim // 2)
+        return not any(size % 16 for size in sizes)
+
+    def add_norm(
+        self, residual: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float
+    ) -> tuple[Tensor, Tensor]:
+        """See Elementwise."""
+        return residual, self.kernels.add_norm(residual, delta, weight, epsilon)
+
+    def rotate(
+        self, qkv: Tensor, rotation: Rotation, num_heads: int, norms: HeadNorms | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See Elementwise."""
+        kv_heads = (qkv.shape[1] - num_heads) // 2
+        qkv = qkv.contiguous()
+        self.kernels.rotate(qkv, rotation.cos, rotation.sin, num_heads, norms)
+        query, key, value = qkv.split((num_heads, kv_heads, kv_heads), dim=1)
+        return query, key, value
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        """See Elementwise."""
+        return self.kernels.swiglu(gate_up)
+
+
+def choose_elementwise(
+    config: DecoderConfig, dtype: torch.dtype, device: torch.device
+) -> Elementwise:
+    """The compiled ones where they can serve."""
+    if device.type == "cpu" and dtype == torch.bfloat16 and CompiledElementwise.suits(config):
+        compiled = kernels()
+        if compiled is not None:
+            return CompiledElementwise(compiled)
+    return TorchElementwise()
+
+
+def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """RMSNorm over the last dimension."""
+    return functional.rms_norm(x, (x.shape[-1],), weight, epsilon)

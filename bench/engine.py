@@ -1,0 +1,219 @@
+"""The engine against transformers' `generate`, row by row: `python -m bench.engine [--json]`.
+
+Random weights of two real shapes, bfloat16, greedy, ends ignored, both in one process and in turn:
+    prefill n        tokens of one prompt per second, its first new token included
+    decode b@c       new tokens per second of b requests that hold c tokens each, prefill taken off
+Beside each: the share of the machine's own limit, measured in the same run: MBU = bytes that a
+decode step must read (weights, KV) over the read bandwidth; MFU = a prompt's products over the rate
+of a large matrix product. Integer weights are compared with transformers' bfloat16.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from baton.llm import LLM
+from baton.sampling import SamplingParams
+from bench.engine_kit import Part, arguments_parser, prepare, random_prompt, tell
+from bench.transfer_engine import write_model
+
+NEW_TOKENS: Final = 24  # of a decode row
+LARGE, SMALL = "Qwen3-0.6B", "Llama-25M"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What is measured: `batch` 0 is a prefill of `context` tokens."""
+
+    model: str
+    context: int
+    batch: int = 0
+    quantization: str = "none"
+
+    @property
+    def name(self) -> str:
+        work = f"decode {self.batch}@{self.context}" if self.batch else f"prefill {self.context}"
+        return work if self.quantization == "none" else f"{self.quantization} {work}"
+
+
+ROWS: Final = (
+    Row(LARGE, 512), Row(LARGE, 2048),
+    Row(LARGE, 128, 1), Row(LARGE, 2048, 1), Row(LARGE, 128, 8), Row(LARGE, 128, 16),
+    Row(LARGE, 512, 0, "int8"), Row(LARGE, 128, 1, "int8"), Row(LARGE, 128, 16, "int8"),
+    Row(LARGE, 128, 1, "int4"),
+    Row(SMALL, 512), Row(SMALL, 128, 1), Row(SMALL, 128, 8), Row(SMALL, 128, 16),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What this machine can do now, with the threads in use."""
+
+    read_gb_s: float
+    gemm_tflop_s: float
+
+
+def measure_limits() -> Limits:
+    """Best of some: reading half a GiB, and a product of 2,048 x 2,048 x 2,048 in bfloat16."""
+    memory = torch.ones(1 << 26, dtype=torch.float64)
+    a, b = (torch.randn(2048, 2048).bfloat16() for _ in range(2))
+    read = best(memory.sum, 6)
+    product = best(lambda: a @ b, 6)
+    return Limits(memory.nbytes / read / 1e9, 2 * 2048**3 / product / 1e12)
+
+
+def best(work: Callable[[], object], times: int) -> float:
+    """Seconds of the fastest of so many calls, after one that does not count."""
+    work()
+    found: list[float] = []
+    for _ in range(times):
+        began = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - began)
+    return min(found)
+
+
+def write_models(folder: Path) -> dict[str, Path]:
+    """Checkpoints of both shapes."""
+    large = write_model(folder / "large", vocab_size=151_936)
+    config = LlamaConfig(
+        vocab_size=8192, hidden_size=512, intermediate_size=1024, num_hidden_layers=8,
+        num_attention_heads=8, num_key_value_heads=4, head_dim=64, max_position_embeddings=4096,
+        dtype="bfloat16", eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    small = LlamaForCausalLM(config).bfloat16()
+    small.save_pretrained(folder / "small")  # pyright: ignore[reportUnknownMemberType]
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / "small" / name).write_bytes((large / name).read_bytes())
+    return {LARGE: large, SMALL: folder / "small"}
+
+
+Generate = Callable[[Sequence[list[int]], int], float]  # prompts, new tokens -> seconds
+
+
+def ours(llm: LLM) -> Generate:
+    """Through the engine, all requests at once."""
+
+    def run(prompts: Sequence[list[int]], new: int) -> float:
+        params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
+        began = time.perf_counter()
+        llm.generate(prompts, params)
+        return time.perf_counter() - began
+
+    return run
+
+
+def theirs(model: Any) -> Generate:
+    """`generate` on one batch without padding."""
+
+    @torch.inference_mode()
+    def run(prompts: Sequence[list[int]], new: int) -> float:
+        ids = torch.tensor(prompts)
+        began = time.perf_counter()
+        model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, min_new_tokens=new,
+            max_new_tokens=new, pad_token_id=0,
+        )  # fmt: skip
+        return time.perf_counter() - began
+
+    return run
+
+
+def rate(run: Generate, row: Row, vocab: int, seed: int) -> float:
+    """Tokens per second."""
+    prompts = [random_prompt(row.context, seed * 100 + i, vocab) for i in range(max(1, row.batch))]
+    if not row.batch:
+        return row.context / run(prompts, 1)
+    first = run(prompts, 1)
+    return row.batch * NEW_TOKENS / max(1e-9, run(prompts, NEW_TOKENS + 1) - first)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Parameters of the layers' products and of the head; bytes of one token's KV."""
+
+    layers: int
+    head: int
+    kv_bytes: int
+
+    @classmethod
+    def of(cls, model: Any, llm: LLM) -> Sizes:
+        named = {name: p.numel() for name, p in model.named_parameters() if p.dim() == 2}
+        layers = sum(count for name, count in named.items() if ".layers." in name)
+        info = llm.engine.info
+        kv = sum(layer.token_bytes(info.kv_dtype) for layer in info.layers)
+        return cls(layers, named["model.embed_tokens.weight"], kv)
+
+    def share(self, row: Row, tokens_per_s: float, limits: Limits) -> float:
+        """MFU of a prefill, whose head meets one row only; MBU of a decode step."""
+        if not row.batch:
+            return 2 * self.layers * tokens_per_s / 1e12 / limits.gemm_tflop_s
+        layer_bytes = {"none": 2.0, "int8": 1.0, "int4": 0.5}[row.quantization] * self.layers
+        step = layer_bytes + 2 * self.head + self.kv_bytes * row.context * row.batch
+        return step * tokens_per_s / row.batch / 1e9 / limits.read_gb_s
+
+
+def measure(model: str, path: Path, rows: Sequence[Row], rounds: int) -> list[dict[str, Any]]:
+    """All rows of one model: medians over alternating rounds."""
+    found: list[dict[str, Any]] = []
+    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
+    baseline = theirs(reference)
+    vocab = reference.config.vocab_size
+    for quantization in dict.fromkeys(row.quantization for row in rows):
+        llm = LLM(
+            model=str(path), dtype="bfloat16", quantization=quantization, num_kv_blocks=512,
+            enable_prefix_caching=False, threads=torch.get_num_threads(),
+        )  # fmt: skip
+        run, sizes = ours(llm), Sizes.of(reference, llm)
+        for row in (row for row in rows if row.quantization == quantization):
+            rates: dict[str, list[float]] = {"baton": [], "transformers": []}
+            rate(run, row, vocab, 99)  # warm
+            limits = measure_limits()
+            for index in range(rounds):
+                rates["baton"].append(rate(run, row, vocab, index))
+                rates["transformers"].append(rate(baseline, row, vocab, index))
+            median = {name: statistics.median(values) for name, values in rates.items()}
+            found.append({
+                "model": model, "row": row.name, **median,
+                "ratio": median["baton"] / median["transformers"],
+                "baton min": min(rates["baton"]), "baton max": max(rates["baton"]),
+                "limit": "MBU" if row.batch else "MFU",
+                "share": sizes.share(row, median["baton"], limits),
+                "read GB/s": limits.read_gb_s, "GEMM TFLOP/s": limits.gemm_tflop_s,
+            })  # fmt: skip
+            sys.stderr.write(f"{found[-1]}\n")
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point."""
+    parser = arguments_parser("engine", __doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rows", default="", help="only rows that contain this, such as decode")
+    parser.add_argument("--models", default=f"{LARGE},{SMALL}", help="of the two")
+    given = parser.parse_args(arguments)
+    prepare(given)
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
+        paths = write_models(Path(folder))
+        for model in given.models.split(","):
+            asked = [row for row in ROWS if row.model == model and given.rows in row.name]
+            if asked:
+                rows += measure(model, paths[model], asked, given.rounds)
+    tell([Part("Against transformers' generate, tokens/s", rows)], given.json)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,193 @@
+"""The compiled CPU kernels against torch: every shape that a model may bring, and who gets them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional
+
+from baton.engine.attention.base import AttentionLayer
+from baton.engine.attention.compiled import CompiledAttention
+from baton.engine.attention.torch_cpu import TorchAttention
+from baton.engine.batch import Step, flatten
+from baton.engine.interface import SequenceChunk
+from baton.engine.kernels.cpu import build
+from baton.engine.kernels.cpu.build import CannotBuild
+from baton.engine.kernels.cpu.library import SWITCH, CpuKernels, HeadNorms, kernels
+from baton.engine.kv_cache import KVArena
+from baton.engine.layer_groups import one_group
+from baton.engine.models.elementwise import CompiledElementwise, TorchElementwise
+from baton.engine.models.rope import Rotation
+from baton.kv_spec import HeldBlocks, LayerSpec
+
+FOUND = kernels()
+needs_kernels = pytest.mark.skipif(FOUND is None, reason="this machine compiles no kernels")
+
+
+@pytest.fixture
+def compiled() -> CpuKernels:
+    assert FOUND is not None
+    return FOUND
+
+
+def noise(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def close(ours: Tensor, exact: Tensor) -> bool:
+    """bfloat16 keeps 8 bits: each result within two roundings of the exact one."""
+    return torch.allclose(ours.float(), exact, rtol=2e-2, atol=2e-2 * exact.abs().max().item())
+
+
+@needs_kernels
+@settings(max_examples=40)
+@given(
+    rows=st.integers(1, 20),
+    inputs=st.integers(1, 90).map(lambda n: 2 * n),
+    outputs=st.integers(1, 200),
+    biased=st.booleans(),
+)
+def test_linear_is_torchs(rows: int, inputs: int, outputs: int, biased: bool) -> None:
+    assert FOUND is not None
+    x, weight = noise(1, rows, inputs), noise(2, outputs, inputs)
+    bias = noise(3, outputs) if biased else None
+    y = FOUND.linear(x, FOUND.pack(weight), bias, outputs)
+    exact = functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    assert close(y, exact)
+
+
+@needs_kernels
+def test_a_row_of_linear_depends_on_no_other(compiled: CpuKernels) -> None:
+    x, weight = noise(4, 600, 384), noise(5, 130, 384)
+    panels = compiled.pack(weight)
+    whole = compiled.linear(x, panels, None, 130)
+    for first, last in ((0, 1), (5, 18), (590, 600)):
+        assert torch.equal(compiled.linear(x[first:last], panels, None, 130), whole[first:last])
+
+
+@needs_kernels
+def test_a_slice_of_a_wider_tensor_is_read_right(compiled: CpuKernels) -> None:
+    wide, weight = noise(6, 3, 96), noise(7, 64, 32)
+    part = wide[:, 32:64]
+    y = compiled.linear(part, compiled.pack(weight), None, 64)
+    assert close(y, part.float() @ weight.float().T)
+
+
+@needs_kernels
+@pytest.mark.parametrize("normed", [True, False])
+def test_what_stands_between_products_is_torchs(compiled: CpuKernels, normed: bool) -> None:
+    ours, plain = CompiledElementwise(compiled), TorchElementwise()
+    residual, delta, weight = noise(8, 5, 96), noise(9, 5, 96), noise(10, 96)
+    sums, normal = ours.add_norm(residual.clone(), delta, weight, 1e-6)
+    exact = plain.add_norm(residual.float(), delta.float(), weight.float(), 1e-6)
+    assert close(sums, exact[0])
+    assert close(normal, exact[1])
+    assert close(ours.add_norm(residual.clone(), None, weight, 1e-6)[1],
+                 plain.add_norm(residual.float(), None, weight.float(), 1e-6)[1])  # fmt: skip
+    gate_up = 30 * noise(11, 5, 128)  # far enough for the exponential's ends
+    assert close(ours.swiglu(gate_up), plain.swiglu(gate_up.float()))
+    qkv = noise(12, 5, 8, 64)
+    rotation = Rotation.at(torch.tensor([0, 1, 7, 300, 4000]), torch.rand(32), torch.bfloat16)
+    wide = Rotation(rotation.cos.float(), rotation.sin.float())
+    norms = HeadNorms(noise(13, 64), noise(14, 64), 1e-6) if normed else None
+    exact_norms = HeadNorms(norms.query.float(), norms.key.float(), 1e-6) if norms else None
+    heads = ours.rotate(qkv.clone(), rotation, 4, norms)
+    exact_heads = plain.rotate(qkv.float(), wide, 4, exact_norms)
+    for got, want in zip(heads, exact_heads, strict=True):
+        assert got.shape == want.shape
+        assert close(got, want)
+
+
+def step_of(
+    attention: CompiledAttention | TorchAttention, starts: list[int], rows: list[int], size: int
+) -> Step:
+    """Sequences of `starts` tokens that compute `rows` more each, in blocks of their own."""
+    chunks: list[SequenceChunk] = []
+    block = 0
+    for index, (start, count) in enumerate(zip(starts, rows, strict=True)):
+        blocks = -(-(start + count) // size)
+        # Backwards: a table is no range.
+        ids = tuple(range(block, block + blocks))[::-1]
+        block += blocks
+        chunks.append(SequenceChunk(str(index), [0] * count, start, (HeldBlocks(ids),)))
+    return flatten(chunks, attention, size, torch.device("cpu"))
+
+
+@needs_kernels
+@settings(max_examples=40)
+@given(
+    starts=st.lists(st.integers(0, 90), min_size=1, max_size=5),
+    long=st.booleans(),
+    heads=st.sampled_from([(4, 4), (4, 2), (6, 2), (8, 1), (3, 1)]),
+    dim=st.sampled_from([32, 64, 128]),
+    size=st.sampled_from([8, 16, 32]),
+    window=st.sampled_from([0, 0, 5, 40]),
+    softcap=st.sampled_from([None, None, 20.0]),
+    sinks=st.booleans(),
+)
+def test_decode_attention_is_torchs(
+    starts: list[int], long: bool, heads: tuple[int, int], dim: int, size: int, window: int,
+    softcap: float | None, sinks: bool,
+) -> None:  # fmt: skip
+    assert FOUND is not None
+    query_heads, kv_heads = heads
+    rows = [1] * len(starts)
+    if long:
+        rows[-1] = 9  # a prefill span beside the decode rows
+    blocks = sum(-(-(start + count) // size) for start, count in zip(starts, rows, strict=True))
+    layers = (LayerSpec(kv_heads, dim, dim),)
+    arena = KVArena(one_group(layers), blocks, size, "bfloat16", torch.device("cpu"))
+    drawn = noise(15, query_heads).float() if sinks else None
+    spec = AttentionLayer(query_heads, dim**-0.5, window, softcap, drawn)
+    ours, plain = CompiledAttention(arena, [spec], FOUND), TorchAttention(arena, [spec])
+    # What nobody wrote must not matter.
+    keys, values = arena.layer(0)
+    keys.fill_(torch.nan)
+    values.fill_(torch.nan)
+    history = step_of(
+        ours, [0] * len(starts), [a + b for a, b in zip(starts, rows, strict=True)], size
+    )
+    total = history.token_ids.shape[0]
+    stored = noise(16, total, kv_heads, dim), noise(17, total, kv_heads, dim)
+    ours.write(0, *stored, history.batch.tables[0].slots)
+    q = noise(18, sum(rows), query_heads, dim)
+    got = ours.attend(0, q, step_of(ours, starts, rows, size).batch)
+    want = plain.attend(0, q, step_of(plain, starts, rows, size).batch)
+    assert not got.isnan().any()
+    assert close(got, want.float())
+
+
+def test_a_machine_without_a_compiler_is_served_by_torch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(CannotBuild, match="compiler"):
+        build.library_path()
+    asked = (
+        "import torch; cpu = torch.device('cpu');"
+        "from baton.engine.kernels.cpu.library import kernels;"
+        "from baton.engine.linear import PanelLinear, choose_linear;"
+        "assert kernels() is None;"
+        "made = choose_linear(torch.bfloat16, cpu)(torch.ones(4, 4).bfloat16(), None);"
+        "assert not isinstance(made, PanelLinear)"
+    )
+    subprocess.run([sys.executable, "-c", asked], check=True, env={SWITCH: "off"}, timeout=60)
+
+
+def test_a_compiler_that_fails_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "broken-cc"
+    broken.write_text("#!/bin/sh\necho no such flag >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(CannotBuild, match="no such flag"):
+        build.library_path()
+    assert not list((tmp_path / "baton" / "kernels").iterdir())

@@ -23,8 +23,8 @@ import xxhash
 
 from baton.clock import SystemClock
 from baton.cores import parse_cores, pin_process
-from baton.engine.kernels.cpu.library import state as kernel_state
 from baton.engine.engine import Engine
+from baton.engine.kernels.cpu.library import state as kernel_state
 from baton.engine.kv_cache import KVArena
 from baton.errors import BatonError, ConfigError
 from baton.events import FirstToken

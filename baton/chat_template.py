@@ -3,7 +3,8 @@
 The template comes from the model directory only, never from a request: chat_template.jinja, else
 tokenizer_config.json's `chat_template` (one string, or a list of named ones), else
 chat_template.json. It sees plain JSON values and what transformers offers a template, no more.
-Rendering is synchronous and unbounded in time by its caller's choice; its output is bounded here.
+Rendering is synchronous; its time and the size of all that it makes are bounded
+(baton/template_limits.py).
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ import jinja2
 from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from baton.errors import InvalidRequest, ModelRefused
+from baton.template_limits import MAX_CHARS, BoundedEnvironment, OverBudget
 from baton.tokenizer import read_json, read_special_tokens
 
-MAX_PROMPT_CHARS: Final = 16 << 20  # more than any context; stops a template that loops
+RENDER_S: Final = 2.0  # of the rendering thread's own time; long histories take milliseconds
 # Names that a client's keyword arguments must not take.
 RESERVED_NAMES: Final = frozenset(
     {"self", "messages", "add_generation_prompt", "tools", "documents"}
@@ -38,9 +39,10 @@ class ChatTemplate:
     def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
         self._special_tokens = dict(special_tokens)
         self._template: jinja2.Template | None = None
+        self._environment = _environment()
         read: set[str] = set()
         if source is not None:
-            self._template, read = _compile(source)
+            self._template, read = _compile(self._environment, source)
         self.parameters = frozenset(read) - RESERVED_NAMES - self._special_tokens.keys()
         """The names that this template reads besides: all that a client may set."""
 
@@ -71,8 +73,33 @@ class ChatTemplate:
 
         `continue_final_message` ends it within the last message, after its content. `kwargs` that
         the template does not read change nothing. Raises InvalidRequest (field `messages`) if there
-        is no template or it refuses them.
+        is no template, it refuses them or takes too much over them.
         """
+        try:
+            return self.render_within(
+                RENDER_S,
+                messages,
+                add_generation_prompt,
+                tools=tools,
+                continue_final_message=continue_final_message,
+                **kwargs,
+            )
+        except OverBudget as error:
+            message = f"the chat template is given up over these messages: {error}"
+            raise InvalidRequest(message, field="messages") from error
+
+    def render_within(
+        self,
+        seconds: float,
+        /,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
+        **kwargs: Any,
+    ) -> str:
+        """`render` in so many seconds of this thread's own time. Raises OverBudget, too."""
         if self._template is None:
             raise InvalidRequest(
                 "this model has no chat template; use /v1/completions", field="messages"
@@ -93,13 +120,14 @@ class ChatTemplate:
         values["add_generation_prompt"] = add_generation_prompt
         parts: list[str] = []
         length = 0
+        self._environment.start(seconds)
         try:
             for part in self._template.generate(values):
                 parts.append(part)
                 length += len(part)
-                if length > MAX_PROMPT_CHARS:
+                if length > MAX_CHARS:
                     raise InvalidRequest("the rendered chat is too long", field="messages")
-        except InvalidRequest:
+        except (InvalidRequest, OverBudget):
             raise
         except jinja2.TemplateError as error:
             message = f"the chat template refuses these messages: {error.message}"
@@ -161,18 +189,25 @@ def _default_of(entries: list[object], file: Path) -> str:
     return chosen
 
 
-def _compile(source: str) -> tuple[jinja2.Template, set[str]]:
-    """The template, and the names that it looks up."""
-    environment = ImmutableSandboxedEnvironment(
+def _environment() -> BoundedEnvironment:
+    """What transformers offers a template, within limits."""
+    environment = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
     )
     environment.filters["tojson"] = _tojson  # Jinja's own escapes HTML
+    environment.bound_filters()
     extras: dict[str, Any] = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
     environment.globals.update(extras)
+    return environment
+
+
+def _compile(environment: BoundedEnvironment, source: str) -> tuple[jinja2.Template, set[str]]:
+    """The template, and the names that it looks up."""
     try:
-        read = meta.find_undeclared_variables(environment.parse(source))
-        return environment.from_string(source), read - environment.globals.keys()
-    except jinja2.TemplateError as error:
+        tree = environment.parse(source)
+        read = meta.find_undeclared_variables(tree) - environment.globals.keys()
+        return environment.from_string(environment.bounded(tree)), read
+    except (jinja2.TemplateError, OverBudget, RecursionError) as error:
         raise ModelRefused(f"the chat template does not compile: {error}") from error
 
 

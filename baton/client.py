@@ -22,6 +22,7 @@ from baton.errors import BatonError, DeadlineExceeded, Unavailable, error_from_c
 from baton.events import TokenLogprob
 from baton.sampling import SamplingParams
 from baton.timing import Timing, channel_options
+from baton.tls import ClientTls
 from baton.wire_guided import guided_to_wire
 from protos import node_pb2, serve_pb2, serve_pb2_grpc
 
@@ -162,10 +163,16 @@ class Client:
         *,
         timeout_s: float = 10.0,
         timing: Timing | None = None,
+        tls: ClientTls | None = None,
     ) -> None:
-        """`address` is HOST:PORT; `timeout_s` bounds models, server_info and abort."""
+        """`address` is HOST:PORT; `timeout_s` bounds models, server_info and abort; `tls` None:
+        without."""
         self._address = address
-        self._channel = grpc.insecure_channel(address, channel_options(timing or CLIENT_TIMING))
+        options = channel_options(timing or CLIENT_TIMING)
+        if tls is None:
+            self._channel = grpc.insecure_channel(address, options)
+        else:
+            self._channel = grpc.secure_channel(address, tls.channel_credentials(), options)
         self._stub: Any = serve_pb2_grpc.InferenceStub(self._channel)
         self._metadata = _metadata(api_key)
         self._timeout_s = timeout_s
@@ -238,9 +245,14 @@ class AsyncClient:
         *,
         timeout_s: float = 10.0,
         timing: Timing | None = None,
+        tls: ClientTls | None = None,
     ) -> None:
         self._address = address
-        self._channel = grpc.aio.insecure_channel(address, channel_options(timing or CLIENT_TIMING))
+        options = channel_options(timing or CLIENT_TIMING)
+        if tls is None:
+            self._channel = grpc.aio.insecure_channel(address, options)
+        else:
+            self._channel = grpc.aio.secure_channel(address, tls.channel_credentials(), options)
         self._stub: Any = serve_pb2_grpc.InferenceStub(self._channel)
         self._metadata = _metadata(api_key)
         self._timeout_s = timeout_s

@@ -16,6 +16,7 @@ from typing import Final, TextIO
 from baton.errors import ConfigError
 
 LEVELS: Final = ("debug", "info", "warning", "error")
+MAX_ID_CHARS: Final = 256  # of a client's id, whatever it sends
 _request: ContextVar[str] = ContextVar("baton_request", default="-")
 
 
@@ -45,7 +46,8 @@ class LineFormatter(logging.Formatter):
         zone = self.formatTime(record, "%z")
         line = (
             f"{when}.{int(record.msecs):03d}{zone} {record.levelname:<7} {self._process_name}"
-            f" [{_request.get()}] {record.name}: {_printable(record.getMessage())}"
+            f" [{_printable(_request.get()[:MAX_ID_CHARS])}] {record.name}:"
+            f" {_printable(record.getMessage())}"
         )
         if record.exc_info:
             trace = self.formatException(record.exc_info)

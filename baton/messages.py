@@ -12,6 +12,7 @@ from baton.kv_spec import PROTOCOL_VERSION
 from baton.request import Request
 
 SECRET_METADATA: Final = "baton-secret-mac"  # gRPC metadata key of `session_mac`
+ROUTER_METADATA: Final = "baton-router-id-bin"  # and of the router's id in UTF-8, whose proof it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +130,12 @@ RouterMessage = (
     | Migrate
     | StopSample
 )
+
+
+def session_metadata(secret: str, router_id: str) -> tuple[tuple[str, str | bytes], ...]:
+    """gRPC metadata by which a router proves to a node that it knows the secret."""
+    proof = (SECRET_METADATA, session_mac(secret, router_id))
+    return ((ROUTER_METADATA, router_id.encode()), proof)
 
 
 def session_mac(secret: str, router_id: str) -> str:

@@ -75,6 +75,9 @@ class EngineTotals:
     accepted_tokens: int = 0  # of which right
     pooled_prompts: int = 0  # whose hidden states were asked for
     pooled_tokens: int = 0  # of these
+    # Requests asked to leave, by how much of their KV did ("whole", ...) or why none did.
+    departures: Mapping[str, int] = field(default_factory=dict[str, int])
+    left_behind_tokens: int = 0  # of those that left: KV to be computed again
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +166,10 @@ class _NodeCollector(Collector):
             yield self._gauge(name, help_text, value)
         for name, help_text, value in _counters(now):
             yield self._counter(name, help_text, value)
-        yield self._fetches(now.transfer.fetches)
+        name, help_text = "baton_kv_transfer_fetches", "KV fetches by outcome"
+        yield self._by(name, help_text, "outcome", now.transfer.fetches)
+        name, help_text = "baton_departures", "Requests asked to leave, by how much KV left"
+        yield self._by(name, help_text, "kv", now.engine.departures)
         yield self._iterations(now.engine)
         for name, help_text, value_of in _LANE_COUNTERS:
             yield self._by_lane(name, help_text, value_of, now.transfer.lanes)
@@ -187,11 +193,10 @@ class _NodeCollector(Collector):
         family.add_metric(list(self._labels.values()), [("+Inf", engine.steps)], total)
         return family
 
-    def _fetches(self, fetches: Mapping[str, int]) -> Metric:
-        name, help_text = "baton_kv_transfer_fetches", "KV fetches by outcome"
-        family = CounterMetricFamily(name, help_text, labels=[*self._labels, "outcome"])
-        for outcome, count in sorted(fetches.items()):
-            family.add_metric([*self._labels.values(), outcome], count)
+    def _by(self, name: str, help_text: str, label: str, counts: Mapping[str, int]) -> Metric:
+        family = CounterMetricFamily(name, help_text, labels=[*self._labels, label])
+        for value, count in sorted(counts.items()):
+            family.add_metric([*self._labels.values(), value], count)
         return family
 
     def _by_lane(
@@ -274,6 +279,7 @@ def _counters(now: NodeSnapshot) -> Iterable[tuple[str, str, float]]:
         ("baton_engine_steps", "Engine steps", engine.steps),
         ("baton_pooled_prompts", "Prompts turned into vectors", engine.pooled_prompts),
         ("baton_pooled_tokens", "Tokens of these", engine.pooled_tokens),
+        ("baton_left_behind_tokens", "Handed on without their KV", engine.left_behind_tokens),
         ("baton_prefill_chunks", "Chunks of prompts computed", engine.prefill_chunks),
         ("baton_kv_transfer_exports", "Exports made", transfer.exports),
         ("baton_kv_transfer_expired_leases", "Exports nobody claimed", transfer.expired_leases),

@@ -6,6 +6,9 @@ All configurable: components take a `Timing`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
+
+MAX_STREAMS: Final = 1024  # calls at once on one connection; more wait at the caller
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,5 +46,7 @@ def server_options(timing: Timing) -> list[tuple[str, int]]:
         ("grpc.http2.min_recv_ping_interval_without_data_ms", int(timing.ping_interval_s * 500)),
         ("grpc.http2.min_ping_interval_without_data_ms", int(timing.ping_interval_s * 500)),
         ("grpc.max_metadata_size", 8192),
+        ("grpc.absolute_max_metadata_size", 8192),  # else some of up to 16 KiB pass
+        ("grpc.max_concurrent_streams", MAX_STREAMS),
         ("grpc.so_reuseport", 0),
     ]

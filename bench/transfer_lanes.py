@@ -22,13 +22,13 @@ from baton.engine.kv_cache import KVArena
 from baton.errors import ConfigError
 from baton.node.lanes import MAKERS, LaneSettings
 from baton.timing import Timing
+from baton.tls import TlsFiles
 from kv_transfer.base import Lane
 from kv_transfer.dist import DistLane
 from kv_transfer.memory_map import map_of
 from kv_transfer.shm import ShmLane
 from kv_transfer.shm_arena import ShmArena
 from kv_transfer.stream import StreamLane, StreamOptions
-from kv_transfer.tls import TlsFiles
 
 log = logging.getLogger(__name__)
 

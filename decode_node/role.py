@@ -229,6 +229,8 @@ class DecodeRole:
 
     def _leave(self, engine: Engine, seat: Seat) -> None:
         seat.leave(engine)
+        # It may have been the one who waited for room, and no step may follow to say so.
+        self._context.connector.want_back(engine.short_of_room)
         self._context.loop.call_soon_threadsafe(self.blocks_freed)
 
 

@@ -17,11 +17,15 @@ from baton.redis_keys import check_redis_url
 from router.parsers.registry import REASONING_FORMATS, TOOL_FORMATS
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+NVIDIA_DRIVER = Path("/proc/driver/nvidia")
 DEMO_MODEL = REPOSITORY / "demo_model"
 MAX_NODES = 64
 # What a decode node beside prefill nodes computes in one step: a prompt that is placed there holds
 # up its streams for that long at a time. On two cores and the demo model, about 25 ms.
 DECODE_STEP_TOKENS = 128
+# What a prefill node on a CPU computes in one step: a larger one is no faster there, and of prompts
+# that come together each would have its token 1 only at the end of the step that computes them all.
+PREFILL_STEP_TOKENS = 512
 DEFAULT_PORT = 8000
 DEFAULT_GRPC_PORT = 50051
 
@@ -45,6 +49,9 @@ class UpOptions:
     admin_port: int | None = option(None, "port of the router's admin server (default: none)")
     redis_url: str | None = option(None, "use this Redis instead of starting one")
     prefill_block_size: int | None = option(None, "block size of the prefill nodes, if different")
+    kv_lanes: str = option(
+        "auto", "KV lanes between the nodes, best first; auto: shm,stream,grpc, if shm has room"
+    )
     cores: str | None = option(None, "cores to use, such as 0,1 or 0-3; all when absent")
     insecure: bool = option(False, "allow a non-loopback --host without TLS")
     enable_auto_tool_choice: bool = option(
@@ -174,6 +181,12 @@ def to_flags(values: Mapping[str, object]) -> list[str]:
     return flags
 
 
+def computes_on_cpu(engine: Mapping[str, object], driver: Path = NVIDIA_DRIVER) -> bool:
+    """As far as can be told without torch: asked for, or there is nothing else."""
+    device = engine.get("device") or "auto"
+    return device == "cpu" or (device == "auto" and not driver.exists())
+
+
 def node_command(
     node: NodePlan, options: UpOptions, engine: Mapping[str, object], redis_url: str | None
 ) -> list[str]:
@@ -182,8 +195,13 @@ def node_command(
     if node.role == "prefill" and options.prefill_block_size is not None:
         values["block_size"] = options.prefill_block_size
     given = values.get("max_num_batched_tokens"), values.get("max_num_seqs")
-    if node.role == "decode" and options.num_prefill and given == (None, None):
-        values["max_num_batched_tokens"] = DECODE_STEP_TOKENS
+    if given == (None, None) and options.num_prefill:
+        if node.role == "decode":
+            values["max_num_batched_tokens"] = DECODE_STEP_TOKENS
+        elif computes_on_cpu(engine):
+            values["max_num_batched_tokens"] = PREFILL_STEP_TOKENS
+    if options.num_prefill + options.decode > 1:  # one node alone hands nothing over
+        values["kv_lanes"] = options.kv_lanes
     values |= {
         "host": "127.0.0.1",
         "port": node.port,

@@ -11,6 +11,8 @@ import importlib.util
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import TracebackType
@@ -76,13 +78,15 @@ def require_answer(url: str) -> None:
 class RedisServer:
     """A server for as long as the `with` block runs. `url` suits redis-py and `--redis-url`."""
 
-    def __init__(self, binary: Path, directory: Path) -> None:
+    def __init__(self, binary: Path, directory: Path, arguments: Sequence[str] = ()) -> None:
+        """`arguments`: more of the server's own."""
         # A socket path may have 107 bytes only, so it does not live in `directory`.
         self._socket_directory = Path(tempfile.mkdtemp(prefix="baton-redis-"))
         socket = self._socket_directory / "redis.sock"
         self.url = socket_url(socket)
         self._events: SimpleQueue[Ready | Exited] = SimpleQueue()
-        self._spec = redis_spec(binary, directory, socket)
+        spec = redis_spec(binary, directory, socket)
+        self._spec = replace(spec, command=[*spec.command, *arguments])
         self._child: Child | None = None
 
     def start(self) -> None:

@@ -114,8 +114,7 @@ class Fetches:
         theirs, ours = handle.endpoint.format, self._shared.memory.format
         alike = (theirs.block_size, theirs.dtype) == (ours.block_size, ours.dtype)
         windowed = any(layer.window for layer in self._shared.memory.layers)
-        # int8: the scales lie behind all pages, not within them.
-        if not alike or ours.dtype == INT8 or windowed:
+        if not alike or windowed:
             return False
         single = not handle.endpoint.ranks and theirs.tp_size == ours.tp_size == 1
         common = self._common(handle.endpoint)

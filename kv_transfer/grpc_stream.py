@@ -23,10 +23,10 @@ from baton.clock import SystemClock
 from baton.errors import ConfigError, KVError, KVLost, KVTimeout
 from baton.handles import LaneAddress
 from baton.timing import Timing, channel_options, server_options
+from baton.tls import TlsFiles
 from kv_transfer.base import Serve, Wire
 from kv_transfer.deadlines import Deadlines
 from kv_transfer.frames import Buffer
-from kv_transfer.tls import TlsFiles
 
 log = logging.getLogger(__name__)
 

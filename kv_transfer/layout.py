@@ -8,7 +8,7 @@ in the token, so any two block sizes interoperate by a list of byte ranges alone
     slot:  | K row 0 .. K row B-1 | V row 0 .. V row B-1 |     row = kv_heads * dim * item bytes
 
 Whole rows are views. A slice of heads (another tensor-parallel size at the peer) is packed into a
-host copy: its pieces are too small to travel one by one. int8 scales lie behind all pages.
+host copy: its pieces are too small to travel one by one. int8 scales lie behind a page's slots.
 """
 
 from __future__ import annotations

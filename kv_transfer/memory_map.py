@@ -68,7 +68,7 @@ class MemoryMap:
 
     def __post_init__(self) -> None:
         """Raises ValueError unless every block lies within the memory."""
-        if min(self.num_blocks, self.block_size) < 1 or len(self.layers) > MAX_LAYERS:
+        if min(self.num_blocks, self.block_size) < 1 or not 0 < len(self.layers) <= MAX_LAYERS:
             raise ValueError("no such pool")
         for place in self.layers:
             for part in place.parts:

@@ -24,11 +24,11 @@ from baton.errors import ConfigError, KVError, KVLost
 from baton.handles import LaneAddress
 from baton.socket_folder import SocketFolder, remove_stale
 from baton.timing import Timing
+from baton.tls import TlsFiles
 from kv_transfer.base import Serve
 from kv_transfer.framed_socket import FramedSocket
 from kv_transfer.frames import Buffer
 from kv_transfer.stream_server import MAX_CONNECTIONS, Listener, Served, StreamServer
-from kv_transfer.tls import TlsFiles
 
 log = logging.getLogger(__name__)
 

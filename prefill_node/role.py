@@ -167,7 +167,7 @@ class PrefillRole:
         finally:
             del self._serving[request.id]
             # Idempotent, and behind the add in the thread's order; after token 1 it finds nothing.
-            self._context.thread.post(lambda _: self._leave(request.id))
+            self._context.thread.post(lambda engine: self._gone(engine, request.id))
             if serving.handle is not None:
                 self._release(serving.handle)
 
@@ -207,6 +207,11 @@ class PrefillRole:
         handle = self._exports.give_up(request_id)
         if handle is not None:
             self._context.loop.call_soon_threadsafe(self._release, handle)
+
+    def _gone(self, engine: Engine, request_id: str) -> None:
+        self._leave(request_id)
+        # It may have been the one who waited for room, and no step may follow to say so.
+        self._context.connector.want_back(engine.short_of_room)
 
     def _handle_ready(self, request: Request, handle: KVHandle) -> None:
         self._context.loop.call_soon_threadsafe(self._send_handle, request, handle)

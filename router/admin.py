@@ -32,7 +32,6 @@ from baton.metrics import CONTENT_TYPE
 from baton.request import Request
 from router.auth import ApiKeyGuard
 from router.http_guard import HeadGuard, HttpLimits
-from router.keys import KeyRing
 from router.openai import object_of, struct_of
 from router.reading import read_body
 from router.registry import NodeStatus
@@ -148,7 +147,7 @@ def create_admin_app(services: RouterServices, limits: HttpLimits | None = None)
         },
     )
     routes.router.redirect_slashes = False
-    guarded = ApiKeyGuard(routes, KeyRing.load(services.config.api_key, services.config.api_keys))
+    guarded = ApiKeyGuard(routes, services.config.key_ring())
     return HeadGuard(guarded, limits if limits is not None else HttpLimits())
 
 

@@ -20,7 +20,6 @@ from router.auth import OPEN_PATHS, ApiKeyGuard
 from router.endpoints import Endpoints
 from router.http_api import HttpApi
 from router.http_guard import HeadGuard, HttpLimits
-from router.keys import KeyRing
 from router.prompts import PromptReader
 from router.request_ids import note_request_id
 from router.services import RouterServices
@@ -54,7 +53,7 @@ def create_app(services: RouterServices, limits: HttpLimits | None = None) -> AS
     )
     # Slashes mean what they say: a redirect would tell the unauthenticated which routes exist.
     routes.router.redirect_slashes = False
-    guarded = ApiKeyGuard(routes, KeyRing.load(services.config.api_key, services.config.api_keys))
+    guarded = ApiKeyGuard(routes, services.config.key_ring())
     limited = HeadGuard(RequestIds(guarded), limits if limits is not None else HttpLimits())
     return AnthropicErrors(limited)
 

@@ -9,6 +9,8 @@ from baton.config import option
 from baton.errors import ConfigError
 from baton.redis_keys import check_redis_url
 from baton.timing import Timing
+from baton.tls import TlsFiles
+from router.keys import KeyRing
 from router.parsers.registry import REASONING_FORMATS, TOOL_FORMATS
 
 
@@ -71,6 +73,17 @@ class RouterConfig:
     api_keys: str | None = option(
         None, "file (TOML, or JSON by its name) of keys with tenant, weight and limits of each"
     )
+    share_prefix_cache: bool = option(
+        False, "let the tenants of different API keys hit each other's cached prompts"
+    )
+    tls_cert: str | None = option(None, "PEM certificate chain of the HTTP, gRPC and admin ports")
+    tls_key: str | None = option(None, "PEM key of --tls-cert")
+    tls_ca: str | None = option(
+        None, "PEM certificates of the CAs of clients; with it clients must present a certificate"
+    )
+    node_tls_cert: str | None = option(None, "PEM certificate chain shown to nodes")
+    node_tls_key: str | None = option(None, "PEM key of --node-tls-cert")
+    node_tls_ca: str | None = option(None, "PEM certificate of the CA that signed all nodes'")
     insecure: bool = option(False, "allow a non-loopback bind without TLS")
     router_id: str | None = option(None, "name of this router; default: drawn at start")
     policy: str = option(
@@ -136,16 +149,35 @@ class RouterConfig:
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             message = "--enable-auto-tool-choice requires --tool-call-parser"
             raise ConfigError(message, field="tool_call_parser")
+        if not all(key.strip() for key in self.api_key):
+            raise ConfigError("an API key must not be empty", field="api_key")
         if self.redis_url is not None:
             check_redis_url(self.redis_url)
+        _ = self.node_tls  # complete, or refused
+        encrypted = self.tls is not None
         for host in (self.host, self.admin_host):
-            self._check_host(host)
+            self._check_host(host, encrypted)
 
-    def _check_host(self, host: str) -> None:
+    @property
+    def tls(self) -> TlsFiles | None:
+        """Of all that clients connect to. Raises ConfigError if a file is missing."""
+        return TlsFiles.of(self.tls_cert, self.tls_key, self.tls_ca, "tls", mutual=False)
+
+    @property
+    def node_tls(self) -> TlsFiles | None:
+        """Towards nodes; always mutual. Raises ConfigError if a file is missing."""
+        return TlsFiles.of(self.node_tls_cert, self.node_tls_key, self.node_tls_ca, "node_tls")
+
+    def key_ring(self) -> KeyRing:
+        """The keys that clients may present. Raises ConfigError for an unreadable file."""
+        return KeyRing.load(self.api_key, self.api_keys, share_cache=self.share_prefix_cache)
+
+    def _check_host(self, host: str, encrypted: bool) -> None:
         if is_loopback(host):
             return
         if not self.api_key and self.api_keys is None:
             message = f"listening on {host} needs --api-key or --api-keys"
             raise ConfigError(message, field="api_key")
-        if not self.insecure:
-            raise ConfigError(f"listening on {host} without TLS needs --insecure", field="insecure")
+        if not encrypted and not self.insecure:
+            text = f"listening on {host} without TLS (--tls-cert) needs --insecure"
+            raise ConfigError(text, field="insecure")

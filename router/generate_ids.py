@@ -40,6 +40,7 @@ from router.reading import read_body
 from router.request_ids import engine_id, reply_id
 from router.services import RouterServices
 from router.sse import FrameWriter
+from router.terms import terms_of
 from router.web_errors import as_baton_error, error_object, error_response, log_failure
 
 MAX_TOKEN_ID: Final = 2**31 - 1
@@ -139,9 +140,10 @@ class GenerateApi:
             message = "request_id: 1 to 128 letters, digits, dots, colons, dashes, underscores"
             raise InvalidRequest(message, field="request_id")
         id_ = body.request_id or reply_id("generate", request)
+        terms = terms_of(request)
         with _named(body):
             asked = completion_body(body)
-            completion = await self._http.of_tokens(asked, ids, engine_id(id_))
+            completion = await self._http.of_tokens(asked, ids, engine_id(id_), terms)
         call = TokensCall(
             id_,
             completion.request.adapter or completion.model,

@@ -33,7 +33,7 @@ from baton.wire_guided import guided_from_wire
 from protos import serve_pb2, serve_pb2_grpc
 from router.completion import Completion, Delta, OutputRules
 from router.config import RouterConfig
-from router.keys import EVERYBODY, KeyRing
+from router.keys import EVERYBODY, Grant, KeyRing
 from router.openai import MAX_NAME_CHARS, MAX_STOP_CHARS, MAX_STOPS, PRIORITY_LIMIT, token_ids_below
 from router.prompts import (
     DEFAULT_MAX_TOKENS,
@@ -42,6 +42,7 @@ from router.prompts import (
     check_room,
     room_for_output,
 )
+from router.reading import MAX_BODY_BYTES
 from router.receipt import HEADER, header_of, receipt_of
 from router.registry import ServedModel
 from router.services import RouterServices
@@ -53,6 +54,8 @@ log = logging.getLogger(__name__)
 RETRY_PUSHBACK_METADATA: Final = "grpc-retry-pushback-ms"  # gRPC's own name: proposal A6
 SERVICE: Final = "baton.serve.v1.Inference"
 STOP_MARGIN_S: Final = 1.0
+CONNECTION_AGE_S: Final = 3600.0
+MAX_CALLS: Final = 4096  # at once, of all clients; more are refused (RESOURCE_EXHAUSTED)
 _HEALTH_PREFIX: Final = "/grpc.health.v1.Health/"
 _INTEGERS: Final = ("max_tokens", "min_tokens", "top_k", "seed", "ignore_eos", "n", "best_of",
                     "beam_width", "logprobs", "prompt_logprobs")  # fmt: skip
@@ -93,7 +96,14 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
                 await _abort(context, error)
 
     async def Abort(self, request: serve_pb2.AbortRequest, context: Any) -> serve_pb2.AbortReply:
-        return serve_pb2.AbortReply(found=self._services.dispatcher.abort(request.request_id))
+        """End a request of the caller's tenant; those of others are not there."""
+        dispatcher, asked = self._services.dispatcher, request.request_id
+        caller = self._grant(context)
+        others = any(
+            live.id == asked and trace.terms.grant.domain != caller.domain
+            for live, trace in dispatcher.live()
+        )
+        return serve_pb2.AbortReply(found=not others and dispatcher.abort(asked))
 
     async def Models(self, request: serve_pb2.ModelsRequest, context: Any) -> serve_pb2.ModelsReply:
         """The served model; none until a node has said which it is."""
@@ -151,12 +161,12 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
         check_room(len(ids), params.max_tokens, model.max_model_len, "max_tokens")
         check_prompt_logprobs(len(ids), params.prompt_logprobs, "prompt_logprobs")
         token_ids_below(params.stop_token_ids, model.vocab_size, "stop_token_ids")
+        token_ids_below(tuple(dict(params.logit_bias)), model.vocab_size, "logit_bias")
         now = self._services.clock.monotonic()
         timeout_s = self._services.config.request_timeout_s
         remaining = context.time_remaining()  # None without a deadline of the caller's
         metadata = context.invocation_metadata()
-        grant = self._keys.bearer(_metadata(metadata, "authorization").encode()) or EVERYBODY
-        terms = read_terms(lambda name: _metadata(metadata, name), grant)
+        terms = read_terms(lambda name: _metadata(metadata, name), self._grant(context))
         request = Request(
             id=request_id,
             prompt_ids=ids,
@@ -195,6 +205,10 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
             raise ModelNotFound(f"the model {asked[:200]!r} does not exist", field="model")
         return model
 
+    def _grant(self, context: Any) -> Grant:
+        given = _metadata(context.invocation_metadata(), "authorization")
+        return self._keys.bearer(given.encode()) or EVERYBODY
+
     def _name(self, model: ServedModel) -> str:
         return self._services.config.served_model_name or model.name
 
@@ -231,10 +245,11 @@ class GrpcServer:
     def __init__(self, services: RouterServices) -> None:
         self._services = services
         self._prompts = PromptReader(services.tokenizer, services.chat_template)
-        keys = KeyRing.load(services.config.api_key, services.config.api_keys)
+        keys = services.config.key_ring()
         self._server = grpc.aio.server(
             options=_server_options(services.config),
             interceptors=[ApiKeyInterceptor(keys)] if len(keys) else [],
+            maximum_concurrent_rpcs=MAX_CALLS,
         )
         # pyright does not see the conditional import of `aio` in there
         self._health: Any = health.aio.HealthServicer()  # pyright: ignore
@@ -250,7 +265,11 @@ class GrpcServer:
         config = self._services.config
         host = f"[{config.host}]" if ":" in config.host else config.host
         address = f"{host}:{config.grpc_port}"
+        tls = config.tls
+        credentials = None if tls is None else tls.server_credentials()
         try:
+            if credentials is not None:
+                return self._server.add_secure_port(address, credentials)
             return self._server.add_insecure_port(address)
         except RuntimeError as error:
             raise ConfigError(f"cannot bind {address}: {error}", field="grpc_port") from error
@@ -291,6 +310,10 @@ class GrpcServer:
 def _server_options(config: RouterConfig) -> list[tuple[str, int]]:
     own = dict(server_options(config.timing))
     own["grpc.so_reuseport"] = int(config.reuse_port)
+    own["grpc.max_receive_message_length"] = MAX_BODY_BYTES  # as HTTP's
+    # A connection grown old is left when its calls are over: none is held open for ever.
+    own["grpc.max_connection_age_ms"] = int(CONNECTION_AGE_S * 1000)
+    own["grpc.max_connection_age_grace_ms"] = int((config.request_timeout_s + STOP_MARGIN_S) * 1000)
     return list(own.items())
 
 

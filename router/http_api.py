@@ -47,7 +47,7 @@ from router.responses.api import ResponsesApi
 from router.served import cards
 from router.services import RouterServices
 from router.sse import StreamReply
-from router.terms import terms_of
+from router.terms import Terms, terms_of
 
 
 class HttpApi:
@@ -142,13 +142,15 @@ class HttpApi:
         )
         return self._reply(_Plan("chat", id_, rules), body, [turn.completion])
 
-    async def of_tokens(self, body: CompletionBody, ids: tuple[int, ...], id_: str) -> Completion:
+    async def of_tokens(
+        self, body: CompletionBody, ids: tuple[int, ...], id_: str, terms: Terms
+    ) -> Completion:
         """A completion of tokens, for router/generate_ids.py: up to what the model holds."""
         model = self._intake.model(body.model)
         token_ids_below(ids, model.vocab_size, "token_ids")
         room = room_for_output(len(ids), model.max_model_len, "token_ids")
         guided = await self._prompts.checked(asked_of(body))
-        return self._intake.completion(body, Asked(id_, ids, room, guided=guided), model)
+        return self._intake.completion(body, Asked(id_, ids, room, terms, guided=guided), model)
 
     def _reply(
         self, plan: _Plan, body: CompletionBody | ChatBody, completions: list[Completion]

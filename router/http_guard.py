@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, cast
@@ -22,11 +23,14 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
+from baton.tls import TlsFiles
 from router.web_errors import http_error_response
 
 _TIMEOUT_REPLY: Final = (
     b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 )
+SPARE_CONNECTIONS: Final = 64  # beyond the limit: told 503; more are not talked to
+MAX_METHOD_CHARS: Final = 16
 _SINGLE: Final = (
     b"host", b"content-length", b"content-type", b"authorization", b"x-api-key", b"x-request-id"
 )  # fmt: skip
@@ -49,9 +53,15 @@ class HttpLimits:
     connections: int = 4096
 
 
-def uvicorn_settings(limits: HttpLimits) -> dict[str, Any]:
-    """Keyword arguments for uvicorn.Config that put the guard in place."""
-    return {
+def uvicorn_settings(limits: HttpLimits, tls: TlsFiles | None = None) -> dict[str, Any]:
+    """Keyword arguments for uvicorn.Config that put the guard in place, and TLS around it.
+
+    Raises ConfigError for files that cannot be used."""
+    encrypted: dict[str, Any] = {}
+    if tls is not None:
+        context = tls.server_context(ssl.TLSVersion.TLSv1_2)
+        encrypted["ssl_context_factory"] = lambda *_: context
+    return encrypted | {
         "http": partial(GuardedProtocol, limits=limits),
         "ws": "none",
         "h11_max_incomplete_event_size": limits.head_bytes,
@@ -78,13 +88,19 @@ class GuardedProtocol(asyncio.Protocol):
         self._inner = H11Protocol(config, server_state, app_state, _loop)
         self._loop = _loop if _loop is not None else asyncio.get_running_loop()
         self._limits = limits
+        self._others = server_state.connections
         self._transport: asyncio.Transport | None = None
         self._waits_for: object = None  # h11.IDLE or h11.SEND_BODY while a deadline runs
         self._deadline: asyncio.TimerHandle | None = None
+        self._accepted = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports do not inherit from asyncio's: no isinstance here.
         self._transport = cast("asyncio.Transport", transport)
+        if len(self._others) >= self._limits.connections + SPARE_CONNECTIONS:
+            self._transport.abort()  # before it costs anything
+            return
+        self._accepted = True
         raw = transport.get_extra_info("socket")
         if raw is not None:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._limits.send_buffer_bytes)
@@ -100,6 +116,8 @@ class GuardedProtocol(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop()
+        if not self._accepted:
+            return
         self._inner.connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -162,6 +180,10 @@ class HeadGuard:
         limits = self._limits
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         sizes = [len(name) + len(value) for name, value in headers]
+        if scope["http_version"] not in ("1.0", "1.1"):
+            return 505, "only HTTP/1.0 and HTTP/1.1 are spoken here"
+        if len(scope["method"]) > MAX_METHOD_CHARS:
+            return 400, "the method is too long"
         target = len(scope.get("raw_path") or b"") + len(scope["query_string"])
         if target > limits.target_bytes:
             return 414, "the request target is too long"

@@ -130,6 +130,7 @@ class Intake:
         field = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
         check_prompt_logprobs(len(asked.prompt_ids), params.prompt_logprobs, field)
         token_ids_below(params.stop_token_ids, model.vocab_size, "stop_token_ids")
+        token_ids_below(tuple(dict(params.logit_bias)), model.vocab_size, "logit_bias")
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(64))
         now = self._services.clock.monotonic()

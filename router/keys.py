@@ -54,7 +54,7 @@ _BOUNDS: Final[dict[str, tuple[float, float]]] = {
 class Grant:
     """What the bearer of a key may have. None = no limit.
 
-    `isolated`: its prefix cache is its tenant's alone.
+    `isolated`: its prefix cache is its tenant's alone, or that of `cache` where it names one.
     """
 
     name: str = ""
@@ -64,6 +64,12 @@ class Grant:
     tokens_per_minute: int | None = None
     best_priority: int | None = None
     isolated: bool = False
+    cache: str = ""
+
+    @property
+    def domain(self) -> str:
+        """Whose requests and whose cached prompts its bearer may touch."""
+        return self.cache or self.tenant
 
 
 EVERYBODY: Final = Grant()  # whom no key file names: one tenant without limits
@@ -76,13 +82,26 @@ class KeyRing:
         self._grants = tuple(grants)
 
     @classmethod
-    def load(cls, keys: Sequence[str], path: str | None = None) -> KeyRing:
-        """`keys` in clear, with EVERYBODY's grant, then those of the file. Raises ConfigError."""
-        if path is None:
-            return cls([(digest_of(key.encode()), EVERYBODY) for key in keys])
+    def load(
+        cls, keys: Sequence[str], path: str | None = None, *, share_cache: bool = False
+    ) -> KeyRing:
+        """`keys` in clear, with EVERYBODY's grant, then those of the file. Raises ConfigError.
+
+        Each tenant has a prefix cache of its own, and of several `keys` each has one: what others
+        have asked can else be told from the time to the first token. `share_cache`: one for all.
+        """
+        digests = [digest_of(key.encode()) for key in dict.fromkeys(keys)]
+        filed = [] if path is None else _read(Path(path))
         # Salted beside tenants: no cache_salt that a client chooses can then be one of theirs.
-        other = replace(EVERYBODY, isolated=True)
-        return cls([*((digest_of(key.encode()), other) for key in keys), *_read(Path(path))])
+        alone = not filed and len(digests) == 1
+        other = EVERYBODY if alone else replace(EVERYBODY, isolated=True)
+        owns = [(digest, other) for digest in digests]
+        if len(digests) > 1:  # "#" begins no tenant's name
+            owns = [(digest, replace(other, cache=f"#{digest.hex()}")) for digest in digests]
+        grants = [*owns, *filed]
+        if share_cache:
+            grants = [(digest, replace(grant, isolated=False)) for digest, grant in grants]
+        return cls(grants)
 
     def __len__(self) -> int:
         return len(self._grants)

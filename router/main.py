@@ -133,6 +133,7 @@ class Router:
                 directory=None
                 if self._redis is None
                 else RedisDirectory(self._redis, config.store_timeout_s),
+                tls=config.node_tls,
             )
         )
         self.services = RouterServices(
@@ -263,7 +264,7 @@ def http_server(config: RouterConfig, services: RouterServices) -> HttpServer:
             log_config=None,
             lifespan="on",
             timeout_graceful_shutdown=math.ceil(config.shutdown_s),
-            **uvicorn_settings(HttpLimits()),
+            **uvicorn_settings(HttpLimits(), config.tls),
         )
     )
 
@@ -278,7 +279,7 @@ class AdminServer:
         if config.admin_port is not None:
             self._listener = bind(replace(config, host=config.admin_host), config.admin_port)
             self.address = join(config.admin_host, self._listener.getsockname()[1])
-        settings = uvicorn_settings(HttpLimits())
+        settings = uvicorn_settings(HttpLimits(), config.tls)
         app = create_admin_app(services)
         self._server = HttpServer(uvicorn.Config(app, log_config=None, lifespan="off", **settings))
 

@@ -86,6 +86,7 @@ class SessionContext:
     admit: Callable[[str, NodeRecord], None]
     changed: Callable[[], None]  # a session came up or went down, a node began to drain
     reported: Callable[[], None] = lambda: None  # a step has been routed
+    credentials: grpc.ChannelCredentials | None = None  # None: without TLS
 
 
 class NodeSession:
@@ -215,16 +216,22 @@ class NodeSession:
         timing = self._context.timing
         # The global pool would share its connection back-off between attempts.
         options = [*channel_options(timing), ("grpc.use_local_subchannel_pool", 1)]
-        mac = messages.session_mac(self._context.secret, self._context.router_id)
-        async with grpc.aio.insecure_channel(self.address, options=options) as channel:
+        proof = messages.session_metadata(self._context.secret, self._context.router_id)
+        async with self._channel(options) as channel:
             async with asyncio.timeout(timing.connect_s):
                 await channel.channel_ready()
             stub = node_pb2_grpc.NodeStub(channel)
-            call = stub.Session(metadata=((messages.SECRET_METADATA, mac),))
+            call = stub.Session(metadata=proof)
             try:
                 yield call
             finally:
                 call.cancel()
+
+    def _channel(self, options: Sequence[tuple[str, int]]) -> Any:
+        credentials = self._context.credentials
+        if credentials is not None:
+            return grpc.aio.secure_channel(self.address, credentials, options=options)
+        return grpc.aio.insecure_channel(self.address, options=options)
 
     async def _hello(self, call: Any) -> None:
         """Exchange hellos, check the node; then the session is up. Mutates record and load."""

@@ -17,6 +17,7 @@ from baton.errors import ContextLengthExceeded, InvalidRequest
 from baton.grammars import FIELD
 from baton.reranking import rerank_prompts
 from baton.sampling import GuidedDecoding
+from baton.template_limits import OverBudget
 from baton.tokenizer import Tokenizer
 from router.grammar_checks import Asked, GrammarChecker
 
@@ -25,6 +26,10 @@ THREADS: Final = 2
 # So little is read at once, in ~0.3 ms: a thread costs two switches and waits for the GIL.
 SHORT_CHARS: Final = 1500
 SHORT_MESSAGES: Final = 8
+AT_ONCE_S: Final = 0.02
+MAX_CHARS_AT_ONCE: Final = (
+    64 << 10
+)  # templates write much beside the messages: default tools, rules
 DEFAULT_MAX_TOKENS: Final = 16  # /v1/completions, as OpenAI and vLLM
 # Told at once, in the message of one engine step: some 20 MB, of 64 that a message may have.
 MAX_PROMPT_LOGPROBS: Final = 1 << 20
@@ -58,6 +63,7 @@ class PromptReader:
         self._template = template
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="prompts")
         self._checker = GrammarChecker()
+        self._slow_template = False  # it has taken its time over a short conversation
 
     async def text(self, text: str, field: str, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Ids of a text. Raises InvalidRequest (`field`) where there is none."""
@@ -75,23 +81,36 @@ class PromptReader:
         if template is None:
             raise InvalidRequest("this model has no chat template", field="messages")
 
-        def render_and_encode() -> ChatPrompt:
-            text = template.render(
-                asked.messages,
-                asked.add_generation_prompt,
-                tools=asked.tools,
-                continue_final_message=asked.continue_final_message,
-                **asked.kwargs,
-            )
+        def encoded(text: str) -> ChatPrompt:
             return ChatPrompt(tuple(self._tokenizer.encode(text, asked.add_special_tokens)), text)
 
-        if _is_short(asked):
-            prompt = render_and_encode()
+        text = self._render_at_once(template, asked)
+        if text is not None and len(text) <= MAX_CHARS_AT_ONCE:
+            prompt = encoded(text)
+        elif text is not None:
+            prompt = await self._off_loop(lambda: encoded(text))
         else:
-            prompt = await self._off_loop(render_and_encode)
+            prompt = await self._off_loop(
+                lambda: encoded(
+                    template.render(asked.messages, asked.add_generation_prompt, **_others(asked))
+                )
+            )
         if not prompt.ids:
             raise InvalidRequest("the messages render to nothing", field="messages")
         return prompt
+
+    def _render_at_once(self, template: ChatTemplate, asked: Conversation) -> str | None:
+        """A short conversation by a quick template; None: on a thread, please."""
+        if self._slow_template or not _is_short(asked):
+            return None
+        try:
+            return template.render_within(
+                AT_ONCE_S, asked.messages, asked.add_generation_prompt, **_others(asked)
+            )
+        except OverBudget:
+            # It would hold up every stream of this router, again and again.
+            self._slow_template = True
+            return None
 
     async def rerank(
         self, pairs: Sequence[tuple[str, str]], instruction: str | None
@@ -128,6 +147,15 @@ class PromptReader:
 
     async def _off_loop(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _others(asked: Conversation) -> dict[str, Any]:
+    """What a template is given by keyword."""
+    return {
+        **asked.kwargs,
+        "tools": asked.tools,
+        "continue_final_message": asked.continue_final_message,
+    }
 
 
 def _is_short(asked: Conversation) -> bool:

@@ -18,6 +18,7 @@ from baton.errors import ConfigError, StoreUnavailable
 from baton.handles import NodeRecord, Role
 from baton.kv_spec import PROTOCOL_VERSION
 from baton.timing import Timing
+from baton.tls import TlsFiles
 from router.directory import NodeDirectory
 from router.node_session import NodeSession, SessionContext, StepLog
 from router.policy import NodeSnapshot
@@ -48,6 +49,7 @@ class RegistryParts:
     log: StepLog
     addresses: Mapping[str, Role] = field(default_factory=dict[str, Role])
     directory: NodeDirectory | None = None
+    tls: TlsFiles | None = None  # towards nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,7 @@ class NodeStatus:
 
 class NodeRegistry:
     def __init__(self, parts: RegistryParts) -> None:
+        """Raises ConfigError for TLS files that cannot be used."""
         self._parts = parts
         self._sessions: dict[str, NodeSession] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -79,6 +82,7 @@ class NodeRegistry:
             admit=self.admit,
             changed=self._notify,
             reported=self._on_report,
+            credentials=None if parts.tls is None else parts.tls.channel_credentials(),
         )
 
     # ---- life ----

@@ -93,7 +93,7 @@ class Terms:
             deadline = own if deadline is None else min(deadline, own)
         salt = request.tenant_salt
         if self.grant.isolated:
-            salt = tenant_salt(self.grant.tenant, salt)
+            salt = tenant_salt(self.grant.domain, salt)
         return replace(request, priority=priority, deadline=deadline, tenant_salt=salt)
 
 

@@ -23,8 +23,6 @@ from baton.node.main import Node, NodeProgram, Surroundings
 from baton.sampling import SamplingParams
 from baton.timing import Timing
 from decode_node.__main__ import PROGRAM as DECODE
-from kv_transfer.base import Lane
-from kv_transfer.grpc_stream import GrpcLane
 from prefill_node.__main__ import PROGRAM as PREFILL
 from router.config import RouterConfig
 from router.grpc_api import GrpcServer
@@ -43,6 +41,8 @@ class Plan:
     timing: Timing = field(default_factory=Timing)
     elsewhere: Sequence[str] = ()  # addresses of further prefill nodes, in other processes
     shared: Path | None = None  # where pools lie whose pages are adopted; None: grpc, copies
+    lanes: Sequence[str] = ()  # KV lanes, best first; () = shm and grpc, or grpc alone
+    adopt: bool = True
 
 
 @dataclass(slots=True)
@@ -129,16 +129,13 @@ async def _member(
 ) -> Member:
     defaults = {"num_kv_blocks": 64, "threads": 1, "check_invariants": True}
     engine_config = EngineConfig(model=str(plan.model), **(defaults | options))
-    if plan.shared is None:
-        engine, config = Engine.load(engine_config), NodeConfig()
-        lanes: Sequence[Lane] = (GrpcLane(plan.timing, "127.0.0.1", 0, "127.0.0.1"),)
-    else:
-        place = PoolPlace(("shm",), plan.shared)
-        stack.callback(place.close)
-        engine = Engine.load(engine_config, memory=place.memory)
-        config = NodeConfig(kv_lanes="shm,grpc")
-        settings = LaneSettings(plan.timing, pool=engine.arena, shared=place.shared)
-        lanes = make_lanes(("shm", "grpc"), settings)
+    names = plan.lanes or (("shm", "grpc") if plan.shared else ("grpc",))
+    place = PoolPlace(names, plan.shared or Path("/dev/shm"))
+    stack.callback(place.close)
+    engine = Engine.load(engine_config, memory=place.memory)
+    config = NodeConfig(kv_lanes=",".join(names), kv_adopt=plan.adopt)
+    settings = LaneSettings(plan.timing, pool=engine.arena, shared=place.shared)
+    lanes = make_lanes(names, settings)
     around = Surroundings(plan.timing, SystemClock(), lanes)
     node = Node(program, config, engine, around)
     stack.push_async_callback(node.stop)

@@ -28,7 +28,7 @@ from baton.engine.arrival import arrive, new_group
 from baton.engine.block_pool import BlockPool
 from baton.engine.block_tables import BlockTables, as_lists
 from baton.engine.config import DEFAULT_BLOCK_SIZE, EngineConfig
-from baton.engine.departure import Departure, departure_of
+from baton.engine.departure import Departure, Leaving, departure_of
 from baton.engine.failing import doomed
 from baton.engine.guided.grammars import Grammars, grammars_of, guide, refuse_unguided
 from baton.engine.interface import EngineHooks, ModelInfo, Reservation, Runner, Task
@@ -229,8 +229,8 @@ class Engine:
 
     @property
     def may_adopt(self) -> bool:
-        """Whether reservations can be `adopting`: all layers see all, and pages hold all KV."""
-        return self._tables.may_adopt and self.info.kv_dtype != "int8"
+        """Whether reservations can be `adopting`: all layers see all."""
+        return self._tables.may_adopt
 
     def reserve(
         self,
@@ -302,21 +302,27 @@ class Engine:
         group = self._by_id.get(request_id)
         if group is None:
             return None
-        self._adopted.take_over_all(group.leader)
-        if any(table.adoption is not None for table in group.leader.tables):
-            return None  # what is another pool's is not ours to hand on
-        departure = departure_of(group, self.pool.block_size, self._tables.windows)
-        if departure is None:
+        departure = self._departure_of(group)
+        if isinstance(departure, Leaving):
+            self.stats.left(departure)
             return None
-        if group.leader.root != self.known_root_hash(group.request):
-            return None  # KV out of another precision: an export would pass for KV made in ours
         self.pin(departure.blocks)
         self._pending = [event for event in self._pending if event.request_id != request_id]
         del self._by_id[request_id]
         self._scheduler.remove(group)
+        self.stats.left(departure.leaving, departure.num_left_behind)
         self.stats.num_handed_on += 1
         self._stalled = False
         return departure
+
+    def _departure_of(self, group: RequestGroup) -> Departure | Leaving:
+        self._adopted.take_over_all(group.leader)
+        if any(table.adoption is not None for table in group.leader.tables):
+            return Leaving.ADOPTED
+        if group.leader.root != self.known_root_hash(group.request):
+            return Leaving.PRECISION
+        departure = departure_of(group, self.pool.block_size, self._tables.windows)
+        return departure or Leaving.UNCOMPUTED
 
     def pin(self, blocks: BlockLists) -> None:
         """One more reference to each block, independent of requests: an export reads them."""

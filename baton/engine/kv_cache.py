@@ -6,8 +6,8 @@ k_dim == v_dim:
     [2, block_size, kv_heads, head_dim]
 in general its K part [block_size, kv_heads, k_dim] followed by its V part [block_size, kv_heads,
 v_dim]; MLA has no V part. So a copy of a block is one copy, and layers of different groups share a
-slot's memory under different block ids. int8 KV has a scale per token and head, float32, behind all
-blocks, block after block too: slots of [2, block_size, kv_heads] (MLA: 1 instead of 2).
+slot's memory under different block ids. int8 KV has a scale per token and head, float32, behind the
+slots of its page: slots of [2, block_size, kv_heads] (MLA: 1 instead of 2).
 Views of layers reach beyond the own blocks where the memory does: block ids from `num_blocks` on
 name pages of other nodes (adoption.py), to be read only; never touch a view as a whole.
 Not here: who owns which block (block_pool.py), reading and writing for transfers
@@ -46,13 +46,13 @@ MakeMemory: TypeAlias = Callable[[int, int], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class HostBlocks:
-    """Copies of some blocks in host memory: their KV [blocks, words], then their scales if any."""
+    """Copies of some blocks in host memory, scales included: [blocks, words]."""
 
-    parts: tuple[torch.Tensor, ...]
+    words: torch.Tensor
 
     @property
     def num_bytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
+        return self.words.nbytes
 
 
 class KVArena:
@@ -80,10 +80,8 @@ class KVArena:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.dtype = dtype
-        self._slots, self.page_bytes = _offsets(self.groups.slot_bytes(block_size, dtype))
-        scales = self.groups.slot_scale_bytes(block_size, dtype)
-        self._scale_slots, scale_bytes = _offsets(scales)
-        self.num_bytes = num_blocks * (self.page_bytes + scale_bytes)
+        self._slots, self._scale_slots, self.page_bytes = _places(self.groups, block_size, dtype)
+        self.num_bytes = num_blocks * self.page_bytes
         if memory is None:
             place = torch.zeros(self.num_bytes, dtype=torch.uint8, device=device)
         else:
@@ -91,12 +89,9 @@ class KVArena:
         if place.numel() < self.num_bytes or place.dtype != torch.uint8:
             raise InternalError(f"{num_blocks} KV blocks need {self.num_bytes} bytes of memory")
         self.device = place.device
-        behind = num_blocks * self.page_bytes
-        self._pages = self._reach = place[:behind].view(num_blocks, self.page_bytes)
-        self._scales = place[behind : self.num_bytes].view(num_blocks, scale_bytes)
-        if not scale_bytes:  # else a page is not all of a block: none can be adopted
-            count = place.numel() // self.page_bytes
-            self._reach = place[: count * self.page_bytes].view(count, self.page_bytes)
+        count = place.numel() // self.page_bytes
+        self._reach = place[: count * self.page_bytes].view(count, self.page_bytes)
+        self._pages = self._reach[:num_blocks]
 
     @property
     def group_of(self) -> tuple[int, ...]:
@@ -129,7 +124,8 @@ class KVArena:
         return k, slot[:, k_size:].unflatten(1, (*shape, spec.v_dim))
 
     def scales(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """int8 KV: views of K's and V's scales, each [num_blocks, block_size, kv_heads] float32.
+        """int8 KV: views of K's and V's scales, each [num_blocks, block_size, kv_heads] float32,
+        which reach as far as `layer`'s do.
 
         Raises InternalError for any other dtype. MLA has no V: its scales are K's.
         """
@@ -139,12 +135,12 @@ class KVArena:
             raise InternalError(f"KV stored as {self.dtype} has no scales")
         start = self._scale_slots[self.groups.places[layer][1]]
         parts = 2 if spec.v_dim else 1
-        slot = self._scales[:, start : start + size].view(torch.float32)
+        slot = self._reach[:, start : start + size].view(torch.float32)
         scales = slot.unflatten(1, (parts, self.block_size, spec.kv_heads))
         return scales[:, 0], scales[:, -1]
 
     def buffer(self) -> memoryview:
-        """All blocks' bytes (scales apart), writable: layer l of block b begins at
+        """All blocks' bytes, scales included, writable: layer l of block b begins at
         b * page_bytes + slot_offset(l). Raises InternalError off the CPU."""
         if self.device.type != "cpu":
             raise InternalError("only a pool in host memory has a buffer; stage a device pool")
@@ -153,39 +149,27 @@ class KVArena:
     def copy_block(self, source: int, target: int) -> None:
         """Copy one block's KV in all its layers: what follows BlockPool.copy_on_write(). `source`
         may be another pool's."""
-        for mine, rows in zip(self._rows(), self._readable_rows(), strict=True):
-            mine[target] = rows[source]
+        _words(self._pages)[target] = _words(self._reach)[source]
 
     def clear_block(self, block: int) -> None:
         """Zero a block that will be written only in part: its rest may meet attention, masked."""
-        for rows in self._rows():
-            rows[block] = 0
+        _words(self._pages)[block] = 0
 
     def read_blocks(self, blocks: Sequence[int]) -> HostBlocks:
         """Copies of `blocks`, also of other pools, in host memory; finished when this returns."""
         index = torch.tensor(blocks, device=self.device)
-        parts = (rows.index_select(0, index).cpu() for rows in self._readable_rows())
-        return HostBlocks(tuple(parts))
+        return HostBlocks(_words(self._reach).index_select(0, index).cpu())
 
     def write_blocks(self, host: HostBlocks, rows: Sequence[int], blocks: Sequence[int]) -> None:
         """Copy rows of `host` back into `blocks`; finished when this returns."""
         source, target = torch.tensor(rows), torch.tensor(blocks, device=self.device)
-        for mine, kept in zip(self._rows(), host.parts, strict=True):
-            step = max(1, SLAB_BYTES // (8 * mine.shape[1]))
-            for at in range(0, len(blocks), step):
-                slab = kept.index_select(0, source[at : at + step])
-                mine.index_copy_(0, target[at : at + step], slab.to(self.device))
+        mine = _words(self._pages)
+        step = max(1, SLAB_BYTES // (8 * mine.shape[1]))
+        for at in range(0, len(blocks), step):
+            slab = host.words.index_select(0, source[at : at + step])
+            mine.index_copy_(0, target[at : at + step], slab.to(self.device))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-    def _rows(self) -> list[torch.Tensor]:
-        """Everything that belongs to a block, [num_blocks, words] each. In words of 8 bytes: torch
-        copies rows of bytes one byte at a time (docs/log.md)."""
-        return [part.view(torch.int64) for part in (self._pages, self._scales) if part.numel()]
-
-    def _readable_rows(self) -> list[torch.Tensor]:
-        """As _rows, other pools' pages included."""
-        return [part.view(torch.int64) for part in (self._reach, self._scales) if part.numel()]
 
 
 def bytes_per_block(
@@ -193,9 +177,19 @@ def bytes_per_block(
 ) -> int:
     """Bytes of one block of KVArena over its group's layers, scales included."""
     groups = layers if isinstance(layers, LayerGroups) else group_layers(layers, dtype)
-    _, page = _offsets(groups.slot_bytes(block_size, dtype))
-    _, scales = _offsets(groups.slot_scale_bytes(block_size, dtype))
-    return page + scales
+    return _places(groups, block_size, dtype)[2]
+
+
+def _places(groups: LayerGroups, block_size: int, dtype: str) -> tuple[list[int], list[int], int]:
+    """Where each slot begins in a page, where its scales do, and the bytes of a page."""
+    slots, size = _offsets(groups.slot_bytes(block_size, dtype))
+    scales, behind = _offsets(groups.slot_scale_bytes(block_size, dtype))
+    return slots, [size + start for start in scales], size + behind
+
+
+def _words(pages: torch.Tensor) -> torch.Tensor:
+    """Rows of 8-byte words: torch copies rows of bytes one byte at a time (docs/log.md)."""
+    return pages.view(torch.int64)
 
 
 def _offsets(sizes: Sequence[int]) -> tuple[list[int], int]:

@@ -6,7 +6,7 @@ elsewhere.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 SMOOTHING: Final = 0.1  # weight of the newest step in the moving means
@@ -21,6 +21,8 @@ class EngineStats:
     num_aborted: int = 0
     num_failed: int = 0
     num_handed_on: int = 0  # left with their KV, to go on in another engine
+    num_left_behind_tokens: int = 0  # of these: KV that stayed, to be computed again there
+    departures: dict[str, int] = field(default_factory=dict[str, int])  # by departure.Leaving
     num_steps: int = 0
     num_preemptions: int = 0  # of either kind: swapped out, or to be recomputed
     num_swap_outs: int = 0  # requests
@@ -80,8 +82,13 @@ class EngineStats:
         self.num_prompt_tokens += num_prefill_tokens
         self.num_steps += 1
 
+    def left(self, leaving: str, num_left_behind: int = 0) -> None:
+        """Count a request that was asked to leave: how much of its KV did, or why it stays."""
+        self.departures[leaving] = self.departures.get(leaving, 0) + 1
+        self.num_left_behind_tokens += num_left_behind
+
     def copy(self) -> EngineStats:
-        return replace(self)
+        return replace(self, departures=dict(self.departures))
 
 
 def _mean(mean: float, value: float, *, first: bool) -> float:

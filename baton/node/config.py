@@ -14,6 +14,7 @@ from baton.config import option
 from baton.cores import parse_cores
 from baton.errors import ConfigError
 from baton.redis_keys import check_redis_url
+from baton.tls import TlsFiles
 
 WILDCARDS: Final = ("0.0.0.0", "::")
 CODECS: Final = ("raw", "int8", "auto")  # kv_transfer/links.py
@@ -41,7 +42,9 @@ class NodeConfig:
     port: int = option(0, "port of the node service, 0 = any free one")
     kv_port: int = option(0, "port of the KV transfer by grpc, 0 = any free one")
     kv_stream_port: int = option(0, "port of the KV transfer by stream, 0 = any free one")
-    kv_lanes: str = option("stream,grpc", "KV lanes to open and use, best first")
+    kv_lanes: str = option(
+        "stream,grpc", "KV lanes, best first; auto: shm,stream,grpc, without shm if it has no room"
+    )
     kv_unix_dir: str | None = option(
         None, "directory for KV sockets between nodes of one host (default: a private one)"
     )
@@ -50,9 +53,14 @@ class NodeConfig:
         True, "decode: by lane shm, read full KV blocks where the prefill node has them"
     )
     kv_nixl_devices: str = option("lo", "network devices of the lane nixl, comma-separated")
-    kv_tls_cert: str | None = option(None, "PEM certificate chain of this node for KV transfer")
+    tls_cert: str | None = option(
+        None, "PEM certificate chain of this node, for sessions, KV transfer and metrics"
+    )
+    tls_key: str | None = option(None, "PEM key of --tls-cert")
+    tls_ca: str | None = option(None, "PEM certificate of the CA that signed all nodes', routers'")
+    kv_tls_cert: str | None = option(None, "for KV transfer instead of --tls-cert")
     kv_tls_key: str | None = option(None, "PEM key of --kv-tls-cert")
-    kv_tls_ca: str | None = option(None, "PEM certificate of the CA that signed all nodes'")
+    kv_tls_ca: str | None = option(None, "for KV transfer instead of --tls-ca")
     kv_wire_codec: str = option(
         "raw", "how KV is fetched: as stored, quantised, or so behind slow links", choices=CODECS
     )
@@ -86,22 +94,30 @@ class NodeConfig:
             parse_cores(self.cpu_cores)
         if self.redis_url:
             check_redis_url(self.redis_url)
-        files = {name: getattr(self, name) for name in ("kv_tls_cert", "kv_tls_key", "kv_tls_ca")}
-        missing = [name for name, path in files.items() if not path]
-        if missing and len(missing) < len(files):
-            raise ConfigError("KV transfer under TLS needs all three files", field=missing[0])
+        encrypted = self.tls is not None  # and then KV is, too
+        _ = self.kv_tls  # complete, or refused
         if is_loopback(self.host):
             return
         if not self.secret:
             raise ConfigError(f"listening on {self.host} needs BATON_SECRET", field="secret")
-        if not self.insecure:
-            raise ConfigError(
-                f"listening on {self.host} without TLS needs --insecure", field="insecure"
-            )
+        if not encrypted and not self.insecure:
+            text = f"listening on {self.host} without TLS (--tls-cert) needs --insecure"
+            raise ConfigError(text, field="insecure")
         if self.host in WILDCARDS and not self.advertise_host:
             raise ConfigError(
                 f"listening on {self.host} needs --advertise-host", field="advertise_host"
             )
+
+    @property
+    def tls(self) -> TlsFiles | None:
+        """Of sessions and metrics; always mutual. Raises ConfigError if a file is missing."""
+        return TlsFiles.of(self.tls_cert, self.tls_key, self.tls_ca, "tls")
+
+    @property
+    def kv_tls(self) -> TlsFiles | None:
+        """Of KV transfer: its own files, else `tls`. Raises ConfigError if a file is missing."""
+        own = TlsFiles.of(self.kv_tls_cert, self.kv_tls_key, self.kv_tls_ca, "kv_tls")
+        return own or self.tls
 
     @property
     def announced_host(self) -> str:

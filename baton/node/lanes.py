@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,9 +13,11 @@ from typing import Final
 import torch
 
 from baton.engine.kv_cache import KVArena, MakeMemory
+from baton.engine.memory import HostMemory
 from baton.errors import ConfigError
 from baton.node.config import NodeConfig
 from baton.timing import Timing
+from baton.tls import TlsFiles
 from kv_transfer.base import Lane
 from kv_transfer.grpc_stream import GrpcLane
 from kv_transfer.memory_map import map_of
@@ -21,9 +25,11 @@ from kv_transfer.nixl import NixlLane, NixlPool
 from kv_transfer.shm import ShmLane
 from kv_transfer.shm_arena import ShmArena
 from kv_transfer.stream import StreamLane, StreamOptions
-from kv_transfer.tls import TlsFiles
+
+log = logging.getLogger(__name__)
 
 SHM: Final = "shm"
+AUTO: Final = "auto"  # shm where there is room for the pool, then stream and grpc
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +52,6 @@ class LaneSettings:
     @staticmethod
     def of(config: NodeConfig, timing: Timing) -> LaneSettings:
         """What a checked configuration says."""
-        files = [
-            Path(name)
-            for name in (config.kv_tls_cert, config.kv_tls_key, config.kv_tls_ca)
-            if name is not None
-        ]
         return LaneSettings(
             timing=timing,
             host=config.host,
@@ -58,7 +59,7 @@ class LaneSettings:
             stream_port=config.kv_stream_port,
             advertise_host=config.announced_host,
             unix_dir=Path(config.kv_unix_dir) if config.kv_unix_dir else None,
-            tls=TlsFiles(*files) if files else None,
+            tls=config.kv_tls,
             nixl_devices=config.kv_nixl_devices,
         )
 
@@ -66,18 +67,25 @@ class LaneSettings:
 class PoolPlace:
     """Where the KV pool of a node lies: in shared memory if lane `shm` is wanted, else anywhere.
 
+    `optional`: without room for it there the pool lies elsewhere, and lane `shm` is done without.
     Life: `memory` is given to the engine, which may call it once; `shared` is there afterwards;
     `close` unlinks.
     """
 
-    def __init__(self, names: Sequence[str], directory: Path) -> None:
+    def __init__(self, names: Sequence[str], directory: Path, *, optional: bool = False) -> None:
         self.shared: ShmArena | None = None
         self._wanted = SHM in names
+        self._optional = optional
         self._directory = directory
 
     @property
     def memory(self) -> MakeMemory | None:
         return self._make if self._wanted else None
+
+    def usable(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Those of `names` that can be opened, once the pool is where it is."""
+        without = self._optional and self.shared is None
+        return tuple(name for name in names if not (without and name == SHM))
 
     def close(self) -> None:
         """Idempotent."""
@@ -85,9 +93,31 @@ class PoolPlace:
             self.shared.close()
 
     def _make(self, num_bytes: int, page_bytes: int) -> torch.Tensor:
-        """Raises ConfigError if the directory cannot hold it."""
-        self.shared = ShmArena(secrets.token_hex(16), num_bytes, page_bytes, self._directory)
+        """Raises ConfigError if the directory cannot hold it, unless that is optional."""
+        try:
+            if self._optional:
+                check_room(self._directory, num_bytes)
+            self.shared = ShmArena(secrets.token_hex(16), num_bytes, page_bytes, self._directory)
+        except ConfigError as error:
+            if not self._optional:
+                raise
+            log.info("no KV lane shm: %s", error.message)
+            return torch.zeros(num_bytes, dtype=torch.uint8)
         return self.shared.reach()
+
+
+def check_room(directory: Path, num_bytes: int) -> None:
+    """Raise ConfigError unless two pools of `num_bytes` fit: ours and that of a node beside us.
+
+    What lies in shared memory takes all its memory at once, not page by page as it is used.
+    """
+    try:
+        free = shutil.disk_usage(directory).free
+    except OSError as error:
+        raise ConfigError(f"cannot look into {directory}: {error.strerror}") from error
+    free = min(free, HostMemory().available())
+    if free < 2 * num_bytes:
+        raise ConfigError(f"{directory} has no room for two KV pools of {num_bytes:,} bytes")
 
 
 def _grpc(settings: LaneSettings) -> Lane:
@@ -155,8 +185,10 @@ MAKERS: Final[Mapping[str, Callable[[LaneSettings], Lane]]] = {
 
 
 def parse_lanes(text: str) -> tuple[str, ...]:
-    """The lanes of "stream,grpc", in that order. Raises ConfigError for none, an unknown or a
-    repeated one."""
+    """The lanes of "stream,grpc", in that order, or of "auto". Raises ConfigError for none, an
+    unknown or a repeated one."""
+    if text.strip() == AUTO:
+        return (SHM, "stream", "grpc")
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     unknown = [name for name in names if name not in MAKERS]
     if unknown:

@@ -24,6 +24,7 @@ from typing import Any, Final
 
 from baton import config as options
 from baton import log as logs
+from baton.addresses import is_loopback
 from baton.clock import Clock, SystemClock
 from baton.cores import parse_cores, pin_process
 from baton.engine.config import EngineConfig, parse_bytes
@@ -33,8 +34,8 @@ from baton.handles import Role
 from baton.kv_spec import layout_fingerprint
 from baton.node.config import NodeConfig, join_address
 from baton.node.heartbeat import Heartbeat, RedisRegistry, Registry
-from baton.node.lanes import LaneSettings, PoolPlace, make_lanes, parse_lanes
-from baton.node.metrics import MetricsServer
+from baton.node.lanes import AUTO, LaneSettings, PoolPlace, make_lanes, parse_lanes
+from baton.node.metrics_server import MetricsPlace, MetricsServer, metrics_token
 from baton.node.role import NodeRole, RoleContext
 from baton.node.service import NodeServer
 from baton.node.shell import NodeParts, NodeShell
@@ -117,7 +118,9 @@ class Node:
         config = self._config
         if config.metrics_port is not None:
             registry = self.shell.metrics.registry
-            self._metrics = MetricsServer.start(registry, config.host, config.metrics_port)
+            token = "" if is_loopback(config.host) else metrics_token(config.secret)
+            place = MetricsPlace(config.host, config.metrics_port, token, config.tls)
+            self._metrics = MetricsServer.start(registry, place)
         self.address = join_address(config.announced_host, self._server.bind())
         await self.shell.start(self.address)
         await self._server.start()
@@ -133,6 +136,7 @@ class Node:
             "boot_id": self.shell.boot_id,
             "address": self.address,
             "kv_address": lanes[0].address if lanes else None,
+            "kv_lanes": [lane.name for lane in lanes],
             "metrics_port": self._metrics.port if self._metrics else None,
             "model": self._engine.config.model_name,
             "model_impl": self._engine.info.model_impl,
@@ -195,7 +199,8 @@ def main(program: NodeProgram, argv: Sequence[str], environ: Mapping[str, str]) 
 async def _run(program: NodeProgram, config: NodeConfig, engine_config: EngineConfig) -> int:
     first, second = _signals()
     names = parse_lanes(config.kv_lanes)
-    place = PoolPlace(names, Path(config.kv_shm_dir))
+    optional = config.kv_lanes.strip() == AUTO
+    place = PoolPlace(names, Path(config.kv_shm_dir), optional=optional)
     try:
         engine = await _load(engine_config, place, first)
         if engine is None:
@@ -204,7 +209,8 @@ async def _run(program: NodeProgram, config: NodeConfig, engine_config: EngineCo
         timing = replace(Timing(), drain_s=config.drain_s)
         settings = LaneSettings.of(config, timing)
         settings = replace(settings, pool=engine.arena, shared=place.shared)
-        around = Surroundings(timing, SystemClock(), make_lanes(names, settings))
+        lanes = make_lanes(place.usable(names), settings)
+        around = Surroundings(timing, SystemClock(), lanes)
         await _serve(Node(program, config, engine, around), first, second)
     finally:
         place.close()

@@ -1,15 +1,8 @@
-"""A node's /metrics: its counters in the shape of baton/metrics.py, and the endpoint."""
+"""A node's counters in the shape of baton/metrics.py. Endpoint: baton/node/metrics_server.py."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from threading import Thread
-from wsgiref.simple_server import WSGIServer
-
-from prometheus_client import CollectorRegistry, start_http_server
-
 from baton.engine.stats import EngineStats
-from baton.errors import ConfigError
 from baton.handles import NodeLoad
 from baton.metrics import EngineTotals, LaneTotals, NodeSnapshot, TransferTotals
 from kv_transfer.connector import Connector
@@ -42,6 +35,8 @@ def snapshot(
             accepted_tokens=stats.num_accepted_tokens,
             pooled_prompts=stats.num_pooled_prompts,
             pooled_tokens=stats.num_pooled_tokens,
+            departures=dict(stats.departures),
+            left_behind_tokens=stats.num_left_behind_tokens,
         ),
         transfer=TransferTotals(
             sent_bytes=transfer.total_sent,
@@ -77,31 +72,3 @@ def lane_totals(lane: LaneStats) -> LaneTotals:
         connections=lane.connections,
         reused_connections=lane.reused,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class MetricsServer:
-    """/metrics on a thread of its own, while the context lasts."""
-
-    server: WSGIServer
-    thread: Thread
-
-    @classmethod
-    def start(cls, registry: CollectorRegistry, host: str, port: int) -> MetricsServer:
-        """Raises ConfigError if the port cannot be bound."""
-        try:
-            server, thread = start_http_server(port, addr=host, registry=registry)
-        except OSError as error:
-            raise ConfigError(
-                f"cannot bind the metrics port {host}:{port}: {error}", field="metrics_port"
-            ) from error
-        return cls(server, thread)
-
-    @property
-    def port(self) -> int:
-        return self.server.server_port
-
-    def stop(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
-        self.thread.join()

@@ -25,6 +25,7 @@ from baton.handles import NodeRecord
 from baton.kv_spec import PROTOCOL_VERSION
 from baton.messages import SECRET_METADATA, RouterMessage, SessionHello, session_mac
 from baton.node.config import NodeConfig, join_address
+from baton.node.secret_guard import SecretGuard
 from baton.node.session import RouterSession
 from baton.timing import Timing, server_options
 from protos import node_pb2, node_pb2_grpc
@@ -162,17 +163,25 @@ class NodeServer:
 
     def __init__(self, shell: SessionShell) -> None:
         self._shell = shell
-        self._server = grpc.aio.server(options=server_options(shell.timing))
+        secret = shell.config.secret
+        self._server = grpc.aio.server(
+            options=server_options(shell.timing),
+            interceptors=[SecretGuard(secret)] if secret else [],
+        )
         # pyright does not see the conditional import of `aio` in there
         self._health: Any = health.aio.HealthServicer()  # pyright: ignore
         node_pb2_grpc.add_NodeServicer_to_server(SessionService(shell), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
 
     def bind(self) -> int:
-        """Take the port; returns it. Raises ConfigError."""
+        """Take the port; returns it. Raises ConfigError, also for unusable TLS files."""
         config = self._shell.config
         address = join_address(config.host, config.port)
+        tls = config.tls
+        credentials = None if tls is None else tls.server_credentials()
         try:
+            if credentials is not None:
+                return self._server.add_secure_port(address, credentials)
             return self._server.add_insecure_port(address)
         except RuntimeError as error:
             raise ConfigError(f"cannot bind {address}: {error}", field="port") from error

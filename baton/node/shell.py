@@ -310,9 +310,9 @@ class NodeShell:
         handle = message.handle if isinstance(message, SubmitDecode) else None
         try:
             if self.draining:
-                raise Unavailable(f"node {self.node_id} is draining")
+                raise Unavailable("the node is draining")
             if len(self.requests) >= self.config.max_requests:
-                raise Overloaded(f"node {self.node_id} has {self.config.max_requests} requests")
+                raise Overloaded(f"the node has {self.config.max_requests} requests")
             self.role.check(message)
             entry = NodeRequest(request, handle, session)
             entry.pool = message if isinstance(message, SubmitPool) else None

@@ -104,7 +104,7 @@ def test_command_lines_parse_and_may_start(service: str) -> None:
     assert config.host == "0.0.0.0"
     assert config.insecure
     assert config.secret == "given"
-    assert config.redis_url == "redis://:given@redis:6379/0"
+    assert config.redis_url == "redis://baton:given@redis:6379/0"
     if service == "router":
         assert config.api_key == ("given",)
         assert config.model == "/model"

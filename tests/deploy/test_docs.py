@@ -34,7 +34,8 @@ OPTIONS: dict[str, tuple[type, ...]] = {
     "bench": (ServeOptions,),
 }
 RUN_TASKS = {
-    "setup", "up", "chat", "status", "test", "clients", "coverage", "check", "bench", "proto", "fmt"
+    "setup", "up", "chat", "status", "test", "clients", "coverage", "check", "bench", "proto",
+    "fmt", "audit",
 }  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,7 @@ from baton.errors import ConfigError
 from deploy.plan import (
     ClusterPlan,
     UpOptions,
+    computes_on_cpu,
     node_command,
     plan_cluster,
     router_command,
@@ -117,23 +119,51 @@ def test_node_command_carries_the_engine_flags() -> None:
 @pytest.mark.parametrize(
     ("engine", "prefill_nodes", "tokens"),
     [
-        ({}, 1, ["128"]),
-        ({"max_num_batched_tokens": None, "max_num_seqs": None}, 1, ["128"]),
-        ({"max_num_batched_tokens": "512"}, 1, ["512"]),
-        ({"max_num_seqs": "200"}, 1, None),
-        ({}, 0, None),
+        ({"device": "cpu"}, 1, ["512", "128"]),
+        (
+            {"device": "cpu", "max_num_batched_tokens": None, "max_num_seqs": None},
+            1,
+            ["512", "128"],
+        ),
+        ({"device": "cpu", "max_num_batched_tokens": "640"}, 1, ["640", "640"]),
+        ({"device": "cpu", "max_num_seqs": "200"}, 1, [None, None]),
+        ({"device": "cpu"}, 0, [None]),
+        ({"device": "cuda"}, 1, [None, "128"]),
+        ({"device": "cuda"}, 0, [None]),
     ],
 )
-def test_a_decode_node_beside_prefill_nodes_takes_small_steps(
-    engine: dict[str, object], prefill_nodes: int, tokens: list[str] | None
+def test_nodes_apart_take_small_steps(
+    engine: dict[str, object], prefill_nodes: int, tokens: list[str | None]
 ) -> None:
     options = UpOptions(colocated=not prefill_nodes)
     nodes = plan_for(options, [0, 1]).nodes
     commands = [flags_of(node_command(node, options, engine, None)) for node in nodes]
-    given = engine.get("max_num_batched_tokens")
-    assert commands[-1].get("--max-num-batched-tokens") == tokens
-    if prefill_nodes:
-        assert commands[0].get("--max-num-batched-tokens") == ([given] if given else None)
+    assert [each.get("--max-num-batched-tokens", [None])[0] for each in commands] == tokens
+
+
+def test_where_nodes_compute(tmp_path: Path) -> None:
+    missing = tmp_path / "none"
+    assert computes_on_cpu({}, missing)
+    assert computes_on_cpu({"device": "auto"}, missing)
+    assert not computes_on_cpu({"device": None}, tmp_path)
+    assert computes_on_cpu({"device": "cpu"}, tmp_path)
+    assert not computes_on_cpu({"device": "cuda"}, missing)
+
+
+@pytest.mark.parametrize(
+    ("options", "lanes"),
+    [
+        (UpOptions(), ["auto"]),
+        (UpOptions(kv_lanes="grpc"), ["grpc"]),
+        (UpOptions(colocated=True, decode=2), ["auto"]),
+        (UpOptions(colocated=True), None),  # nobody to hand over to
+    ],
+)
+def test_nodes_that_hand_over_share_memory_where_they_can(
+    options: UpOptions, lanes: list[str] | None
+) -> None:
+    for node in plan_for(options, [0, 1]).nodes:
+        assert flags_of(node_command(node, options, {}, None)).get("--kv-lanes") == lanes
 
 
 def test_where_prompts_are_computed_is_the_routers_to_know() -> None:

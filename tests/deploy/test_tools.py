@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from tools import lines, safety, stubs
+from tools import audit, lines, safety, stubs
 
 HERE = Path("x.py")
 
@@ -65,6 +66,31 @@ def test_generated_stubs_are_left_out_and_our_files_are_seen() -> None:
         "import subprocess\nsubprocess.run('ls', shell=True)",
         "AutoModel.from_pretrained('x', trust_remote_code=True)",
         "numpy.load('x', allow_pickle=wanted)",
+        "from multiprocessing import Queue",
+        "import torch.multiprocessing as mp",
+        "import zmq",
+        "from multiprocessing.connection import Listener",
+        "socket.recv_pyobj()",
+        "self.context.socket.send_pyobj(x)",
+        "from torch import distributed as dist\ndist.broadcast_object_list(x)",
+        "torch.distributed.all_gather_object(x, y)",
+        "torch.jit.load('x')",
+        "import yaml\nyaml.load_all(text)",
+        "import asyncio\nasyncio.create_subprocess_shell('ls')",
+        "import os\nos.popen('ls')",
+        "from jinja2 import Environment\nEnvironment()",
+        "from jinja2 import Template as T\nT(text)",
+        "key = hash(tokens)",
+        "import hashlib\nhashlib.md5(x)",
+        "from hashlib import sha1\nsha1(x)",
+        "import random\nsecret = random.randbytes(16)",
+        "import random\nself.boot_id = '%x' % random.getrandbits(64)",
+        "from random import choice\napi_key: str = ''.join(choice(x) for _ in y)",
+        "import random\nHello(nonce=random.randbytes(8))",
+        "httpx.get(url, verify=False)",
+        "import ssl\nssl._create_unverified_context()",
+        "import builtins\ngetattr(builtins, 'eval')('1')",
+        "import tempfile\ntempfile.mktemp()",
     ],
 )
 def test_banned(source: str) -> None:
@@ -80,6 +106,14 @@ def test_banned(source: str) -> None:
         "text = 'eval(1)'  # pickle",
         "AutoModel.from_pretrained('x', trust_remote_code=False)",
         "import yaml\nyaml.safe_load(text)",
+        "import random\njitter_s = random.random()",
+        "import random\nmin(nodes, key=lambda node: random.random())",
+        "import secrets\nsecret = secrets.token_bytes(16)",
+        "import hashlib\nhashlib.sha256(x)",
+        "def __hash__(self): return 1",
+        "httpx.get(url, verify=context)",
+        "from jinja2.sandbox import ImmutableSandboxedEnvironment\nImmutableSandboxedEnvironment()",
+        "getattr(spec, 'name')",
     ],
 )
 def test_allowed(source: str) -> None:
@@ -99,3 +133,41 @@ def test_drift_names_changed_missing_and_stale_stubs() -> None:
     fresh = {"a_pb2.py": "1", "b_pb2.py": "2", "new_pb2.py": "1"}
     assert stubs.drift(committed, fresh) == ["b_pb2.py", "new_pb2.py", "old_pb2.py"]
     assert stubs.drift(fresh, dict(fresh)) == []
+
+
+def test_without_a_network_the_audit_says_that_it_is_skipped(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert not audit.reachable(("127.0.0.1", 9), 1.0)
+    assert audit.main(online=False) == 0
+    assert "audit skipped: pypi.org cannot be reached" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("holes", "status"), [(0, 0), (1, 1)])
+def test_an_audit_ends_as_pip_audit_does(
+    monkeypatch: pytest.MonkeyPatch, holes: int, status: int
+) -> None:
+    asked: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[bytes]:
+        asked.append(command)
+        return subprocess.CompletedProcess(command, holes)
+
+    monkeypatch.setattr(audit.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(audit.subprocess, "run", run)
+    assert audit.main(online=True) == status
+    assert asked == [audit.audit_command()]
+    ignoring = audit.audit_command(["CVE-1", "CVE-2"])
+    assert ignoring[-4:] == ["--ignore-vuln", "CVE-1", "--ignore-vuln", "CVE-2"]
+
+
+def test_an_audit_that_cannot_install_its_tool_is_skipped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.CompletedProcess(command, 1)
+
+    monkeypatch.setattr(audit.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(audit.subprocess, "run", run)
+    assert audit.main(online=True) == 0
+    assert "could not be installed" in capsys.readouterr().out

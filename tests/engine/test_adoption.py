@@ -411,12 +411,19 @@ def test_only_layers_that_see_everything_adopt() -> None:
 # ---- the arena ----
 
 
-def test_views_of_layers_reach_beyond_the_own_pages() -> None:
+def tensors_of(arena: KVArena, layer: int) -> list[torch.Tensor]:
+    scales = arena.scales(layer) if arena.dtype == "int8" else ()
+    return [*arena.layer(layer), *scales]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_views_of_layers_reach_beyond_the_own_pages(dtype: str) -> None:
+    """int8: with their scales, which lie in the page."""
     layers = (LayerSpec(2, 8, 8), LayerSpec(2, 8, 8))
-    peer = KVArena(layers, 3, 4, "float32")
+    peer = KVArena(layers, 3, 4, dtype)
     for layer in range(2):
-        for part in peer.layer(layer):
-            part.normal_()
+        for part in tensors_of(peer, layer):
+            part.copy_(torch.randint(-100, 100, part.shape))
     made: list[torch.Tensor] = []
 
     def memory(num_bytes: int, page_bytes: int) -> torch.Tensor:
@@ -425,16 +432,16 @@ def test_views_of_layers_reach_beyond_the_own_pages() -> None:
         made[0][num_bytes : 5 * page_bytes] = torch.frombuffer(peer.buffer(), dtype=torch.uint8)
         return made[0]
 
-    arena = KVArena(layers, 2, 4, "float32", memory=memory)
+    arena = KVArena(layers, 2, 4, dtype, memory=memory)
     for layer in range(2):
-        for mine, theirs in zip(arena.layer(layer), peer.layer(layer), strict=True):
+        for mine, theirs in zip(tensors_of(arena, layer), tensors_of(peer, layer), strict=True):
             assert len(mine) == 5
             assert torch.equal(mine[2:], theirs)
     assert (arena.num_blocks, len(arena.buffer())) == (2, 2 * arena.page_bytes)
     arena.copy_block(4, 1)
-    (kept,) = arena.read_blocks([3]).parts
+    kept = arena.read_blocks([3]).words
     arena.write_blocks(arena.read_blocks([3]), [0], [0])
-    for mine, theirs in zip(arena.layer(1), peer.layer(1), strict=True):
+    for mine, theirs in zip(tensors_of(arena, 1), tensors_of(peer, 1), strict=True):
         assert torch.equal(mine[:2], theirs[[1, 2]])
     assert kept.shape[0] == 1
     with pytest.raises(IndexError):

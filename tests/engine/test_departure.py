@@ -58,6 +58,8 @@ def test_it_leaves_with_all_it_computed_and_goes_on_elsewhere(steps: int) -> Non
     assert not source.abort("r")
     assert source.pool.num_free == source.pool.num_blocks - len(departure.blocks[0].ids), "pinned"
     assert (source.stats.num_handed_on, source.stats.num_aborted) == (1, 0)
+    assert source.stats.departures == {"whole": 1}
+    assert source.stats.num_left_behind_tokens == 0
     source.unpin(departure.blocks)
     assert_all_free(source)
 
@@ -150,6 +152,7 @@ def test_what_is_not_worth_moving_stays_as_it_is(engine: Engine, state: object) 
     assert engine.hand_on("r") is None
     assert engine.hand_on("nobody") is None
     assert engine.stats.num_handed_on == 0
+    assert engine.stats.departures == {"uncomputed": 1}
     assert engine.abort("r"), "it is still here"
     assert_all_free(engine)
 
@@ -205,6 +208,9 @@ def test_samples_leave_with_what_they_share(steps: int) -> None:
     departure = source.hand_on("r")
     assert departure is not None
     assert departure.num_tokens == len(PROMPT)
+    assert source.stats.departures == {"shared": 1}
+    beyond = sum(len(ids) - 1 for ids in told.values())  # the last one's KV is not computed yet
+    assert source.stats.num_left_behind_tokens == beyond > 0
     assert kv_of(runner, departure.blocks, len(PROMPT)) == list(PROMPT)
     assert [(t.sample, t.position, t.token_id) for t in departure.first_tokens] == [
         (sample, position, token)
@@ -234,6 +240,8 @@ def test_a_search_leaves_with_its_prompt_and_begins_again(steps: int) -> None:
     assert departure is not None
     assert departure.num_tokens <= len(PROMPT)
     assert departure.first_tokens == ()
+    assert source.stats.departures == {"prompt": 1}
+    assert source.stats.num_left_behind_tokens > 0
     source.unpin(departure.blocks)
     assert_all_free(source)
     target = resume(asked, departure, {})

@@ -23,14 +23,13 @@ from baton.events import NodeStep, RequestFailed, TokenEvent
 from baton.handles import KVHandle, NodeLoad, NodeRecord, Role
 from baton.kv_spec import BlockLists, HeldBlocks
 from baton.messages import (
-    SECRET_METADATA,
     AbortRequest,
     ReleaseExport,
     RouterMessage,
     SessionHello,
     SubmitDecode,
     SubmitPrefill,
-    session_mac,
+    session_metadata,
 )
 from baton.node.config import NodeConfig
 from baton.node.main import Node, NodeProgram, Surroundings
@@ -295,7 +294,9 @@ class RawRouter:
         return self.tokens(request_id)
 
 
-async def open_call(address: str, metadata: tuple[tuple[str, str], ...] = ()) -> tuple[Any, Any]:
+async def open_call(
+    address: str, metadata: tuple[tuple[str, str | bytes], ...] = ()
+) -> tuple[Any, Any]:
     """A channel and a Session call on it."""
     channel = grpc.aio.insecure_channel(address, options=channel_options(TIMING))
     return channel, node_pb2_grpc.NodeStub(channel).Session(metadata=metadata)
@@ -305,7 +306,7 @@ async def open_call(address: str, metadata: tuple[tuple[str, str], ...] = ()) ->
 async def connected(
     node: TestNode | Node, router_id: str = "router-1", secret: str = ""
 ) -> AsyncIterator[RawRouter]:
-    metadata = ((SECRET_METADATA, session_mac(secret, router_id)),) if secret else ()
+    metadata = session_metadata(secret, router_id) if secret else ()
     address = node.address if isinstance(node, Node) else node.node.address
     channel, call = await open_call(address, metadata)
     try:

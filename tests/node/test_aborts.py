@@ -67,6 +67,28 @@ async def test_a_waiting_prefill_enters_when_an_export_is_released() -> None:
         await both_idle(pair)
 
 
+async def test_nobody_is_asked_for_pages_when_who_waited_for_room_has_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No step follows the abort: the flag is not left up until some other request comes."""
+    async with running_pair(Setup(num_blocks=6)) as pair:
+        wanted: list[bool] = []
+        monkeypatch.setattr(pair.p.node.shell.connector, "want_back", wanted.append)
+        first = await prefilled(pair, request("first", PROMPT))
+        await pair.to_p.prefill(request("r", PROMPT[::-1]))
+        await pair.to_p.until_load(lambda load: load.waiting == 1)
+        await pair.p.node.shell.thread.call(lambda _: None)
+        assert wanted[-1]
+        steps = pair.p.engine.stats.num_steps
+        await pair.to_p.abort("r")
+        await pair.to_p.until_load(lambda load: load.waiting == 0)
+        await pair.p.node.shell.thread.call(lambda _: None)
+        assert not wanted[-1]
+        assert pair.p.engine.stats.num_steps == steps, "nothing else has said so"
+        await pair.to_p.release(first)
+        await both_idle(pair)
+
+
 async def test_abort_while_the_prefill_computes() -> None:
     async with running_pair() as pair:
         await gated_prefills(pair, [request("r", PROMPT)])

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
+from baton.engine.kv_cache import KVArena
 from baton.errors import ConfigError
+from baton.kv_spec import LayerSpec
+from baton.node import lanes as node_lanes
 from baton.node.config import NodeConfig
-from baton.node.lanes import MAKERS, LaneSettings, make_lanes, parse_lanes
+from baton.node.lanes import AUTO, MAKERS, LaneSettings, PoolPlace, make_lanes, parse_lanes
 from baton.timing import Timing
 from kv_transfer.grpc_stream import GrpcLane
 from kv_transfer.stream import StreamLane
@@ -36,6 +40,43 @@ def test_what_is_no_list_of_lanes(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_lanes(text)
     assert caught.value.field == "kv_lanes"
+
+
+def pool_at(place: PoolPlace) -> KVArena:
+    return KVArena((LayerSpec(2, 8, 8),), 8, 8, "bfloat16", memory=place.memory)
+
+
+def test_auto_takes_shared_memory_where_there_is_room(tmp_path: Path) -> None:
+    names = parse_lanes(AUTO)
+    assert names == ("shm", "stream", "grpc")
+    place = PoolPlace(names, tmp_path, optional=True)
+    arena = pool_at(place)
+    assert place.shared is not None
+    assert arena.layer(0)[0].data_ptr() == place.shared.address
+    assert place.usable(names) == names
+    place.close()
+
+
+@pytest.mark.parametrize("why", ["no directory", "a full one", "little memory"])
+def test_auto_does_without_it_where_there_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    directory = tmp_path / "missing" if why == "no directory" else tmp_path
+    one_pool = pool_at(PoolPlace((), tmp_path)).num_bytes
+    usage = shutil.disk_usage(tmp_path)._replace(free=2 * one_pool - 1)
+    if why == "a full one":
+        monkeypatch.setattr(node_lanes.shutil, "disk_usage", lambda _: usage)
+    elif why == "little memory":
+        monkeypatch.setattr(node_lanes.HostMemory, "available", lambda _: 2 * one_pool - 1)
+    names = parse_lanes(AUTO)
+    place = PoolPlace(names, directory, optional=True)
+    arena = pool_at(place)
+    assert arena.num_bytes == one_pool
+    assert place.shared is None
+    assert place.usable(names) == ("stream", "grpc")
+    assert not list(tmp_path.iterdir()), "no file is left"
+    with pytest.raises(ConfigError):  # who asks for it by name is told
+        pool_at(PoolPlace(("shm",), tmp_path / "missing"))
 
 
 def test_settings_of_a_configuration(tmp_path: Path) -> None:

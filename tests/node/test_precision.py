@@ -83,5 +83,6 @@ async def test_a_request_on_converted_kv_is_not_handed_on_as_exact() -> None:
         failed = await pair.to_d.failure_of("r")
         assert failed.code == GivenBack.code
         assert pair.d.engine.stats.num_handed_on == 0
+        assert pair.d.engine.stats.departures == {"precision": 1}
         await pair.p.until_idle()
         await pair.d.until_idle()

@@ -18,6 +18,7 @@ import pytest
 from baton.engine import adopted_pages
 from baton.errors import KVTimeout
 from baton.handles import KVHandle
+from baton.llm import LLM
 from baton.sampling import SamplingParams
 from baton.timing import Timing
 from tests.cluster import Member, Plan, cluster
@@ -92,23 +93,39 @@ async def test_full_pages_are_read_in_place(reference: Reference, tmp_path: Path
         assert not promises(decode)
 
 
-@pytest.mark.parametrize("options", [{"kv_cache_dtype": "int8"}, {"block_size": 2 * SIZE}])
-async def test_pools_that_differ_or_keep_scales_apart_are_copied(
-    reference: Reference, tmp_path: Path, options: dict[str, Any]
-) -> None:
+async def test_pools_that_differ_are_copied(reference: Reference, tmp_path: Path) -> None:
     (tmp_path / "shm").mkdir()
-    mixed = OPTIONS if "block_size" in options else OPTIONS | options
-    async with cluster(
-        Plan(reference.model, (mixed,), (OPTIONS | options,), shared=tmp_path / "shm")
-    ) as c:
+    larger = OPTIONS | {"block_size": 2 * SIZE}
+    here = Plan(reference.model, (OPTIONS,), (larger,), shared=tmp_path / "shm")
+    async with cluster(here) as c:
         done = await c.generate(reference.prompts, PARAMS)
         assert {each.retries for each in done} == {0}
-        if mixed is OPTIONS:
-            assert [each.token_ids for each in done] == reference.tokens
+        assert [each.token_ids for each in done] == reference.tokens
         await c.settle()
         (decode,) = c.decode
         assert decode.stats.num_adopted_blocks == 0
         assert decode.transfers.bytes_received["shm"] > 0
+
+
+@pytest.mark.parametrize("takes_over", [False, True])
+async def test_int8_pages_are_read_with_their_scales(
+    reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, takes_over: bool
+) -> None:
+    """== one engine with int8 KV; also when they become own pages in mid-stream."""
+    if takes_over:
+        monkeypatch.setattr(adopted_pages, "TAKE_OVER_AFTER_S", 0.0)
+    options: dict[str, Any] = OPTIONS | {"kv_cache_dtype": "int8"}
+    llm = LLM(model=str(reference.model), num_kv_blocks=64, threads=1, **options)
+    alone = llm.generate([list(prompt) for prompt in reference.prompts], PARAMS)
+    (tmp_path / "shm").mkdir()
+    async with cluster(Plan(reference.model, (options,), (options,), shared=tmp_path / "shm")) as c:
+        done = await c.generate(reference.prompts, PARAMS)
+        assert [each.token_ids for each in done] == [tuple(each.token_ids) for each in alone]
+        await c.settle()
+        (decode,) = c.decode
+        assert decode.stats.num_adopted_blocks == sum(length // SIZE for length in LENGTHS)
+        assert (decode.stats.num_taken_over_blocks > 0) == takes_over
+        assert decode.transfers.bytes_received == {}
 
 
 async def test_deterministic_attention_reads_in_place_too(

@@ -265,6 +265,14 @@ async def test_a_draining_node_hands_on_the_kv_that_all_share(
         assert [await samples.whole()] == expected
         assert samples.retries == 0, "as asked: nobody failed"
         assert leaving.stats.num_handed_on == 1
+        # What is each sample's own is computed again there, and that is counted.
+        kind = "shared" if params is LONG else "prompt"
+        assert leaving.stats.departures == {kind: 1}
+        assert leaving.stats.num_left_behind_tokens > 0
+        metrics = leaving.node.shell.metrics.render().decode().splitlines()
+        [line] = [line for line in metrics if line.startswith("baton_departures_total{")]
+        assert f'kv="{kind}"' in line
+        assert line.endswith(" 1.0")
         assert sum(member.stats.num_prompt_tokens for member in c.prefill) == len(PROMPTS[2])
         assert c.router.services.dispatcher.migrations.done == 1
         await c.settle()

@@ -7,15 +7,20 @@ and that nothing was computed twice.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from baton.client import AsyncClient, GenerateEvent
+from baton.engine.thread import StepReport
 from baton.messages import DrainNode
 from baton.sampling import SamplingParams
+from baton.timing import Timing
+from router import migration
 from tests.cluster import Cluster, Member, Plan, cluster
 from tests.system.references import Tokens, one_engine_tokens, prompts
 from tests.tiny_models import make_tiny_model
@@ -140,6 +145,44 @@ async def test_without_another_node_requests_finish_where_they_are(model: Path) 
             await node.node.drain()
         assert await stream.whole() == one_engine_tokens(model, [PROMPTS[1]], GREEDY)[0]
         assert node.stats.num_handed_on == 0
+        await c.settle()
+
+
+async def test_a_full_node_is_relieved(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--rebalance`: running requests leave a node that swaps, for one with room, with their KV."""
+    small = {"block_size": 8, "num_kv_blocks": 44, "preemption_mode": "swap"}
+    params = replace(GREEDY, max_tokens=120)
+    here = Plan(
+        model, decode=[small, {"num_kv_blocks": 512}], router={"rebalance": True},
+        timing=Timing(heartbeat_s=0.05),
+    )  # fmt: skip
+    async with cluster(here) as c:
+        full, roomy = c.decode
+        asked = threading.Event()
+        thread, migrate = full.node.shell.thread, c.router.services.dispatcher.migrate
+        tell = thread._on_step
+
+        def tell_and_wait(report: StepReport) -> None:
+            """The moment at which it is full lasts until somebody was asked to move."""
+            tell(report)
+            load = report.load
+            if load.swapped and load.free_blocks <= migration.FULL * load.total_blocks:
+                asked.wait(WAIT_S)
+
+        def ask(request_id: str) -> Any:
+            asked.set()
+            return migrate(request_id)
+
+        monkeypatch.setattr(thread, "_on_step", tell_and_wait)
+        monkeypatch.setattr(c.router.services.dispatcher, "migrate", ask)
+        found = await c.generate(4 * PROMPTS, params)
+        assert [each.token_ids for each in found] == 4 * one_engine_tokens(model, PROMPTS, params)
+        assert {each.retries for each in found} == {0}
+        assert asked.is_set()
+        assert full.stats.num_swap_outs > 0
+        assert full.stats.departures["whole"] >= 1
+        assert c.router.services.dispatcher.migrations.done == full.stats.num_handed_on
+        assert (roomy.stats.num_handed_on, roomy.stats.num_prompt_tokens) == (0, 0)
         await c.settle()
 
 

@@ -6,7 +6,7 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
-from kv_transfer.tls import TlsFiles
+from baton.tls import TlsFiles
 
 KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2")
 
@@ -20,7 +20,8 @@ def make_files(directory: Path) -> TlsFiles:
         "-CA", "ca.pem", "-CAkey", "ca.key", "-addext", "basicConstraints=CA:FALSE",
         "-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost",
     )  # fmt: skip
-    return TlsFiles(directory / "node.pem", directory / "node.key", directory / "ca.pem")
+    pem = [directory / name for name in ("node.pem", "node.key", "ca.pem")]
+    return TlsFiles(*pem, prefix="kv_tls")
 
 
 def believing(own: TlsFiles, ca: TlsFiles) -> TlsFiles:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from baton.timing import Timing
+from baton.tls import TlsFiles
 from kv_transfer.base import Lane
 from kv_transfer.dist import DistLane, DistSettings
 from kv_transfer.grpc_stream import GrpcLane
@@ -17,7 +18,6 @@ from kv_transfer.nixl_agent import load
 from kv_transfer.shm_arena import ShmArena
 from kv_transfer.stats import TransferStats
 from kv_transfer.stream import StreamLane, StreamOptions
-from kv_transfer.tls import TlsFiles
 from tests.transfer.certificates import make_files
 from tests.transfer.cluster import FRAME_ARRIVED, Cluster
 from tests.transfer.direct_lanes import nixl_lane, shm_lane

@@ -2,7 +2,7 @@
 
 Each test proves that its fault has happened, that no wrong KV was used (a fetch succeeds with the
 exporter's bytes or raises), and that on both sides every block is accounted for afterwards. Damage,
-loss and reordering of single frames: test_contract_failures.py. Real processes: test_processes.py.
+loss and reordering of single frames: test_fault_table.py. Real processes: test_processes.py.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ async def test_the_pool_is_churned_under_who_reads_it_himself(
 
 # ---- one side dies ------------------------------------------------------------------------------
 @pytest.mark.parametrize("cluster", KINDS, indirect=True)
-@pytest.mark.parametrize("percent", [50, 100])
+@pytest.mark.parametrize("percent", [25, 50, 75, 100])
 async def test_p_goes_at_any_point(cluster: Cluster, percent: int) -> None:
     """All connections break at once, as when a process is killed."""
     async with staged(cluster) as stage:

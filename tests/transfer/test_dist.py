@@ -19,11 +19,11 @@ from baton.errors import ConfigError, KVCorrupt, KVError, KVLost, KVTimeout
 from baton.handles import LaneAddress
 from baton.node.lanes import MAKERS, LaneSettings
 from baton.timing import Timing
+from baton.tls import TlsFiles
 from kv_transfer.base import Incoming, ScatterWire, Wire
 from kv_transfer.dist import DistLane, DistSettings
 from kv_transfer.frames import MAX_PAYLOAD, Buffer
 from kv_transfer.records import RecordSocket, Tag
-from kv_transfer.tls import TlsFiles
 from tests.transfer.pools import PATIENCE_S
 
 TIMING = Timing(kv_progress_s=2.0)

@@ -11,12 +11,12 @@ import pytest
 from baton.errors import KVLost, KVRefused
 from baton.handles import KVHandle, LaneAddress
 from baton.timing import Timing
+from baton.tls import TlsFiles
 from kv_transfer.base import Incoming, Lane, Serve
 from kv_transfer.frames import Buffer
 from kv_transfer.grpc_stream import GrpcLane
 from kv_transfer.stats import LaneStats
 from kv_transfer.stream import StreamLane, StreamOptions
-from kv_transfer.tls import TlsFiles
 from tests.transfer.certificates import believing
 from tests.transfer.cluster import Cluster, transfer
 from tests.transfer.pools import (

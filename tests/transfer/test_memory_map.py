@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from baton.engine.kv_cache import KVArena, bytes_per_block
@@ -123,6 +123,7 @@ def test_what_is_not_in_the_pool_is_refused(
     lambda children: st.lists(children, max_size=5), max_leaves=25,
 ).map(json.dumps))  # fmt: skip
 @settings(max_examples=400)
+@example("[0,1,1,[]]")  # a pool without layers
 def test_any_other_text_is_corrupt(text: str) -> None:
     with pytest.raises(KVCorrupt):
         MemoryMap.from_text(text)

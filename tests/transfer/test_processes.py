@@ -75,7 +75,9 @@ async def node(lane: str, **settings: object) -> AsyncIterator[Node]:
         await made.connector.stop()
 
 
-@pytest.mark.parametrize(("lane", "percent"), [("grpc", 50), ("stream", 100)])
+@pytest.mark.parametrize(
+    ("lane", "percent"), [("stream", 25), ("grpc", 50), ("stream", 75), ("grpc", 100)]
+)
 async def test_p_is_killed(lane: str, percent: int) -> None:
     """KVLost at once, not at a deadline; nothing of it is used."""
     async with (

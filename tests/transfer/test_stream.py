@@ -20,6 +20,7 @@ import pytest
 from baton.errors import ConfigError, KVError, KVLost, KVRefused
 from baton.handles import LaneAddress
 from baton.timing import Timing
+from baton.tls import TlsFiles
 from kv_transfer.base import Incoming, ScatterWire
 from kv_transfer.frames import (
     MAX_PAYLOAD,
@@ -30,7 +31,6 @@ from kv_transfer.frames import (
     encode_into,
 )
 from kv_transfer.stream import TLS, UNIX, StreamLane, StreamOptions
-from kv_transfer.tls import TlsFiles
 from tests.transfer.certificates import believing
 from tests.transfer.pools import BOOT_P, PATIENCE_S
 from tests.transfer.stream_bench import TCP_ONLY, UNIX_ONLY, Bench, Caught, ask, dial, echo, frame

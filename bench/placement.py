@@ -1,0 +1,300 @@
+"""Where prompts are computed and in how large steps, simulated: `python -m bench.placement`.
+
+Requests of the recorded traces, scaled as `baton bench serve --goodput` scales them, meet one core
+for prefill and one for decode, or both in one node. The decision is the router's own, by what it
+would know (router/placement.py): loads as of each node's last step, and what it has sent. No wall
+clock, no model: seconds of CPU. What it cannot show is what it is told: Machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import itertools
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from baton.handles import NodeLoad
+from bench.measure import Slo
+from bench.recorded import Scaling, TraceRequest, bundled, plan_trace, read_trace
+from bench.workload import PlannedRequest
+from router.placement import Prompt, placement_costs
+
+BLOCK: Final = 32  # tokens of a prefix block
+FADING: Final = 0.9  # of what a node's rate is measured over, per step
+WARM: Final = 100.0  # tokens computed before the first request
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Seconds unless said. `both`: how much faster two cores compute a prompt, `both_decode` a step
+    of streams. `chunk_s`: of a step with prompts, whatever its size; `context_s`: per token and
+    token before it. `request_s`, `token_s`: of the router, on the prefill node's core."""
+
+    tokens_per_s: float = 5000.0  # of one core
+    both: float = 1.8
+    both_decode: float = 1.3
+    chunk_s: float = 0.004
+    context_s: float = 3e-8
+    step_s: float = 0.006
+    stream_s: float = 0.0008
+    hand_over_s: float = 0.005
+    request_s: float = 0.004
+    token_s: float = 6e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """`prefill_step` None: one node does both. `auto`: the router decides; else always remote."""
+
+    name: str
+    decode_step: int
+    prefill_step: int | None = None
+    auto: bool = False
+
+
+WAYS: Final = (
+    Way("colocated", 2048),
+    Way("remote, steps of 512", 128, 512),
+    Way("auto, steps of 2048", 128, 2048, auto=True),
+    Way("auto, steps of 512", 128, 512, auto=True),
+)
+
+
+@dataclass(slots=True, eq=False)
+class Asked:
+    """One request and what became of it."""
+
+    planned: PlannedRequest
+    blocks: list[int]  # chained hashes
+    left: int = 0  # prompt tokens to compute
+    uncached: int = 0  # at the start
+    token_times: list[float] = field(default_factory=list[float])
+
+    @property
+    def ttft_s(self) -> float:
+        return self.token_times[0] - self.planned.at_s
+
+    def within(self, slo: Slo) -> bool:
+        times = self.token_times
+        per_token = (times[-1] - times[0]) / max(1, len(times) - 1)
+        return self.ttft_s <= slo.ttft_s and per_token <= slo.tpot_s
+
+
+class Node:
+    """A node on `cores` cores: first come, first served, streams first in each step."""
+
+    def __init__(self, machine: Machine, step_tokens: int, cores: int) -> None:
+        self.waiting: list[Asked] = []
+        self.streams: list[Asked] = []
+        self.busy = False
+        self.debt_s = 0.0  # of the router on this node's core
+        # As router.placement.Node wants it: of the last step, and what was sent since. A prompt has
+        # been computed here before.
+        self.load = NodeLoad(prefill_tokens_per_s=machine.tokens_per_s)
+        self.unreported_tokens = 0
+        self._machine = machine
+        self._step_tokens = step_tokens
+        self._cores = cores
+        self._known: set[int] = set()
+        self._recent = (WARM, WARM / machine.tokens_per_s)  # tokens, seconds
+
+    @property
+    def assigned(self) -> int:
+        return len(self.waiting) + len(self.streams)
+
+    @property
+    def assigned_tokens(self) -> int:
+        return sum(each.uncached for each in self.waiting)
+
+    def cached(self, asked: Asked) -> int:
+        known = sum(1 for _ in itertools.takewhile(self._known.__contains__, asked.blocks))
+        return min(known * BLOCK, len(asked.planned.prompt) - 1)
+
+    def know(self, asked: Asked) -> None:
+        self._known.update(asked.blocks)
+
+    def take(self, asked: Asked) -> None:
+        asked.left = asked.uncached = len(asked.planned.prompt) - self.cached(asked)
+        self.unreported_tokens += asked.uncached
+        self.waiting.append(asked)
+
+    def begin_step(self) -> tuple[float, list[Asked], list[tuple[Asked, int]]]:
+        """Its seconds, the streams in it, and the prompts with so many tokens of each."""
+        machine, streams = self._machine, list(self.streams)
+        room = self._step_tokens - len(streams)
+        chunks: list[tuple[Asked, int]] = []
+        for asked in self.waiting:
+            if room > 0:
+                chunks.append((asked, min(asked.left, room)))
+                room -= chunks[-1][1]
+        both, both_decode = machine.both, machine.both_decode
+        if self._cores == 1:
+            both = both_decode = 1.0
+        seconds = self.debt_s
+        if streams:
+            seconds += (machine.step_s + machine.stream_s * len(streams)) / both_decode
+        tokens = sum(count for _, count in chunks)
+        if chunks:
+            pairs = sum(
+                count * (len(asked.planned.prompt) - asked.left + count / 2)
+                for asked, count in chunks
+            )
+            seconds += machine.chunk_s
+            seconds += (tokens / machine.tokens_per_s + pairs * machine.context_s) / both
+            before, spent = self._recent
+            self._recent = FADING * before + tokens, FADING * spent + seconds
+        self.debt_s = 0.0
+        return seconds, streams, chunks
+
+    def report(self) -> None:
+        tokens, seconds = self._recent
+        self.load = NodeLoad(
+            running=len(self.streams),
+            waiting=len(self.waiting),
+            waiting_tokens=sum(each.left for each in self.waiting),
+            prefill_tokens_per_s=tokens / seconds,
+        )
+        self.unreported_tokens = 0
+
+
+class Simulation:
+    """One way through one plan."""
+
+    def __init__(self, machine: Machine, way: Way) -> None:
+        self._machine = machine
+        self._way = way
+        apart = way.prefill_step is not None
+        self._decode = Node(machine, way.decode_step, 1 if apart else 2)
+        self._prefill = Node(machine, way.prefill_step, 1) if way.prefill_step else None
+        self._events: list[tuple[float, int, Asked | Node, object]] = []
+        self._order = itertools.count()
+        # The router shares all cores of one node, or the prefill node's.
+        self._router_share = 1.0 if apart else 0.5
+        self.num_local = 0
+
+    def run(self, plan: Sequence[PlannedRequest]) -> list[Asked]:
+        asked = [Asked(each, _chain(each.prompt)) for each in plan]
+        for each in asked:
+            self._push(each.planned.at_s, each, False)
+        while self._events:
+            now, _, who, what = heapq.heappop(self._events)
+            if isinstance(who, Node):
+                self._end_step(who, now, what)
+            elif what:  # handed over
+                self._decode.streams.append(who)
+                self._decode.know(who)
+                self._begin_step(self._decode, now)
+            else:
+                self._arrive(who, now)
+        return asked
+
+    def _push(self, at: float, who: Asked | Node, what: object) -> None:
+        heapq.heappush(self._events, (at, next(self._order), who, what))
+
+    @property
+    def _beside_router(self) -> Node:
+        return self._prefill or self._decode
+
+    def _arrive(self, asked: Asked, now: float) -> None:
+        self._beside_router.debt_s += self._machine.request_s * self._router_share
+        node = self._chosen(asked)
+        self.num_local += node is self._decode
+        node.take(asked)
+        self._begin_step(node, now)
+
+    def _chosen(self, asked: Asked) -> Node:
+        prefill, decode = self._prefill, self._decode
+        if prefill is None or not self._way.auto:
+            return prefill or decode
+        size = len(asked.planned.prompt)
+        prompt = Prompt(size, prefill.cached(asked), decode.cached(asked))
+        costs = placement_costs(prompt, prefill, decode)
+        return decode if costs is not None and costs.local_is_cheaper else prefill
+
+    def _begin_step(self, node: Node, now: float) -> None:
+        if not node.busy and (node.waiting or node.streams):
+            node.busy = True
+            seconds, *plan = node.begin_step()
+            self._push(now + seconds, node, plan)
+
+    def _end_step(self, node: Node, now: float, what: object) -> None:
+        assert isinstance(what, list)
+        streams, chunks = what
+        node.busy = False
+        for asked in streams:
+            asked.token_times.append(now)
+            if len(asked.token_times) >= asked.planned.max_tokens:
+                node.streams.remove(asked)
+                node.know(asked)
+        self._beside_router.debt_s += len(streams) * self._machine.token_s * self._router_share
+        for asked, count in chunks:
+            asked.left -= count
+            if asked.left == 0:
+                self._computed(node, asked, now)
+        node.report()
+        self._begin_step(node, now)
+
+    def _computed(self, node: Node, asked: Asked, now: float) -> None:
+        node.waiting.remove(asked)
+        node.know(asked)
+        asked.token_times.append(now)
+        if asked.planned.max_tokens > 1 and node is self._decode:
+            node.streams.append(asked)
+        elif asked.planned.max_tokens > 1:
+            self._push(now + self._machine.hand_over_s, asked, True)
+
+
+def _chain(prompt: str | tuple[int, ...]) -> list[int]:
+    whole = range(0, len(prompt) - BLOCK + 1, BLOCK)
+    return list(itertools.accumulate((hash(prompt[at : at + BLOCK]) for at in whole), _link))
+
+
+def _link(parent: int, block: int) -> int:
+    return hash((parent, block))
+
+
+def compare(
+    trace: Sequence[TraceRequest], machine: Machine, scaling: Scaling, slo: Slo, draws: int
+) -> dict[str, dict[str, float]]:
+    """By way: the share of requests within both limits, TTFT p99, the share computed locally."""
+    found: dict[str, dict[str, float]] = {}
+    for way in WAYS:
+        asked: list[Asked] = []
+        num_local = 0
+        for seed in range(1, draws + 1):
+            simulation = Simulation(machine, way)
+            asked += simulation.run(plan_trace(trace, scaling, seed))
+            num_local += simulation.num_local
+        ttfts = sorted(each.ttft_s for each in asked)
+        found[way.name] = {
+            "within": round(sum(each.within(slo) for each in asked) / len(asked), 3),
+            "ttft_p99_ms": round(ttfts[int(0.99 * len(ttfts))] * 1e3),
+            "local": round(num_local / len(asked), 2),
+        }
+    return found
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.placement", description=__doc__)
+    parser.add_argument("--draws", type=int, default=16, help="plans of 8 s, of each case")
+    parser.add_argument("--slo-ttft-ms", type=float, default=500.0)
+    parser.add_argument("--slo-tpot-ms", type=float, default=50.0)
+    options = parser.parse_args(argv)
+    slo = Slo(options.slo_ttft_ms / 1e3, options.slo_tpot_ms / 1e3)
+    for name, path in bundled().items():
+        trace = read_trace(path)
+        for speed in (5000.0, 3500.0, 2500.0):
+            for rate in (1.0, 2.0, 4.0, 8.0):
+                scaling = Scaling(rate, 8.0, 192, 32, 1800, (300, 4000))
+                ways = compare(trace, Machine(speed), scaling, slo, options.draws)
+                row = {"trace": name, "tokens_per_s": speed, "rate": rate, "ways": ways}
+                sys.stdout.write(json.dumps(row) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

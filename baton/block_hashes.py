@@ -12,11 +12,13 @@ import hashlib
 import json
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Final
 
 HASH_BYTES: Final = 16
 
 
+@lru_cache(maxsize=1024)
 def root_hash(
     model_digest: str, tenant_salt: str = "", kv_dtype: str = "", adapter: str = ""
 ) -> bytes:

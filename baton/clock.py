@@ -14,8 +14,7 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    def monotonic(self) -> float:
-        return time.monotonic()
+    monotonic = staticmethod(time.monotonic)
 
 
 def remaining_ms(deadline: float | None, clock: Clock) -> int:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from typing import Final, TextIO
 
 from baton.errors import ConfigError
@@ -20,14 +18,21 @@ MAX_ID_CHARS: Final = 256  # of a client's id, whatever it sends
 _request: ContextVar[str] = ContextVar("baton_request", default="-")
 
 
-@contextmanager
-def request_context(request_id: str) -> Iterator[None]:
+class request_context:
     """Lines logged inside carry `request_id`."""
-    token = _request.set(request_id)
-    try:
-        yield
-    finally:
-        _request.reset(token)
+
+    __slots__ = ("_request_id", "_token")
+
+    def __init__(self, request_id: str) -> None:
+        self._request_id = request_id
+        self._token: Token[str] | None = None
+
+    def __enter__(self) -> None:
+        self._token = _request.set(self._request_id)
+
+    def __exit__(self, *_: object) -> None:
+        assert self._token is not None, "entered"
+        _request.reset(self._token)
 
 
 class LineFormatter(logging.Formatter):

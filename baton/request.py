@@ -25,6 +25,8 @@ class RequestState(enum.StrEnum):
     FAILED = "failed"
     CANCELLED = "cancelled"
 
+    __hash__ = str.__hash__  # Enum's own is Python code, and states are keys of every table
+
     @property
     def terminal(self) -> bool:
         return self in TERMINAL

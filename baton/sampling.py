@@ -8,7 +8,6 @@ Conventions are vLLM's: temperature 0 = greedy, top_k 0 or -1 = off, min_p 0 = o
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -36,6 +35,7 @@ BOUNDS: Final[dict[str, tuple[float, float]]] = {
 MAX_STOP_TOKEN_IDS: Final = 256
 MAX_LOGIT_BIAS: Final = 1024
 MAX_BIAS: Final = 100
+_NUMBERS: Final = (int, float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +90,9 @@ class SamplingParams:
             value: Any = getattr(self, name)
             if value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int | float):
+            if isinstance(value, bool) or not isinstance(value, _NUMBERS):
                 raise InvalidRequest(f"{name} must be a number", field=name)
-            if math.isnan(value) or not low <= value <= high:
+            if not low <= value <= high:  # a NaN is not either
                 raise InvalidRequest(
                     f"{name} must be between {low} and {high}, got {value}", field=name
                 )

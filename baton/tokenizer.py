@@ -36,6 +36,10 @@ class StreamDecoder(Protocol):
         """Text that became final with this token; "" while a character is unfinished."""
         ...
 
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        """Of several tokens in a row."""
+        ...
+
     def flush(self) -> str:
         """What an unfinished character at the end leaves (replacement characters), once."""
         ...
@@ -150,6 +154,11 @@ class _ByteStream:
             return ""
         return self._utf8.decode(self._bytes_of.get(token_id, b""))
 
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        skipped, bytes_of = self._skipped, self._bytes_of
+        shown = [bytes_of.get(token_id, b"") for token_id in token_ids if token_id not in skipped]
+        return self._utf8.decode(b"".join(shown))
+
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)
 
@@ -177,6 +186,9 @@ class _WindowStream:
         if text == "" or (text.endswith(_REPLACEMENT) and len(self._pending) < _MAX_PENDING_TOKENS):
             return ""
         return self._show(text)
+
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(self.push, token_ids))
 
     def flush(self) -> str:
         return self._show(self._new_text()) if self._pending else ""

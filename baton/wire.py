@@ -25,8 +25,7 @@ from baton.events import (
     Subscribed,
     TokenEvent,
 )
-from baton.handles import Endpoint, KVHandle, LaneAddress, NodeLoad, NodeRecord, Role
-from baton.kv_spec import PoolFormat
+from baton.handles import KVHandle, NodeLoad, NodeRecord, Role
 from baton.request import Request
 from baton.sampling import SamplingParams
 from baton.wire_checks import (
@@ -40,6 +39,9 @@ from baton.wire_checks import (
 )
 from baton.wire_guided import guided_from_wire, guided_to_wire
 from baton.wire_values import (
+    endpoint_from_wire,
+    endpoint_to_wire,
+    kept_endpoint_to_wire,
     logprobs_from_wire,
     logprobs_to_wire,
     pool_task_from_wire,
@@ -60,9 +62,6 @@ _BLOCK_KINDS: Final = {
     BlockEventKind.CLEARED: node_pb2.BlockEvent.CLEARED,
 }
 _BLOCK_KIND_OF: Final = {number: kind for kind, number in _BLOCK_KINDS.items()}
-_PLAIN_HANDLE: Final = (
-    "boot_id", "export_seq", "request_id", "sample", "epoch", "num_tokens", "secret", "lease_ms",
-)  # fmt: skip
 _PLAIN_RECORD: Final = (
     "node_id", "boot_id", "address", "model", "model_digest", "block_size", "max_model_len",
     "vocab_size", "version", "adapters", "eos_token_ids",
@@ -72,17 +71,24 @@ _PLAIN_PARAMS: Final = (
     "length_penalty", "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty",
 )  # fmt: skip
+_SCALAR_PARAMS: Final = (*_PLAIN_PARAMS, "best_of", "early_stopping", "stop_token_ids")
 
 
 def sampling_to_wire(params: SamplingParams) -> node_pb2.SamplingParams:
     if params.seed is None:
         raise InvalidRequest("the seed must be drawn before a request travels", field="seed")
-    values = {spec.name: getattr(params, spec.name) for spec in fields(params)}  # no deep copies
-    values |= {"best_of": params.best_of or 0, "guided": params.guided and asdict(params.guided)}
-    values["logit_bias"] = dict(params.logit_bias)
-    values["bad_words"] = [node_pb2.TokenIds(ids=word) for word in params.bad_words]
-    values["guided"] = None if params.guided is None else guided_to_wire(params.guided)
-    return node_pb2.SamplingParams(**values)
+    # What is zero or empty is so on the wire without being said.
+    values = {name: value for name in _SCALAR_PARAMS if (value := getattr(params, name))}
+    message = node_pb2.SamplingParams(
+        **values, logprobs=params.logprobs, prompt_logprobs=params.prompt_logprobs
+    )
+    if params.logit_bias:
+        message.logit_bias.update(params.logit_bias)
+    if params.bad_words:
+        message.bad_words.extend(node_pb2.TokenIds(ids=word) for word in params.bad_words)
+    if params.guided is not None:
+        message.guided.CopyFrom(guided_to_wire(params.guided))
+    return message
 
 
 def sampling_from_wire(message: node_pb2.SamplingParams) -> SamplingParams:
@@ -144,55 +150,21 @@ def request_from_wire(message: node_pb2.Request, clock: Clock) -> Request:
     )
 
 
-# ---- endpoints and handles ----
-
-
-def format_from_wire(message: kv_pb2.PoolFormat) -> PoolFormat:
-    if message.block_size < 1 or message.tp_size < 1:
-        raise InvalidRequest("block_size and tp_size must be at least 1", field="format")
-    return PoolFormat(
-        block_size=message.block_size,
-        dtype=required(message.dtype, "dtype"),
-        tp_size=message.tp_size,
-        tp_rank=message.tp_rank,
-        codecs=tuple(message.codecs),
-    )
-
-
-def endpoint_to_wire(value: Endpoint) -> kv_pb2.Endpoint:
-    return kv_pb2.Endpoint(
-        boot_id=value.boot_id,
-        protocol_version=value.protocol_version,
-        layout_fingerprint=value.layout_fingerprint,
-        format=kv_pb2.PoolFormat(**{n: getattr(value.format, n) for n in PoolFormat.__slots__}),
-        lanes=[
-            kv_pb2.Lane(name=lane.name, address=lane.address, attributes=dict(lane.attributes))
-            for lane in value.lanes
-        ],
-        ranks=[endpoint_to_wire(rank) for rank in value.ranks],
-    )
-
-
-def endpoint_from_wire(message: kv_pb2.Endpoint) -> Endpoint:
-    present(message, "format")
-    return Endpoint(
-        boot_id=identifier(message.boot_id, "boot_id"),
-        layout_fingerprint=required(message.layout_fingerprint, "layout_fingerprint"),
-        format=format_from_wire(message.format),
-        lanes=tuple(
-            LaneAddress(
-                required(lane.name, "lane"), lane.address, tuple(sorted(lane.attributes.items()))
-            )
-            for lane in message.lanes
-        ),
-        protocol_version=message.protocol_version,
-        ranks=tuple(endpoint_from_wire(rank) for rank in message.ranks),
-    )
+# ---- handles ----
 
 
 def handle_to_wire(value: KVHandle) -> kv_pb2.KVHandle:
-    plain = {name: getattr(value, name) for name in _PLAIN_HANDLE}
-    return kv_pb2.KVHandle(**plain, endpoint=endpoint_to_wire(value.endpoint))
+    return kv_pb2.KVHandle(
+        boot_id=value.boot_id,
+        export_seq=value.export_seq,
+        request_id=value.request_id,
+        sample=value.sample,
+        epoch=value.epoch,
+        num_tokens=value.num_tokens,
+        secret=value.secret,
+        lease_ms=value.lease_ms,
+        endpoint=kept_endpoint_to_wire(value.endpoint),
+    )
 
 
 def handle_from_wire(message: kv_pb2.KVHandle) -> KVHandle:
@@ -202,8 +174,17 @@ def handle_from_wire(message: kv_pb2.KVHandle) -> KVHandle:
     present(message, "endpoint")
     if message.num_tokens < 1 or message.lease_ms < 1 or not message.secret:
         raise InvalidRequest("a handle needs num_tokens, lease_ms and secret", field="handle")
-    plain = {name: getattr(message, name) for name in _PLAIN_HANDLE}
-    return KVHandle(**plain, endpoint=endpoint_from_wire(message.endpoint))
+    return KVHandle(
+        boot_id=message.boot_id,
+        export_seq=message.export_seq,
+        request_id=message.request_id,
+        sample=message.sample,
+        epoch=message.epoch,
+        num_tokens=message.num_tokens,
+        secret=message.secret,
+        lease_ms=message.lease_ms,
+        endpoint=endpoint_from_wire(message.endpoint),
+    )
 
 
 def handle_to_bytes(value: KVHandle) -> bytes:
@@ -392,8 +373,10 @@ def token_event_from_wire(message: node_pb2.TokenEvent) -> TokenEvent:
         finish_reason=finish_reason(message.finish_reason),
         stop_token_id=message.stop_token_id if message.has_stop_token else None,
         num_cached_tokens=message.num_cached_tokens,
-        logprobs=logprobs_from_wire(message.logprobs),
-        prompt_logprobs=logprobs_from_wire(message.prompt_logprobs),
+        logprobs=logprobs_from_wire(message.logprobs) if message.logprobs else (),
+        prompt_logprobs=logprobs_from_wire(message.prompt_logprobs)
+        if message.prompt_logprobs
+        else (),
     )
 
 
@@ -459,15 +442,15 @@ def step_to_wire(value: NodeStep) -> node_pb2.NodeStep:
 
 def step_from_wire(message: node_pb2.NodeStep) -> NodeStep:
     return NodeStep(
-        tokens=tuple(token_event_from_wire(event) for event in message.tokens),
-        handles=tuple(_handle_ready_from_wire(ready) for ready in message.handles),
-        subscribed=tuple(Subscribed(*_named(item)) for item in message.subscribed),
-        failed=tuple(_failed_from_wire(item) for item in message.failed),
+        tokens=tuple(map(token_event_from_wire, message.tokens)),
+        handles=tuple(map(_handle_ready_from_wire, message.handles)),
+        subscribed=tuple([Subscribed(*_named(item)) for item in message.subscribed]),
+        failed=tuple(map(_failed_from_wire, message.failed)),
         load=load_from_wire(message.load) if message.HasField("load") else None,
         block_events_seq=message.block_events_seq,
-        block_events=tuple(_block_event_from_wire(event) for event in message.block_events),
+        block_events=tuple(map(_block_event_from_wire, message.block_events)),
         last=message.last,
-        pooled=tuple(pooled_from_wire(pooled) for pooled in message.pooled),
+        pooled=tuple(map(pooled_from_wire, message.pooled)),
     )
 
 

@@ -12,6 +12,7 @@ from baton.errors import InvalidRequest
 from baton.request import FinishReason
 
 MAX_ID_CHARS: Final = 256
+_FINISH_REASONS: Final = tuple(str(reason) for reason in FinishReason)
 
 
 def required(text: str, name: str) -> str:
@@ -57,4 +58,4 @@ def nothing_unknown(message: Message, name: str) -> None:
 def finish_reason(text: str) -> FinishReason | None:
     if not text:
         return None
-    return FinishReason(one_of(text, [str(reason) for reason in FinishReason], "finish_reason"))
+    return FinishReason(one_of(text, _FINISH_REASONS, "finish_reason"))

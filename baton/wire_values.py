@@ -1,4 +1,5 @@
-"""Values inside node messages <-> protobuf: log-probabilities, prompts to pool and their vectors.
+"""Values inside node messages <-> protobuf: log-probabilities, prompts to pool and their vectors,
+endpoints (part of every handle, so what was made is kept, both ways).
 
 Used by baton/wire.py, which has the messages around them.
 """
@@ -6,15 +7,19 @@ Used by baton/wire.py, which has the messages around them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Final, cast
 
 from baton.errors import InvalidRequest
 from baton.events import Pooled, TokenLogprob
+from baton.handles import Endpoint, LaneAddress
+from baton.kv_spec import PoolFormat
 from baton.messages import PoolKind, SubmitPool
 from baton.request import Request
-from baton.wire_checks import epoch_of, one_of, required
+from baton.wire_checks import epoch_of, identifier, one_of, present, required
 from protos import kv_pb2, node_pb2
 
+KEPT: Final = 256  # endpoints: incarnations of nodes
 POOL_KINDS: Final = ("last", "mean", "yes_no")
 
 
@@ -78,4 +83,59 @@ def pooled_from_wire(message: node_pb2.Pooled) -> Pooled:
         required(message.request_id, "request_id"),
         epoch_of(message.epoch),
         tuple(message.vectors),
+    )
+
+
+def format_from_wire(message: kv_pb2.PoolFormat) -> PoolFormat:
+    if message.block_size < 1 or message.tp_size < 1:
+        raise InvalidRequest("block_size and tp_size must be at least 1", field="format")
+    return PoolFormat(
+        block_size=message.block_size,
+        dtype=required(message.dtype, "dtype"),
+        tp_size=message.tp_size,
+        tp_rank=message.tp_rank,
+        codecs=tuple(message.codecs),
+    )
+
+
+def endpoint_to_wire(value: Endpoint) -> kv_pb2.Endpoint:
+    return kv_pb2.Endpoint(
+        boot_id=value.boot_id,
+        protocol_version=value.protocol_version,
+        layout_fingerprint=value.layout_fingerprint,
+        format=kv_pb2.PoolFormat(**{n: getattr(value.format, n) for n in PoolFormat.__slots__}),
+        lanes=[
+            kv_pb2.Lane(name=lane.name, address=lane.address, attributes=dict(lane.attributes))
+            for lane in value.lanes
+        ],
+        ranks=[endpoint_to_wire(rank) for rank in value.ranks],
+    )
+
+
+@lru_cache(KEPT)
+def kept_endpoint_to_wire(value: Endpoint) -> kv_pb2.Endpoint:
+    """The same message again and again: to be copied into others, never changed."""
+    return endpoint_to_wire(value)
+
+
+def endpoint_from_wire(message: kv_pb2.Endpoint) -> Endpoint:
+    return _endpoint_of(message.SerializeToString(deterministic=True))
+
+
+@lru_cache(KEPT)
+def _endpoint_of(data: bytes) -> Endpoint:
+    message = kv_pb2.Endpoint.FromString(data)
+    present(message, "format")
+    return Endpoint(
+        boot_id=identifier(message.boot_id, "boot_id"),
+        layout_fingerprint=required(message.layout_fingerprint, "layout_fingerprint"),
+        format=format_from_wire(message.format),
+        lanes=tuple(
+            LaneAddress(
+                required(lane.name, "lane"), lane.address, tuple(sorted(lane.attributes.items()))
+            )
+            for lane in message.lanes
+        ),
+        protocol_version=message.protocol_version,
+        ranks=tuple(endpoint_from_wire(rank) for rank in message.ranks),
     )

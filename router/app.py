@@ -17,6 +17,7 @@ from baton.errors import BatonError
 from baton.log import request_context
 from router.anthropic.errors import AnthropicErrors
 from router.auth import OPEN_PATHS, ApiKeyGuard
+from router.direct import DirectRoutes
 from router.endpoints import Endpoints
 from router.http_api import HttpApi
 from router.http_guard import HeadGuard, HttpLimits
@@ -53,7 +54,8 @@ def create_app(services: RouterServices, limits: HttpLimits | None = None) -> AS
     )
     # Slashes mean what they say: a redirect would tell the unauthenticated which routes exist.
     routes.router.redirect_slashes = False
-    guarded = ApiKeyGuard(routes, services.config.key_ring())
+    direct = DirectRoutes(routes, http.busiest)
+    guarded = ApiKeyGuard(direct, services.config.key_ring())
     limited = HeadGuard(RequestIds(guarded), limits if limits is not None else HttpLimits())
     return AnthropicErrors(limited)
 

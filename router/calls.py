@@ -6,7 +6,6 @@ Choices are numbered prompt by prompt: choice i is sample i % n of prompt i // n
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -136,7 +135,7 @@ class WholeReply:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply = await whole_answer(
-            receive, self._run(), self._call.completions, self._call.timeout_s
+            receive, self._run(), self._call.completions, self._call.timeout_s, scope
         )
         if reply is not None:
             await reply(scope, receive, send)
@@ -185,12 +184,12 @@ async def whole_answer(
     work: Coroutine[Any, Any, bytes],
     completions: Sequence[Completion],
     timeout_s: float,
+    scope: Scope | None = None,
 ) -> Response | None:
     """The JSON that `work` makes (with the receipt of its completions, if that is asked for), or
     its failure; None if nobody is left to read an answer."""
     try:
-        async with asyncio.timeout(timeout_s + GRACE_S):
-            body = await while_connected(receive, work)
+        body = await while_connected(receive, work, scope, timeout_s + GRACE_S)
     except Cancelled as error:
         log_failure(error, error)
         return None

@@ -124,17 +124,32 @@ class Completion:
     async def _run(
         self, dispatch: Dispatch, meter: RequestMeter, clock: Clock
     ) -> AsyncGenerator[Delta, None]:
-        """All samples, as they come. The last end is told when the dispatcher has recorded it."""
+        """All samples as they come, each ended once. The last end is told when the dispatcher has
+        recorded it."""
         outcome = "cancelled"
         meter.params = self.request.params
         last: Delta | None = None
         try:
-            async with aclosing(self._deltas(dispatch, meter, clock)) as deltas:
-                async for delta in deltas:
-                    if self._ended:
+            try:
+                async with aclosing(dispatch.run(self.request, self.trace)) as events:
+                    async for event in events:
+                        delta = self._absorb(event, dispatch)
+                        if delta is None:
+                            continue
+                        meter.tokens(clock.monotonic(), len(event.token_ids), event.sample)
+                        if not self._ended:
+                            yield delta
+                            continue
                         last = delta
-                    else:
-                        yield delta
+                        if self.trace.text_stop:
+                            break
+            except Cancelled:
+                if not self.trace.aborted:
+                    raise
+                for delta in self._cut_short():
+                    if last is not None:
+                        yield last
+                    last = delta
             if last is None or last.finish_reason is None:
                 raise InternalError("the token stream ended without a finish reason")
             outcome = last.finish_reason.value
@@ -151,32 +166,23 @@ class Completion:
     def _ended(self) -> bool:
         return all(sample.ended for sample in self._samples)
 
-    async def _deltas(
-        self, dispatch: Dispatch, meter: RequestMeter, clock: Clock
-    ) -> AsyncGenerator[Delta, None]:
-        """Of every sample, each ended once; goes on to the end that the dispatcher records."""
-        try:
-            async with aclosing(dispatch.run(self.request, self.trace)) as events:
-                async for event in events:
-                    sample = self._samples[event.sample]
-                    if sample.ended:
-                        continue  # what is under way of a sample that its text has ended
-                    self._note(event)
-                    delta = sample.absorb(event)
-                    meter.tokens(clock.monotonic(), len(event.token_ids), event.sample)
-                    if sample.stopped_by_text and self._ended:
-                        self.trace.stopped_by_text()
-                        yield delta
-                        break
-                    if sample.stopped_by_text:
-                        dispatch.stop_sample(self.request.id, event.sample)
-                    yield delta
-        except Cancelled:
-            if not self.trace.aborted:
-                raise
-            for sample in self._samples:
-                if not sample.ended:
-                    yield sample.aborted()
+    def _absorb(self, event: TokenEvent, dispatch: Dispatch) -> Delta | None:
+        """None for what is under way of a sample that its text has ended."""
+        sample = self._samples[event.sample]
+        if sample.ended:
+            return None
+        self._note(event)
+        delta = sample.absorb(event)
+        if sample.stopped_by_text:
+            if self._ended:
+                self.trace.stopped_by_text()
+            else:
+                dispatch.stop_sample(self.request.id, event.sample)
+        return delta
+
+    def _cut_short(self) -> list[Delta]:
+        """The ends of what an operator has aborted."""
+        return [sample.aborted() for sample in self._samples if not sample.ended]
 
     async def _best(self, live: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
         """The n best samples, best first, once all have ended."""
@@ -217,6 +223,7 @@ class SampleText:
         self._parts: list[Part] = []
         self._decoder = tokenizer.stream(rules.skip_special_tokens, shown)
         self._stops = StopMatcher(rules.stop, rules.include_stop)
+        self._plain = not rules.stop and self._parser is None  # nothing is looked for in the text
 
     def absorb(self, event: TokenEvent) -> Delta:
         """Text of one event. Mutates decoder, matcher, parser and counts."""
@@ -224,6 +231,8 @@ class SampleText:
             reason = event.finish_reason and FinishReason.LENGTH
             return self._delta(Delta(event.position, (), "", reason))
         ended_by_token = event.stop_token_id is not None and event.finish_reason is not None
+        if self._plain:
+            return self._delta(self._as_it_is(event, ended_by_token))
         shown: list[str] = []
         for index, token_id in enumerate(event.token_ids):
             self.num_tokens += 1
@@ -252,6 +261,22 @@ class SampleText:
                 stop_reason=self._stop_token(event),
                 logprobs=event.logprobs,
             )
+        )
+
+    def _as_it_is(self, event: TokenEvent, ended_by_token: bool) -> Delta:
+        """All of an event's text at once."""
+        ids = event.token_ids
+        self.num_tokens += len(ids)
+        text = self._decoder.push_all(ids[:-1] if ended_by_token else ids)
+        if event.finish_reason is None:
+            return Delta(event.position, ids, text, logprobs=event.logprobs)
+        return Delta(
+            position=event.position,
+            token_ids=ids,
+            text=text + self._decoder.flush(),
+            finish_reason=event.finish_reason,
+            stop_reason=self._stop_token(event),
+            logprobs=event.logprobs,
         )
 
     def aborted(self) -> Delta:

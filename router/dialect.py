@@ -129,7 +129,7 @@ class DialectReply:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply = await whole_answer(
-            receive, self._run(), self._call.completions, self._call.timeout_s
+            receive, self._run(), self._call.completions, self._call.timeout_s, scope
         )
         if reply is not None:
             await reply(scope, receive, send)

@@ -102,6 +102,8 @@ class Journey:
         self._move: Move | None = None  # under way to another decode node
         self._moved_at: float | None = None
         self._task: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._late = False  # its deadline has passed
         self._closing = False
 
     # ---- for the dispatcher ----
@@ -109,9 +111,15 @@ class Journey:
     def start(self, ended: Callable[[], object]) -> None:
         self._task = asyncio.create_task(self._run(), name=f"request {self._request.id}")
         self._task.add_done_callback(lambda task: self._over(task, ended))
+        deadline = self._request.deadline
+        assert deadline is not None, "Dispatcher.run sets one"
+        left_s = max(0.0, deadline - self._clock.monotonic())
+        self._timer = asyncio.get_running_loop().call_later(left_s, self._expire)
 
     def _over(self, task: asyncio.Task[None], ended: Callable[[], object]) -> None:
         ended()
+        if self._timer is not None:
+            self._timer.cancel()
         if task.cancelled():  # before it began: none of its own code has run
             self.failure = Cancelled("the request was cancelled")
             self.shown.close()
@@ -120,6 +128,10 @@ class Journey:
         """Once the end is being recorded there is nothing left to cancel."""
         if self._task is not None and not self._closing:
             self._task.cancel()
+
+    def _expire(self) -> None:
+        self._late = not self._closing
+        self.cancel()
 
     def stop_sample(self, sample: int) -> None:
         """No node computes it any further, none begins it again."""
@@ -166,7 +178,7 @@ class Journey:
     async def stop(self) -> None:
         """Cancel it unless it has ended; returns when nodes and store have been told."""
         self.cancel()
-        if self._task is not None:
+        if self._task is not None and not self._task.done():
             await asyncio.wait({self._task})
 
     async def _run(self) -> None:
@@ -178,10 +190,13 @@ class Journey:
                 await self.travel(ledger)
             outcome = RequestState.FINISHED
         except asyncio.CancelledError:
-            outcome = RequestState.FINISHED if self._trace.text_stop else RequestState.CANCELLED
-            self.failure = None if self._trace.text_stop else Cancelled("the request was cancelled")
-        except TimeoutError:
-            self.failure = DeadlineExceeded("the request's deadline has passed")
+            if self._trace.text_stop:
+                outcome = RequestState.FINISHED
+            elif self._late:
+                self.failure = DeadlineExceeded("the request's deadline has passed")
+            else:
+                outcome = RequestState.CANCELLED
+                self.failure = Cancelled("the request was cancelled")
         except BatonError as error:
             self.failure = error
         except Exception as error:  # the caller gets an opaque error, the log all of it
@@ -199,17 +214,14 @@ class Journey:
 
     async def travel(self, opened: list[RequestLedger]) -> None:
         """From QUEUED to the last token. `opened` gets the ledger, for whoever records the end."""
-        deadline = self._request.deadline
-        assert deadline is not None, "Dispatcher.run sets one"
-        async with asyncio.timeout(deadline - self._clock.monotonic()):
-            ledger = await self._parts.store.open(self._request, description(self._request))
-            opened.append(ledger)
-            self._trace.queued_at = self._clock.monotonic()
-            while not self._output.finished:
-                try:
-                    await self._attempt(ledger)
-                except HopFailed as failure:
-                    await self._fail_over(ledger, failure)
+        ledger = await self._parts.store.open(self._request, description(self._request))
+        opened.append(ledger)
+        self._trace.queued_at = self._clock.monotonic()
+        while not self._output.finished:
+            try:
+                await self._attempt(ledger)
+            except HopFailed as failure:
+                await self._fail_over(ledger, failure)
 
     async def _attempt(self, ledger: RequestLedger) -> None:
         """One epoch: give the request to its nodes, follow them to the end. Raises HopFailed."""
@@ -241,12 +253,12 @@ class Journey:
             trace.dispatched_at = self._clock.monotonic()
         known = len(self._request.known_ids)
         if route.prefill is None:
-            await ledger.move(RequestState.DECODE, decode_node=route.decode.node_id)
+            ledger.post(RequestState.DECODE, decode_node=route.decode.node_id)
             self._legs.begin_decode(
                 route.decode, SubmitDecode(self._request), known - route.decode_cached
             )
         else:
-            await ledger.move(RequestState.PREFILL, prefill_node=route.prefill.node_id)
+            ledger.post(RequestState.PREFILL, prefill_node=route.prefill.node_id)
             self._legs.begin_prefill(
                 route.prefill, SubmitPrefill(self._request), known - route.prefill_cached
             )
@@ -259,7 +271,7 @@ class Journey:
         if node is None or self._parts.registry.session(node.boot_id) is None:
             node = self._nodes.decode(self._request, handle.endpoint.layout_fingerprint)
         self._trace.decode_node = node.node_id
-        await ledger.move(
+        ledger.post(
             RequestState.TRANSFER,
             decode_node=node.node_id,
             kv_handle=wire.handle_to_bytes(handle).hex(),
@@ -319,7 +331,7 @@ class Journey:
             self._trace.migrations += 1
             self._moved_at = self._clock.monotonic()
             self._end_move("done")
-        await ledger.move(RequestState.DECODE)
+        ledger.post(RequestState.DECODE)
 
     async def _move_on(self, ledger: RequestLedger, handle: KVHandle) -> None:
         """The decode node has let go of the request: the next one fetches from it and goes on."""

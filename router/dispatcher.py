@@ -40,8 +40,8 @@ class Dispatcher:
         `trace.stopped_by_text()`). Mutates `trace`. Raises BatonError where the request fails.
         """
         parts, trace = self._parts, trace or RequestTrace()
-        deadline = request.deadline or parts.clock.monotonic() + parts.timeout_s
-        request = replace(request, deadline=deadline)
+        if request.deadline is None:
+            request = replace(request, deadline=parts.clock.monotonic() + parts.timeout_s)
         async with self.gate.admitted(request, trace):
             journey = Journey(request, trace, parts)
             self._live[request.id] = journey

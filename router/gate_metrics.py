@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from baton.metrics import TTFT_BUCKETS
 from router.gate import Gate
+from router.tallies import Histogram
 
 
 def watch_gate(registry: CollectorRegistry, gate: Gate) -> None:
@@ -20,10 +21,11 @@ def watch_gate(registry: CollectorRegistry, gate: Gate) -> None:
     waits = Histogram(
         "baton_admission_wait_seconds",
         "Waits for room of requests that were let in; 0 for none",
+        (),
         buckets=(0.0001, *TTFT_BUCKETS),
         registry=registry,
     )
-    gate.stats.waits.append(waits.observe)
+    gate.stats.waits.append(waits.labels().observe)
     registry.register(_Admission(gate))
 
 

@@ -9,7 +9,7 @@ in.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from router.anthropic.api import AnthropicApi
 from router.calls import Api, Call, Runner, WholeReply
 from router.chat_rules import conversation_of
 from router.completion import Completion
+from router.direct import Handler
 from router.guided import asked_of
 from router.intake import Asked, Intake
 from router.openai import (
@@ -85,6 +86,14 @@ class HttpApi:
             Route(path, handler, methods=["GET"]) for path, handler in get
         ]
         return [*own, *dialects]
+
+    @property
+    def busiest(self) -> Mapping[str, Handler]:
+        """POST routes that are worth a short way (router/direct.py)."""
+        return {
+            "/v1/completions": self.completions,
+            "/v1/chat/completions": self.chat_completions,
+        }
 
     # ---- generation ----
 

@@ -4,7 +4,8 @@ uvicorn's h11 protocol alone keeps half a request open for ever, accepts Content
 with Transfer-Encoding, and bounds a head only when it arrives in pieces (httptools does none of
 it). Two parts, both composed, neither a parser (parsers that disagree let requests be smuggled):
 
-    GuardedProtocol   wraps uvicorn's H11Protocol per connection: deadlines, send buffer
+    GuardedProtocol   wraps uvicorn's H11Protocol per connection: deadlines, send buffer, and who
+                      is told of its end (router/connection.py)
     HeadGuard         ASGI middleware over the parsed head: sizes, counts, duplicate framing headers
 """
 
@@ -24,6 +25,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from baton.tls import TlsFiles
+from router.connection import HANG_UP, HangUp
 from router.web_errors import http_error_response
 
 _TIMEOUT_REPLY: Final = (
@@ -85,7 +87,9 @@ class GuardedProtocol(asyncio.Protocol):
         *,
         limits: HttpLimits,
     ) -> None:
-        self._inner = H11Protocol(config, server_state, app_state, _loop)
+        self._hang_up = HangUp()
+        state = {**app_state, HANG_UP: self._hang_up}
+        self._inner = H11Protocol(config, server_state, state, _loop)
         self._loop = _loop if _loop is not None else asyncio.get_running_loop()
         self._limits = limits
         self._others = server_state.connections
@@ -119,6 +123,7 @@ class GuardedProtocol(asyncio.Protocol):
         if not self._accepted:
             return
         self._inner.connection_lost(exc)
+        self._hang_up.happened()
 
     def pause_writing(self) -> None:
         self._inner.pause_writing()
@@ -191,10 +196,13 @@ class HeadGuard:
             return 431, "too many headers"
         if sum(sizes) > limits.head_bytes or max(sizes, default=0) > limits.header_bytes:
             return 431, "the headers are too large"
-        names = [name for name, _ in headers]
+        names = {name for name, _ in headers}
         if b"content-length" in names and b"transfer-encoding" in names:
             return 400, "content-length together with transfer-encoding"
+        if len(names) == len(headers):
+            return None
+        every = [name for name, _ in headers]
         for name in _SINGLE:
-            if names.count(name) > 1:
+            if every.count(name) > 1:
                 return 400, f"more than one {name.decode()} header"
         return None

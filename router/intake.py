@@ -118,11 +118,13 @@ class Intake:
         """Everything checked and drawn: the request goes to the dispatcher as it is."""
         defaults = {
             "max_tokens": asked.default_max_tokens,
+            "seed": secrets.randbits(64),
             **self._services.sampling_defaults,
         }
         params = sampling_params(body, defaults)
         words = bad_word_ids(body.bad_words, self._services.tokenizer)
-        params = replace(params, bad_words=words, guided=asked.guided)
+        if words or asked.guided is not None:
+            params = replace(params, bad_words=words, guided=asked.guided)
         field = "max_tokens"
         if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
             field = "max_completion_tokens"
@@ -131,8 +133,6 @@ class Intake:
         check_prompt_logprobs(len(asked.prompt_ids), params.prompt_logprobs, field)
         token_ids_below(params.stop_token_ids, model.vocab_size, "stop_token_ids")
         token_ids_below(tuple(dict(params.logit_bias)), model.vocab_size, "logit_bias")
-        if params.seed is None:
-            params = replace(params, seed=secrets.randbits(64))
         now = self._services.clock.monotonic()
         rules = OutputRules(
             stop=stops_of(body),

@@ -58,9 +58,27 @@ class RequestLedger:
         self.epoch = 1
         self.recorded = False
         self.behind = False
+        self._posted = 0  # moves that the store has not answered
 
     async def move(self, state: RequestState, **fields: str) -> None:
         """One transition to a non-terminal state. Raises IllegalTransition."""
+        move = self._moved(state, fields)
+        if move is not None:
+            self.took(await self._guard.call(lambda store: store.move(move)))
+
+    def post(self, state: RequestState, **fields: str) -> None:
+        """`move` that nobody waits for: the store answers before it answers what is asked next."""
+        move = self._moved(state, fields)
+        if move is not None:
+            self._posted += 1
+            self._guard.post(move, self._told)
+
+    def _told(self, status: WriteStatus | None) -> None:
+        self._posted -= 1
+        self.took(status)
+
+    def _moved(self, state: RequestState, fields: dict[str, str]) -> Move | None:
+        """The write of a transition; None if this request is written no more."""
         check_transition(self.state, state)
         move = Move(self.request_id, self.epoch, state, fields)
         self.state = state
@@ -68,14 +86,15 @@ class RequestLedger:
             self.epoch += 1
         if not self.recorded or self.behind:
             self._guard.stats.skipped += 1
-            return
-        status = await self._guard.call(lambda store: store.move(move))
-        self.took(status)
+            return None
+        return move
 
     async def finish(self, state: RequestState, **fields: str) -> None:
         """The terminal state; afterwards the ledger is closed. Raises IllegalTransition."""
         check_transition(self.state, state)
-        move = Move(self.request_id, self.epoch, state, fields, catch_up=self.behind)
+        # One that was posted may fail yet: then this one has its place.
+        behind = self.behind or self._posted > 0
+        move = Move(self.request_id, self.epoch, state, fields, catch_up=behind)
         self.state = state
         self._guard.close(self.request_id)
         if not self.recorded:
@@ -172,6 +191,22 @@ class StoreGuard:
         except StoreUnavailable as error:
             self._lose(error)
             return None
+
+    def post(self, move: Move, told: Callable[[WriteStatus | None], None]) -> None:
+        """A move without waiting; `told` the store's answer, None if it is away."""
+        if self.stats.away:
+            self.stats.skipped += 1
+            told(None)
+            return
+
+        def answered(answer: WriteStatus | StoreUnavailable) -> None:
+            if isinstance(answer, StoreUnavailable):
+                self._lose(answer)
+                told(None)
+            else:
+                told(answer)
+
+        self._store.post(move, answered)
 
     async def beat(self) -> None:
         """One heartbeat: keep what is held, settle what ended meanwhile, sweep what others left."""

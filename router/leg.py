@@ -22,6 +22,7 @@ from baton.messages import (
     SubmitDecode,
     SubmitPrefill,
 )
+from router.mailbox import Mailbox
 from router.node_session import Attachment, NodeEvent, NodeSession
 from router.policy import NodeSnapshot
 from router.registry import NodeRegistry
@@ -53,8 +54,8 @@ class Legs:
 
     def __init__(self, registry: NodeRegistry) -> None:
         self._registry = registry
-        self._inbox: asyncio.Queue[tuple[Leg, NodeEvent]] = asyncio.Queue()
-        self._renew_at: float | None = None  # loop time; None: nothing to renew, or D does
+        self._inbox: Mailbox[tuple[Leg, NodeEvent]] = Mailbox()
+        self._renewal: asyncio.TimerHandle | None = None  # None: nothing to renew, or D does
         self.prefill: Leg | None = None
         self.decode: Leg | None = None
         self.handle: KVHandle | None = None
@@ -82,9 +83,9 @@ class Legs:
         self.decode = self._submit(node, message, num_tokens)
 
     def take_handle(self, handle: KVHandle) -> None:
-        """The export exists; from now on its lease is ours to renew."""
+        """The export has just been made; from now on its lease is ours to renew."""
         self.handle = handle
-        self.renew()
+        self._renew_later(handle)
 
     def take_over(self, handle: KVHandle) -> None:
         """The decode node has let go of the running request: now it is the exporter, and nothing
@@ -102,30 +103,35 @@ class Legs:
         if self.handle is None or self.prefill is None:
             return
         self.prefill.session.send(RenewExport(self.handle))
-        self._renew_at = asyncio.get_running_loop().time() + self.handle.lease_ms / 3000
+        self._renew_later(self.handle)
+
+    def _renew_later(self, handle: KVHandle) -> None:
+        self._stop_renewing()
+        loop = asyncio.get_running_loop()
+        self._renewal = loop.call_later(handle.lease_ms / 3000, self.renew)
+
+    def _stop_renewing(self) -> None:
+        if self._renewal is not None:
+            self._renewal.cancel()
+            self._renewal = None
 
     def subscribed(self) -> None:
         """The decode node renews the lease now, and reports the exporter's death."""
-        self._renew_at = None
+        self._stop_renewing()
 
     @property
     def is_subscribed(self) -> bool:
-        return self.handle is not None and self._renew_at is None
+        return self.handle is not None and self._renewal is None
 
     async def next_event(self) -> tuple[Leg, NodeEvent]:
         """What a node says next; the lease is renewed meanwhile."""
-        while True:
-            if self._renew_at is None or not self._inbox.empty():
-                return await self._inbox.get()
-            try:
-                async with asyncio.timeout_at(self._renew_at):
-                    return await self._inbox.get()
-            except TimeoutError:
-                self.renew()
+        return await self._inbox.get()
 
     def pending_events(self) -> list[tuple[Leg, NodeEvent]]:
         """What has been delivered and not been read."""
-        return [self._inbox.get_nowait() for _ in range(self._inbox.qsize())]
+        pending = list(self._inbox.waiting)
+        self._inbox.waiting.clear()
+        return pending
 
     def drop_decode(self) -> None:
         """The decode node failed; the export stays, and stays leased."""
@@ -158,7 +164,8 @@ class Legs:
         self._forget()
 
     def _forget(self) -> None:
-        self.prefill = self.decode = self.handle = self._renew_at = None
+        self._stop_renewing()
+        self.prefill = self.decode = self.handle = None
         self.prefilled = self.decoding = False
         self.shows = None
 
@@ -174,9 +181,9 @@ class Legs:
         def deliver(event: NodeEvent) -> None:
             # Nearly all tokens of all streams come through here: no turn of the journey's task for
             # those, as long as nothing before them waits for one.
-            shows = self.shows if leg is self.decode and self._inbox.empty() else None
+            shows = self.shows if leg is self.decode and not self._inbox.waiting else None
             if shows is None or not isinstance(event, TokenEvent) or not shows(event):
-                self._inbox.put_nowait((leg, event))
+                self._inbox.put((leg, event))
 
         session.attach(Attachment(request.id, request.epoch, deliver, max(0, num_tokens)))
         session.send(message)

@@ -45,6 +45,7 @@ from router.dispatcher import Dispatcher
 from router.gate import Gate, GateSettings
 from router.gate_metrics import watch_gate
 from router.grpc_api import GrpcServer
+from router.heap import settle
 from router.http_guard import HttpLimits, uvicorn_settings
 from router.ledger import StoreGuard
 from router.memory_store import MemoryStore
@@ -217,6 +218,7 @@ async def serve(config: RouterConfig) -> None:
     ]
     try:
         await until(http.began, tasks)
+        settle()
         announce(config, listener, grpc_port, own, admin.address)
         await until(stages.drain, tasks)
         router.services.lifecycle.draining = True

@@ -22,6 +22,7 @@ from router.store import (
     Move,
     RequestRecord,
     Swept,
+    Told,
     WriteStatus,
 )
 
@@ -83,6 +84,10 @@ class MemoryStore:
     async def move(self, move: Move) -> WriteStatus:
         assert not move.state.terminal, "a terminal state is `finish`'s"
         return self._write(move)
+
+    def post(self, move: Move, told: Told) -> None:
+        assert not move.state.terminal, "a terminal state is `finish`'s"
+        told(self._write(move))
 
     async def finish(self, move: Move) -> WriteStatus:
         assert move.state.terminal, "a non-terminal state is `move`'s"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
@@ -26,6 +26,7 @@ from baton.metrics import (
 )
 from baton.sampling import SamplingParams
 from router.migration import MigrationStats
+from router.tallies import Counter, Histogram
 from router.trace import RequestTrace
 from router.vllm_metrics import Finished, NodeInfo, VllmMetrics
 
@@ -46,6 +47,23 @@ _ALIASES: Final[dict[str, tuple[str, ...]]] = {
     "baton_prefix_cache_queries": ("vllm:prefix_cache_queries",),
     "baton_prefix_cache_hits": ("vllm:prefix_cache_hits",),
 }
+
+
+class _OfModel:
+    """What every request of one model touches: labels are looked up once."""
+
+    def __init__(self, by: _Instruments, model: str) -> None:
+        self.first_token = by.first_token.labels(model)
+        self.inter_token = by.inter_token.labels(model)
+        self.per_token = by.per_token.labels(model)
+        self.e2e = by.e2e.labels(model)
+        self.queue = by.queue.labels(model)
+        self.handover = by.handover.labels(model)
+        self.prompt_tokens = by.prompt_tokens.labels(model)
+        self.generation_tokens = by.generation_tokens.labels(model)
+        self.retries = by.retries.labels(model)
+        self.prefix_queries = by.prefix_queries.labels(model)
+        self.prefix_hits = by.prefix_hits.labels(model)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +98,7 @@ class RouterMetrics:
         self._migrations: Callable[[], MigrationStats] = MigrationStats
         self._adapters: Callable[[], set[str]] = set
         self._live = 0
+        self._models: dict[str, _OfModel] = {}
         self.vllm = VllmMetrics(self.registry)
         self.registry.register(_Exported(self._own))
         self.registry.register(_Nodes(self._current_nodes, lambda: self._live))
@@ -120,6 +139,12 @@ class RouterMetrics:
     def ended(self) -> None:
         self._live -= 1
 
+    def of_model(self, model: str) -> _OfModel:
+        found = self._models.get(model)
+        if found is None:
+            found = self._models[model] = _OfModel(self.instruments, model)
+        return found
+
     def pooled(self, model: str, tokens: int, outcome: str) -> None:
         """An embedding or scoring call is over; `outcome`: "ok" or the error's code."""
         self.instruments.pooling.labels(model, outcome).inc()
@@ -139,7 +164,7 @@ class RequestMeter:
         self._first: float | None = None
         self._last: dict[int, float] = {}  # per sample: when its latest token was shown
         self._tokens = 0
-        self._inter_token = metrics.instruments.inter_token.labels(model)
+        self._by = metrics.of_model(model)
         self._ended = False
         self.params: SamplingParams | None = None  # as asked for, if its front door tells
 
@@ -147,9 +172,9 @@ class RequestMeter:
         """`count` new tokens of a sample are shown at `now`."""
         if self._first is None:
             self._first = now
-            self._metrics.instruments.first_token.labels(self._model).observe(now - self._arrival)
+            self._by.first_token.observe(now - self._arrival)
         elif count and sample in self._last:
-            self._inter_token.observe((now - self._last[sample]) / count)
+            self._by.inter_token.observe((now - self._last[sample]) / count)
         self._last[sample] = now
         self._tokens += count
 
@@ -159,16 +184,16 @@ class RequestMeter:
             return
         self._ended = True
         self._metrics.ended()
-        by, model = self._metrics.instruments, self._model
-        by.prompt_tokens.labels(model).inc(prompt_tokens)
-        by.generation_tokens.labels(model).inc(self._tokens)
-        by.retries.labels(model).inc(trace.retries)
-        by.prefix_queries.labels(model).inc(prompt_tokens)
-        by.prefix_hits.labels(model).inc(min(trace.cached_tokens, prompt_tokens))
+        by, model, mine = self._metrics.instruments, self._model, self._by
+        mine.prompt_tokens.inc(prompt_tokens)
+        mine.generation_tokens.inc(self._tokens)
+        mine.retries.inc(trace.retries)
+        mine.prefix_queries.inc(prompt_tokens)
+        mine.prefix_hits.inc(min(trace.cached_tokens, prompt_tokens))
         if trace.dispatched_at is not None:
-            by.queue.labels(model).observe(max(0.0, trace.dispatched_at - self._arrival))
+            mine.queue.observe(max(0.0, trace.dispatched_at - self._arrival))
         if trace.handover_s is not None:
-            by.handover.labels(model).observe(trace.handover_s)
+            mine.handover.observe(trace.handover_s)
         for role, node in (("prefill", trace.prefill_node), ("decode", trace.decode_node)):
             if node is not None:
                 by.nodes.labels(model, role, node).inc()
@@ -183,11 +208,11 @@ class RequestMeter:
             ),
         )  # fmt: skip
         by.success.labels(model, outcome).inc()
-        by.e2e.labels(model).observe(now - self._arrival)
+        mine.e2e.observe(now - self._arrival)
         samples = len(self._last)  # they run side by side: a mean of them
         if self._first is not None and self._tokens > samples:
             mean = (now - self._first) * samples / (self._tokens - samples)
-            by.per_token.labels(model).observe(mean)
+            mine.per_token.observe(mean)
 
 
 def _instruments(registry: CollectorRegistry) -> _Instruments:
@@ -195,7 +220,7 @@ def _instruments(registry: CollectorRegistry) -> _Instruments:
         return Histogram(name, text, [_MODEL], buckets=buckets, registry=registry)
 
     def counter(name: str, text: str, *labels: str) -> Counter:
-        return Counter(name, text, [_MODEL, *labels], registry=registry)
+        return Counter(name, text, [_MODEL, *labels], registry)
 
     return _Instruments(
         first_token=histogram(

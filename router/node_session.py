@@ -29,12 +29,15 @@ from baton.events import HandleReady, NodeStep, Pooled, RequestFailed, Subscribe
 from baton.handles import NodeLoad, NodeRecord
 from baton.timing import Timing, channel_options
 from protos import node_pb2, node_pb2_grpc
+from router.mailbox import Mailbox
+from router.policy import NodeSnapshot
 from router.prefix_index import PrefixIndex
 
 logger = logging.getLogger(__name__)
 FIRST_BACKOFF_S: Final = 0.1
 LAST_BACKOFF_S: Final = 2.0
 UNTAKEN_STEPS: Final = 16  # read and not routed; beyond, the node waits
+PART_EVENTS: Final = 256  # routed in one turn of the loop: some 5 ms with what its clients do
 BATCH_BYTES: Final = 1 << 20  # one message's, and one message may exceed it
 
 
@@ -100,9 +103,11 @@ class NodeSession:
         self._attached: dict[str, Attachment] = {}
         self._assigned_tokens = 0
         self._unreported: dict[str, int] = {}  # request -> prompt tokens
-        self._outbox: asyncio.Queue[messages.RouterMessage] = asyncio.Queue()
+        self._unreported_tokens = 0  # their sum
+        self._outbox: Mailbox[messages.RouterMessage] = Mailbox()
         self._wake = asyncio.Event()
         self._drained = False  # the node has said its last words
+        self._snapshot: NodeSnapshot | None = None  # None: something has changed since
         self.prefix = PrefixIndex()
 
     # ---- what it knows ----
@@ -138,7 +143,27 @@ class NodeSession:
     @property
     def unreported_tokens(self) -> int:
         """Of these, sent since the node last told its load: not yet part of it."""
-        return sum(self._unreported.values())
+        return self._unreported_tokens
+
+    def snapshot(self, record: NodeRecord) -> NodeSnapshot:
+        """All of this for the policy, made anew only when something has changed."""
+        if self._snapshot is None:
+            self._snapshot = NodeSnapshot(
+                node_id=record.node_id,
+                boot_id=record.boot_id,
+                role=record.role,
+                model_digest=record.model_digest,
+                fingerprint=record.endpoint.layout_fingerprint,
+                block_size=record.block_size,
+                kv_dtype=record.endpoint.format.dtype,
+                load=self._load,
+                prefix=self.prefix.hashes,
+                assigned=self.assigned,
+                assigned_tokens=self._assigned_tokens,
+                unreported_tokens=self.unreported_tokens,
+                adapters=record.adapters,
+            )
+        return self._snapshot
 
     # ---- requests ----
 
@@ -147,15 +172,20 @@ class NodeSession:
         if not self._connected:
             raise NodeLost(f"node {self.address} is not connected")
         self.detach(attachment.request_id)
+        self._snapshot = None
         self._attached[attachment.request_id] = attachment
         self._assigned_tokens += attachment.tokens
         self._unreported[attachment.request_id] = attachment.tokens
+        self._unreported_tokens += attachment.tokens
 
     def detach(self, request_id: str) -> None:
         """Route nothing more to the request. Twice is safe."""
+        self._snapshot = None
         attachment = self._attached.pop(request_id, None)
         # One that the node refused is never part of its load, and an idle node tells no load.
-        if self._unreported.pop(request_id, 0):
+        unreported = self._unreported.pop(request_id, 0)
+        if unreported:
+            self._unreported_tokens -= unreported
             self._context.reported()
         if attachment is not None:
             self._assigned_tokens -= attachment.tokens
@@ -163,7 +193,7 @@ class NodeSession:
     def send(self, message: messages.RouterMessage) -> None:
         """Queue a message; dropped when the session is down (whoever is attached has been told)."""
         if self._connected:
-            self._outbox.put_nowait(message)
+            self._outbox.put(message)
 
     # ---- the stream ----
 
@@ -247,8 +277,9 @@ class NodeSession:
         self._context.admit(self.address, record)
         self._record = record
         self._load = record.load
+        self._snapshot = None
         self._refused = ""
-        self._outbox = asyncio.Queue()
+        self._outbox = Mailbox()
         self._drained = False
         self.prefix.clear()
         self._connected = True
@@ -277,20 +308,41 @@ class NodeSession:
         steps = [item for item in batch if isinstance(item, NodeStep)]
         for step in steps:
             self._note(step)
-        current = [e for step in steps for e in step.tokens if self._attachment(e) is not None]
-        if current:
-            await self._context.log.append(current)
-        for step in steps:
-            self._route_all(step)
-            if step.last:
-                self._drained = True
-                return True
+        await self._show([event for step in steps for event in _in_order(step)])
+        if any(step.last for step in steps):
+            self._drained = True
+            return True
         if steps:
             self._context.reported()
         last = batch[-1]
         if isinstance(last, BaseException):
             raise last
         return last is None
+
+    async def _show(self, events: Sequence[Told]) -> None:
+        """Log the tokens, then route the events, in order. Many go in parts: while one is written to
+        its clients, the store has the next."""
+        if len(events) <= PART_EVENTS:
+            await self._log(events)
+            self._route_all(events)
+            return
+        starts = range(0, len(events), PART_EVENTS)
+        parts = [events[start : start + PART_EVENTS] for start in starts]
+        logged = [asyncio.create_task(self._log(part)) for part in parts]
+        try:
+            for part, done in zip(parts, logged, strict=True):
+                await done
+                self._route_all(part)
+                await asyncio.sleep(0)  # whoever waits for these goes first
+        finally:
+            for task in logged:
+                task.cancel()
+            await asyncio.gather(*logged, return_exceptions=True)
+
+    async def _log(self, events: Sequence[Told]) -> None:
+        current = [e for e in events if isinstance(e, TokenEvent) and self._attachment(e)]
+        if current:
+            await self._context.log.append(current)
 
     async def _write(self, call: Any) -> None:
         """Outbox to wire, in order: all that waits as one message, because each costs ~0.1 ms.
@@ -300,10 +352,13 @@ class NodeSession:
         clock = self._context.clock
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             while True:
-                batch = [wire.router_message_to_wire(await self._outbox.get(), clock)]
+                first = await self._outbox.get()
+                await asyncio.sleep(0)  # whatever else this turn of the loop brings goes along
+                batch = [wire.router_message_to_wire(first, clock)]
                 size = batch[0].ByteSize()
-                while size < BATCH_BYTES and not self._outbox.empty():
-                    batch.append(wire.router_message_to_wire(self._outbox.get_nowait(), clock))
+                waiting = self._outbox.waiting
+                while size < BATCH_BYTES and waiting:
+                    batch.append(wire.router_message_to_wire(waiting.popleft(), clock))
                     size += batch[-1].ByteSize()
                 await call.write(_one_message(batch))
 
@@ -312,16 +367,15 @@ class NodeSession:
         if step.load is not None:
             began_to_drain = step.load.draining and not self._load.draining
             self._load = step.load
+            self._snapshot = None
             self._unreported.clear()
+            self._unreported_tokens = 0
             if began_to_drain:
                 self._context.changed()
         self.prefix.apply(step.block_events_seq, step.block_events)
 
-    def _route_all(self, step: NodeStep) -> None:
-        """A request's handle comes before its tokens, its failure after them."""
-        for event in (
-            *step.handles, *step.subscribed, *step.pooled, *step.tokens, *step.failed,
-        ):  # fmt: skip
+    def _route_all(self, events: Sequence[Told]) -> None:
+        for event in events:
             self._route(event)
 
     def _attachment(self, event: Told) -> Attachment | None:
@@ -339,6 +393,7 @@ class NodeSession:
         if attachment.tokens and isinstance(event, TokenEvent):
             self._assigned_tokens -= attachment.tokens  # computed: token 1 is the proof
             attachment.tokens = 0
+            self._snapshot = None
         attachment.deliver(event)
 
     def _lose(self, reason: str) -> None:
@@ -347,18 +402,25 @@ class NodeSession:
         attached, self._attached = list(self._attached.values()), {}
         self._assigned_tokens = 0
         self._unreported.clear()
+        self._unreported_tokens = 0
+        self._snapshot = None
         node_id = self.address if self._record is None else self._record.node_id
+        if was_connected:
+            self._context.changed()
         for attachment in attached:
             attachment.deliver(SessionLost(node_id, reason, self._drained))
         if was_connected and self._drained:
             logger.info("node %s at %s has drained", node_id, self.address)
-            self._context.changed()
         elif was_connected:
             logger.warning(
                 "node %s at %s is lost with %d requests: %s",
                 node_id, self.address, len(attached), reason,
             )  # fmt: skip
-            self._context.changed()
+
+
+def _in_order(step: NodeStep) -> tuple[Told, ...]:
+    """A request's handle comes before its tokens, its failure after them."""
+    return (*step.handles, *step.subscribed, *step.pooled, *step.tokens, *step.failed)
 
 
 def _one_message(batch: Sequence[node_pb2.RouterMessage]) -> node_pb2.RouterMessage:

@@ -207,9 +207,10 @@ def sampling_params(
     asked = _asked_of_chat(body) if isinstance(body, ChatBody) else _asked_of_completion(body)
     given = asked.max_tokens
     values: dict[str, Any] = dict(defaults)
-    values |= {
-        name: getattr(body, name) for name in _PLAIN_FIELDS if getattr(body, name) is not None
-    }
+    for name in _PLAIN_FIELDS:
+        value = getattr(body, name)
+        if value is not None:
+            values[name] = value
     values |= fan_out(body)
     if given is not None:
         values["max_tokens"] = given

@@ -5,8 +5,6 @@ Nodes may repeat tokens (the decode node's first event repeats token 1); they ne
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from baton.errors import InternalError
 from baton.events import TokenEvent
 
@@ -72,9 +70,16 @@ class OutputSoFar:
         ids.extend(fresh)
         if known == 0:
             return event
-        return replace(
-            event,
+        return TokenEvent(  # not `replace`, which is three times as slow
+            request_id=event.request_id,
+            epoch=event.epoch,
             position=len(ids) - len(fresh),
             token_ids=fresh,
+            sample=event.sample,
+            finish_reason=event.finish_reason,
+            stop_token_id=event.stop_token_id,
+            num_cached_tokens=event.num_cached_tokens,
             logprobs=event.logprobs[known:],
+            prompt_logprobs=event.prompt_logprobs,
+            candidates=event.candidates,
         )

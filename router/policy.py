@@ -220,6 +220,8 @@ def prefix_lengths(ask: Ask, nodes: Iterable[NodeSnapshot]) -> dict[str, int]:
     """
     groups: dict[tuple[bytes, int], list[NodeSnapshot]] = {}
     for node in nodes:
+        if not node.prefix:
+            continue  # it holds nothing of anybody's
         root = root_hash(node.model_digest, ask.tenant_salt, node.kv_dtype, ask.adapter)
         groups.setdefault((root, node.block_size), []).append(node)
     lengths: dict[str, int] = {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Final
 
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 
 from baton.errors import Cancelled
@@ -19,14 +18,15 @@ async def read_body(request: HttpRequest) -> bytes:
     # Only JSON by name: a foreign web page then cannot post here without a CORS preflight.
     if content_type.partition(";")[0].strip().lower() != "application/json":
         raise HTTPException(415, "the content-type must be application/json")
-    raw = bytearray()
-    try:
-        async for piece in request.stream():
-            raw += piece
-            if len(raw) > MAX_BODY_BYTES:
-                raise HTTPException(
-                    413, f"the body exceeds {MAX_BODY_BYTES} bytes", {"connection": "close"}
-                )
-    except ClientDisconnect as error:
-        raise Cancelled("the client went away") from error
-    return bytes(raw)
+    raw, more = b"", True
+    while more:  # not request.stream(): an asynchronous generator costs more than what is read
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise Cancelled("the client went away")
+        raw += message.get("body", b"")
+        more = message.get("more_body", False)
+        if len(raw) > MAX_BODY_BYTES:
+            raise HTTPException(
+                413, f"the body exceeds {MAX_BODY_BYTES} bytes", {"connection": "close"}
+            )
+    return raw

@@ -43,10 +43,12 @@ from router.store import (
     Move,
     RequestRecord,
     Swept,
+    Told,
     WriteStatus,
 )
 
 logger = logging.getLogger(__name__)
+_STATUS: Final = {status.value.encode(): status for status in WriteStatus}
 BEAT_CHUNK: Final = 1000  # request keys in one BEAT: ~3.5 ms of Redis
 
 
@@ -115,21 +117,33 @@ class RedisStore:
         assert not move.state.terminal, "a terminal state is `finish`'s"
         return await self._write(move)
 
+    def post(self, move: Move, told: Told) -> None:
+        assert not move.state.terminal, "a terminal state is `finish`'s"
+
+        def settle(answer: bytes | Exception) -> None:
+            if isinstance(answer, Exception):
+                told(self._failed(answer))
+            else:
+                self._reached()
+                told(_STATUS[answer])
+
+        self._scripts.post(self._move, *self._moving(move), settle)
+
     async def finish(self, move: Move) -> WriteStatus:
         assert move.state.terminal, "a non-terminal state is `move`'s"
         return await self._write(move)
 
     async def _write(self, move: Move) -> WriteStatus:
-        keys = [request_key(move.request_id), LEASES, EVENTS, STATES, log_key(move.request_id)]
-        word: bytes = await self._run(
-            self._move,
-            keys,
-            [
-                self._owner, move.epoch, move.state.value, int(move.catch_up),
-                self._lease_ms, self._ttl_ms, *_flatten(move.fields),
-            ],
+        return _STATUS[await self._run(self._move, *self._moving(move))]
+
+    def _moving(self, move: Move) -> tuple[Sequence[str], Sequence[str | int]]:
+        """MOVE's keys and arguments."""
+        keys = (request_key(move.request_id), LEASES, EVENTS, STATES, log_key(move.request_id))
+        args = (
+            self._owner, move.epoch, move.state, int(move.catch_up),
+            self._lease_ms, self._ttl_ms, *_flatten(move.fields),
         )  # fmt: skip
-        return WriteStatus(word.decode())
+        return keys, args
 
     async def append(self, entries: Sequence[LogEntry]) -> list[WriteStatus]:
         if not entries:
@@ -141,7 +155,7 @@ class RedisStore:
             tokens = ",".join(map(str, entry.token_ids))
             args += [entry.epoch, entry.sample, entry.position, len(entry.token_ids), tokens]
         words: list[bytes] = await self._run(self._append, keys, args)
-        return [WriteStatus(word.decode()) for word in words]
+        return [_STATUS[word] for word in words]
 
     async def beat(self, held: Collection[str]) -> list[str]:
         ids = list(held)
@@ -198,11 +212,18 @@ class RedisStore:
         try:
             answer = await self._scripts.run(script, keys, args)
         except (RedisError, OSError, TimeoutError) as error:
-            self._connected_at = None
-            raise _unavailable(error) from error
+            raise self._failed(error) from error
+        self._reached()
+        return answer
+
+    def _reached(self) -> None:
+        """The server has answered."""
         if self._connected_at is None:
             self._connected_at = self._clock.monotonic()
-        return answer
+
+    def _failed(self, error: Exception) -> StoreUnavailable:
+        self._connected_at = None
+        return StoreUnavailable(f"Redis: {type(error).__name__}: {error}")
 
     async def _hgetall(self, key: str) -> dict[bytes, bytes]:
         reply: Any = self._redis.hgetall(key)  # typed as dict | Awaitable[dict]
@@ -215,14 +236,8 @@ class RedisStore:
             async with asyncio.timeout(self._timeout_s):
                 yield
         except (RedisError, OSError, TimeoutError) as error:
-            self._connected_at = None
-            raise _unavailable(error) from error
-        if self._connected_at is None:
-            self._connected_at = self._clock.monotonic()
-
-
-def _unavailable(error: Exception) -> StoreUnavailable:
-    return StoreUnavailable(f"Redis: {type(error).__name__}: {error}")
+            raise self._failed(error) from error
+        self._reached()
 
 
 def _flatten(fields: Mapping[str, str]) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -63,6 +63,14 @@ class NodeStatus:
     assigned: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Links:
+    """The sessions that stand, and their nodes' records."""
+
+    connected: Sequence[tuple[NodeSession, NodeRecord]]
+    by_boot: Mapping[str, NodeSession]
+
+
 class NodeRegistry:
     def __init__(self, parts: RegistryParts) -> None:
         """Raises ConfigError for TLS files that cannot be used."""
@@ -70,6 +78,7 @@ class NodeRegistry:
         self._sessions: dict[str, NodeSession] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._model: ServedModel | None = None
+        self._links: _Links | None = None  # None: they may have changed
         self._directory_away = False
         self._changed = asyncio.Event()
         self._watchers: list[Callable[[], None]] = []
@@ -135,28 +144,11 @@ class NodeRegistry:
 
     def snapshots(self) -> list[NodeSnapshot]:
         """The connected nodes, as of now."""
-        return [
-            NodeSnapshot(
-                node_id=record.node_id,
-                boot_id=record.boot_id,
-                role=record.role,
-                model_digest=record.model_digest,
-                fingerprint=record.endpoint.layout_fingerprint,
-                block_size=record.block_size,
-                kv_dtype=record.endpoint.format.dtype,
-                load=session.load,
-                prefix=session.prefix.hashes,
-                assigned=session.assigned,
-                assigned_tokens=session.assigned_tokens,
-                unreported_tokens=session.unreported_tokens,
-                adapters=record.adapters,
-            )
-            for session, record in self._connected()
-        ]
+        return [session.snapshot(record) for session, record in self._connected()]
 
     def session(self, boot_id: str) -> NodeSession | None:
         """The session with one incarnation of a node, None once it is lost."""
-        return next((s for s, record in self._connected() if record.boot_id == boot_id), None)
+        return self._known().by_boot.get(boot_id)
 
     def records(self) -> list[NodeRecord]:
         """The connected nodes' records with their current load."""
@@ -171,16 +163,7 @@ class NodeRegistry:
 
     def model(self) -> ServedModel | None:
         """The served model; the last known one while no node is up, None before the first."""
-        records = [record for _, record in self._connected()]
-        if records:
-            first = records[0]
-            self._model = ServedModel(
-                name=first.model,
-                digest=first.model_digest,
-                max_model_len=min(record.max_model_len for record in records),
-                vocab_size=first.vocab_size,
-                eos_token_ids=first.eos_token_ids,
-            )
+        self._known()
         return self._model
 
     def can_serve(self) -> bool:
@@ -235,12 +218,21 @@ class NodeRegistry:
 
     # ---- inside ----
 
-    def _connected(self) -> list[tuple[NodeSession, NodeRecord]]:
-        return [
-            (session, session.record)
-            for session in self._sessions.values()
-            if session.connected and session.record is not None
-        ]
+    def _connected(self) -> Sequence[tuple[NodeSession, NodeRecord]]:
+        return self._known().connected
+
+    def _known(self) -> _Links:
+        """Put together when a session came up or went down, not for each request."""
+        if self._links is None:
+            connected = [
+                (session, session.record)
+                for session in self._sessions.values()
+                if session.connected and session.record is not None
+            ]
+            by_boot = {record.boot_id: session for session, record in reversed(connected)}
+            self._links = _Links(connected, by_boot)
+            self._model = _model_of([record for _, record in connected]) or self._model
+        return self._links
 
     def _open(self, address: str) -> None:
         session = NodeSession(address, self._context)
@@ -250,12 +242,28 @@ class NodeRegistry:
     def _close(self, address: str) -> None:
         del self._sessions[address]
         self._tasks.pop(address).cancel()
+        self._links = None
 
     def _on_report(self) -> None:
         for watcher in self._watchers:
             watcher()
 
     def _notify(self) -> None:
+        self._links = None
         self._changed.set()
         self._changed = asyncio.Event()
         self._on_report()
+
+
+def _model_of(records: Sequence[NodeRecord]) -> ServedModel | None:
+    """What they serve; None of nobody."""
+    if not records:
+        return None
+    first = records[0]
+    return ServedModel(
+        name=first.model,
+        digest=first.model_digest,
+        max_model_len=min(record.max_model_len for record in records),
+        vocab_size=first.vocab_size,
+        eos_token_ids=first.eos_token_ids,
+    )

@@ -52,8 +52,8 @@ class StreamReply:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writer = FrameWriter(send)
         try:
-            async with asyncio.timeout(self._call.timeout_s + GRACE_S):
-                await while_connected(receive, self._run(writer))
+            limit_s = self._call.timeout_s + GRACE_S
+            await while_connected(receive, self._run(writer), scope, limit_s)
         except Cancelled as error:
             log_failure(error, error)
         except Exception as error:  # noqa: BLE001  every failure becomes the stream's end

@@ -12,10 +12,11 @@ changes nothing and succeeds.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
+from baton.errors import StoreUnavailable
 from baton.request import RequestState
 
 TERMINAL_TTL_S: Final = 600.0  # how long a terminal record and its log may still be read
@@ -78,6 +79,9 @@ class Swept:
     epoch: int
 
 
+Told = Callable[[WriteStatus | StoreUnavailable], None]
+
+
 class RequestStore(Protocol):
     """One router's view of the store; its name is given at construction.
 
@@ -106,6 +110,13 @@ class RequestStore(Protocol):
 
     async def move(self, move: Move) -> WriteStatus:
         """To a non-terminal state; renews the lease."""
+        ...
+
+    def post(self, move: Move, told: Told) -> None:
+        """`move` without waiting: writes take effect in the order in which they are asked for.
+
+        Raises nothing; `told` of the answer at once or later, once.
+        """
         ...
 
     async def finish(self, move: Move) -> WriteStatus:

@@ -37,6 +37,9 @@ BOUNDS: Final[dict[str, tuple[float, float]]] = {
     "x-request-priority": (-(2**31 - 1), 2**31 - 1),
 }
 MAX_SESSION_CHARS: Final = 256
+_SAID_IN: Final = frozenset(
+    name.encode() for name in (*BOUNDS, "x-session-id", "x-baton-receipt", "traceparent")
+)
 GRANT_KEY: Final = "baton.grant"  # where the key guard leaves it in the ASGI scope
 _NUMBER: Final = re.compile(r"[0-9]{1,10}(\.[0-9]{1,6})?")
 _INTEGER: Final = re.compile(r"-?[0-9]{1,10}")
@@ -79,6 +82,8 @@ class Terms:
                 session = session or session_key(self.grant.tenant, value)
         priority = self.priority if body.priority is None else body.priority
         receipt = receipts and (self.receipt or bool(body.baton_timing))
+        if (session, priority, receipt) == (self.session, self.priority, self.receipt):
+            return self
         return replace(self, session=session, priority=priority, receipt=receipt)
 
     def applied(self, request: Request) -> Request:
@@ -94,6 +99,10 @@ class Terms:
         salt = request.tenant_salt
         if self.grant.isolated:
             salt = tenant_salt(self.grant.domain, salt)
+        if (priority, deadline, salt) == (
+            request.priority, request.deadline, request.tenant_salt
+        ):  # fmt: skip
+            return request
         return replace(request, priority=priority, deadline=deadline, tenant_salt=salt)
 
 
@@ -102,7 +111,10 @@ STANDARD: Final = Terms()  # of whoever says nothing
 
 def terms_of(request: HttpRequest) -> Terms:
     """The terms in the head of an HTTP request. Raises InvalidRequest naming the header."""
-    return read_terms(lambda name: request.headers.get(name, ""), grant_of(request.scope))
+    grant = grant_of(request.scope)
+    if _SAID_IN.isdisjoint([name for name, _ in request.scope["headers"]]):
+        return STANDARD if grant is EVERYBODY else Terms(grant)
+    return read_terms(lambda name: request.headers.get(name, ""), grant)
 
 
 def grant_of(scope: Scope) -> Grant:

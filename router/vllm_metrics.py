@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from baton.handles import NodeRecord
 from baton.metrics import E2E_BUCKETS, TTFT_BUCKETS, cache_usage
 from baton.sampling import SamplingParams
+from router.tallies import Histogram
 
 if TYPE_CHECKING:
     from router.services import RouterServices

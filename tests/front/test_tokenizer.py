@@ -57,6 +57,17 @@ def test_byte_fallback_stream_of_any_ids_never_fails_and_equals_a_clean_decode(
 
 
 @pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK])
+@given(st.lists(st.lists(st.integers(0, 300), max_size=12), max_size=6), st.booleans())
+def test_tokens_pushed_together_are_shown_as_one_by_one(
+    tokenizer: Tokenizer, runs: list[list[int]], skip: bool
+) -> None:
+    together, singly = tokenizer.stream(skip), tokenizer.stream(skip)
+    for run in runs:
+        assert together.push_all(run) == "".join(map(singly.push, run))
+    assert together.flush() == singly.flush()
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK])
 def test_a_character_over_several_tokens_appears_whole_or_not_at_all(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("🙃")
     stream = tokenizer.stream()

@@ -14,7 +14,7 @@ from deploy.redis_server import RedisServer, find_redis_binary
 from router.ledger import StoreGuard
 from router.memory_store import MemoryStore
 from router.redis_store import RedisStore, connect
-from router.store import LogEntry, Move, WriteStatus
+from router.store import LogEntry, Move, Told, WriteStatus
 from router.token_log import TokenLog
 from tests.router.fakes import FAST, FakeClock, make_request
 
@@ -41,6 +41,14 @@ class FlakyStore(MemoryStore):
     async def move(self, move: Move) -> WriteStatus:
         self._reach()
         return await super().move(move)
+
+    def post(self, move: Move, told: Told) -> None:
+        try:
+            self._reach()
+        except StoreUnavailable as error:
+            told(error)
+        else:
+            super().post(move, told)
 
     async def finish(self, move: Move) -> WriteStatus:
         self._reach()
@@ -125,6 +133,74 @@ async def test_a_fenced_request_is_written_no_more() -> None:
     record = await store.read("a")
     assert record is not None
     assert (record.state, record.epoch) == (S.QUEUED, 2)
+
+
+async def test_a_move_that_nobody_waits_for_and_the_store_missed_leaves_it_behind() -> None:
+    store = FlakyStore()
+    guard = StoreGuard(store, FAST)
+    ledger = await guard.open(make_request("a"), {})
+    ledger.post(S.PREFILL, prefill_node="p")
+    store.away = True
+    ledger.post(S.TRANSFER)
+    assert guard.stats.away
+    calls = store.calls
+    ledger.post(S.DECODE)
+    assert store.calls == calls
+    store.away = False
+    await guard.beat()
+    await TokenLog(guard).append([tokens("a", 0, 1)])
+    record = await store.read("a")
+    assert record is not None
+    assert (record.state, record.fields["prefill_node"]) == (S.PREFILL, "p")
+    await ledger.finish(S.FINISHED)
+    record = await store.read("a")
+    assert record is not None
+    assert record.state is S.FINISHED
+    assert await store.read_log("a") == []
+    with pytest.raises(IllegalTransition):
+        ledger.post(S.DECODE)
+
+
+async def test_a_move_that_nobody_waits_for_meets_its_fence() -> None:
+    store = FlakyStore()
+    guard = StoreGuard(store, FAST)
+    ledger = await guard.open(make_request("a"), {})
+    assert await store.move(Move("a", 1, S.QUEUED)) is WriteStatus.OK  # epoch 2: somebody else's
+    ledger.post(S.PREFILL)
+    assert guard.stats.refused == 1
+    ledger.post(S.TRANSFER)
+    await ledger.finish(S.FINISHED)
+    record = await store.read("a")
+    assert record is not None
+    assert (record.state, record.epoch) == (S.QUEUED, 2)
+    assert guard.stats.refused == 1
+
+
+class LateStore(FlakyStore):
+    """Answers what is posted when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.posted: list[tuple[Move, Told]] = []
+
+    def post(self, move: Move, told: Told) -> None:
+        self.posted.append((move, told))
+
+
+async def test_an_end_holds_though_a_posted_move_is_lost() -> None:
+    store = LateStore()
+    guard = StoreGuard(store, FAST)
+    ledger = await guard.open(make_request("a"), {})
+    ledger.post(S.PREFILL)
+    ledger.post(S.TRANSFER)
+    await ledger.finish(S.FINISHED)  # QUEUED -> FINISHED is in no table
+    record = await store.read("a")
+    assert record is not None
+    assert record.state is S.FINISHED
+    for _, told in store.posted:
+        told(StoreUnavailable("lost"))
+    assert guard.stats.outages == 1
+    assert ledger.behind
 
 
 async def test_the_ledger_keeps_the_table_and_the_ids() -> None:

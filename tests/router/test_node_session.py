@@ -15,7 +15,7 @@ from baton.events import BlockEvent, BlockEventKind, NodeStep, RequestFailed, Su
 from baton.handles import NodeLoad, NodeRecord, Role
 from baton.messages import AbortRequest, SubmitDecode
 from router import node_session
-from router.node_session import Attachment, NodeEvent, SessionLost
+from router.node_session import PART_EVENTS, Attachment, NodeEvent, SessionLost
 from tests.router.fakes import (
     PATIENCE_S,
     FakeDirectory,
@@ -294,6 +294,50 @@ async def test_a_wake_up_ends_the_back_off(
         brief.script = directory.known = [again]
         await router.registry.refresh()
         await router.until(lambda: router.registry.session("boot-again") is not None)
+
+
+async def test_a_large_step_is_logged_and_shown_in_parts_in_order() -> None:
+    told: list[str] = []
+    gate = asyncio.Event()
+
+    class Log:
+        """Takes the first part, and the others once the first has been shown."""
+
+        def __init__(self) -> None:
+            self.parts: list[int] = []
+
+        async def append(self, events: Sequence[TokenEvent]) -> None:
+            self.parts.append(len(events))
+            if len(self.parts) > 1:
+                await gate.wait()
+            told.append(f"logged {events[0].token_ids[0]}")
+
+    log = Log()
+    count = 2 * PART_EVENTS + 10
+    async with fake_nodes("d") as (d,), running_router([d], log=log) as router:
+        session = router.registry.session("boot-d")
+        assert session is not None
+        done = asyncio.Event()
+
+        def deliver(event: NodeEvent) -> None:
+            assert isinstance(event, TokenEvent)
+            told.append(f"shown {event.token_ids[0]}")
+            if event.token_ids[0] == PART_EVENTS - 1:
+                gate.set()
+            if event.token_ids[0] == count - 1:
+                done.set()
+
+        session.attach(Attachment("r", 1, deliver))
+        d.say(tokens=tuple(TokenEvent("r", 1, i, (i,)) for i in range(count)))
+        async with asyncio.timeout(10.0):
+            await done.wait()
+    assert log.parts == [PART_EVENTS, PART_EVENTS, 10]
+    assert [line for line in told if line.startswith("shown")] == [
+        f"shown {i}" for i in range(count)
+    ]
+    for part in range(3):
+        first = part * PART_EVENTS
+        assert told.index(f"logged {first}") < told.index(f"shown {first}")
 
 
 async def test_a_bug_of_ours_strands_no_request(caplog: pytest.LogCaptureFixture) -> None:

@@ -39,6 +39,7 @@ async def test_a_script_that_fails_fails_alone(empty_redis: str) -> None:
     )  # fmt: skip
     assert (one, three) == (1, 2)
     assert isinstance(two, ResponseError)
+    await queue.stop()
     await client.aclose()
 
 
@@ -47,11 +48,12 @@ async def test_a_caller_that_leaves_before_its_pipeline_takes_its_call_along(
 ) -> None:
     client = connect(empty_redis, 2.0)
     queue, push = ScriptQueue(client, 2.0), client.register_script(PUSH)
-    calls = [asyncio.create_task(queue.run(push, ["list"], [i])) for i in range(3)]
-    await asyncio.sleep(0)  # all are queued, the pipeline's task has not run
+    calls = [queue.run(push, ["list"], [i]) for i in range(3)]
+    # All are queued, nothing has been sent.
     calls[1].cancel()
     await asyncio.wait(calls)
     assert await client.lrange("list", 0, -1) == [b"0", b"2"]  # pyright: ignore
+    await queue.stop()
     await client.aclose()
 
 
@@ -67,6 +69,7 @@ async def test_it_goes_on_after_a_restart_of_the_server(tmp_path: Path) -> None:
             await queue.run(push, ["list"], ["b"])
         server.start()
         assert await queue.run(push, ["other"], ["c"]) == 1  # loaded again: scripts are gone
+        await queue.stop()
         await client.aclose()
 
 
@@ -85,4 +88,53 @@ async def test_a_server_that_hangs_fails_all_that_wait_once(empty_redis: str) ->
         other.execute_command("CLIENT", "UNPAUSE")
     async with asyncio.timeout(10.0):
         assert await queue.run(push, ["after"], ["x"]) == 1
+    await queue.stop()
+    await client.aclose()
+
+
+async def test_a_call_that_nobody_waits_for_has_its_place_and_is_told(empty_redis: str) -> None:
+    client = connect(empty_redis, 2.0)
+    queue = ScriptQueue(client, 2.0)
+    push, fail = client.register_script(PUSH), client.register_script(FAIL)
+    told: list[object] = []
+    queue.post(push, ["list"], ["a"], told.append)
+    queue.post(fail, [], [], told.append)
+    assert await queue.run(push, ["list"], ["b"]) == 2
+    assert told[0] == 1, "told before what was asked later"
+    assert isinstance(told[1], ResponseError)
+    queue.post(push, ["list"], ["c"], told.append)
+    await queue.stop()
+    assert told[2:] == [3], "stopping waits for it"
+    await client.aclose()
+
+
+async def test_scripts_that_the_server_has_lost_are_told_again_in_order(empty_redis: str) -> None:
+    client = connect(empty_redis, 2.0)
+    queue = ScriptQueue(client, 2.0)
+    push, twice = client.register_script(PUSH), client.register_script(PUSH + " * 2")
+    for script in (push, twice):
+        await queue.run(script, ["list"], ["before"])
+    with blocking.Redis.from_url(empty_redis) as other:
+        other.script_flush()
+    calls = [queue.run(push if i % 2 else twice, ["list"], [i]) for i in range(300)]
+    assert await asyncio.gather(*calls) == [i + 3 if i % 2 else 2 * (i + 3) for i in range(300)]
+    assert await client.lrange("list", 2, -1) == [b"%d" % i for i in range(300)]  # pyright: ignore
+    await queue.stop()
+    await client.aclose()
+
+
+async def test_a_connection_that_breaks_is_made_anew_at_once(empty_redis: str) -> None:
+    client = connect(empty_redis, 2.0)
+    queue, push = ScriptQueue(client, 2.0), client.register_script(PUSH)
+    await queue.run(push, ["list"], ["first"])
+    with blocking.Redis.from_url(empty_redis) as other:
+        other.execute_command("CLIENT", "PAUSE", "60000", "WRITE")
+        calls = [queue.run(push, ["list"], [i]) for i in range(3)]
+        await asyncio.sleep(0)  # sent
+        for peer in other.client_list():
+            if peer["cmd"] == "evalsha":
+                other.client_kill(peer["addr"])
+        other.execute_command("CLIENT", "UNPAUSE")
+    assert await asyncio.gather(*calls) == [2, 3, 4]
+    await queue.stop()
     await client.aclose()

@@ -46,7 +46,8 @@ _NOBODY_THERE: Final = "failed to connect to all addresses"
 
 @dataclass(frozen=True, slots=True)
 class GenerateOptions:
-    """What a call asks beyond its prompt and SamplingParams. `timeout_s` bounds the whole call."""
+    """What a call asks beyond its prompt and SamplingParams. `timeout_s` bounds the whole call;
+    `resume`: "fast" or "exact", "" = the server's default (docs/failover.md)."""
 
     stop: tuple[str, ...] = ()
     model: str = ""
@@ -55,6 +56,7 @@ class GenerateOptions:
     cache_salt: str = ""
     skip_special_tokens: bool = True
     timeout_s: float = 600.0
+    resume: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,6 +334,7 @@ def _generate_request(
         priority=options.priority,
         cache_salt=options.cache_salt,
         skip_special_tokens=options.skip_special_tokens,
+        resume=options.resume,
     )
     if params is not None:
         message.MergeFrom(_sampling_fields(params))

@@ -73,6 +73,7 @@ class EngineTotals:
     export_refusals: int = 0  # steps that left a prompt waiting for export room
     drafted_tokens: int = 0  # speculation: proposed
     accepted_tokens: int = 0  # of which right
+    replayed_tokens: int = 0  # known output tokens, computed one by one again
     pooled_prompts: int = 0  # whose hidden states were asked for
     pooled_tokens: int = 0  # of these
     # Requests asked to leave, by how much of their KV did ("whole", ...) or why none did.
@@ -276,6 +277,7 @@ def _counters(now: NodeSnapshot) -> Iterable[tuple[str, str, float]]:
         ("baton_export_refusals", "Steps without room for an export", engine.export_refusals),
         ("vllm:spec_decode_num_draft_tokens", "Tokens proposed", engine.drafted_tokens),
         ("vllm:spec_decode_num_accepted_tokens", "Of these, right", engine.accepted_tokens),
+        ("baton_replayed_tokens", "Output tokens computed again", engine.replayed_tokens),
         ("baton_engine_steps", "Engine steps", engine.steps),
         ("baton_pooled_prompts", "Prompts turned into vectors", engine.pooled_prompts),
         ("baton_pooled_tokens", "Tokens of these", engine.pooled_tokens),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal
+from typing import Final, Literal, TypeAlias
 
 from baton.errors import IllegalTransition
 from baton.sampling import SamplingParams
@@ -33,6 +33,10 @@ class RequestState(enum.StrEnum):
 
 
 TERMINAL: Final = frozenset({RequestState.FINISHED, RequestState.FAILED, RequestState.CANCELLED})
+
+# How a request goes on after its node was lost: one prefill of all that is known, or a replay of
+# the shapes it was computed in before, bit for bit (baton/engine/replay.py).
+Resume: TypeAlias = Literal["fast", "exact"]
 
 _S = RequestState
 # QUEUED -> TRANSFER: a leased handle or a drain. QUEUED -> DECODE: local prefill. Any non-terminal
@@ -83,7 +87,7 @@ class Request:
     deadline: float | None = None
     epoch: int = 1
     traceparent: str = ""
-    resume: Literal["fast", "exact"] = "fast"
+    resume: Resume = "fast"
     arrival: float = field(default=0.0, compare=False)
     ended: tuple[int, ...] = ()
 

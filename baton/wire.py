@@ -26,7 +26,7 @@ from baton.events import (
     TokenEvent,
 )
 from baton.handles import KVHandle, NodeLoad, NodeRecord, Role
-from baton.request import Request
+from baton.request import Request, Resume
 from baton.sampling import SamplingParams
 from baton.wire_checks import (
     epoch_of,
@@ -144,7 +144,7 @@ def request_from_wire(message: node_pb2.Request, clock: Clock) -> Request:
         deadline=deadline_from_ms(message.deadline_ms, clock),
         epoch=epoch_of(message.epoch),
         traceparent=message.traceparent,
-        resume=cast("Literal['fast', 'exact']", one_of(message.resume, RESUME, "resume")),
+        resume=cast("Resume", one_of(message.resume, RESUME, "resume")),
         arrival=clock.monotonic(),
         ended=tuple(message.ended),
     )

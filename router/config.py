@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import get_args
 
 from baton.addresses import is_loopback
 from baton.config import option
 from baton.errors import ConfigError
 from baton.redis_keys import check_redis_url
+from baton.request import Resume
 from baton.timing import Timing
 from baton.tls import TlsFiles
 from router.keys import KeyRing
@@ -113,6 +115,12 @@ class RouterConfig:
     max_request_tokens: int = option(1 << 20, "most n x (prompt + max_tokens) of one request")
     prefill_window_s: float = option(
         0.5, "work that prefill nodes may have queued before requests wait here, seconds"
+    )
+    resume: Resume = option(
+        "fast",
+        "how requests go on after their node was lost: with one prefill of all tokens (fast), or"
+        " replayed in the same shapes, bit for bit (exact)",
+        choices=get_args(Resume),
     )
     receipts: bool = option(True, "tell clients that ask which nodes served them, and when")
     request_timeout_s: float = option(600.0, "deadline of a request that brings none, seconds")

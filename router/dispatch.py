@@ -400,11 +400,16 @@ class Journey:
             "request %s: epoch %d failed after %d tokens: %s",
             self._request.id, ledger.epoch, self._output.num_tokens, failure.error.message,
         )  # fmt: skip
+        elsewhere = self._legs.handle is not None
         if self._legs.has_export and not isinstance(failure.error, KVError):
             self._legs.drop_decode()
         else:
             self._legs.give_up("failover")
             self._end_move("failed")
+        for event in await ledger.settle():  # logged, and heard of no more
+            self.shown.decoded(event, elsewhere and not event.prompt_logprobs)
+        if self._output.finished:
+            return
         if isinstance(failure.error, GivenBack):
             self._attempts -= 1  # as asked: nobody failed
         else:

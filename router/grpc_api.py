@@ -46,7 +46,7 @@ from router.reading import MAX_BODY_BYTES
 from router.receipt import HEADER, header_of, receipt_of
 from router.registry import ServedModel
 from router.services import RouterServices
-from router.terms import read_terms
+from router.terms import read_terms, resume_of
 from router.web_errors import as_baton_error, error_object, log_failure
 
 log = logging.getLogger(__name__)
@@ -175,12 +175,15 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
             priority=message.priority,
             tenant_salt=message.cache_salt,
             deadline=now + (timeout_s if remaining is None else min(timeout_s, remaining)),
+            resume=self._services.config.resume,
             traceparent=_metadata(metadata, "traceparent"),
             arrival=now,
         )
         # proto3 does not tell a priority of 0 from none: then the metadata's holds.
         receipt = terms.receipt and self._services.config.receipts
-        terms = replace(terms, priority=message.priority or terms.priority, receipt=receipt)
+        resume = resume_of(message.resume, "resume") or terms.resume
+        priority = message.priority or terms.priority
+        terms = replace(terms, priority=priority, receipt=receipt, resume=resume)
         request = terms.applied(request)
         return Completion(request, self._name(model), rules, self._services.tokenizer, terms)
 

@@ -150,6 +150,7 @@ class Intake:
             priority=body.priority or 0,
             tenant_salt=body.cache_salt or "",
             deadline=now + self._services.config.request_timeout_s,
+            resume=self._services.config.resume,
             traceparent=asked.terms.traceparent,
             arrival=now,
         )

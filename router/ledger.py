@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from baton.errors import InvalidRequest, StoreUnavailable
+from baton.events import TokenEvent
 from baton.request import Request, RequestState, check_transition
 from baton.timing import Timing
 from router.store import LogEntry, Move, RequestStore, WriteStatus
@@ -59,6 +60,26 @@ class RequestLedger:
         self.recorded = False
         self.behind = False
         self._posted = 0  # moves that the store has not answered
+        self._appending: list[TokenEvent] = []  # on their way into the log
+        self._appended: asyncio.Event | None = None  # set when nothing is, for who waits
+
+    def appends(self, event: TokenEvent) -> None:
+        """`event` goes into the log now; `append_over` when the store has answered."""
+        self._appending.append(event)
+
+    def append_over(self, event: TokenEvent) -> None:
+        self._appending.remove(event)
+        if self._appended is not None and not self._appending:
+            self._appended.set()
+
+    async def settle(self) -> list[TokenEvent]:
+        """What is on its way into the log, once it is there. Before a new epoch: so far it is the
+        old owner's word, and whoever reads the log will believe it."""
+        events = list(self._appending)
+        if events:
+            self._appended = asyncio.Event()
+            await self._appended.wait()  # the store's answers have a deadline
+        return events
 
     async def move(self, state: RequestState, **fields: str) -> None:
         """One transition to a non-terminal state. Raises IllegalTransition."""

@@ -42,6 +42,7 @@ from router.config import RouterConfig
 from router.directory import RedisDirectory
 from router.dispatch import DispatchParts
 from router.dispatcher import Dispatcher
+from router.failover_metrics import watch_failover
 from router.gate import Gate, GateSettings
 from router.gate_metrics import watch_gate
 from router.grpc_api import GrpcServer
@@ -162,8 +163,7 @@ class Router:
         )
 
         self.migrator = _migrator(config, self.registry, self.services.dispatcher)
-        self.services.metrics.watch_migrations(lambda: self.services.dispatcher.migrations)
-        watch_gate(self.services.metrics.registry, self.services.dispatcher.gate)
+        _watch(self.services)
 
     async def start(self) -> None:
         await self.guard.start()
@@ -389,6 +389,14 @@ def _gate(config: RouterConfig, registry: NodeRegistry) -> Gate:
     gate = Gate(SystemClock(), settings, registry.snapshots)
     registry.watch_reports(gate.poke)
     return gate
+
+
+def _watch(services: RouterServices) -> None:
+    """What the metrics read at each scrape."""
+    metrics = services.metrics
+    metrics.watch_migrations(lambda: services.dispatcher.migrations)
+    watch_gate(metrics.registry, services.dispatcher.gate)
+    watch_failover(metrics.registry, services.registry.session_stats, services.store.stats)
 
 
 def _chat_template(config: RouterConfig) -> ChatTemplate | None:

@@ -15,6 +15,7 @@ from baton.clock import Clock
 from baton.request import TRANSITIONS, RequestState
 from baton.timing import Timing
 from router.store import (
+    LOGGED,
     NO_FIELDS,
     SWEEP_LIMIT,
     TERMINAL_TTL_S,
@@ -109,6 +110,8 @@ class MemoryStore:
             return WriteStatus.ILLEGAL
         self._enter(row, move.state, epoch)
         row.fields.update(move.fields)
+        if move.state.terminal:
+            row.fields[LOGGED] = str(row.lengths.total())
         return WriteStatus.OK
 
     async def append(self, entries: Sequence[LogEntry]) -> list[WriteStatus]:

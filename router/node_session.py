@@ -16,7 +16,7 @@ import contextlib
 import logging
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 import grpc
@@ -71,6 +71,14 @@ class Attachment:
     tokens: int = 0
 
 
+@dataclass(slots=True)
+class SessionStats:
+    """Counters over all sessions of a router. `late_events`: of nodes that did not own the request
+    any more (an older epoch, or it has ended); they are dropped, unlogged."""
+
+    late_events: int = 0
+
+
 class StepLog(Protocol):
     """What a session needs of router/token_log.py."""
 
@@ -90,6 +98,7 @@ class SessionContext:
     changed: Callable[[], None]  # a session came up or went down, a node began to drain
     reported: Callable[[], None] = lambda: None  # a step has been routed
     credentials: grpc.ChannelCredentials | None = None  # None: without TLS
+    stats: SessionStats = field(default_factory=SessionStats)
 
 
 class NodeSession:
@@ -389,6 +398,7 @@ class NodeSession:
     def _route(self, event: Told) -> None:
         attachment = self._attachment(event)
         if attachment is None:
+            self._context.stats.late_events += 1
             return
         if attachment.tokens and isinstance(event, TokenEvent):
             self._assigned_tokens -= attachment.tokens  # computed: token 1 is the proof

@@ -13,6 +13,7 @@ from typing import Final
 
 from baton.redis_keys import LOG_PREFIX, REQUEST_PREFIX
 from baton.request import TERMINAL, TRANSITIONS, RequestState
+from router.store import LOGGED
 
 
 def lua_transitions() -> str:
@@ -54,6 +55,11 @@ for i = 7, #ARGV, 2 do redis.call('HSET', KEYS[1], 'f:' .. ARGV[i], ARGV[i + 1])
 redis.call('HINCRBY', KEYS[4], state, -1)
 redis.call('HINCRBY', KEYS[4], new, 1)
 if terminal[new] then
+  local logged = 0
+  for _, name in ipairs(redis.call('HKEYS', KEYS[1])) do
+    if string.find(name, '^n%d+$') then logged = logged + redis.call('HGET', KEYS[1], name) end
+  end
+  redis.call('HSET', KEYS[1], 'f:{LOGGED}', logged)
   redis.call('ZREM', KEYS[2], KEYS[1])
   redis.call('PEXPIRE', KEYS[1], ARGV[6])
   redis.call('PEXPIRE', KEYS[5], ARGV[6])

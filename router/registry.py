@@ -20,7 +20,7 @@ from baton.kv_spec import PROTOCOL_VERSION
 from baton.timing import Timing
 from baton.tls import TlsFiles
 from router.directory import NodeDirectory
-from router.node_session import NodeSession, SessionContext, StepLog
+from router.node_session import NodeSession, SessionContext, SessionStats, StepLog
 from router.policy import NodeSnapshot
 
 logger = logging.getLogger(__name__)
@@ -93,6 +93,10 @@ class NodeRegistry:
             reported=self._on_report,
             credentials=None if parts.tls is None else parts.tls.channel_credentials(),
         )
+
+    @property
+    def session_stats(self) -> SessionStats:
+        return self._context.stats
 
     # ---- life ----
 

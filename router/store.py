@@ -21,6 +21,7 @@ from baton.request import RequestState
 
 TERMINAL_TTL_S: Final = 600.0  # how long a terminal record and its log may still be read
 SWEEP_LIMIT: Final = 256  # expired requests that one sweep handles
+LOGGED: Final = "logged_tokens"  # field of a terminal record: tokens in its log, over all samples
 NO_FIELDS: Final[Mapping[str, str]] = {}
 
 
@@ -120,7 +121,10 @@ class RequestStore(Protocol):
         ...
 
     async def finish(self, move: Move) -> WriteStatus:
-        """To a terminal state; ends the lease and starts the record's and the log's TTL."""
+        """To a terminal state; ends the lease and starts the record's and the log's TTL.
+
+        In the same call the log is counted, into the field LOGGED: once, however often it is asked.
+        """
         ...
 
     async def append(self, entries: Sequence[LogEntry]) -> list[WriteStatus]:

@@ -10,6 +10,7 @@ of bounds are refused, naming the header.
     x-session-id                   turns of one conversation; else the body's `prompt_cache_key`
                                    or `user`
     x-baton-receipt                1: tell what happened to it; or `baton_timing` in the body
+    x-baton-resume                 fast or exact: how it goes on after its node was lost
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ import hashlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, cast, get_args
 
 from starlette.requests import Request as HttpRequest
 from starlette.types import Scope
 
 from baton.errors import InvalidRequest
-from baton.request import Request
+from baton.request import Request, Resume
 from router.keys import EVERYBODY, Grant
 from router.sessions import session_key
 from router.slo import ANY, Slo
@@ -71,6 +72,7 @@ class Terms:
     session: bytes = b""
     receipt: bool = False
     traceparent: str = ""
+    resume: Resume | None = None
 
     def with_body(self, body: BodyTerms, receipts: bool = True) -> Terms:
         """With what the body adds; without `receipts` nobody gets one. Raises InvalidRequest naming
@@ -99,11 +101,14 @@ class Terms:
         salt = request.tenant_salt
         if self.grant.isolated:
             salt = tenant_salt(self.grant.domain, salt)
-        if (priority, deadline, salt) == (
-            request.priority, request.deadline, request.tenant_salt
+        resume = self.resume or request.resume
+        if (priority, deadline, salt, resume) == (
+            request.priority, request.deadline, request.tenant_salt, request.resume
         ):  # fmt: skip
             return request
-        return replace(request, priority=priority, deadline=deadline, tenant_salt=salt)
+        return replace(
+            request, priority=priority, deadline=deadline, tenant_salt=salt, resume=resume
+        )
 
 
 STANDARD: Final = Terms()  # of whoever says nothing
@@ -141,7 +146,15 @@ def read_terms(header: Callable[[str], str], grant: Grant = EVERYBODY) -> Terms:
         session=session_key(grant.tenant, session_id),
         receipt=header("x-baton-receipt").strip().lower() in _YES,
         traceparent=traceparent if _TRACEPARENT.fullmatch(traceparent) else "",
+        resume=resume_of(header("x-baton-resume").strip().lower(), "x-baton-resume"),
     )
+
+
+def resume_of(given: str, field: str) -> Resume | None:
+    """What a caller says of its resumption, None for nothing. Raises InvalidRequest."""
+    if given and given not in get_args(Resume):
+        raise InvalidRequest(f"{field} must be one of {', '.join(get_args(Resume))}", field=field)
+    return cast("Resume", given) if given else None
 
 
 def tenant_salt(tenant: str, cache_salt: str) -> str:

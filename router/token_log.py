@@ -21,6 +21,7 @@ class TokenLog:
         """Log the tokens of `events`. Never raises: who cannot be logged goes on unlogged."""
         entries: list[LogEntry] = []
         ledgers: list[RequestLedger] = []
+        logged: list[TokenEvent] = []
         for event in events:
             ledger = self._guard.ledger(event.request_id)
             if not event.token_ids or ledger is None or not ledger.recorded or ledger.behind:
@@ -32,8 +33,14 @@ class TokenLog:
                 )
             )
             ledgers.append(ledger)
+            ledger.appends(event)
+            logged.append(event)
         if not entries:
             return
-        statuses = await self._guard.append(entries)
+        try:
+            statuses = await self._guard.append(entries)
+        finally:
+            for ledger, event in zip(ledgers, logged, strict=True):
+                ledger.append_over(event)
         for index, ledger in enumerate(ledgers):
             ledger.took(None if statuses is None else statuses[index])

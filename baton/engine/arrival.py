@@ -1,7 +1,8 @@
 """Arrival: a request becomes a group of sequences, with all that is known of each. Pure.
 
 Where it is decoded, a sequence per live sample. Where only its prompt is computed, one, from whose
-last token each sample draws its next; what the samples have emitted alike counts as prompt there.
+last token each sample draws its next; what the samples have emitted alike counts as prompt there,
+unless the request resumes exactly: then only its prompt is computed (replay.py).
 """
 
 from __future__ import annotations
@@ -19,10 +20,15 @@ EndOf = Callable[[SequenceState, Task], tuple[FinishReason | None, int | None]]
 
 
 def new_group(
-    request: Request, task: Task, order: int, root: bytes, info: ModelInfo
+    request: Request,
+    task: Task,
+    order: int,
+    root: bytes,
+    info: ModelInfo,
+    exact_chunk: int | None = None,
 ) -> RequestGroup:
     """All live samples of `request` with what is known of each; for beams, the prompt. `root`:
-    parent of its first block hash; `order`: of its arrival."""
+    parent of its first block hash; `order`: of its arrival; `exact_chunk`: see replay.py."""
     params = request.params
     if params.best_of is not None and params.best_of > params.n and params.logprobs is None:
         # Whoever picks the best ones needs each token's own log probability.
@@ -32,19 +38,24 @@ def new_group(
         eos = () if params.ignore_eos and params.guided is None else info.eos_token_ids
         stop_ids = frozenset((*params.stop_token_ids, *eos))
         beams = BeamSearch(params, stop_ids, info.vocab_size)
-    if task is Task.PREFILL and params.num_samples > 1:
-        sequences = [_fanning_out(request, root)]
+    resumed = exact_chunk is not None and request.emitted(0) != ()
+    if task is Task.PREFILL and (params.num_samples > 1 or resumed):
+        known = request.known_ids if exact_chunk is None else request.prompt_ids
+        sequences = [_fanning_out(request, root, known)]
     else:
         sequences = [
             SequenceState(request, root, [*request.prompt_ids, *request.emitted(sample)], sample)
             for sample in request.live_samples
         ]
+    for sequence in sequences:
+        sequence.exact_chunk = exact_chunk
     return RequestGroup(request, task, order, sequences, beams)
 
 
-def _fanning_out(request: Request, root: bytes) -> SequenceState:
-    """The tokens that all live samples share; those which have no more draw their next one."""
-    known, live = request.known_ids, request.live_samples
+def _fanning_out(request: Request, root: bytes, known: Sequence[int]) -> SequenceState:
+    """Of the tokens that all live samples share, `known`; those which have no more draw their next
+    one."""
+    live = request.live_samples
     position = len(known) - len(request.prompt_ids)
     lacking = tuple(sample for sample in live if len(request.emitted(sample)) == position)
     return SequenceState(request, root, list(known), live[0], lacking)

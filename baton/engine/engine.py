@@ -37,10 +37,12 @@ from baton.engine.lengths import model_len, pool_len
 from baton.engine.outputs import Outputs
 from baton.engine.pins import Pins
 from baton.engine.proposer import Proposer
-from baton.engine.scheduler import Limits, Scheduler, StepPlan
+from baton.engine.replay import exact_chunk_of
+from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import RequestGroup
 from baton.engine.speculation import Drafter, load_draft, load_proposer
 from baton.engine.stats import EngineStats, KVUsage
+from baton.engine.step_plan import Limits, StepPlan
 from baton.engine.swap import Swapper
 from baton.engine.usage import usage_of
 from baton.engine.validation import Bounds, validate
@@ -204,7 +206,8 @@ class Engine:
             raise InternalError(f"{request.id}: only LOCAL requests continue from reserved blocks")
         self._adopted.receive(adoption, reservation)
         root = self.known_root_hash(request, reservation.precision if reservation else None)
-        group = new_group(request, task, self.stats.num_requests, root, self.info)
+        exact = exact_chunk_of(request, self.config)
+        group = new_group(request, task, self.stats.num_requests, root, self.info, exact)
         guide(group, self.grammars)
         events = arrive(group, first_tokens, self._outputs.end_of)
         if reservation is not None and group.sequences:
@@ -253,7 +256,8 @@ class Engine:
                 f"{num_tokens} tokens need {needed} KV blocks, the pool has {self.pool.num_blocks}",
                 field="prompt",
             )
-        tokens = request.known_ids[:num_tokens]
+        exact = exact_chunk_of(request, self.config) is not None
+        tokens = () if exact else request.known_ids[:num_tokens]  # of exact ones all is fetched
         root = self.known_root_hash(request, precision)
         hashes = block_hashes.block_hashes(root, tokens, self.pool.block_size)
         if adopting and not self.may_adopt:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from baton.engine.adopted_pages import TAKEN_BACK
-from baton.engine.scheduler import StepPlan
 from baton.engine.sequence import RequestGroup
+from baton.engine.step_plan import StepPlan
 from baton.errors import BatonError, InvalidRequest, KVStale
 from baton.events import RequestFailed
 from baton.grammars import FIELD

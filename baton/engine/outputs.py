@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from baton.engine.interface import ChunkResult, Sampled, SequenceChunk, Task
-from baton.engine.scheduler import Row, Scheduler, StepPlan
+from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import RequestGroup, SequenceState
 from baton.engine.stats import EngineStats
+from baton.engine.step_plan import Row, StepPlan
 from baton.errors import InternalError
 from baton.events import TokenEvent, TokenLogprob
 from baton.request import FinishReason
@@ -198,7 +199,10 @@ class Outputs:
             return
         sequence.num_prefill_chunks += 1
         self._stats.num_prefill_chunks += 1
-        if chunk.sample is not None:
+        # An exact one's known output is not part of it: that is replayed.
+        end = chunk.start + len(chunk.token_ids)
+        replays = sequence.exact_chunk is not None and end >= sequence.num_prompt
+        if chunk.sample is not None or replays:
             sequence.prefilling = False
             self._stats.num_chunked_prompts += sequence.num_prefill_chunks > 1
 

@@ -31,7 +31,6 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Final, TypeAlias
 
@@ -41,50 +40,13 @@ from baton.engine.interface import Reservation, SequenceChunk, Task
 from baton.engine.sequence import RequestGroup, SequenceState, shared_tokens
 from baton.engine.speculation import Drafter
 from baton.engine.stats import EngineStats
+from baton.engine.step_plan import Limits, Row, StepPlan
 from baton.engine.swap import Swapper
 from baton.errors import InternalError
 from baton.kv_spec import HeldBlocks
 
 MAX_OVERTAKES: Final = 8
 MayExport: TypeAlias = Callable[[int, int], bool]  # EngineHooks.may_admit
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One chunk of a step, and whose it is."""
-
-    group: RequestGroup
-    sequence: SequenceState
-    chunk: SequenceChunk
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """What one step computes: `rows` in the runner's order; `admitted` have their first one now."""
-
-    rows: list[Row] = field(default_factory=list)
-    admitted: list[RequestGroup] = field(default_factory=list)
-    num_tokens: int = 0
-    num_prefill_tokens: int = 0
-    num_preempted: int = 0  # requests that lost their place: the next step finds others a slot
-
-    @property
-    def num_pending(self) -> int:
-        """Tokens of the exports that begin in this step."""
-        exports = (group for group in self.admitted if group.task is Task.PREFILL)
-        return sum(len(group.leader.tokens) for group in exports)
-
-    @property
-    def chunks(self) -> list[SequenceChunk]:
-        return [row.chunk for row in self.rows]
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Of one step: sequences that run at once, tokens that it computes."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
 
 
 class Scheduler:
@@ -184,7 +146,7 @@ class Scheduler:
         if taken is None:
             raise InternalError(f"{reservation.request_id}: this reservation is not held")
         self._tables.adopt(sequence, reservation, taken, adoption)
-        sequence.prefilling = sequence.num_uncomputed > 1
+        sequence.prefilling = sequence.prefills
         self._attach(group)
         group.admitted_before = True
         insort(self._ready, group, key=attrgetter("key"))
@@ -229,6 +191,7 @@ class Scheduler:
             child = SequenceState(parent.request, parent.root, list(parent.tokens))
             child.prefilling = False
             child.guide = parent.guide.fork() if parent.guide else None
+            child.exact_chunk = parent.exact_chunk
             self._tables.fork(parent, child, parent.num_computed)
             beams.append(child)
         for sequence in group.sequences:
@@ -291,7 +254,7 @@ class Scheduler:
         self._plan_decodes(plan)
         for group in self._running:
             for sequence in group.sequences:
-                if sequence.num_uncomputed > 1:
+                if sequence.prefills:
                     self._plan_row(plan, group, sequence)
         if not plan.num_preempted:
             self._swap_in(plan)
@@ -346,7 +309,7 @@ class Scheduler:
                 waits = True
                 continue
             self._tables.fork(group.leader, follower, shared)
-            follower.prefilling = follower.num_uncomputed > 1
+            follower.prefilling = follower.prefills
         return waits
 
     def _grow_running(self) -> int:
@@ -402,18 +365,16 @@ class Scheduler:
         budget = self._limits.max_num_batched_tokens
         while self._waiting and not self._swapped and plan.num_tokens < budget:
             group = self._waiting[0]
-            if not self._slots_for(group):
-                return
             leader = group.leader
+            if not self._slots_for(group) or not leader.next_tokens(budget - plan.num_tokens):
+                return
             if group.task is Task.PREFILL and not self._may_export(
                 len(leader.tokens), plan.num_pending
             ):
                 self._stats.num_export_refusals += 1
                 self.short_of_room = True
                 return
-            # Each prompt token that is asked for must be computed.
-            telling = leader.request.params.prompt_logprobs is not None and not group.told
-            num_hashes = 0 if telling else self._tables.most_hits(group)
+            num_hashes = self._tables.most_hits(group) if group.may_hit else 0
             hashes = leader.hashes(num_hashes, self._pool.block_size)
             headroom = self.headroom() + self._tables.blocks_of_followers(group)
             taken = self._tables.take(hashes, len(leader.tokens), headroom)
@@ -446,12 +407,12 @@ class Scheduler:
         group.admitted_before = True
 
     def _plan_decodes(self, plan: StepPlan) -> None:
-        """Rows of sequences with one token to compute, and drafts in what they leave."""
+        """Rows of one token (replayed ones too), and drafts in what they leave."""
         rows = [
             (group, sequence)
             for group in self._running
             for sequence in group.sequences
-            if sequence.num_uncomputed == 1 and not sequence.following
+            if sequence.decodes and not sequence.following
         ]
         drafts = {} if self._drafter is None else self._draft(self._drafter, rows)
         for group, sequence in rows:
@@ -482,8 +443,8 @@ class Scheduler:
         drafts: Sequence[int] = (),
     ) -> None:
         room = self._limits.max_num_batched_tokens - plan.num_tokens
-        num_tokens = min(sequence.num_uncomputed, room)
-        if num_tokens <= 0 or sequence.following:
+        num_tokens = 0 if sequence.following else sequence.next_tokens(room)
+        if not num_tokens:
             return
         num_candidates = 0 if group.beams is None else group.beams.num_candidates
         chunk = sequence.chunk(num_tokens, drafts, num_candidates)
@@ -491,6 +452,7 @@ class Scheduler:
         plan.num_tokens += len(chunk.token_ids)
         if sequence.prefilling:
             plan.num_prefill_tokens += num_tokens
+        self._stats.num_replayed_tokens += sequence.replaying
 
 
 def _follow(group: RequestGroup) -> None:

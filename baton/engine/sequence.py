@@ -11,7 +11,8 @@ which the engine appends.
              which a sliding window has left behind or never needed; the first `num_registered` of
              them are in the prefix map; those before `first_whole` lack tokens and stay out of it
 
-There are no phases: a sequence with one token to compute decodes, one with more prefills. A group
+There are no phases: a sequence with one token to compute decodes, one with more prefills; an exact
+one (replay.py) has its known output tokens computed one by one, as they were before. A group
 is admitted, preempted and brought back as a whole. Its first sequence leads: the others follow,
 without a block, until it has computed what they share with it, and then fork from it.
 """
@@ -66,6 +67,7 @@ class SequenceState:
     forked: bool = False  # blocks that it will write may be shared: to be copied before
     candidates: tuple[TokenLogprob, ...] | None = None  # of this beam step, once computed
     guide: Guide | None = None  # through params.guided; a replay of the output, like _occurrences
+    exact_chunk: int | None = None  # tokens; None: computed in whatever shape is cheapest
     _hashes: list[bytes] = field(default_factory=list)
     _occurrences: Occurrences = field(default_factory=Occurrences)
 
@@ -81,6 +83,38 @@ class SequenceState:
     @property
     def num_uncomputed(self) -> int:
         return len(self.tokens) - self.num_computed
+
+    @property
+    def replaying(self) -> bool:
+        """Its next row computes an output token that is known, and samples nothing."""
+        return (
+            self.exact_chunk is not None
+            and self.num_computed >= self.num_prompt
+            and self.num_uncomputed > 1
+        )
+
+    @property
+    def decodes(self) -> bool:
+        """Its next row is one token: the last known one, or one of those it replays."""
+        return self.num_uncomputed == 1 or self.replaying
+
+    @property
+    def prefills(self) -> bool:
+        """More than one token is left to compute, and in more than one at a time."""
+        return self.num_uncomputed > 1 and not self.replaying
+
+    def next_tokens(self, room: int) -> int:
+        """Known tokens that its next row computes, of at most `room`; 0: it waits for more room.
+
+        An exact one takes whole chunks, counted from its first token, and no two output tokens at
+        once: the same shapes whatever shares the step, and whenever it is computed again.
+        """
+        if self.exact_chunk is None:
+            return max(0, min(self.num_uncomputed, room))
+        prompt_left = self.num_prompt - self.num_computed
+        whole = self.exact_chunk - self.num_computed % self.exact_chunk
+        wanted = min(prompt_left, whole) if prompt_left > 0 else min(self.num_uncomputed, 1)
+        return wanted if wanted <= room else 0
 
     def hashes(self, count: int, block_size: int) -> Sequence[bytes]:
         """Chained hashes of the first `count` blocks, all of them full of known tokens."""
@@ -188,6 +222,13 @@ class RequestGroup:
             else s.num_uncomputed - shared_tokens(self.leader, s)
             for s in self.sequences
         )
+
+    @property
+    def may_hit(self) -> bool:
+        """Whether KV that others computed will do for it: not if each prompt token's own log
+        probability is asked for, nor if it is to be computed in the same shapes each time."""
+        telling = self.request.params.prompt_logprobs is not None and not self.told
+        return not telling and self.leader.exact_chunk is None
 
     @property
     def prefilling(self) -> bool:

@@ -39,6 +39,8 @@ class Drafter:
         asks: list[tuple[SequenceState, DraftAsk]] = []
         for sequence in sequences:
             params = sequence.request.params
+            if sequence.exact_chunk is not None:
+                continue  # drafts would change the shape in which what follows is computed
             # The last token of an output needs no successor.
             room = params.max_tokens - sequence.num_outputs - 1
             count = min(self._num_tokens, room, budget)

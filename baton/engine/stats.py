@@ -43,6 +43,7 @@ class EngineStats:
     num_prefix_hit_tokens: int = 0  # of these, found
     num_prompt_tokens: int = 0  # computed in prefill chunks (recomputed ones too, hits not)
     num_generated_tokens: int = 0  # sampled
+    num_replayed_tokens: int = 0  # known output tokens computed again one by one (exact resumes)
     num_prefill_chunks: int = 0  # rows that computed part of a prompt
     num_chunked_prompts: int = 0  # prompts that took more than one
     step_seconds: float = 0.0  # moving mean

@@ -84,7 +84,8 @@ class Swapper:
         self._measure(len(blocks), started)
         if not all(adoption.safe() for adoption in adoptions):
             return False
-        own = pool.num_blocks
+        # An exact one comes back with its own bytes, not with what others made of the same tokens.
+        own = pool.num_blocks if group.leader.exact_chunk is None else 0
         hashes = tuple(pool.hash_of(block) if block < own else None for block in blocks)
         tables = {
             s: [[row_of[block] for block in table.blocks] for table in s.tables]

@@ -33,6 +33,7 @@ def snapshot(
             export_refusals=stats.num_export_refusals,
             drafted_tokens=stats.num_drafted_tokens,
             accepted_tokens=stats.num_accepted_tokens,
+            replayed_tokens=stats.num_replayed_tokens,
             pooled_prompts=stats.num_pooled_prompts,
             pooled_tokens=stats.num_pooled_tokens,
             departures=dict(stats.departures),

@@ -182,6 +182,7 @@ def add(engine: Engine, draw: Random, prompts: Sequence[tuple[int, ...]]) -> lis
         request = Request(
             f"r{engine.stats.num_requests}", prompt, some_params(draw),
             adapter=draw.choice(adapters), priority=draw.choice((0, 0, 1)),
+            resume=draw.choice(("fast", "fast", "exact")),
         )  # fmt: skip
         try:
             engine.validate(request)

@@ -33,7 +33,9 @@ def test_headers_become_terms() -> None:
     terms = terms_in(
         x_slo_ttft_ms="250", x_slo_tpot_ms="12.5", x_request_timeout_ms="5000",
         x_request_priority="-3", x_session_id="chat-1", x_baton_receipt="1",
+        x_baton_resume="Exact",
     )  # fmt: skip
+    assert terms.resume == "exact"
     assert (terms.slo.ttft_s, terms.slo.tpot_s, terms.timeout_s) == (0.25, 0.0125, 5.0)
     assert (terms.priority, terms.receipt, len(terms.session)) == (-3, True, 16)
     assert terms_in() == Terms()
@@ -66,6 +68,7 @@ def test_whatever_stands_in_a_header_is_a_number_within_its_bounds_or_refused(
         ("x-slo-ttft-ms", "-5"), ("x-slo-ttft-ms", "1e9"), ("x-slo-tpot-ms", "3600001"),
         ("x-request-timeout-ms", "0.5"), ("x-request-priority", "1.5"),
         ("x-request-priority", "9999999999"), ("x-session-id", "x" * 257),
+        ("x-baton-resume", "soon"),
     ],
 )  # fmt: skip
 async def test_a_header_out_of_bounds_is_named(header: str, value: str) -> None:
@@ -99,6 +102,14 @@ async def test_terms_reach_the_dispatcher() -> None:
     assert first.deadline == pytest.approx(first.arrival + 1.5)
     assert [it.terms.slo.ttft_s for it in front.dispatcher.traces] == [0.25, 0.25]
     assert [bool(it.terms.session) for it in front.dispatcher.traces] == [False, True]
+
+
+async def test_how_it_resumes_is_the_clients_word_else_the_servers() -> None:
+    front = Front(config=RouterConfig(resume="exact"))
+    async with front.client() as client:
+        await client.post(COMPLETIONS, json=ASK)
+        await client.post(CHAT, json={"messages": USER}, headers={"x-baton-resume": "fast"})
+    assert [request.resume for request in front.dispatcher.requests] == ["exact", "fast"]
 
 
 async def test_the_servers_own_deadline_stands() -> None:

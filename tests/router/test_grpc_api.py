@@ -97,6 +97,19 @@ async def collect(
     return [event async for event in client.stream(prompt, GREEDY, given)]
 
 
+async def test_how_it_resumes_is_the_callers_word_else_the_servers() -> None:
+    async with open_door() as door, door.client() as client:
+        for given, wanted in (("", "fast"), ("exact", "exact"), ("fast", "fast")):
+            reading = asyncio.create_task(collect(client, "hello", resume=given))
+            request = (await door.node.hear(SubmitDecode)).request
+            assert request.resume == wanted
+            door.node.finish(request, 0, EOS)
+            await reading
+        with pytest.raises(InvalidRequest) as caught:
+            await collect(client, "hello", resume="soon")
+        assert caught.value.field == "resume"
+
+
 async def test_the_models_sampling_defaults_hold_where_the_client_says_nothing() -> None:
     defaults = {"temperature": 0.0, "top_k": 20}
     async with open_door(defaults=defaults) as door, door.client() as client:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from baton.request import TERMINAL, TRANSITIONS, RequestState
-from router.store import LogEntry, Move, RequestStore, Swept, WriteStatus
+from router.store import LOGGED, LogEntry, Move, RequestStore, Swept, WriteStatus
 from tests.router.conftest import StoreMaker
 from tests.router.fakes import FakeClock
 
@@ -104,8 +104,26 @@ async def test_fields_are_merged(make_store: StoreMaker) -> None:
     assert await write(store, "a", 1, S.FAILED, fields={"error": "x", "seed": "8"}) is W.OK
     record = await store.read("a")
     assert record is not None
-    assert record.fields == {"seed": "8", "prefill_node": "p1", "error": "x"}
+    assert record.fields == {"seed": "8", "prefill_node": "p1", "error": "x", LOGGED: "0"}
     assert record.owner == "r1"
+
+
+async def test_the_end_counts_the_log_once(make_store: StoreMaker) -> None:
+    """Over all samples and epochs; what was appended twice counts once, what came late never."""
+    store = make_store("r1")
+    await walk(store, "a", S.PREFILL, S.TRANSFER, S.DECODE)
+    await store.append([LogEntry("a", 1, 0, (11, 12)), LogEntry("a", 1, 0, (31,), sample=2)])
+    assert await write(store, "a", 1, S.QUEUED) is W.OK
+    await store.append([LogEntry("a", 2, 1, (12, 13)), LogEntry("a", 1, 3, (99,))])
+    assert await write(store, "a", 2, S.DECODE) is W.OK
+    for _ in range(2):
+        assert await write(store, "a", 2, S.FINISHED) is W.OK
+        assert await store.append([LogEntry("a", 2, 3, (14,))]) == [W.ILLEGAL]
+        record = await store.read("a")
+        assert record is not None
+        assert record.fields[LOGGED] == "4"
+    counts = {state: count for state, count in (await store.counts()).items() if count}
+    assert counts == {S.FINISHED: 1}, "one end"
 
 
 async def test_catch_up_skips_states_but_no_fence(make_store: StoreMaker) -> None:

@@ -13,11 +13,17 @@ from tests.waiting import WAIT_S, eventually
 class Samples:
     """The samples of one request, read in the background: no gap, no duplicate, one end each."""
 
-    def __init__(self, client: AsyncClient, prompt: Tokens, params: SamplingParams) -> None:
+    def __init__(
+        self,
+        client: AsyncClient,
+        prompt: Tokens,
+        params: SamplingParams,
+        options: GenerateOptions | None = None,
+    ) -> None:
         self.tokens: list[list[int]] = [[] for _ in range(params.n)]
         self.ended: list[bool] = [False] * params.n
         self.retries = 0
-        self._stream = client.stream(prompt, params, GenerateOptions(timeout_s=90))
+        self._stream = client.stream(prompt, params, options or GenerateOptions(timeout_s=90))
         self.task = asyncio.create_task(self._read())
 
     async def _read(self) -> None:

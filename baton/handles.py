@@ -69,6 +69,7 @@ class NodeLoad:
     step_seconds: float = 0.0
     prefill_tokens_per_s: float = 0.0
     draining: bool = False
+    stalled: bool = False  # its engine makes no progress
     kv_token_bytes: int = 0
     kv_received_bytes: int = 0  # verified
     kv_sent_bytes: int = 0

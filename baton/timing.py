@@ -21,6 +21,7 @@ class Timing:
     connect_s: float = 3.0  # opening a session or a lane
     ping_interval_s: float = 1.0  # gRPC keepalive
     ping_timeout_s: float = 1.0  # a stopped peer is noticed about 0.1 s later
+    stall_s: float = 60.0  # a node that says nothing for so long, and has work, hangs
     drain_s: float = 5.0
     request_s: float = 600.0  # default deadline of a request
 

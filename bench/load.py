@@ -32,6 +32,7 @@ class Target:
     timeout_s: float = 300.0
     temperature: float = 0.0
     ignore_eos: bool = True  # vLLM's extension: answers are exactly as long as planned
+    headers: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ def open_client(target: Target) -> httpx.AsyncClient:
     headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
     return httpx.AsyncClient(
         base_url=target.url.rstrip("/").removesuffix("/v1"),
-        headers=headers,
+        headers={**headers, **dict(target.headers)},
         timeout=httpx.Timeout(target.timeout_s, connect=CONNECT_TIMEOUT_S),
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
     )

@@ -1,6 +1,7 @@
 """The router's ASGI app of injected parts: head guard > request id > API keys > routes.
 
-Around it all, failures on Anthropic's routes are put into Anthropic's words.
+Around it all, failures on Anthropic's routes are put into Anthropic's words, and a draining router
+ends its connections.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from router.direct import DirectRoutes
 from router.endpoints import Endpoints
 from router.http_api import HttpApi
 from router.http_guard import HeadGuard, HttpLimits
+from router.parting import Parting
 from router.prompts import PromptReader
 from router.request_ids import note_request_id
 from router.services import RouterServices
@@ -57,7 +59,7 @@ def create_app(services: RouterServices, limits: HttpLimits | None = None) -> AS
     direct = DirectRoutes(routes, http.busiest)
     guarded = ApiKeyGuard(direct, services.config.key_ring())
     limited = HeadGuard(RequestIds(guarded), limits if limits is not None else HttpLimits())
-    return AnthropicErrors(limited)
+    return Parting(AnthropicErrors(limited), services.lifecycle)
 
 
 class RequestIds:

@@ -39,7 +39,7 @@ def has_room(
     prompt_tokens: int, nodes: Sequence[NodeSnapshot], way: OnTheWay, prefill_window_s: float
 ) -> bool:
     """May a prompt of so many tokens begin? Without a node there is nothing to wait for."""
-    usable = [node for node in nodes if not node.load.draining]
+    usable = [node for node in nodes if node.takes_requests]
     decoders = [node for node in usable if node.role is Role.DECODE]
     if not decoders:
         return True
@@ -81,7 +81,7 @@ def best_ttft_s(request: Request, nodes: Sequence[NodeSnapshot], limit_s: float)
 
     Prefixes are looked up only if nothing is within `limit_s` without.
     """
-    usable = [node for node in nodes if not node.load.draining]
+    usable = [node for node in nodes if node.takes_requests]
     prefillers = [node for node in usable if node.role is Role.PREFILL]
     # A decode node computes prompts too, where it has shown how fast (router/placement.py).
     measured = [n for n in usable if n not in prefillers and n.load.prefill_tokens_per_s > 0]
@@ -105,5 +105,5 @@ def _best_ttft(
 
 def can_keep_tpot(nodes: Sequence[NodeSnapshot], limit_s: float) -> bool:
     """Does some decode node take steps within `limit_s`? An idle one does."""
-    decoders = [n for n in nodes if n.role is Role.DECODE and not n.load.draining]
+    decoders = [n for n in nodes if n.role is Role.DECODE and n.takes_requests]
     return not decoders or any(meets(expected_tpot_s(node), limit_s) for node in decoders)

@@ -127,6 +127,9 @@ class RouterConfig:
     store_timeout_s: float = option(
         0.5, "longest wait for Redis before a plain request goes on, seconds"
     )
+    stall_s: float = option(
+        60.0, "a node silent for so long with requests of this router hangs: they move, seconds"
+    )
     drain_s: float = option(5.0, "after SIGTERM: serve on for so long with /ready at 503, seconds")
     shutdown_s: float = option(10.0, "then: wait for running requests for so long, seconds")
     cpu_cores: str | None = option(None, 'cores of this process, e.g. "0,1"')
@@ -151,7 +154,7 @@ class RouterConfig:
         if self.workers > 1 and self.redis_url is None:
             message = "--workers share their requests through Redis: give --redis-url"
             raise ConfigError(message, field="workers")
-        for name in ("request_timeout_s", "store_timeout_s", "prefill_window_s"):
+        for name in ("request_timeout_s", "store_timeout_s", "prefill_window_s", "stall_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be positive", field=name)
         if self.enable_auto_tool_choice and self.tool_call_parser is None:

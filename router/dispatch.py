@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from baton import wire
-from baton.clock import Clock
+from baton.clock import Clock, SystemClock
 from baton.errors import (
     BatonError,
     Cancelled,
@@ -50,6 +50,7 @@ from router.migration import Candidate, MigrationStats, Move, Outcome
 from router.node_session import NodeEvent, SessionLost
 from router.policy import NodeSnapshot, PolicySettings, Route
 from router.registry import NodeRegistry
+from router.retry_budget import RetryBudget, is_free
 from router.sessions import SessionMap
 from router.showing import Showing
 from router.trace import RequestTrace
@@ -73,6 +74,7 @@ class DispatchParts:
     migrations: MigrationStats = field(default_factory=MigrationStats)
     gate: Gate | None = None
     sessions: SessionMap = field(default_factory=SessionMap)
+    retries: RetryBudget = field(default_factory=lambda: RetryBudget(SystemClock()))
 
 
 class HopFailed(Exception):
@@ -216,6 +218,7 @@ class Journey:
         """From QUEUED to the last token. `opened` gets the ledger, for whoever records the end."""
         ledger = await self._parts.store.open(self._request, description(self._request))
         opened.append(ledger)
+        self._parts.retries.begin()
         self._trace.queued_at = self._clock.monotonic()
         while not self._output.finished:
             try:
@@ -291,6 +294,9 @@ class Journey:
                 self.shown.show(event)
             case RequestFailed() if not (legs.prefilled and legs.is_subscribed):
                 self._refused(legs.prefill, event)
+            case SessionLost() if not event.drained and not (legs.prefilled or legs.decoding):
+                # An unfinished prefill ends with its session: no need to wait for D to find out.
+                raise HopFailed(self._lost(legs.prefill, event), death=True)
             case SessionLost() if not (legs.is_subscribed or (event.drained and legs.prefilled)):
                 raise HopFailed(self._lost(legs.prefill, event), death=not event.drained)
             case SessionLost() if not self.shown.told:
@@ -396,6 +402,9 @@ class Journey:
         self._trace.node_deaths += failure.death
         if self._trace.node_deaths >= MAX_NODE_DEATHS or self._attempts >= MAX_ATTEMPTS:
             raise failure.error
+        # Who has begun goes on, whatever the load.
+        if not (failure.death or self._output.num_tokens or is_free(failure.error)):
+            self._parts.retries.spend(failure.error)
         logger.warning(
             "request %s: epoch %d failed after %d tokens: %s",
             self._request.id, ledger.epoch, self._output.num_tokens, failure.error.message,

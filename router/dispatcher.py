@@ -15,6 +15,7 @@ from router.admission import Bounds
 from router.dispatch import MOVE_S, DispatchParts, Journey
 from router.gate import Gate, GateSettings
 from router.migration import Candidate, MigrationStats
+from router.retry_budget import RetryBudget
 from router.trace import RequestTrace
 
 
@@ -71,6 +72,10 @@ class Dispatcher:
         journey = self._live.get(request_id)
         if journey is not None:
             journey.stop_sample(sample)
+
+    @property
+    def retries(self) -> RetryBudget:
+        return self._parts.retries
 
     @property
     def migrations(self) -> MigrationStats:

@@ -23,6 +23,7 @@ from baton.errors import BatonError, Cancelled, InvalidRequest, Overloaded, Unav
 from baton.request import Request, RequestState
 from router.admission import AdmissionQueue, Bounds, Reason, Refusal, Ticket, TicketState, Wanted
 from router.capacity import OnTheWay, best_ttft_s, can_keep_tpot, has_room
+from router.margin import Margin
 from router.policy import NodeSnapshot
 from router.trace import RequestTrace
 
@@ -75,6 +76,7 @@ class _Entry:
     trace: RequestTrace
     ticket: Ticket
     turn: asyncio.Future[None] | None = None  # while it waits
+    expected_s: float = 0.0  # from admission to token 1, as nodes promised then
 
 
 class Gate:
@@ -95,6 +97,7 @@ class Gate:
         self._timer: asyncio.TimerHandle | None = None
         self.queue = AdmissionQueue(settings.bounds)
         self.stats = GateStats()
+        self.margin = Margin()
 
     def holds(self, request_id: str) -> bool:
         """Does such a request wait or run?"""
@@ -134,7 +137,8 @@ class Gate:
         """Admitted, or waiting. Raises what `admitted` says."""
         if request.id in self._entries:
             raise InvalidRequest(f"request id {request.id!r} is in use", field="request_id")
-        wanted = self._wanted(request, trace)
+        expected_s = self._expected_s(request, trace)
+        wanted = self._wanted(request, trace, expected_s)
         now = self._clock.monotonic()
         ticket = self.queue.offer(wanted, now, self._room(trace))
         entry = _Entry(request, trace, ticket)
@@ -169,13 +173,26 @@ class Gate:
         self.queue.release(entry.ticket, used, trace.output_tokens if finished else 0, now)
         served = self.stats.served
         served[entry.ticket.tenant] = served.get(entry.ticket.tenant, 0.0) + used
+        if trace.terms.slo.ttft_s is not None and trace.first_token_at is not None:
+            took_s = trace.first_token_at - (trace.admitted_at or request.arrival)
+            self.margin.observe(took_s - entry.expected_s)
         if trace.outcome != RequestState.CANCELLED.value:
             self._count_slo(request, trace, finished)
         self.poke()
 
     # ---- inside ----
 
-    def _wanted(self, request: Request, trace: RequestTrace) -> Wanted:
+    def _expected_s(self, request: Request, trace: RequestTrace) -> float:
+        """From its admission to token 1, if somebody wants to know; 0 where no node promises."""
+        terms = trace.terms
+        if terms.slo.ttft_s is None and terms.timeout_s is None:
+            return 0.0
+        limits = [request.deadline] if request.deadline is not None else []
+        limits += [request.arrival + terms.slo.ttft_s] if terms.slo.ttft_s is not None else []
+        left_s = min(limits, default=math.inf) - self._clock.monotonic()
+        return best_ttft_s(request, self._nodes(), left_s) or 0.0
+
+    def _wanted(self, request: Request, trace: RequestTrace, expected_s: float) -> Wanted:
         """What the queue must know. Raises InvalidRequest for too large a request, Unavailable for
         a service level that no node can keep."""
         params, terms = request.params, trace.terms
@@ -197,9 +214,10 @@ class Gate:
             first = request.arrival + terms.slo.ttft_s
             by_slo = latest is None or first < latest
             latest = first if latest is None else min(latest, first)
-        if latest is not None and (terms.slo.ttft_s is not None or terms.timeout_s is not None):
-            left_s = latest - self._clock.monotonic()
-            latest -= best_ttft_s(request, self._nodes(), left_s) or 0.0
+        if latest is not None:
+            latest -= expected_s
+        if latest is not None and by_slo:
+            latest -= self.margin.of(latest - self._clock.monotonic())
         return Wanted(
             id=request.id,
             prompt_tokens=len(request.prompt_ids),
@@ -234,6 +252,8 @@ class Gate:
         return OnTheWay(len(starting), self._starting_tokens)
 
     def _let_in(self, entry: _Entry) -> None:
+        if entry.trace.terms.slo.ttft_s is not None:
+            entry.expected_s = self._expected_s(entry.request, entry.trace)
         entry.trace.admitted_at = entry.ticket.admitted_at
         waited_s = (entry.ticket.admitted_at or 0.0) - entry.ticket.arrived_at
         for told in self.stats.waits:

@@ -2,23 +2,24 @@
 
 A plain request goes on when the store does not answer: the call is skipped, counted, and nothing is
 tried again until a heartbeat got through (so an outage costs each request at most one timeout). A
-request that missed a write is `behind`: it is written no more until its terminal state, which is
-kept and caught up when the store is back. The life: start() -> run() as a task -> stop().
+request that missed a write is `behind`: what it owes is told when the store is back
+(router/catch_up.py), ended ones included. The life: start() -> run() as a task -> stop().
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
 from baton.errors import InvalidRequest, StoreUnavailable
 from baton.events import TokenEvent
 from baton.request import Request, RequestState, check_transition
 from baton.timing import Timing
-from router.store import LogEntry, Move, RequestStore, WriteStatus
+from router.catch_up import CatchUp, Owed
+from router.store import NO_FIELDS, LogEntry, Move, RequestStore, WriteStatus
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -49,16 +50,21 @@ def description(request: Request) -> dict[str, str]:
 class RequestLedger:
     """State and epoch of one request: the truth while its router lives, written through.
 
-    `recorded`: the store has a record and it is ours. `behind`: a write was skipped.
+    `recorded`: the store has a record and it is ours. `behind`: a write was skipped. `refused`: the
+    store does not take its writes any more, so nothing is owed. `owed`: what to tell it.
     """
 
-    def __init__(self, guard: StoreGuard, request_id: str) -> None:
+    def __init__(
+        self, guard: StoreGuard, request_id: str, fields: Mapping[str, str] = NO_FIELDS
+    ) -> None:
         self._guard = guard
         self.request_id = request_id
         self.state = RequestState.QUEUED
         self.epoch = 1
         self.recorded = False
         self.behind = False
+        self.refused = False
+        self.owed = Owed(dict(fields))
         self._posted = 0  # moves that the store has not answered
         self._appending: list[TokenEvent] = []  # on their way into the log
         self._appended: asyncio.Event | None = None  # set when nothing is, for who waits
@@ -81,22 +87,32 @@ class RequestLedger:
             await self._appended.wait()  # the store's answers have a deadline
         return events
 
+    @property
+    def owes(self) -> bool:
+        """Is there something that the store should hear when it is back?"""
+        return not self.refused and (self.behind or not self.recorded)
+
     async def move(self, state: RequestState, **fields: str) -> None:
         """One transition to a non-terminal state. Raises IllegalTransition."""
         move = self._moved(state, fields)
         if move is not None:
-            self.took(await self._guard.call(lambda store: store.move(move)))
+            self._told(move, await self._guard.call(lambda store: store.move(move)))
 
     def post(self, state: RequestState, **fields: str) -> None:
         """`move` that nobody waits for: the store answers before it answers what is asked next."""
         move = self._moved(state, fields)
         if move is not None:
             self._posted += 1
-            self._guard.post(move, self._told)
+            self._guard.post(move, lambda status: self._answered(move, status))
 
-    def _told(self, status: WriteStatus | None) -> None:
+    def _answered(self, move: Move, status: WriteStatus | None) -> None:
         self._posted -= 1
+        self._told(move, status)
+
+    def _told(self, move: Move, status: WriteStatus | None) -> None:
         self.took(status)
+        if status is None:
+            self.owed.fields |= move.fields
 
     def _moved(self, state: RequestState, fields: dict[str, str]) -> Move | None:
         """The write of a transition; None if this request is written no more."""
@@ -107,6 +123,7 @@ class RequestLedger:
             self.epoch += 1
         if not self.recorded or self.behind:
             self._guard.stats.skipped += 1
+            self.owed.fields |= fields
             return None
         return move
 
@@ -118,11 +135,15 @@ class RequestLedger:
         move = Move(self.request_id, self.epoch, state, fields, catch_up=behind)
         self.state = state
         self._guard.close(self.request_id)
+        if self.owes:
+            await self._guard.settle(self, move)
+            return
         if not self.recorded:
             return
         status = await self._guard.call(lambda store: store.finish(move))
         if status is None:
-            self._guard.settle_later(move)
+            self.behind = True
+            self._guard.settle_later(self, move)
 
     def took(self, status: WriteStatus | None) -> None:
         """Remember how the store answered a write; None = it did not."""
@@ -131,7 +152,7 @@ class RequestLedger:
         elif status is not WriteStatus.OK:
             self._guard.stats.refused += 1
             self.recorded = status not in (WriteStatus.GONE, WriteStatus.FENCED)
-            self.behind = True
+            self.behind = self.refused = True
             logger.warning(
                 "request %s: the store answers %s, goes on unlogged", self.request_id, status
             )
@@ -142,8 +163,9 @@ class StoreGuard:
         self._store = store
         self._heartbeat_s = timing.heartbeat_s
         self._open: dict[str, RequestLedger] = {}
-        self._unsettled: dict[str, Move] = {}
+        self._unsettled: dict[str, tuple[RequestLedger, Move]] = {}
         self.stats = StoreStats()
+        self.catch_up = CatchUp()
 
     @property
     def name(self) -> str:
@@ -167,14 +189,16 @@ class StoreGuard:
 
     async def open(self, request: Request, fields: dict[str, str]) -> RequestLedger:
         """Record a new request as QUEUED. Raises InvalidRequest for an id that is in use."""
-        ledger = RequestLedger(self, request.id)
+        ledger = RequestLedger(self, request.id, fields)
         if self.stats.away:
             self.stats.skipped += 1
+            self._open[request.id] = ledger
             return ledger
         try:
             record = await self._store.claim(request.id, fields)
         except StoreUnavailable as error:
             self._lose(error)
+            self._open[request.id] = ledger
             return ledger
         if record is None:
             raise InvalidRequest(f"request id {request.id!r} is in use", field="request_id")
@@ -184,16 +208,31 @@ class StoreGuard:
         return ledger
 
     def ledger(self, request_id: str) -> RequestLedger | None:
-        """The ledger of a request that is recorded and not over."""
+        """The ledger of a request that is not over."""
         return self._open.get(request_id)
 
     def close(self, request_id: str) -> None:
         self._open.pop(request_id, None)
 
-    def settle_later(self, move: Move) -> None:
+    async def settle(self, ledger: RequestLedger, move: Move) -> None:
+        """A request ends that owes something: now if the store is there, else when it is back."""
+        last = replace(move, catch_up=True)
+        done = await self.call(lambda store: self.catch_up.end(store, ledger, last))
+        if done is None and self.stats.away:
+            self.settle_later(ledger, last)
+
+    def settle_later(self, ledger: RequestLedger, move: Move) -> None:
         if len(self._unsettled) < MAX_UNSETTLED:
-            catching_up = Move(move.request_id, move.epoch, move.state, move.fields, catch_up=True)
-            self._unsettled[move.request_id] = catching_up
+            self._unsettled[move.request_id] = ledger, replace(move, catch_up=True)
+        else:
+            self.catch_up.forget(ledger)
+
+    def owe(self, entries: Iterable[LogEntry]) -> None:
+        """These were shown, and the store was not there."""
+        for entry in entries:
+            ledger = self._open.get(entry.request_id)
+            if ledger is not None and ledger.owes:
+                self.catch_up.owe(ledger, entry)
 
     async def append(self, entries: Sequence[LogEntry]) -> list[WriteStatus] | None:
         return await self.call(lambda store: store.append(entries))
@@ -238,9 +277,11 @@ class StoreGuard:
                 ledger = self._open.get(request_id)
                 if ledger is not None:
                     ledger.took(WriteStatus.FENCED)
+            self._return()
+            await self.catch_up.all(self._store, [it for it in self._open.values() if it.owes])
             while self._unsettled:
-                request_id, move = next(iter(self._unsettled.items()))
-                await self._store.finish(move)
+                request_id, (ledger, move) = next(iter(self._unsettled.items()))
+                await self.catch_up.end(self._store, ledger, move)
                 del self._unsettled[request_id]
             for swept in await self._store.sweep():
                 logger.info(
@@ -248,7 +289,8 @@ class StoreGuard:
                 )
         except StoreUnavailable as error:
             self._lose(error)
-            return
+
+    def _return(self) -> None:
         if self.stats.away:
             self.stats.away = False
             logger.warning("the store is back")

@@ -42,7 +42,7 @@ from router.config import RouterConfig
 from router.directory import RedisDirectory
 from router.dispatch import DispatchParts
 from router.dispatcher import Dispatcher
-from router.failover_metrics import watch_failover
+from router.failure_metrics import Watched, watch_failures
 from router.gate import Gate, GateSettings
 from router.gate_metrics import watch_gate
 from router.grpc_api import GrpcServer
@@ -127,7 +127,7 @@ class Router:
             RegistryParts(
                 router_id=router_id,
                 secret=config.secret,
-                timing=config.timing,
+                timing=replace(config.timing, stall_s=config.stall_s),
                 clock=clock,
                 log=TokenLog(self.guard),
                 addresses=dict.fromkeys(config.prefill_node, Role.PREFILL)
@@ -136,6 +136,7 @@ class Router:
                 if self._redis is None
                 else RedisDirectory(self._redis, config.store_timeout_s),
                 tls=config.node_tls,
+                store_away=lambda: self.guard.stats.away,
             )
         )
         self.services = RouterServices(
@@ -382,6 +383,15 @@ def _migrator(config: RouterConfig, registry: NodeRegistry, dispatcher: Dispatch
     )
 
 
+def _watch(services: RouterServices) -> None:
+    """Everything that /metrics reads at each scrape."""
+    metrics, dispatcher = services.metrics, services.dispatcher
+    metrics.watch_migrations(lambda: dispatcher.migrations)
+    watch_gate(metrics.registry, dispatcher.gate)
+    watched = Watched(services.store, services.registry.health, dispatcher.retries)
+    watch_failures(metrics.registry, watched)
+
+
 def _gate(config: RouterConfig, registry: NodeRegistry) -> Gate:
     """Between the front doors and the dispatcher; looks at the nodes whenever one reports."""
     bounds = Bounds(config.max_live_requests, config.max_queued_requests)
@@ -389,14 +399,6 @@ def _gate(config: RouterConfig, registry: NodeRegistry) -> Gate:
     gate = Gate(SystemClock(), settings, registry.snapshots)
     registry.watch_reports(gate.poke)
     return gate
-
-
-def _watch(services: RouterServices) -> None:
-    """What the metrics read at each scrape."""
-    metrics = services.metrics
-    metrics.watch_migrations(lambda: services.dispatcher.migrations)
-    watch_gate(metrics.registry, services.dispatcher.gate)
-    watch_failover(metrics.registry, services.registry.session_stats, services.store.stats)
 
 
 def _chat_template(config: RouterConfig) -> ChatTemplate | None:

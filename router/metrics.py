@@ -331,6 +331,7 @@ _NODE_GAUGES: Final[tuple[tuple[str, str, _Value], ...]] = (
     ("baton_kv_transfer_export_bytes", "Bytes under leases", lambda n: n.load.export_bytes),
     ("baton_waiting_tokens", "Prompt tokens not yet computed", lambda n: n.load.waiting_tokens),
     ("baton_step_seconds", "Moving mean of engine steps", lambda n: n.load.step_seconds),
+    ("baton_stalled", "1 while its engine makes no progress", lambda n: float(n.load.stalled)),
     ("baton_draining", "1 while it takes no new requests", lambda n: float(n.load.draining)),
 )
 # As of each node's last heartbeat, since its start. Under the names of the nodes' own /metrics, but

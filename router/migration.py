@@ -191,7 +191,7 @@ def _may_take(node: NodeSnapshot, source: NodeSnapshot) -> bool:
         and node.boot_id != source.boot_id
         and node.fingerprint == source.fingerprint
         and node.model_digest == source.model_digest
-        and not node.load.draining
+        and node.takes_requests
     )
 
 

@@ -23,15 +23,17 @@ import grpc
 import grpc.aio
 
 from baton import messages, wire
-from baton.clock import Clock
+from baton.clock import Clock, SystemClock
 from baton.errors import BatonError, ConfigError, InvalidRequest, NodeLost
 from baton.events import HandleReady, NodeStep, Pooled, RequestFailed, Subscribed, TokenEvent
 from baton.handles import NodeLoad, NodeRecord
 from baton.timing import Timing, channel_options
 from protos import node_pb2, node_pb2_grpc
+from router.health import NodeHealth
 from router.mailbox import Mailbox
 from router.policy import NodeSnapshot
 from router.prefix_index import PrefixIndex
+from router.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 FIRST_BACKOFF_S: Final = 0.1
@@ -71,14 +73,6 @@ class Attachment:
     tokens: int = 0
 
 
-@dataclass(slots=True)
-class SessionStats:
-    """Counters over all sessions of a router. `late_events`: of nodes that did not own the request
-    any more (an older epoch, or it has ended); they are dropped, unlogged."""
-
-    late_events: int = 0
-
-
 class StepLog(Protocol):
     """What a session needs of router/token_log.py."""
 
@@ -98,7 +92,7 @@ class SessionContext:
     changed: Callable[[], None]  # a session came up or went down, a node began to drain
     reported: Callable[[], None] = lambda: None  # a step has been routed
     credentials: grpc.ChannelCredentials | None = None  # None: without TLS
-    stats: SessionStats = field(default_factory=SessionStats)
+    health: NodeHealth = field(default_factory=lambda: NodeHealth(SystemClock()))
 
 
 class NodeSession:
@@ -117,6 +111,9 @@ class NodeSession:
         self._wake = asyncio.Event()
         self._drained = False  # the node has said its last words
         self._snapshot: NodeSnapshot | None = None  # None: something has changed since
+        self._doubted = False  # it hung, and nothing has been heard of its engine since
+        clock, stall_s = context.clock, context.timing.stall_s
+        self._watchdog = Watchdog(clock, stall_s, lambda: bool(self._attached))
         self.prefix = PrefixIndex()
 
     # ---- what it knows ----
@@ -134,6 +131,22 @@ class NodeSession:
     @property
     def load(self) -> NodeLoad:
         return self._load
+
+    @property
+    def stalled(self) -> bool:
+        """Its engine makes no progress: by its own account, or it was silent for too long and has
+        not shown any since."""
+        return self._doubted or self._load.stalled
+
+    @property
+    def takes_requests(self) -> bool:
+        """Hello was exchanged, it does not drain, and its engine gets on."""
+        return self._connected and not (self._load.draining or self.stalled)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """What it is known by in router/health.py."""
+        return (self.address,) if self._record is None else (self.address, self._record.node_id)
 
     @property
     def refused(self) -> str:
@@ -182,6 +195,8 @@ class NodeSession:
             raise NodeLost(f"node {self.address} is not connected")
         self.detach(attachment.request_id)
         self._snapshot = None
+        if not self._attached:
+            self._watchdog.began()
         self._attached[attachment.request_id] = attachment
         self._assigned_tokens += attachment.tokens
         self._unreported[attachment.request_id] = attachment.tokens
@@ -291,6 +306,7 @@ class NodeSession:
         self._outbox = Mailbox()
         self._drained = False
         self.prefix.clear()
+        self._watchdog.heard()
         self._connected = True
         logger.info("%s node %s is up at %s", record.role.value, record.node_id, self.address)
         self._context.changed()
@@ -299,7 +315,11 @@ class NodeSession:
         """Read and write until the stream ends or the node has drained; raises what broke it, after
         whatever was read before."""
         steps: asyncio.Queue[NodeStep | BaseException | None] = asyncio.Queue(UNTAKEN_STEPS)
-        tasks = [asyncio.create_task(self._write(call)), asyncio.create_task(_read(call, steps))]
+        tasks = [
+            asyncio.create_task(self._write(call)),
+            asyncio.create_task(_read(call, steps)),
+            asyncio.create_task(self._watch(steps)),
+        ]
         try:
             ended = False
             while not ended:
@@ -312,9 +332,20 @@ class NodeSession:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    async def _watch(self, steps: asyncio.Queue[NodeStep | BaseException | None]) -> None:
+        """End the session of a node that hangs: this router's requests go on elsewhere."""
+        await self._watchdog.bite()
+        if steps.empty():  # else it is this router that is behind
+            steps.put_nowait(self._hangs(f"silent for {self._context.timing.stall_s:g} s"))
+
+    def _hangs(self, how: str) -> NodeLost:
+        self._doubted = True
+        return NodeLost(f"the node makes no progress: {how}")
+
     async def _take_all(self, batch: Sequence[NodeStep | BaseException | None]) -> bool:
         """Route what was read, in order. True: it was the last. Raises what ended the reading."""
         steps = [item for item in batch if isinstance(item, NodeStep)]
+        self._watchdog.heard()
         for step in steps:
             self._note(step)
         await self._show([event for step in steps for event in _in_order(step)])
@@ -323,13 +354,15 @@ class NodeSession:
             return True
         if steps:
             self._context.reported()
+        if self._load.stalled and self._attached:
+            raise self._hangs("it says so itself")
         last = batch[-1]
         if isinstance(last, BaseException):
             raise last
         return last is None
 
     async def _show(self, events: Sequence[Told]) -> None:
-        """Log the tokens, then route the events, in order. Many go in parts: while one is written to
+        """Log the tokens, then route the events, in order. Many go in parts: while one goes to
         its clients, the store has the next."""
         if len(events) <= PART_EVENTS:
             await self._log(events)
@@ -374,13 +407,15 @@ class NodeSession:
     def _note(self, step: NodeStep) -> None:
         """What a step says of the node itself."""
         if step.load is not None:
-            began_to_drain = step.load.draining and not self._load.draining
-            self._load = step.load
+            before, self._load = self.takes_requests, step.load
+            self._doubted = False
             self._snapshot = None
             self._unreported.clear()
             self._unreported_tokens = 0
-            if began_to_drain:
+            if before != self.takes_requests:
                 self._context.changed()
+        if step.failed or step.tokens:
+            self._context.health.heard(self.keys, step)
         self.prefix.apply(step.block_events_seq, step.block_events)
 
     def _route_all(self, events: Sequence[Told]) -> None:
@@ -398,7 +433,7 @@ class NodeSession:
     def _route(self, event: Told) -> None:
         attachment = self._attachment(event)
         if attachment is None:
-            self._context.stats.late_events += 1
+            self._context.health.stats.stale_events += 1
             return
         if attachment.tokens and isinstance(event, TokenEvent):
             self._assigned_tokens -= attachment.tokens  # computed: token 1 is the proof
@@ -417,6 +452,8 @@ class NodeSession:
         node_id = self.address if self._record is None else self._record.node_id
         if was_connected:
             self._context.changed()
+        if was_connected and not self._drained:
+            self._context.health.died(self.keys, stalled=self._doubted)
         for attachment in attached:
             attachment.deliver(SessionLost(node_id, reason, self._drained))
         if was_connected and self._drained:

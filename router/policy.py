@@ -50,6 +50,11 @@ class NodeSnapshot:
     assigned_tokens: int = 0
     unreported_tokens: int = 0
     adapters: tuple[str, ...] = ()
+    shunned: bool = False  # it hangs, or is in quarantine (router/health.py)
+
+    @property
+    def takes_requests(self) -> bool:
+        return not (self.load.draining or self.shunned)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +178,7 @@ def pick_decode(
 
 def is_usable(node: NodeSnapshot, ask: Ask) -> bool:
     return (
-        not node.load.draining
+        node.takes_requests
         and node.boot_id not in ask.excluded
         and ask.model_digest in (None, node.model_digest)
         and (not ask.adapter or ask.adapter in node.adapters)

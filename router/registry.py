@@ -20,7 +20,8 @@ from baton.kv_spec import PROTOCOL_VERSION
 from baton.timing import Timing
 from baton.tls import TlsFiles
 from router.directory import NodeDirectory
-from router.node_session import NodeSession, SessionContext, SessionStats, StepLog
+from router.health import Known, NodeHealth
+from router.node_session import NodeSession, SessionContext, StepLog
 from router.policy import NodeSnapshot
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,10 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class RegistryParts:
-    """What a registry is made of. `addresses`: HOST:PORT -> the role that the command line says."""
+    """What a registry is made of. `addresses`: HOST:PORT -> the role that the command line says.
+
+    `store_away`: nodes cannot renew their records now, so a missing one says nothing.
+    """
 
     router_id: str
     secret: str
@@ -50,6 +54,7 @@ class RegistryParts:
     addresses: Mapping[str, Role] = field(default_factory=dict[str, Role])
     directory: NodeDirectory | None = None
     tls: TlsFiles | None = None  # towards nodes
+    store_away: Callable[[], bool] = lambda: False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +85,10 @@ class NodeRegistry:
         self._model: ServedModel | None = None
         self._links: _Links | None = None  # None: they may have changed
         self._directory_away = False
+        self._doubtful_until = 0.0  # before then records may be missing that nodes could not renew
         self._changed = asyncio.Event()
         self._watchers: list[Callable[[], None]] = []
+        self.health = NodeHealth(parts.clock)
         self._context = SessionContext(
             router_id=parts.router_id,
             secret=parts.secret,
@@ -92,11 +99,8 @@ class NodeRegistry:
             changed=self._notify,
             reported=self._on_report,
             credentials=None if parts.tls is None else parts.tls.channel_credentials(),
+            health=self.health,
         )
-
-    @property
-    def session_stats(self) -> SessionStats:
-        return self._context.stats
 
     # ---- life ----
 
@@ -125,6 +129,9 @@ class NodeRegistry:
         directory = self._parts.directory
         if directory is None:
             return
+        now, timing = self._parts.clock.monotonic(), self._parts.timing
+        if self._directory_away or self._parts.store_away():
+            self._doubtful_until = now + timing.node_record_s
         try:
             records = await directory.records()
         except StoreUnavailable as error:
@@ -139,6 +146,8 @@ class NodeRegistry:
                 self._open(record.address)
             elif session.record is not None and session.record.boot_id != record.boot_id:
                 session.wake()
+        if now < self._doubtful_until:
+            return
         known = {record.address for record in records} | set(self._parts.addresses)
         for address, session in list(self._sessions.items()):
             if address not in known and not session.connected:
@@ -148,7 +157,15 @@ class NodeRegistry:
 
     def snapshots(self) -> list[NodeSnapshot]:
         """The connected nodes, as of now."""
-        return [session.snapshot(record) for session, record in self._connected()]
+        health, panic = self.health, self.health.panicking(self._seen)
+        found: list[NodeSnapshot] = []
+        for session, record in self._connected():
+            snapshot = session.snapshot(record)
+            quarantined = record.role not in panic and health.in_quarantine(session.keys)
+            if session.stalled or quarantined:
+                snapshot = replace(snapshot, shunned=True)
+            found.append(snapshot)
+        return found
 
     def session(self, boot_id: str) -> NodeSession | None:
         """The session with one incarnation of a node, None once it is lost."""
@@ -173,7 +190,7 @@ class NodeRegistry:
     def can_serve(self) -> bool:
         """Is there a decode node that takes requests? (Without prefill nodes it prefills, too.)"""
         return any(
-            record.role is Role.DECODE and not session.load.draining
+            record.role is Role.DECODE and session.takes_requests
             for session, record in self._connected()
         )
 
@@ -237,6 +254,14 @@ class NodeRegistry:
             self._links = _Links(connected, by_boot)
             self._model = _model_of([record for _, record in connected]) or self._model
         return self._links
+
+    def _seen(self) -> list[Known]:
+        """The nodes that have said hello once, for the share of them that is healthy."""
+        return [
+            Known(session.keys, session.record.role, session.connected and not session.stalled)
+            for session in self._sessions.values()
+            if session.record is not None
+        ]
 
     def _open(self, address: str) -> None:
         session = NodeSession(address, self._context)

@@ -24,14 +24,16 @@ class TokenLog:
         logged: list[TokenEvent] = []
         for event in events:
             ledger = self._guard.ledger(event.request_id)
-            if not event.token_ids or ledger is None or not ledger.recorded or ledger.behind:
+            if not event.token_ids or ledger is None or ledger.refused:
                 continue
             # The ledger's epoch: a prefill that outlived a failover still says the old one.
-            entries.append(
-                LogEntry(
-                    event.request_id, ledger.epoch, event.position, event.token_ids, event.sample
-                )
+            entry = LogEntry(
+                event.request_id, ledger.epoch, event.position, event.token_ids, event.sample
             )
+            if ledger.owes:
+                self._guard.owe((entry,))
+                continue
+            entries.append(entry)
             ledgers.append(ledger)
             ledger.appends(event)
             logged.append(event)
@@ -44,3 +46,5 @@ class TokenLog:
                 ledger.append_over(event)
         for index, ledger in enumerate(ledgers):
             ledger.took(None if statuses is None else statuses[index])
+        if statuses is None:
+            self._guard.owe(entries)

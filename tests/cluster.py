@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.client import AsyncClient, Generation
-from baton.clock import SystemClock
+from baton.clock import Clock, SystemClock
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.node.config import NodeConfig
@@ -40,6 +40,7 @@ class Plan:
     router: dict[str, Any] = field(default_factory=dict[str, Any])
     timing: Timing = field(default_factory=Timing)
     elsewhere: Sequence[str] = ()  # addresses of further prefill nodes, in other processes
+    clock: Clock = field(default_factory=SystemClock)  # the nodes'
     shared: Path | None = None  # where pools lie whose pages are adopted; None: grpc, copies
     lanes: Sequence[str] = ()  # KV lanes, best first; () = shm and grpc, or grpc alone
     adopt: bool = True
@@ -136,7 +137,7 @@ async def _member(
     config = NodeConfig(kv_lanes=",".join(names), kv_adopt=plan.adopt)
     settings = LaneSettings(plan.timing, pool=engine.arena, shared=place.shared)
     lanes = make_lanes(names, settings)
-    around = Surroundings(plan.timing, SystemClock(), lanes)
+    around = Surroundings(plan.timing, plan.clock, lanes)
     node = Node(program, config, engine, around)
     stack.push_async_callback(node.stop)
     await node.start()

@@ -117,10 +117,10 @@ class Node:
         """Bind, start everything, register. Raises ConfigError if an address cannot be bound."""
         config = self._config
         if config.metrics_port is not None:
-            registry = self.shell.metrics.registry
+            registry, progress = self.shell.metrics.registry, self.shell.progress
             token = "" if is_loopback(config.host) else metrics_token(config.secret)
             place = MetricsPlace(config.host, config.metrics_port, token, config.tls)
-            self._metrics = MetricsServer.start(registry, place)
+            self._metrics = MetricsServer.start(registry, place, progress)
         self.address = join_address(config.announced_host, self._server.bind())
         await self.shell.start(self.address)
         await self._server.start()
@@ -167,8 +167,8 @@ class Node:
         self.shell.ask_engine()
         if self._registry is not None:
             await self._registry.announce(self.shell.record())
-        healthy = self.shell.engine_silent_s < self._config.stall_s
-        await self._server.set_health(serving=healthy and not self.shell.draining)
+        healthy = not (self.shell.progress.stalled or self.shell.draining)
+        await self._server.set_health(serving=healthy)
 
 
 def main(program: NodeProgram, argv: Sequence[str], environ: Mapping[str, str]) -> int:

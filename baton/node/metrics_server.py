@@ -22,6 +22,8 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from baton.errors import ConfigError
+from baton.node.health_page import with_health
+from baton.node.progress import Progress
 from baton.tls import TlsFiles
 
 PATIENCE_S: Final = 5.0
@@ -108,11 +110,13 @@ class MetricsServer:
     thread: Thread
 
     @classmethod
-    def start(cls, registry: CollectorRegistry, place: MetricsPlace) -> MetricsServer:
+    def start(
+        cls, registry: CollectorRegistry, place: MetricsPlace, progress: Progress
+    ) -> MetricsServer:
         """Raises ConfigError if the port cannot be bound or the TLS files cannot be used."""
         context = None if place.tls is None else place.tls.server_context()
         kind = _Server6 if ":" in place.host else _Server
-        app: Any = _guarded(make_wsgi_app(registry), place.token)
+        app: Any = with_health(_guarded(make_wsgi_app(registry), place.token), progress)
         try:
             server = make_server(place.host, place.port, app, kind, _Handler)
         except OSError as error:

@@ -53,6 +53,7 @@ from baton.messages import (
 from baton.metrics import NodeMetrics, NodeSnapshot
 from baton.node.config import NodeConfig
 from baton.node.metrics import snapshot
+from baton.node.progress import Answer, Progress
 from baton.node.requests import NodeRequest, RequestTable, failure
 from baton.node.role import NodeRole, RoleContext
 from baton.node.session import RouterSession, Share
@@ -103,7 +104,7 @@ class NodeShell:
         self._kv_token_bytes = sum(
             layer.token_bytes(dtype) + layer.scale_bytes(dtype) for layer in layers
         )
-        self._asked_engine_at: float | None = None
+        self.progress = Progress(parts.clock, parts.config.stall_s)
         self._quiet = asyncio.Event()  # set whenever a request or an export has ended
         self._stopped = False
         self.thread = EngineThread(parts.engine, self._on_step)
@@ -218,6 +219,7 @@ class NodeShell:
             fetching=self.role.fetching,
             export_bytes=self.connector.export_bytes,
             draining=self.draining,
+            stalled=self.progress.stalled,
             kv_received_bytes=transfer.total_received,
             kv_sent_bytes=transfer.total_sent,
             kv_fetches=transfer.fetches,
@@ -229,28 +231,24 @@ class NodeShell:
             kv_tail_seconds=transfer.exposed_tail_seconds,
         )
 
-    def send_load(self) -> None:
-        """Tell every router the load, counters included, where it changed. Once per heartbeat."""
+    def send_load(self, *, beat: bool = False) -> None:
+        """Tell the routers the load, counters included: all of them with a heartbeat (they take
+        silence for a stall), else where it changed."""
         load = self.load()
         for session in self._sessions:
-            if load != session.last_load:
+            if beat or load != session.last_load:
                 session.send(NodeStep(load=load))
 
     def ask_engine(self) -> None:
         """Refresh load and counters between steps, soon; no second question while one is open."""
-        if self._asked_engine_at is None:
-            self._asked_engine_at = self.clock.monotonic()
+        if self.progress.ask():
             self.thread.post(self._answer)
+        elif self.progress.stalled:
+            self.send_load()
 
     def scrape(self) -> NodeSnapshot:
         """Everything /metrics shows, as of the last step or beat. Any thread."""
         return snapshot(self.load(), self._engine_stats, self.connector, self._kv_waste)
-
-    @property
-    def engine_silent_s(self) -> float:
-        """Seconds for which the engine has not answered `ask_engine`: one step, unless it hangs."""
-        asked = self._asked_engine_at
-        return 0.0 if asked is None else self.clock.monotonic() - asked
 
     # ---- sessions ----
 
@@ -425,8 +423,8 @@ class NodeShell:
         self._loop.call_soon_threadsafe(self._deliver, report, stats)
 
     def _answer(self, engine: Engine) -> None:
-        load, stats, waste = engine.current_load(), engine.stats.copy(), engine.kv_usage().waste
-        self._loop.call_soon_threadsafe(self._answered, load, stats, waste)
+        state = Answer.of(engine), engine.current_load(), engine.stats.copy()
+        self._loop.call_soon_threadsafe(self._answered, *state, engine.kv_usage().waste)
 
     def _snapshot(self, engine: Engine, session: RouterSession) -> None:
         # Taken together, and delivered in the order of the steps: nothing is told twice or missed.
@@ -445,10 +443,10 @@ class NodeShell:
 
     # ---- back on the event loop ----
 
-    def _answered(self, load: NodeLoad, stats: EngineStats, kv_waste: float) -> None:
-        self._asked_engine_at = None
+    def _answered(self, told: Answer, load: NodeLoad, stats: EngineStats, kv_waste: float) -> None:
+        self.progress.answered(told, self.connector.active_exports + self.role.fetching > 0)
         self._engine_load, self._engine_stats, self._kv_waste = load, stats, kv_waste
-        self.send_load()
+        self.send_load(beat=True)
 
     def _freed(self, handle: KVHandle) -> None:
         if self._handed_on.get(handle.request_id) is handle:

@@ -224,6 +224,7 @@ class RouterSetup:
     max_live: int = 100
     log: StepLog | None = None
     directory: NodeDirectory | None = None
+    timing: Timing = FAST
 
 
 @contextlib.asynccontextmanager
@@ -243,11 +244,12 @@ async def running_router(
         RegistryParts(
             router_id="router",
             secret=setup.secret,
-            timing=FAST,
+            timing=setup.timing,
             clock=clock,
             log=setup.log or TokenLog(guard),
             addresses={node.address: node.record.role for node in nodes},
             directory=setup.directory,
+            store_away=lambda: guard.stats.away,
         )
     )
     parts = DispatchParts(

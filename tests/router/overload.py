@@ -17,6 +17,7 @@ from baton.handles import NodeLoad, Role
 from router.admission import AdmissionQueue, Bounds, Ticket, TicketState, Wanted
 from router.capacity import OnTheWay, has_room
 from router.keys import Grant
+from router.margin import Margin
 from router.policy import NodeSnapshot
 
 RATE = 10_000.0  # prompt tokens per second
@@ -37,6 +38,7 @@ class Job:
     output: int
     arrival: float
     ticket: Ticket | None = None
+    expected_s: float = 0.0
     first_at: float | None = None
     ended_at: float | None = None
 
@@ -50,15 +52,20 @@ class Job:
 
 @dataclass
 class Cluster:
-    """`gated` False: everything is sent on as it comes."""
+    """`gated` False: everything is sent on as it comes. `lag_s`: what no node knows of, from its
+    token 1 to the client's, at random between its two ends. `learns`: the router plans for it."""
 
     gated: bool = True
+    lag_s: tuple[float, float] = (0.0, 0.0)
+    learns: bool = True
     now: float = 0.0
     jobs: list[Job] = field(default_factory=list[Job])
     refused: int = 0
 
     def __post_init__(self) -> None:
         self.queue = AdmissionQueue(Bounds(max_live=1024, max_queued=512))
+        self.margin = Margin()
+        self._rng = random.Random(5)
         self._by_name: dict[str, Job] = {}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = 0
@@ -86,6 +93,8 @@ class Cluster:
             self._begin(job)
             return
         latest = job.arrival + TTFT_S - (self._prefill_tokens + job.prompt) / RATE
+        if self.learns:
+            latest -= self.margin.of(latest - self.now)
         wanted = Wanted(
             job.name, job.prompt, 512, grant=job.grant, latest_start=latest, by_slo=True
         )
@@ -140,6 +149,7 @@ class Cluster:
         if self.gated:
             self._starting -= 1
             self._starting_tokens -= job.prompt
+        job.expected_s = (self._prefill_tokens + job.prompt) / RATE
         self._prefills.append(job)
         self._prefill_tokens += job.prompt
         if len(self._prefills) == 1:
@@ -148,7 +158,7 @@ class Cluster:
     def _prefilled(self) -> None:
         job = self._prefills.popleft()
         self._prefill_tokens -= job.prompt
-        job.first_at = self.now
+        job.first_at = self.now + self._rng.uniform(*self.lag_s)
         if self._prefills:
             self.at(self.now + self._prefills[0].prompt / RATE, self._prefilled)
         self._waiting.append(job)
@@ -167,17 +177,26 @@ class Cluster:
         job.ended_at = self.now
         self._decode()
         if job.ticket is not None:
+            self.margin.observe(
+                (job.first_at or 0.0) - (job.ticket.admitted_at or 0.0) - job.expected_s
+            )
             self.queue.release(job.ticket, job.prompt + job.output, job.output, self.now)
         self._pump()
 
 
 def simulate(
-    per_s: dict[Grant, float], seconds: float = 60.0, *, gated: bool = True, seed: int = 1
+    per_s: dict[Grant, float],
+    seconds: float = 60.0,
+    *,
+    gated: bool = True,
+    seed: int = 1,
+    lag_s: tuple[float, float] = (0.0, 0.0),
+    learns: bool = True,
 ) -> Cluster:
     """Each grant's clients send so many requests a second, 400 +- 300 prompt and 100 +- 50 output
     tokens, whatever becomes of them."""
     rng = random.Random(seed)
-    cluster = Cluster(gated)
+    cluster = Cluster(gated, lag_s, learns)
     for grant, rate in per_s.items():
         now, number = 0.0, 0
         while (now := now + rng.expovariate(rate)) < seconds:

@@ -12,9 +12,10 @@ from baton.events import TokenEvent
 from baton.messages import SubmitDecode, SubmitPrefill
 from baton.metrics import render
 from baton.request import FinishReason, RequestState
-from router.failover_metrics import watch_failover
+from router.failure_metrics import Watched, watch_failures
 from router.memory_store import MemoryStore
 from router.metrics import RouterMetrics
+from router.retry_budget import RetryBudget
 from router.store import LOGGED, LogEntry, WriteStatus
 from tests.router.clients import Client, cluster, first_of, state_of
 from tests.router.fakes import (
@@ -48,7 +49,7 @@ async def logged(router: FakeRouter) -> list[int]:
 
 
 async def late_events(router: FakeRouter, count: int) -> bool:
-    return router.registry.session_stats.late_events >= count
+    return router.registry.health.stats.stale_events >= count
 
 
 @pytest.mark.parametrize("ended", [False, True])
@@ -100,18 +101,19 @@ async def test_a_fenced_owner_is_not_heard_and_not_logged() -> None:
         other.tokens(new, 2, 96)  # after the end
         other.say(tokens=(TokenEvent("nobody", 1, 0, (95,)),))
         await eventually(lambda: late_events(router, 4))
-        assert router.registry.session_stats.late_events == 4
+        assert router.registry.health.stats.stale_events == 4
         record = await router.store.read("r")
         assert record is not None
         assert (record.state, record.fields[LOGGED]) == (RequestState.FINISHED, "2")
         assert record.fields["output_tokens"] == "2"
         assert router.guard.stats.refused == 0
         text = _exported(router)
-        assert "baton_late_events_total 4.0" in text
-        assert "baton_store_refused_writes_total 0.0" in text
+        assert "baton_stale_events_total 4.0" in text
+        assert "baton_store_refused_total 0.0" in text
 
 
 def _exported(router: FakeRouter) -> str:
     metrics = RouterMetrics()
-    watch_failover(metrics.registry, router.registry.session_stats, router.guard.stats)
+    watched = Watched(router.guard, router.registry.health, RetryBudget(SystemClock()))
+    watch_failures(metrics.registry, watched)
     return render(metrics.registry).decode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -97,28 +98,41 @@ async def test_a_request_that_lives_through_an_outage_is_settled_after_it() -> N
     record = await store.read("a")
     assert record is not None
     assert (record.state, record.epoch) == (S.FINISHED, 2)
-    assert await store.read("b") is None
-    assert [entry.token_ids for entry in await store.read_log("a")] == [(1,)]
+    log = await store.read_log("a")
+    assert [(e.epoch, e.position, e.token_ids) for e in log] == [
+        (1, 0, (1,)), (1, 1, (2,)), (2, 2, (3,)),
+    ]  # fmt: skip
+    record = await store.read("b")
+    assert record is not None, "it came and went during the outage"
+    assert record.state is S.FINISHED
+    assert (guard.catch_up.stats.requests, guard.catch_up.stats.tokens) == (2, 2)
 
 
-async def test_a_request_behind_goes_on_unlogged_but_ends_in_the_store() -> None:
+async def test_a_request_behind_is_written_through_again_after_a_heartbeat() -> None:
     store = FlakyStore()
     guard = StoreGuard(store, FAST)
     ledger = await guard.open(make_request("a"), {})
     store.away = True
     await ledger.move(S.PREFILL)
-    store.away = False
-    await guard.beat()
-    await ledger.move(S.TRANSFER)
-    await TokenLog(guard).append([tokens("a", 0, 1)])
+    await ledger.move(S.TRANSFER, decode_node="d1")
     record = await store.read("a")
     assert record is not None
     assert record.state is S.QUEUED
+    store.away = False
+    await guard.beat()
+    record = await store.read("a")
+    assert record is not None
+    assert (record.state, record.fields) == (S.TRANSFER, {"decode_node": "d1"})
+    await TokenLog(guard).append([tokens("a", 0, 1)])
+    await ledger.move(S.DECODE)
+    record = await store.read("a")
+    assert record is not None
+    assert record.state is S.DECODE
     await ledger.finish(S.FINISHED)
     record = await store.read("a")
     assert record is not None
     assert record.state is S.FINISHED
-    assert await store.read_log("a") == []
+    assert [entry.token_ids for entry in await store.read_log("a")] == [(1,)]
 
 
 async def test_a_fenced_request_is_written_no_more() -> None:
@@ -211,6 +225,42 @@ async def test_the_ledger_keeps_the_table_and_the_ids() -> None:
         await ledger.move(S.DECODE)
     with pytest.raises(InvalidRequest):
         await guard.open(make_request("a"), {})
+
+
+async def test_an_append_that_fails_late_is_still_told_first() -> None:
+    """Token 1 by P was on its way to the store when the tokens of D were owed already."""
+    store = FlakyStore()
+    guard = StoreGuard(store, FAST)
+    ledger = await guard.open(make_request("a"), {})
+    store.away = True
+    await ledger.move(S.DECODE)
+    log = TokenLog(guard)
+    await log.append([tokens("a", 1, 2, 3)])
+    guard.owe([LogEntry("a", 1, 0, (1,))])
+    guard.owe([LogEntry("a", 1, 0, (1, 2))])  # and once more, by the other node
+    store.away = False
+    await guard.beat()
+    assert [t for entry in await store.read_log("a") for t in entry.token_ids] == [1, 2, 3]
+    assert (guard.stats.refused, ledger.behind, ledger.owed.num_tokens) == (0, False, 0)
+
+
+async def test_an_end_and_a_heartbeat_tell_the_same_backlog_once() -> None:
+    store = FlakyStore()
+    guard = StoreGuard(store, FAST)
+    ledger = await guard.open(make_request("a"), {})
+    store.away = True
+    await ledger.move(S.DECODE)
+    await TokenLog(guard).append([tokens("a", 0, 1, 2)])
+    store.away = False
+    guard.stats.away = False
+    await asyncio.gather(guard.catch_up.one(store, ledger), ledger.finish(S.FINISHED), guard.beat())
+    record = await store.read("a")
+    assert record is not None
+    assert record.state is S.FINISHED
+    assert [t for entry in await store.read_log("a") for t in entry.token_ids] == [1, 2]
+    assert (guard.stats.refused, guard.catch_up.stats.tokens) == (0, 2)
+    await guard.beat()
+    assert (await store.read("a")) == record
 
 
 @pytest.mark.redis

@@ -29,6 +29,17 @@ def test_without_admission_it_would_collapse() -> None:
     assert goodput(simulate({FLOOD: 3 * PEAK}, gated=False)) < 0.1 * PEAK
 
 
+@pytest.mark.parametrize("seed", [1, 2])
+def test_goodput_stays_where_tokens_come_later_than_promised(seed: int) -> None:
+    """A busy router, a busy network: without a margin, nearly all are let in a bit too late."""
+    lag_s = (0.3, 0.6)
+    overloaded = simulate({FLOOD: 3 * PEAK}, seed=seed, lag_s=lag_s)
+    assert goodput(overloaded) >= 0.9 * PEAK
+    assert 0.3 < overloaded.margin.seconds < 0.8
+    heedless = simulate({FLOOD: 3 * PEAK}, seed=seed, lag_s=lag_s, learns=False)
+    assert goodput(heedless) < 0.7 * PEAK
+
+
 def test_below_capacity_nobody_is_refused_and_hardly_anybody_waits() -> None:
     easy = simulate({FLOOD: 0.6 * PEAK})
     assert easy.refused == 0

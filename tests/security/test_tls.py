@@ -24,6 +24,7 @@ from baton.handles import Role
 from baton.node.config import NodeConfig
 from baton.node.lanes import LaneSettings
 from baton.node.metrics_server import MetricsPlace, MetricsServer, metrics_token
+from baton.node.progress import Progress
 from baton.timing import Timing
 from baton.tls import ClientTls, TlsFiles
 from kv_transfer.memory import MemoryFabric
@@ -217,8 +218,9 @@ async def test_metrics_want_the_token(own: TlsFiles, encrypted: bool) -> None:
     Counter("things", "", registry=registry).inc(3)
     token = metrics_token(SECRET)
     assert SECRET not in token
+    progress = Progress(SystemClock(), 1.0)
     tls = own if encrypted else None
-    server = MetricsServer.start(registry, MetricsPlace("127.0.0.1", 0, token, tls))
+    server = MetricsServer.start(registry, MetricsPlace("127.0.0.1", 0, token, tls), progress)
     url = f"http{'s' if encrypted else ''}://127.0.0.1:{server.port}/metrics"
     context = believing(own, own) if encrypted else None
 

@@ -1,0 +1,64 @@
+"""Prometheus metrics of what goes wrong around a router: its store, its nodes, second tries.
+
+Read at scrape time from the counters of router/ledger.py, catch_up.py, health.py, retry_budget.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from router.health import NodeHealth
+from router.ledger import StoreGuard
+from router.retry_budget import RetryBudget
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """Where the numbers are."""
+
+    store: StoreGuard
+    health: NodeHealth
+    retries: RetryBudget
+
+
+def watch_failures(registry: CollectorRegistry, watched: Watched) -> None:
+    """Export them in `registry`. Once per router."""
+    registry.register(_Failures(watched))
+
+
+class _Failures(Collector):
+    def __init__(self, watched: Watched) -> None:
+        self._watched = watched
+
+    def collect(self) -> Iterable[Metric]:
+        store, late = self._watched.store.stats, self._watched.store.catch_up.stats
+        yield GaugeMetricFamily("baton_store_away", "1 while the store is away", float(store.away))
+        for name, text, count in (
+            ("baton_store_outages", "Times the store went away", store.outages),
+            ("baton_store_skipped", "Calls not made, or failed, with it away", store.skipped),
+            ("baton_store_refused", "Writes answered by a fence or a gap", store.refused),
+            ("baton_store_late_requests", "Requests that caught up", late.requests),
+            ("baton_store_late_tokens", "Tokens logged after an outage", late.tokens),
+            ("baton_store_dropped_tokens", "Tokens that no log will have", late.dropped),
+        ):
+            yield CounterMetricFamily(name, text, count)
+        health, retries = self._watched.health.stats, self._watched.retries
+        for name, text, count in (
+            ("baton_node_deaths", "Sessions with nodes that broke", health.deaths),
+            ("baton_node_stalls", "Of these, ended by the watchdog", health.stalls),
+            ("baton_node_quarantines", "Nodes put in quarantine", health.quarantines),
+            ("baton_node_panics", "Times most nodes were unhealthy", health.panics),
+            ("baton_stale_events", "Events of requests that had moved on", health.stale_events),
+        ):
+            yield CounterMetricFamily(name, text, count)
+        spent = CounterMetricFamily(
+            "baton_retry_budget", "Second tries after refusals", labels=["outcome"]
+        )
+        spent.add_metric(["granted"], retries.granted)
+        spent.add_metric(["refused"], retries.refused)
+        yield spent

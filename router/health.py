@@ -1,0 +1,150 @@
+"""NodeHealth: what a router holds against its nodes, and when that counts for nothing.
+
+    flapping     a node whose sessions broke `deaths` times within `window_s` is in quarantine: it
+                 gets no new requests for `first_s`, twice as long after each relapse
+    failing      so is one that answered `failures` requests in a row with an internal error
+    panic        when fewer than `panic_share` of a role's nodes are healthy, quarantine is
+                 disregarded: the judgement is more likely wrong than most of the nodes, and the
+                 few that are left must not get everybody's load
+
+Requests that run on a node in quarantine stay there. A node that says (or shows) that its engine
+makes no progress gets nothing either, panic or not: that is a fact. Not here: what becomes of
+requests whose node is lost (router/dispatch.py). Nodes are known by address and by name, because a
+restart may change either.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from baton.clock import Clock
+from baton.errors import InternalError
+from baton.events import NodeStep
+from baton.handles import Role
+
+
+@dataclass(frozen=True, slots=True)
+class HealthSettings:
+    """Counts, seconds, and a share of nodes."""
+
+    deaths: int = 3
+    window_s: float = 60.0
+    failures: int = 5
+    first_s: float = 5.0
+    longest_s: float = 60.0
+    panic_share: float = 0.5
+
+
+@dataclass(slots=True)
+class HealthStats:
+    """Counters for metrics and tests."""
+
+    deaths: int = 0  # sessions that broke, stalls among them
+    stalls: int = 0  # sessions ended because their node made no progress
+    quarantines: int = 0
+    panics: int = 0  # times that a role's nodes fell below the share
+    stale_events: int = 0  # of requests or epochs that are not on that session any more
+
+
+@dataclass(slots=True)
+class _Case:
+    """One node's file."""
+
+    deaths: deque[float] = field(default_factory=deque[float])
+    failures: int = 0  # in a row
+    relapses: int = 0
+    until: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """One node that a registry knows. `fit`: connected, and its engine gets on."""
+
+    keys: tuple[str, ...]
+    role: Role
+    fit: bool
+
+
+class NodeHealth:
+    def __init__(self, clock: Clock, settings: HealthSettings | None = None) -> None:
+        self._clock = clock
+        self._settings = settings or HealthSettings()
+        self._cases: dict[str, _Case] = {}
+        self._last_until = 0.0  # when the last quarantine of all ends
+        self._panicking: frozenset[Role] = frozenset()
+        self.stats = HealthStats()
+
+    # ---- evidence ----
+
+    def died(self, keys: Iterable[str], *, stalled: bool = False) -> None:
+        """A node's session broke, and not because it had drained."""
+        now, settings = self._clock.monotonic(), self._settings
+        self.stats.deaths += 1
+        self.stats.stalls += stalled
+        due: list[_Case] = []
+        for key in keys:
+            case = self._cases.setdefault(key, _Case())
+            case.failures = 0
+            case.deaths.append(now)
+            while now - case.deaths[0] > settings.window_s:
+                case.deaths.popleft()
+            if len(case.deaths) >= settings.deaths:
+                due.append(case)
+        self._quarantine(due, now)
+
+    def heard(self, keys: Sequence[str], step: NodeStep) -> None:
+        """What a node says of its requests. Peers' faults, full pools and bad requests are none of
+        its own."""
+        faults = sum(failed.code == InternalError.code for failed in step.failed)
+        if not faults:
+            if step.tokens and self._cases:
+                for key in keys:
+                    if key in self._cases:
+                        self._cases[key].failures = 0
+            return
+        due: list[_Case] = []
+        for key in keys:
+            case = self._cases.setdefault(key, _Case())
+            case.failures += faults
+            if case.failures >= self._settings.failures:
+                case.failures = 0
+                due.append(case)
+        self._quarantine(due, self._clock.monotonic())
+
+    def _quarantine(self, cases: Sequence[_Case], now: float) -> None:
+        """One, whatever the number of a node's names."""
+        settings = self._settings
+        self.stats.quarantines += bool(cases)
+        for case in cases:
+            if now - case.until > settings.window_s:
+                case.relapses = 0  # it has behaved since
+            seconds = min(settings.longest_s, settings.first_s * 2**case.relapses)
+            case.relapses += 1
+            case.until = now + seconds
+            self._last_until = max(self._last_until, case.until)
+
+    # ---- judgement ----
+
+    def in_quarantine(self, keys: Iterable[str]) -> bool:
+        now = self._clock.monotonic()
+        return now < self._last_until and any(
+            key in self._cases and now < self._cases[key].until for key in keys
+        )
+
+    def panicking(self, known: Callable[[], Sequence[Known]]) -> frozenset[Role]:
+        """Roles whose quarantines are disregarded now. `known` is asked only if there are any."""
+        if self._clock.monotonic() >= self._last_until:
+            self._panicking = frozenset()
+            return self._panicking
+        nodes = known()
+        found = frozenset(role for role in Role if self._panics(role, nodes))
+        self.stats.panics += len(found - self._panicking)
+        self._panicking = found
+        return found
+
+    def _panics(self, role: Role, nodes: Sequence[Known]) -> bool:
+        mine = [node for node in nodes if node.role is role]
+        healthy = sum(node.fit and not self.in_quarantine(node.keys) for node in mine)
+        return healthy < self._settings.panic_share * len(mine)

@@ -27,7 +27,12 @@ BACKENDS: Final = ("", "auto", "llguidance", "xgrammar")
 # Between the parts of a JSON text: nothing, a space, or a line break with its indentation.
 JSON_SPACE: Final = r" |\r?\n[ \t]{0,32}"
 _EXCERPT: Final = re.compile(r"\n<state>|\n *\d+ \| | \(at \"")
+_PLACE: Final = re.compile(r"^\[[\d:]+\] \S+:\d+: ")  # in xgrammar's own source
 _OPTIONS: Final = "x-guidance"
+_STEPS: Final = 32  # of the text that a grammar is tried with
+_BLANK: Final = 33  # the first byte that is no white space
+_QUOTE: Final = ord('"')
+_NOTHING: Final = "no text matches the grammar"
 
 
 def check_size(guided: GuidedDecoding) -> None:
@@ -48,7 +53,8 @@ def check_size(guided: GuidedDecoding) -> None:
 
 def check_grammar(guided: GuidedDecoding) -> None:
     """Raise InvalidRequest (UnsupportedFeature for what another backend may know) if llguidance
-    could not follow it. Takes milliseconds, for a large grammar more; needs no vocabulary."""
+    could not follow it. Takes milliseconds, for some grammars minutes: baton/grammar_trials.py
+    does more, within a budget. Needs no vocabulary."""
     check_size(guided)
     text = llguidance_grammar(guided)
     failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(text, limits=limits())
@@ -56,14 +62,46 @@ def check_grammar(guided: GuidedDecoding) -> None:
         raise InvalidRequest(f"guided: {reason_of(messages[0])}", field=FIELD)
 
 
+def check_start(matcher: llguidance.LLMatcher, end_id: int) -> None:
+    """Follow one text for a little while, over tokens that are bytes and `end_id`.
+
+    Raise InvalidRequest if nothing can begin, or nothing but the end, or if a limit is met: parts
+    of a grammar are only built where a text comes to them. Advances `matcher`.
+    """
+    for step in range(_STEPS):
+        allowed = int.from_bytes(b"" if matcher.is_error() else matcher.compute_bitmask(), "little")
+        if matcher.is_error():
+            raise InvalidRequest(f"guided: {reason_of(matcher.get_error())}", field=FIELD)
+        if not allowed & ((1 << end_id) - 1):
+            if step == 0:
+                reason = "nothing but an empty answer matches the grammar"
+                raise InvalidRequest(f"guided: {reason}", field=FIELD)
+            return
+        # A quote wherever it can be, so that a JSON text does not stay in its first string.
+        byte = _QUOTE if allowed >> _QUOTE & 1 else _lowest(allowed, _BLANK)
+        matcher.consume_token(byte if _BLANK <= byte < end_id else _lowest(allowed))
+
+
+def _lowest(bits: int, start: int = 0) -> int:
+    """The lowest bit that is set, from `start` on; `start` - 1 if none is."""
+    rest = bits >> start
+    return start + (rest & -rest).bit_length() - 1
+
+
 def limits() -> llguidance.LLParserLimits:
-    """What a grammar may cost to build and to follow; errors without the grammar's text."""
-    return llguidance.LLParserLimits(verbose_errors=False)
+    """What a grammar may cost to build and to follow; errors without the grammar's text.
+
+    Half of the usual fuel for its lexer: what needs more, as `(a{1000}){1000}`, costs a second.
+    """
+    return llguidance.LLParserLimits(initial_lexer_fuel=500_000, verbose_errors=False)
 
 
 def reason_of(message: str) -> str:
     """An error's own words on one line, without an excerpt of the grammar."""
-    return " ".join(_EXCERPT.split(message)[0].split())[:500]
+    message = _PLACE.sub("", message)
+    words = " ".join(_EXCERPT.split(message)[0].replace("<non-verbose/>", "").split())
+    # The library's name for a start from which no text leads on, like {"$ref": "#"}.
+    return _NOTHING if words == "NoExtensionBias" else words[:500]
 
 
 def llguidance_grammar(guided: GuidedDecoding, specials: Mapping[str, int] | None = None) -> str:

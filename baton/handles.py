@@ -113,3 +113,4 @@ class NodeRecord:
     version: str = ""
     adapters: tuple[str, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
+    max_num_seqs: int = 0  # most sequences that run at once; 0 = not told

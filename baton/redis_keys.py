@@ -19,6 +19,8 @@ STATES: Final = f"{TAG}:states"  # hash: state -> requests in it (terminal state
 REQUEST_PREFIX: Final = f"{TAG}:req:"
 NODE_PREFIX: Final = f"{TAG}:node:"
 LOG_PREFIX: Final = f"{TAG}:log:"
+ABORTS: Final = f"{TAG}:aborts"  # channel: requests that any router is to end
+ABORTED_PREFIX: Final = f"{TAG}:aborted:"
 ROUTER_PREFIX: Final = f"{TAG}:router:"
 NODE_PATTERN: Final = "{pd}:node:*"
 URL_SCHEMES: Final = ("redis", "rediss", "unix")
@@ -50,6 +52,11 @@ def node_key(node_id: str) -> str:
 def log_key(request_id: str) -> str:
     """Stream of the tokens that clients of one request were shown."""
     return LOG_PREFIX + request_id
+
+
+def aborted_key(question_id: str) -> str:
+    """List with PX: which requests each router ended for one question (router/aborts.py)."""
+    return ABORTED_PREFIX + question_id
 
 
 def router_key(router_id: str) -> str:

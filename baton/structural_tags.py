@@ -316,7 +316,10 @@ def lark_text(grammar: str) -> str:
     try:
         return any_to_lark(grammar)
     except Exception as error:  # its parser raises whatever comes
-        raise InvalidRequest(f"the grammar cannot be read: {error}", field="guided") from error
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise InvalidRequest(
+            f"guided: the grammar cannot be read: {why}", field="guided"
+        ) from error
 
 
 def unanchored(pattern: str) -> str:

@@ -2,7 +2,7 @@
 
     POST /abort_requests   {"request_ids": [...]}: ends them, their clients get what there is
     POST /drain            {}: /ready says 503 from now on; {"node": id}: that node takes no more
-    GET  /debug            requests under way, nodes, lifecycle
+    GET  /debug            requests under way and waiting, nodes, lifecycle
     GET  /server_info      version, model, options (no secrets)
     GET  /metrics, /health
 
@@ -30,12 +30,12 @@ from baton.handles import NodeLoad
 from baton.messages import DrainNode
 from baton.metrics import CONTENT_TYPE
 from baton.request import Request
+from router.aborts import Aborts
 from router.auth import ApiKeyGuard
 from router.http_guard import HeadGuard, HttpLimits
 from router.openai import object_of, struct_of
 from router.reading import read_body
 from router.registry import NodeStatus
-from router.request_ids import names
 from router.services import RouterServices
 from router.trace import RequestTrace
 from router.web_errors import on_baton_error, on_http_exception
@@ -80,13 +80,8 @@ class AdminApi:
         body = struct_of(object_of(await read_body(request)), AbortBody)
         if len(body.request_ids) > MAX_ABORTS:
             raise InvalidRequest(f"request_ids: at most {MAX_ABORTS}", field="request_ids")
-        dispatcher = self._services.dispatcher
-        found = [
-            live.id
-            for live, _ in dispatcher.live()
-            if any(names(asked, live.id) for asked in body.request_ids)
-        ]
-        return _json(Aborted([id_ for id_ in found if dispatcher.abort(id_, by_operator=True)]))
+        aborts = self._services.aborts or Aborts(self._services.dispatcher)
+        return _json(Aborted(await aborts.everywhere(body.request_ids, by_operator=True)))
 
     async def drain(self, request: HttpRequest) -> Response:
         """Take no new requests: this router, or one of its nodes."""
@@ -110,6 +105,7 @@ class AdminApi:
                 "draining": services.lifecycle.draining,
                 "ready": services.ready,
                 "requests": [live_of(*each, now) for each in services.dispatcher.live()],
+                "waiting": [waiting_of(*each, now) for each in services.dispatcher.waiting()],
                 "nodes": [node_of(each, loads) for each in services.registry.statuses()],
             }
         )
@@ -168,6 +164,21 @@ def live_of(request: Request, trace: RequestTrace, now: float) -> dict[str, Any]
         "handed_over": trace.handover_at is not None,
         "retries": trace.retries,
         "migrations": trace.migrations,
+    }
+
+
+def waiting_of(request: Request, trace: RequestTrace, now: float) -> dict[str, Any]:
+    """One request that waits to be let in: counts and ages, nothing of its content."""
+    deadline = request.deadline
+    return {
+        "id": request.id,
+        "prompt_tokens": len(request.prompt_ids),
+        "max_tokens": request.params.max_tokens,
+        "adapter": request.adapter or None,
+        "priority": request.priority,
+        "tenant": trace.terms.grant.tenant or None,
+        "age_s": round(now - request.arrival, 3),
+        "deadline_s": None if deadline is None else round(deadline - now, 3),
     }
 
 

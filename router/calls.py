@@ -45,6 +45,7 @@ from router.openai_replies import (
 from router.parsers.parts import Part
 from router.receipt import receipt_frame, with_receipt
 from router.token_ids import TokenIds
+from router.usage_stats import CountedFrames
 from router.web_errors import as_baton_error, error_object, error_response, log_failure
 
 Api = Literal["completion", "chat"]
@@ -76,6 +77,7 @@ class Call:
     rules: ReplyRules
     include_usage: bool
     timeout_s: float
+    continuous_usage: bool = False
 
     @property
     def chunk_kind(self) -> str:
@@ -88,7 +90,11 @@ class Call:
 
     def frames(self, prompt: int) -> list[Frames]:
         """SSE frames of a prompt's choices."""
-        return [self._frames(index, self.completions[prompt]) for index in self.indices(prompt)]
+        completion = self.completions[prompt]
+        frames = [self._frames(index, completion) for index in self.indices(prompt)]
+        if not self.continuous_usage:
+            return frames
+        return [CountedFrames(each, completion.prompt_tokens) for each in frames]
 
     def _frames(self, index: int, completion: Completion) -> Frames:
         chunk = Chunk(self.head, self.chunk_kind, index, self.include_usage)

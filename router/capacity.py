@@ -76,6 +76,12 @@ def _decode_room(prompt_tokens: int, nodes: Sequence[NodeSnapshot], on_way: int)
     return prompt_tokens + on_way <= free + AHEAD * total
 
 
+def widest(nodes: Sequence[NodeSnapshot]) -> int | None:
+    """Most sequences of one request that a decode node takes; None while that is not known."""
+    told = [node.max_num_seqs for node in nodes if node.role is Role.DECODE]
+    return max(told) if told and all(told) else None
+
+
 def best_ttft_s(request: Request, nodes: Sequence[NodeSnapshot], limit_s: float) -> float | None:
     """The shortest time to token 1 that a node promises; None: no node promises anything.
 

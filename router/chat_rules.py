@@ -81,4 +81,5 @@ def message_rules(
         schemas=schemas_of(tuple(dict(tool) for tool in asked.tools)),
         show_reasoning=body.include_reasoning is not False,
         one_call=body.parallel_tool_calls is False,
+        only_calls=forces_calls(body),
     )

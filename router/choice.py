@@ -107,6 +107,7 @@ class NodeChoice:
             avoided=frozenset(self._avoided),
             session_boot=self._session_boot(),
             slo=self._trace.terms.slo,
+            width=request.params.width,
         )
 
     def _session_boot(self) -> str:

@@ -17,10 +17,12 @@ from typing import Protocol
 
 from baton.best_of import best_samples
 from baton.clock import Clock
-from baton.errors import Cancelled, InternalError
+from baton.errors import Cancelled, InternalError, InvalidRequest
 from baton.events import TokenEvent, TokenLogprob
+from baton.grammars import FIELD
 from baton.request import FinishReason, Request
 from baton.tokenizer import Tokenizer
+from router.grammar_checks import blamed_on
 from router.metrics import RequestMeter
 from router.parsers.message import MessageParser, MessageRules
 from router.parsers.parts import Part
@@ -90,6 +92,7 @@ class Completion:
         self.prompt_text = rules.echo
         self.trace = RequestTrace(terms)
         self.cached_tokens = 0
+        self.guided_field = FIELD  # the client's own name of the constraint, for what nodes refuse
         self.prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
         self._samples = [
             SampleText(sample, request, rules, tokenizer)
@@ -156,6 +159,9 @@ class Completion:
             yield last
         except (GeneratorExit, asyncio.CancelledError):
             raise
+        except InvalidRequest as error:
+            outcome = error.code
+            raise blamed_on(error, self.guided_field) from error
         except BaseException as error:
             outcome = as_baton_error(error).code
             raise

@@ -7,6 +7,7 @@ I/O, each made of a delta. Streamed, they go out as they come; whole, the last s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
@@ -31,6 +32,9 @@ SAME: Final = (
     "guided_json", "guided_regex", "guided_decoding_backend", "guided_whitespace_pattern",
     "kv_transfer_params", "chat_template", "user", "prompt_cache_key", "baton_timing",
 )  # fmt: skip
+
+
+_IN_FUNCTION: Final = re.compile(r"^(tools\[\d+\])\.function\.")
 
 
 class Answer(Protocol):
@@ -70,11 +74,17 @@ def in_own_names(names: Mapping[str, str]) -> Iterator[None]:
         yield
     except InvalidRequest as error:
         theirs = error.field or ""
-        head = next((name for name in names if _within(theirs, name)), None)
-        if head is None:
+        own = own_name(names, theirs)
+        if own == theirs:
             raise
-        own = names[head] + theirs[len(head) :]
         raise type(error)(error.message.replace(theirs, own), field=own) from error
+
+
+def own_name(names: Mapping[str, str], field: str) -> str:
+    """A chat's field as the client knows it; the dialects' tools have no `function` in between."""
+    field = _IN_FUNCTION.sub(r"\1.", field)
+    head = next((name for name in names if _within(field, name)), None)
+    return field if head is None else names[head] + field[len(head) :]
 
 
 def _within(field: str, head: str) -> bool:

@@ -57,15 +57,21 @@ class Dispatcher:
 
     def abort(self, request_id: str, by_operator: bool = False) -> bool:
         """Cancel a request from outside. `by_operator`: its client waits for one. False: none."""
+        for request, trace in (*self.live(), *self.waiting()):
+            if request.id == request_id:
+                trace.aborted = by_operator
         journey = self._live.get(request_id)
         if journey is not None:
-            journey.seen[1].aborted = by_operator
             journey.cancel()
         return journey is not None or self.gate.cancel(request_id)
 
     def live(self) -> list[tuple[Request, RequestTrace]]:
         """What is under way, in the order of arrival."""
         return [journey.seen for journey in self._live.values()]
+
+    def waiting(self) -> list[tuple[Request, RequestTrace]]:
+        """What has not been let in yet, in the order of arrival."""
+        return self.gate.waiting()
 
     def stop_sample(self, request_id: str, sample: int) -> None:
         """End one sample, whose text has ended; the others go on. Of the last one, close `run`."""

@@ -22,7 +22,7 @@ from baton.clock import Clock
 from baton.errors import BatonError, Cancelled, InvalidRequest, Overloaded, Unavailable
 from baton.request import Request, RequestState
 from router.admission import AdmissionQueue, Bounds, Reason, Refusal, Ticket, TicketState, Wanted
-from router.capacity import OnTheWay, best_ttft_s, can_keep_tpot, has_room
+from router.capacity import OnTheWay, best_ttft_s, can_keep_tpot, has_room, widest
 from router.margin import Margin
 from router.policy import NodeSnapshot
 from router.trace import RequestTrace
@@ -131,6 +131,14 @@ class Gate:
         for ticket in self.queue.stop(self._clock.monotonic()):
             self._wake(ticket)
 
+    def waiting(self) -> list[tuple[Request, RequestTrace]]:
+        """Who waits to be let in, in the order of arrival."""
+        return [
+            (entry.request, entry.trace)
+            for entry in self._entries.values()
+            if entry.ticket.state is TicketState.QUEUED
+        ]
+
     # ---- for Passage ----
 
     def enter(self, request: Request, trace: RequestTrace) -> _Entry:
@@ -204,6 +212,14 @@ class Gate:
                 f"n x (prompt + max_tokens) is {tokens} tokens,"
                 f" at most {self._settings.max_request_tokens} are allowed",
                 field="n" if samples > 1 else "max_tokens",
+            )
+        widest_node = widest(self._nodes()) if params.width > 1 else None
+        if widest_node is not None and params.width > widest_node:
+            self.queue.stats.refused[Reason.TOO_LARGE] += 1
+            raise InvalidRequest(
+                f"{params.width} sequences of one request are more than the {widest_node} that a"
+                " decode node runs at once (its --max-num-seqs)",
+                field="best_of" if (params.best_of or 1) > params.n else "n",
             )
         latest, by_slo = request.deadline, False
         if terms.slo.tpot_s is not None and not can_keep_tpot(self._nodes(), terms.slo.tpot_s):

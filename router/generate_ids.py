@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
@@ -89,6 +89,15 @@ class GenerateReply(msgspec.Struct):
     kv_transfer_params: None = None
 
 
+@dataclass(slots=True)
+class _Output:
+    """One choice, as it comes."""
+
+    ids: list[int] = field(default_factory=list[int])
+    told: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    last: Delta | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class TokensCall:
     """A checked request on its way to its reply."""
@@ -99,11 +108,14 @@ class TokensCall:
     rules: ReplyRules
     stream: bool
     include_usage: bool
+    continuous_usage: bool
     timeout_s: float
 
-    def choice(self, ids: Sequence[int], logprobs: list[dict[str, Any]], last: Delta | None) -> Any:
+    def choice(
+        self, index: int, ids: Sequence[int], logprobs: list[dict[str, Any]], last: Delta | None
+    ) -> GenerateChoice:
         return GenerateChoice(
-            0,
+            index,
             list(ids),
             None if last is None else finish_reason_of(last),
             None if self.rules.logprobs is None else {"content": logprobs},
@@ -116,7 +128,11 @@ class TokensCall:
 
     @property
     def usage(self) -> GenerateUsage:
-        prompt, output = self.completion.prompt_tokens, self.completion.completion_tokens
+        """Of all choices; final when they have ended."""
+        return self.usage_of(self.completion.completion_tokens)
+
+    def usage_of(self, output: int) -> GenerateUsage:
+        prompt = self.completion.prompt_tokens
         return GenerateUsage(prompt, output, prompt + output)
 
 
@@ -144,13 +160,16 @@ class GenerateApi:
         with _named(body):
             asked = completion_body(body)
             completion = await self._http.of_tokens(asked, ids, engine_id(id_), terms)
+        completion.guided_field = _own_name(body, completion.guided_field)
+        told = body.stream_options or StreamOptions()
         call = TokensCall(
             id_,
             completion.request.adapter or completion.model,
             completion,
             ReplyRules(self._services.tokenizer, asked.logprobs, asked.prompt_logprobs),
             bool(body.stream),
-            body.stream_options is not None and bool(body.stream_options.include_usage),
+            bool(told.include_usage),
+            bool(told.include_usage and told.continuous_usage_stats),
             self._services.config.request_timeout_s,
         )
         return TokensReply(call, self._runner)
@@ -166,8 +185,6 @@ def completion_body(body: GenerateBody) -> CompletionBody:
     }
     asked = parse(orjson.dumps({**params, **common, **more}), CompletionBody)
     check_common(asked)
-    if asked.n not in (None, 1):
-        raise UnsupportedFeature("n above 1 is not supported here", field="n")
     return asked
 
 
@@ -177,11 +194,17 @@ def _named(body: GenerateBody) -> Iterator[None]:
     try:
         yield
     except InvalidRequest as error:
-        name = (error.field or "").partition("[")[0]
-        if name in body.sampling_params and name not in _NOT_SAMPLING:
-            field = f"sampling_params.{error.field}"
-            raise type(error)(error.message, field=field) from error
-        raise
+        own = _own_name(body, error.field or "")
+        if own == (error.field or ""):
+            raise
+        raise type(error)(error.message, field=own) from error
+
+
+def _own_name(body: GenerateBody, name: str) -> str:
+    """A completion's field as it stands in this body."""
+    head = re.split(r"[.\[]", name, maxsplit=1)[0]
+    known = head in body.sampling_params and head not in _NOT_SAMPLING
+    return f"sampling_params.{name}" if known else name
 
 
 def spelled(row: Sequence[TokenLogprob], count: int) -> dict[str, Any]:
@@ -226,19 +249,21 @@ class TokensReply:
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = self._call
-        ids: list[int] = []
-        told: list[dict[str, Any]] = []
-        last: Delta | None = None
+        outputs = [_Output() for _ in range(call.completion.num_choices)]
         async with aclosing(self._runner.deltas(call.completion)) as deltas:
             async for delta in deltas:
-                ids += delta.token_ids
-                told += call.told(delta)
-                last = delta
+                output = outputs[delta.sample]
+                output.ids += delta.token_ids
+                output.told += call.told(delta)
+                output.last = delta
         reply = GenerateReply(
             call.id,
             int(time.time()),
             call.model,
-            [call.choice(ids, told, last)],
+            [
+                call.choice(index, each.ids, each.told, each.last)
+                for index, each in enumerate(outputs)
+            ],
             call.usage,
             prompt_logprobs=call.rules.told_of_prompt(call.completion),
         )
@@ -247,11 +272,16 @@ class TokensReply:
 
     async def _stream(self, writer: FrameWriter) -> None:
         call = self._call
+        counts = [0] * call.completion.num_choices
         async with aclosing(self._runner.deltas(call.completion)) as deltas:
             async for delta in deltas:
                 last = delta if delta.finish_reason is not None else None
-                choice = call.choice(delta.token_ids, call.told(delta), last)
-                await writer.write(self._frame([msgspec.to_builtins(choice)], None))
+                choice = call.choice(delta.sample, delta.token_ids, call.told(delta), last)
+                counts[delta.sample] += len(delta.token_ids)
+                usage = None
+                if call.continuous_usage:
+                    usage = msgspec.to_builtins(call.usage_of(counts[delta.sample]))
+                await writer.write(self._frame([msgspec.to_builtins(choice)], usage))
         tail = b""
         if call.include_usage:
             tail = self._frame([], msgspec.to_builtins(call.usage))

@@ -1,7 +1,8 @@
-"""Grammars checked before any node hears of them: off the event loop, within a budget of time.
+"""Grammars checked before any node hears of them: off the event loop, within a budget.
 
-llguidance builds the grammar without a vocabulary, in about a millisecond; it releases the GIL.
-What only another backend may know is left to the nodes.
+Each is built once in a process that can be given up (baton/grammar_trials.py), usually in two
+milliseconds. What was found out is kept, refusals too: a bad grammar costs its budget once. What
+only another backend may know is left to the nodes.
 """
 
 from __future__ import annotations
@@ -9,15 +10,16 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
-from baton.errors import InvalidRequest, UnsupportedFeature
-from baton.grammars import FIELD, check_grammar, check_size
+from baton.errors import InvalidRequest, Overloaded, UnsupportedFeature
+from baton.grammar_trials import GrammarTrials
+from baton.grammars import FIELD, check_size
 from baton.sampling import GuidedDecoding
 
-CHECK_S: Final = 3.0
 THREADS: Final = 2
+MAX_WAITING: Final = 64
 MAX_KNOWN: Final = 256
 
 
@@ -32,39 +34,68 @@ class Asked:
 class GrammarChecker:
     """Checks grammars, each once as long as it remembers it. `close` twice is safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, trials: GrammarTrials | None = None) -> None:
+        self.trials = trials or GrammarTrials()
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="grammars")
-        self._known: OrderedDict[GuidedDecoding, None] = OrderedDict()
+        self._known: OrderedDict[GuidedDecoding, InvalidRequest | None] = OrderedDict()
+        self._coming: dict[GuidedDecoding, asyncio.Future[InvalidRequest | None]] = {}
 
     async def check(self, guided: GuidedDecoding, field: str) -> None:
-        """Raise InvalidRequest, naming `field`, for what no node could follow."""
-        if guided in self._known:
-            self._known.move_to_end(guided)
-            return
-        loop = asyncio.get_running_loop()
+        """Raise InvalidRequest, naming `field`, for what no node could follow; Overloaded while too
+        many others are checked."""
+        # A thought comes before the grammar, whatever the grammar is.
+        grammar = replace(guided, starts_after="")
         try:
             check_size(guided)
-            work = loop.run_in_executor(self._threads, _check, guided)
-            await asyncio.wait_for(work, CHECK_S)
-        except TimeoutError as error:
-            message = f"{field}: the grammar could not be built within {CHECK_S:g} s"
-            raise InvalidRequest(message, field=field) from error
+            refusal = await self._found(grammar)
         except InvalidRequest as error:
-            message = f"{field}: {error.message.removeprefix(f'{FIELD}: ')}"
-            raise type(error)(message, field=field) from error
-        self._known[guided] = None
-        if len(self._known) > MAX_KNOWN:
-            self._known.popitem(last=False)
+            refusal = error
+        if refusal is not None:
+            raise blamed_on(refusal, field) from refusal
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self.trials.close()
+
+    async def _found(self, grammar: GuidedDecoding) -> InvalidRequest | None:
+        """Why it cannot be followed, None if it can."""
+        if grammar in self._known:
+            self._known.move_to_end(grammar)
+            return self._known[grammar]
+        coming = self._coming.get(grammar)
+        if coming is None:
+            if len(self._coming) >= MAX_WAITING:
+                raise Overloaded("too many grammars wait to be checked", retry_after_s=1)
+            loop = asyncio.get_running_loop()
+            coming = loop.run_in_executor(self._threads, self._try, grammar)
+            self._coming[grammar] = coming
+            coming.add_done_callback(lambda done: self._settle(grammar, done))
+        return await asyncio.shield(coming)  # others may wait for the same one
+
+    def _settle(self, grammar: GuidedDecoding, done: asyncio.Future[InvalidRequest | None]) -> None:
+        del self._coming[grammar]
+        if done.cancelled() or done.exception() is not None:
+            return
+        self._known[grammar] = done.result()
+        if len(self._known) > MAX_KNOWN:
+            self._known.popitem(last=False)
+
+    def _try(self, grammar: GuidedDecoding) -> InvalidRequest | None:
+        """On a thread."""
+        if grammar.backend == "xgrammar":
+            return None
+        try:
+            self.trials.run(grammar)
+        except UnsupportedFeature as error:
+            return error if grammar.backend == "llguidance" else None
+        except InvalidRequest as error:
+            return error
+        return None
 
 
-def _check(guided: GuidedDecoding) -> None:
-    if guided.backend == "xgrammar":
-        return
-    try:
-        check_grammar(guided)
-    except UnsupportedFeature:
-        if guided.backend == "llguidance":
-            raise
+def blamed_on(error: InvalidRequest, field: str) -> InvalidRequest:
+    """An error about `guided` in the words of whoever wrote `field`; any other as it is."""
+    if error.field != FIELD:
+        return error
+    message = f"{field}: {error.message.removeprefix(f'{FIELD}: ')}"
+    return type(error)(message, field=field)

@@ -31,6 +31,7 @@ from baton.timing import server_options
 from baton.wire_checks import one_of
 from baton.wire_guided import guided_from_wire
 from protos import serve_pb2, serve_pb2_grpc
+from router.aborts import Aborts
 from router.completion import Completion, Delta, OutputRules
 from router.config import RouterConfig
 from router.keys import EVERYBODY, Grant, KeyRing
@@ -97,13 +98,10 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
 
     async def Abort(self, request: serve_pb2.AbortRequest, context: Any) -> serve_pb2.AbortReply:
         """End a request of the caller's tenant; those of others are not there."""
-        dispatcher, asked = self._services.dispatcher, request.request_id
-        caller = self._grant(context)
-        others = any(
-            live.id == asked and trace.terms.grant.domain != caller.domain
-            for live, trace in dispatcher.live()
-        )
-        return serve_pb2.AbortReply(found=not others and dispatcher.abort(asked))
+        aborts = self._services.aborts or Aborts(self._services.dispatcher)
+        domain = self._grant(context).domain
+        found = await aborts.everywhere([request.request_id], domain=domain)
+        return serve_pb2.AbortReply(found=bool(found))
 
     async def Models(self, request: serve_pb2.ModelsRequest, context: Any) -> serve_pb2.ModelsReply:
         """The served model; none until a node has said which it is."""

@@ -33,6 +33,7 @@ from router.openai import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    StreamOptions,
     TokenizeBody,
     check_common,
     parse,
@@ -166,9 +167,16 @@ class HttpApi:
     ) -> WholeReply | StreamReply:
         name = completions[0].request.adapter or completions[0].model
         head = ReplyHead(plan.id, name, int(time.time()))
-        include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        timeout_s = self._services.config.request_timeout_s
-        call = Call(plan.api, head, tuple(completions), plan.rules, include_usage, timeout_s)
+        told = body.stream_options or StreamOptions()
+        call = Call(
+            plan.api,
+            head,
+            tuple(completions),
+            plan.rules,
+            bool(told.include_usage),
+            self._services.config.request_timeout_s,
+            continuous_usage=bool(told.include_usage and told.continuous_usage_stats),
+        )
         return StreamReply(call, self._runner) if body.stream else WholeReply(call, self._runner)
 
     # ---- tokens ----

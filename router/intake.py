@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from starlette.requests import Request as HttpRequest
 
 from baton.request import Request
-from baton.sampling import GuidedDecoding
 from router.chat_rules import conversation_of, message_rules, tool_format
 from router.completion import Completion, OutputRules
+from router.grammar_checks import Asked as Constraint
 from router.guided import asked_of_chat
 from router.openai import (
     ChatBody,
@@ -46,7 +46,7 @@ class Asked:
     terms: Terms = STANDARD
     echo: str = ""
     message: MessageRules | None = None
-    guided: GuidedDecoding | None = None
+    guided: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,8 @@ class Intake:
         params = sampling_params(body, defaults)
         words = bad_word_ids(body.bad_words, self._services.tokenizer)
         if words or asked.guided is not None:
-            params = replace(params, bad_words=words, guided=asked.guided)
+            guided = None if asked.guided is None else asked.guided.guided
+            params = replace(params, bad_words=words, guided=guided)
         field = "max_tokens"
         if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
             field = "max_completion_tokens"
@@ -156,4 +157,7 @@ class Intake:
         )
         terms = asked.terms.with_body(body, self._services.config.receipts)
         request = terms.applied(request)
-        return Completion(request, self.name(model), rules, self._services.tokenizer, terms)
+        made = Completion(request, self.name(model), rules, self._services.tokenizer, terms)
+        if asked.guided is not None:
+            made.guided_field = asked.guided.field
+        return made

@@ -1,7 +1,8 @@
 """API keys and what each may have: the grants of `--api-key` and of a key file (`--api-keys`).
 
 Keys are kept and compared as SHA-256 digests, in constant time. The file is TOML, or JSON by its
-name, and is read once, at the start:
+name, and is read at the start and whenever it has changed (looked at once in LOOK_S, when a key
+comes in). One that cannot be read then changes nothing, and is logged:
 
     [[keys]]
     name = "alice"             # in logs and metrics; must be unique
@@ -18,16 +19,20 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import logging
 import re
+import time
 import tomllib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, cast
 
 from baton.errors import ConfigError
 
+log = logging.getLogger(__name__)
+LOOK_S: Final = 1.0
 MAX_KEYS: Final = 10_000
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _NAME: Final = re.compile(r"[A-Za-z0-9._:@/-]{1,64}")
@@ -78,12 +83,31 @@ EVERYBODY: Final = Grant()  # whom no key file names: one tenant without limits
 class KeyRing:
     """The known keys. Empty = everybody is let in."""
 
-    def __init__(self, grants: Sequence[tuple[bytes, Grant]]) -> None:
-        self._grants = tuple(grants)
+    def __init__(
+        self,
+        grants: Sequence[tuple[bytes, Grant]],
+        file: _KeyFile | None = None,
+        share_cache: bool = False,
+    ) -> None:
+        self._own = tuple(grants)
+        self._file = file
+        self._shares_cache = share_cache
+        self._grants = self._all()
+
+    def _all(self) -> tuple[tuple[bytes, Grant], ...]:
+        grants = self._own if self._file is None else (*self._own, *self._file.grants)
+        if not self._shares_cache:
+            return grants
+        return tuple((digest, replace(grant, isolated=False)) for digest, grant in grants)
 
     @classmethod
     def load(
-        cls, keys: Sequence[str], path: str | None = None, *, share_cache: bool = False
+        cls,
+        keys: Sequence[str],
+        path: str | None = None,
+        *,
+        share_cache: bool = False,
+        now: Callable[[], float] = time.monotonic,
     ) -> KeyRing:
         """`keys` in clear, with EVERYBODY's grant, then those of the file. Raises ConfigError.
 
@@ -91,17 +115,13 @@ class KeyRing:
         have asked can else be told from the time to the first token. `share_cache`: one for all.
         """
         digests = [digest_of(key.encode()) for key in dict.fromkeys(keys)]
-        filed = [] if path is None else _read(Path(path))
         # Salted beside tenants: no cache_salt that a client chooses can then be one of theirs.
-        alone = not filed and len(digests) == 1
+        alone = path is None and len(digests) == 1
         other = EVERYBODY if alone else replace(EVERYBODY, isolated=True)
         owns = [(digest, other) for digest in digests]
         if len(digests) > 1:  # "#" begins no tenant's name
             owns = [(digest, replace(other, cache=f"#{digest.hex()}")) for digest in digests]
-        grants = [*owns, *filed]
-        if share_cache:
-            grants = [(digest, replace(grant, isolated=False)) for digest, grant in grants]
-        return cls(grants)
+        return cls(owns, None if path is None else _KeyFile(Path(path), now), share_cache)
 
     def __len__(self) -> int:
         return len(self._grants)
@@ -113,10 +133,50 @@ class KeyRing:
 
     def match(self, key: bytes) -> Grant | None:
         """The grant of a key; None for an unknown one."""
+        if self._file is not None and self._file.changed():
+            self._grants = self._all()
         digest = digest_of(key)
         # Every key is compared, so that the time tells nothing about which one was close.
         matches = [grant for known, grant in self._grants if hmac.compare_digest(digest, known)]
         return matches[0] if matches else None
+
+
+class _KeyFile:
+    """A key file, as it was last good."""
+
+    def __init__(self, path: Path, now: Callable[[], float]) -> None:
+        """Raises ConfigError."""
+        self._path = path
+        self._now = now
+        self._seen = _state_of(path)
+        self._look_at = now() + LOOK_S
+        self.grants = _read(path)
+
+    def changed(self) -> bool:
+        """Whether `grants` are new ones."""
+        if self._now() < self._look_at:
+            return False
+        self._look_at = self._now() + LOOK_S
+        state = _state_of(self._path)
+        if state == self._seen:
+            return False
+        self._seen = state
+        try:
+            self.grants = _read(self._path)
+        except ConfigError as error:
+            log.error("the API keys stay as they were: %s", error.message)
+            return False
+        log.info("%d API keys read anew from %s", len(self.grants), self._path)
+        return True
+
+
+def _state_of(path: Path) -> tuple[int, ...] | None:
+    """What differs once somebody has written or replaced it; None if it is not there."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def digest_of(key: bytes) -> bytes:

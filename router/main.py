@@ -35,6 +35,7 @@ from baton.errors import ConfigError
 from baton.generation_config import sampling_defaults
 from baton.handles import Role
 from baton.tokenizer import Tokenizer
+from router.aborts import Aborts
 from router.admin import create_admin_app
 from router.admission import Bounds
 from router.app import create_app
@@ -139,19 +140,11 @@ class Router:
                 store_away=lambda: self.guard.stats.away,
             )
         )
+        dispatcher = _dispatcher(config, self.registry, self.guard)
+        self.aborts = Aborts(dispatcher, self._redis)
         self.services = RouterServices(
             config=config,
-            dispatcher=Dispatcher(
-                DispatchParts(
-                    registry=self.registry,
-                    store=self.guard,
-                    clock=clock,
-                    settings=policy_settings(config),
-                    max_live=config.max_live_requests,
-                    timeout_s=config.request_timeout_s,
-                    gate=_gate(config, self.registry),
-                )
-            ),
+            dispatcher=dispatcher,
             registry=self.registry,
             store=self.guard,
             tokenizer=Tokenizer.load(config.model),
@@ -161,6 +154,7 @@ class Router:
             if config.generation_config == "auto"
             else {},
             clock=clock,
+            aborts=self.aborts,
         )
 
         self.migrator = _migrator(config, self.registry, self.services.dispatcher)
@@ -176,6 +170,7 @@ class Router:
             group.create_task(self.guard.run())
             group.create_task(self.registry.run())
             group.create_task(self.migrator.run())
+            group.create_task(self.aborts.run())
 
     async def stop(self) -> None:
         """Cancel what is under way, close everything. Twice is safe."""
@@ -390,6 +385,20 @@ def _watch(services: RouterServices) -> None:
     watch_gate(metrics.registry, dispatcher.gate)
     watched = Watched(services.store, services.registry.health, dispatcher.retries)
     watch_failures(metrics.registry, watched)
+
+
+def _dispatcher(config: RouterConfig, registry: NodeRegistry, guard: StoreGuard) -> Dispatcher:
+    return Dispatcher(
+        DispatchParts(
+            registry=registry,
+            store=guard,
+            clock=SystemClock(),
+            settings=policy_settings(config),
+            max_live=config.max_live_requests,
+            timeout_s=config.request_timeout_s,
+            gate=_gate(config, registry),
+        )
+    )
 
 
 def _gate(config: RouterConfig, registry: NodeRegistry) -> Gate:

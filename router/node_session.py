@@ -184,6 +184,7 @@ class NodeSession:
                 assigned_tokens=self._assigned_tokens,
                 unreported_tokens=self.unreported_tokens,
                 adapters=record.adapters,
+                max_num_seqs=record.max_num_seqs,
             )
         return self._snapshot
 
@@ -206,13 +207,14 @@ class NodeSession:
         """Route nothing more to the request. Twice is safe."""
         self._snapshot = None
         attachment = self._attached.pop(request_id, None)
-        # One that the node refused is never part of its load, and an idle node tells no load.
         unreported = self._unreported.pop(request_id, 0)
-        if unreported:
-            self._unreported_tokens -= unreported
-            self._context.reported()
+        self._unreported_tokens -= unreported
         if attachment is not None:
             self._assigned_tokens -= attachment.tokens
+        # One that the node refused is never part of its load, and an idle node tells no load. Last:
+        # whoever is told looks at all of the above.
+        if unreported or (attachment is not None and attachment.tokens):
+            self._context.reported()
 
     def send(self, message: messages.RouterMessage) -> None:
         """Queue a message; dropped when the session is down (whoever is attached has been told)."""

@@ -55,6 +55,7 @@ UNSERVED_IN_COMPLETIONS: Final[dict[str, tuple[Any, ...]]] = {
 
 class StreamOptions(msgspec.Struct, kw_only=True):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's; asks for nothing without the other
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):

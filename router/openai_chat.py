@@ -7,6 +7,7 @@ Bodies are in router/openai.py.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Final, cast
 
@@ -19,6 +20,8 @@ from baton.errors import InvalidRequest, UnsupportedFeature
 MAX_MESSAGES: Final = 4096
 MAX_TOOLS: Final = 512
 MAX_NAME_CHARS: Final = 256  # of models, cache salts, tools, template parameters
+# OpenAI's is narrower: 64 characters, no dots. Longer and dotted ones work, as in vLLM.
+_TOOL_NAME: Final = re.compile(rf"[A-Za-z0-9_.\-]{{1,{MAX_NAME_CHARS}}}")
 ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
 
 
@@ -93,6 +96,7 @@ def tools_of(given: list[dict[str, Any]] | None) -> tuple[dict[str, Any], ...]:
     """The tools as the client wrote them. Raises InvalidRequest, naming the field."""
     if given is not None and len(given) > MAX_TOOLS:
         raise InvalidRequest(f"at most {MAX_TOOLS} tools", field="tools")
+    names: set[str] = set()
     for index, tool in enumerate(given or ()):
         where = f"tools[{index}]"
         try:
@@ -102,9 +106,13 @@ def tools_of(given: list[dict[str, Any]] | None) -> tuple[dict[str, Any], ...]:
         if checked.type != "function":
             message = f"{where}: only tools of type function are supported"
             raise UnsupportedFeature(message, field=f"{where}.type")
-        if not 0 < len(checked.function.name) <= MAX_NAME_CHARS:
-            message = f"{where}: a name has 1 to {MAX_NAME_CHARS} characters"
-            raise InvalidRequest(message, field=f"{where}.function.name")
+        name, field = checked.function.name, f"{where}.function.name"
+        if not _TOOL_NAME.fullmatch(name):
+            message = f"{field}: 1 to {MAX_NAME_CHARS} letters, digits and _.-"
+            raise InvalidRequest(message, field=field)
+        if name in names:
+            raise InvalidRequest(f"{field}: another tool is called {name!r}, too", field=field)
+        names.add(name)
     return tuple(given or ())
 
 

@@ -50,6 +50,7 @@ class NodeSnapshot:
     assigned_tokens: int = 0
     unreported_tokens: int = 0
     adapters: tuple[str, ...] = ()
+    max_num_seqs: int = 0  # 0 = not told
     shunned: bool = False  # it hangs, or is in quarantine (router/health.py)
 
     @property
@@ -63,7 +64,7 @@ class Ask:
 
     `excluded` boots must not serve it (they refused); `avoided` ones only if nobody else can (they
     failed it). `model_digest`: the model that it began with, None at first. `session_boot`: the
-    decode node that served its session, "" for none.
+    decode node that served its session, "" for none. `width`: sequences that decode at once.
     """
 
     known_ids: tuple[int, ...]
@@ -74,6 +75,7 @@ class Ask:
     avoided: frozenset[str] = frozenset()
     session_boot: str = ""
     slo: Slo = ANY
+    width: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +184,13 @@ def is_usable(node: NodeSnapshot, ask: Ask) -> bool:
         and node.boot_id not in ask.excluded
         and ask.model_digest in (None, node.model_digest)
         and (not ask.adapter or ask.adapter in node.adapters)
+        and (node.role is not Role.DECODE or holds_width(node, ask.width))
     )
+
+
+def holds_width(node: NodeSnapshot, width: int) -> bool:
+    """Could so many sequences of one request ever run there at once?"""
+    return node.max_num_seqs == 0 or width <= node.max_num_seqs
 
 
 def is_full(node: NodeSnapshot) -> bool:

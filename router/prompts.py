@@ -130,11 +130,11 @@ class PromptReader:
         """The vocabulary's spelling of each id."""
         return [self._tokenizer.token(token_id) or "" for token_id in ids]
 
-    async def checked(self, asked: Asked | None) -> GuidedDecoding | None:
+    async def checked(self, asked: Asked | None) -> Asked | None:
         """What a client asked for, once its grammar was checked. Raises InvalidRequest."""
         if asked is not None:
             await self._checker.check(asked.guided, asked.field)
-        return None if asked is None else asked.guided
+        return asked
 
     async def check_guided(self, guided: GuidedDecoding | None) -> None:
         """The same where the client's own name is `guided`."""

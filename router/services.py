@@ -11,6 +11,7 @@ from baton.generation_config import SamplingDefaults
 if TYPE_CHECKING:
     from baton.chat_template import ChatTemplate
     from baton.tokenizer import Tokenizer
+    from router.aborts import Aborts
     from router.config import RouterConfig
     from router.dispatcher import Dispatcher
     from router.ledger import StoreGuard
@@ -45,6 +46,7 @@ class RouterServices:
     sampling_defaults: SamplingDefaults = field(default_factory=dict[str, int | float])
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     clock: Clock = field(default_factory=SystemClock)
+    aborts: Aborts | None = None  # None: this router's own are all there are
 
     @property
     def ready(self) -> bool:

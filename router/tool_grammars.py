@@ -9,18 +9,15 @@ model's own chat template writes them. They become structural tags, which both b
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 
-from baton.errors import InvalidRequest
 from baton.grammars import lenient
 from router.parsers import deepseek, hermes, mistral
 
 Format = dict[str, Any]
 
-_NAME: Final = re.compile(r"[\w.\-]{1,256}")
 # A function without any takes none, says OpenAI.
 _NO_PARAMETERS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 _NO_CALL: Final = r"([^{\s](.|\n)*)?"  # text that no reader takes for a call without a marker
@@ -113,10 +110,6 @@ def offered(style: Style, tools: Sequence[Mapping[str, Any]], several: bool) -> 
 def _tag(style: Style, index: int, tool: Mapping[str, Any]) -> Format:
     function = cast("Mapping[str, Any]", tool["function"])
     name = str(function["name"])
-    if not _NAME.fullmatch(name):
-        field = f"tools[{index}].function.name"
-        message = f"{field}: a name that must be called has letters, digits and _.- only"
-        raise InvalidRequest(message, field=field)
     given = cast("Mapping[str, Any] | None", function.get("parameters"))
     schema = dict(_NO_PARAMETERS) if given is None else {"type": "object", **given}
     if function.get("strict") is not True:

@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from baton.errors import (
     BatonError,
+    Cancelled,
     DeadlineExceeded,
     InternalError,
     InvalidRequest,
@@ -30,7 +31,9 @@ log = logging.getLogger(__name__)
 RETRY_AFTER_S: Final = 1
 _TYPES: Final = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 # What a client may read of faults that are not its own; their messages name no node and no path.
-_SPOKEN: Final = (InvalidRequest, Unauthenticated, Overloaded, Unavailable, DeadlineExceeded)
+_SPOKEN: Final = (
+    InvalidRequest, Unauthenticated, Overloaded, Unavailable, DeadlineExceeded, Cancelled
+)  # fmt: skip
 _HTTP_CODES: Final = {
     404: "not_found",
     405: "method_not_allowed",

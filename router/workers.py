@@ -64,6 +64,8 @@ def worker_flags(config: RouterConfig, index: int, ports: tuple[int, int]) -> li
     own = config.own_port + index if config.own_port else 0
     flags = ["--workers", "1", "--reuse-port", "--router-id", f"{name}-w{index}"]
     flags += ["--port", str(ports[0]), "--grpc-port", str(ports[1]), "--own-port", str(own)]
+    if config.admin_port is not None:
+        flags += ["--admin-port", str(config.admin_port + index if config.admin_port else 0)]
     if config.cpu_cores is not None:
         cores = parse_cores(config.cpu_cores)
         flags += ["--cpu-cores", str(cores[index % len(cores)])]
@@ -186,6 +188,7 @@ class Supervisor:
             "address": f"{shown}:{self._ports[0]}",
             "grpc_address": f"{shown}:{self._ports[1]}",
             "workers": [worker.ready["own_address"] for worker in self.workers],
+            "admin_addresses": [worker.ready["admin_address"] for worker in self.workers],
         }
         sys.stdout.write(json.dumps(ready) + "\n")
         sys.stdout.flush()

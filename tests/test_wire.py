@@ -180,6 +180,7 @@ records = st.builds(
     version=texts,
     adapters=st.lists(texts, max_size=3).map(tuple),
     eos_token_ids=token_lists,
+    max_num_seqs=counts,
 )
 logprob_rows = st.lists(
     st.lists(st.builds(TokenLogprob, tokens, singles, counts), max_size=3).map(tuple), max_size=3

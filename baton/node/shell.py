@@ -209,6 +209,7 @@ class NodeShell:
             version=baton.__version__,
             adapters=info.adapters,
             eos_token_ids=info.eos_token_ids,
+            max_num_seqs=config.max_num_seqs,
         )
 
     def load(self) -> NodeLoad:

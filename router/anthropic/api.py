@@ -13,7 +13,7 @@ from router.anthropic import body
 from router.anthropic.answer import MessageAnswer
 from router.anthropic.errors import PREFIX
 from router.calls import Runner
-from router.dialect import DialectCall, DialectReply, in_own_names
+from router.dialect import DialectCall, DialectReply, in_own_names, own_name
 from router.intake import Intake
 from router.openai_replies import ReplyRules
 from router.reading import read_body
@@ -40,10 +40,12 @@ class AnthropicApi:
         id_ = "msg_" + secrets.token_hex(12)
         with in_own_names(body.NAMES):
             turn = await self._intake.chat(chat, id_, request, fit_room=True)
+        completion = turn.completion
+        completion.guided_field = own_name(body.NAMES, completion.guided_field)
         rules = ReplyRules(self._services.tokenizer, parsed=turn.parsed, draw_id=turn.draw_id)
         answer = MessageAnswer(id_, turn, rules)
         timeout_s = self._services.config.request_timeout_s
-        return DialectCall(turn.completion, answer, timeout_s).reply(self._runner, chat.stream)
+        return DialectCall(completion, answer, timeout_s).reply(self._runner, chat.stream)
 
     async def count_tokens(self, request: HttpRequest) -> Response:
         chat = body.read_count(await read_body(request))

@@ -23,9 +23,12 @@ NAMES: Final = {
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
 }
+_ONE: Final = ": each call has one message"
 UNSERVED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
+    "best_of": ((1,), _ONE),
     "container": ((), ""),
     "mcp_servers": (([],), ""),
+    "n": ((1,), _ONE),
 }
 
 

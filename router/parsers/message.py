@@ -19,7 +19,8 @@ class MessageRules:
     """What to look for in an answer. `opened`: it starts within reasoning.
 
     `show_reasoning` and `one_call` leave out what a client does not want: reasoning, and all calls
-    but the first.
+    but the first. `only_calls`: the answer's grammar has nothing else, so what is not read as one
+    is the markup of a call that was cut short.
     """
 
     reasoning: ReasoningFormat | None = None
@@ -28,6 +29,7 @@ class MessageRules:
     schemas: Schemas = field(default_factory=dict)
     show_reasoning: bool = True
     one_call: bool = False
+    only_calls: bool = False
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -81,7 +83,7 @@ class MessageParser:
             case CallStart() | CallArguments():
                 return part.index == 0 or not self._rules.one_call
             case Content():
-                return True
+                return not self._rules.only_calls
 
     def _step(self) -> None:
         """Let the grammar go on until it needs more text."""

@@ -9,7 +9,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.routing import Route
 
 from router.calls import Runner
-from router.dialect import DialectCall, DialectReply, in_own_names
+from router.dialect import DialectCall, DialectReply, in_own_names, own_name
 from router.intake import Intake
 from router.openai_replies import ReplyHead, ReplyRules
 from router.reading import read_body
@@ -35,13 +35,15 @@ class ResponsesApi:
         chat, id_ = call.chat, "resp_" + secrets.token_hex(24)
         with in_own_names(body.NAMES):
             turn = await self._intake.chat(chat, id_, request)
+        completion = turn.completion
+        completion.guided_field = own_name(body.NAMES, completion.guided_field)
         rules = ReplyRules(
             self._services.tokenizer,
             (chat.top_logprobs or 0) if chat.logprobs else None,
             parsed=turn.parsed,
             draw_id=turn.draw_id,
         )
-        head = ReplyHead(id_, turn.completion.model, int(time.time()))
+        head = ReplyHead(id_, completion.model, int(time.time()))
         answer = ResponseAnswer(head, call, turn, rules)
         timeout_s = self._services.config.request_timeout_s
-        return DialectCall(turn.completion, answer, timeout_s).reply(self._runner, chat.stream)
+        return DialectCall(completion, answer, timeout_s).reply(self._runner, chat.stream)

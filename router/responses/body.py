@@ -26,16 +26,20 @@ LOGPROBS: Final = "message.output_text.logprobs"
 # A chat's field -> what this API calls it.
 NAMES: Final = {
     "max_completion_tokens": "max_output_tokens",
+    "response_format.json_schema": "text.format",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
     "messages": "input",
 }
 _STATELESS: Final = ": nothing is stored, send the whole conversation as input"
+_ONE: Final = ": each call has one response"
 UNSERVED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "background": ((False,), ""),
     "context_management": (([],), ""),
     "conversation": ((), _STATELESS),
+    "best_of": ((1,), _ONE),
     "moderation": ((), ""),
+    "n": ((1,), _ONE),
     "previous_response_id": ((), _STATELESS),
     "prompt": ((), ""),
     "truncation": (("disabled",), ""),

@@ -55,6 +55,14 @@ def test_any_walk_through_a_grammar_matches(
     assert len(texts) > 1
 
 
+def test_what_fails_with_the_first_mask_fails_with_the_grammar() -> None:
+    """Not in the engine's thread, when others' tokens wait for it."""
+    backend = LlguidanceBackend(vocabulary())
+    with pytest.raises(InvalidRequest, match="no text matches the grammar") as caught:
+        backend.compile(GuidedDecoding("json_schema", '{"$ref": "#"}'))
+    assert caught.value.field == "guided"
+
+
 # Of numbers below zero and of text each takes another share of what JSON allows.
 AGREED = [
     GuidedDecoding("json_schema", json.dumps(SCHEMAS["enums"]), whitespace=""),

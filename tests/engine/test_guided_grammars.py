@@ -6,17 +6,22 @@ import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from baton.engine.guided import grammars as service
-from baton.engine.guided.base import Vocabulary
+from baton.engine.guided.base import Vocabulary, load_vocabulary
 from baton.engine.guided.grammars import Grammars, prepared
 from baton.engine.guided.thought import ThoughtEnd
+from baton.engine.guided.trial import trials_of
 from baton.errors import InternalError, InvalidRequest, Overloaded, UnsupportedFeature
+from baton.grammar_trials import GrammarTrials, TrialBudget
 from baton.sampling import GuidedDecoding
 from tests.engine.guided_vocabulary import EOS, MERGED, VOCAB_SIZE, encode, vocabulary
+from tests.tiny_models import VOCAB_SIZE as TINY_VOCABULARY
+from tests.tiny_models import make_tiny_model
 from tests.waiting import WAIT_S
 
 DIGITS = GuidedDecoding("regex", "[0-9]{3}")
@@ -210,3 +215,26 @@ def test_the_end_of_a_thought_may_be_one_character_or_a_special_token() -> None:
     assert end.overshooting(b"") == [256 + MERGED.index(b"k>\n"), 256 + MERGED.index(b"</think>\n")]
     special = ThoughtEnd("[CALL]", vocab)
     assert special.follow(b"", vocab.specials["[CALL]"]) is None
+
+
+# ---- xgrammar, which has no limits ----
+
+
+def test_what_xgrammar_would_never_end_is_given_up(tmp_path: Path) -> None:
+    pytest.importorskip("xgrammar")
+    model = make_tiny_model("llama", tmp_path)
+    trials = trials_of(str(model), TINY_VOCABULARY, (2,))
+    trials = GrammarTrials(trials.command, TrialBudget(cpu_s=2.0, memory_bytes=4 << 30))
+    grammars = Grammars(lambda: load_vocabulary(model, TINY_VOCABULARY, (2,)), "xgrammar", trials)
+    schema = '{"type":"array","items":' * 900 + "{}" + "}" * 900
+    endless = GuidedDecoding("json_schema", schema)
+    with pytest.raises(InvalidRequest, match="too long to build") as caught:
+        grammars.get(endless)
+    assert caught.value.field == "guided"
+    with pytest.raises(InvalidRequest, match=r"^guided: Regex parsing error"):
+        grammars.get(GuidedDecoding("regex", "(a{"))
+    grammars.get(DIGITS)
+    assert (grammars.num_compiled, trials.num_given_up, trials.num_started) == (1, 1, 2)
+    grammars.get(replace(DIGITS, backend="llguidance"))  # tried at the door
+    assert trials.num_started == 2
+    trials.close()

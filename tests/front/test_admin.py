@@ -63,6 +63,9 @@ class LiveDispatcher(FakeDispatcher):
     def live(self) -> list[tuple[Request, RequestTrace]]:
         return [(make_request(id_), RequestTrace()) for id_ in ("cmpl-a-0.1", "cmpl-b-0.2")]
 
+    def waiting(self) -> list[tuple[Request, RequestTrace]]:
+        return [(make_request("cmpl-c-0.3"), RequestTrace())]
+
     def abort(self, request_id: str, by_operator: bool = False) -> bool:
         assert by_operator
         self.ended.append(request_id)
@@ -83,7 +86,12 @@ async def test_the_admin_servers_routes() -> None:
             reply = await client.post("/abort_requests", json={"request_ids": ["a", "nobody"]})
             assert reply.json() == {"aborted": ["cmpl-a-0.1"]}
             assert dispatcher.ended == ["cmpl-a-0.1"]
+            reply = await client.post("/abort_requests", json={"request_ids": ["c"]})
+            assert reply.json() == {"aborted": ["cmpl-c-0.3"]}
             debug = (await client.get("/debug")).json()
+            (waiting,) = debug["waiting"]
+            assert (waiting["id"], waiting["prompt_tokens"]) == ("cmpl-c-0.3", 10)
+            assert waiting["age_s"] > 0
             assert [each["id"] for each in debug["requests"]] == ["cmpl-a-0.1", "cmpl-b-0.2"]
             assert debug["nodes"][0]["node_id"] == "p"
             info = (await client.get("/server_info")).text

@@ -291,6 +291,40 @@ async def test_generate_of_tokens() -> None:
         assert names("mine", front.dispatcher.requests[-1].id)
 
 
+async def test_generate_several_answers() -> None:
+    texts = ("hello world", "one two", "zz")
+    outputs = [[*TOKENIZER.encode(text, add_special_tokens=False), 1] for text in texts]
+    front = Front(dispatcher=FakeDispatcher(samples=texts))
+    body = {"token_ids": [5, 6], "sampling_params": {"n": 3, "logprobs": 0}}
+    async with front.client() as client:
+        whole = (await client.post("/inference/v1/generate", json=body)).json()
+        reply = await client.post(
+            "/inference/v1/generate",
+            json={
+                **body,
+                "stream": True,
+                "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            },
+        )
+    assert front.dispatcher.requests[0].params.n == 3
+    assert [choice["token_ids"] for choice in whole["choices"]] == outputs
+    assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2]
+    told = [choice["logprobs"]["content"] for choice in whole["choices"]]
+    assert [len(rows) for rows in told] == [len(ids) for ids in outputs]
+    counts = [len(ids) for ids in outputs]
+    assert whole["usage"] == {
+        "prompt_tokens": 2, "completion_tokens": sum(counts), "total_tokens": 2 + sum(counts)
+    }  # fmt: skip
+    *chunks, last = [json.loads(x[6:]) for x in reply.text.split("\n\n")[:-2]]
+    assert last["usage"] == whole["usage"]
+    streamed: list[list[int]] = [[], [], []]
+    for chunk in chunks:
+        (choice,) = chunk["choices"]
+        streamed[choice["index"]] += choice["token_ids"]
+        assert chunk["usage"]["completion_tokens"] == len(streamed[choice["index"]])
+    assert streamed == outputs
+
+
 BAD_GENERATE: list[tuple[dict[str, Any], str]] = [
     ({"sampling_params": {}}, "token_ids"),
     ({"token_ids": [1]}, "sampling_params"),
@@ -301,7 +335,12 @@ BAD_GENERATE: list[tuple[dict[str, Any], str]] = [
     ({"token_ids": [1] * 200, "sampling_params": {}}, "token_ids"),
     ({"token_ids": [1], "sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
     ({"token_ids": [1], "sampling_params": {"top_p": "x"}}, "sampling_params.top_p"),
-    ({"token_ids": [1], "sampling_params": {"n": 2}}, "sampling_params.n"),
+    ({"token_ids": [1], "sampling_params": {"n": 10**6}}, "sampling_params.n"),
+    ({"token_ids": [1], "sampling_params": {"guided_json": []}}, "sampling_params.guided_json"),
+    (
+        {"token_ids": [1], "sampling_params": {"structured_outputs": {"regex": "("}}},
+        "sampling_params.structured_outputs.regex",
+    ),
     ({"token_ids": [1], "sampling_params": {"bad_words": [""]}}, "sampling_params.bad_words"),
     ({"token_ids": [1], "sampling_params": {}, "features": {}}, "features"),
     ({"token_ids": [1], "sampling_params": {}, "kv_transfer_params": {}}, "kv_transfer_params"),

@@ -268,3 +268,87 @@ async def test_logprobs_of_tokens_that_only_lead_to_a_call_are_not_lost() -> Non
             for entry in (chunk.choices[0].logprobs and chunk.choices[0].logprobs.content) or []
         ]
     assert b"".join(bytes(entry.bytes or []) for entry in told).decode() == ANSWER + "</s>"
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "get_weather"}}]
+)
+async def test_a_forced_call_cut_short_shows_no_markup(choice: Any) -> None:
+    """However early `length` comes: the answer is calls or nothing, never their markup."""
+    answer = f"{CALL}\n{CALL}" if choice == "required" else CALL
+    ids = TOKENIZER.encode(answer, add_special_tokens=False)
+    seen: set[int] = set()
+    async with front(answer, RouterConfig(request_timeout_s=20.0)).client() as client:
+        for count in range(1, len(ids)):
+            body = {"messages": ASK, "tools": [TOOL], "tool_choice": choice, "max_tokens": count}
+            (made,) = (await client.post("/v1/chat/completions", json=body)).json()["choices"]
+            assert made["finish_reason"] == "length"
+            assert not made["message"]["content"]
+            calls = [call["function"] for call in made["message"].get("tool_calls") or []]
+            assert all(call["name"] == "get_weather" for call in calls)
+            assert all(ARGUMENTS.startswith(call["arguments"]) for call in calls)
+            seen.add(len(calls))
+            text = (await client.post("/v1/chat/completions", json={**body, "stream": True})).text
+            told = [json.loads(line[6:])["choices"][0] for line in text.split("\n\n")[:-2]]
+            assert not any(each["delta"].get("content") for each in told)
+            pieces = [c["function"] for each in told for c in each["delta"].get("tool_calls", ())]
+            written = "".join(piece.get("arguments") or "" for piece in pieces)
+            assert written == "".join(call["arguments"] for call in calls)
+            assert told[-1]["finish_reason"] == "length"
+    assert seen == ({0, 1, 2} if choice == "required" else {0, 1})
+
+
+async def test_forced_calls_are_all_there_is_whatever_format_was_asked_for() -> None:
+    """As vLLM has it: the format is the content's, and such an answer has none."""
+    door = front(CALL, RouterConfig(request_timeout_s=20.0))
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+    reply = await post(door, tools=[TOOL], tool_choice="required", response_format=schema)
+    assert reply["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
+    guided = door.dispatcher.requests[0].params.guided
+    assert guided is not None
+    assert guided.kind == "structural_tag"
+    assert '"or"' not in guided.grammar
+
+
+def named(*names: str) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": name}} for name in names]
+
+
+@pytest.mark.parametrize(
+    ("fields", "where"),
+    [
+        ({"tools": named("get weather")}, "tools[0].function.name"),
+        ({"tools": named("ok", "")}, "tools[1].function.name"),
+        ({"tools": named("x" * 257)}, "tools[0].function.name"),
+        ({"tools": named("é")}, "tools[0].function.name"),
+        ({"tools": named("a", "b", "a")}, "tools[2].function.name"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"functions": [{"name": "f"}], "function_call": "auto"}, "functions"),
+        ({"function_call": {"name": "f"}}, "function_call"),
+    ],
+)
+async def test_tools_that_no_call_could_name(fields: dict[str, Any], where: str) -> None:
+    door = front()
+    async with door.client() as client:
+        reply = await client.post("/v1/chat/completions", json={"messages": ASK, **fields})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"]) == (400, where)
+    assert not door.dispatcher.requests
+
+
+async def test_names_longer_and_with_dots_are_taken_as_elsewhere() -> None:
+    await post(front(), tools=named("x" * 256, "mcp.server-1_tool"))
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+async def test_the_dialects_blame_their_own_spelling(path: str) -> None:
+    tools = {
+        "/v1/responses": [{"type": "function", "name": "a b"}],
+        "/v1/messages": [{"name": "a b", "input_schema": {"type": "object"}}],
+    }[path]
+    body = {"model": MODEL, "input": "x", "messages": ASK, "max_tokens": 5, "tools": tools}
+    async with front().client() as client:
+        reply = await client.post(path, json=body)
+    assert reply.status_code == 400
+    assert "tools[0].name" in reply.text
+    assert "function" not in reply.text

@@ -355,3 +355,49 @@ async def test_metrics() -> None:
         'baton_tenant_tokens_total{tenant="research"} 20.0',
     ):
         assert line in text
+
+
+async def test_more_sequences_than_any_node_runs_at_once_are_refused_at_the_door() -> None:
+    """Not after token 1, when a decode node would say so."""
+    decoders = [
+        replace(node(Role.DECODE), max_num_seqs=4, boot_id="a"),
+        replace(node(Role.DECODE), max_num_seqs=8, boot_id="b"),
+    ]
+    nodes = [replace(node(Role.PREFILL), max_num_seqs=1), *decoders]  # it only makes token 1
+    gate = gate_of(live=4, nodes=lambda: nodes)
+
+    def asking(**params: int) -> Request:
+        return replace(make_request("a"), params=SamplingParams(max_tokens=8, **params))
+
+    for params, field in (
+        ({"n": 9}, "n"),
+        ({"n": 2, "best_of": 9}, "best_of"),
+        ({"beam_width": 9, "n": 2}, "n"),
+    ):
+        with pytest.raises(InvalidRequest, match="9 sequences") as caught:
+            await gate.admitted(asking(**params), RequestTrace()).__aenter__()
+        assert caught.value.field == field
+        assert not gate.holds("a")
+    for params in ({"n": 8}, {"n": 2, "best_of": 8}, {"beam_width": 8}):
+        passage = gate.admitted(asking(**params), RequestTrace())
+        await passage.__aenter__()
+        await passage.__aexit__()
+    decoders[0] = replace(decoders[0], max_num_seqs=0)  # an older node does not tell
+    nodes[1:] = decoders
+    passage = gate.admitted(asking(n=9), RequestTrace())
+    await passage.__aenter__()
+    await passage.__aexit__()
+
+
+async def test_who_waits_is_told_in_the_order_of_arrival() -> None:
+    gate = gate_of()
+    first, *others = (Visitor(gate, name) for name in "abc")
+    await first.enters()
+    await settle()
+    assert [request.id for request, _ in gate.waiting()] == ["b", "c"]
+    await others[0].cancelled()
+    assert [request.id for request, _ in gate.waiting()] == ["c"]
+    await first.leave()
+    await others[1].enters()
+    assert gate.waiting() == []
+    await others[1].leave()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import llguidance
 import pytest
 
-from baton.errors import InvalidRequest, UnsupportedFeature
+from baton.errors import InvalidRequest, Overloaded, UnsupportedFeature
+from baton.grammar_trials import GrammarTrials, TrialBudget
 from baton.grammars import check_grammar
 from baton.sampling import GuidedDecoding
-from router.grammar_checks import Asked, GrammarChecker
+from router.grammar_checks import MAX_WAITING, Asked, GrammarChecker
 from router.guided import asked_of, asked_of_chat, check_forced
 from router.openai import ChatBody, CompletionBody, parse
 from router.parsers.message import MessageParser, MessageRules
@@ -296,4 +299,33 @@ async def test_grammars_are_checked_once_and_blamed_on_the_clients_field() -> No
         await checker.check(GuidedDecoding("choice", f'["{index}"]'), "x")
     await checker.check(good, "guided_regex")
     checker.close()
+    checker.close()
+
+
+async def test_a_bad_grammar_costs_its_budget_once_and_holds_up_nobody() -> None:
+    trials = GrammarTrials(budget=TrialBudget(cpu_s=0.5))
+    checker = GrammarChecker(trials)
+    endless = GuidedDecoding("json_schema", '{"type": "integer", "multipleOf": 9999991}')
+    asked = [asyncio.create_task(checker.check(endless, f"field{i}")) for i in range(3)]
+    await checker.check(GuidedDecoding("regex", "b"), "x")  # beside it
+    for index, refused in enumerate(await asyncio.gather(*asked, return_exceptions=True)):
+        assert isinstance(refused, InvalidRequest)
+        assert refused.field == f"field{index}"
+        assert refused.message == f"field{index}: the grammar takes too long to build"
+    with pytest.raises(InvalidRequest, match="too long"):
+        # A thought before it makes it no other grammar.
+        await checker.check(replace(endless, starts_after="</think>"), "guided_json")
+    assert trials.num_given_up == 1
+    checker.close()
+
+
+async def test_too_many_unknown_grammars_are_told_to_come_again() -> None:
+    checker = GrammarChecker()
+    grammars = [GuidedDecoding("regex", f"x{index}") for index in range(MAX_WAITING + 8)]
+    outcomes = await asyncio.gather(
+        *(checker.check(guided, "f") for guided in grammars), return_exceptions=True
+    )
+    refused = [each for each in outcomes if each is not None]
+    assert len(refused) == 8
+    assert all(isinstance(each, Overloaded) and each.retry_after_s for each in refused)
     checker.close()

@@ -10,7 +10,8 @@ import pytest
 
 from baton.errors import ConfigError
 from router.config import RouterConfig
-from router.keys import EVERYBODY, Grant, KeyRing
+from router.keys import EVERYBODY, LOOK_S, Grant, KeyRing
+from tests.router.fakes import FakeClock
 
 DIGEST = hashlib.sha256(b"k1").hexdigest()
 FILE = f"""
@@ -101,3 +102,34 @@ def test_a_file_opens_a_foreign_bind_as_a_key_does() -> None:
         RouterConfig(max_queued_requests=-1).check()
     with pytest.raises(ConfigError, match="prefill_window_s"):
         RouterConfig(prefill_window_s=0.0).check()
+
+
+def test_a_file_is_read_anew_once_it_has_changed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, clock = tmp_path / "keys.toml", FakeClock()
+    path.write_text('[[keys]]\nname = "a"\nkey = "one"\n')
+    ring = KeyRing.load(["plain"], str(path), clock.monotonic)
+    path.write_text('[[keys]]\nname = "a"\nkey = "two"\nmax_concurrency = 3\n')
+    assert ring.match(b"one") is not None  # not looked at more than once in LOOK_S
+    clock.advance(LOOK_S)
+    assert ring.match(b"one") is None
+    found = ring.match(b"two")
+    assert found is not None
+    assert found.max_concurrency == 3
+    assert ring.match(b"plain") is not None
+    path.write_text("[[keys]]\n")  # half written, or wrong: the keys stay
+    clock.advance(LOOK_S)
+    assert ring.match(b"two") is not None
+    clock.advance(LOOK_S)
+    assert ring.match(b"two") is not None
+    assert caplog.text.count("the API keys stay as they were") == 1
+    path.unlink()
+    clock.advance(LOOK_S)
+    assert ring.match(b"two") is not None
+    other = tmp_path / "new.toml"  # as secrets are mounted: another file in its place
+    other.write_text('[[keys]]\nname = "b"\nkey = "three"\n')
+    other.rename(path)
+    clock.advance(LOOK_S)
+    assert (ring.match(b"two"), len(ring)) == (None, 2)
+    assert ring.match(b"three") is not None

@@ -195,3 +195,17 @@ def test_never_a_clearly_worse_node(loads: list[tuple[int, int, int]], tie: floa
     chosen, _ = names([*nodes, node("d")], tie=tie)
     assert chosen is not None
     assert costs[chosen] <= 1.05 * min(costs.values())
+
+
+def test_decode_nodes_that_run_fewer_sequences_are_passed_over() -> None:
+    small = replace(node("d1"), max_num_seqs=4)
+    large = replace(node("d2", running=3), max_num_seqs=8)
+    unknown = replace(node("d3", running=9), max_num_seqs=0)
+    prefill = replace(node("p"), max_num_seqs=1)  # makes token 1 of all of them at once
+    assert names([prefill, small, large], Ask(PROMPT, width=4)) == ("p", "d1")
+    assert names([prefill, small, large], Ask(PROMPT, width=5)) == ("p", "d2")
+    assert names([prefill, small, unknown], Ask(PROMPT, width=99)) == ("p", "d3")
+    with pytest.raises(Unavailable):
+        names([prefill, small, large], Ask(PROMPT, width=9))
+    wide = Ask(PROMPT, width=8)
+    assert choose_decode(wide, [small, large], "layout", PREFIX_AWARE, 0.0).node_id == "d2"

@@ -18,6 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from baton.client import Generation
+from baton.errors import InvalidRequest
 from baton.llm import LLM
 from baton.sampling import SamplingParams
 from router.app import create_app
@@ -87,6 +88,23 @@ async def test_eight_samples_with_one_prefill_and_one_transfer(
         await c.settle()
         assert_one_transfer_each(c, len(PROMPTS), sum(map(len, PROMPTS)))
         assert c.decode[0].stats.num_forks == 7 * len(PROMPTS)
+
+
+async def test_more_samples_than_a_node_runs_are_refused_before_any_work(model: Path) -> None:
+    """Nodes tell how many they run at once, and the wider one gets the wide request."""
+    decode = [{**ROOMY, "max_num_seqs": 4}, {**ROOMY, "max_num_seqs": 8}]
+    async with cluster(plan(model, decode=decode)) as c:
+        with pytest.raises(InvalidRequest, match="9 sequences") as caught:
+            await c.client.generate(tuple(PROMPTS[0]), replace(SAMPLED, n=9))
+        assert caught.value.field == "n"
+        assert sum(member.stats.num_prompt_tokens for member in c.members) == 0
+        for _ in range(3):
+            done = await c.client.generate(tuple(PROMPTS[0]), SAMPLED)
+            assert len(answers(done)) == 8
+        await c.settle()
+        narrow, wide = sorted(c.decode, key=lambda member: member.engine.config.max_num_seqs)
+        assert narrow.stats.num_generated_tokens == 0
+        assert wide.stats.num_generated_tokens > 0
 
 
 async def test_prefix_hits_chunks_and_preemption_change_no_sample(model: Path) -> None:

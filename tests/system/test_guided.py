@@ -120,9 +120,13 @@ async def test_disaggregated_equals_one_engine_over_grpc(model: Path) -> None:
         await c.settle()
 
 
-async def test_speculation_on_the_decode_node_changes_no_token(model: Path) -> None:
+@pytest.mark.parametrize("method", ["ngram", "draft"])
+async def test_speculation_on_the_decode_node_changes_no_token(model: Path, method: str) -> None:
     expected = one_engine_tokens(model, PROMPTS, PARAMS)
-    async with cluster(Plan(model, decode=[{"speculative_method": "ngram"}])) as c:
+    guess = {"speculative_method": method}
+    if method == "draft":
+        guess["speculative_model"] = str(model)
+    async with cluster(Plan(model, decode=[guess])) as c:
         done = await c.generate(PROMPTS, PARAMS)
         assert [generation.token_ids for generation in done] == expected
         assert c.decode[0].stats.num_accepted_tokens > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -31,6 +32,30 @@ async def ask(address: str) -> str:
         answer = await client.post("/v1/completions", json=BODY)
         assert answer.status_code == 200, answer.text
         return str(answer.json()["choices"][0]["text"])
+
+
+async def ended_by(admin: str, address: str, name: str) -> str | None:
+    """The finish reason of a long stream that `admin` is told to end after its first token."""
+    body = {**BODY, "max_tokens": 400, "stream": True}
+    headers = {"x-request-id": name}
+    async with (
+        httpx.AsyncClient(timeout=PATIENCE_S) as client,
+        client.stream(
+            "POST", f"http://{address}/v1/completions", json=body, headers=headers
+        ) as stream,
+    ):
+        reason: str | None = None
+        told = False
+        async for line in stream.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            if not told:
+                told = True
+                ids = {"request_ids": [name]}
+                reply = await client.post(f"http://{admin}/abort_requests", json=ids)
+                assert len(reply.json()["aborted"]) == 1, reply.text
+            reason = json.loads(line[6:])["choices"][0]["finish_reason"] or reason
+        return reason
 
 
 async def answered(address: str) -> int:
@@ -69,8 +94,10 @@ async def test_two_workers_on_one_port(tmp_path: Path, redis_url: str) -> None:
     model = make_tiny_model("llama", tmp_path / "model")
     async with Processes(model, tmp_path, redis_url) as cluster:
         prefill, decode = await cluster.nodes(1, 1, NODE_FLAGS)
-        router = await cluster.router(prefill, decode, ["--workers", "2", "--own-port", "0"])
+        flags = ["--workers", "2", "--own-port", "0", "--admin-port", "0"]
+        router = await cluster.router(prefill, decode, flags)
         assert len(set(router.ready["workers"])) == 2
+        assert len(set(router.ready["admin_addresses"])) == 2
         for address in router.ready["workers"]:  # its sessions stand
             assert await eventually(partial(is_ready, address))
 
@@ -86,6 +113,11 @@ async def test_two_workers_on_one_port(tmp_path: Path, redis_url: str) -> None:
             assert (await client.generate("hello", params, options)).text == texts[0]
             info = await client.server_info()  # counts over all workers: Redis'
             assert info.requests_by_state["finished"] >= NUM_REQUESTS + 1
+
+        # Whichever worker has a request, each worker's admin server ends it.
+        for index in range(6):
+            admin = router.ready["admin_addresses"][index % 2]
+            assert await ended_by(admin, router.address, f"long{index}") == "abort"
 
         # Both drain and end; so does the supervisor, with a good status.
         assert await asyncio.wait_for(router.stop(), PATIENCE_S) == 0

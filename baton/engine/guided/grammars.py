@@ -2,8 +2,10 @@
 
 submit(guided) -> a future: at once for a grammar that is kept, else from a thread of its own, at
 most WORKERS at a time and MAX_WAITING in line. A request waits for it outside of the engine, so it
-keeps nobody else from running. A compilation cannot be stopped from outside; backends bound it by
-their own limits, the wait has a budget, and threads are daemons, so that no exit waits for one.
+keeps nobody else from running. A compilation cannot be stopped from outside: llguidance bounds it
+by its own limits, and the router has tried it (baton/grammar_trials.py); what xgrammar is to build
+is tried here first, in a process that can be given up. The wait has a budget, and threads are
+daemons, so that no exit waits for one.
 The tokenizer is loaded with the first grammar. Safe to use from several threads.
 """
 
@@ -24,9 +26,11 @@ from baton.engine.config import EngineConfig
 from baton.engine.guided.base import Backend, Matcher, Vocabulary, load_vocabulary
 from baton.engine.guided.guide import Grammar
 from baton.engine.guided.thought import ThoughtEnd
+from baton.engine.guided.trial import trials_of
 from baton.engine.interface import ModelInfo
 from baton.engine.sequence import RequestGroup
 from baton.errors import BatonError, InternalError, InvalidRequest, Overloaded, UnsupportedFeature
+from baton.grammar_trials import GrammarTrials
 from baton.grammars import FIELD, check_size
 from baton.request import Request
 from baton.sampling import GuidedDecoding
@@ -36,14 +40,21 @@ log = logging.getLogger(__name__)
 WORKERS: Final = 2
 MAX_WAITING: Final = 64
 MAX_KEPT: Final = 256
-COMPILE_S: Final = 10.0  # most that a request waits for its grammar, the tokenizer's loading too
+COMPILE_S: Final = 30.0  # most that a request waits for its grammar, the tokenizer's loading too
 
 
 class Grammars:
-    """`load` gives the vocabulary (once, on a worker); `backend`: for requests that name none."""
+    """`load` gives the vocabulary (once, on a worker); `backend`: for requests that name none.
+    `trials`: where xgrammar, which knows no limits, tries a grammar first."""
 
-    def __init__(self, load: Callable[[], Vocabulary], backend: str = "auto") -> None:
+    def __init__(
+        self,
+        load: Callable[[], Vocabulary],
+        backend: str = "auto",
+        trials: GrammarTrials | None = None,
+    ) -> None:
         self.num_compiled = 0
+        self._trials = trials
         self._load = load
         self._default = backend
         self._lock = threading.Lock()
@@ -129,14 +140,20 @@ class Grammars:
             message = "guided: this model names no end-of-sequence token, so nothing could end"
             raise UnsupportedFeature(message, field=FIELD)
         if guided.backend not in ("", "auto"):
-            return self._backend(guided.backend).compile(guided)
+            return self._built(guided.backend, guided)
         try:
-            return self._backend("llguidance").compile(guided)
+            return self._built("llguidance", guided)
         except UnsupportedFeature as lacking:
             try:
-                return self._backend("xgrammar").compile(guided)
+                return self._built("xgrammar", guided)
             except UnsupportedFeature:  # not installed, or no better
                 raise lacking from None
+
+    def _built(self, name: str, guided: GuidedDecoding) -> Matcher:
+        backend = self._backend(name)
+        if name == "xgrammar" and self._trials is not None:
+            self._trials.run(guided)
+        return backend.compile(guided)
 
     def _backend(self, name: str) -> Backend:
         vocabulary = self._known_vocabulary()
@@ -173,7 +190,8 @@ def grammars_of(config: EngineConfig, info: ModelInfo) -> Grammars:
             open_checkpoint(config.model).path, info.vocab_size, info.eos_token_ids
         )
 
-    return Grammars(load, config.guided_decoding_backend)
+    trials = trials_of(config.model, info.vocab_size, info.eos_token_ids)
+    return Grammars(load, config.guided_decoding_backend, trials)
 
 
 def refuse_unguided(request: Request, grammars: Grammars | None) -> None:

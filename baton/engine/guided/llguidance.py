@@ -22,6 +22,7 @@ class LlguidanceBackend:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._specials = vocabulary.specials
+        self._num_words = vocabulary.num_words
         wrapper = llguidance.TokenizerWrapper(_Wrapped(vocabulary))
         self._tokenizer = llguidance.LLTokenizer(
             wrapper, n_vocab=len(vocabulary.tokens), eos_token=list(vocabulary.eos_token_ids)
@@ -33,7 +34,13 @@ class LlguidanceBackend:
         matcher = llguidance.LLMatcher(self._tokenizer, text, log_level=0, limits=limits())
         if matcher.is_error():
             raise InvalidRequest(f"guided: {reason_of(matcher.get_error())}", field=FIELD)
-        return LlguidanceMatcher(matcher)
+        start = LlguidanceMatcher(matcher)
+        # The lexer is built with the first mask, once for all clones: here, not on the engine's
+        # thread, and what is wrong with it is the request's error, not its output's.
+        start.fill(np.zeros(self._num_words, np.int32))
+        if matcher.is_error():
+            raise InvalidRequest(f"guided: {start.error}", field=FIELD)
+        return start
 
 
 class LlguidanceMatcher:

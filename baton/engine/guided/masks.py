@@ -50,9 +50,25 @@ def apply(logits: Tensor, asked: Sequence[AskedRows]) -> None:
 
 def _mask(row: Tensor, words: np.ndarray) -> None:
     """row [vocab] float32: -inf where the bit is 0."""
-    allowed = np.unpackbits(words.view(np.uint8), bitorder="little", count=row.shape[0])
     if row.device.type == "cpu":
-        # numpy's: torch's masked_fill_ took 0.7 ms at 152k words.
-        np.putmask(row.numpy(), allowed == 0, -np.inf)
-    else:
-        row.masked_fill_(torch.from_numpy(allowed).to(row.device) == 0, -torch.inf)
+        _mask_on_cpu(row.numpy(), words)
+        return
+    allowed = np.unpackbits(words.view(np.uint8), bitorder="little", count=row.shape[0])
+    row.masked_fill_(torch.from_numpy(allowed).to(row.device) == 0, -torch.inf)
+
+
+def _mask_on_cpu(row: np.ndarray, words: np.ndarray) -> None:
+    """In numpy: torch's masked_fill_ took 700 us at 152k words, this 23 (nearly all are allowed) to
+    120 us, and 30 where few are."""
+    some = np.flatnonzero(words)
+    if 4 * some.size < words.size:  # a JSON text between its strings
+        bits = np.unpackbits(words[some].view(np.uint8), bitorder="little").reshape(-1, 32)
+        word, bit = np.nonzero(bits)
+        ids = 32 * some[word] + bit
+        ids = ids[ids < row.shape[0]]
+        kept = row[ids]
+        row.fill(-np.inf)
+        row[ids] = kept
+        return
+    allowed = np.unpackbits(words.view(np.uint8), bitorder="little", count=row.shape[0])
+    np.copyto(row, -np.inf, where=~allowed.view(np.bool_))

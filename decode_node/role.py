@@ -27,6 +27,7 @@ from baton.engine.interface import Reservation, Task
 from baton.engine.thread import StepReport
 from baton.errors import InvalidRequest, KVTimeout, UnsupportedFeature
 from baton.events import FirstToken, NodeStep, Subscribed, TokenEvent
+from baton.failpoints import FAILPOINTS
 from baton.handles import KVHandle
 from baton.messages import SubmitDecode, SubmitPool, SubmitPrefill
 from baton.node.pooling import PoolingDesk
@@ -90,6 +91,7 @@ class DecodeRole:
         self._context = context
         self._thread = context.thread
         self._pooling = PoolingDesk(context)
+        self._stepped: set[str] = set()  # requests of the last step, kept for failpoints alone
         self._admission = FetchAdmission(
             context.config.max_queued_fetches, context.config.max_ready_fetches
         )
@@ -139,6 +141,7 @@ class DecodeRole:
                     )
                 ),
             )
+            FAILPOINTS.hit("d.reserved")
             entry.send(NodeStep(subscribed=(Subscribed(request.id, request.epoch),)))
             fetched = await connector.fetch(
                 handle,
@@ -225,7 +228,16 @@ class DecodeRole:
 
     def on_step(self, report: StepReport) -> None:
         """A decode node's tokens need no completing."""
+        if FAILPOINTS.armed and report.events:
+            self._pass_step({event.request_id for event in report.events})
         self._context.connector.want_back(report.short_of_room)
+
+    def _pass_step(self, ids: set[str]) -> None:
+        if not ids <= self._stepped:
+            FAILPOINTS.hit("d.step1")
+        else:
+            FAILPOINTS.hit("d.step_n")
+        self._stepped = ids
 
     def _leave(self, engine: Engine, seat: Seat) -> None:
         seat.leave(engine)

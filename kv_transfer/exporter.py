@@ -16,6 +16,7 @@ from typing import Final
 
 from baton.clock import Clock, deadline_from_ms
 from baton.errors import InternalError, KVCorrupt, KVError
+from baton.failpoints import FAILPOINTS
 from baton.timing import Timing
 from kv_transfer.base import Incoming, KVMemory, Payload, Span
 from kv_transfer.bodies import decode_body, encode_body, kind_of
@@ -36,6 +37,7 @@ from kv_transfer.identity import Identity
 from kv_transfer.messages import (
     NONCE_BYTES,
     Confirm,
+    End,
     Failure,
     FailureCode,
     Fetch,
@@ -146,6 +148,7 @@ class _Connection:
         self._deadline: float | None = None
         self._opened_at = 0.0
         self._waited_s = 0.0
+        self._rows_sent = self._rows_wanted = 0  # of this fetch, over all layers: for failpoints
         self._lock = threading.Lock()
         self._closed = False
 
@@ -243,6 +246,8 @@ class _Connection:
         """The frame to send and the event to feed back, if any."""
         match action:
             case Send(message):
+                if isinstance(message, End):
+                    FAILPOINTS.hit("kv.last")
                 return self._encode(message), None
             case SendData(span, dtype):
                 return self._read(span, dtype)
@@ -279,7 +284,7 @@ class _Connection:
         except KVError as error:
             return None, Refused(failure_of(error))
         self._shared.stats.sent(self._lane, len(frame) - HEADER_BYTES)
-        return frame, None
+        return self._pass_data(span, frame), None
 
     def _build(self, header: Header, fragments: Sequence[Buffer]) -> Buffer:
         """A big frame in the lane's own memory if it has any: small ones wait for company."""
@@ -298,7 +303,20 @@ class _Connection:
         header = data_header(span, self._session.export_seq, self._session.epoch)
         row = rows_bytes(memory.layers[span.layer], len(span.heads), memory.format.dtype)
         self._shared.stats.sent(self._lane, row * (span.end - span.start))
-        return encode(header, [], self._seed), None
+        return self._pass_data(span, encode(header, [], self._seed)), None
+
+    def _pass_data(self, span: Span, frame: Buffer) -> Buffer:
+        """`frame` as it leaves: a failpoint may damage it, behind its digest."""
+        if not FAILPOINTS.armed:
+            return frame
+        before, self._rows_sent = self._rows_sent, self._rows_sent + span.end - span.start
+        first = before == 0 and FAILPOINTS.hit("kv.first")
+        half = before < self._rows_wanted / 2 <= self._rows_sent and FAILPOINTS.hit("kv.half")
+        if not (first or half):
+            return frame
+        damaged = bytearray(frame)
+        damaged[-1] ^= 1
+        return damaged
 
     def _open(self, fetch: Fetch) -> ExporterEvent:
         shared = self._shared
@@ -313,6 +331,8 @@ class _Connection:
         if closed:
             reader.close()
         self._seen, self._waited_s = None, 0.0
+        left = reader.handle.num_tokens - fetch.start_token
+        self._rows_sent, self._rows_wanted = 0, left * len(shared.memory.layers)
         self._opened_at = shared.clock.monotonic()
         self._deadline = deadline_from_ms(fetch.timeout_ms, shared.clock)
         return Opened(reader.handle.num_tokens, shared.memory.tables(reader.blocks))
@@ -350,6 +370,7 @@ class _Connection:
 
     def _release(self, action: Release) -> None:
         shared, reader = self._shared, self._reader
+        FAILPOINTS.hit("kv.acked")
         if reader is not None and reader.handle.export_seq == action.export_seq:
             self._end_tail(reader)
         freed = shared.table.acknowledge(action.export_seq, action.epoch, action.rank, action.ranks)

@@ -24,6 +24,7 @@ from baton.engine.interface import Task
 from baton.engine.thread import StepReport
 from baton.errors import BatonError, KVStale, UnsupportedFeature
 from baton.events import FirstToken, HandleReady, NodeStep, TokenEvent
+from baton.failpoints import FAILPOINTS
 from baton.handles import KVHandle
 from baton.kv_spec import BlockLists
 from baton.messages import SubmitDecode, SubmitPool, SubmitPrefill
@@ -68,6 +69,8 @@ class PrefillExports:
         self._tell(request, handle)
 
     def layer_written(self, layer: int, progress: Sequence[tuple[str, int]]) -> None:
+        if layer == 0 and progress:
+            FAILPOINTS.hit("p.mid_chunk")
         for request_id, upto in progress:
             request, handle = self._open.get(request_id, (None, None))
             if request is None or handle is None:
@@ -130,6 +133,11 @@ class _Serving:
     handle: KVHandle | None = None
 
 
+def _add(engine: Engine, request: Request) -> None:
+    engine.add(request, Task.PREFILL)
+    FAILPOINTS.hit("p.queued")
+
+
 class PrefillRole:
     """baton.node.role.NodeRole of a prefill node."""
 
@@ -160,7 +168,7 @@ class PrefillRole:
         serving = self._serving[request.id] = _Serving(entry)
         try:
             grammar = await prepared(self._context.engine.grammars, request.params.guided)
-            await self._context.thread.call(lambda engine: engine.add(request, Task.PREFILL))
+            await self._context.thread.call(lambda engine: _add(engine, request))
             del grammar  # kept until the engine had it
             await asyncio.shield(entry.ended)
             serving.handle = None  # from now on the export has a life of its own
@@ -196,6 +204,7 @@ class PrefillRole:
         for event in report.events:
             of_request[event.request_id].append(event)
         for request_id, events in of_request.items():
+            FAILPOINTS.hit("p.done")
             due = self._exports.computed(request_id, events)
             if due is not None:
                 self._untold[request_id, events[0].epoch] = due

@@ -19,6 +19,7 @@ renewed and nodes are read whatever the caller's client does.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -35,9 +36,11 @@ from baton.errors import (
     KVError,
     KVLost,
     NodeLost,
+    Unavailable,
     error_from_code,
 )
 from baton.events import HandleReady, Pooled, RequestFailed, Subscribed, TokenEvent
+from baton.failpoints import FAILPOINTS
 from baton.handles import KVHandle
 from baton.log import request_context
 from baton.messages import Migrate, SubmitDecode, SubmitPrefill
@@ -71,6 +74,7 @@ class DispatchParts:
     settings: PolicySettings = field(default_factory=PolicySettings)
     max_live: int = 1024
     timeout_s: float = 600.0
+    node_wait_s: float = 5.0  # in all, for a node that can go on with what another has begun
     migrations: MigrationStats = field(default_factory=MigrationStats)
     gate: Gate | None = None
     sessions: SessionMap = field(default_factory=SessionMap)
@@ -100,6 +104,7 @@ class Journey:
         self._legs = Legs(parts.registry)
         self._nodes = NodeChoice(parts.registry, parts.settings, parts.sessions, trace)
         self._attempts = 0
+        self._alone_since: float | None = None
         self._planned: NodeSnapshot | None = None  # the decode node that the route named
         self._move: Move | None = None  # under way to another decode node
         self._moved_at: float | None = None
@@ -210,14 +215,18 @@ class Journey:
             try:
                 await self._close(ledger[0] if ledger else None, outcome)
             finally:
+                for opened in ledger:
+                    opened.abandon()
                 self.shown.close()
 
     # ---- the journey ----
 
     async def travel(self, opened: list[RequestLedger]) -> None:
         """From QUEUED to the last token. `opened` gets the ledger, for whoever records the end."""
+        FAILPOINTS.hit("accepted")
         ledger = await self._parts.store.open(self._request, description(self._request))
         opened.append(ledger)
+        FAILPOINTS.hit("logged")
         self._parts.retries.begin()
         self._trace.queued_at = self._clock.monotonic()
         while not self._output.finished:
@@ -225,6 +234,8 @@ class Journey:
                 await self._attempt(ledger)
             except HopFailed as failure:
                 await self._fail_over(ledger, failure)
+            except Unavailable as error:
+                await self._nobody_there(ledger, error)
 
     async def _attempt(self, ledger: RequestLedger) -> None:
         """One epoch: give the request to its nodes, follow them to the end. Raises HopFailed."""
@@ -425,6 +436,20 @@ class Journey:
             self._trace.retries += 1
         await self._next_epoch(ledger)
 
+    async def _nobody_there(self, ledger: RequestLedger, error: Unavailable) -> None:
+        """No node for what has begun: wait for one to come (back). A new request is refused."""
+        if ledger.state is not RequestState.QUEUED:
+            await self._fail_over(ledger, HopFailed(error))
+            return
+        now = self._clock.monotonic()
+        self._alone_since = self._alone_since or now
+        left = self._alone_since + self._parts.node_wait_s - now
+        if self._attempts == 1 or left <= 0:
+            raise error
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(left):
+                await self._parts.registry.changed.wait()
+
     async def _next_epoch(self, ledger: RequestLedger) -> None:
         """QUEUED again: whoever had the request is fenced, its next owner knows all its tokens."""
         self._planned = None
@@ -447,6 +472,7 @@ class Journey:
         if ledger is not None:
             if outcome not in TRANSITIONS[ledger.state]:
                 outcome = RequestState.CANCELLED  # stopped by its text between two epochs
+            FAILPOINTS.hit("finishing")
             error = "" if self.failure is None else self.failure.code
             await ledger.finish(outcome, error=error, output_tokens=str(self._output.num_tokens))
         trace.outcome = outcome.value

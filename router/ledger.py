@@ -145,6 +145,11 @@ class RequestLedger:
             self.behind = True
             self._guard.settle_later(self, move)
 
+    def abandon(self) -> None:
+        """Keep its lease no longer. After `finish` there is none; if even that failed, the lease
+        ends and the record is swept."""
+        self._guard.close(self.request_id)
+
     def took(self, status: WriteStatus | None) -> None:
         """Remember how the store answered a write; None = it did not."""
         if status is None:

@@ -32,6 +32,7 @@ from baton.chat_template import ChatTemplate
 from baton.clock import SystemClock
 from baton.cores import parse_cores, pin_process
 from baton.errors import ConfigError
+from baton.failpoints import FAILPOINTS
 from baton.generation_config import sampling_defaults
 from baton.handles import Role
 from baton.tokenizer import Tokenizer
@@ -351,6 +352,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     try:
         config = options.load(RouterConfig, arguments, environ)
         logs.setup("router", config.log_level)
+        FAILPOINTS.arm(environ)
         if config.workers > 1:
             config.check()
             asyncio.run(supervise(config, argv))

@@ -26,6 +26,7 @@ from baton import messages, wire
 from baton.clock import Clock, SystemClock
 from baton.errors import BatonError, ConfigError, InvalidRequest, NodeLost
 from baton.events import HandleReady, NodeStep, Pooled, RequestFailed, Subscribed, TokenEvent
+from baton.failpoints import FAILPOINTS
 from baton.handles import NodeLoad, NodeRecord
 from baton.timing import Timing, channel_options
 from protos import node_pb2, node_pb2_grpc
@@ -386,7 +387,9 @@ class NodeSession:
     async def _log(self, events: Sequence[Told]) -> None:
         current = [e for e in events if isinstance(e, TokenEvent) and self._attachment(e)]
         if current:
+            FAILPOINTS.hit("sampled_not_logged")
             await self._context.log.append(current)
+            FAILPOINTS.hit("logged_not_sent")
 
     async def _write(self, call: Any) -> None:
         """Outbox to wire, in order: all that waits as one message, because each costs ~0.1 ms.

@@ -25,7 +25,7 @@ from deploy.redis_server import RedisServer, find_redis_binary
 settings.register_profile("baton", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("baton")
 
-LONG = ("system", "deploy", "bench", "engine")  # folders of tests
+LONG = ("system", "chaos", "deploy", "bench", "engine")  # folders of tests
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from baton.engine.engine import Engine
@@ -181,16 +181,25 @@ class EngineThread:
             self._on_step(report)
         except Exception:
             log.exception("the receiver of engine steps failed")
+            self._end_untold(report)
+
+    def _end_untold(self, report: StepReport) -> None:
+        """Nobody will hear of these tokens, so their requests end here, and that is told."""
+        untold = {(event.request_id, event.epoch) for event in report.events}
+        for request_id, _ in untold:
+            self._engine.abort(request_id)
+        ended = [_ended(*of_request, "a step's results were lost") for of_request in untold]
+        load = self._engine.current_load()
+        try:
+            self._on_step(replace(report, events=[], failed=report.failed + ended, load=load))
+        except Exception:
+            log.exception("the receiver of engine steps failed again")
 
     def _fail_step(self, error: Exception) -> list[RequestFailed]:
         # What went wrong inside is for the log; clients get an opaque message.
         told = error if isinstance(error, BatonError) else InternalError("an engine step failed")
-        return [
-            RequestFailed(
-                request.id, request.epoch, InternalError.code, told.message, InternalError.retryable
-            )
-            for request in self._engine.fail_step()
-        ]
+        failed = self._engine.fail_step()
+        return [_ended(request.id, request.epoch, told.message) for request in failed]
 
     def _close_inbox(self) -> None:
         with self._condition:
@@ -200,3 +209,8 @@ class EngineThread:
         for call in calls:
             if call.refuse is not None:
                 call.refuse()
+
+
+def _ended(request_id: str, epoch: int, why: str) -> RequestFailed:
+    code, retryable = InternalError.code, InternalError.retryable
+    return RequestFailed(request_id, epoch, code, why, retryable)

@@ -30,6 +30,7 @@ from baton.cores import parse_cores, pin_process
 from baton.engine.config import EngineConfig, parse_bytes
 from baton.engine.engine import Engine
 from baton.errors import ConfigError
+from baton.failpoints import FAILPOINTS
 from baton.handles import Role
 from baton.kv_spec import layout_fingerprint
 from baton.node.config import NodeConfig, join_address
@@ -186,6 +187,7 @@ def main(program: NodeProgram, argv: Sequence[str], environ: Mapping[str, str]) 
         _transfer_options(config)
         engine_config = options.load(EngineConfig, arguments, environ)
         logs.setup(config.node_id or program.role.value, config.log_level)
+        FAILPOINTS.arm(environ)
         if config.cpu_cores is not None:
             cores = parse_cores(config.cpu_cores)
             pin_process(cores)

@@ -118,6 +118,32 @@ async def test_a_receiver_that_raises_does_no_harm(caplog: pytest.LogCaptureFixt
     assert "the receiver of engine steps failed" in caplog.text
 
 
+async def test_tokens_that_nobody_heard_of_end_their_request() -> None:
+    """Else its client would wait for its deadline: the tokens will not come again."""
+    heard: list[StepReport] = []
+    told = threading.Event()
+
+    def receive(report: StepReport) -> None:
+        if report.events:
+            raise RuntimeError("deaf to tokens")
+        heard.append(report)
+        told.set()
+
+    engine, _ = fake_engine()
+    thread = EngineThread(engine, receive)
+    thread.start()
+    try:
+        await thread.call(lambda engine: engine.add(request("a", PROMPT, max_tokens=100)))
+        assert await asyncio.to_thread(told.wait, TIMEOUT_S)
+        assert await thread.call(lambda engine: engine.has_work) is False
+    finally:
+        thread.stop()
+    (failed,) = heard[0].failed
+    assert (failed.request_id, failed.code, failed.retryable) == ("a", "internal", False)
+    assert heard[0].load.free_blocks == heard[0].load.total_blocks
+    engine.pool.check()
+
+
 async def test_a_stalled_engine_waits_and_goes_on_when_blocks_come_back(running: Running) -> None:
     def add(engine: Engine) -> None:
         engine.add(request("p1", PROMPT), Task.PREFILL)

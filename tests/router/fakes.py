@@ -225,6 +225,7 @@ class RouterSetup:
     log: StepLog | None = None
     directory: NodeDirectory | None = None
     timing: Timing = FAST
+    node_wait_s: float = 0.2
 
 
 @contextlib.asynccontextmanager
@@ -253,7 +254,13 @@ async def running_router(
         )
     )
     parts = DispatchParts(
-        registry, guard, clock, setup.settings, max_live=setup.max_live, timeout_s=30.0
+        registry,
+        guard,
+        clock,
+        setup.settings,
+        max_live=setup.max_live,
+        timeout_s=30.0,
+        node_wait_s=setup.node_wait_s,
     )
     router = FakeRouter(kept, guard, registry, Dispatcher(parts))
     await guard.start()

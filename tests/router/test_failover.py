@@ -19,6 +19,7 @@ from baton.messages import (
 from baton.request import RequestState
 from tests.router.clients import Client, cluster, first_of, state_of
 from tests.router.fakes import (
+    PATIENCE_S,
     make_request,
 )
 
@@ -180,6 +181,33 @@ async def test_a_request_that_kills_three_nodes_has_failed() -> None:
         assert isinstance(await client.fails(), NodeLost)
         assert not living[0].heard_of(SubmitDecode)
         assert await state_of(router) == (RequestState.FAILED, 3)
+
+
+async def test_what_has_begun_waits_for_a_node_to_come_back() -> None:
+    """Its last session broke, by a stall of the whole machine say: the node itself is there."""
+    async with cluster("d", node_wait_s=PATIENCE_S) as (router, (d,)):
+        client = Client(router, make_request())
+        decode = await d.hear(SubmitDecode)
+        d.tokens(decode.request, 0, 41)
+        await client.next()
+        d.cut()
+        again = await d.hear(SubmitDecode)
+        assert (again.request.epoch, again.request.output_ids) == (2, ((41,),))
+        d.finish(again.request, 1, 42)
+        assert await client.done() == [41, 42]
+        assert client.trace.retries == 1
+
+
+async def test_an_end_that_cannot_be_recorded_is_left_to_the_lease() -> None:
+    async with cluster("d") as (router, (d,)):
+        client = Client(router, make_request())
+        decode = await d.hear(SubmitDecode)
+        ledger = router.guard.ledger("r")
+        assert ledger is not None
+        ledger.state = RequestState.FINISHED  # an illegal transition will be noticed at the end
+        d.finish(decode.request, 0, 41)
+        assert await client.done() == [41]
+        assert router.guard.ledger("r") is None, "its lease would be renewed for ever"
 
 
 async def test_the_last_node_lost_is_unavailable() -> None:

@@ -11,7 +11,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -97,8 +97,14 @@ class Processes:
         ports = ["--port", "0", "--grpc-port", "0", "--drain-s", "0"]
         return await self.start("router", "router", [*ports, *given, *flags])
 
-    async def start(self, module: str, name: str, flags: Sequence[str] = ()) -> ServerProcess:
-        """Start `python -m module` and wait for its READY line.
+    async def start(
+        self,
+        module: str,
+        name: str,
+        flags: Sequence[str] = (),
+        environ: Mapping[str, str] | None = None,
+    ) -> ServerProcess:
+        """Start `python -m module` and wait for its READY line. `environ`: variables of its own.
 
         Raises RuntimeError with its log.
         """
@@ -114,7 +120,7 @@ class Processes:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=stream,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", **(environ or {})},
             )
         server = ServerProcess(name, process, {}, log)
         self.running.append(server)

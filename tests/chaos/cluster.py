@@ -1,0 +1,401 @@
+"""The patient: Redis, two routers, two prefill and two decode nodes, as real processes.
+
+Its life: started once, used by many cases; between cases `heal` wakes what is stopped, starts what
+is dead, and waits until everything is idle. Each process reads its failpoints from a file and
+writes the proof of each fault to another (baton/failpoints.py), so that a case arms what it needs
+in a process that runs already.
+
+Router r0 is the clients'; r1 only sweeps what a dead r0 leaves behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+import redis.asyncio as aredis
+
+from baton import wire
+from baton.client import AsyncClient
+from baton.errors import BatonError
+from baton.failpoints import LOG_VARIABLE, VARIABLE
+from baton.handles import NodeRecord
+from baton.redis_keys import LEASES, log_key, node_key, request_key
+from deploy.redis_server import RedisServer
+from tests.chaos.proxy import Fault, FaultProxy, Proof
+from tests.chaos.streams import DEADLINE_S, Spec, Stream
+from tests.system.processes import Processes, ServerProcess
+from tests.waiting import eventually
+
+HEAL_S = 90.0
+FIRE_S = 30.0
+STOPPED = "T"
+NEAR, FAR = "127.0.0.1", "127.0.0.2"  # where nodes listen, and where they are said to
+PORT_FLAGS = {"session": "--port", "grpc": "--kv-port", "stream": "--kv-stream-port"}
+MODULES = {"p": "prefill_node", "d": "decode_node", "r": "router"}
+ROLES = {"prefill": "p", "decode": "d", "router": "r"}
+NODES = ("p0", "p1", "d0", "d1")
+ROUTERS = ("r0", "r1")
+NODE_FLAGS = (
+    "--num-kv-blocks", "96", "--max-num-batched-tokens", "32", "--max-num-seqs", "16",
+    "--metrics-port", "0", "--drain-s", "0",
+)  # fmt: skip
+# The store may take its time: on a crowded machine a pause of Redis is not the fault under test.
+ROUTER_FLAGS = (
+    "--port", "0", "--grpc-port", "0", "--drain-s", "0", "--shutdown-s", "1",
+    "--store-timeout-s", "3",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a cluster is made of; cases with the same layout share one.
+
+    `proxied`: everything that reaches a node, and Redis, goes through a FaultProxy. Nodes announce
+    themselves as 127.0.0.2, where proxies listen on the same ports.
+    """
+
+    node_flags: tuple[str, ...] = ()
+    router_flags: tuple[str, ...] = ()
+    lanes: str = "stream,grpc"
+    nodes: tuple[str, ...] = NODES
+    routers: tuple[str, ...] = ROUTERS
+    proxied: bool = False
+
+
+PLAIN = Layout()
+
+
+@dataclass(frozen=True)
+class Vitals:
+    """Of one process: pid, descriptors, threads."""
+
+    pid: int
+    descriptors: int
+    threads: int
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody uses now, on either address."""
+    sockets = [socket.create_server(("0.0.0.0", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def runs(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def process_state(pid: int) -> str:
+    """The letter of /proc/<pid>/stat: R, S, D, T (stopped), Z."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def vitals(pid: int) -> Vitals:
+    base = Path(f"/proc/{pid}")
+    return Vitals(pid, len(os.listdir(base / "fd")), len(os.listdir(base / "task")))
+
+
+@dataclass
+class Cluster:
+    """`directory`: logs and failpoint files. Use as an async context manager."""
+
+    model: Path
+    directory: Path
+    redis: RedisServer
+    layout: Layout = PLAIN
+    servers: dict[str, ServerProcess] = field(default_factory=dict[str, ServerProcess])
+    redis_up: bool = True
+    count: int = 0
+    proxies: dict[tuple[str, str], FaultProxy] = field(
+        default_factory=dict[tuple[str, str], FaultProxy]
+    )
+    _redis_pid: int = 0  # of a Redis that is stopped
+    # A socket path may have 107 bytes only, so it does not live in `directory`.
+    _sockets: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="baton-chaos-")))
+
+    async def __aenter__(self) -> Cluster:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        url = self.redis.url
+        if self.layout.proxied:
+            await self._start_proxies()
+            url = f"unix://{self._redis_proxy}"
+        self._processes = Processes(self.model, self.directory, url)
+        self.store = aredis.Redis.from_url(self.redis.url)
+        await self.store.flushall()
+        self._client: AsyncClient | None = None
+        self._http = httpx.AsyncClient(trust_env=False, timeout=10.0)
+        try:
+            await self.heal()
+        except BaseException:
+            await self.__aexit__(*sys.exc_info())
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.wake_redis()
+        self.wake_all()
+        if self._client is not None:
+            await self._client.close()
+        await self._http.aclose()
+        await self.store.aclose()
+        await self._processes.__aexit__(kind, error, trace)
+        for proxy in self.proxies.values():
+            await proxy.__aexit__(kind, error, trace)
+        shutil.rmtree(self._sockets, ignore_errors=True)
+        if not self.redis_up:
+            self.start_redis()
+
+    # ---- proxies ----
+
+    @property
+    def _redis_proxy(self) -> Path:
+        return self._sockets / "redis.sock"
+
+    async def _start_proxies(self) -> None:
+        """One for each port of each node, named (node, kind), and ("redis", "store")."""
+        target = Path(self.redis.url.removeprefix("unix://"))
+        self.proxies["redis", "store"] = FaultProxy(self._redis_proxy, target)
+        for name in self.layout.nodes:
+            for kind, port in zip(PORT_FLAGS, free_ports(len(PORT_FLAGS)), strict=True):
+                self.proxies[name, kind] = FaultProxy((FAR, port), (NEAR, port))
+        for proxy in self.proxies.values():
+            await proxy.__aenter__()
+
+    def _proxied_flags(self, name: str) -> tuple[str, ...]:
+        flags = ["--advertise-host", FAR, "--kv-unix-dir", str(self._sockets)]
+        for kind, flag in PORT_FLAGS.items():
+            place = self.proxies[name, kind].here
+            assert isinstance(place, tuple), "nodes are reached by TCP"
+            flags += [flag, str(place[1])]
+        return tuple(flags)
+
+    # ---- processes ----
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self.layout.nodes, *self.layout.routers)
+
+    def alive(self, name: str) -> bool:
+        server = self.servers.get(name)
+        return server is not None and server.process.returncode is None
+
+    def pid(self, name: str) -> int:
+        return self.servers[name].process.pid
+
+    def vitals(self) -> dict[str, Vitals]:
+        return {name: vitals(self.pid(name)) for name in self.names if self.alive(name)}
+
+    async def kill(self, name: str) -> str:
+        """kill -9 of a process or of "redis"; returns the proof."""
+        if name == "redis":
+            info = await self.store.info("server")
+            self.redis.kill()
+            self.redis_up = False
+            pid = int(info["process_id"])
+            assert not runs(pid), "Redis outlived kill -9"
+            return f"redis pid {pid} gone"
+        server = self.servers[name]
+        await server.kill()
+        return f"{name} pid {server.process.pid} status -9"
+
+    def start_redis(self) -> None:
+        self.redis.start()
+        self.redis_up = True
+
+    async def stop_redis(self) -> str:
+        """SIGSTOP; returns the proof. Nothing of the store works before `wake_redis`."""
+        self._redis_pid = int((await self.store.info("server"))["process_id"])
+        os.kill(self._redis_pid, signal.SIGSTOP)
+
+        async def look() -> bool:
+            return process_state(self._redis_pid) == STOPPED
+
+        await eventually(look)
+        return "redis state T"
+
+    def wake_redis(self) -> None:
+        if self._redis_pid:
+            os.kill(self._redis_pid, signal.SIGCONT)
+            self._redis_pid = 0
+
+    def stop(self, name: str) -> None:
+        self.servers[name].signal(signal.SIGSTOP)
+
+    def wake(self, name: str) -> None:
+        if self.alive(name):
+            self.servers[name].signal(signal.SIGCONT)
+
+    def wake_all(self) -> None:
+        for name in self.names:
+            self.wake(name)
+
+    async def stopped(self, name: str) -> str:
+        """Waits until the kernel says that the process is stopped; returns the proof."""
+
+        async def look() -> bool:
+            return process_state(self.pid(name)) == STOPPED
+
+        await eventually(look)
+        return f"{name} state T"
+
+    # ---- failpoints ----
+
+    def _plan(self, name: str) -> Path:
+        return self.directory / f"{name}.plan"
+
+    def _proof(self, name: str) -> Path:
+        return self.directory / f"{name}.fired"
+
+    def arm(self, names: Sequence[str], text: str) -> None:
+        """From now on, in these processes. Counting begins anew."""
+        for name in self.names:
+            self._proof(name).unlink(missing_ok=True)
+        for name in names:
+            _replace(self._plan(name), text)
+
+    def disarm(self) -> None:
+        for name in self.names:
+            _replace(self._plan(name), "")
+
+    async def fired(self, timeout_s: float = FIRE_S) -> tuple[str, str]:
+        """The first process whose failpoint has fired, and its own words about it."""
+
+        async def look() -> tuple[str, str] | None:
+            for name in self.names:
+                if self._proof(name).exists():
+                    return name, self._proof(name).read_text().strip()
+            return None
+
+        found = await eventually(look, timeout_s)
+        assert found is not None
+        return found
+
+    # ---- requests ----
+
+    @property
+    def client(self) -> AsyncClient:
+        assert self._client is not None, "r0 runs"
+        return self._client
+
+    def begin(self, spec: Spec, label: str = "x", deadline_s: float = DEADLINE_S) -> Stream:
+        """A request under an id of its own."""
+        self.count += 1
+        stream = Stream(spec, f"{label}-{self.count:05d}", deadline_s=deadline_s)
+        return stream.start(self.client)
+
+    async def request_fields(self, request_id: str) -> dict[str, str]:
+        """The request's record in Redis; empty when there is none, or no Redis."""
+        if not self.redis_up:
+            return {}
+        raw: dict[bytes, bytes] = await self._ask(self.store.hgetall(request_key(request_id)))
+        return {key.decode().removeprefix("f:"): value.decode() for key, value in raw.items()}
+
+    async def log_rows(self, request_id: str) -> list[dict[str, str]]:
+        rows: list[Any] = await self._ask(self.store.xrange(log_key(request_id)))
+        return [{k.decode(): v.decode() for k, v in row.items()} for _, row in rows]
+
+    async def records(self) -> dict[str, NodeRecord]:
+        alive = [name for name in self.layout.nodes if self.alive(name)]
+        keys = [node_key(name) for name in alive]
+        values: list[bytes | None] = await self._ask(self.store.mget(keys)) if alive else []
+        found = [wire.record_from_bytes(value) for value in values if value is not None]
+        return {record.node_id: record for record in found}
+
+    async def leases(self) -> int:
+        return int(await self._ask(self.store.zcard(LEASES)))
+
+    async def _ask(self, reply: Any) -> Any:
+        """redis-py types its answers as awaitable or not, text or bytes; here they are bytes."""
+        return await reply
+
+    async def metric(self, name: str, metric: str) -> float:
+        """One value of a process' /metrics; 0 for a sample that is not there yet."""
+        ready = self.servers[name].ready
+        place = ready["address"] if name in ROUTERS else f"127.0.0.1:{ready['metrics_port']}"
+        text = (await self._http.get(f"http://{place}/metrics")).text
+        bare, _, labels = metric.partition("{")
+        for line in text.splitlines():
+            sample, _, value = line.rpartition(" ")
+            if sample.partition("{")[0] == bare and labels.rstrip("}") in sample:
+                return float(value)
+        return 0.0
+
+    # ---- between cases ----
+
+    async def heal(self) -> None:
+        """Everything runs, nothing is armed, everybody knows everybody."""
+        self.disarm()
+        self.wake_redis()
+        self.wake_all()
+        for proxy in self.proxies.values():
+            await proxy.set(Fault.NONE)
+            proxy.proof = Proof()
+        if not self.redis_up:
+            self.start_redis()
+        async with asyncio.timeout(HEAL_S):
+            dead = [name for name in self.names if not self.alive(name)]
+            for name, server in zip(
+                dead, await asyncio.gather(*(self._start(name) for name in dead)), strict=True
+            ):
+                self.servers[name] = server
+            if "r0" in dead:
+                if self._client is not None:
+                    await self._client.close()
+                self._client = AsyncClient(str(self.servers["r0"].ready["grpc_address"]))
+            await eventually(self._whole, HEAL_S)
+
+    async def _start(self, name: str) -> ServerProcess:
+        environ = {
+            VARIABLE: f"@{self._plan(name)}",
+            LOG_VARIABLE: str(self._proof(name)),
+        }
+        if name in ROUTERS:
+            flags = (*ROUTER_FLAGS, "--router-id", name, *self.layout.router_flags)
+        else:
+            flags = (*NODE_FLAGS, "--kv-lanes", self.layout.lanes, *self.layout.node_flags)
+            if self.layout.proxied:
+                flags = (*flags, *self._proxied_flags(name))
+        server = await self._processes.start(MODULES[name[0]], name, flags, environ)
+        if self.layout.proxied and name not in ROUTERS:
+            # Peers prefer the Unix socket of a node on their host; without it they take TCP.
+            boot = str(server.ready["boot_id"])
+            for path in self._sockets.glob("*.sock"):
+                if boot.startswith(path.stem):
+                    path.unlink()
+        return server
+
+    async def _whole(self) -> bool:
+        try:
+            info = await self.client.server_info()
+        except BatonError:
+            return False
+        boots = {name: self.servers[name].ready["boot_id"] for name in self.layout.nodes}
+        records = await self.records()
+        told = {name: record.boot_id for name, record in records.items()}
+        return told == boots and {node.node_id for node in info.nodes} == set(boots)
+
+
+def _replace(path: Path, text: str) -> None:
+    """A reader sees the old text or the new one."""
+    fresh = path.with_suffix(".new")
+    fresh.write_text(text)
+    fresh.replace(path)

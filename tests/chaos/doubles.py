@@ -1,0 +1,63 @@
+"""Random double kills: a first victim at a random stage, a second one a random moment later.
+
+Never both nodes of one role: then nobody could serve, and the honest answer is an error. Each case
+prints its draw; the seed and the case's number repeat it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+from baton.failpoints import STAGES
+from tests.chaos.cases import Case, World
+from tests.chaos.cluster import NODES
+from tests.chaos.kills import EARLY, KINDS, NUM_BESIDE, PASSAGES, VICTIMS, processes_of, victim_of
+from tests.chaos.oracle import Terms, check_all
+from tests.chaos.streams import finish_all
+
+LONGEST_PAUSE_S = 0.8
+WEIGHTS = (5, 5, 1, 2)  # of VICTIMS: a router's death ends the case for its clients
+
+
+def second_victim(first: str, draw: random.Random) -> str:
+    """A process that may die after `first`: of another role."""
+    role = first.rstrip("01")
+    others = [name for name in (*NODES, "r0", "redis") if name.rstrip("01") != role]
+    return draw.choice(others)
+
+
+async def kill_twice(world: World) -> str:
+    cluster, draw = world.cluster, world.draw
+    before = cluster.vitals()
+    [victim] = draw.choices(VICTIMS, WEIGHTS)
+    stage = draw.choice(STAGES)
+    passage = draw.randint(1, 2 * PASSAGES.get(stage, 1) - 1)
+    beside = [cluster.begin(world.specs["beside"], "beside") for _ in range(NUM_BESIDE)]
+    for stream in beside:
+        await stream.at_least(EARLY)
+    cluster.arm(processes_of(stage), f"{stage}:{passage}:stop")
+    stream = cluster.begin(world.specs[draw.choice(KINDS)], "double")
+    stopped, line = await cluster.fired()
+    proofs = [line, await cluster.stopped(stopped)]
+    first = await victim_of(cluster, victim, stopped, stream, draw)
+    cluster.disarm()
+    proofs.append(await cluster.kill(first))
+    if first != stopped:
+        cluster.wake(stopped)
+    pause_s = draw.uniform(0, LONGEST_PAUSE_S)
+    await asyncio.sleep(pause_s)
+    second = second_victim(first, draw)
+    proofs.append(f"{pause_s:.2f} s later {await cluster.kill(second)}")
+    streams = [*beside, stream]
+    await finish_all(streams)
+    await cluster.heal()
+    dead = {first, second}
+    terms = Terms(cut="r0" in dead, unlogged="redis" in dead)
+    await check_all(cluster, streams, before, terms)
+    proofs.append(f"{stream.spec.name}, retries {max(s.retries for s in streams)}")
+    return "; ".join(proofs)
+
+
+def double_cases(count: int) -> list[Case]:
+    return [Case("double", f"double {number:03d}", kill_twice) for number in range(count)]

@@ -4,27 +4,62 @@
         for event in client.stream("What is prefill?", SamplingParams(temperature=0.0)):
             ...
 
+Several addresses, `Client("10.0.0.1:50051,10.0.0.2:50051")`, are tried in turn; a call with
+`resumable_s` goes on at another one when its router dies, with no token lost or told twice.
+
 Without SamplingParams a call sends none, and the server's defaults for the model hold. Both raise
 Baton's own errors (baton/errors.py). Protobuf stays inside this file.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Generator, Sequence
-from dataclasses import dataclass, replace
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from dataclasses import replace
 from types import TracebackType
-from typing import Any, Final, NoReturn, Self
+from typing import Any, Final, Self
 
 import grpc
 
-from baton import wire
+from baton.client_values import (
+    DEFAULT_OPTIONS,
+    GenerateEvent,
+    GenerateOptions,
+    Generation,
+    Logprobs,
+    Migrations,
+    Model,
+    Node,
+    Prompt,
+    ServerInfo,
+    Usage,
+    collect,
+    event_of,
+    generate_request,
+    model_of,
+    server_info_of,
+)
 from baton.errors import BatonError, DeadlineExceeded, Unavailable, error_from_code
-from baton.events import TokenLogprob
+from baton.reconnect import Attempts, addresses_of, draw_request_id
 from baton.sampling import SamplingParams
 from baton.timing import Timing, channel_options
 from baton.tls import ClientTls
-from baton.wire_guided import guided_to_wire
-from protos import node_pb2, serve_pb2, serve_pb2_grpc
+from protos import serve_pb2, serve_pb2_grpc
+
+__all__ = [
+    "AsyncClient",
+    "Client",
+    "GenerateEvent",
+    "GenerateOptions",
+    "Generation",
+    "Logprobs",
+    "Migrations",
+    "Model",
+    "Node",
+    "ServerInfo",
+    "Usage",
+]
 
 # Trailing metadata of a failed call: the error's code and field (baton.errors).
 ERROR_CODE_METADATA: Final = "baton-error-code"
@@ -40,119 +75,19 @@ _CODE_OF: Final = {
     grpc.StatusCode.ABORTED: "fenced",
 }
 
+# By name, so that a call can be made again at another router.
+_METHODS: Final[dict[str, Callable[[Any], Any]]] = {
+    "Abort": lambda stub: stub.Abort,
+    "Models": lambda stub: stub.Models,
+    "ServerInfo": lambda stub: stub.ServerInfo,
+}
+
 # What gRPC (1.76 to 1.85) says when no connection came about, before any server's word.
 _NOBODY_THERE: Final = "failed to connect to all addresses"
 
 
-@dataclass(frozen=True, slots=True)
-class GenerateOptions:
-    """What a call asks beyond its prompt and SamplingParams. `timeout_s` bounds the whole call;
-    `resume`: "fast" or "exact", "" = the server's default (docs/failover.md)."""
-
-    stop: tuple[str, ...] = ()
-    model: str = ""
-    request_id: str = ""
-    priority: int = 0
-    cache_salt: str = ""
-    skip_special_tokens: bool = True
-    timeout_s: float = 600.0
-    resume: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-
-
-Logprobs = tuple[tuple[TokenLogprob, ...], ...]  # per token: itself first, then the best others
-
-
-@dataclass(frozen=True, slots=True)
-class GenerateEvent:
-    """New tokens and text of one sample; `usage` with the last event of the request.
-
-    `logprobs[i]` belongs to token_ids[i], `prompt_logprobs[i]` (in the first event) to prompt token
-    i + 1; both are empty unless they were asked for.
-    """
-
-    request_id: str
-    sample: int
-    position: int
-    token_ids: tuple[int, ...]
-    text: str
-    finish_reason: str | None
-    retries: int
-    usage: Usage | None
-    logprobs: Logprobs = ()
-    prompt_logprobs: Logprobs = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """A finished request: its first answer, and the `others` if there are several (their `usage` is
-    the request's, the same for all)."""
-
-    request_id: str
-    token_ids: tuple[int, ...]
-    text: str
-    finish_reason: str
-    retries: int
-    usage: Usage
-    logprobs: Logprobs = ()
-    prompt_logprobs: Logprobs = ()
-    others: tuple[Generation, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    id: str
-    max_model_len: int
-    digest: str
-    parent: str
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    node_id: str
-    role: str  # "prefill" | "decode"
-    address: str
-    model: str
-    running: int
-    waiting: int
-    free_blocks: int
-    total_blocks: int
-    draining: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Migrations:
-    """Running requests that changed their decode node with their KV, since the router's start.
-
-    `failed`: node or KV were lost on the way. `seconds`: from the question to the new node's first
-    token, summed. `given_back`: requests that moved without KV, having none worth it.
-    """
-
-    done: int = 0
-    failed: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    given_back: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class ServerInfo:
-    version: str
-    nodes: tuple[Node, ...]
-    requests_by_state: dict[str, int]
-    migrations: Migrations = Migrations()
-
-
 # A client may be far away or busy: it asks less often than nodes ask each other, and waits longer.
 CLIENT_TIMING: Final = Timing(ping_interval_s=10.0, ping_timeout_s=10.0)
-DEFAULT_OPTIONS: Final = GenerateOptions()
-Prompt = str | Sequence[int]
 
 
 class Client:
@@ -160,22 +95,21 @@ class Client:
 
     def __init__(
         self,
-        address: str,
+        address: str | Sequence[str],
         api_key: str = "",
         *,
         timeout_s: float = 10.0,
         timing: Timing | None = None,
         tls: ClientTls | None = None,
     ) -> None:
-        """`address` is HOST:PORT; `timeout_s` bounds models, server_info and abort; `tls` None:
-        without."""
-        self._address = address
+        """`address` is HOST:PORT, or several; `timeout_s` bounds models, server_info and abort.
+        `tls` None: without."""
+        self._addresses = addresses_of(address)
         options = channel_options(timing or CLIENT_TIMING)
-        if tls is None:
-            self._channel = grpc.insecure_channel(address, options)
-        else:
-            self._channel = grpc.secure_channel(address, tls.channel_credentials(), options)
-        self._stub: Any = serve_pb2_grpc.InferenceStub(self._channel)
+        self._channels = [_channel(each, tls, options) for each in self._addresses]
+        self._stubs: list[Any] = [serve_pb2_grpc.InferenceStub(each) for each in self._channels]
+        self._index = 0  # of the router that answered last
+        self._closed = threading.Event()
         self._metadata = _metadata(api_key)
         self._timeout_s = timeout_s
 
@@ -191,7 +125,9 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        self._channel.close()
+        self._closed.set()
+        for channel in self._channels:
+            channel.close()
 
     def stream(
         self,
@@ -199,16 +135,26 @@ class Client:
         params: SamplingParams | None = None,
         options: GenerateOptions = DEFAULT_OPTIONS,
     ) -> Generator[GenerateEvent, None, None]:
-        """Events as they come; closing the generator aborts the request. Raises BatonError."""
-        message = _generate_request(prompt, params, options)
-        call = self._stub.Generate(message, timeout=options.timeout_s, metadata=self._metadata)
-        try:
-            for event in call:
-                yield _event(event)
-        except grpc.RpcError as error:
-            _fail(error, self._address)
-        finally:
-            call.cancel()
+        """Events as they come; closing the generator aborts the request, or begins its grace.
+        Raises BatonError."""
+        message = _prepared(prompt, params, options)
+        attempts = _attempts(len(self._addresses), self._index, options)
+        while True:
+            stub = self._stubs[attempts.index]
+            call = stub.Generate(
+                _from(message, attempts), timeout=attempts.remaining_s, metadata=self._metadata
+            )
+            try:
+                for event in call:
+                    attempts.saw(event.sample)
+                    self._index = attempts.index
+                    yield event_of(event)
+                return
+            except grpc.RpcError as error:
+                wait_s = _next_attempt(error, attempts, self._addresses)
+            finally:
+                call.cancel()
+            self._closed.wait(wait_s)
 
     def generate(
         self,
@@ -217,24 +163,30 @@ class Client:
         options: GenerateOptions = DEFAULT_OPTIONS,
     ) -> Generation:
         """The whole output. Raises BatonError."""
-        return _collect(list(self.stream(prompt, params, options)))
+        return collect(list(self.stream(prompt, params, options)))
 
     def abort(self, request_id: str) -> bool:
         """Stop a request; False if it is not known (any more)."""
-        return self._call(self._stub.Abort, serve_pb2.AbortRequest(request_id=request_id)).found
+        return self._call("Abort", serve_pb2.AbortRequest(request_id=request_id)).found
 
     def models(self) -> list[Model]:
-        reply = self._call(self._stub.Models, serve_pb2.ModelsRequest())
-        return [_model(item) for item in reply.models]
+        reply = self._call("Models", serve_pb2.ModelsRequest())
+        return [model_of(item) for item in reply.models]
 
     def server_info(self) -> ServerInfo:
-        return _server_info(self._call(self._stub.ServerInfo, serve_pb2.ServerInfoRequest()))
+        return server_info_of(self._call("ServerInfo", serve_pb2.ServerInfoRequest()))
 
-    def _call(self, method: Any, message: Any) -> Any:
-        try:
-            return method(message, timeout=self._timeout_s, metadata=self._metadata)
-        except grpc.RpcError as error:
-            _fail(error, self._address)
+    def _call(self, method: str, message: Any) -> Any:
+        attempts = Attempts(len(self._addresses), self._index, timeout_s=self._timeout_s, grace_s=0)
+        while True:
+            try:
+                ask = _METHODS[method](self._stubs[attempts.index])
+                reply = ask(message, timeout=attempts.remaining_s, metadata=self._metadata)
+            except grpc.RpcError as error:
+                self._closed.wait(_next_attempt(error, attempts, self._addresses))
+            else:
+                self._index = attempts.index
+                return reply
 
 
 class AsyncClient:
@@ -242,20 +194,18 @@ class AsyncClient:
 
     def __init__(
         self,
-        address: str,
+        address: str | Sequence[str],
         api_key: str = "",
         *,
         timeout_s: float = 10.0,
         timing: Timing | None = None,
         tls: ClientTls | None = None,
     ) -> None:
-        self._address = address
+        self._addresses = addresses_of(address)
         options = channel_options(timing or CLIENT_TIMING)
-        if tls is None:
-            self._channel = grpc.aio.insecure_channel(address, options)
-        else:
-            self._channel = grpc.aio.secure_channel(address, tls.channel_credentials(), options)
-        self._stub: Any = serve_pb2_grpc.InferenceStub(self._channel)
+        self._channels = [_aio_channel(each, tls, options) for each in self._addresses]
+        self._stubs: list[Any] = [serve_pb2_grpc.InferenceStub(each) for each in self._channels]
+        self._index = 0
         self._metadata = _metadata(api_key)
         self._timeout_s = timeout_s
 
@@ -271,7 +221,8 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        await self._channel.close()
+        for channel in self._channels:
+            await channel.close()
 
     async def stream(
         self,
@@ -279,16 +230,26 @@ class AsyncClient:
         params: SamplingParams | None = None,
         options: GenerateOptions = DEFAULT_OPTIONS,
     ) -> AsyncGenerator[GenerateEvent, None]:
-        """Events as they come; closing the generator aborts the request. Raises BatonError."""
-        message = _generate_request(prompt, params, options)
-        call = self._stub.Generate(message, timeout=options.timeout_s, metadata=self._metadata)
-        try:
-            async for event in call:
-                yield _event(event)
-        except grpc.RpcError as error:
-            _fail(error, self._address)
-        finally:
-            call.cancel()
+        """Events as they come; closing the generator aborts the request, or begins its grace.
+        Raises BatonError."""
+        message = _prepared(prompt, params, options)
+        attempts = _attempts(len(self._addresses), self._index, options)
+        while True:
+            stub = self._stubs[attempts.index]
+            call = stub.Generate(
+                _from(message, attempts), timeout=attempts.remaining_s, metadata=self._metadata
+            )
+            try:
+                async for event in call:
+                    attempts.saw(event.sample)
+                    self._index = attempts.index
+                    yield event_of(event)
+                return
+            except grpc.RpcError as error:
+                wait_s = _next_attempt(error, attempts, self._addresses)
+            finally:
+                call.cancel()
+            await asyncio.sleep(wait_s)
 
     async def generate(
         self,
@@ -297,168 +258,84 @@ class AsyncClient:
         options: GenerateOptions = DEFAULT_OPTIONS,
     ) -> Generation:
         """The whole output. Raises BatonError."""
-        return _collect([event async for event in self.stream(prompt, params, options)])
+        return collect([event async for event in self.stream(prompt, params, options)])
 
     async def abort(self, request_id: str) -> bool:
         """Stop a request; False if it is not known (any more)."""
         message = serve_pb2.AbortRequest(request_id=request_id)
-        return (await self._call(self._stub.Abort, message)).found
+        return (await self._call("Abort", message)).found
 
     async def models(self) -> list[Model]:
-        reply = await self._call(self._stub.Models, serve_pb2.ModelsRequest())
-        return [_model(item) for item in reply.models]
+        reply = await self._call("Models", serve_pb2.ModelsRequest())
+        return [model_of(item) for item in reply.models]
 
     async def server_info(self) -> ServerInfo:
         message = serve_pb2.ServerInfoRequest()
-        return _server_info(await self._call(self._stub.ServerInfo, message))
+        return server_info_of(await self._call("ServerInfo", message))
 
-    async def _call(self, method: Any, message: Any) -> Any:
-        try:
-            return await method(message, timeout=self._timeout_s, metadata=self._metadata)
-        except grpc.RpcError as error:
-            _fail(error, self._address)
+    async def _call(self, method: str, message: Any) -> Any:
+        attempts = Attempts(len(self._addresses), self._index, timeout_s=self._timeout_s, grace_s=0)
+        while True:
+            try:
+                ask = _METHODS[method](self._stubs[attempts.index])
+                reply = await ask(message, timeout=attempts.remaining_s, metadata=self._metadata)
+            except grpc.RpcError as error:
+                await asyncio.sleep(_next_attempt(error, attempts, self._addresses))
+            else:
+                self._index = attempts.index
+                return reply
+
+
+def _channel(address: str, tls: ClientTls | None, options: Sequence[tuple[str, int]]) -> Any:
+    if tls is None:
+        return grpc.insecure_channel(address, options)
+    return grpc.secure_channel(address, tls.channel_credentials(), options)
+
+
+def _aio_channel(address: str, tls: ClientTls | None, options: Sequence[tuple[str, int]]) -> Any:
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options)
+    return grpc.aio.secure_channel(address, tls.channel_credentials(), options)
 
 
 def _metadata(api_key: str) -> tuple[tuple[str, str], ...]:
     return (("authorization", f"Bearer {api_key}"),) if api_key else ()
 
 
-def _generate_request(
-    prompt: Prompt, params: SamplingParams | None, options: GenerateOptions
-) -> serve_pb2.GenerateRequest:
-    """No `params`: their fields stay absent, so the server's defaults hold."""
-    message = serve_pb2.GenerateRequest(
-        request_id=options.request_id,
-        model=options.model,
-        stop=options.stop,
-        priority=options.priority,
-        cache_salt=options.cache_salt,
-        skip_special_tokens=options.skip_special_tokens,
-        resume=options.resume,
-    )
-    if params is not None:
-        message.MergeFrom(_sampling_fields(params))
-    if isinstance(prompt, str):
-        message.text = prompt
-    else:
-        message.token_ids.CopyFrom(node_pb2.TokenIds(ids=prompt))
+def _prepared(prompt: Prompt, params: SamplingParams | None, options: GenerateOptions) -> Any:
+    """The call's message; a resumable one has a request id of its own, to be asked for again."""
+    if options.resumable_s and not options.request_id:
+        options = replace(options, request_id=draw_request_id())
+    return generate_request(prompt, params, options)
+
+
+def _attempts(num_addresses: int, start: int, options: GenerateOptions) -> Attempts:
+    return Attempts(num_addresses, start, timeout_s=options.timeout_s, grace_s=options.resumable_s)
+
+
+def _from(message: Any, attempts: Attempts) -> Any:
+    """The message, from where the stream broke. Mutates it."""
+    if message.resumable_s:
+        message.starting_after[:] = attempts.steps
     return message
 
 
-def _sampling_fields(params: SamplingParams) -> serve_pb2.GenerateRequest:
-    message = serve_pb2.GenerateRequest(
-        max_tokens=params.max_tokens,
-        min_tokens=params.min_tokens,
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        seed=params.seed,
-        stop_token_ids=params.stop_token_ids,
-        ignore_eos=params.ignore_eos,
-        n=params.n,
-        best_of=params.best_of,
-        beam_width=params.beam_width,
-        length_penalty=params.length_penalty,
-        early_stopping=params.early_stopping,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        repetition_penalty=params.repetition_penalty,
-        logit_bias=dict(params.logit_bias),
-        logprobs=params.logprobs,
-        prompt_logprobs=params.prompt_logprobs,
+def _next_attempt(error: Any, attempts: Attempts, addresses: Sequence[str]) -> float:
+    """Seconds until the next attempt. Raises the BatonError behind a call that failed for good."""
+    nobody = error.code() is grpc.StatusCode.UNAVAILABLE and _NOBODY_THERE in (
+        error.details() or ""
     )
-    if params.guided is not None:
-        message.guided.CopyFrom(guided_to_wire(params.guided))
-    return message
-
-
-def _event(message: Any) -> GenerateEvent:
-    return GenerateEvent(
-        request_id=message.request_id,
-        sample=message.sample,
-        position=message.position,
-        token_ids=tuple(message.token_ids),
-        text=message.text,
-        finish_reason=message.finish_reason or None,
-        retries=message.retries,
-        usage=_usage(message.usage) if message.HasField("usage") else None,
-        logprobs=wire.logprobs_from_wire(message.logprobs),
-        prompt_logprobs=wire.logprobs_from_wire(message.prompt_logprobs),
-    )
-
-
-def _usage(message: Any) -> Usage:
-    return Usage(message.prompt_tokens, message.completion_tokens, message.cached_tokens)
-
-
-def _collect(events: Sequence[GenerateEvent]) -> Generation:
-    """One Generation of all events. Raises InternalError if none of them was the last."""
-    usage = events[-1].usage if events else None
-    if usage is None:
-        raise error_from_code("internal", "the stream ended without a finish reason")
-    samples: dict[int, list[GenerateEvent]] = {}
-    for event in events:
-        samples.setdefault(event.sample, []).append(event)
-    prompt_logprobs = events[0].prompt_logprobs
-    first, *others = (
-        _collect_sample(samples[index], usage, prompt_logprobs) for index in sorted(samples)
-    )
-    return replace(first, others=tuple(others))
-
-
-def _collect_sample(
-    events: Sequence[GenerateEvent], usage: Usage, prompt_logprobs: Logprobs
-) -> Generation:
-    last = events[-1]
-    return Generation(
-        request_id=last.request_id,
-        token_ids=tuple(token for event in events for token in event.token_ids),
-        text="".join(event.text for event in events),
-        finish_reason=str(last.finish_reason),
-        retries=last.retries,
-        usage=usage,
-        logprobs=tuple(row for event in events for row in event.logprobs),
-        prompt_logprobs=prompt_logprobs,
-    )
-
-
-def _model(message: Any) -> Model:
-    return Model(message.id, message.max_model_len, message.digest, message.parent)
-
-
-def _server_info(message: Any) -> ServerInfo:
-    nodes = tuple(
-        Node(
-            node_id=node.node_id,
-            role="prefill" if node.role == node_pb2.ROLE_PREFILL else "decode",
-            address=node.address,
-            model=node.model,
-            running=node.load.running,
-            waiting=node.load.waiting,
-            free_blocks=node.load.free_blocks,
-            total_blocks=node.load.total_blocks,
-            draining=node.load.draining,
-        )
-        for node in message.nodes
-    )
-    moves = message.migrations
-    return ServerInfo(
-        version=message.version,
-        nodes=nodes,
-        requests_by_state=dict(message.requests_by_state),
-        migrations=Migrations(
-            moves.done, moves.failed, moves.tokens, moves.seconds, moves.given_back
-        ),
-    )
-
-
-def _fail(error: Any, address: str) -> NoReturn:
-    """Raise the BatonError behind a failed call."""
-    if error.code() is grpc.StatusCode.UNAVAILABLE and _NOBODY_THERE in (error.details() or ""):
+    if nobody:
         # gRPC's own words about it fill a screen and say no more.
-        raise Unavailable(f"no router at {address}; is `./run up` running?") from None
-    raise _error(error) from error
+        found: BatonError = Unavailable(
+            f"no router at {' or '.join(addresses)}; is `./run up` running?"
+        )
+        found.__suppress_context__ = True
+    else:
+        found = _error(error)
+        found.__cause__ = error
+    said = any(item[0] == ERROR_CODE_METADATA for item in error.trailing_metadata() or ())
+    return attempts.failed(found, nobody=nobody, said=said)
 
 
 def _error(error: Any) -> BatonError:

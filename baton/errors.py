@@ -5,6 +5,8 @@ BatonError
 ├── InvalidRequest            400  INVALID_ARGUMENT     the client's fault; `field` names it
 │   ├── ContextLengthExceeded 400  INVALID_ARGUMENT     beyond what the model or the pool holds
 │   ├── UnsupportedFeature    400  INVALID_ARGUMENT     valid elsewhere, not served here
+│   ├── KeyReused             422  INVALID_ARGUMENT     an idempotency key with another body
+│   ├── RequestNotFound       404  NOT_FOUND            no such request, or another key's
 │   └── ModelNotFound         404  NOT_FOUND
 ├── Unauthenticated           401  UNAUTHENTICATED
 ├── Overloaded                429  RESOURCE_EXHAUSTED   a queue is full; Retry-After
@@ -64,6 +66,17 @@ class ContextLengthExceeded(InvalidRequest):
 
 class UnsupportedFeature(InvalidRequest):
     code = "unsupported_feature"
+
+
+class KeyReused(InvalidRequest):
+    http_status = 422
+    code = "idempotency_key_reused"
+
+
+class RequestNotFound(InvalidRequest):
+    http_status = 404
+    grpc_code = "NOT_FOUND"
+    code = "request_not_found"
 
 
 class ModelNotFound(InvalidRequest):

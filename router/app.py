@@ -25,6 +25,7 @@ from router.http_guard import HeadGuard, HttpLimits
 from router.parting import Parting
 from router.prompts import PromptReader
 from router.request_ids import note_request_id
+from router.resumable_api import ResumableApi
 from router.services import RouterServices
 from router.vllm_metrics import watch
 from router.web_errors import on_baton_error, on_http_exception
@@ -45,8 +46,9 @@ def create_app(services: RouterServices, limits: HttpLimits | None = None) -> AS
 
     http = HttpApi(services, prompts)
     watch(services)
+    plain = [*http.routes(), *Endpoints(services, prompts, http).routes()]
     routes = Starlette(
-        routes=[*http.routes(), *Endpoints(services, prompts, http).routes()],
+        routes=ResumableApi(services, plain).routes(),
         lifespan=lifespan,
         exception_handlers={
             BatonError: on_baton_error,

@@ -99,7 +99,8 @@ class Call:
     def _frames(self, index: int, completion: Completion) -> Frames:
         chunk = Chunk(self.head, self.chunk_kind, index, self.include_usage)
         if self.api == "chat":
-            return ChatFrames(chunk, self.rules, completion.request.prompt_ids)
+            rules = self.rules.of_choice(index)
+            return ChatFrames(chunk, rules, completion.request.prompt_ids)
         return CompletionFrames(chunk, CompletionText(completion, self.rules))
 
     def receipt_frame(self) -> bytes:
@@ -139,6 +140,10 @@ class WholeReply:
         self._call = call
         self._runner = runner
 
+    @property
+    def call(self) -> Call:
+        return self._call
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply = await whole_answer(
             receive, self._run(), self._call.completions, self._call.timeout_s, scope
@@ -156,7 +161,7 @@ class WholeReply:
         call, completion = self._call, self._call.completions[prompt]
         indices = call.indices(prompt)
         if call.api == "chat":
-            chats = [_WholeChat(index, call.rules) for index in indices]
+            chats = [_WholeChat(index, call.rules.of_choice(index)) for index in indices]
             await self._read(completion, chats)
             return [chat.choice() for chat in chats]
         texts = [_WholeText(index, completion, call.rules) for index in indices]

@@ -94,6 +94,8 @@ class Completion:
         self.cached_tokens = 0
         self.guided_field = FIELD  # the client's own name of the constraint, for what nodes refuse
         self.prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+        self._rules = rules
+        self._tokenizer = tokenizer
         self._samples = [
             SampleText(sample, request, rules, tokenizer)
             for sample in range(request.params.num_outputs)
@@ -116,6 +118,10 @@ class Completion:
     @property
     def reasoning_tokens(self) -> int:
         return sum(sample.reasoning_tokens for sample in self._samples)
+
+    def twin(self) -> Completion:
+        """The same, not run yet: its request may be told to several readers."""
+        return Completion(self.request, self.model, self._rules, self._tokenizer, self.trace.terms)
 
     def deltas(
         self, dispatch: Dispatch, meter: RequestMeter, clock: Clock
@@ -149,10 +155,9 @@ class Completion:
             except Cancelled:
                 if not self.trace.aborted:
                     raise
-                for delta in self._cut_short():
-                    if last is not None:
-                        yield last
-                    last = delta
+                *cut, last = self._cut_short(last)
+                for delta in cut:
+                    yield delta
             if last is None or last.finish_reason is None:
                 raise InternalError("the token stream ended without a finish reason")
             outcome = last.finish_reason.value
@@ -186,9 +191,10 @@ class Completion:
                 dispatch.stop_sample(self.request.id, event.sample)
         return delta
 
-    def _cut_short(self) -> list[Delta]:
-        """The ends of what an operator has aborted."""
-        return [sample.aborted() for sample in self._samples if not sample.ended]
+    def _cut_short(self, held: Delta | None) -> list[Delta]:
+        """`held`, if any, and the ends of what an operator has aborted: at least one."""
+        ends = [sample.aborted() for sample in self._samples if not sample.ended]
+        return ends if held is None else [held, *ends]
 
     async def _best(self, live: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
         """The n best samples, best first, once all have ended."""

@@ -137,6 +137,10 @@ class DialectReply:
         self._call = call
         self._runner = runner
 
+    @property
+    def call(self) -> DialectCall:
+        return self._call
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply = await whole_answer(
             receive, self._run(), self._call.completions, self._call.timeout_s, scope

@@ -305,8 +305,7 @@ class Journey:
                 self.shown.show(event)
             case RequestFailed() if not (legs.prefilled and legs.is_subscribed):
                 self._refused(legs.prefill, event)
-            case SessionLost() if not event.drained and not (legs.prefilled or legs.decoding):
-                # An unfinished prefill ends with its session: no need to wait for D to find out.
+            case SessionLost() if legs.is_doomed_by(event):
                 raise HopFailed(self._lost(legs.prefill, event), death=True)
             case SessionLost() if not (legs.is_subscribed or (event.drained and legs.prefilled)):
                 raise HopFailed(self._lost(legs.prefill, event), death=not event.drained)
@@ -474,7 +473,9 @@ class Journey:
                 outcome = RequestState.CANCELLED  # stopped by its text between two epochs
             FAILPOINTS.hit("finishing")
             error = "" if self.failure is None else self.failure.code
-            await ledger.finish(outcome, error=error, output_tokens=str(self._output.num_tokens))
+            message = "" if self.failure is None else self.failure.message
+            tokens = str(self._output.num_tokens)
+            await ledger.finish(outcome, error=error, message=message, output_tokens=tokens)
         trace.outcome = outcome.value
         trace.finished_at = self._clock.monotonic()
         logger.info(

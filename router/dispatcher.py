@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import nullcontext
 from dataclasses import replace
 
 from baton.events import TokenEvent
@@ -33,17 +34,19 @@ class Dispatcher:
         return len(self._live)
 
     async def run(
-        self, request: Request, trace: RequestTrace | None = None
+        self, request: Request, trace: RequestTrace | None = None, *, admitted: bool = False
     ) -> AsyncGenerator[TokenEvent, None]:
         """Yield the request's tokens: in order per sample, no gap, no duplicate, to the end.
 
         Closing the generator early aborts the request on every node (CANCELLED, or FINISHED after
         `trace.stopped_by_text()`). Mutates `trace`. Raises BatonError where the request fails.
+        `admitted`: another router has let it in before, the gate need not.
         """
         parts, trace = self._parts, trace or RequestTrace()
         if request.deadline is None:
             request = replace(request, deadline=parts.clock.monotonic() + parts.timeout_s)
-        async with self.gate.admitted(request, trace):
+        passage = nullcontext() if admitted else self.gate.admitted(request, trace)
+        async with passage:
             journey = Journey(request, trace, parts)
             self._live[request.id] = journey
             journey.start(lambda: self._live.pop(request.id, None))

@@ -32,6 +32,7 @@ from baton.wire_checks import one_of
 from baton.wire_guided import guided_from_wire
 from protos import serve_pb2, serve_pb2_grpc
 from router.aborts import Aborts
+from router.canonical import owner_digest, record_id
 from router.completion import Completion, Delta, OutputRules
 from router.config import RouterConfig
 from router.keys import EVERYBODY, Grant, KeyRing
@@ -46,6 +47,7 @@ from router.prompts import (
 from router.reading import MAX_BODY_BYTES
 from router.receipt import HEADER, header_of, receipt_of
 from router.registry import ServedModel
+from router.resumable_grpc import GrpcAsked, NoCaller, ResumableCalls
 from router.services import RouterServices
 from router.terms import read_terms, resume_of
 from router.web_errors import as_baton_error, error_object, log_failure
@@ -71,24 +73,26 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
         self._services = services
         self._prompts = prompts
         self._keys = keys
+        self._resumable = ResumableCalls(services, self._again)
 
     async def Generate(
         self, request: serve_pb2.GenerateRequest, context: Any
     ) -> AsyncGenerator[serve_pb2.GenerateEvent, None]:
-        """Stream one request; a client that goes away aborts it on every node."""
-        services = self._services
+        """Stream one request; a client that goes away aborts it on every node, or begins the grace
+        of a resumable one."""
         request_id = request.request_id or "gen-" + secrets.token_hex(12)
         with request_context(request_id):
             try:
-                completion = await self._completion(request, request_id, context)
-                meter = services.metrics.begin(completion.model, completion.request.arrival)
-                deltas = completion.deltas(services.dispatcher, meter, services.clock)
+                completion, deltas = await self._opened(request, request_id, context)
                 running = completion.num_choices
                 first = True
                 async with aclosing(deltas):
-                    async for delta in deltas:
+                    async for delta, fresh in deltas:
                         running -= delta.finish_reason is not None
-                        yield _event(completion, delta, first=first, last=not running)
+                        event = _event(completion, delta, first=first, last=not running)
+                        event.request_id = request_id
+                        if fresh:
+                            yield event
                         first = False
                 if completion.trace.terms.receipt:
                     told = header_of(receipt_of(completion))
@@ -99,8 +103,8 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
     async def Abort(self, request: serve_pb2.AbortRequest, context: Any) -> serve_pb2.AbortReply:
         """End a request of the caller's tenant; those of others are not there."""
         aborts = self._services.aborts or Aborts(self._services.dispatcher)
-        domain = self._grant(context).domain
-        found = await aborts.everywhere([request.request_id], domain=domain)
+        asked = (request.request_id, record_id(self._owner(context), request.request_id))
+        found = await aborts.everywhere(asked, domain=self._grant(context).domain)
         return serve_pb2.AbortReply(found=bool(found))
 
     async def Models(self, request: serve_pb2.ModelsRequest, context: Any) -> serve_pb2.ModelsReply:
@@ -131,6 +135,38 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
                 given_back=moves.given_back,
             ),
         )
+
+    async def _opened(
+        self, message: serve_pb2.GenerateRequest, request_id: str, context: Any
+    ) -> tuple[Completion, AsyncGenerator[tuple[Delta, bool], None]]:
+        """A completion and its deltas, each with whether its reader lacks it. Raises BatonError."""
+        if message.resumable_s or message.starting_after:
+            after = tuple(message.starting_after)
+            message.ClearField("starting_after")
+            body = message.SerializeToString(deterministic=True)
+            asked = GrpcAsked(request_id, self._owner(context), message.resumable_s, after, body)
+            first = None if any(after) else await self._completion(message, request_id, context)
+            completion, numbered = await self._resumable.open(asked, first)
+            terms = completion.trace.terms
+            completion.trace.terms = replace(terms, receipt=False)
+            return completion, numbered
+        services = self._services
+        completion = await self._completion(message, request_id, context)
+        meter = services.metrics.begin(completion.model, completion.request.arrival)
+        deltas = completion.deltas(services.dispatcher, meter, services.clock)
+        return completion, _all_fresh(deltas)
+
+    async def _again(self, body: bytes, name: str) -> Completion:
+        """The completion of a message that a record keeps."""
+        message = serve_pb2.GenerateRequest.FromString(body)
+        return await self._completion(message, name, NoCaller())
+
+    def _owner(self, context: Any) -> str:
+        """Digest of the caller's key; everybody's without keys."""
+        if not len(self._keys):
+            return owner_digest([])
+        _, _, key = _metadata(context.invocation_metadata(), "authorization").partition(" ")
+        return owner_digest([key.strip().encode()])
 
     async def _completion(
         self, message: serve_pb2.GenerateRequest, request_id: str, context: Any
@@ -316,6 +352,14 @@ def _server_options(config: RouterConfig) -> list[tuple[str, int]]:
     own["grpc.max_connection_age_ms"] = int(CONNECTION_AGE_S * 1000)
     own["grpc.max_connection_age_grace_ms"] = int((config.request_timeout_s + STOP_MARGIN_S) * 1000)
     return list(own.items())
+
+
+async def _all_fresh(
+    deltas: AsyncGenerator[Delta, None],
+) -> AsyncGenerator[tuple[Delta, bool], None]:
+    async with aclosing(deltas):
+        async for delta in deltas:
+            yield delta, True
 
 
 def _event(

@@ -44,6 +44,7 @@ from router.openai_replies import ModelList, ReplyHead, ReplyRules
 from router.prompt_options import truncated
 from router.prompts import DEFAULT_MAX_TOKENS, PromptReader, room_for_output
 from router.reading import read_body
+from router.reply_ids import created_at
 from router.request_ids import engine_id, reply_id
 from router.responses.api import ResponsesApi
 from router.served import cards
@@ -136,7 +137,8 @@ class HttpApi:
             echo=bool(body.echo),
             token_ids=bool(body.return_token_ids),
         )
-        return self._reply(_Plan("completion", id_, rules), body, completions)
+        plan = _Plan("completion", id_, rules, created_at(request))
+        return self._reply(plan, body, completions)
 
     async def chat_completions(self, request: HttpRequest) -> WholeReply | StreamReply:
         body = await self._read(request, ChatBody)
@@ -150,7 +152,8 @@ class HttpApi:
             token_ids=bool(body.return_token_ids),
             draw_id=turn.draw_id,
         )
-        return self._reply(_Plan("chat", id_, rules), body, [turn.completion])
+        plan = _Plan("chat", id_, rules, created_at(request))
+        return self._reply(plan, body, [turn.completion])
 
     async def of_tokens(
         self, body: CompletionBody, ids: tuple[int, ...], id_: str, terms: Terms
@@ -166,7 +169,7 @@ class HttpApi:
         self, plan: _Plan, body: CompletionBody | ChatBody, completions: list[Completion]
     ) -> WholeReply | StreamReply:
         name = completions[0].request.adapter or completions[0].model
-        head = ReplyHead(plan.id, name, int(time.time()))
+        head = ReplyHead(plan.id, name, plan.created)
         told = body.stream_options or StreamOptions()
         call = Call(
             plan.api,
@@ -245,11 +248,12 @@ class HttpApi:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What kind of reply, under which id."""
+    """What kind of reply, under which id. `created`: wall-clock seconds."""
 
     api: Api
     id: str
     rules: ReplyRules
+    created: int
 
 
 def _json(content: object, status: int = 200) -> Response:

@@ -26,10 +26,11 @@ from router.openai import (
     stops_of,
     token_ids_below,
 )
-from router.openai_message import DrawId, draw_call_id, draw_short_call_id
+from router.openai_message import DrawId
 from router.parsers.message import MessageRules
 from router.prompt_options import bad_word_ids, truncated
 from router.prompts import PromptReader, check_prompt_logprobs, check_room, room_for_output
+from router.reply_ids import call_ids
 from router.request_ids import engine_id
 from router.served import ServedModel, adapter_of, model_name, served_model
 from router.services import RouterServices
@@ -60,10 +61,7 @@ class ChatTurn:
     parsed: bool
     draw_id: DrawId
     fitted: bool = False
-
-    @property
-    def short_ids(self) -> bool:
-        return self.draw_id is draw_short_call_id
+    short_ids: bool = False
 
 
 class Intake:
@@ -104,8 +102,9 @@ class Intake:
         guided = await self._prompts.checked(asked_of_chat(body, parser, message, tokenizer))
         terms = terms_of(request)
         one = Asked(engine_id(id_), ids, room, terms, message=message, guided=guided)
-        draw_id = draw_short_call_id if calls and calls.short_ids else draw_call_id
-        return ChatTurn(self.completion(body, one, model), message is not None, draw_id, fitted)
+        short = calls is not None and calls.short_ids
+        draw_id, parsed = call_ids(request, short), message is not None
+        return ChatTurn(self.completion(body, one, model), parsed, draw_id, fitted, short)
 
     async def count(self, body: ChatBody) -> int:
         """How many tokens a chat's prompt has. Raises like `chat`."""

@@ -23,7 +23,7 @@ from baton.messages import (
     SubmitPrefill,
 )
 from router.mailbox import Mailbox
-from router.node_session import Attachment, NodeEvent, NodeSession
+from router.node_session import Attachment, NodeEvent, NodeSession, SessionLost
 from router.policy import NodeSnapshot
 from router.registry import NodeRegistry
 
@@ -73,6 +73,11 @@ class Legs:
             and self.prefill.connected
             and not self.decoding
         )
+
+    def is_doomed_by(self, lost: SessionLost) -> bool:
+        """The exporter was lost in a way that the decode node notices late, or never: a machine
+        that is silent, or an unfinished prefill whose lane goes on asking for patience."""
+        return not self.decoding and (lost.silent or (lost.stalled and not self.prefilled))
 
     def begin_prefill(self, node: NodeSnapshot, message: SubmitPrefill, num_tokens: int) -> None:
         """`num_tokens`: to compute there. Raises NodeLost when the node has just gone away."""

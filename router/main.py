@@ -39,6 +39,7 @@ from baton.tokenizer import Tokenizer
 from router.aborts import Aborts
 from router.admin import create_admin_app
 from router.admission import Bounds
+from router.adoption import Adopter
 from router.app import create_app
 from router.config import RouterConfig
 from router.directory import RedisDirectory
@@ -58,6 +59,7 @@ from router.placement import Placement
 from router.policy import PolicySettings
 from router.redis_store import RedisStore, connect
 from router.registry import NodeRegistry, RegistryParts
+from router.runs import RunParts, Runs
 from router.services import RouterServices
 from router.store import RequestStore
 from router.token_log import TokenLog
@@ -116,15 +118,9 @@ class Router:
         router_id = config.router_id or f"router-{secrets.token_hex(4)}"
         self.config = config
         self._redis: Redis | None = None
-        store: RequestStore
-        if config.redis_url is None:
-            log.warning("no --redis-url: requests and logs live in this process only")
-            store = MemoryStore(router_id, config.timing, clock)
-        else:
-            timeout_s = config.store_timeout_s
-            self._redis = connect(config.redis_url, timeout_s)
-            store = RedisStore(self._redis, router_id, config.timing, clock, timeout_s)
-        self.guard = StoreGuard(store, config.timing)
+        if config.redis_url is not None:
+            self._redis = connect(config.redis_url, config.store_timeout_s)
+        self.guard = StoreGuard(_store(config, router_id, self._redis), config.timing)
         self.registry = NodeRegistry(
             RegistryParts(
                 router_id=router_id,
@@ -141,6 +137,7 @@ class Router:
                 store_away=lambda: self.guard.stats.away,
             )
         )
+        metrics = RouterMetrics()
         dispatcher = _dispatcher(config, self.registry, self.guard)
         self.aborts = Aborts(dispatcher, self._redis)
         self.services = RouterServices(
@@ -150,14 +147,15 @@ class Router:
             store=self.guard,
             tokenizer=Tokenizer.load(config.model),
             chat_template=_chat_template(config),
-            metrics=RouterMetrics(),
+            metrics=metrics,
             sampling_defaults=sampling_defaults(config.model)
             if config.generation_config == "auto"
             else {},
             clock=clock,
             aborts=self.aborts,
+            runs=Runs(RunParts(dispatcher, self.guard, metrics, clock)),
         )
-
+        self.adopter = _adopter(self.services)
         self.migrator = _migrator(config, self.registry, self.services.dispatcher)
         _watch(self.services)
 
@@ -174,7 +172,11 @@ class Router:
             group.create_task(self.aborts.run())
 
     async def stop(self) -> None:
-        """Cancel what is under way, close everything. Twice is safe."""
+        """Give resumable requests up to other routers, cancel the rest, close everything. Twice is
+        safe."""
+        await self.adopter.stop()
+        if self.services.runs is not None:
+            await self.services.runs.stop()
         await self.services.dispatcher.stop()
         await self.registry.stop()
         await self.guard.stop()
@@ -401,6 +403,19 @@ def _dispatcher(config: RouterConfig, registry: NodeRegistry, guard: StoreGuard)
             gate=_gate(config, registry),
         )
     )
+
+
+def _adopter(services: RouterServices) -> Adopter:
+    """Takes on what routers that are gone have left, while this one is ready."""
+    assert services.runs is not None, "a whole router runs resumable requests"
+    return Adopter(services.runs, services.store, lambda: services.ready)
+
+
+def _store(config: RouterConfig, router_id: str, redis: Redis | None) -> RequestStore:
+    if redis is None:
+        log.warning("no --redis-url: requests and logs live in this process only")
+        return MemoryStore(router_id, config.timing, SystemClock())
+    return RedisStore(redis, router_id, config.timing, SystemClock(), config.store_timeout_s)
 
 
 def _gate(config: RouterConfig, registry: NodeRegistry) -> Gate:

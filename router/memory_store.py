@@ -7,15 +7,19 @@ redis_store.py, by one contract suite. Time is the Clock's.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from baton.clock import Clock
 from baton.request import TRANSITIONS, RequestState
 from baton.timing import Timing
 from router.store import (
+    END_MARK,
     LOGGED,
+    MAX_TRIES,
     NO_FIELDS,
     SWEEP_LIMIT,
     TERMINAL_TTL_S,
@@ -39,6 +43,10 @@ class _Row:
     fields: dict[str, str] = field(default_factory=dict[str, str])
     lengths: Counter[int] = field(default_factory=Counter[int])  # tokens logged per sample
     log: list[LogEntry] = field(default_factory=list[LogEntry])
+    ended: set[int] = field(default_factory=set[int])  # samples whose end is logged
+    since: float = 0.0
+    seen: float | None = None
+    news: asyncio.Event = field(default_factory=asyncio.Event)  # replaced when it is set
 
 
 @dataclass(slots=True)
@@ -73,6 +81,7 @@ class MemoryStore:
         row = self._row(request_id)
         if row is None:
             row = _Row(RequestState.QUEUED, 1, self._owner, self._lease_end())
+            row.since = self._clock.monotonic()
             self._tables.rows[request_id] = row
             self._tables.counts[RequestState.QUEUED] += 1
         elif row.state is not RequestState.QUEUED or row.owner not in ("", self._owner):
@@ -129,10 +138,15 @@ class MemoryStore:
         if known < 0:
             return WriteStatus.GAP
         fresh = entry.token_ids[known:]
-        if fresh:
+        ends = entry.more.startswith(END_MARK)
+        if fresh or (ends and entry.sample not in row.ended):
             position = entry.position + known
-            row.log.append(LogEntry(entry.request_id, entry.epoch, position, fresh, entry.sample))
+            row.log.append(replace(entry, position=position, token_ids=fresh))
             row.lengths[entry.sample] += len(fresh)
+            row.news.set()
+            row.news = asyncio.Event()
+        if ends:
+            row.ended.add(entry.sample)
         return WriteStatus.OK
 
     async def beat(self, held: Collection[str]) -> list[str]:
@@ -154,9 +168,9 @@ class MemoryStore:
         for request_id, row in self._tables.rows.items():
             if len(swept) == limit:
                 break
-            if row.owner == "" or row.state.terminal or row.lease_until > now:
+            if row.state.terminal or row.lease_until > now:
                 continue
-            resumable = row.fields.get("resumable") == "1"
+            resumable = row.fields.get("resumable") == "1" and row.tries < MAX_TRIES
             state = RequestState.QUEUED if resumable else RequestState.CANCELLED
             row.tries += 1
             self._enter(row, state, row.epoch + 1)
@@ -171,6 +185,29 @@ class MemoryStore:
     async def read_log(self, request_id: str) -> list[LogEntry]:
         row = self._row(request_id)
         return [] if row is None else list(row.log)
+
+    async def tail(
+        self, request_id: str, cursor: str, timeout_s: float
+    ) -> tuple[list[LogEntry], str]:
+        row, start = self._row(request_id), int(cursor or 0)
+        if row is None:
+            return [], cursor
+        if len(row.log) <= start and timeout_s > 0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await row.news.wait()
+        return row.log[start:], str(len(row.log))
+
+    async def follow(self, request_id: str) -> None:
+        row = self._row(request_id)
+        if row is not None:
+            row.seen = self._clock.monotonic()
+
+    async def release(self, request_ids: Collection[str]) -> None:
+        for request_id in request_ids:
+            row = self._row(request_id)
+            if row is not None and row.owner == self._owner and not row.state.terminal:
+                row.lease_until = self._clock.monotonic()
 
     async def counts(self) -> dict[RequestState, int]:
         return dict(self._tables.counts)
@@ -201,8 +238,15 @@ class MemoryStore:
     def _lease_end(self) -> float:
         return self._clock.monotonic() + self._lease_s
 
-    @staticmethod
-    def _record(request_id: str, row: _Row) -> RequestRecord:
+    def _record(self, request_id: str, row: _Row) -> RequestRecord:
+        now = self._clock.monotonic()
         return RequestRecord(
-            request_id, row.state, row.epoch, row.owner, row.tries, dict(row.fields)
+            request_id,
+            row.state,
+            row.epoch,
+            row.owner,
+            row.tries,
+            dict(row.fields),
+            age_s=now - row.since,
+            idle_s=None if row.seen is None else now - row.seen,
         )

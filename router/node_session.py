@@ -41,6 +41,7 @@ FIRST_BACKOFF_S: Final = 0.1
 LAST_BACKOFF_S: Final = 2.0
 UNTAKEN_STEPS: Final = 16  # read and not routed; beyond, the node waits
 PART_EVENTS: Final = 256  # routed in one turn of the loop: some 5 ms with what its clients do
+PING: Final = "ping timeout"  # gRPC's words for a peer that does not answer
 BATCH_BYTES: Final = 1 << 20  # one message's, and one message may exceed it
 
 
@@ -49,12 +50,15 @@ class SessionLost:
     """The stream to `node_id` broke: it aborts whatever this router gave it.
 
     `drained`: it ended in good order. The node had nothing left, and no export that was not
-    fetched.
+    fetched. `silent`: its machine answers no pings, so nobody else hears of it either. `stalled`:
+    it is there, but its engine hangs.
     """
 
     node_id: str
     reason: str
     drained: bool = False
+    silent: bool = False
+    stalled: bool = False
 
 
 Told = TokenEvent | HandleReady | Subscribed | Pooled | RequestFailed
@@ -460,7 +464,8 @@ class NodeSession:
         if was_connected and not self._drained:
             self._context.health.died(self.keys, stalled=self._doubted)
         for attachment in attached:
-            attachment.deliver(SessionLost(node_id, reason, self._drained))
+            lost = SessionLost(node_id, reason, self._drained, PING in reason, self._doubted)
+            attachment.deliver(lost)
         if was_connected and self._drained:
             logger.info("node %s at %s has drained", node_id, self.address)
         elif was_connected:

@@ -8,7 +8,7 @@ every frame with the OpenAI SDK.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, Protocol
 
 import msgspec
@@ -26,6 +26,7 @@ from router.openai_logprobs import (
 )
 from router.openai_message import AssistantMessage, delta_of, draw_call_id
 from router.parsers.parts import Content, Part
+from router.reply_ids import of_choice
 from router.token_ids import TokenIds
 
 DONE: Final = b"data: [DONE]\n\n"
@@ -129,6 +130,11 @@ class ReplyRules:
     parsed: bool = False
     token_ids: bool = False
     draw_id: Callable[[], str] = draw_call_id
+
+    def of_choice(self, index: int) -> ReplyRules:
+        """For one choice of several."""
+        draw_id = of_choice(self.draw_id, index)
+        return self if draw_id is self.draw_id else replace(self, draw_id=draw_id)
 
     @property
     def plain(self) -> bool:

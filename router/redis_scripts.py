@@ -1,10 +1,11 @@
 """The Lua of router/redis_store.py: a script per atomic operation, made from TRANSITIONS.
 
-MOVE and FINISH (one body), CLAIM, BEAT, SWEEP, APPEND. Time comes from Redis TIME only. Answers are
-the words of router.store.WriteStatus. Not here: who calls them.
+MOVE and FINISH (one body), CLAIM, BEAT, SWEEP, APPEND, RELEASE, FOLLOW, READ. Time comes from Redis
+TIME only. Answers are the words of router.store.WriteStatus. Not here: who calls them.
 
-Request hash: state, epoch, owner, tries, at (ms of the last transition), `n<sample>` (tokens
-logged), and the writer's own fields, prefixed `f:`.
+Request hash: state, epoch, owner, tries, since and at (ms of the first claim and of the last
+transition), seen (ms, if it is followed elsewhere), `n<sample>` (tokens logged), `z<sample>` (its
+end is logged), and the writer's own fields, prefixed `f:`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Final
 
 from baton.redis_keys import LOG_PREFIX, REQUEST_PREFIX
 from baton.request import TERMINAL, TRANSITIONS, RequestState
-from router.store import LOGGED
+from router.store import END_MARK, LOGGED, MAX_TRIES
 
 
 def lua_transitions() -> str:
@@ -71,14 +72,14 @@ return 'ok'"""
 )
 
 # KEYS: request, leases, events, states | ARGV: owner, lease ms, field, value, ...
-# Answers the hash as HGETALL does, or nothing when the id belongs to somebody else.
+# Answers the hash as HGETALL does, then `now`; or nothing when the id belongs to somebody else.
 CLAIM: Final = (
     _NOW
     + f"""
 local cur = redis.call('HMGET', KEYS[1], 'state', 'epoch', 'owner')
 local epoch = cur[2] or 1
 if not cur[1] then
-  redis.call('HSET', KEYS[1], 'state', '{_QUEUED}', 'epoch', 1, 'tries', 0)
+  redis.call('HSET', KEYS[1], 'state', '{_QUEUED}', 'epoch', 1, 'tries', 0, 'since', now)
   redis.call('HINCRBY', KEYS[4], '{_QUEUED}', 1)
 elseif cur[1] ~= '{_QUEUED}' or (cur[3] ~= '' and cur[3] ~= ARGV[1]) then
   return {{}}
@@ -87,8 +88,38 @@ redis.call('HSET', KEYS[1], 'owner', ARGV[1], 'at', now)
 for i = 3, #ARGV, 2 do redis.call('HSET', KEYS[1], 'f:' .. ARGV[i], ARGV[i + 1]) end
 redis.call('ZADD', KEYS[2], now + ARGV[2], KEYS[1])
 redis.call('XADD', KEYS[3], 'MAXLEN', '~', 65536, '*', 'r', KEYS[1], 's', '{_QUEUED}', 'e', epoch)
-return redis.call('HGETALL', KEYS[1])"""
+local all = redis.call('HGETALL', KEYS[1])
+all[#all + 1] = 'now'
+all[#all + 1] = now
+return all"""
 )
+
+# KEYS: request. Answers like CLAIM, changes nothing.
+READ: Final = (
+    _NOW
+    + """
+local all = redis.call('HGETALL', KEYS[1])
+if #all > 0 then
+  all[#all + 1] = 'now'
+  all[#all + 1] = now
+end
+return all"""
+)
+
+# KEYS: request
+FOLLOW: Final = (
+    _NOW
+    + """
+if redis.call('EXISTS', KEYS[1]) == 1 then redis.call('HSET', KEYS[1], 'seen', now) end"""
+)
+
+# KEYS: leases, request, request, ... | ARGV: owner
+RELEASE: Final = """
+for i = 2, #KEYS do
+  if redis.call('HGET', KEYS[i], 'owner') == ARGV[1] then
+    redis.call('ZADD', KEYS[1], 'XX', 0, KEYS[i])
+  end
+end"""
 
 # KEYS: leases, router, request, request, ... | ARGV: owner, lease ms
 # Answers the places (from 1) of the requests that are not the owner's any more.
@@ -109,7 +140,7 @@ end
 return lost"""
 )
 
-# KEYS: leases, events, states | ARGV: limit, terminal ttl ms. Answers rows of request
+# KEYS: leases, events, states | ARGV: limit, terminal ttl ms, lease ms. Answers rows of request
 # key, state, epoch.
 SWEEP: Final = (
     lua_transitions()
@@ -119,10 +150,13 @@ local dead = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, ARGV[
 local out = {{}}
 for _, key in ipairs(dead) do
   redis.call('ZREM', KEYS[1], key)
-  local cur = redis.call('HMGET', key, 'state', 'epoch', 'f:resumable')
+  local cur = redis.call('HMGET', key, 'state', 'epoch', 'f:resumable', 'tries')
   if cur[1] and not terminal[cur[1]] then
     local new = '{_CANCELLED}'
-    if cur[3] == '1' then new = '{_QUEUED}' end
+    if cur[3] == '1' and tonumber(cur[4]) < {MAX_TRIES} then
+      new = '{_QUEUED}'
+      redis.call('ZADD', KEYS[1], now + ARGV[3], key)
+    end
     local epoch = cur[2] + 1
     redis.call('HSET', key, 'state', new, 'epoch', epoch, 'owner', '', 'at', now)
     redis.call('HINCRBY', key, 'tries', 1)
@@ -140,14 +174,15 @@ return out"""
 )
 
 # KEYS: request, log, request, log, ... | ARGV: owner, then per entry: epoch, sample, position,
-# count, "t1,t2,..."
+# count, "t1,t2,...", more
 APPEND: Final = (
     lua_transitions()
-    + """
-local out = {}
+    + f"""
+local out = {{}}
 for i = 1, #KEYS / 2 do
-  local key, log, a = KEYS[2 * i - 1], KEYS[2 * i], 5 * i - 3
-  local sample, tokens = ARGV[a + 1], ARGV[a + 4]
+  local key, log, a = KEYS[2 * i - 1], KEYS[2 * i], 6 * i - 4
+  local sample, tokens, more = ARGV[a + 1], ARGV[a + 4], ARGV[a + 5]
+  local ends = string.sub(more, 1, 1) == '{END_MARK}'
   local position, count = tonumber(ARGV[a + 2]), tonumber(ARGV[a + 3])
   local cur = redis.call('HMGET', key, 'state', 'epoch', 'owner', 'n' .. sample)
   local known = tonumber(cur[4] or 0) - position
@@ -157,10 +192,21 @@ for i = 1, #KEYS / 2 do
   elseif known < 0 then out[i] = 'gap'
   else
     out[i] = 'ok'
-    if known < count then
+    local fresh = known < count
+    if fresh then
       for _ = 1, known do tokens = string.sub(tokens, string.find(tokens, ',', 1, true) + 1) end
-      redis.call('XADD', log, '*', 'e', ARGV[a], 's', sample, 'p', position + known, 't', tokens)
       redis.call('HINCRBY', key, 'n' .. sample, count - known)
+    else
+      tokens = ''
+    end
+    if fresh or (ends and redis.call('HEXISTS', key, 'z' .. sample) == 0) then
+      local at = position + known
+      if more == '' then
+        redis.call('XADD', log, '*', 'e', ARGV[a], 's', sample, 'p', at, 't', tokens)
+      else
+        redis.call('XADD', log, '*', 'e', ARGV[a], 's', sample, 'p', at, 't', tokens, 'm', more)
+      end
+      if ends then redis.call('HSET', key, 'z' .. sample, 1) end
     end
   end
 end

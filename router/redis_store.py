@@ -85,6 +85,9 @@ class RedisStore:
         self._beat = client.register_script(redis_scripts.BEAT)
         self._sweep = client.register_script(redis_scripts.SWEEP)
         self._append = client.register_script(redis_scripts.APPEND)
+        self._read = client.register_script(redis_scripts.READ)
+        self._follow = client.register_script(redis_scripts.FOLLOW)
+        self._release = client.register_script(redis_scripts.RELEASE)
         self._scripts = ScriptQueue(client, timeout_s)
 
     @property
@@ -154,6 +157,7 @@ class RedisStore:
             keys += [request_key(entry.request_id), log_key(entry.request_id)]
             tokens = ",".join(map(str, entry.token_ids))
             args += [entry.epoch, entry.sample, entry.position, len(entry.token_ids), tokens]
+            args.append(entry.more)
         words: list[bytes] = await self._run(self._append, keys, args)
         return [_STATUS[word] for word in words]
 
@@ -174,7 +178,7 @@ class RedisStore:
             return []
         async with self._call():
             rows: list[tuple[bytes, bytes, int]] = await self._sweep(
-                keys=[LEASES, EVENTS, STATES], args=[limit, self._ttl_ms]
+                keys=[LEASES, EVENTS, STATES], args=[limit, self._ttl_ms, self._lease_ms]
             )
         return [
             Swept(key.decode().removeprefix(REQUEST_PREFIX), RequestState(state.decode()), epoch)
@@ -182,23 +186,33 @@ class RedisStore:
         ]
 
     async def read(self, request_id: str) -> RequestRecord | None:
-        async with self._call():
-            raw = await self._hgetall(request_key(request_id))
+        flat: list[bytes] = await self._run(self._read, [request_key(request_id)], [])
+        raw = dict(zip(flat[::2], flat[1::2], strict=True))
         return _record(request_id, raw) if raw else None
 
     async def read_log(self, request_id: str) -> list[LogEntry]:
         async with self._call():
             rows: Any = await self._redis.xrange(log_key(request_id))
-        return [
-            LogEntry(
-                request_id,
-                epoch=int(row[b"e"]),
-                position=int(row[b"p"]),
-                token_ids=tuple(map(int, row[b"t"].split(b","))),
-                sample=int(row[b"s"]),
-            )
-            for _, row in rows
-        ]
+        return [_entry(request_id, row) for _, row in rows]
+
+    async def tail(
+        self, request_id: str, cursor: str, timeout_s: float
+    ) -> tuple[list[LogEntry], str]:
+        # Half of a call's time: an answer that comes at its end is still one.
+        wait_ms = int(1000 * min(timeout_s, self._timeout_s / 2)) or None
+        key = log_key(request_id)
+        async with self._call():
+            streams: Any = await self._redis.xread({key: cursor or "0"}, block=wait_ms)
+        if not streams:
+            return [], cursor
+        rows = streams[0][1]
+        return [_entry(request_id, row) for _, row in rows], rows[-1][0].decode()
+
+    async def follow(self, request_id: str) -> None:
+        await self._run(self._follow, [request_key(request_id)], [])
+
+    async def release(self, request_ids: Collection[str]) -> None:
+        await self._run(self._release, [LEASES, *map(request_key, request_ids)], [self._owner])
 
     async def counts(self) -> dict[RequestState, int]:
         async with self._call():
@@ -244,7 +258,20 @@ def _flatten(fields: Mapping[str, str]) -> list[str]:
     return [part for item in fields.items() for part in item]
 
 
+def _entry(request_id: str, row: Mapping[bytes, bytes]) -> LogEntry:
+    tokens = row[b"t"]
+    return LogEntry(
+        request_id,
+        epoch=int(row[b"e"]),
+        position=int(row[b"p"]),
+        token_ids=tuple(map(int, tokens.split(b","))) if tokens else (),
+        sample=int(row[b"s"]),
+        more=row.get(b"m", b"").decode(),
+    )
+
+
 def _record(request_id: str, raw: Mapping[bytes, Any]) -> RequestRecord:
+    now, seen = int(raw[b"now"]), raw.get(b"seen")
     return RequestRecord(
         id=request_id,
         state=RequestState(raw[b"state"].decode()),
@@ -254,4 +281,6 @@ def _record(request_id: str, raw: Mapping[bytes, Any]) -> RequestRecord:
         fields={
             name[2:].decode(): value.decode() for name, value in raw.items() if name[:2] == b"f:"
         },
+        age_s=(now - int(raw.get(b"since", now))) / 1000,
+        idle_s=None if seen is None else (now - int(seen)) / 1000,
     )

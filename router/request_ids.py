@@ -2,7 +2,8 @@
 
 x-request-id   the client's own, if it is a plain one, else drawn; echoed in the answer
 reply id       PREFIX-<x-request-id>
-engine id      <reply id>-<number of the prompt>.<random>: a client may send an id twice
+engine id      <reply id>-<number of the prompt>.<random>: a client may send an id twice;
+               req-<x-request-id>-0.<digest> of a resumable request (router/canonical.py)
 """
 
 from __future__ import annotations
@@ -27,6 +28,17 @@ def note_request_id(scope: Scope) -> str:
     return known
 
 
+def pin_request_id(scope: Scope, name: str) -> None:
+    """Mutates `scope`: the reply is to be called so, whatever its request was."""
+    scope[_SCOPE_KEY] = name
+
+
+def known_id(request: HttpRequest) -> str:
+    """The id of this exchange, as `note_request_id` found or drew it."""
+    known: Any = request.scope.get(_SCOPE_KEY)
+    return known or secrets.token_hex(12)
+
+
 def reply_id(prefix: str, request: HttpRequest) -> str:
     """What the reply to `request` calls itself."""
     known: Any = request.scope.get(_SCOPE_KEY)
@@ -41,4 +53,7 @@ def engine_id(reply: str, index: int = 0) -> str:
 def names(asked: str, engine: str) -> bool:
     """Whether a client means this request: by its engine id, reply id or `x-request-id`."""
     reply = engine.rpartition("-")[0]
-    return asked in (engine, reply, reply.partition("-")[2])
+    head, _, name = reply.partition("-")
+    if head == "req":  # a resumable one: its name is that of all its replies
+        asked = asked.removeprefix("chatcmpl-").removeprefix("cmpl-")
+    return asked in (engine, reply, name)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from router.ledger import StoreGuard
     from router.metrics import RouterMetrics
     from router.registry import NodeRegistry
+    from router.runs import Runs
 
 
 @dataclass(slots=True)
@@ -47,6 +48,7 @@ class RouterServices:
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     clock: Clock = field(default_factory=SystemClock)
     aborts: Aborts | None = None  # None: this router's own are all there are
+    runs: Runs | None = None  # resumable requests; None: none are taken
 
     @property
     def ready(self) -> bool:

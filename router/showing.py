@@ -51,6 +51,8 @@ class Showing:
 
     def __init__(self, request: Request, trace: RequestTrace, clock: Clock) -> None:
         self.output = OutputSoFar(request.output_ids, request.params.num_outputs)
+        for sample in request.ended:  # under another router
+            self.output.stop(sample)
         self.events = Events()
         self._trace = trace
         self._clock = clock

@@ -49,6 +49,10 @@ class StreamReply:
         self._call = call
         self._runner = runner
 
+    @property
+    def call(self) -> StreamedCall:
+        return self._call
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writer = FrameWriter(send)
         try:

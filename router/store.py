@@ -22,6 +22,8 @@ from baton.request import RequestState
 TERMINAL_TTL_S: Final = 600.0  # how long a terminal record and its log may still be read
 SWEEP_LIMIT: Final = 256  # expired requests that one sweep handles
 LOGGED: Final = "logged_tokens"  # field of a terminal record: tokens in its log, over all samples
+MAX_TRIES: Final = 10  # leases of one request that may run out: it may be what kills its routers
+END_MARK: Final = "!"
 NO_FIELDS: Final[Mapping[str, str]] = {}
 
 
@@ -35,7 +37,11 @@ class WriteStatus(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """One request as stored. `owner` is a router id, "" for nobody; `fields` are free text."""
+    """One request as stored. `owner` is a router id, "" for nobody; `fields` are free text.
+
+    `age_s`: since its first claim; `idle_s`: since somebody last followed it through another router
+    than its own, None if nobody did. Both by the store's clock.
+    """
 
     id: str
     state: RequestState
@@ -43,6 +49,8 @@ class RequestRecord:
     owner: str
     tries: int = 0
     fields: Mapping[str, str] = field(default_factory=dict[str, str])
+    age_s: float = field(default=0.0, compare=False)
+    idle_s: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +70,18 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class LogEntry:
-    """Tokens of one sample; `position` is the absolute output index of the first."""
+    """Tokens of one sample; `position` is the absolute output index of the first.
+
+    `more`: what else there is to tell of them (router/log_details.py), kept with them. One that
+    begins with END_MARK ends its sample: it is kept once, even without a new token.
+    """
 
     request_id: str
     epoch: int
     position: int
     token_ids: tuple[int, ...]
     sample: int = 0
+    more: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +157,8 @@ class RequestStore(Protocol):
     async def sweep(self, limit: int = SWEEP_LIMIT) -> list[Swept]:
         """End leases that ran out: epoch + 1, then ownerless QUEUED if resumable, else CANCELLED.
 
+        What is ownerless has a lease too: whoever swept it may die before anybody has adopted it.
+        After MAX_TRIES it is CANCELLED.
         Does nothing within two lease times of this router's own (re)connection: after an outage
         everybody's lease looks expired.
         """
@@ -153,6 +168,24 @@ class RequestStore(Protocol):
 
     async def read_log(self, request_id: str) -> list[LogEntry]:
         """What has been appended, in order."""
+        ...
+
+    async def tail(
+        self, request_id: str, cursor: str, timeout_s: float
+    ) -> tuple[list[LogEntry], str]:
+        """What was appended after `cursor` ("" = from the start), and the new cursor.
+
+        Waits for an entry for `timeout_s` at most (0 = not at all), and not above the store's own
+        time limit.
+        """
+        ...
+
+    async def follow(self, request_id: str) -> None:
+        """Somebody reads this request through this router: its `idle_s` begins anew."""
+        ...
+
+    async def release(self, request_ids: Collection[str]) -> None:
+        """This router gives requests up, in any state: their leases run out now."""
         ...
 
     async def counts(self) -> dict[RequestState, int]:

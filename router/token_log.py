@@ -6,11 +6,13 @@ shown is in the log. Appends are idempotent by (sample, position) and fenced by 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 
 from baton.events import TokenEvent
 from router.ledger import RequestLedger, StoreGuard
-from router.store import LogEntry
+from router.log_details import entry_of
+from router.store import LogEntry, WriteStatus
 
 
 class TokenLog:
@@ -20,31 +22,51 @@ class TokenLog:
     async def append(self, events: Iterable[TokenEvent]) -> None:
         """Log the tokens of `events`. Never raises: who cannot be logged goes on unlogged."""
         entries: list[LogEntry] = []
-        ledgers: list[RequestLedger] = []
-        logged: list[TokenEvent] = []
+        logged: list[tuple[RequestLedger, TokenEvent]] = []
         for event in events:
             ledger = self._guard.ledger(event.request_id)
-            if not event.token_ids or ledger is None or ledger.refused:
-                continue
-            # The ledger's epoch: a prefill that outlived a failover still says the old one.
-            entry = LogEntry(
-                event.request_id, ledger.epoch, event.position, event.token_ids, event.sample
-            )
-            if ledger.owes:
-                self._guard.owe((entry,))
+            entry = None if ledger is None else self._entry(ledger, event)
+            if ledger is None or entry is None:
                 continue
             entries.append(entry)
-            ledgers.append(ledger)
             ledger.appends(event)
-            logged.append(event)
+            logged.append((ledger, event))
         if not entries:
             return
         try:
             statuses = await self._guard.append(entries)
         finally:
-            for ledger, event in zip(ledgers, logged, strict=True):
+            for ledger, event in logged:
                 ledger.append_over(event)
-        for index, ledger in enumerate(ledgers):
-            ledger.took(None if statuses is None else statuses[index])
+        for index, (ledger, _) in enumerate(logged):
+            status = None if statuses is None else statuses[index]
+            ledger.took(status)
+            if ledger.backlog is None or ledger.backlog.lost:
+                continue
+            if status is WriteStatus.OK:
+                ledger.backlog.confirm([entries[index]])
+            else:
+                ledger.backlog.keep(entries[index])
         if statuses is None:
             self._guard.owe(entries)
+
+    def _entry(self, ledger: RequestLedger, event: TokenEvent) -> LogEntry | None:
+        """What to append for an event now; None: nothing, or it waits for the store."""
+        backlog = ledger.backlog
+        if backlog is not None:
+            entry = entry_of(event, ledger.epoch, int(time.time()))
+            if ledger.behind or backlog.pending or self._guard.stats.away:
+                backlog.keep(entry)
+                ledger.behind = True
+                return None
+            return entry
+        if not event.token_ids or ledger.refused:
+            return None
+        # The ledger's epoch: a prefill that outlived a failover still says the old one.
+        entry = LogEntry(
+            event.request_id, ledger.epoch, event.position, event.token_ids, event.sample
+        )
+        if ledger.owes:
+            self._guard.owe((entry,))
+            return None
+        return entry

@@ -38,6 +38,7 @@ class RequestTrace:
     outcome: str = ""  # RequestState value at the end
     text_stop: bool = False
     aborted: bool = False  # by an operator: its client still waits for an end
+    told_at: int | None = None  # wall clock, of a token that is replayed from its log
     scores: tuple[NodeScore, ...] = ()  # of the last choice of nodes, if the terms want a receipt
 
     def stopped_by_text(self) -> None:

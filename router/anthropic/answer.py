@@ -13,6 +13,7 @@ from router.completion import Completion, Delta
 from router.dialect import Event
 from router.intake import ChatTurn
 from router.openai_replies import ReplyRules
+from router.reply_ids import PinnedIds
 from router.web_errors import error_object
 
 
@@ -23,7 +24,11 @@ class MessageAnswer:
         self._turn = turn
         self._rules = rules
         head = {"id": id_, "type": "message", "role": "assistant", "model": turn.completion.model}
-        self._events = MessageEvents(head, turn.draw_id if turn.short_ids else draw_use_id)
+        draw_id = turn.draw_id
+        if not turn.short_ids:
+            pinned = isinstance(draw_id, PinnedIds)
+            draw_id = draw_id.with_prefix("toolu_") if pinned else draw_use_id
+        self._events = MessageEvents(head, draw_id)
         self._begun = False
 
     def take(self, delta: Delta) -> list[Event]:

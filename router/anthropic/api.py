@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
-
 import orjson
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -17,6 +15,7 @@ from router.dialect import DialectCall, DialectReply, in_own_names, own_name
 from router.intake import Intake
 from router.openai_replies import ReplyRules
 from router.reading import read_body
+from router.reply_ids import own_id
 from router.services import RouterServices
 from router.sse import StreamReply
 
@@ -37,7 +36,7 @@ class AnthropicApi:
 
     async def create(self, request: HttpRequest) -> StreamReply | DialectReply:
         chat = body.read(await read_body(request))
-        id_ = "msg_" + secrets.token_hex(12)
+        id_ = own_id("msg_", 12, request)
         with in_own_names(body.NAMES):
             turn = await self._intake.chat(chat, id_, request, fit_room=True)
         completion = turn.completion

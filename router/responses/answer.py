@@ -44,7 +44,9 @@ class ResponseAnswer:
         if delta.finish_reason is not None:
             cut_short = delta.finish_reason is FinishReason.LENGTH
             usage = response_usage(self._completion)
-            events += self._events.end(cut_short, usage, int(time.time()))
+            told_at = self._completion.trace.told_at
+            ended_at = int(time.time()) if told_at is None else told_at
+            events += self._events.end(cut_short, usage, ended_at)
         return events
 
     def broken(self, error: BatonError) -> list[Event]:

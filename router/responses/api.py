@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
-import time
-
 from starlette.requests import Request as HttpRequest
 from starlette.routing import Route
 
@@ -13,6 +10,7 @@ from router.dialect import DialectCall, DialectReply, in_own_names, own_name
 from router.intake import Intake
 from router.openai_replies import ReplyHead, ReplyRules
 from router.reading import read_body
+from router.reply_ids import created_at, own_id
 from router.responses import body
 from router.responses.answer import ResponseAnswer
 from router.services import RouterServices
@@ -32,7 +30,7 @@ class ResponsesApi:
 
     async def create(self, request: HttpRequest) -> StreamReply | DialectReply:
         call = body.read(await read_body(request))
-        chat, id_ = call.chat, "resp_" + secrets.token_hex(24)
+        chat, id_ = call.chat, own_id("resp_", 24, request)
         with in_own_names(body.NAMES):
             turn = await self._intake.chat(chat, id_, request)
         completion = turn.completion
@@ -43,7 +41,7 @@ class ResponsesApi:
             parsed=turn.parsed,
             draw_id=turn.draw_id,
         )
-        head = ReplyHead(id_, completion.model, int(time.time()))
+        head = ReplyHead(id_, completion.model, created_at(request))
         answer = ResponseAnswer(head, call, turn, rules)
         timeout_s = self._services.config.request_timeout_s
         return DialectCall(completion, answer, timeout_s).reply(self._runner, chat.stream)

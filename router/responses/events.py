@@ -32,6 +32,7 @@ class ResponseEvents:
 
     def __init__(self, head: Mapping[str, Any], draw_id: DrawId, summarized: bool) -> None:
         self._head = dict(head)
+        self._id = str(head["id"])
         self._draw_id = draw_id
         self._summarized = summarized
         self._phase = Phase.NEW
@@ -52,16 +53,17 @@ class ResponseEvents:
         match part:
             case Content(text):
                 if not isinstance(self._open, Message):
-                    events += self._opening(Message(len(self._done) + self._num_open))
+                    events += self._opening(Message(len(self._done) + self._num_open, self._id))
                 assert isinstance(self._open, Message), "just opened"
                 self._open.told += told or []
             case Reasoning(text):
                 if not isinstance(self._open, Thought):
                     index = len(self._done) + self._num_open
-                    events += self._opening(Thought(index, self._summarized))
+                    events += self._opening(Thought(index, self._id, self._summarized))
             case CallStart(_, name):
                 index = len(self._done) + self._num_open
-                return self._numbered(self._opening(FunctionCall(index, name, self._draw_id())))
+                call = FunctionCall(index, self._id, name, self._draw_id())
+                return self._numbered(self._opening(call))
             case CallArguments(_, text):
                 assert isinstance(self._open, FunctionCall), "arguments follow their call's start"
         assert self._open is not None, "a part belongs to an item"
@@ -73,7 +75,7 @@ class ResponseEvents:
         self._go(Phase.ENDED)
         events: list[Event] = []
         if not self._done and self._open is None:
-            events += self._opening(Message(0))  # an answer without words is still one
+            events += self._opening(Message(0, self._id))  # an answer without words is still one
         events += self._closing(status)
         self.response = self._object(status)
         self.response["usage"] = dict(usage)

@@ -7,7 +7,7 @@ router/responses/events.py numbers them.
 
 from __future__ import annotations
 
-import secrets
+import hashlib
 from typing import Any, Literal, Protocol
 
 Event = dict[str, Any]
@@ -21,6 +21,11 @@ class OutputItem(Protocol):
     def more(self, text: str) -> list[Event]: ...
     def closed(self, status: Status) -> list[Event]: ...
     def item(self, status: Status) -> dict[str, Any]: ...
+
+
+def item_id(prefix: str, response_id: str, index: int) -> str:
+    """Of the item at `index`: made of the response's own id, so a replay has the same."""
+    return prefix + hashlib.sha256(f"{response_id}/{index}".encode()).hexdigest()[:48]
 
 
 class _Place:
@@ -43,9 +48,9 @@ class _Place:
 class Message:
     """What the model answers. `told`: log-probabilities of the text that comes next."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, response_id: str) -> None:
         self.told: list[dict[str, Any]] = []
-        self._at = _Place(index, "msg_" + secrets.token_hex(24), "content_index")
+        self._at = _Place(index, item_id("msg_", response_id, index), "content_index")
         self._texts: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
 
@@ -93,9 +98,9 @@ class Thought:
     """What the model thought aloud: in the clear, or, if the client asked for a summary, as that
     (nothing here could shorten it)."""
 
-    def __init__(self, index: int, summarized: bool) -> None:
+    def __init__(self, index: int, response_id: str, summarized: bool) -> None:
         name = "summary_index" if summarized else "content_index"
-        self._at = _Place(index, "rs_" + secrets.token_hex(24), name)
+        self._at = _Place(index, item_id("rs_", response_id, index), name)
         self._summarized = summarized
         self._texts: list[str] = []
         self._text_events = "response.reasoning_text"
@@ -138,8 +143,8 @@ class Thought:
 class FunctionCall:
     """A call of one of the client's tools; its arguments come as the model writes them."""
 
-    def __init__(self, index: int, name: str, call_id: str) -> None:
-        self._at = _Place(index, "fc_" + secrets.token_hex(24), None)
+    def __init__(self, index: int, response_id: str, name: str, call_id: str) -> None:
+        self._at = _Place(index, item_id("fc_", response_id, index), None)
         self._name = name
         self._call_id = call_id
         self._texts: list[str] = []

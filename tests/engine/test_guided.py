@@ -154,7 +154,12 @@ def test_speculation_gives_the_same_tokens(
         folder = wrong if other else model
         guess = {"speculative_method": "draft", "speculative_model": str(folder)}
     guessing = load(model, **guess)
-    for params in ({"count": 4}, {"count": 2, "temperature": 0.0}, {"count": 2, "n": 3}):
+    asked: list[dict[str, Any]] = [
+        {"count": 4},
+        {"count": 2, "temperature": 0.0},
+        {"count": 2, "n": 3},
+    ]
+    for params in asked:
         assert persons(guessing, **params) == persons(llm, **params)
     thinking = [
         replace(SAMPLED, guided=replace(PLATE, starts_after="e"), seed=seed, max_tokens=90)

@@ -88,6 +88,7 @@ class FakeNode(node_pb2_grpc.NodeServicer):
         self._outbox: asyncio.Queue[NodeRecord | NodeStep | None] = asyncio.Queue()
         self._server = grpc.aio.server(options=server_options(FAST))
         node_pb2_grpc.add_NodeServicer_to_server(self, self._server)
+        self._last_words = "cut"
         self.address = ""
 
     async def start(self, port: int = 0) -> None:
@@ -127,12 +128,13 @@ class FakeNode(node_pb2_grpc.NodeServicer):
     async def _write(self, context: Any) -> None:
         while (step := await self._outbox.get()) is not None:
             await context.write(wire.node_message_to_wire(step))
-        await context.abort(grpc.StatusCode.UNAVAILABLE, "cut")
+        await context.abort(grpc.StatusCode.UNAVAILABLE, self._last_words)
 
     # ---- for scripts ----
 
-    def cut(self) -> None:
-        """Break the session, go on living."""
+    def cut(self, words: str = "cut") -> None:
+        """Break the session, go on living. `words`: what the router's gRPC makes of it."""
+        self._last_words = words
         self._outbox.put_nowait(None)
 
     def say(self, **step: Any) -> None:

@@ -366,7 +366,7 @@ async def test_more_sequences_than_any_node_runs_at_once_are_refused_at_the_door
     nodes = [replace(node(Role.PREFILL), max_num_seqs=1), *decoders]  # it only makes token 1
     gate = gate_of(live=4, nodes=lambda: nodes)
 
-    def asking(**params: int) -> Request:
+    def asking(**params: Any) -> Request:
         return replace(make_request("a"), params=SamplingParams(max_tokens=8, **params))
 
     for params, field in (

@@ -109,7 +109,7 @@ def test_a_file_is_read_anew_once_it_has_changed(
 ) -> None:
     path, clock = tmp_path / "keys.toml", FakeClock()
     path.write_text('[[keys]]\nname = "a"\nkey = "one"\n')
-    ring = KeyRing.load(["plain"], str(path), clock.monotonic)
+    ring = KeyRing.load(["plain"], str(path), now=clock.monotonic)
     path.write_text('[[keys]]\nname = "a"\nkey = "two"\nmax_concurrency = 3\n')
     assert ring.match(b"one") is not None  # not looked at more than once in LOOK_S
     clock.advance(LOOK_S)

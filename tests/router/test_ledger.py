@@ -149,7 +149,7 @@ async def test_a_fenced_request_is_written_no_more() -> None:
     assert (record.state, record.epoch) == (S.QUEUED, 2)
 
 
-async def test_a_move_that_nobody_waits_for_and_the_store_missed_leaves_it_behind() -> None:
+async def test_a_move_that_nobody_waits_for_and_the_store_missed_is_caught_up() -> None:
     store = FlakyStore()
     guard = StoreGuard(store, FAST)
     ledger = await guard.open(make_request("a"), {})
@@ -160,17 +160,21 @@ async def test_a_move_that_nobody_waits_for_and_the_store_missed_leaves_it_behin
     calls = store.calls
     ledger.post(S.DECODE)
     assert store.calls == calls
+    assert ledger.behind
     store.away = False
+    record = await store.read("a")
+    assert record is not None
+    assert (record.state, record.fields["prefill_node"]) == (S.PREFILL, "p")
     await guard.beat()
     await TokenLog(guard).append([tokens("a", 0, 1)])
     record = await store.read("a")
     assert record is not None
-    assert (record.state, record.fields["prefill_node"]) == (S.PREFILL, "p")
+    assert (record.state, record.fields["prefill_node"]) == (S.DECODE, "p")
     await ledger.finish(S.FINISHED)
     record = await store.read("a")
     assert record is not None
     assert record.state is S.FINISHED
-    assert await store.read_log("a") == []
+    assert [entry.position for entry in await store.read_log("a")] == [0]
     with pytest.raises(IllegalTransition):
         ledger.post(S.DECODE)
 

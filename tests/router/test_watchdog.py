@@ -77,6 +77,40 @@ async def test_a_node_that_says_that_it_hangs_is_left_at_once() -> None:
         await router.until(lambda: not shunned(router))
 
 
+async def test_a_prefill_node_that_is_silent_after_token_1_is_not_waited_for() -> None:
+    """D waits for frames that will not come; of a node that was killed it would know at once."""
+    async with cluster("p1", "p2", "d") as (router, (p1, p2, d)):
+        client = Client(router, make_request())
+        victim = await first_of([p1, p2], SubmitPrefill)
+        other = p2 if victim is p1 else p1
+        prefill = await victim.hear(SubmitPrefill)
+        victim.export(prefill.request)
+        d.subscribe((await d.hear(SubmitDecode)).request)
+        victim.tokens(prefill.request, 0, 41)
+        await client.next()
+        victim.cut("Stream removed (ping timeout)")
+        again = await other.hear(SubmitPrefill)
+        assert (again.request.epoch, again.request.output_ids) == (2, ((41,),))
+        other.export(again.request)
+        d.finish((await d.hear(SubmitDecode)).request, 1, 42)
+        assert await client.done() == [41, 42]
+        # Once D has spoken, P may be as silent as it likes.
+        p1.heard.clear()
+        p2.heard.clear()
+        client = Client(router, make_request("later"))
+        node = await first_of([p1, p2], SubmitPrefill)
+        prefill = await node.hear(SubmitPrefill)
+        node.export(prefill.request)
+        decode = await d.hear(SubmitDecode)
+        d.tokens(decode.request, 0, 41)
+        await client.next()
+        node.cut("Stream removed (ping timeout)")
+        await router.until(lambda: router.registry.health.stats.deaths == 2)
+        d.finish(decode.request, 1, 42)
+        assert await client.done() == [41, 42]
+        assert client.trace.retries == 0
+
+
 async def test_the_only_decode_node_hangs_so_the_router_is_not_ready() -> None:
     async with cluster("p", "d") as (router, (_, d)):
         assert router.registry.can_serve()

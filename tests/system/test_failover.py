@@ -30,7 +30,7 @@ from tests.waiting import WAIT_S, eventually
 
 Body = dict[str, Any]
 SHORT, LONG, OTHER = (list(ids) for ids in prompts([40, 150, 65], seed=8))
-SENTENCE: Final = "([a-c]{6}-){14}end"
+SENTENCE: Final = "([a-c]{6}-){20}end"
 TOOL: Final[Body] = {
     "type": "function",
     "function": {
@@ -44,7 +44,7 @@ TOOL: Final[Body] = {
     },
 }
 CHAT: Final[Body] = {"messages": [{"role": "user", "content": "hello there, who are you?"}]}
-FREE: Final[Body] = {"temperature": 0.9, "max_tokens": 130, "ignore_eos": True}
+FREE: Final[Body] = {"temperature": 0.9, "max_tokens": 170, "ignore_eos": True}
 CASES: Final[dict[str, Body]] = {
     "greedy": {**FREE, "prompt": LONG, "temperature": 0},
     "seeded": {**FREE, "prompt": SHORT, "top_k": 40, "top_p": 0.95, "min_p": 0.01, "seed": 4},
@@ -58,13 +58,13 @@ CASES: Final[dict[str, Body]] = {
     "prompt_logprobs": {**FREE, "prompt": LONG, "seed": 9, "logprobs": 1, "prompt_logprobs": 2},
     "echo": {**FREE, "prompt": SHORT, "seed": 10, "echo": True, "logprobs": 2},
     "min_tokens": {
-        "prompt": SHORT, "temperature": 1.0, "seed": 11, "max_tokens": 160, "min_tokens": 110,
+        "prompt": SHORT, "temperature": 1.0, "seed": 11, "max_tokens": 220, "min_tokens": 150,
         "stop_token_ids": list(range(20, 120)),
     },
     "bad_words": {**FREE, "prompt": OTHER, "seed": 12, "bad_words": ["a", "e", "qu"]},
     "logit_bias": {**FREE, "prompt": SHORT, "seed": 13, "logit_bias": {"70": 5.0, "71": -100.0}},
     "two prompts": {**FREE, "prompt": [SHORT, OTHER], "seed": 14},
-    "beams": {**FREE, "prompt": OTHER, "n": 3, "use_beam_search": True, "max_tokens": 90},
+    "beams": {**FREE, "prompt": OTHER, "n": 3, "use_beam_search": True, "max_tokens": 130},
     "adapter": {**FREE, "prompt": LONG, "model": "poet", "seed": 15},
     "guided": {"prompt": SHORT, "guided_regex": SENTENCE, "max_tokens": 400, "seed": 16},
     "guided n": {"prompt": SHORT, "guided_regex": SENTENCE, "max_tokens": 400, "seed": 17, "n": 2},

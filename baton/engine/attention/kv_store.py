@@ -1,7 +1,7 @@
 """One layer's keys and values as the pool stores them: written rounded, gathered widened.
 
     as computed   in the model's dtype
-    int8          a float32 scale per token and head, K's and V's apart, in the pool's second arena
+    int8          a float32 scale per token and head, K's and V's apart, behind its page's slots
     fp8           float8_e4m3fn, clamped to +-448, no scale; its casts are slow on a CPU
                   (docs/quantization.md has the numbers)
 

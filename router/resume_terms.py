@@ -1,0 +1,101 @@
+"""What a client says of resuming, in the head of its request. Pure.
+
+    x-baton-resumable: SECONDS   keep the request while nobody reads it, for so long; 0 = plain
+    idempotency-key: KEY         the same key and body are the same request (grace: DEFAULT_GRACE_S)
+    last-event-id: ID            go on after this event of a request known by its x-request-id
+
+A request is known to the key that started it by its name: the `x-request-id` of its HTTP request,
+or one made of its idempotency key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from baton.errors import InvalidRequest
+
+GRACE_HEADER: Final = "x-baton-resumable"
+IDEMPOTENCY_HEADER: Final = "idempotency-key"
+POSITION_HEADER: Final = "last-event-id"
+NAME_HEADER: Final = b"x-baton-request-id"  # of the answer: how to ask for it again
+MAX_GRACE_S: Final = 3600
+DEFAULT_GRACE_S: Final = 30.0
+MAX_KEY_CHARS: Final = 256
+_PREFIXES: Final = ("chatcmpl-", "cmpl-", "resp_", "msg_")
+_VECTOR: Final = re.compile(r"\d{1,9}(\.\d{1,9})?(,\d{1,9}(\.\d{1,9})?){0,255}(;\d{1,3})?")
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """What a reader has seen: per choice whole steps, then events of the next one; of the tail.
+
+    A step is a token, or an end that came without one: all of its events count once its last one
+    has been seen.
+    """
+
+    steps: tuple[int, ...] = ()
+    events: tuple[int, ...] = ()
+    tail: int = 0
+
+    def of(self, choice: int) -> tuple[int, int]:
+        return (self.steps[choice], self.events[choice]) if self.steps else (0, 0)
+
+
+START: Final = Position()
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeTerms:
+    """`name` None: the x-request-id is it. `after` None: no such header."""
+
+    grace_s: float
+    name: str | None
+    after: str | None
+
+
+def read_resume_terms(header: Callable[[str], str]) -> ResumeTerms | None:
+    """None for a plain request; `header(name)` is "" for an absent one. Raises InvalidRequest."""
+    grace_s = _grace(header(GRACE_HEADER).strip())
+    key, after = header(IDEMPOTENCY_HEADER).strip(), header(POSITION_HEADER).strip()
+    if len(key) > MAX_KEY_CHARS or not key.isprintable():
+        message = f"{IDEMPOTENCY_HEADER}: at most {MAX_KEY_CHARS} printable characters"
+        raise InvalidRequest(message, field=IDEMPOTENCY_HEADER)
+    if not (grace_s or key or after):
+        return None
+    name = "ik-" + hashlib.sha256(key.encode()).hexdigest()[:32] if key else None
+    return ResumeTerms(grace_s or DEFAULT_GRACE_S, name, after or None)
+
+
+def read_position(text: str | None, num_choices: int, field: str) -> Position:
+    """The position that an event's id tells. Raises InvalidRequest, naming `field`."""
+    if not text:
+        return START
+    if not _VECTOR.fullmatch(text):
+        message = f"{field}: the id of an event, like 12 or 12,9"
+        raise InvalidRequest(message, field=field)
+    vector, _, tail = text.partition(";")
+    pairs = [each.partition(".") for each in vector.split(",")]
+    if len(pairs) != num_choices:
+        message = f"{field}: one position for each of {num_choices} choices"
+        raise InvalidRequest(message, field=field)
+    steps = tuple(int(step) for step, _, _ in pairs)
+    return Position(steps, tuple(int(events or 0) for _, _, events in pairs), int(tail or 0))
+
+
+def names_meant(asked: str) -> list[str]:
+    """The names that a client may mean: as it stands, or the id of a reply."""
+    stripped = [asked.removeprefix(prefix) for prefix in _PREFIXES if asked.startswith(prefix)]
+    return [asked, *stripped[:1]]
+
+
+def _grace(given: str) -> float:
+    if not given:
+        return 0.0
+    if not (given.isascii() and given.isdigit() and len(given) < 6 and int(given) <= MAX_GRACE_S):
+        message = f"{GRACE_HEADER} must be whole seconds from 0 to {MAX_GRACE_S}"
+        raise InvalidRequest(message, field=GRACE_HEADER)
+    return float(given)

@@ -1,0 +1,347 @@
+"""Routers without nodes that keep a real log: scripted tokens, real ledgers, one shared store."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import httpx
+import uvicorn
+from starlette.types import ASGIApp
+
+from baton.clock import SystemClock
+from baton.errors import Cancelled, StoreUnavailable
+from baton.events import TokenEvent
+from baton.request import Request, RequestState
+from baton.timing import Timing
+from router.adoption import Adopter
+from router.app import create_app
+from router.config import RouterConfig
+from router.grpc_api import GrpcServer
+from router.http_guard import HttpLimits, uvicorn_settings
+from router.ledger import StoreGuard
+from router.memory_store import MemoryStore, MemoryTables
+from router.metrics import RouterMetrics
+from router.redis_store import RedisStore, connect
+from router.runs import RunParts, Runs
+from router.services import RouterServices
+from router.store import (
+    NO_FIELDS,
+    SWEEP_LIMIT,
+    LogEntry,
+    Move,
+    RequestRecord,
+    RequestStore,
+    Swept,
+    WriteStatus,
+)
+from router.token_log import TokenLog
+from router.trace import RequestTrace
+from tests.front.fakes import CHAT_TEMPLATE, TOKENIZER, FakeDispatcher, FakeRegistry
+
+PATIENCE_S = 10.0
+TIMING = Timing(heartbeat_s=0.02, router_lease_s=0.3)
+
+
+class CutStore:
+    """One router's way to a store that others use too; it can be cut."""
+
+    def __init__(self, inner: RequestStore) -> None:
+        self._inner = inner
+        self.away = False
+
+    @property
+    def name(self) -> str:
+        return self._inner.name
+
+    def _reached(self) -> RequestStore:
+        if self.away:
+            raise StoreUnavailable("cut off")
+        return self._inner
+
+    async def start(self) -> None:
+        await self._reached().start()
+
+    async def stop(self) -> None:
+        await self._inner.stop()
+
+    async def claim(
+        self, request_id: str, fields: Mapping[str, str] = NO_FIELDS
+    ) -> RequestRecord | None:
+        return await self._reached().claim(request_id, fields)
+
+    async def move(self, move: Move) -> WriteStatus:
+        return await self._reached().move(move)
+
+    async def finish(self, move: Move) -> WriteStatus:
+        return await self._reached().finish(move)
+
+    async def append(self, entries: Sequence[LogEntry]) -> list[WriteStatus]:
+        return await self._reached().append(entries)
+
+    async def beat(self, held: Collection[str]) -> list[str]:
+        return await self._reached().beat(held)
+
+    async def sweep(self, limit: int = SWEEP_LIMIT) -> list[Swept]:
+        return await self._reached().sweep(limit)
+
+    async def read(self, request_id: str) -> RequestRecord | None:
+        return await self._reached().read(request_id)
+
+    async def read_log(self, request_id: str) -> list[LogEntry]:
+        return await self._reached().read_log(request_id)
+
+    async def tail(
+        self, request_id: str, cursor: str, timeout_s: float
+    ) -> tuple[list[LogEntry], str]:
+        return await self._reached().tail(request_id, cursor, timeout_s)
+
+    async def follow(self, request_id: str) -> None:
+        await self._reached().follow(request_id)
+
+    async def release(self, request_ids: Collection[str]) -> None:
+        await self._reached().release(request_ids)
+
+    async def counts(self) -> dict[RequestState, int]:
+        return await self._reached().counts()
+
+
+class DyingStore(CutStore):
+    """Its router dies when it is about to record the end of a request."""
+
+    async def finish(self, move: Move) -> WriteStatus:
+        self.away = True
+        return await super().finish(move)
+
+
+def store_of(place: MemoryTables | str, owner: str) -> RequestStore:
+    """The store of one router: in shared tables, or in the Redis of that URL."""
+    if isinstance(place, str):
+        return RedisStore(connect(place, 2.0), owner, TIMING, SystemClock(), 2.0)
+    return MemoryStore(owner, TIMING, SystemClock(), place)
+
+
+@dataclass
+class LoggedDispatcher:
+    """FakeDispatcher's tokens on a request's real way: recorded, logged, then shown.
+
+    `gates`: a token is computed once its gate is open; without one, at once. `steps`: every token
+    computed here. A resumed request goes on at its next position.
+    """
+
+    guard: StoreGuard
+    script: FakeDispatcher = field(default_factory=FakeDispatcher)
+    held_at: int | None = None
+    go: asyncio.Event = field(default_factory=asyncio.Event)
+    holding: asyncio.Event = field(default_factory=asyncio.Event)
+    steps: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    epochs: list[int] = field(default_factory=list[int])
+    stopped: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
+    live: set[str] = field(default_factory=set[str])
+    aborted: bool = False
+
+    async def run(
+        self, request: Request, trace: RequestTrace, *, admitted: bool = False
+    ) -> AsyncGenerator[TokenEvent, None]:
+        ledger = await self.guard.open(request, {})
+        assert ledger.epoch == request.epoch, "an adopted request has its record's epoch"
+        self.epochs.append(ledger.epoch)
+        self.live.add(request.id)
+        log, outcome = TokenLog(self.guard), RequestState.CANCELLED
+        try:
+            await ledger.move(RequestState.DECODE)
+            async with contextlib.aclosing(self.script.run(request, trace)) as events:
+                async for event in events:
+                    if not self._is_new(request, event):
+                        continue
+                    if self.held_at is not None and event.position >= self.held_at:
+                        self.holding.set()
+                        await self.go.wait()
+                    if self.aborted:
+                        raise Cancelled("the request was cancelled")
+                    told = replace(event, epoch=ledger.epoch)
+                    self.steps.append((event.sample, event.position))
+                    await log.append([told])
+                    yield told
+            outcome = RequestState.FINISHED
+        except GeneratorExit:
+            outcome = RequestState.FINISHED if trace.text_stop else RequestState.CANCELLED
+            raise
+        except (asyncio.CancelledError, Cancelled):
+            raise
+        except Exception:
+            outcome = RequestState.FAILED
+            raise
+        finally:
+            self.live.discard(request.id)
+            told = {"error": "node_lost", "message": "scripted"}
+            await ledger.finish(outcome, **(told if outcome is RequestState.FAILED else {}))
+
+    @staticmethod
+    def _is_new(request: Request, event: TokenEvent) -> bool:
+        if event.sample in request.ended:
+            return False
+        known = request.output_ids[event.sample] if event.sample < len(request.output_ids) else ()
+        return event.position >= len(known)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request that is held, as Dispatcher would."""
+        found = request_id in self.live
+        if found:
+            self.aborted = True
+            self.go.set()
+        return found
+
+    def stop_sample(self, request_id: str, sample: int) -> None:
+        self.stopped.append((request_id, sample))
+        self.script.stop_sample(request_id, sample)
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    """Cancel it until it has ended: a client of Redis was seen to lose a cancellation."""
+    while not task.done():
+        task.cancel()
+        await asyncio.wait({task}, timeout=0.2)
+
+
+@dataclass
+class HeldRouter:
+    """One router with its HTTP client; `beats` is its heartbeat task."""
+
+    store: CutStore
+    guard: StoreGuard
+    dispatcher: LoggedDispatcher
+    runs: Runs
+    adopter: Adopter
+    http: httpx.AsyncClient
+    grpc: GrpcServer
+    grpc_address: str
+    beats: asyncio.Task[None]
+
+    async def die(self) -> None:
+        """As kill -9 looks from outside: no beat, no append, no end, no call any more."""
+        self.store.away = True
+        await _end(self.beats)
+        await self.grpc.stop(0)
+
+
+@contextlib.asynccontextmanager
+async def listening(app: ASGIApp) -> AsyncIterator[int]:
+    """The app behind a real server on a free loopback port; yields the port."""
+    limits = HttpLimits()
+    settings = uvicorn_settings(limits)
+    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, **settings)
+    server = uvicorn.Server(config)
+    config.load()
+    server.lifespan = config.lifespan_class(config)
+    await server.startup()
+    try:
+        yield server.servers[0].sockets[0].getsockname()[1]
+    finally:
+        server.should_exit = True
+        server.force_exit = True
+        await server.shutdown()
+
+
+class Reader:
+    """One streamed answer, read in the background. `events`: (id, name, data) as they came.
+
+    `cut`: the connection broke before the body's end.
+    """
+
+    def __init__(self, http: httpx.AsyncClient, method: str, url: str, **more: Any) -> None:
+        self.events: list[tuple[str, str, str]] = []
+        self.status = 0
+        self.headers = httpx.Headers()
+        self.body = b""
+        self.cut = False
+        self._news = asyncio.Event()
+        self.task = asyncio.create_task(self._read(http, method, url, more))
+
+    async def _read(self, http: httpx.AsyncClient, method: str, url: str, more: Any) -> None:
+        try:
+            async with http.stream(method, url, **more) as reply:
+                self.status, self.headers = reply.status_code, reply.headers
+                pending = b""
+                async for piece in reply.aiter_raw():
+                    self.body += piece
+                    *whole, pending = (pending + piece).split(b"\n\n")
+                    self.events += map(_event, whole)
+                    self._tell()
+        except (httpx.RemoteProtocolError, httpx.ReadError):
+            self.cut = True
+        finally:
+            self._tell()
+
+    def _tell(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def at_least(self, count: int) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while len(self.events) < count:
+                assert not self.task.done(), "the stream ended early"
+                await self._news.wait()
+
+    async def done(self) -> list[tuple[str, str, str]]:
+        async with asyncio.timeout(PATIENCE_S):
+            await self.task
+        return self.events
+
+    async def leave(self) -> None:
+        """The client goes away."""
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+
+def _event(raw: bytes) -> tuple[str, str, str]:
+    lines = [line.partition(": ") for line in raw.decode().split("\n")]
+    fields = {name: value for name, _, value in lines}
+    return fields.get("id", ""), fields.get("event", ""), fields["data"]
+
+
+@contextlib.asynccontextmanager
+async def held_router(
+    name: str,
+    place: MemoryTables | str,
+    kind: type[CutStore] = CutStore,
+    answer: str = "abcdefghijk",
+    **config: Any,
+) -> AsyncIterator[HeldRouter]:
+    """A router called `name` over the store at `place`, on free ports of its own."""
+    clock, store = SystemClock(), kind(store_of(place, name))
+    guard = StoreGuard(store, TIMING)
+    dispatcher = LoggedDispatcher(guard, FakeDispatcher(answer=answer))
+    metrics = RouterMetrics()
+    runs = Runs(RunParts(dispatcher, guard, metrics, clock))
+    parts: dict[str, Any] = {
+        "config": RouterConfig(request_timeout_s=20.0, grpc_port=0, **config),
+        "dispatcher": dispatcher,
+        "registry": FakeRegistry(),
+        "store": guard,
+        "tokenizer": TOKENIZER,
+        "chat_template": CHAT_TEMPLATE,
+        "metrics": metrics,
+        "clock": clock,
+        "runs": runs,
+    }
+    services = RouterServices(**parts)
+    await guard.start()
+    adopter = Adopter(runs, guard, lambda: services.ready)
+    grpc = GrpcServer(services)
+    address = f"127.0.0.1:{grpc.bind()}"
+    await grpc.start()
+    beats = asyncio.create_task(guard.run())
+    async with listening(create_app(services)) as port:
+        url = f"http://127.0.0.1:{port}"
+        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=PATIENCE_S) as http:
+            yield HeldRouter(store, guard, dispatcher, runs, adopter, http, grpc, address, beats)
+        async with asyncio.timeout(PATIENCE_S):
+            await _end(beats)
+            await grpc.stop(0)
+            await adopter.stop()
+            await runs.stop()
+            await guard.stop()

@@ -28,7 +28,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 MAX_CHARS: Final = 16 << 20  # of a string; more than any context
-MAX_WRITTEN: Final = 2 * MAX_CHARS  # in all, what is set aside in blocks included
+MAX_WRITTEN: Final = 4 * MAX_CHARS  # in all, what is set aside in blocks included
 MAX_ITEMS: Final = 1 << 20  # of a list
 MAX_ARGUMENT: Final = 1 << 20  # a number that a template passes to anything
 MAX_BITS: Final = 4096  # of a number
@@ -36,6 +36,7 @@ TICKS_PER_LOOK: Final = 64  # at the clock
 _LONG_WIDTH: Final = re.compile(r"[0-9]{7}")
 _TICK: Final = "baton_tick"
 _SIZED: Final = "baton_sized"
+_CAPTURING: Final = (nodes.AssignBlock, nodes.Macro, nodes.CallBlock, nodes.FilterBlock)
 
 
 class OverBudget(Exception):
@@ -79,10 +80,16 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def bounded(self, tree: nodes.Template) -> nodes.Template:
         """Mutates and answers `tree`: with ticks in its loops and macros, and sizes looked at."""
+        # What is set aside is told by nobody else; the rest is counted as it leaves the template.
+        aside = {
+            id(loop)
+            for block in tree.find_all(_CAPTURING)
+            for loop in (block, *block.find_all(nodes.For))
+        }
         for node in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
             body = cast("list[nodes.Node]", cast("Any", node).body)
             literal = sum(len(text.data) for part in body for text in _texts(part))
-            weight = nodes.Const(literal)
+            weight = nodes.Const(literal if id(node) in aside else 0)
             tick = nodes.Filter(nodes.Const(None), _TICK, [weight], [], None, None)
             body.insert(0, nodes.ExprStmt(tick))
         for block in tree.find_all(nodes.AssignBlock):

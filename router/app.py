@@ -20,7 +20,7 @@ from router.anthropic.errors import AnthropicErrors
 from router.auth import OPEN_PATHS, ApiKeyGuard
 from router.direct import DirectRoutes
 from router.endpoints import Endpoints
-from router.http_api import HttpApi
+from router.http_api import BUSIEST, HttpApi
 from router.http_guard import HeadGuard, HttpLimits
 from router.parting import Parting
 from router.prompts import PromptReader
@@ -47,8 +47,9 @@ def create_app(services: RouterServices, limits: HttpLimits | None = None) -> AS
     http = HttpApi(services, prompts)
     watch(services)
     plain = [*http.routes(), *Endpoints(services, prompts, http).routes()]
+    every = ResumableApi(services, plain).routes()
     routes = Starlette(
-        routes=ResumableApi(services, plain).routes(),
+        routes=every,
         lifespan=lifespan,
         exception_handlers={
             BatonError: on_baton_error,
@@ -58,7 +59,7 @@ def create_app(services: RouterServices, limits: HttpLimits | None = None) -> AS
     )
     # Slashes mean what they say: a redirect would tell the unauthenticated which routes exist.
     routes.router.redirect_slashes = False
-    direct = DirectRoutes(routes, http.busiest)
+    direct = DirectRoutes(routes, {it.path: it.endpoint for it in every if it.path in BUSIEST})
     guarded = ApiKeyGuard(direct, services.config.key_ring())
     limited = HeadGuard(RequestIds(guarded), limits if limits is not None else HttpLimits())
     return Parting(AnthropicErrors(limited), services.lifecycle)

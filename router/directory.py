@@ -17,6 +17,7 @@ from baton import wire
 from baton.errors import InvalidRequest, StoreUnavailable
 from baton.handles import NodeRecord
 from baton.redis_keys import NODE_PATTERN
+from router.promptly import promptly
 
 logger = logging.getLogger(__name__)
 SCAN_COUNT: Final = 1000
@@ -37,10 +38,7 @@ class RedisDirectory:
     async def records(self) -> list[NodeRecord]:
         try:
             async with asyncio.timeout(self._timeout_s):
-                keys: list[bytes] = [
-                    key async for key in self._redis.scan_iter(match=NODE_PATTERN, count=SCAN_COUNT)
-                ]
-                values: list[Any] = list(await self._redis.mget(keys)) if keys else []
+                keys, values = await promptly(self._read())
         except (RedisError, OSError, TimeoutError) as error:
             raise StoreUnavailable(f"Redis: {type(error).__name__}: {error}") from error
         found: list[NodeRecord] = []
@@ -54,3 +52,9 @@ class RedisDirectory:
                     logger.error("the record %s cannot be read: %s", key, error.message)
                 self._unreadable.add(key)
         return found
+
+    async def _read(self) -> tuple[list[bytes], list[Any]]:
+        keys: list[bytes] = [
+            key async for key in self._redis.scan_iter(match=NODE_PATTERN, count=SCAN_COUNT)
+        ]
+        return keys, list(await self._redis.mget(keys)) if keys else []

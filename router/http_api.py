@@ -9,9 +9,9 @@ in.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from starlette.requests import Request as HttpRequest
@@ -25,7 +25,6 @@ from router.anthropic.api import AnthropicApi
 from router.calls import Api, Call, Runner, WholeReply
 from router.chat_rules import conversation_of
 from router.completion import Completion
-from router.direct import Handler
 from router.guided import asked_of
 from router.intake import Asked, Intake
 from router.openai import (
@@ -51,6 +50,9 @@ from router.served import cards
 from router.services import RouterServices
 from router.sse import StreamReply
 from router.terms import Terms, terms_of
+
+# POST routes that are worth a short way (router/direct.py).
+BUSIEST: Final = frozenset({"/v1/completions", "/v1/chat/completions"})
 
 
 class HttpApi:
@@ -88,14 +90,6 @@ class HttpApi:
             Route(path, handler, methods=["GET"]) for path, handler in get
         ]
         return [*own, *dialects]
-
-    @property
-    def busiest(self) -> Mapping[str, Handler]:
-        """POST routes that are worth a short way (router/direct.py)."""
-        return {
-            "/v1/completions": self.completions,
-            "/v1/chat/completions": self.chat_completions,
-        }
 
     # ---- generation ----
 

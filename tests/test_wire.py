@@ -423,3 +423,10 @@ def test_session_mac_depends_on_secret_and_router() -> None:
     mac = messages.session_mac("s", "router-1")
     assert mac == messages.session_mac("s", "router-1")
     assert len({mac, messages.session_mac("t", "router-1"), messages.session_mac("s", "r2")}) == 3
+
+
+def test_a_routers_proof_travels_with_its_name() -> None:
+    (name, given), (proof, mac) = messages.session_metadata("s", "röuter")
+    assert (name, given) == (messages.ROUTER_METADATA, "röuter".encode())
+    assert name.endswith("-bin"), "gRPC takes other values in ASCII only"
+    assert (proof, mac) == (messages.SECRET_METADATA, messages.session_mac("s", "röuter"))

@@ -34,6 +34,7 @@ from baton.failpoints import FAILPOINTS
 from baton.handles import Role
 from baton.kv_spec import layout_fingerprint
 from baton.node.config import NodeConfig, join_address
+from baton.node.health_page import with_health
 from baton.node.heartbeat import Heartbeat, RedisRegistry, Registry
 from baton.node.lanes import AUTO, LaneSettings, PoolPlace, make_lanes, parse_lanes
 from baton.node.metrics_server import MetricsPlace, MetricsServer, metrics_token
@@ -121,7 +122,9 @@ class Node:
             registry, progress = self.shell.metrics.registry, self.shell.progress
             token = "" if is_loopback(config.host) else metrics_token(config.secret)
             place = MetricsPlace(config.host, config.metrics_port, token, config.tls)
-            self._metrics = MetricsServer.start(registry, place, progress)
+            self._metrics = MetricsServer.start(
+                registry, place, lambda app: with_health(app, progress)
+            )
         self.address = join_address(config.announced_host, self._server.bind())
         await self.shell.start(self.address)
         await self._server.start()

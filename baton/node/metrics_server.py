@@ -18,17 +18,16 @@ from socketserver import ThreadingMixIn
 from threading import BoundedSemaphore, Thread
 from typing import Any, Final
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from baton.errors import ConfigError
-from baton.node.health_page import with_health
-from baton.node.progress import Progress
 from baton.tls import TlsFiles
 
 PATIENCE_S: Final = 5.0
 MAX_CONNECTIONS: Final = 32  # at once; Prometheus uses one
-WsgiApp = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+Around = Callable[[WSGIApplication], WSGIApplication]
 
 
 def metrics_token(secret: str) -> str:
@@ -88,11 +87,11 @@ class _Server6(_Server):
     address_family = socket.AF_INET6
 
 
-def _guarded(app: WsgiApp, token: str) -> WsgiApp:
+def _guarded(app: WSGIApplication, token: str) -> WSGIApplication:
     """`app` for those who present the token; "" = for all."""
     expected = hashlib.sha256(f"Bearer {token}".encode()).digest()
 
-    def guarded(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+    def guarded(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         given = str(environ.get("HTTP_AUTHORIZATION", "")).encode("latin-1", "replace")
         if token and not hmac.compare_digest(hashlib.sha256(given).digest(), expected):
             start_response("401 Unauthorized", [("WWW-Authenticate", "Bearer")])
@@ -111,12 +110,15 @@ class MetricsServer:
 
     @classmethod
     def start(
-        cls, registry: CollectorRegistry, place: MetricsPlace, progress: Progress
+        cls, registry: CollectorRegistry, place: MetricsPlace, around: Around | None = None
     ) -> MetricsServer:
-        """Raises ConfigError if the port cannot be bound or the TLS files cannot be used."""
+        """`around` puts pages before the guard, open to all: a probe's.
+
+        Raises ConfigError if the port cannot be bound or the TLS files cannot be used."""
         context = None if place.tls is None else place.tls.server_context()
         kind = _Server6 if ":" in place.host else _Server
-        app: Any = with_health(_guarded(make_wsgi_app(registry), place.token), progress)
+        app = _guarded(make_wsgi_app(registry), place.token)
+        app = app if around is None else around(app)
         try:
             server = make_server(place.host, place.port, app, kind, _Handler)
         except OSError as error:

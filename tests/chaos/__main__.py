@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -79,6 +80,12 @@ def table(outcomes: Sequence[Outcome]) -> Table:
     return rows
 
 
+def line(outcome: Outcome) -> str:
+    word, case = "ok    " if outcome.ok else "FAILED", outcome.case
+    seconds = f"{outcome.seconds:6.1f} s"
+    return f"{word} {case.family:8} {case.name:32} {seconds}  {outcome.proof or outcome.error}"
+
+
 async def run(options: argparse.Namespace, directory: Path, console: Console) -> list[Outcome]:
     binary = find_redis_binary()
     if binary is None:
@@ -90,14 +97,12 @@ async def run(options: argparse.Namespace, directory: Path, console: Console) ->
     for number in (signal.SIGTERM, signal.SIGINT):  # nothing that was started is left behind
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     outcomes: list[Outcome] = []
-    async for outcome in run_cases(ground, selected(options)):
-        outcomes.append(outcome)
-        word = "ok    " if outcome.ok else "FAILED"
-        console.print(
-            f"{word} {outcome.case.family:8} {outcome.case.name:32} {outcome.seconds:6.1f} s  "
-            f"{outcome.proof or outcome.error}",
-            highlight=False, soft_wrap=True,
-        )  # fmt: skip
+    cases = run_cases(ground, selected(options))
+    with contextlib.suppress(asyncio.CancelledError):  # told to end: what there is, is reported
+        async with contextlib.aclosing(cases) as running:
+            async for outcome in running:
+                outcomes.append(outcome)
+                console.print(line(outcome), highlight=False, soft_wrap=True)
     return outcomes
 
 

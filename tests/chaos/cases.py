@@ -6,7 +6,7 @@ import random
 import tempfile
 import time
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,7 +63,7 @@ class Ground:
     resume: Resume | None = None
 
 
-async def run_cases(ground: Ground, cases: Sequence[Case]) -> AsyncIterator[Outcome]:
+async def run_cases(ground: Ground, cases: Sequence[Case]) -> AsyncGenerator[Outcome, None]:
     """Each case in its turn; a cluster that a failed case leaves behind is thrown away."""
     left = list(cases)
     while left:

@@ -281,8 +281,9 @@ class Cluster:
 
         async def look() -> tuple[str, str] | None:
             for name in self.names:
-                if self._proof(name).exists():
-                    return name, self._proof(name).read_text().strip()
+                proof = self._proof(name)
+                if proof.exists() and (line := proof.read_text().strip()):  # made, then written
+                    return name, line
             return None
 
         found = await eventually(look, timeout_s)

@@ -21,6 +21,7 @@ SHORT = ("prefill at kv.half", "decode at d.step_n", "redis at sampled_not_logge
 
 @pytest.mark.redis
 @pytest.mark.slow
+@pytest.mark.long
 async def test_a_kill_of_each_kind(tmp_path: Path) -> None:
     binary = find_redis_binary()
     if binary is None:

@@ -164,6 +164,6 @@ def test_redis_keeps_an_append_only_file() -> None:
 
 
 def test_health_check_of_a_server_that_is_away() -> None:
-    assert healthcheck.main(["http", "http://127.0.0.1:9/health"]) == 1
-    assert healthcheck.main(["grpc", "127.0.0.1:9"]) == 1
-    assert healthcheck.main(["ftp", "x"]) == 2
+    assert healthcheck.main(["http", "http://127.0.0.1:9/health"], {}) == 1
+    assert healthcheck.main(["grpc", "127.0.0.1:9"], {}) == 1
+    assert healthcheck.main(["ftp", "x"], {}) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -120,44 +121,62 @@ def step_of(
     return flatten(chunks, attention, size, torch.device("cpu"))
 
 
+@dataclass(frozen=True)
+class Case:
+    """Rows that hold `starts` tokens and compute one more (with `long`, the last one nine)."""
+
+    starts: list[int]
+    long: bool
+    query_heads: int
+    kv_heads: int
+    dim: int
+    size: int
+    window: int
+    softcap: float | None
+    sinks: bool
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    query_heads, kv_heads = draw(st.sampled_from([(4, 4), (4, 2), (6, 2), (8, 1), (3, 1)]))
+    return Case(
+        starts=draw(st.lists(st.integers(0, 90), min_size=1, max_size=5)),
+        long=draw(st.booleans()),
+        query_heads=query_heads,
+        kv_heads=kv_heads,
+        dim=draw(st.sampled_from([32, 64, 128])),
+        size=draw(st.sampled_from([8, 16, 32])),
+        window=draw(st.sampled_from([0, 0, 5, 40])),
+        softcap=draw(st.sampled_from([None, None, 20.0])),
+        sinks=draw(st.booleans()),
+    )
+
+
 @needs_kernels
 @settings(max_examples=40)
-@given(
-    starts=st.lists(st.integers(0, 90), min_size=1, max_size=5),
-    long=st.booleans(),
-    heads=st.sampled_from([(4, 4), (4, 2), (6, 2), (8, 1), (3, 1)]),
-    dim=st.sampled_from([32, 64, 128]),
-    size=st.sampled_from([8, 16, 32]),
-    window=st.sampled_from([0, 0, 5, 40]),
-    softcap=st.sampled_from([None, None, 20.0]),
-    sinks=st.booleans(),
-)
-def test_decode_attention_is_torchs(
-    starts: list[int], long: bool, heads: tuple[int, int], dim: int, size: int, window: int,
-    softcap: float | None, sinks: bool,
-) -> None:  # fmt: skip
+@given(case=cases())
+def test_decode_attention_is_torchs(case: Case) -> None:
     assert FOUND is not None
-    query_heads, kv_heads = heads
+    starts, size, dim = case.starts, case.size, case.dim
     rows = [1] * len(starts)
-    if long:
+    if case.long:
         rows[-1] = 9  # a prefill span beside the decode rows
-    blocks = sum(-(-(start + count) // size) for start, count in zip(starts, rows, strict=True))
-    layers = (LayerSpec(kv_heads, dim, dim),)
+    totals = [start + count for start, count in zip(starts, rows, strict=True)]
+    blocks = sum(-(-total // size) for total in totals)
+    layers = (LayerSpec(case.kv_heads, dim, dim),)
     arena = KVArena(one_group(layers), blocks, size, "bfloat16", torch.device("cpu"))
-    drawn = noise(15, query_heads).float() if sinks else None
-    spec = AttentionLayer(query_heads, dim**-0.5, window, softcap, drawn)
+    drawn = noise(15, case.query_heads).float() if case.sinks else None
+    spec = AttentionLayer(case.query_heads, dim**-0.5, case.window, case.softcap, drawn)
     ours, plain = CompiledAttention(arena, [spec], FOUND), TorchAttention(arena, [spec])
     # What nobody wrote must not matter.
     keys, values = arena.layer(0)
     keys.fill_(torch.nan)
     values.fill_(torch.nan)
-    history = step_of(
-        ours, [0] * len(starts), [a + b for a, b in zip(starts, rows, strict=True)], size
-    )
+    history = step_of(ours, [0] * len(starts), totals, size)
     total = history.token_ids.shape[0]
-    stored = noise(16, total, kv_heads, dim), noise(17, total, kv_heads, dim)
+    stored = noise(16, total, case.kv_heads, dim), noise(17, total, case.kv_heads, dim)
     ours.write(0, *stored, history.batch.tables[0].slots)
-    q = noise(18, sum(rows), query_heads, dim)
+    q = noise(18, sum(rows), case.query_heads, dim)
     got = ours.attend(0, q, step_of(ours, starts, rows, size).batch)
     want = plain.attend(0, q, step_of(plain, starts, rows, size).batch)
     assert not got.isnan().any()

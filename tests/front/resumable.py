@@ -140,7 +140,9 @@ class LoggedDispatcher:
     steps: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     epochs: list[int] = field(default_factory=list[int])
     stopped: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
-    live: set[str] = field(default_factory=set[str])
+    running: dict[str, tuple[Request, RequestTrace]] = field(
+        default_factory=dict[str, tuple[Request, RequestTrace]]
+    )
     aborted: bool = False
 
     async def run(
@@ -149,7 +151,7 @@ class LoggedDispatcher:
         ledger = await self.guard.open(request, {})
         assert ledger.epoch == request.epoch, "an adopted request has its record's epoch"
         self.epochs.append(ledger.epoch)
-        self.live.add(request.id)
+        self.running[request.id] = request, trace
         log, outcome = TokenLog(self.guard), RequestState.CANCELLED
         try:
             await ledger.move(RequestState.DECODE)
@@ -176,7 +178,7 @@ class LoggedDispatcher:
             outcome = RequestState.FAILED
             raise
         finally:
-            self.live.discard(request.id)
+            del self.running[request.id]
             told = {"error": "node_lost", "message": "scripted"}
             await ledger.finish(outcome, **(told if outcome is RequestState.FAILED else {}))
 
@@ -187,9 +189,15 @@ class LoggedDispatcher:
         known = request.output_ids[event.sample] if event.sample < len(request.output_ids) else ()
         return event.position >= len(known)
 
-    def abort(self, request_id: str) -> bool:
+    def live(self) -> list[tuple[Request, RequestTrace]]:
+        return list(self.running.values())
+
+    def waiting(self) -> list[tuple[Request, RequestTrace]]:
+        return []
+
+    def abort(self, request_id: str, by_operator: bool = False) -> bool:
         """End a request that is held, as Dispatcher would."""
-        found = request_id in self.live
+        found = request_id in self.running
         if found:
             self.aborted = True
             self.go.set()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.messages import SECRET_METADATA, SessionHello, session_mac
+from baton.messages import SessionHello, session_metadata
 from baton.wire import node_message_from_wire, router_message_to_wire
 from tests.fakes import FakeClock
 from tests.node.fakes import open_call
@@ -51,8 +51,7 @@ async def test_ready_then_serving_then_gone_on_sigterm(module: str, tmp_path: Pa
         assert ready["role"] == module.removesuffix("_node")
         assert ready["num_blocks"] == 16
         assert ready["kv_address"].startswith("127.0.0.1:")
-        mac = session_mac("s", "router-1")
-        channel, call = await open_call(ready["address"], ((SECRET_METADATA, mac),))
+        channel, call = await open_call(ready["address"], session_metadata("s", "router-1"))
         async with channel, asyncio.timeout(START_S):
             await call.write(router_message_to_wire(SessionHello("router-1"), FakeClock()))
             record = node_message_from_wire(await call.read())

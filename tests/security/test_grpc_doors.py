@@ -12,7 +12,6 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from google.protobuf.descriptor import FileDescriptor
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
@@ -47,7 +46,7 @@ HEALTH = "/grpc.health.v1.Health/"
 Metadata = Sequence[tuple[str, str | bytes]]
 
 
-def methods(*files: FileDescriptor) -> list[str]:
+def methods(*files: Any) -> list[str]:
     """Every method that these .proto files declare, as the wire names it."""
     return [
         f"/{service.full_name}/{method.name}"
@@ -129,7 +128,8 @@ async def test_a_request_can_be_aborted_by_its_own_tenant_alone() -> None:
     aborted: list[str] = []
     fake: Any = front.dispatcher
     fake.live = lambda: list(zip(front.dispatcher.requests, front.dispatcher.traces, strict=True))
-    fake.abort = lambda request_id: aborted.append(request_id) is None
+    fake.waiting = list
+    fake.abort = lambda request_id, by_operator: aborted.append(request_id) is None
     async with door(front) as address, AsyncClient(address, "a") as owner:
         reading = asyncio.create_task(
             owner.generate("hello", SamplingParams(), GenerateOptions(request_id="mine"))

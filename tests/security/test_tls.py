@@ -24,15 +24,15 @@ from baton.handles import Role
 from baton.node.config import NodeConfig
 from baton.node.lanes import LaneSettings
 from baton.node.metrics_server import MetricsPlace, MetricsServer, metrics_token
-from baton.node.progress import Progress
 from baton.timing import Timing
 from baton.tls import ClientTls, TlsFiles
+from deploy import healthcheck
+from deploy.doctor import NoLog
 from kv_transfer.memory import MemoryFabric
 from router.config import RouterConfig
 from router.grpc_api import GrpcServer
 from router.main import http_server
 from router.registry import NodeRegistry, RegistryParts
-from router.token_log import TokenLog
 from tests.front.fakes import Front
 from tests.node.fakes import DECODE, PATIENCE_S, Setup, running_node
 from tests.transfer.certificates import make_files
@@ -173,10 +173,9 @@ def test_files_of_a_client_are_read_or_named(own: TlsFiles, tmp_path: Path) -> N
 
 @asynccontextmanager
 async def registry_of(address: str, tls: TlsFiles | None) -> AsyncIterator[NodeRegistry]:
-    log: TokenLog = Any  # nothing is logged: no request comes
     clock = SystemClock()
     addresses = {address: Role.DECODE}
-    parts = RegistryParts("router", SECRET, FAST, clock, log, addresses, tls=tls)
+    parts = RegistryParts("router", SECRET, FAST, clock, NoLog(), addresses, tls=tls)
     registry = NodeRegistry(parts)
     await registry.start()
     try:
@@ -196,6 +195,20 @@ async def test_sessions_under_mutual_tls(own: TlsFiles, stranger: TlsFiles) -> N
                 with pytest.raises(TimeoutError):
                     async with asyncio.timeout(0.7):
                         await registry.wait_until(lambda: bool(registry.records()))
+
+
+async def test_a_containers_own_probe_under_tls(own: TlsFiles) -> None:
+    environ = {f"BATON_{name.upper()}": path for name, path in options_of(own).items()}
+    setup = Setup(options={"secret": SECRET, **options_of(own)})
+    async with running_node(DECODE, MemoryFabric(), setup) as node:
+        command = ["grpc", node.node.address]
+        inside = {**environ, "HOSTNAME": "localhost"}  # a name in the certificate
+        assert await asyncio.to_thread(healthcheck.main, command, inside) == 0
+        assert await asyncio.to_thread(healthcheck.main, command, {}) == 1
+    async with http(RouterConfig(**options_of(own))) as url:
+        command = ["http", url.replace("https", "http") + "/health"]
+        assert await asyncio.to_thread(healthcheck.main, command, environ) == 0
+        assert await asyncio.to_thread(healthcheck.main, command, {}) == 1
 
 
 async def test_tls_does_not_replace_the_secret(own: TlsFiles) -> None:
@@ -218,20 +231,32 @@ async def test_metrics_want_the_token(own: TlsFiles, encrypted: bool) -> None:
     Counter("things", "", registry=registry).inc(3)
     token = metrics_token(SECRET)
     assert SECRET not in token
-    progress = Progress(SystemClock(), 1.0)
     tls = own if encrypted else None
-    server = MetricsServer.start(registry, MetricsPlace("127.0.0.1", 0, token, tls), progress)
-    url = f"http{'s' if encrypted else ''}://127.0.0.1:{server.port}/metrics"
+
+    def with_probe(app: Any) -> Any:
+        def answer(environ: Any, start_response: Any) -> Any:
+            if environ["PATH_INFO"] != "/probe":
+                return app(environ, start_response)
+            start_response("200 OK", [])
+            return [b"fine"]
+
+        return answer
+
+    server = MetricsServer.start(registry, MetricsPlace("127.0.0.1", 0, token, tls), with_probe)
+    url = f"http{'s' if encrypted else ''}://127.0.0.1:{server.port}"
     context = believing(own, own) if encrypted else None
 
-    def scrape(given: str | None, context: ssl.SSLContext | None = context) -> str:
+    def scrape(
+        given: str | None, context: ssl.SSLContext | None = context, page: str = "/metrics"
+    ) -> str:
         headers = {} if given is None else {"authorization": given}
-        asked = urllib.request.Request(url, headers=headers)
+        asked = urllib.request.Request(url + page, headers=headers)
         with urllib.request.urlopen(asked, timeout=PATIENCE_S, context=context) as answer:
             return answer.read().decode()
 
     try:
         silent = socket.create_connection(("127.0.0.1", server.port))  # stops nobody
+        assert await asyncio.to_thread(scrape, None, context, "/probe") == "fine"
         assert "things_total 3.0" in await asyncio.to_thread(scrape, f"Bearer {token}")
         for wrong in (None, "Bearer", f"Bearer {token}x", f"Bearer {SECRET}", token):
             with pytest.raises(urllib.error.HTTPError) as caught:

@@ -135,6 +135,7 @@ async def test_what_a_resumption_costs_the_prefill_node(model: Path, resume: str
 
 
 @pytest.mark.slow
+@pytest.mark.long
 async def test_kill_9_of_the_decode_nodes_changes_no_bit(model: Path, tmp_path: Path) -> None:
     """Real processes: one decode node after the other, and the prefill node is asked each time."""
     flags = ["--dtype", "bfloat16", "--num-kv-blocks", "100", "--max-num-seqs", "8"]

@@ -218,6 +218,7 @@ async def test_decode_node_killed_in_mid_stream(
         await c.assert_clean()
 
 
+@pytest.mark.long
 async def test_decode_node_killed_with_four_samples(
     model: Model, tmp_path: Path, redis_url: str
 ) -> None:
@@ -235,6 +236,7 @@ async def test_decode_node_killed_with_four_samples(
         await c.assert_clean()
 
 
+@pytest.mark.long
 async def test_prefill_node_killed_before_token_1(
     model: Model, tmp_path: Path, redis_url: str
 ) -> None:
@@ -266,6 +268,7 @@ async def test_prefill_node_killed_while_kv_moves(
         await c.assert_clean()
 
 
+@pytest.mark.long
 async def test_prefill_node_killed_between_token_1_and_the_end_of_its_kv(
     model: Model, tmp_path: Path, redis_url: str
 ) -> None:

@@ -18,7 +18,7 @@ from tests.system.references import Tokens, one_engine_tokens, prompts
 from tests.tiny_models import make_tiny_model
 from tests.waiting import WAIT_S, eventually
 
-pytestmark = [pytest.mark.redis, pytest.mark.slow]
+pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.long]
 
 PROMPTS = prompts((200, 30, 90, 150), seed=9)
 PARAMS = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)

@@ -27,7 +27,7 @@ from tests.system.processes import STOP_S, Processes, ServerProcess
 from tests.tiny_models import make_tiny_model
 from tests.waiting import WAIT_S, eventually
 
-pytestmark = [pytest.mark.redis, pytest.mark.slow]
+pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.long]
 NODE_FLAGS = ("--num-kv-blocks", "96", "--max-num-seqs", "16")
 ROUTER_FLAGS = ("--drain-s", "2", "--shutdown-s", "30")
 PROMPTS = ("the first", "a second one", "three", "and a fourth")

@@ -23,7 +23,7 @@ from tests.system.processes import ServerProcess
 from tests.system.test_kill import Case, Model, Stream, assert_whole, case, metric
 from tests.waiting import eventually
 
-pytestmark = [pytest.mark.redis, pytest.mark.slow]
+pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.long]
 model = kills.model  # the fixture
 log = logging.getLogger(__name__)
 FAILOVER_S = 8.0  # 1.1 s to notice, a prefill on two busy cores, and whatever else runs there

@@ -32,7 +32,7 @@ from tests.system.test_kill import metric
 from tests.tiny_models import make_tiny_model
 from tests.waiting import eventually
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 SIZE = 16
 NUM_PROMPT = 640  # ten MiB of KV: it is sent while it is computed

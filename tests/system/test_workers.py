@@ -19,7 +19,7 @@ from tests.system.processes import Processes
 from tests.tiny_models import make_tiny_model
 from tests.waiting import eventually
 
-pytestmark = [pytest.mark.redis, pytest.mark.slow]
+pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.long]
 NODE_FLAGS = ("--num-kv-blocks", "64", "--block-size", "16", "--dtype", "float32")
 PATIENCE_S = 30.0
 NUM_REQUESTS = 24

@@ -39,7 +39,8 @@ BOUNDS: Final[dict[str, tuple[float, float]]] = {
 }
 MAX_SESSION_CHARS: Final = 256
 _SAID_IN: Final = frozenset(
-    name.encode() for name in (*BOUNDS, "x-session-id", "x-baton-receipt", "traceparent")
+    name.encode()
+    for name in (*BOUNDS, "x-session-id", "x-baton-receipt", "x-baton-resume", "traceparent")
 )
 GRANT_KEY: Final = "baton.grant"  # where the key guard leaves it in the ASGI scope
 _NUMBER: Final = re.compile(r"[0-9]{1,10}(\.[0-9]{1,6})?")

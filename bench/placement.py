@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+import xxhash
+
 from baton.handles import NodeLoad
 from bench.measure import Slo
 from bench.recorded import Scaling, TraceRequest, bundled, plan_trace, read_trace
@@ -250,11 +252,15 @@ class Simulation:
 
 def _chain(prompt: str | tuple[int, ...]) -> list[int]:
     whole = range(0, len(prompt) - BLOCK + 1, BLOCK)
-    return list(itertools.accumulate((hash(prompt[at : at + BLOCK]) for at in whole), _link))
+    return list(itertools.accumulate((_digest(prompt[at : at + BLOCK]) for at in whole), _link))
 
 
 def _link(parent: int, block: int) -> int:
-    return hash((parent, block))
+    return _digest((parent, block))
+
+
+def _digest(value: object) -> int:
+    return xxhash.xxh3_64_intdigest(repr(value).encode())
 
 
 def compare(

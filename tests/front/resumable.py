@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -75,6 +75,12 @@ class CutStore:
 
     async def move(self, move: Move) -> WriteStatus:
         return await self._reached().move(move)
+
+    def post(self, move: Move, told: Callable[[WriteStatus | StoreUnavailable], None]) -> None:
+        if self.away:
+            told(StoreUnavailable("cut off"))
+        else:
+            self._inner.post(move, told)
 
     async def finish(self, move: Move) -> WriteStatus:
         return await self._reached().finish(move)

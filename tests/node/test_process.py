@@ -62,18 +62,22 @@ async def test_ready_then_serving_then_gone_on_sigterm(module: str, tmp_path: Pa
 
 @pytest.mark.slow
 async def test_a_signal_is_heard_while_the_model_loads(tmp_path: Path) -> None:
-    """A checkpoint whose config is a pipe that nobody writes to: loading would never end."""
-    model = make_tiny_model("llama", tmp_path / "model")
-    (model / "config.json").unlink()
-    os.mkfifo(model / "config.json")
-    async with process("prefill_node", "--model", str(model), "--log-level", "debug") as running:
+    """A checkpoint that takes seconds to round: the node ends without having been ready."""
+    model = make_tiny_model(
+        "llama", tmp_path / "model", hidden_size=1024, intermediate_size=2816, num_hidden_layers=4,
+        num_attention_heads=8, num_key_value_heads=8, head_dim=128, torch_dtype="bfloat16",
+    )  # fmt: skip
+    flags = ("--model", str(model), "--log-level", "debug", "--quantization", "int4")
+    async with process("prefill_node", *flags) as running:
         assert running.stderr is not None
+        assert running.stdout is not None
         async with asyncio.timeout(START_S):
             async for line in running.stderr:
                 if b"loading" in line:
                     break
             running.send_signal(signal.SIGTERM)
             assert await running.wait() == 0
+            assert await running.stdout.read() == b""
 
 
 @pytest.mark.slow

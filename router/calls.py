@@ -1,24 +1,22 @@
-"""One API call with its completions (one per prompt, each with its choices), and the whole (not
-streamed) answer to it.
+"""One API call with its completions (one per prompt, each with its choices), and what its answer
+says, streamed (router/sse.py) or whole (router/whole.py).
 
 Choices are numbered prompt by prompt: choice i is sample i % n of prompt i // n.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import msgspec
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from baton.clock import Clock
-from baton.errors import BatonError, Cancelled
+from baton.errors import BatonError
 from router.completion import Completion, Delta, Dispatch
-from router.connection import together, while_connected
+from router.connection import together
 from router.metrics import RouterMetrics
 from router.openai_logprobs import CompletionLogprobs
 from router.openai_message import message_of
@@ -43,10 +41,10 @@ from router.openai_replies import (
     usage_frame,
 )
 from router.parsers.parts import Part
-from router.receipt import receipt_frame, with_receipt
+from router.receipt import receipt_frame
 from router.token_ids import TokenIds
 from router.usage_stats import CountedFrames
-from router.web_errors import as_baton_error, error_object, error_response, log_failure
+from router.web_errors import error_object
 
 Api = Literal["completion", "chat"]
 GRACE_S: Final = 5.0  # the dispatcher keeps the deadline itself; this one catches its failure to
@@ -132,84 +130,47 @@ class Call:
         """How a stream ends that failed in the middle."""
         return sse_frame(error_object(error)) + DONE
 
-
-class WholeReply:
-    """ASGI answer that waits for all completions; the client's leaving aborts them."""
-
-    def __init__(self, call: Call, runner: Runner) -> None:
-        self._call = call
-        self._runner = runner
-
-    @property
-    def call(self) -> Call:
-        return self._call
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reply = await whole_answer(
-            receive, self._run(), self._call.completions, self._call.timeout_s, scope
-        )
-        if reply is not None:
-            await reply(scope, receive, send)
-
-    async def _run(self) -> bytes:
-        prompts = range(len(self._call.completions))
-        choices = await together([self._choices(prompt) for prompt in prompts])
+    async def whole(self, runner: Runner) -> bytes:
+        """The JSON of the whole answer."""
+        prompts = range(len(self.completions))
+        choices = await together([self._choices(prompt, runner) for prompt in prompts])
         return msgspec.json.encode(self._reply([one for some in choices for one in some]))
 
-    async def _choices(self, prompt: int) -> list[ChatChoice] | list[CompletionChoice]:
+    async def _choices(
+        self, prompt: int, runner: Runner
+    ) -> list[ChatChoice] | list[CompletionChoice]:
         """The whole choices of one prompt."""
-        call, completion = self._call, self._call.completions[prompt]
-        indices = call.indices(prompt)
-        if call.api == "chat":
-            chats = [_WholeChat(index, call.rules.of_choice(index)) for index in indices]
-            await self._read(completion, chats)
+        completion, indices = self.completions[prompt], self.indices(prompt)
+        if self.api == "chat":
+            chats = [_WholeChat(index, self.rules.of_choice(index)) for index in indices]
+            await _read(runner, completion, chats)
             return [chat.choice() for chat in chats]
-        texts = [_WholeText(index, completion, call.rules) for index in indices]
-        await self._read(completion, texts)
+        texts = [_WholeText(index, completion, self.rules) for index in indices]
+        await _read(runner, completion, texts)
         return [text.choice() for text in texts]
 
-    async def _read(self, completion: Completion, into: Sequence[_WholeChat | _WholeText]) -> None:
-        async with aclosing(self._runner.deltas(completion)) as deltas:
-            async for delta in deltas:
-                into[delta.sample].take(delta)
-
     def _reply(self, choices: list[Any]) -> CompletionReply | ChatReply:
-        call = self._call
-        head, usage = call.head, call.usage
-        if call.api == "chat":
-            first = call.completions[0]
+        head, usage = self.head, self.usage
+        if self.api == "chat":
+            first = self.completions[0]
             return ChatReply(
                 head.id,
                 head.created,
                 head.model,
                 choices,
                 usage,
-                prompt_logprobs=call.rules.told_of_prompt(first),
-                prompt_token_ids=TokenIds(call.rules.token_ids, first.request.prompt_ids).prompt,
+                prompt_logprobs=self.rules.told_of_prompt(first),
+                prompt_token_ids=TokenIds(self.rules.token_ids, first.request.prompt_ids).prompt,
             )
         return CompletionReply(head.id, head.created, head.model, choices, usage)
 
 
-async def whole_answer(
-    receive: Receive,
-    work: Coroutine[Any, Any, bytes],
-    completions: Sequence[Completion],
-    timeout_s: float,
-    scope: Scope | None = None,
-) -> Response | None:
-    """The JSON that `work` makes (with the receipt of its completions, if that is asked for), or
-    its failure; None if nobody is left to read an answer."""
-    try:
-        body = await while_connected(receive, work, scope, timeout_s + GRACE_S)
-    except Cancelled as error:
-        log_failure(error, error)
-        return None
-    except Exception as error:  # noqa: BLE001  every failure becomes the one answer
-        found = as_baton_error(error)
-        log_failure(found, error)
-        return error_response(found)
-    body, headers = with_receipt(body, completions)
-    return Response(body, headers=headers, media_type="application/json")
+async def _read(
+    runner: Runner, completion: Completion, into: Sequence[_WholeChat | _WholeText]
+) -> None:
+    async with aclosing(runner.deltas(completion)) as deltas:
+        async for delta in deltas:
+            into[delta.sample].take(delta)
 
 
 class _WholeChat:

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import orjson
-from starlette.types import Receive, Scope, Send
 
 from baton.errors import BatonError, InvalidRequest, UnsupportedFeature
-from router.calls import Runner, whole_answer
+from router.calls import Runner
 from router.completion import Completion, Delta
 from router.openai import ChatBody, checked
 from router.sse import StreamReply
+from router.whole import WholeReply
 
 Event = dict[str, Any]
 # Fields of a chat that every dialect takes under the same name, vLLM's among them.
@@ -93,7 +93,7 @@ def _within(field: str, head: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class DialectCall:
-    """One completion and the answer to it, as StreamReply wants it."""
+    """One completion and the answer to it, as StreamReply and WholeReply want it."""
 
     completion: Completion
     answer: Answer
@@ -112,8 +112,14 @@ class DialectCall:
     def broken(self, error: BatonError) -> bytes:
         return frames_of(self.answer.broken(error))
 
-    def reply(self, runner: Runner, stream: bool | None) -> StreamReply | DialectReply:
-        return StreamReply(self, runner) if stream else DialectReply(self, runner)
+    async def whole(self, runner: Runner) -> bytes:
+        async with aclosing(runner.deltas(self.completion)) as deltas:
+            async for delta in deltas:
+                self.answer.take(delta)
+        return orjson.dumps(self.answer.whole())
+
+    def reply(self, runner: Runner, stream: bool | None) -> StreamReply | WholeReply:
+        return StreamReply(self, runner) if stream else WholeReply(self, runner)
 
 
 class EventFrames:
@@ -128,32 +134,6 @@ class EventFrames:
 
     def delta(self, delta: Delta) -> bytes:
         return frames_of(self._answer.take(delta))
-
-
-class DialectReply:
-    """ASGI answer that waits for the whole; the client's leaving aborts it."""
-
-    def __init__(self, call: DialectCall, runner: Runner) -> None:
-        self._call = call
-        self._runner = runner
-
-    @property
-    def call(self) -> DialectCall:
-        return self._call
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reply = await whole_answer(
-            receive, self._run(), self._call.completions, self._call.timeout_s, scope
-        )
-        if reply is not None:
-            await reply(scope, receive, send)
-
-    async def _run(self) -> bytes:
-        answer = self._call.answer
-        async with aclosing(self._runner.deltas(self._call.completion)) as deltas:
-            async for delta in deltas:
-                answer.take(delta)
-        return orjson.dumps(answer.whole())
 
 
 def frames_of(events: Iterable[Event]) -> bytes:

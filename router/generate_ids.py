@@ -6,25 +6,21 @@ completion API's fields, checked by the same table; errors name them `sampling_p
 
 from __future__ import annotations
 
-import asyncio
 import re
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
 import orjson
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
-from baton.errors import Cancelled, InvalidRequest, UnsupportedFeature
+from baton.errors import BatonError, InvalidRequest, UnsupportedFeature
 from baton.events import TokenLogprob
-from router.calls import GRACE_S, Runner
+from router.calls import Runner
 from router.completion import Completion, Delta
-from router.connection import while_connected
 from router.http_api import HttpApi
 from router.openai import (
     CompletionBody,
@@ -39,9 +35,10 @@ from router.openai_replies import DONE, ReplyRules, finish_reason_of, sse_frame
 from router.reading import read_body
 from router.request_ids import engine_id, reply_id
 from router.services import RouterServices
-from router.sse import FrameWriter
+from router.sse import StreamReply
 from router.terms import terms_of
-from router.web_errors import as_baton_error, error_object, error_response, log_failure
+from router.web_errors import error_object
+from router.whole import WholeReply
 
 MAX_TOKEN_ID: Final = 2**31 - 1
 _ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -106,10 +103,48 @@ class TokensCall:
     model: str
     completion: Completion
     rules: ReplyRules
-    stream: bool
     include_usage: bool
     continuous_usage: bool
     timeout_s: float
+
+    @property
+    def completions(self) -> tuple[Completion, ...]:
+        return (self.completion,)
+
+    def frames(self, prompt: int) -> list[TokensFrames]:
+        return [TokensFrames(self) for _ in range(self.completion.num_choices)]
+
+    def tail(self) -> bytes:
+        """What a stream ends with."""
+        return (self.frame([], self.usage) if self.include_usage else b"") + DONE
+
+    def broken(self, error: BatonError) -> bytes:
+        """How a stream ends that failed in the middle."""
+        return sse_frame(error_object(error)) + DONE
+
+    async def whole(self, runner: Runner) -> bytes:
+        """The JSON of the whole answer."""
+        outputs = [_Output() for _ in range(self.completion.num_choices)]
+        async with aclosing(runner.deltas(self.completion)) as deltas:
+            async for delta in deltas:
+                output = outputs[delta.sample]
+                output.ids += delta.token_ids
+                output.told += self.told(delta)
+                output.last = delta
+        choices = [self.choice(i, each.ids, each.told, each.last) for i, each in enumerate(outputs)]
+        reply = GenerateReply(
+            self.id,
+            int(time.time()),
+            self.model,
+            choices,
+            self.usage,
+            prompt_logprobs=self.rules.told_of_prompt(self.completion),
+        )
+        return msgspec.json.encode(reply)
+
+    def frame(self, choices: list[GenerateChoice], usage: GenerateUsage | None) -> bytes:
+        told = msgspec.to_builtins({"choices": choices, "usage": usage})
+        return sse_frame({"request_id": self.id, **told})
 
     def choice(
         self, index: int, ids: Sequence[int], logprobs: list[dict[str, Any]], last: Delta | None
@@ -136,6 +171,24 @@ class TokensCall:
         return GenerateUsage(prompt, output, prompt + output)
 
 
+class TokensFrames:
+    """SSE frames of one choice."""
+
+    def __init__(self, call: TokensCall) -> None:
+        self._call = call
+        self._count = 0
+
+    def opening(self) -> bytes:
+        return b""
+
+    def delta(self, delta: Delta) -> bytes:
+        call, last = self._call, None if delta.finish_reason is None else delta
+        choice = call.choice(delta.sample, delta.token_ids, call.told(delta), last)
+        self._count += len(delta.token_ids)
+        usage = call.usage_of(self._count) if call.continuous_usage else None
+        return call.frame([choice], usage)
+
+
 class GenerateApi:
     """The endpoint. Keeps no state."""
 
@@ -144,7 +197,7 @@ class GenerateApi:
         self._http = http
         self._runner = Runner(services.dispatcher, services.metrics, services.clock)
 
-    async def generate(self, request: HttpRequest) -> TokensReply:
+    async def generate(self, request: HttpRequest) -> StreamReply | WholeReply:
         body = struct_of(object_of(await read_body(request)), GenerateBody)
         for name in ("features", "kv_transfer_params"):
             if getattr(body, name) is not None:
@@ -167,12 +220,11 @@ class GenerateApi:
             completion.request.adapter or completion.model,
             completion,
             ReplyRules(self._services.tokenizer, asked.logprobs, asked.prompt_logprobs),
-            bool(body.stream),
             bool(told.include_usage),
             bool(told.include_usage and told.continuous_usage_stats),
             self._services.config.request_timeout_s,
         )
-        return TokensReply(call, self._runner)
+        return StreamReply(call, self._runner) if body.stream else WholeReply(call, self._runner)
 
 
 def completion_body(body: GenerateBody) -> CompletionBody:
@@ -219,73 +271,3 @@ def _entry(told: TokenLogprob) -> dict[str, Any]:
         "logprob": max(told.logprob, FLOOR),
         "bytes": None,
     }
-
-
-class TokensReply:
-    """ASGI answer, whole or streamed; the client's leaving aborts the request."""
-
-    def __init__(self, call: TokensCall, runner: Runner) -> None:
-        self._call = call
-        self._runner = runner
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        writer = FrameWriter(send)
-        work = self._stream(writer) if self._call.stream else self._whole(scope, receive, send)
-        try:
-            async with asyncio.timeout(self._call.timeout_s + GRACE_S):
-                await while_connected(receive, work)
-        except Cancelled as error:
-            log_failure(error, error)  # nobody is left to read an answer
-        except Exception as error:  # noqa: BLE001  every failure becomes the one answer
-            found = as_baton_error(error)
-            log_failure(found, error)
-            if writer.started:
-                with suppress(Cancelled):  # gone by now: the failure is in the log
-                    await writer.end(sse_frame(error_object(found)) + DONE)
-            else:
-                await error_response(found)(scope, receive, send)
-        finally:
-            writer.close()
-
-    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        call = self._call
-        outputs = [_Output() for _ in range(call.completion.num_choices)]
-        async with aclosing(self._runner.deltas(call.completion)) as deltas:
-            async for delta in deltas:
-                output = outputs[delta.sample]
-                output.ids += delta.token_ids
-                output.told += call.told(delta)
-                output.last = delta
-        reply = GenerateReply(
-            call.id,
-            int(time.time()),
-            call.model,
-            [
-                call.choice(index, each.ids, each.told, each.last)
-                for index, each in enumerate(outputs)
-            ],
-            call.usage,
-            prompt_logprobs=call.rules.told_of_prompt(call.completion),
-        )
-        response = Response(msgspec.json.encode(reply), media_type="application/json")
-        await response(scope, receive, send)
-
-    async def _stream(self, writer: FrameWriter) -> None:
-        call = self._call
-        counts = [0] * call.completion.num_choices
-        async with aclosing(self._runner.deltas(call.completion)) as deltas:
-            async for delta in deltas:
-                last = delta if delta.finish_reason is not None else None
-                choice = call.choice(delta.sample, delta.token_ids, call.told(delta), last)
-                counts[delta.sample] += len(delta.token_ids)
-                usage = None
-                if call.continuous_usage:
-                    usage = msgspec.to_builtins(call.usage_of(counts[delta.sample]))
-                await writer.write(self._frame([msgspec.to_builtins(choice)], usage))
-        tail = b""
-        if call.include_usage:
-            tail = self._frame([], msgspec.to_builtins(call.usage))
-        await writer.end(tail + DONE)
-
-    def _frame(self, choices: list[Any], usage: Any) -> bytes:
-        return sse_frame({"request_id": self._call.id, "choices": choices, "usage": usage})

@@ -1,7 +1,7 @@
 """The HTTP routes: read a body, parse, check, tokenize, hand a call to its reply.
 
 Bodies and their fields are in router/openai.py, the way from a body to a request in
-router/intake.py, streaming in router/sse.py, whole answers in router/calls.py, the dialects of
+router/intake.py, streaming in router/sse.py, whole answers in router/whole.py, the dialects of
 /v1/responses and /v1/messages in packages of their own. All state is in the RouterServices passed
 in.
 """
@@ -22,7 +22,7 @@ from baton import __version__
 from baton.errors import InvalidRequest
 from baton.metrics import CONTENT_TYPE
 from router.anthropic.api import AnthropicApi
-from router.calls import Api, Call, Runner, WholeReply
+from router.calls import Api, Call, Runner
 from router.chat_rules import conversation_of
 from router.completion import Completion
 from router.guided import asked_of
@@ -50,6 +50,7 @@ from router.served import cards
 from router.services import RouterServices
 from router.sse import StreamReply
 from router.terms import Terms, terms_of
+from router.whole import WholeReply
 
 # POST routes that are worth a short way (router/direct.py).
 BUSIEST: Final = frozenset({"/v1/completions", "/v1/chat/completions"})

@@ -20,10 +20,9 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from baton.errors import KeyReused, RequestNotFound, Unavailable, UnsupportedFeature
-from router.calls import Runner, WholeReply
+from router.calls import Runner
 from router.canonical import Canonical, body_digest, owner_digest, record_id
 from router.completion import Completion
-from router.dialect import DialectReply
 from router.key_headers import keys_of
 from router.numbered import NumberedReply
 from router.reading import read_body
@@ -44,6 +43,7 @@ from router.runs import Found, Runs
 from router.services import RouterServices
 from router.sse import StreamReply
 from router.terms import GRANT_KEY
+from router.whole import WholeReply
 
 # Path -> the field of its body that makes it large.
 RESUMABLE: Final = {
@@ -54,7 +54,7 @@ RESUMABLE: Final = {
 }
 NOT_RESUMABLE: Final = ("/inference/v1/generate",)
 POSITION_QUERY: Final = "starting_after"
-Reply = StreamReply | WholeReply | DialectReply
+Reply = StreamReply | WholeReply
 Handler = Callable[[HttpRequest], Awaitable[Any]]
 
 
@@ -243,8 +243,6 @@ class ResumedReply:
                 await NumberedReply(reply.call, runner, reader.seen)(scope, receive, send)
             case WholeReply():
                 await WholeReply(reply.call, runner)(scope, receive, send)
-            case DialectReply():
-                await DialectReply(reply.call, runner)(scope, receive, send)
 
 
 def owner_of(scope: Scope) -> str:

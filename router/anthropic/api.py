@@ -11,13 +11,14 @@ from router.anthropic import body
 from router.anthropic.answer import MessageAnswer
 from router.anthropic.errors import PREFIX
 from router.calls import Runner
-from router.dialect import DialectCall, DialectReply, in_own_names, own_name
+from router.dialect import DialectCall, in_own_names, own_name
 from router.intake import Intake
 from router.openai_replies import ReplyRules
 from router.reading import read_body
 from router.reply_ids import own_id
 from router.services import RouterServices
 from router.sse import StreamReply
+from router.whole import WholeReply
 
 
 class AnthropicApi:
@@ -34,7 +35,7 @@ class AnthropicApi:
             Route(f"{PREFIX}/count_tokens", self.count_tokens, methods=["POST"]),
         ]
 
-    async def create(self, request: HttpRequest) -> StreamReply | DialectReply:
+    async def create(self, request: HttpRequest) -> StreamReply | WholeReply:
         chat = body.read(await read_body(request))
         id_ = own_id("msg_", 12, request)
         with in_own_names(body.NAMES):

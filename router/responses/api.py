@@ -6,7 +6,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.routing import Route
 
 from router.calls import Runner
-from router.dialect import DialectCall, DialectReply, in_own_names, own_name
+from router.dialect import DialectCall, in_own_names, own_name
 from router.intake import Intake
 from router.openai_replies import ReplyHead, ReplyRules
 from router.reading import read_body
@@ -15,6 +15,7 @@ from router.responses import body
 from router.responses.answer import ResponseAnswer
 from router.services import RouterServices
 from router.sse import StreamReply
+from router.whole import WholeReply
 
 
 class ResponsesApi:
@@ -28,7 +29,7 @@ class ResponsesApi:
     def routes(self) -> list[Route]:
         return [Route("/v1/responses", self.create, methods=["POST"])]
 
-    async def create(self, request: HttpRequest) -> StreamReply | DialectReply:
+    async def create(self, request: HttpRequest) -> StreamReply | WholeReply:
         call = body.read(await read_body(request))
         chat, id_ = call.chat, own_id("resp_", 24, request)
         with in_own_names(body.NAMES):

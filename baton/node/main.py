@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import json
 import logging
+import os
 import secrets
 import signal
 import sys
@@ -49,6 +50,7 @@ from kv_transfer.device_copies import memory_of
 log = logging.getLogger(__name__)
 
 USAGE_ERROR: Final = 2
+LOADER: Final = "load"
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,10 +197,16 @@ def main(program: NodeProgram, argv: Sequence[str], environ: Mapping[str, str]) 
             cores = parse_cores(config.cpu_cores)
             pin_process(cores)
             engine_config = replace(engine_config, threads=engine_config.threads or len(cores))
-        return asyncio.run(_run(program, config, engine_config))
+        status = asyncio.run(_run(program, config, engine_config))
     except ConfigError as error:
         sys.stderr.write(f"{parser.prog}: {error.message}\n")
         return USAGE_ERROR
+    if any(thread.name == LOADER for thread in threading.enumerate()):
+        # An interpreter that ends unwinds the thread's C++ frames, and libstdc++ aborts on that.
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(status)
+    return status
 
 
 async def _run(program: NodeProgram, config: NodeConfig, engine_config: EngineConfig) -> int:
@@ -285,7 +293,7 @@ async def _load(config: EngineConfig, place: PoolPlace, stop: asyncio.Event) -> 
 
     log.info("loading %s", config.model)
     # Daemon: a signal must not have to wait for gigabytes of weights.
-    threading.Thread(target=work, name="load", daemon=True).start()
+    threading.Thread(target=work, name=LOADER, daemon=True).start()
     waiter = asyncio.ensure_future(stop.wait())
     await asyncio.wait({loaded, waiter}, return_when=asyncio.FIRST_COMPLETED)
     waiter.cancel()

@@ -30,7 +30,6 @@ from baton.handles import NodeLoad
 from baton.messages import DrainNode
 from baton.metrics import CONTENT_TYPE
 from baton.request import Request
-from router.aborts import Aborts
 from router.auth import ApiKeyGuard
 from router.http_guard import HeadGuard, HttpLimits
 from router.openai import object_of, struct_of
@@ -80,8 +79,8 @@ class AdminApi:
         body = struct_of(object_of(await read_body(request)), AbortBody)
         if len(body.request_ids) > MAX_ABORTS:
             raise InvalidRequest(f"request_ids: at most {MAX_ABORTS}", field="request_ids")
-        aborts = self._services.aborts or Aborts(self._services.dispatcher)
-        return _json(Aborted(await aborts.everywhere(body.request_ids, by_operator=True)))
+        ended = await self._services.aborts.everywhere(body.request_ids, by_operator=True)
+        return _json(Aborted(ended))
 
     async def drain(self, request: HttpRequest) -> Response:
         """Take no new requests: this router, or one of its nodes."""

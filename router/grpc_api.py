@@ -31,7 +31,6 @@ from baton.timing import server_options
 from baton.wire_checks import one_of
 from baton.wire_guided import guided_from_wire
 from protos import serve_pb2, serve_pb2_grpc
-from router.aborts import Aborts
 from router.canonical import owner_digest, record_id
 from router.completion import Completion, Delta, OutputRules
 from router.config import RouterConfig
@@ -102,9 +101,8 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
 
     async def Abort(self, request: serve_pb2.AbortRequest, context: Any) -> serve_pb2.AbortReply:
         """End a request of the caller's tenant; those of others are not there."""
-        aborts = self._services.aborts or Aborts(self._services.dispatcher)
         asked = (request.request_id, record_id(self._owner(context), request.request_id))
-        found = await aborts.everywhere(asked, domain=self._grant(context).domain)
+        found = await self._services.aborts.everywhere(asked, domain=self._grant(context).domain)
         return serve_pb2.AbortReply(found=bool(found))
 
     async def Models(self, request: serve_pb2.ModelsRequest, context: Any) -> serve_pb2.ModelsReply:

@@ -123,20 +123,13 @@ class ResumableApi:
         if others:
             message = "prompt: one per request, if it is resumable"
             raise UnsupportedFeature(message, field="prompt")
-        if completion.request.params.prompt_logprobs is not None:
-            message = "log-probabilities of the prompt are not kept for resumable requests"
-            raise UnsupportedFeature(message, field="prompt_logprobs")
         completion.request = replace(completion.request, id=record_id(asked.owner, asked.name))
         canonical = Canonical(
             path, asked.name, asked.owner, pinned.created, asked.grace_s, asked.body,
             completion.request,
         )  # fmt: skip
         fields = canonical.fields(runs.clock, RESUMABLE[path])
-        begun = await runs.begin(canonical, completion.twin(), fields)
-        found = begun or await runs.find(asked.owner, asked.name)
-        if found is None:
-            raise Unavailable("the request was just taken by another router: ask again")
-        return found
+        return await runs.begin(canonical, completion.twin(), fields)
 
     async def stream(self, request: HttpRequest) -> ResumedReply:
         """`GET /v1/requests/{id}/stream`: go on after `starting_after`, or the event last seen."""

@@ -18,7 +18,6 @@ from baton.errors import (
     KeyReused,
     RequestNotFound,
     Unavailable,
-    UnsupportedFeature,
 )
 from router.canonical import Canonical, body_digest, record_id
 from router.completion import Completion, Delta
@@ -91,9 +90,6 @@ class ResumableCalls:
         return reader, _read(runs, found, reader, asked.after)
 
     async def _begin(self, runs: Runs, asked: GrpcAsked, completion: Completion) -> Found:
-        if completion.request.params.prompt_logprobs is not None:
-            message = "log-probabilities of the prompt are not kept for resumable requests"
-            raise UnsupportedFeature(message, field="prompt_logprobs")
         if len(asked.name) > MAX_RESUMABLE_NAME:
             message = f"request_id: at most {MAX_RESUMABLE_NAME} characters, if it is resumable"
             raise InvalidRequest(message, field="request_id")
@@ -103,11 +99,7 @@ class ResumableCalls:
             API, asked.name, asked.owner, int(time.time()), asked.grace_s, asked.body, request
         )
         fields = canonical.fields(runs.clock, "prompt")
-        found = await runs.begin(canonical, completion.twin(), fields)
-        found = found or await runs.find(asked.owner, asked.name)
-        if found is None:
-            raise Unavailable("the request was just taken by another router: ask again")
-        return found
+        return await runs.begin(canonical, completion.twin(), fields)
 
     async def _completion(self, canonical: Canonical) -> Completion:
         completion = await self._make(canonical.body, canonical.name)

@@ -20,7 +20,7 @@ from hmac import compare_digest
 from typing import Final, Protocol
 
 from baton.clock import Clock
-from baton.errors import BatonError, Cancelled, InvalidRequest, Unavailable
+from baton.errors import BatonError, Cancelled, InvalidRequest, Unavailable, UnsupportedFeature
 from baton.events import TokenEvent
 from baton.log import request_context
 from baton.request import Request, RequestState
@@ -289,20 +289,27 @@ class Runs:
 
     async def begin(
         self, canonical: Canonical, completion: Completion, fields: dict[str, str]
-    ) -> Found | None:
-        """Take a new request on; None if somebody else did, in this moment: `find` it.
+    ) -> Found:
+        """Take a new request on, or find it, if another router did in this moment.
 
-        Returns when it is recorded, or refused: then its readers are told so.
+        Returns when it is recorded, or refused: then its readers are told so. Raises
+        UnsupportedFeature for what is not kept, Unavailable.
         """
+        if canonical.request.params.prompt_logprobs is not None:
+            message = "log-probabilities of the prompt are not kept for resumable requests"
+            raise UnsupportedFeature(message, field="prompt_logprobs")
         run = Run(canonical, completion, self._backlog(canonical, fields), self._parts)
         self._parts.store.expect(run.id, run.backlog)
         self._start(run)
         await run.accepted()
         run.wait_for_readers()
         failure = run.failure
-        if isinstance(failure, InvalidRequest) and failure.field == "request_id":
-            return None
-        return _found(run)
+        if not (isinstance(failure, InvalidRequest) and failure.field == "request_id"):
+            return _found(run)
+        found = await self.find(canonical.owner, canonical.name)
+        if found is None:
+            raise Unavailable("the request was just taken by another router: ask again")
+        return found
 
     async def adopt(self, record: RequestRecord, canonical: Canonical) -> bool:
         """Go on with a request just claimed. False: not here, and it is given up again."""

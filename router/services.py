@@ -44,10 +44,10 @@ class RouterServices:
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     metrics: RouterMetrics
+    aborts: Aborts
     sampling_defaults: SamplingDefaults = field(default_factory=dict[str, int | float])
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     clock: Clock = field(default_factory=SystemClock)
-    aborts: Aborts | None = None  # None: this router's own are all there are
     runs: Runs | None = None  # resumable requests; None: none are taken
 
     @property

@@ -38,10 +38,6 @@ BOUNDS: Final[dict[str, tuple[float, float]]] = {
     "x-request-priority": (-(2**31 - 1), 2**31 - 1),
 }
 MAX_SESSION_CHARS: Final = 256
-_SAID_IN: Final = frozenset(
-    name.encode()
-    for name in (*BOUNDS, "x-session-id", "x-baton-receipt", "x-baton-resume", "traceparent")
-)
 GRANT_KEY: Final = "baton.grant"  # where the key guard leaves it in the ASGI scope
 _NUMBER: Final = re.compile(r"[0-9]{1,10}(\.[0-9]{1,6})?")
 _INTEGER: Final = re.compile(r"-?[0-9]{1,10}")
@@ -151,6 +147,17 @@ def read_terms(header: Callable[[str], str], grant: Grant = EVERYBODY) -> Terms:
     )
 
 
+def _names_read() -> frozenset[bytes]:
+    names: list[str] = []
+
+    def absent(name: str) -> str:
+        names.append(name)
+        return ""
+
+    read_terms(absent)
+    return frozenset(name.encode() for name in names)
+
+
 def resume_of(given: str, field: str) -> Resume | None:
     """What a caller says of its resumption, None for nothing. Raises InvalidRequest."""
     if given and given not in get_args(Resume):
@@ -182,3 +189,6 @@ def _seconds(milliseconds: float | None) -> float | None:
 def _check_session(value: str, name: str) -> None:
     if len(value) > MAX_SESSION_CHARS:
         raise InvalidRequest(f"{name}: at most {MAX_SESSION_CHARS} characters", field=name)
+
+
+_SAID_IN: Final = _names_read()  # the headers that mean anything here

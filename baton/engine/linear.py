@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton.engine.kernels.cpu.library import CpuKernels, kernels
+from baton.engine.kernels.cpu.library import CpuKernels, kernels_for
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class SideBySide:
 
 def choose_linear(dtype: torch.dtype, device: torch.device) -> LinearFormat:
     """The fastest format that works here for this dtype; tried on a small product, logged."""
-    compiled = kernels() if device.type == "cpu" and dtype == torch.bfloat16 else None
+    compiled = kernels_for(dtype, device)
     if compiled is not None and not torch.cpu._is_amx_tile_supported():
         logger.info("linear layers: bfloat16 weights in panels, compiled kernel")
         return functools.partial(_in_panels, compiled)

@@ -20,6 +20,7 @@ from baton.handles import Endpoint, NodeLoad, NodeRecord, Role
 from baton.kv_spec import PoolFormat
 from baton.request import FinishReason, Request
 from baton.tokenizer import Tokenizer
+from router.aborts import Aborts
 from router.app import create_app
 from router.config import RouterConfig
 from router.http_guard import HttpLimits, uvicorn_settings
@@ -120,6 +121,15 @@ class FakeDispatcher:
     def stop_sample(self, request_id: str, sample: int) -> None:
         self.stopped.append((request_id, sample))
 
+    def live(self) -> list[tuple[Request, RequestTrace]]:
+        return []
+
+    def waiting(self) -> list[tuple[Request, RequestTrace]]:
+        return []
+
+    def abort(self, request_id: str, by_operator: bool = False) -> bool:
+        return False
+
     async def _events(self, request: Request) -> AsyncIterator[TokenEvent]:
         if request.params.num_outputs == 1:
             text = self.scripts.get(request.prompt_ids, self.answer)
@@ -218,6 +228,7 @@ class Front:
             "tokenizer": self.tokenizer,
             "chat_template": self.chat_template,
             "metrics": self.metrics,
+            "aborts": Aborts(self.dispatcher),
             "lifecycle": self.lifecycle,
             "sampling_defaults": self.sampling_defaults,
         }

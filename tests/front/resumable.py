@@ -17,6 +17,7 @@ from baton.errors import Cancelled, StoreUnavailable
 from baton.events import TokenEvent
 from baton.request import Request, RequestState
 from baton.timing import Timing
+from router.aborts import Aborts
 from router.adoption import Adopter
 from router.app import create_app
 from router.config import RouterConfig
@@ -339,6 +340,7 @@ async def held_router(
         "tokenizer": TOKENIZER,
         "chat_template": CHAT_TEMPLATE,
         "metrics": metrics,
+        "aborts": Aborts(dispatcher),
         "clock": clock,
         "runs": runs,
     }

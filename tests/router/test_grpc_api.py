@@ -31,6 +31,7 @@ from baton.handles import Role
 from baton.messages import AbortRequest, SubmitDecode
 from baton.request import FinishReason, RequestState
 from baton.sampling import SamplingParams
+from router.aborts import Aborts
 from router.config import RouterConfig
 from router.grpc_api import GrpcServer
 from router.metrics import RouterMetrics
@@ -69,6 +70,7 @@ async def open_door(
                 tokenizer=TOKENIZER,
                 chat_template=CHAT_TEMPLATE,
                 metrics=RouterMetrics(),
+                aborts=Aborts(router.dispatcher),
                 sampling_defaults=defaults or {},
                 clock=SystemClock(),
             )

@@ -97,8 +97,7 @@ class TorchAttention:
         out = q.new_empty(q.shape[0], q.shape[1], spec.latent or store.values.dim)
         for group in plan.decode:
             out[group.rows] = _decode(q[group.rows], store, group, spec)
-        for span in plan.prefill:
-            _prefill(q, store, span, spec, out)
+        self.prefill(layer, q, batch, out)
         return out
 
     def prefill(self, layer: int, q: Tensor, batch: Batch, out: Tensor) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton.engine.kernels.cpu.library import CpuKernels, HeadNorms, kernels
+from baton.engine.kernels.cpu.library import CpuKernels, HeadNorms, kernels_for
 from baton.engine.models.config import DecoderConfig
 from baton.engine.models.rope import Rotation
 
@@ -106,11 +106,10 @@ def choose_elementwise(
     config: DecoderConfig, dtype: torch.dtype, device: torch.device
 ) -> Elementwise:
     """The compiled ones where they can serve."""
-    if device.type == "cpu" and dtype == torch.bfloat16 and CompiledElementwise.suits(config):
-        compiled = kernels()
-        if compiled is not None:
-            return CompiledElementwise(compiled)
-    return TorchElementwise()
+    compiled = kernels_for(dtype, device)
+    if compiled is None or not CompiledElementwise.suits(config):
+        return TorchElementwise()
+    return CompiledElementwise(compiled)
 
 
 def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

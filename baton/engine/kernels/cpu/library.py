@@ -224,6 +224,11 @@ def kernels() -> CpuKernels | None:
     return _found()[0]
 
 
+def kernels_for(dtype: torch.dtype, device: torch.device) -> CpuKernels | None:
+    """The kernels, where tensors of this kind are what they take."""
+    return kernels() if device.type == "cpu" and dtype == torch.bfloat16 else None
+
+
 def state() -> str:
     """What serves on this machine, and why; for people."""
     return _found()[1]

@@ -26,6 +26,7 @@ from baton.handles import NodeRecord
 from baton.request import Request
 from baton.timing import Timing
 from baton.tokenizer import Tokenizer
+from router.aborts import Aborts
 from router.app import create_app
 from router.config import RouterConfig
 from router.dispatcher import Dispatcher
@@ -120,14 +121,16 @@ async def engine_app(config: EngineConfig, timeout_s: float) -> AsyncIterator[AS
     )
     template = ChatTemplate.load(config.model)
     clock = SystemClock()
+    known = cast(Dispatcher, dispatcher)  # the part of it that front doors use
     services = RouterServices(
         config=RouterConfig(model=config.model, request_timeout_s=timeout_s),
-        dispatcher=cast(Dispatcher, dispatcher),  # the part of it that front doors use
+        dispatcher=known,
         registry=cast(NodeRegistry, EngineRegistry(model)),
         store=StoreGuard(MemoryStore(NODE, Timing(), clock), Timing()),
         tokenizer=Tokenizer.load(config.model),
         chat_template=template if template.present else None,
         metrics=RouterMetrics(),
+        aborts=Aborts(known),
         sampling_defaults=sampling_defaults(config.model),
         clock=clock,
     )

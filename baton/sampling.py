@@ -90,7 +90,9 @@ class SamplingParams:
             value: Any = getattr(self, name)
             if value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, _NUMBERS):
+            if type(value) not in _NUMBERS and (
+                isinstance(value, bool) or not isinstance(value, _NUMBERS)
+            ):
                 raise InvalidRequest(f"{name} must be a number", field=name)
             if not low <= value <= high:  # a NaN is not either
                 raise InvalidRequest(

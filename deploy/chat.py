@@ -5,10 +5,13 @@ Works against any OpenAI-compatible URL. Synchronous: one person, one question a
 
 from __future__ import annotations
 
+import re
+import ssl
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Any
 
 import httpx
 from rich.console import Console
@@ -20,6 +23,7 @@ SILENCE_TIMEOUT_S = 120.0  # between two pieces of a stream; long prompts on a C
 READY_PAUSE_S = 0.1
 
 Message = dict[str, str]
+_NODE = re.compile(r'[{,]node="([^"]+)"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +62,17 @@ class Conversation:
 class ChatClient:
     """Talks to one server. Raises httpx.HTTPError or StreamError; both carry a readable message."""
 
-    def __init__(self, url: str, api_key: str | None = None) -> None:
+    def __init__(
+        self, url: str, api_key: str | None = None, trust: ssl.SSLContext | None = None
+    ) -> None:
+        """`trust` None: the CAs that httpx knows, for https."""
         self.url = url.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         timeout = httpx.Timeout(SILENCE_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
-        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout)
+        verify = True if trust is None else trust
+        self._http = httpx.Client(
+            base_url=self.url, headers=headers, timeout=timeout, verify=verify
+        )
 
     def wait_ready(self, timeout_s: float) -> None:
         """Returns when `/ready` says 200. Raises StreamError with the last answer otherwise.
@@ -82,6 +92,12 @@ class ChatClient:
                 raise StreamError(f"{self.url} is not ready after {timeout_s:.0f} s: {state}")
             time.sleep(READY_PAUSE_S)
 
+    def nodes(self) -> set[str]:
+        """Ids of the nodes that the server's metrics tell of."""
+        response = self._http.get("/metrics")
+        _raise_for_status(response)
+        return set(_NODE.findall(response.text))
+
     def first_model(self) -> str:
         """The first model that the server lists."""
         try:
@@ -95,9 +111,14 @@ class ChatClient:
         return str(models[0]["id"])
 
     def ask(
-        self, messages: Sequence[Message], settings: ChatSettings, show: Callable[[str], None]
+        self,
+        messages: Sequence[Message],
+        settings: ChatSettings,
+        show: Callable[[str], None],
+        think: Callable[[str], None] = lambda _: None,
     ) -> Answer:
-        """Stream one answer; `show` gets each piece of text as it comes."""
+        """Stream one answer; `show` gets each piece of text as it comes, `think` each piece of a
+        thought before it."""
         body: dict[str, object] = {
             "model": settings.model or self.first_model(),
             "messages": list(messages),
@@ -111,11 +132,13 @@ class ChatClient:
         }
         body |= {name: value for name, value in optional.items() if value is not None}
         try:
-            return self._stream(body, show)
+            return self._stream(body, show, think)
         except httpx.ConnectError as error:
             raise _nobody(self.url) from error
 
-    def _stream(self, body: dict[str, object], show: Callable[[str], None]) -> Answer:
+    def _stream(
+        self, body: dict[str, object], show: Callable[[str], None], think: Callable[[str], None]
+    ) -> Answer:
         began = time.monotonic()
         first: float | None = None
         pieces: list[str] = []
@@ -123,9 +146,12 @@ class ChatClient:
         with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
             _raise_for_status(response)
             for chunk in parse_lines(response.iter_lines()):
-                text = text_of(chunk)
+                text, thought = text_of(chunk), thought_of(chunk)
+                if first is None and (text or thought):
+                    first = time.monotonic() - began
+                if thought:
+                    think(thought)
                 if text:
-                    first = first if first is not None else time.monotonic() - began
                     pieces.append(text)
                     show(text)
                 if chunk.get("usage"):
@@ -146,6 +172,12 @@ class ChatClient:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def thought_of(chunk: dict[str, Any]) -> str:
+    """What a chunk tells of a thought, under vLLM's newer or older name."""
+    deltas = [choice.get("delta") or {} for choice in chunk.get("choices") or []]
+    return "".join(each.get("reasoning") or each.get("reasoning_content") or "" for each in deltas)
 
 
 def _nobody(url: str) -> StreamError:
@@ -176,13 +208,27 @@ def describe(answer: Answer) -> str:
 def ask_and_show(
     client: ChatClient, messages: Sequence[Message], settings: ChatSettings, console: Console
 ) -> Answer:
-    """Ask, print the answer while it streams, then one line about its speed."""
+    """Ask, print the answer while it streams, its thoughts dimmed, then one line about its
+    speed."""
+    thoughtful = False
 
-    def show(text: str) -> None:
-        console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
+    def show(text: str, style: str | None = None) -> None:
+        console.print(text, end="", markup=False, highlight=False, soft_wrap=True, style=style)
         console.file.flush()
 
-    answer = client.ask(messages, settings, show)
+    def think(text: str) -> None:
+        nonlocal thoughtful
+        thoughtful = True
+        show(text, "dim")
+
+    def speak(text: str) -> None:
+        nonlocal thoughtful
+        if thoughtful:
+            console.print("\n")
+            thoughtful = False
+        show(text)
+
+    answer = client.ask(messages, settings, speak, think)
     console.print()
     console.print(describe(answer), style="dim", highlight=False)
     return answer

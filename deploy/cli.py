@@ -26,9 +26,11 @@ from rich.console import Console
 from baton.config import add_options, load
 from baton.engine.config import EngineConfig
 from baton.errors import BatonError, ConfigError
+from baton.tls import TlsFiles
 from bench.sse import StreamError
 from deploy.hub import local_model
 from deploy.plan import DEMO_MODEL, UpOptions
+from deploy.trust import add_trust, client_tls, trust_of
 from router.config import RouterConfig
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -84,6 +86,7 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
 def _add_chat(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("question", nargs="?", help="ask this once and exit")
     _add_server(parser)
+    add_trust(parser)
     parser.add_argument("--model", help="model name (default: the first that the server lists)")
     parser.add_argument("--max-tokens", type=int, help="longest answer, tokens")
     parser.add_argument("--temperature", type=float, help="0 = greedy")
@@ -108,6 +111,8 @@ def _add_status(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--api-key", default=os.environ.get("BATON_API_KEY"), help="the router's key"
     )
+    parser.add_argument("--tls", action="store_true", help="with TLS, and the system's CAs")
+    add_trust(parser)
     parser.add_argument("--once", action="store_true", help="print the table once and exit")
     parser.set_defaults(handler=run_status)
 
@@ -121,6 +126,10 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
         "--to", dest="target", metavar="HOST:PORT", help=given.format("decode", "from")
     )
     parser.add_argument("--redis-url", default=os.environ.get("BATON_REDIS_URL", ""))
+    for part, text in (("cert", "certificate chain shown to nodes"), ("key", "its key"),
+                       ("ca", "certificate of the CA that signed all nodes'")):  # fmt: skip
+        default = os.environ.get(f"BATON_NODE_TLS_{part.upper()}")
+        parser.add_argument(f"--node-tls-{part}", default=default, help=f"PEM {text}")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(handler=run_doctor)
 
@@ -163,15 +172,27 @@ def up_settings(arguments: argparse.Namespace) -> tuple[UpOptions, dict[str, obj
             engine.setdefault("served_model_name", given)  # a hub id, not the cache's folder
     # What is bad stops here, before anything starts.
     load(EngineConfig, engine, os.environ)
-    keys = (options.api_key,) if options.api_key else ()
-    RouterConfig(
+    check_front_door(options)
+    return options, engine
+
+
+def check_front_door(options: UpOptions) -> None:
+    """Raise ConfigError for what the router would refuse, before anything starts."""
+    router = RouterConfig(
         host=options.host,
-        api_key=keys,
+        api_key=(options.api_key,) if options.api_key else (),
+        api_keys=options.api_keys,
+        tls_cert=options.tls_cert,
+        tls_key=options.tls_key,
+        tls_ca=options.tls_ca,
         insecure=options.insecure,
         enable_auto_tool_choice=options.enable_auto_tool_choice,
         tool_call_parser=options.tool_call_parser,
-    ).check()
-    return options, engine
+    )
+    router.check()
+    router.key_ring()
+    if router.tls is not None:
+        router.tls.server_context()
 
 
 def run_up(arguments: argparse.Namespace) -> int:
@@ -188,7 +209,7 @@ def run_chat(arguments: argparse.Namespace) -> int:
     settings = ChatSettings(
         arguments.model, arguments.max_tokens, arguments.temperature, arguments.seed
     )
-    with ChatClient(arguments.url, arguments.api_key) as client:
+    with ChatClient(arguments.url, arguments.api_key, trust_of(arguments)) as client:
         if arguments.question is None:
             chat(client, settings, console)
         else:
@@ -212,15 +233,17 @@ def run_batch(arguments: argparse.Namespace) -> int:
 def run_status(arguments: argparse.Namespace) -> int:
     from deploy.status import status
 
-    return status(arguments.grpc, arguments.api_key, arguments.once, Console())
+    tls = client_tls(arguments, wanted=arguments.tls)
+    return status(arguments.grpc, arguments.api_key, arguments.once, Console(), tls)
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
     """0 when the two can hand over in any way, else 1."""
-    from deploy.doctor import doctor, show
+    from deploy.doctor import NodeAccess, doctor, show
 
-    secret = os.environ.get("BATON_SECRET", "")
-    found = doctor(arguments.source, arguments.target, secret, arguments.redis_url)
+    files = (arguments.node_tls_cert, arguments.node_tls_key, arguments.node_tls_ca)
+    access = NodeAccess(os.environ.get("BATON_SECRET", ""), TlsFiles.of(*files, "node_tls"))
+    found = doctor(arguments.source, arguments.target, access, arguments.redis_url)
     if arguments.json:
         print(json.dumps(found.as_json(), indent=2))
     else:

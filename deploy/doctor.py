@@ -19,6 +19,7 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
+import grpc
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -31,6 +32,7 @@ from baton.messages import AbortRequest, ReleaseExport, RouterMessage, SubmitDec
 from baton.request import Request
 from baton.sampling import SamplingParams
 from baton.timing import Timing
+from baton.tls import TlsFiles
 from bench.transfer_link import Link, PeerError
 from deploy.machine import MachineFacts, machine_facts
 from router.node_session import Attachment, NodeEvent, NodeSession, SessionContext, SessionLost
@@ -41,6 +43,19 @@ LARGE_TOKENS: Final = 512
 SMALL_TOKENS: Final = 8
 REPEATS: Final = 3
 PROBE: Final = {"layers": 8, "heads": 8, "dim": 128, "tokens": LARGE_TOKENS}  # 16 MiB
+
+
+@dataclass(frozen=True, slots=True)
+class NodeAccess:
+    """What lets a router in at the nodes: the deployment's secret, and certificates if they have
+    TLS."""
+
+    secret: str = ""
+    tls: TlsFiles | None = None
+
+    def credentials(self) -> grpc.ChannelCredentials | None:
+        """Raises ConfigError for a file that cannot be used."""
+        return None if self.tls is None else self.tls.channel_credentials()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +84,9 @@ class Diagnosis:
         return {**asdict(self), "healthy": self.healthy}
 
 
-async def diagnose(source: str | None, target: str | None, secret: str, redis: str) -> Diagnosis:
+async def diagnose(
+    source: str | None, target: str | None, access: NodeAccess, redis: str
+) -> Diagnosis:
     """Between the nodes at `source` and `target`, or between two local probes when both are None.
 
     Raises ConfigError for one address alone or nodes that cannot hand over; NodeLost.
@@ -84,7 +101,7 @@ async def diagnose(source: str | None, target: str | None, secret: str, redis: s
                 ways = [way for way in facts["ways"] if "tls" not in way]  # certificates are yours
                 lanes = await probe_local(p, d, ways, facts["preferred"])
             return Diagnosis(("a local probe", "another"), lanes, machine)
-    lanes = await probe_nodes(source, target, secret)
+    lanes = await probe_nodes(source, target, access)
     return Diagnosis((source, target), lanes, machine)
 
 
@@ -147,12 +164,13 @@ class NoLog:
 class ProbedNode:
     """A session with one running node, as a router's."""
 
-    def __init__(self, address: str, secret: str) -> None:
+    def __init__(self, address: str, access: NodeAccess) -> None:
         self._changed = asyncio.Event()
         router_id = f"doctor-{uuid.uuid4().hex[:8]}"
         context = SessionContext(
-            router_id, secret, Timing(), SystemClock(), NoLog(), self._admit, self._changed.set
-        )
+            router_id, access.secret, Timing(), SystemClock(), NoLog(), self._admit,
+            self._changed.set, credentials=access.credentials(),
+        )  # fmt: skip
         self.session = NodeSession(address, context)
 
     def _admit(self, address: str, record: NodeRecord) -> None:
@@ -161,17 +179,18 @@ class ProbedNode:
     @classmethod
     @asynccontextmanager
     async def connect(
-        cls, address: str, secret: str, patience_s: float = PATIENCE_S
+        cls, address: str, access: NodeAccess, patience_s: float = PATIENCE_S
     ) -> AsyncGenerator[ProbedNode, None]:
         """Raises NodeLost if nobody answers there, or not to this secret."""
-        node = cls(address, secret)
+        node = cls(address, access)
         running = asyncio.create_task(node.session.run(), name=f"doctor-{address}")
         try:
             try:
                 async with asyncio.timeout(patience_s):
                     await node._changed.wait()
             except TimeoutError as error:
-                raise NodeLost(f"no node answers at {address} (or BATON_SECRET differs)") from error
+                text = f"no node answers at {address} (or BATON_SECRET or TLS differ)"
+                raise NodeLost(text) from error
             yield node
         finally:
             running.cancel()
@@ -217,11 +236,11 @@ async def expect(events: asyncio.Queue[NodeEvent]) -> HandleReady | TokenEvent:
                 continue
 
 
-async def probe_nodes(source: str, target: str, secret: str) -> tuple[LaneReport, ...]:
+async def probe_nodes(source: str, target: str, access: NodeAccess) -> tuple[LaneReport, ...]:
     """Every lane that either announces. Raises ConfigError, NodeLost."""
-    async with ProbedNode.connect(source, secret) as p:
+    async with ProbedNode.connect(source, access) as p:
         preferred = [lane.name for lane in p.record.endpoint.lanes]
-        async with ProbedNode.connect(target, secret) as d:
+        async with ProbedNode.connect(target, access) as d:
             refuse_pair(p.record, d.record)
             theirs = [lane.name for lane in d.record.endpoint.lanes]
         found: list[LaneReport] = []
@@ -231,7 +250,7 @@ async def probe_nodes(source: str, target: str, secret: str) -> tuple[LaneReport
                 found.append(LaneReport(name, False, f"{missing} does not open it"))
                 continue
             try:
-                found.append(await _probe_lane(p, (target, secret), name))
+                found.append(await _probe_lane(p, (target, access), name))
             except BatonError as error:
                 found.append(LaneReport(name, False, error.message))
     return choose(found, theirs)
@@ -245,7 +264,7 @@ def refuse_pair(p: NodeRecord, d: NodeRecord) -> None:
         raise ConfigError(f"the nodes serve different models: {p.model} and {d.model}")
 
 
-async def _probe_lane(p: ProbedNode, target: tuple[str, str], name: str) -> LaneReport:
+async def _probe_lane(p: ProbedNode, target: tuple[str, NodeAccess], name: str) -> LaneReport:
     """D's counters are read from its hello, so it is called anew before and after."""
     tokens = min(LARGE_TOKENS, p.record.max_model_len - 8)
     async with ProbedNode.connect(*target) as d:
@@ -286,9 +305,9 @@ async def _hand_over_s(p: ProbedNode, d: ProbedNode, lane: str, tokens: int) -> 
 # ---- showing -------------------------------------------------------------------------------------
 
 
-def doctor(source: str | None, target: str | None, secret: str, redis: str) -> Diagnosis:
+def doctor(source: str | None, target: str | None, access: NodeAccess, redis: str) -> Diagnosis:
     """`diagnose`, to its end."""
-    return asyncio.run(diagnose(source, target, secret, redis))
+    return asyncio.run(diagnose(source, target, access, redis))
 
 
 def show(found: Diagnosis, console: Console) -> None:

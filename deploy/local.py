@@ -46,6 +46,8 @@ MAX_RESTARTS = 5
 RESTART_WINDOW_S = 60.0
 LAST_LINES = 25
 SOCKET_PREFIX = "baton-up-"
+# Nodes listen on loopback; what the environment says of TLS is the front door's.
+NO_TLS = {f"BATON_TLS_{name}": "" for name in ("CERT", "KEY", "CA")}
 CANNOT_BIND = "cannot bind"  # the router's words for a port that is taken
 
 
@@ -118,7 +120,8 @@ class Cluster:
     @property
     def url(self) -> str:
         """Where a client on this machine reaches the router."""
-        return f"http://{reachable(self.options.host)}:{self.plan.router_port}"
+        scheme = "http" if self.options.tls_cert is None else "https"
+        return f"{scheme}://{reachable(self.options.host)}:{self.plan.router_port}"
 
     @property
     def grpc(self) -> str:
@@ -127,9 +130,16 @@ class Cluster:
 
     @property
     def metrics(self) -> dict[str, str]:
-        """The URL of each member's Prometheus metrics, by the member's name."""
-        nodes = {node.name: f"http://127.0.0.1:{node.metrics_port}" for node in self.plan.nodes}
-        return {name: f"{url}/metrics" for name, url in {"router": self.url, **nodes}.items()}
+        """The URL of each member's Prometheus metrics, by the member's name; of each worker of the
+        router its own, where there are several."""
+        urls = {node.name: f"http://127.0.0.1:{node.metrics_port}" for node in self.plan.nodes}
+        scheme, host = self.url.partition("://")[0], reachable(self.options.host)
+        router = self.members.get("router")
+        own = [] if router is None else router.details.get("workers", [])
+        for index, address in enumerate(own):
+            urls[f"router-w{index}"] = f"{scheme}://{host}:{port_of(address)}"
+        urls |= {} if own else {"router": self.url}
+        return {name: f"{url}/metrics" for name, url in urls.items()}
 
     def request_stop(self) -> None:
         """`start` or `supervise` raises StopRequested soon. Any thread."""
@@ -153,7 +163,7 @@ class Cluster:
             # Passive: a team that spins at its barriers starves whoever shares its cores, above all
             # the router (docs/log.md: a colocated node of two threads answered 12 times faster).
             threads = {"OMP_NUM_THREADS": str(len(node.cores)), "OMP_WAIT_POLICY": "PASSIVE"}
-            self._launch(node.name, command, {**variables, **threads}, NODE_STOP_S)
+            self._launch(node.name, command, {**variables, **threads, **NO_TLS}, NODE_STOP_S)
         if self.redis_url is None:
             self._wait_all_ready(deadline)
         if self.options.port is None and self.plan.router_port == 0:
@@ -167,6 +177,8 @@ class Cluster:
             self._tell(Report("redis", f"using {without_password(self.redis_url)}"))
             return
         binary = find_redis_binary()
+        if binary is None and self.options.workers > 1:
+            raise StartFailed("--workers share requests through Redis, and no server was found")
         if binary is None:
             text = "no Redis server found: request states live in the router's memory only"
             self._tell(Report("redis", text, trouble=True))

@@ -20,6 +20,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 NVIDIA_DRIVER = Path("/proc/driver/nvidia")
 DEMO_MODEL = REPOSITORY / "demo_model"
 MAX_NODES = 64
+MAX_WORKERS = 64
 # What a decode node beside prefill nodes computes in one step: a prompt that is placed there holds
 # up its streams for that long at a time. On two cores and the demo model, about 25 ms.
 DECODE_STEP_TOKENS = 128
@@ -47,6 +48,7 @@ class UpOptions:
     port: int | None = option(None, "HTTP port (default: 8000 when free, else any free one)")
     grpc_port: int | None = option(None, "gRPC port (default: 50051 when free, else any free one)")
     admin_port: int | None = option(None, "port of the router's admin server (default: none)")
+    workers: int = option(1, "router processes that share the ports, and requests through Redis")
     redis_url: str | None = option(None, "use this Redis instead of starting one")
     prefill_block_size: int | None = option(None, "block size of the prefill nodes, if different")
     kv_lanes: str = option(
@@ -54,6 +56,11 @@ class UpOptions:
     )
     cores: str | None = option(None, "cores to use, such as 0,1 or 0-3; all when absent")
     insecure: bool = option(False, "allow a non-loopback --host without TLS")
+    tls_cert: str | None = option(None, "PEM certificate chain of the HTTP, gRPC and admin ports")
+    tls_key: str | None = option(None, "PEM key of --tls-cert")
+    tls_ca: str | None = option(
+        None, "PEM certificates of the CAs of clients; with it clients must present a certificate"
+    )
     enable_auto_tool_choice: bool = option(
         False, "let the model decide to call tools (needs --tool-call-parser)"
     )
@@ -71,6 +78,9 @@ class UpOptions:
         None, "folder of logs and data; one in ~/.cache/baton when absent"
     )
     api_key: str | None = option(None, "key that clients must present")
+    api_keys: str | None = option(
+        None, "file (TOML, or JSON by its name) of keys with tenant, weight and limits of each"
+    )
     secret: str | None = option(None, "the deployment's secret; drawn when absent", secret=True)
 
     def __post_init__(self) -> None:
@@ -78,6 +88,8 @@ class UpOptions:
             raise ConfigError(f"--decode must be from 1 to {MAX_NODES}", field="decode")
         if not self.colocated and not 1 <= self.prefill <= MAX_NODES:
             raise ConfigError(f"--prefill must be from 1 to {MAX_NODES}", field="prefill")
+        if not 1 <= self.workers <= MAX_WORKERS:
+            raise ConfigError(f"--workers must be from 1 to {MAX_WORKERS}", field="workers")
         ports = {"port": self.port, "grpc_port": self.grpc_port, "admin_port": self.admin_port}
         for name, port in ports.items():
             if port is not None and not 0 <= port <= 65535:
@@ -226,8 +238,13 @@ def router_command(
         "prefill_placement": options.prefill_placement,
         "grpc_port": plan.grpc_port,
         "admin_port": options.admin_port,
+        "workers": options.workers if options.workers > 1 else None,
         "redis_url": redis_url,
         "cpu_cores": ",".join(str(core) for core in plan.router_cores),
+        "api_keys": options.api_keys,
+        "tls_cert": options.tls_cert,
+        "tls_key": options.tls_key,
+        "tls_ca": options.tls_ca,
         "insecure": options.insecure or None,
         "enable_auto_tool_choice": options.enable_auto_tool_choice or None,
         "tool_call_parser": options.tool_call_parser,

@@ -12,15 +12,22 @@ from rich.text import Text
 
 from baton.client import Client, Migrations, Node, ServerInfo
 from baton.errors import BatonError
+from baton.tls import ClientTls
 
 REFRESH_S = 1.0
 BAR_CELLS = 10
 WIDE_COLUMNS = 100  # from here on there is room for the bar
 
 
-def status(address: str, api_key: str | None, once: bool, console: Console) -> int:
+def status(
+    address: str,
+    api_key: str | None,
+    once: bool,
+    console: Console,
+    tls: ClientTls | None = None,
+) -> int:
     """Show the table until Ctrl-C, or one time. Raises BatonError when the first question fails."""
-    with Client(address, api_key or "", timeout_s=5.0) as client:
+    with Client(address, api_key or "", timeout_s=5.0, tls=tls) as client:
         info = client.server_info()
         if once:
             console.print(view(info, address, console.width))

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
@@ -26,7 +26,6 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
-from baton.client import Client
 from baton.cores import check_cores, parse_cores
 from baton.errors import BatonError, ConfigError
 from bench.sse import StreamError
@@ -34,8 +33,10 @@ from deploy.chat import READY_PAUSE_S, ChatClient, ChatSettings, ask_and_show
 from deploy.local import Cluster, Report, StopRequested
 from deploy.plan import UpOptions
 from deploy.redis_server import require_answer
+from deploy.trust import trusting
 
 READY_TIMEOUT_S = 30.0
+YOUR_CERT, YOUR_KEY = "CLIENT.pem", "CLIENT.key"  # only they know where these are
 FIRST_QUESTION = "What is prefill?"
 PASTED_QUESTION = "What is PagedAttention?"
 FIRST_ANSWER = ChatSettings(max_tokens=120, temperature=0.0)
@@ -136,6 +137,7 @@ def up(
     """Run a cluster until a signal. Returns the exit status. Raises ConfigError."""
     began = time.monotonic()
     cores = wanted_cores(options)
+    options = with_own_key(options)
     variables = child_variables(options)
     if options.redis_url is not None:
         require_answer(options.redis_url)
@@ -195,6 +197,13 @@ def child_variables(options: UpOptions) -> dict[str, str]:
     return variables
 
 
+def with_own_key(options: UpOptions) -> UpOptions:
+    """With a key for the launcher's own question, where only a file of other keys is given."""
+    if options.api_keys is None or options.api_key is not None:
+        return options
+    return replace(options, api_key=secrets.token_urlsafe(32))
+
+
 def announce_start(cluster: Cluster, engine: Mapping[str, object], console: Console) -> None:
     """What is about to start, on which cores, and where the logs are."""
     plan = cluster.plan
@@ -235,14 +244,10 @@ def introduce(cluster: Cluster, console: Console, began: float) -> None:
 
     Raises StreamError when the router never becomes ready.
     """
-    grpc = cluster.grpc
-    with ChatClient(cluster.url, cluster.options.api_key) as client:
-        client.wait_ready(READY_TIMEOUT_S)
-        wait_for_nodes(grpc, cluster)
-        model = client.first_model()
-        first_answer_s = None
-        if cluster.options.warm_up:
-            first_answer_s = warm_up(client, console, began)
+    grpc, options = cluster.grpc, cluster.options
+    model, first_answer_s = None, None
+    if options.tls_ca is None:
+        model, first_answer_s = first_question(cluster, console, began)
     if cluster.stopping:
         return
     seconds = time.monotonic() - began
@@ -252,11 +257,13 @@ def introduce(cluster: Cluster, console: Console, began: float) -> None:
         text = f"first token of the first answer {first_answer_s:.1f} s after the start"
         console.print(text, highlight=False)
     console.print("\nAsk it:\n", highlight=False)
-    command = curl_command(cluster.url, model, cluster.options.api_key is not None)
-    console.print(command, soft_wrap=True, highlight=False, markup=False)
+    command = curl_command(cluster.url, model, with_key=options.api_key is not None)
+    console.print(with_tls(command, options), soft_wrap=True, highlight=False, markup=False)
     console.print("\nor, in another terminal:\n", highlight=False)
+    trust = [] if options.tls_cert is None else ["--tls-ca", options.tls_cert]
+    trust += [] if options.tls_ca is None else ["--tls-cert", YOUR_CERT, "--tls-key", YOUR_KEY]
     for command in (["chat", "--url", cluster.url], ["status", "--grpc", grpc]):
-        line = shlex.join([*baton_command(), *command])
+        line = shlex.join([*baton_command(), *command, *trust])
         console.print(line, soft_wrap=True, highlight=False, markup=False)
     console.print("\nCtrl-C stops everything.", style="dim")
     fields = {"ready": True, "url": cluster.url, "grpc": grpc, "model": model,
@@ -269,6 +276,20 @@ def introduce(cluster: Cluster, console: Console, began: float) -> None:
         console.file.flush()
 
 
+def first_question(cluster: Cluster, console: Console, began: float) -> tuple[str, float | None]:
+    """Wait for router and nodes; the model's name, and seconds from `began` to the first token.
+
+    Raises StreamError when they never become ready.
+    """
+    options = cluster.options
+    trust = None if options.tls_cert is None else trusting(options.tls_cert)
+    with ChatClient(cluster.url, options.api_key, trust) as client:
+        client.wait_ready(READY_TIMEOUT_S)
+        wait_for_nodes(client, cluster)
+        model = client.first_model()
+        return model, warm_up(client, console, began) if options.warm_up else None
+
+
 def baton_command() -> list[str]:
     """How a shell in this folder starts `baton`: it need not be on PATH."""
     python = Path(sys.executable)
@@ -278,18 +299,17 @@ def baton_command() -> list[str]:
     return [str(program.relative_to(here) if program.is_relative_to(here) else program), *rest]
 
 
-def wait_for_nodes(grpc: str, cluster: Cluster) -> None:
+def wait_for_nodes(client: ChatClient, cluster: Cluster) -> None:
     """Until the router knows every node: `/ready` says yes at the first one that can serve.
 
     Raises StreamError. Asked again every 100 ms, as `/ready` is.
     """
     wanted = {node.name for node in cluster.plan.nodes}
     deadline = time.monotonic() + READY_TIMEOUT_S
-    with Client(grpc, cluster.options.api_key or "") as client:
-        while missing := wanted - {node.node_id for node in client.server_info().nodes}:
-            if time.monotonic() >= deadline:
-                raise StreamError(f"the router does not see {', '.join(sorted(missing))}")
-            time.sleep(READY_PAUSE_S)
+    while missing := wanted - client.nodes():
+        if time.monotonic() >= deadline:
+            raise StreamError(f"the router does not see {', '.join(sorted(missing))}")
+        time.sleep(READY_PAUSE_S)
 
 
 def warm_up(client: ChatClient, console: Console, began: float) -> float | None:
@@ -308,10 +328,19 @@ def warm_up(client: ChatClient, console: Console, began: float) -> float | None:
     return round(asked - began + answer.first_token_s, 3)
 
 
-def curl_command(url: str, model: str, with_key: bool) -> str:
-    """A streaming chat request, ready to paste into a shell."""
-    body = {
-        "model": model,
+def with_tls(command: str, options: UpOptions) -> str:
+    """A curl command that trusts the certificate of the front door, and presents one if it must."""
+    if options.tls_cert is None:
+        return command
+    flags = ["--cacert", options.tls_cert]
+    flags += [] if options.tls_ca is None else ["--cert", YOUR_CERT, "--key", YOUR_KEY]
+    return command.replace("curl -N", f"curl -N {shlex.join(flags)}", 1)
+
+
+def curl_command(url: str, model: str | None, with_key: bool) -> str:
+    """A streaming chat request, ready to paste into a shell. `model` None: the served one."""
+    body: dict[str, object] = {} if model is None else {"model": model}
+    body |= {
         "messages": [{"role": "user", "content": PASTED_QUESTION}],
         "stream": True,
     }

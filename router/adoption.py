@@ -21,13 +21,12 @@ logger = logging.getLogger(__name__)
 
 
 class Adopter:
-    """`can_serve`: does this router have nodes, and stay? `adopted` counts."""
+    """`can_serve`: does this router have nodes, and stay?"""
 
     def __init__(self, runs: Runs, store: StoreGuard, can_serve: Callable[[], bool]) -> None:
         self._runs = runs
         self._store = store
         self._tasks: set[asyncio.Task[None]] = set()
-        self.adopted = 0
         self._stopped = False
         # What nobody here could adopt is left to routers that can: a sweep gives it a new lease.
         store.sweeps = lambda: not self._stopped and can_serve()
@@ -39,6 +38,11 @@ class Adopter:
             task = asyncio.create_task(self._adopt(each.request_id), name="adopt")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+
+    @property
+    def adopted(self) -> int:
+        """How many went on here."""
+        return self._runs.stats.adopted
 
     async def stop(self) -> None:
         """Sweep no more; returns when nothing is under way. Twice is safe."""
@@ -55,5 +59,5 @@ class Adopter:
         if canonical is None:
             logger.warning("request %s: its record is of another version", request_id)
             await self._store.release([request_id])
-        elif await self._runs.adopt(record, canonical):
-            self.adopted += 1
+        else:
+            await self._runs.adopt(record, canonical)

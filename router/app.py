@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.errors import BatonError
@@ -44,10 +45,8 @@ def create_app(services: RouterServices, limits: HttpLimits | None = None) -> AS
         finally:
             prompts.close()
 
-    http = HttpApi(services, prompts)
     watch(services)
-    plain = [*http.routes(), *Endpoints(services, prompts, http).routes()]
-    every = ResumableApi(services, plain).routes()
+    every = all_routes(services, prompts)
     routes = Starlette(
         routes=every,
         lifespan=lifespan,
@@ -63,6 +62,13 @@ def create_app(services: RouterServices, limits: HttpLimits | None = None) -> AS
     guarded = ApiKeyGuard(direct, services.config.key_ring())
     limited = HeadGuard(RequestIds(guarded), limits if limits is not None else HttpLimits())
     return Parting(AnthropicErrors(limited), services.lifecycle)
+
+
+def all_routes(services: RouterServices, prompts: PromptReader) -> list[Route]:
+    """Everything that the public port serves; /openapi.json describes the same."""
+    http = HttpApi(services, prompts)
+    plain = [*http.routes(), *Endpoints(services, prompts, http).routes()]
+    return ResumableApi(services, plain).routes()
 
 
 class RequestIds:

@@ -39,14 +39,29 @@ def has_room(
     prompt_tokens: int, nodes: Sequence[NodeSnapshot], way: OnTheWay, prefill_window_s: float
 ) -> bool:
     """May a prompt of so many tokens begin? Without a node there is nothing to wait for."""
-    usable = [node for node in nodes if node.takes_requests]
-    decoders = [node for node in usable if node.role is Role.DECODE]
+    prefillers, decoders = _by_role(nodes)
     if not decoders:
         return True
-    prefillers = [node for node in usable if node.role is Role.PREFILL] or decoders
     return _prefill_room(prompt_tokens, prefillers, way, prefill_window_s) and _decode_room(
         prompt_tokens, decoders, way.tokens + sum(queued_tokens(node) for node in prefillers)
     )
+
+
+def has_prefill_room(
+    tokens: int, nodes: Sequence[NodeSnapshot], way: OnTheWay, prefill_window_s: float
+) -> bool:
+    """The same of inputs whose vectors are wanted: nothing is decoded."""
+    prefillers, _ = _by_role(nodes)
+    return not prefillers or _prefill_room(tokens, prefillers, way, prefill_window_s)
+
+
+def _by_role(
+    nodes: Sequence[NodeSnapshot],
+) -> tuple[list[NodeSnapshot], list[NodeSnapshot]]:
+    """Nodes that compute prompts, and those that decode; may be the same."""
+    usable = [node for node in nodes if node.takes_requests]
+    decoders = [node for node in usable if node.role is Role.DECODE]
+    return [node for node in usable if node.role is Role.PREFILL] or decoders, decoders
 
 
 def _prefill_room(

@@ -12,8 +12,9 @@ import secrets
 import sys
 import time
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, cast
 
 import msgspec
@@ -22,6 +23,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from baton.errors import ContextLengthExceeded, InvalidRequest
+from baton.request import Request
 from router.connection import while_connected
 from router.openai import object_of, struct_of, token_ids_below
 from router.pooling import PoolAsk, PoolDispatcher
@@ -32,6 +34,9 @@ from router.reading import read_body
 from router.request_ids import reply_id
 from router.served import adapter_of, model_name, served_model
 from router.services import RouterServices
+from router.slo import ANY
+from router.terms import Terms, terms_of
+from router.trace import RequestTrace
 from router.web_errors import as_baton_error
 
 MAX_INPUTS: Final = 2048
@@ -86,15 +91,36 @@ class PoolingParts:
     settings: PoolingSettings
 
     async def run(self, request: HttpRequest, ask: PoolAsk, model: str) -> list[bytes]:
-        """The vectors, while the client is there to read them; counted for `model`."""
-        outcome = "ok"
+        """The vectors, while the client is there to read them; counted for `model`, and for its
+        key like any request (router/gate.py). Raises BatonError."""
+        # Service levels are of tokens that are generated: here there are none.
+        terms = replace(terms_of(request), slo=ANY)
+        outcome, tokens = "ok", ask.tokens
         try:
-            return await while_connected(request.receive, self.pools.vectors(ask))
+            return await while_connected(request.receive, self._vectors(ask, terms))
         except BaseException as error:
-            outcome = as_baton_error(error).code
+            outcome, tokens = as_baton_error(error).code, 0
             raise
         finally:
-            self.services.metrics.pooled(model, sum(map(len, ask.prompts)), outcome)
+            self.services.metrics.pooled(model, tokens, outcome)
+
+    async def _vectors(self, ask: PoolAsk, terms: Terms) -> list[bytes]:
+        now = self.services.clock.monotonic()
+        call = terms.applied(replace(ask.request(ask.id, ask.prompts), arrival=now))
+        ask = replace(
+            ask,
+            deadline=ask.deadline if call.deadline is None else call.deadline,
+            priority=call.priority,
+            traceparent=terms.traceparent,
+        )
+        return await self.pools.vectors(ask, self._passage(call, terms, ask.field))
+
+    @asynccontextmanager
+    async def _passage(self, call: Request, terms: Terms, field: str) -> AsyncIterator[None]:
+        trace = RequestTrace(terms, pooled=field)
+        async with self.services.dispatcher.gate.admitted(call, trace):
+            trace.dispatched_at = self.services.clock.monotonic()
+            yield
 
     def deadline(self) -> float:
         return self.services.clock.monotonic() + self.services.config.request_timeout_s

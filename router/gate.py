@@ -22,7 +22,14 @@ from baton.clock import Clock
 from baton.errors import BatonError, Cancelled, InvalidRequest, Overloaded, Unavailable
 from baton.request import Request, RequestState
 from router.admission import AdmissionQueue, Bounds, Reason, Refusal, Ticket, TicketState, Wanted
-from router.capacity import OnTheWay, best_ttft_s, can_keep_tpot, has_room, widest
+from router.capacity import (
+    OnTheWay,
+    best_ttft_s,
+    can_keep_tpot,
+    has_prefill_room,
+    has_room,
+    widest,
+)
 from router.margin import Margin
 from router.policy import NodeSnapshot
 from router.trace import RequestTrace
@@ -191,9 +198,10 @@ class Gate:
     # ---- inside ----
 
     def _expected_s(self, request: Request, trace: RequestTrace) -> float:
-        """From its admission to token 1, if somebody wants to know; 0 where no node promises."""
+        """From its admission to token 1, if somebody wants to know; 0 where no node promises, and
+        of inputs that are pooled."""
         terms = trace.terms
-        if terms.slo.ttft_s is None and terms.timeout_s is None:
+        if trace.pooled or (terms.slo.ttft_s is None and terms.timeout_s is None):
             return 0.0
         limits = [request.deadline] if request.deadline is not None else []
         limits += [request.arrival + terms.slo.ttft_s] if terms.slo.ttft_s is not None else []
@@ -205,13 +213,14 @@ class Gate:
         a service level that no node can keep."""
         params, terms = request.params, trace.terms
         samples = max(params.n, params.best_of or 1, params.beam_width)
-        tokens = samples * (len(request.prompt_ids) + params.max_tokens)
+        max_tokens = 0 if trace.pooled else params.max_tokens
+        tokens = samples * (len(request.prompt_ids) + max_tokens)
         if tokens > self._settings.max_request_tokens:
             self.queue.stats.refused[Reason.TOO_LARGE] += 1
             raise InvalidRequest(
-                f"n x (prompt + max_tokens) is {tokens} tokens,"
-                f" at most {self._settings.max_request_tokens} are allowed",
-                field="n" if samples > 1 else "max_tokens",
+                f"{'the input' if trace.pooled else 'n x (prompt + max_tokens)'} is {tokens}"
+                f" tokens, at most {self._settings.max_request_tokens} are allowed",
+                field=trace.pooled or ("n" if samples > 1 else "max_tokens"),
             )
         widest_node = widest(self._nodes()) if params.width > 1 else None
         if widest_node is not None and params.width > widest_node:
@@ -237,7 +246,7 @@ class Gate:
         return Wanted(
             id=request.id,
             prompt_tokens=len(request.prompt_ids),
-            max_tokens=params.max_tokens,
+            max_tokens=max_tokens,
             samples=samples,
             priority=request.priority,
             grant=terms.grant,
@@ -252,9 +261,10 @@ class Gate:
 
         def take_room(ticket: Ticket) -> bool:
             tokens = ticket.wanted.prompt_tokens
-            if not has_room(tokens, nodes, self._on_the_way(), window_s):
-                return False
             trace = newcomer or self._entries[ticket.id].trace
+            room = has_prefill_room if trace.pooled else has_room
+            if not room(tokens, nodes, self._on_the_way(), window_s):
+                return False
             self._starting.append((ticket, trace))
             self._starting_tokens += tokens
             return True

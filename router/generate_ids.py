@@ -30,7 +30,7 @@ from router.openai import (
     parse,
     struct_of,
 )
-from router.openai_logprobs import FLOOR
+from router.openai_logprobs import FLOOR, name_of
 from router.openai_replies import DONE, ReplyRules, finish_reason_of, sse_frame
 from router.reading import read_body
 from router.request_ids import engine_id, reply_id
@@ -267,7 +267,7 @@ def spelled(row: Sequence[TokenLogprob], count: int) -> dict[str, Any]:
 
 def _entry(told: TokenLogprob) -> dict[str, Any]:
     return {
-        "token": f"token_id:{told.token_id}",
+        "token": name_of(told.token_id),
         "logprob": max(told.logprob, FLOOR),
         "bytes": None,
     }

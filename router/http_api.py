@@ -131,6 +131,7 @@ class HttpApi:
             body.prompt_logprobs,
             echo=bool(body.echo),
             token_ids=bool(body.return_token_ids),
+            named_by_id=bool(body.return_tokens_as_token_ids),
         )
         plan = _Plan("completion", id_, rules, created_at(request))
         return self._reply(plan, body, completions)
@@ -145,6 +146,7 @@ class HttpApi:
             body.prompt_logprobs,
             parsed=turn.parsed,
             token_ids=bool(body.return_token_ids),
+            named_by_id=bool(body.return_tokens_as_token_ids),
             draw_id=turn.draw_id,
         )
         plan = _Plan("chat", id_, rules, created_at(request))

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from starlette.requests import Request as HttpRequest
 
 from baton.request import Request
+from router.allowed_tools import apply_allowed
 from router.chat_rules import conversation_of, message_rules, tool_format
 from router.completion import Completion, OutputRules
 from router.grammar_checks import Asked as Constraint
@@ -86,6 +87,7 @@ class Intake:
         Raises InvalidRequest, naming the field of ChatBody.
         """
         check_common(body)
+        apply_allowed(body)
         model = self.model(body.model)
         config = self._services.config
         calls = tool_format(body, config)  # refused before anything is rendered
@@ -109,6 +111,7 @@ class Intake:
     async def count(self, body: ChatBody) -> int:
         """How many tokens a chat's prompt has. Raises like `chat`."""
         self.model(body.model)
+        apply_allowed(body)
         return len((await self._prompts.chat(conversation_of(body))).ids)
 
     def completion(

@@ -59,6 +59,7 @@ from router.placement import Placement
 from router.policy import PolicySettings
 from router.redis_store import RedisStore, connect
 from router.registry import NodeRegistry, RegistryParts
+from router.run_metrics import watch_runs
 from router.runs import RunParts, Runs
 from router.services import RouterServices
 from router.store import RequestStore
@@ -387,6 +388,8 @@ def _watch(services: RouterServices) -> None:
     metrics, dispatcher = services.metrics, services.dispatcher
     metrics.watch_migrations(lambda: dispatcher.migrations)
     watch_gate(metrics.registry, dispatcher.gate)
+    if services.runs is not None:
+        watch_runs(metrics.registry, services.runs)
     watched = Watched(services.store, services.registry.health, dispatcher.retries)
     watch_failures(metrics.registry, watched)
 

@@ -36,6 +36,7 @@ UNSERVED: Final[dict[str, tuple[Any, ...]]] = {
     "function_call": ("none", "auto"),
     "functions": ([],),
     "kv_transfer_params": (),
+    "logits_processors": ([],),
     "modalities": (["text"],),
     "prompt_embeds": (),
     "suffix": ("",),
@@ -92,6 +93,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     truncate_prompt_tokens: int | None = None
     bad_words: list[str] | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None  # as the names of tokens in logprobs
     user: str | None = None  # with prompt_cache_key: names a session (router/terms.py)
     prompt_cache_key: str | None = None
     baton_timing: bool | None = None  # a receipt, please

@@ -35,13 +35,15 @@ class CompletionLogprobs(msgspec.Struct):
         self.text_offset += more.text_offset
 
 
-def chat_logprobs(rows: Sequence[Row], count: int, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """`content` of a choice's logprobs: one entry per token."""
+def chat_logprobs(
+    rows: Sequence[Row], count: int, tokenizer: Tokenizer, by_id: bool = False
+) -> list[dict[str, Any]]:
+    """`content` of a choice's logprobs: one entry per token. `by_id`: named `token_id:<number>`."""
     return [
         {
-            **_spelled(row[0], tokenizer),
+            **_spelled(row[0], tokenizer, by_id),
             "top_logprobs": [
-                _spelled(each, tokenizer)
+                _spelled(each, tokenizer, by_id)
                 for each in sorted(row, key=lambda told: told.rank)
                 if each.rank <= count
             ],
@@ -54,12 +56,14 @@ class CompletionWriter:
     """Spells the tokens of one choice, in order.
 
     Text offsets count characters of the tokens' joined text: a token that ends within a character
-    leaves it to the one that completes it, and is spelled as bytes, as OpenAI does.
+    leaves it to the one that completes it, and is spelled as bytes, as OpenAI does. `by_id`: they
+    are named `token_id:<number>` instead; offsets stay those of the text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, count: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, count: int, by_id: bool = False) -> None:
         self._tokenizer = tokenizer
         self._count = count
+        self._by_id = by_id
         self._offset = 0
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -76,7 +80,7 @@ class CompletionWriter:
             best: dict[str, float] = {}
             for each in row:
                 if each is row[0] or each.rank <= self._count:
-                    text = _unique(self._tokenizer.token_bytes(each.token_id))
+                    text = self._name(each.token_id, self._tokenizer.token_bytes(each.token_id))
                     best[text] = max(best.get(text, FLOOR), each.logprob)
             self._append(told, row[0].token_id)
             told.token_logprobs.append(max(row[0].logprob, FLOOR))
@@ -85,9 +89,17 @@ class CompletionWriter:
 
     def _append(self, told: CompletionLogprobs, token_id: int) -> None:
         spelled = self._tokenizer.token_bytes(token_id)
-        told.tokens.append(_unique(spelled))
+        told.tokens.append(self._name(token_id, spelled))
         told.text_offset.append(self._offset)
         self._offset += len(self._utf8.decode(spelled))
+
+    def _name(self, token_id: int, spelled: bytes) -> str:
+        return name_of(token_id) if self._by_id else _unique(spelled)
+
+
+def name_of(token_id: int) -> str:
+    """vLLM's name of a token that is not spelled."""
+    return f"token_id:{token_id}"
 
 
 def prompt_logprobs(
@@ -109,10 +121,10 @@ def prompt_logprobs(
     return [None, *map(told, rows)]
 
 
-def _spelled(told: TokenLogprob, tokenizer: Tokenizer) -> dict[str, Any]:
+def _spelled(told: TokenLogprob, tokenizer: Tokenizer, by_id: bool) -> dict[str, Any]:
     spelled = tokenizer.token_bytes(told.token_id)
     return {
-        "token": spelled.decode("utf-8", "replace"),
+        "token": name_of(told.token_id) if by_id else spelled.decode("utf-8", "replace"),
         "logprob": max(told.logprob, FLOOR),
         "bytes": list(spelled),
     }

@@ -120,7 +120,8 @@ class ReplyRules:
     """What a client wants told of each choice, and how. Counts: None = nothing.
 
     `parsed`: the completions take their text apart. `echo`: prompts come before the text.
-    `token_ids`: those of prompt and answer are told beside the text.
+    `token_ids`: those of prompt and answer are told beside the text; `named_by_id`: they stand for
+    the tokens of log-probabilities.
     """
 
     tokenizer: Tokenizer
@@ -129,6 +130,7 @@ class ReplyRules:
     echo: bool = False
     parsed: bool = False
     token_ids: bool = False
+    named_by_id: bool = False
     draw_id: Callable[[], str] = draw_call_id
 
     def of_choice(self, index: int) -> ReplyRules:
@@ -155,7 +157,7 @@ class ReplyRules:
     def chat_logprobs(self, delta: Delta) -> list[dict[str, Any]]:
         if self.logprobs is None:
             return []
-        return chat_logprobs(delta.logprobs, self.logprobs, self.tokenizer)
+        return chat_logprobs(delta.logprobs, self.logprobs, self.tokenizer, self.named_by_id)
 
 
 def finish_reason_of(delta: Delta) -> str | None:
@@ -174,7 +176,7 @@ class CompletionText:
         self._echo = rules.echo
         self._writer: CompletionWriter | None = None
         if rules.logprobs is not None:
-            self._writer = CompletionWriter(rules.tokenizer, rules.logprobs)
+            self._writer = CompletionWriter(rules.tokenizer, rules.logprobs, rules.named_by_id)
 
     def take(self, delta: Delta) -> tuple[str, CompletionLogprobs | None]:
         """What `delta` adds; None where there are no log-probabilities to tell."""

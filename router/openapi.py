@@ -6,7 +6,7 @@ or ids) is in router/openapi_fields.py. Nothing of a request is checked by this 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -20,10 +20,17 @@ from router.embeddings import EmbeddingBody, EmbeddingReply
 from router.generate_ids import GenerateBody, GenerateReply
 from router.openai import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from router.openai_replies import ChatReply, CompletionReply, Model, ModelList
-from router.openapi_dialects import AnthropicErrorReply, CountReply, MessageReply, ResponsesReply
+from router.openapi_dialects import (
+    AnthropicErrorReply,
+    CountReply,
+    InputTokensReply,
+    MessageReply,
+    ResponsesReply,
+)
 from router.openapi_fields import BOUNDED, PROPERTIES, REF, REQUIRED, SAMPLING, Schema
 from router.rerank import RerankBody, RerankReply, ScoreBody, ScoreReply
 from router.responses.body import ResponsesBody
+from router.resume_terms import EVENT_ID, POSITION_HEADER, POSITION_QUERY
 
 
 class ErrorObject(msgspec.Struct):
@@ -58,24 +65,45 @@ class Version(msgspec.Struct):
     version: str
 
 
+class Document(msgspec.Struct):
+    """An OpenAPI document: its own specification says the rest."""
+
+    openapi: str
+    info: dict[str, Any]
+    paths: dict[str, Any]
+    components: dict[str, Any]
+
+
 class ServerLoad(msgspec.Struct):
     server_load: int
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One route. `reply` None: plain text. `anthropic`: its failures are told in their words."""
+    """One route. `reply` None: plain text; several: one of them. `anthropic`: its failures are told
+    in their words; `parameters`: beside the path's."""
 
     method: Literal["get", "post"]
     path: str
     summary: str
-    reply: type[msgspec.Struct] | None
+    reply: type[msgspec.Struct] | tuple[type[msgspec.Struct], ...] | None
     body: type[msgspec.Struct] | None = None
     streams: bool = False
     example: Mapping[str, Any] | None = None
     anthropic: bool = False
+    parameters: Sequence[Mapping[str, Any]] = ()
+
+    @property
+    def replies(self) -> tuple[type[msgspec.Struct], ...]:
+        if self.reply is None:
+            return ()
+        return self.reply if isinstance(self.reply, tuple) else (self.reply,)
 
 
+_EVENT_ID: Final = {
+    "schema": {"type": "string", "pattern": f"^{EVENT_ID}$"},
+    "description": "The id of the event that was seen last: go on after it",
+}
 _USER: Final = [{"role": "user", "content": "What is prefill?"}]
 OPERATIONS: Final = (
     Operation("post", "/v1/chat/completions", "Answer a conversation", ChatReply, ChatBody, True,
@@ -84,6 +112,8 @@ OPERATIONS: Final = (
               {"prompt": "What is prefill?", "max_tokens": 16}),
     Operation("post", "/v1/responses", "Answer items with items", ResponsesReply, ResponsesBody,
               True, {"input": "What is prefill?", "max_output_tokens": 16}),
+    Operation("post", "/v1/responses/input_tokens", "Tokens of such a prompt", InputTokensReply,
+              ResponsesBody, example={"input": "What is prefill?"}),
     Operation("post", "/v1/messages", "Answer a conversation, as Anthropic's API does",
               MessageReply, MessagesBody, True, {"messages": _USER, "max_tokens": 16}, True),
     Operation("post", "/v1/messages/count_tokens", "Tokens of such a conversation", CountReply,
@@ -99,6 +129,11 @@ OPERATIONS: Final = (
     Operation("post", "/score", "As /v1/score", ScoreReply, ScoreBody),
     Operation("post", "/inference/v1/generate", "Token ids in, token ids out", GenerateReply,
               GenerateBody, True, {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 8}}),
+    Operation("get", "/v1/requests/{name}/stream", "Read a resumable request's answer again, as it"
+              " was asked for: streamed or whole",
+              (ChatReply, CompletionReply, ResponsesReply, MessageReply), streams=True, parameters=(
+                  {"name": POSITION_QUERY, "in": "query", **_EVENT_ID},
+                  {"name": POSITION_HEADER, "in": "header", **_EVENT_ID})),
     Operation("post", "/tokenize", "Text or messages to ids", TokenizeReply, TokenizeBody,
               example={"prompt": "What is prefill?"}),
     Operation("post", "/detokenize", "Ids to text", DetokenizeReply, DetokenizeBody,
@@ -112,6 +147,7 @@ OPERATIONS: Final = (
     Operation("get", "/ready", "Requests would be served", Status),
     Operation("get", "/readyz", "As /ready", Status),
     Operation("get", "/metrics", "Prometheus metrics", None),
+    Operation("get", "/openapi.json", "This document", Document),
 )  # fmt: skip
 
 _ANTHROPIC: Final = "anthropic-"
@@ -122,6 +158,7 @@ _ERRORS: Final = {
     "405": "Another method is wanted",
     "413": "The body is too large",
     "415": "The body is not application/json",
+    "422": "The request id or idempotency key belongs to another body",
     "429": "Too much is under way; retry-after says when to come again",
     "500": "A fault of the server",
     "503": "No node can serve this now",
@@ -171,9 +208,15 @@ def _operation(operation: Operation) -> dict[str, Any]:
         "summary": operation.summary,
         "responses": {"200": _reply(operation), **_error_refs(operation)},
     }
+    parameters = list(operation.parameters)
     if "{name}" in operation.path:
-        name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
-        described["parameters"] = [name]
+        schema = {"type": "string"}
+        parameters = [
+            {"name": "name", "in": "path", "required": True, "schema": schema},
+            *parameters,
+        ]
+    if parameters:
+        described["parameters"] = parameters
     if operation.body is not None:
         content = _json(_ref(operation.body))
         if operation.example is not None:
@@ -185,7 +228,8 @@ def _operation(operation: Operation) -> dict[str, Any]:
 def _reply(operation: Operation) -> dict[str, Any]:
     if operation.reply is None:
         return {"description": "OK", "content": {"text/plain": {"schema": {"type": "string"}}}}
-    content = _json(_ref(operation.reply))
+    kinds = [_ref(kind) for kind in operation.replies]
+    content = _json(kinds[0] if len(kinds) == 1 else {"anyOf": kinds})
     if operation.streams:
         content["text/event-stream"] = {"schema": {}}  # `data:` lines: chunks, then [DONE]
     return {"description": "OK", "content": content}
@@ -193,6 +237,7 @@ def _reply(operation: Operation) -> dict[str, Any]:
 
 def _error_refs(operation: Operation) -> dict[str, Any]:
     codes = list(_ERRORS) if operation.body is not None else ["401", "404", "500", "503"]
+    codes += ["400"] if operation.parameters else []
     prefix = _ANTHROPIC if operation.anthropic else ""
     found: dict[str, Any] = {
         code: {"$ref": f"#/components/responses/{prefix}{code}"}
@@ -212,7 +257,7 @@ def _operation_id(operation: Operation) -> str:
 def _schemas() -> dict[str, Schema]:
     """Component name -> schema."""
     bodies = {operation.body for operation in OPERATIONS if operation.body is not None}
-    replies = {operation.reply for operation in OPERATIONS if operation.reply is not None}
+    replies = {kind for operation in OPERATIONS for kind in operation.replies}
     errors = {ErrorReply, AnthropicErrorReply}
     types = sorted(bodies | replies | errors, key=lambda kind: kind.__name__)
     _, found = msgspec.json.schema_components(types, ref_template=REF)

@@ -125,6 +125,11 @@ class CountReply(msgspec.Struct):
     input_tokens: int
 
 
+class InputTokensReply(msgspec.Struct):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
 class AnthropicError(msgspec.Struct):
     message: str
     type: str

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -47,7 +48,8 @@ Prompts = Sequence[tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class PoolAsk:
-    """What is wanted of some prompts. `deadline`: monotonic seconds; `answers`: ids of yes, no."""
+    """What is wanted of some prompts. `deadline`: monotonic seconds; `answers`: ids of yes, no;
+    `field`: where a client gave the prompts."""
 
     id: str
     prompts: Prompts
@@ -58,6 +60,24 @@ class PoolAsk:
     answers: tuple[int, int] = (0, 0)
     adapter: str = ""
     traceparent: str = ""
+    priority: int = 0
+    field: str = "input"
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+    def request(self, id_: str, prompts: Prompts) -> Request:
+        """Some of its prompts, or all, one behind the other."""
+        return Request(
+            id=id_,
+            prompt_ids=tuple(token for prompt in prompts for token in prompt),
+            params=_PARAMS,
+            adapter=self.adapter,
+            priority=self.priority,
+            deadline=self.deadline,
+            traceparent=self.traceparent,
+        )
 
 
 @dataclass(slots=True)
@@ -80,8 +100,10 @@ class PoolDispatcher:
         self.num_live = 0
         self.retries = 0
 
-    async def vectors(self, ask: PoolAsk) -> list[bytes]:
-        """A vector per prompt, in order: float32, little-endian.
+    async def vectors(
+        self, ask: PoolAsk, passage: AbstractAsyncContextManager[object] | None = None
+    ) -> list[bytes]:
+        """A vector per prompt, in order: float32, little-endian. The work is done in the `passage`.
 
         Raises BatonError; cancelling it aborts the work on every node.
         """
@@ -95,7 +117,10 @@ class PoolDispatcher:
                 return await self._group(f"{ask.id}-{index}", prompts, ask)
 
         try:
-            async with asyncio.timeout(ask.deadline - self._clock.monotonic()):
+            async with (
+                passage or nullcontext(),
+                asyncio.timeout(ask.deadline - self._clock.monotonic()),
+            ):
                 parts = await together([one(*each) for each in enumerate(groups(ask.prompts))])
         except TimeoutError as error:
             raise DeadlineExceeded("the request's deadline has passed") from error
@@ -106,14 +131,7 @@ class PoolDispatcher:
     async def _group(self, id_: str, prompts: Prompts, ask: PoolAsk) -> tuple[bytes, ...]:
         """One group, on one node after another until it is done."""
         tries = _Tries()
-        request = Request(
-            id=id_,
-            prompt_ids=tuple(token for prompt in prompts for token in prompt),
-            params=_PARAMS,
-            adapter=ask.adapter,
-            deadline=ask.deadline,
-            traceparent=ask.traceparent,
-        )
+        request = ask.request(id_, prompts)
         lengths = tuple(map(len, prompts))
         while True:
             node, session = self._choose(ask, tries)

@@ -180,6 +180,7 @@ class RerankApi:
             kind="yes_no",
             answers=answers,
             adapter=adapter,
+            field=field,
         )
         vectors = await parts.run(request, ask, model_name(services, model))
         scores = [numbers_of(vector)[0] for vector in vectors]

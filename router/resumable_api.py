@@ -10,7 +10,6 @@ the record keeps, on any router.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from hmac import compare_digest
 from typing import Any, Final
@@ -33,6 +32,9 @@ from router.resume_terms import (
     GRACE_HEADER,
     NAME_HEADER,
     POSITION_HEADER,
+    POSITION_QUERY,
+    SAID_IN,
+    START,
     Position,
     ResumeTerms,
     names_meant,
@@ -53,7 +55,6 @@ RESUMABLE: Final = {
     "/v1/messages": "messages",
 }
 NOT_RESUMABLE: Final = ("/inference/v1/generate",)
-POSITION_QUERY: Final = "starting_after"
 Reply = StreamReply | WholeReply
 Handler = Callable[[HttpRequest], Awaitable[Any]]
 
@@ -87,7 +88,7 @@ class ResumableApi:
         handler = self._handlers[path]
 
         async def endpoint(request: HttpRequest) -> Any:
-            terms = read_resume_terms(lambda name: request.headers.get(name, ""))
+            terms = _terms_of(request)
             if terms is None:
                 return await handler(request)
             return await self._create(path, request, terms)
@@ -153,7 +154,8 @@ class ResumableApi:
         # A receipt tells what happened on the way, and another replay would know something else.
         completion.trace.terms = replace(completion.trace.terms, receipt=False)
         seen = read_position(after, completion.num_choices, field)
-        return ResumedReply(reply, found.reading, canonical.name, _Reader(self._runs, seen))
+        reader = _Reader(self._runs, found, seen)
+        return ResumedReply(reply, canonical.name, reader)
 
     # ---- calls ----
 
@@ -197,24 +199,18 @@ class _Asked:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """What one reader has seen, and what it reads with."""
+    """What one reader reads, and what it has seen of it."""
 
     runs: Runs
+    found: Found
     seen: Position
 
 
 class ResumedReply:
     """ASGI answer to one reader of a resumable request."""
 
-    def __init__(
-        self,
-        reply: Reply,
-        reading: Callable[[], AbstractAsyncContextManager[Told]],
-        name: str,
-        reader: _Reader,
-    ) -> None:
+    def __init__(self, reply: Reply, name: str, reader: _Reader) -> None:
         self._reply = reply
-        self._reading = reading
         self._name = name
         self._reader = reader
 
@@ -225,7 +221,9 @@ class ResumedReply:
                 message = {**message, "headers": headers}
             await send(message)
 
-        async with self._reading() as told:
+        reader = self._reader
+        resumed = reader.seen != START
+        async with reader.runs.reading(reader.found, resumed=resumed) as told:
             await self._read(told, scope, receive, named)
 
     async def _read(self, told: Told, scope: Scope, receive: Receive, send: Send) -> None:
@@ -243,9 +241,15 @@ def owner_of(scope: Scope) -> str:
     return owner_digest(keys_of(scope["headers"]) if GRANT_KEY in scope else [])
 
 
+def _terms_of(request: HttpRequest) -> ResumeTerms | None:
+    if SAID_IN.isdisjoint([name for name, _ in request.scope["headers"]]):
+        return None
+    return read_resume_terms(lambda name: request.headers.get(name, ""))
+
+
 def _refusing(handler: Handler) -> Handler:
     async def endpoint(request: HttpRequest) -> Any:
-        if read_resume_terms(lambda name: request.headers.get(name, "")) is not None:
+        if _terms_of(request) is not None:
             raise UnsupportedFeature("this route is not resumable", field=GRACE_HEADER)
         return await handler(request)
 

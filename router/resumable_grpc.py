@@ -111,7 +111,7 @@ async def _read(
     runs: Runs, found: Found, completion: Completion, after: Sequence[int]
 ) -> AsyncGenerator[tuple[Delta, bool], None]:
     seen = list(after) + [0] * (completion.num_choices - len(after))
-    async with found.reading() as told:
+    async with runs.reading(found, resumed=any(after)) as told:
         meter = runs.readers.begin(completion.model, completion.request.arrival)
         deltas = completion.deltas(ToldDispatch(told), meter, runs.clock)
         async with aclosing(deltas):

@@ -21,12 +21,17 @@ from baton.errors import InvalidRequest
 GRACE_HEADER: Final = "x-baton-resumable"
 IDEMPOTENCY_HEADER: Final = "idempotency-key"
 POSITION_HEADER: Final = "last-event-id"
+POSITION_QUERY: Final = "starting_after"
+SAID_IN: Final = frozenset(
+    name.encode() for name in (GRACE_HEADER, IDEMPOTENCY_HEADER, POSITION_HEADER)
+)
 NAME_HEADER: Final = b"x-baton-request-id"  # of the answer: how to ask for it again
 MAX_GRACE_S: Final = 3600
 DEFAULT_GRACE_S: Final = 30.0
 MAX_KEY_CHARS: Final = 256
 _PREFIXES: Final = ("chatcmpl-", "cmpl-", "resp_", "msg_")
-_VECTOR: Final = re.compile(r"\d{1,9}(\.\d{1,9})?(,\d{1,9}(\.\d{1,9})?){0,255}(;\d{1,3})?")
+EVENT_ID: Final = r"[0-9]{1,9}(\.[0-9]{1,9})?(,[0-9]{1,9}(\.[0-9]{1,9})?){0,255}(;[0-9]{1,3})?"
+_VECTOR: Final = re.compile(EVENT_ID)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hmac import compare_digest
 from typing import Final, Protocol
 
@@ -32,6 +32,7 @@ from router.ledger import StoreGuard
 from router.log_details import output_ids_of
 from router.metrics import RouterMetrics
 from router.replay import Told
+from router.run_metrics import Reading, RunStats
 from router.store import RequestRecord, Swept
 from router.trace import RequestTrace
 from router.web_errors import as_baton_error, log_failure
@@ -57,6 +58,7 @@ class RunParts:
     store: StoreGuard
     metrics: RouterMetrics
     clock: Clock
+    stats: RunStats = field(default_factory=RunStats)
 
 
 class Source:
@@ -235,16 +237,19 @@ class Run:
             self._watch(grace_s - idle_s)
         else:
             logger.info("request %s: nobody has read it for %g s", self.id, grace_s)
+            self._parts.stats.abandoned += 1
             self.abandon()
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A resumable request, wherever it runs. `reading()` gives what its readers may see."""
+    """A resumable request, wherever it runs. `reading()` gives what its readers may see. `new`: it
+    was begun by this very call."""
 
     canonical: Canonical
     body_digest: str
     reading: Callable[[], AbstractAsyncContextManager[Told]]
+    new: bool = False
 
 
 class Runs:
@@ -263,8 +268,24 @@ class Runs:
         return self._parts.clock
 
     @property
+    def stats(self) -> RunStats:
+        return self._parts.stats
+
+    @property
     def num_live(self) -> int:
         return len(self._runs)
+
+    @asynccontextmanager
+    async def reading(self, found: Found, *, resumed: bool) -> AsyncIterator[Told]:
+        """What a reader may see, counted; `resumed`: it goes on after an event."""
+        start = Reading.FIRST if found.new else Reading.REPLAY
+        self.stats.readings[Reading.RESUMED if resumed else start] += 1
+        self.stats.readers += 1
+        try:
+            async with found.reading() as told:
+                yield told
+        finally:
+            self.stats.readers -= 1
 
     def check_open(self) -> None:
         """Raise Unavailable while no resumable request can be taken on."""
@@ -305,7 +326,8 @@ class Runs:
         run.wait_for_readers()
         failure = run.failure
         if not (isinstance(failure, InvalidRequest) and failure.field == "request_id"):
-            return _found(run)
+            self.stats.begun += run.backlog.opened.is_set()
+            return replace(_found(run), new=True)
         found = await self.find(canonical.owner, canonical.name)
         if found is None:
             raise Unavailable("the request was just taken by another router: ask again")
@@ -324,6 +346,7 @@ class Runs:
         except (BatonError, KeyError) as error:
             logger.warning("request %s cannot be adopted here: %r", request_id, error)
             store.forget(request_id)
+            self.stats.not_adopted += 1
             await store.release([request_id])
             return False
         backlog.told.add(log)
@@ -331,10 +354,10 @@ class Runs:
         run.epoch = record.epoch
         self._start(run)
         run.wait_for_readers()
-        logger.info(
-            "request %s adopted: epoch %d, %d tokens", request_id, record.epoch,
-            sum(len(token.event.token_ids) for token in backlog.told.tokens),
-        )  # fmt: skip
+        tokens = sum(len(token.event.token_ids) for token in backlog.told.tokens)
+        self.stats.adopted += 1
+        self.stats.adopted_tokens += tokens
+        logger.info("request %s adopted: epoch %d, %d tokens", request_id, record.epoch, tokens)
         return True
 
     async def stop(self) -> None:
@@ -376,6 +399,7 @@ class Runs:
         for run in list(self._runs.values()):
             if run.backlog.lost:
                 logger.warning("request %s is another router's now", run.id)
+                self.stats.lost += 1
                 task = asyncio.create_task(run.leave())
                 self._leaving.add(task)
                 task.add_done_callback(self._leaving.discard)

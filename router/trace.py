@@ -19,6 +19,7 @@ class RequestTrace:
     """
 
     terms: Terms = STANDARD
+    pooled: str = ""  # field with what vectors are wanted of; empty: tokens are
     admitted_at: float | None = None  # let in by the gate
     queued_at: float | None = None  # recorded in the store
     dispatched_at: float | None = None  # first submitted to a node

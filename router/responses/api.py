@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import orjson
 from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
 from starlette.routing import Route
 
 from router.calls import Runner
@@ -27,7 +29,10 @@ class ResponsesApi:
         self._runner = runner
 
     def routes(self) -> list[Route]:
-        return [Route("/v1/responses", self.create, methods=["POST"])]
+        return [
+            Route("/v1/responses", self.create, methods=["POST"]),
+            Route("/v1/responses/input_tokens", self.input_tokens, methods=["POST"]),
+        ]
 
     async def create(self, request: HttpRequest) -> StreamReply | WholeReply:
         call = body.read(await read_body(request))
@@ -46,3 +51,11 @@ class ResponsesApi:
         answer = ResponseAnswer(head, call, turn, rules)
         timeout_s = self._services.config.request_timeout_s
         return DialectCall(completion, answer, timeout_s).reply(self._runner, chat.stream)
+
+    async def input_tokens(self, request: HttpRequest) -> Response:
+        """How many tokens the prompt of such a call would have; nothing is computed."""
+        call = body.read(await read_body(request))
+        with in_own_names(body.NAMES):
+            count = await self._intake.count(call.chat)
+        told = {"object": "response.input_tokens", "input_tokens": count}
+        return Response(orjson.dumps(told), media_type="application/json")

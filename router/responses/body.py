@@ -13,6 +13,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from baton.errors import InvalidRequest, UnsupportedFeature
+from router.allowed_tools import KIND
 from router.dialect import chat_body, in_own_names, refuse
 from router.openai import ChatBody, object_of, struct_of
 from router.openai_chat import MAX_NAME_CHARS
@@ -30,6 +31,7 @@ NAMES: Final = {
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
     "messages": "input",
+    "tool_choice.allowed_tools": "tool_choice",
 }
 _STATELESS: Final = ": nothing is stored, send the whole conversation as input"
 _ONE: Final = ": each call has one response"
@@ -179,10 +181,21 @@ def _tools(given: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
 def _tool_choice(given: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
     if not isinstance(given, dict):
         return given
+    if given.get("type") == KIND:
+        tools = given.get("tools")
+        named = [_named(tool) for tool in tools] if isinstance(tools, list) else tools
+        return {"type": KIND, KIND: {"mode": given.get("mode"), "tools": named}}
     if given.get("type") != "function" or not isinstance(given.get("name"), str):
         message = "tool_choice must be none, auto, required or a named function"
         raise UnsupportedFeature(message, field="tool_choice")
-    return {"type": "function", "function": {"name": given["name"]}}
+    return _named(given)
+
+
+def _named(tool: Any) -> Any:
+    """A chat's way to name a function: one level deeper. What is none stays as it is."""
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        return tool
+    return {"type": "function", "function": {"name": tool.get("name")}}
 
 
 def _response_format(given: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -22,6 +22,7 @@ from deploy import cli
 from deploy.doctor import (
     Diagnosis,
     LaneReport,
+    NodeAccess,
     ProbedNode,
     choose,
     diagnose,
@@ -108,14 +109,14 @@ async def test_redis_answers_or_not(redis_url: str) -> None:
 
 
 async def test_two_probes_find_the_lanes_of_this_machine() -> None:
-    found = await diagnose(None, None, "", "")
+    found = await diagnose(None, None, NodeAccess(), "")
     by_name = {lane.lane: lane for lane in found.lanes}
     assert by_name["grpc"].available
     assert (by_name["stream"].gb_per_s or 0) > 0
     assert (by_name["stream"].latency_ms or 0) > 0
     assert found.healthy
     with pytest.raises(ConfigError, match="come together"):
-        await diagnose("127.0.0.1:1", None, "", "")
+        await diagnose("127.0.0.1:1", None, NodeAccess(), "")
 
 
 async def test_running_nodes_are_probed_lane_by_lane(tmp_path: Path) -> None:
@@ -123,10 +124,10 @@ async def test_running_nodes_are_probed_lane_by_lane(tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
         p = await started(stack, PREFILL, model)
         d = await started(stack, DECODE, model)
-        found = await probe_nodes(p.address, d.address, "")
+        found = await probe_nodes(p.address, d.address, NodeAccess())
         received = d.shell.connector.stats.bytes_received
         with pytest.raises(ConfigError, match="--from is a decode node"):
-            await probe_nodes(d.address, p.address, "")
+            await probe_nodes(d.address, p.address, NodeAccess())
         for node in (p, d):
             assert node.shell.connector.active_exports == 0
     assert [lane.lane for lane in found] == list(received)
@@ -138,7 +139,7 @@ async def test_running_nodes_are_probed_lane_by_lane(tmp_path: Path) -> None:
 
 async def test_nobody_there_is_said_so() -> None:
     with pytest.raises(NodeLost, match="no node answers"):
-        async with ProbedNode.connect("127.0.0.1:1", "", patience_s=0.3):
+        async with ProbedNode.connect("127.0.0.1:1", NodeAccess(), patience_s=0.3):
             pass
 
 
@@ -146,9 +147,9 @@ def test_the_command_prints_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = Diagnosis(("p", "d"), LANES, FACTS)
-    asked: list[tuple[str | None, ...]] = []
+    asked: list[tuple[object, ...]] = []
 
-    def doctor(*given: str | None) -> Diagnosis:
+    def doctor(*given: object) -> Diagnosis:
         asked.append(given)
         return found
 
@@ -156,7 +157,7 @@ def test_the_command_prints_json(
     monkeypatch.setenv("BATON_SECRET", "s")
     assert cli.main(["doctor", "--from", "a:1", "--to", "b:2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["lanes"][1]["chosen"] is True
-    assert asked == [("a:1", "b:2", "s", "")]
+    assert asked == [("a:1", "b:2", NodeAccess("s"), "")]
     found = Diagnosis(("p", "d"), LANES[:1], FACTS)
     assert cli.main(["doctor"]) == 1
     assert "not available" in capsys.readouterr().out

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,11 +65,18 @@ class Up:
 
 @pytest.fixture
 def up(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Up]:
-    """A cluster with the marker's flags; whatever is left at the end is killed."""
+    """A cluster with the marker's flags."""
+    with running(tmp_path, request.param) as started:
+        yield started
+
+
+@contextmanager
+def running(tmp_path: Path, more: list[str]) -> Iterator[Up]:
+    """A cluster of a tiny model; whatever is left at the end is killed."""
     model = make_tiny_model("llama", tmp_path / "model")
     flags = ["--port", "0", "--grpc-port", "0", "--run-dir", str(tmp_path / "run")]
     flags += ["--model", str(model), "--served-model-name", "tiny", "--num-kv-blocks", "64"]
-    command = [sys.executable, "-m", "deploy.cli", "up", *flags, *request.param]
+    command = [sys.executable, "-m", "deploy.cli", "up", *flags, *more]
     environment = {name: value for name, value in os.environ.items() if "BATON_" not in name}
     process = subprocess.Popen(
         command,

@@ -13,6 +13,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from baton.chat_template import ChatTemplate
+from baton.clock import SystemClock
 from baton.errors import BatonError
 from baton.events import TokenEvent, TokenLogprob
 from baton.generation_config import SamplingDefaults
@@ -23,6 +24,7 @@ from baton.tokenizer import Tokenizer
 from router.aborts import Aborts
 from router.app import create_app
 from router.config import RouterConfig
+from router.gate import Gate, GateSettings
 from router.http_guard import HttpLimits, uvicorn_settings
 from router.metrics import RouterMetrics
 from router.services import Lifecycle, RouterServices
@@ -101,6 +103,7 @@ class FakeDispatcher:
     exhausted: int = 0
     stalled: asyncio.Event = field(default_factory=asyncio.Event)
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
+    gate: Gate = field(default_factory=lambda: Gate(SystemClock(), GateSettings()))
 
     async def run(self, request: Request, trace: RequestTrace) -> AsyncGenerator[TokenEvent, None]:
         self.requests.append(request)

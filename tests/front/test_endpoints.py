@@ -24,11 +24,8 @@ from baton.messages import SubmitPool
 from baton.reranking import DEFAULT_INSTRUCTION, answer_tokens, rerank_prompts
 from baton.tokenizer import Tokenizer
 from router.config import RouterConfig
-from router.endpoints import Endpoints
-from router.http_api import HttpApi
 from router.openapi import OPERATIONS, document
 from router.pooling_config import PoolingSettings
-from router.prompts import PromptReader
 from router.request_ids import engine_id, names
 from tests.front.fakes import CHAT_TEMPLATE, MODEL, TOKENIZER, FakeDispatcher, FakeRegistry, Front
 from tests.front.tokenizers_built import byte_level
@@ -425,6 +422,7 @@ async def test_bad_words_and_cut_prompts() -> None:
             ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
             ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
             ({"allowed_token_ids": [1]}, "allowed_token_ids"),
+            ({"logits_processors": ["m.f"]}, "logits_processors"),
         ):
             reply = await client.post("/v1/completions", json={"prompt": "a", **bad})
             assert (reply.status_code, reply.json()["error"]["param"]) == (400, where), bad
@@ -456,13 +454,3 @@ async def test_the_document_describes_every_route_and_every_reply() -> None:
     text = json.dumps(told)
     references = {ref.partition('"')[0] for ref in text.split("#/components/schemas/")[1:]}
     assert references <= set(told["components"]["schemas"])
-
-
-async def test_the_routes_are_those_of_the_document() -> None:
-    services = Front().services
-    prompts = PromptReader(services.tokenizer, services.chat_template)
-    http = HttpApi(services, prompts)
-    routes = [*http.routes(), *Endpoints(services, prompts, http).routes()]
-    prompts.close()
-    paths = {route.path.replace(":path", "") for route in routes}
-    assert paths - {"/openapi.json"} == {operation.path for operation in OPERATIONS}

@@ -49,6 +49,23 @@ async def test_a_completions_four_lists() -> None:
     assert (await completion())["choices"][0]["logprobs"] is None
 
 
+async def test_tokens_are_named_by_their_ids_where_that_is_asked() -> None:
+    by_id: dict[str, Any] = {"return_tokens_as_token_ids": True, "logprobs": 1, "echo": True}
+    told = (await completion(**by_id))["choices"][0]["logprobs"]
+    assert told["tokens"] == [f"token_id:{each}" for each in (A, B, B, 1)]
+    assert told["top_logprobs"][-1] == {"token_id:1": -0.01, "token_id:2": -0.001}
+    assert told["text_offset"] == [0, 1, 2, 3], "of the text, whatever its tokens are called"
+    body = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 1}
+    async with Front(dispatcher=FakeDispatcher("b")).client() as client:
+        asked = {**body, "return_tokens_as_token_ids": True}
+        reply = await client.post("/v1/chat/completions", json=asked)
+        plain = await client.post("/v1/chat/completions", json=body)
+    first, spelled = (it.json()["choices"][0]["logprobs"]["content"][0] for it in (reply, plain))
+    assert (first["token"], spelled["token"]) == (f"token_id:{B}", "b")
+    assert (first["bytes"], first["logprob"]) == (spelled["bytes"], spelled["logprob"])
+    assert [each["token"] for each in first["top_logprobs"]] == ["token_id:2"]
+
+
 async def test_an_echo_comes_first() -> None:
     choice = (await completion(logprobs=0, echo=True))["choices"][0]
     assert choice["text"] == "abb"

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
+from router.app import all_routes
 from router.openapi import document
 from router.openapi_dialects import AnthropicErrorReply, CountReply, MessageReply, ResponsesReply
-from tests.front.fakes import CHAT_TEMPLATE, Front
+from router.prompts import PromptReader
+from tests.front.fakes import CHAT_TEMPLATE, TOKENIZER, Front
 
+METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 USER = [{"role": "user", "content": "x"}]
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "ChatBody": ("/v1/chat/completions", {"messages": USER}),
@@ -18,6 +23,33 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "ResponsesBody": ("/v1/responses", {"input": "x"}),
     "MessagesBody": ("/v1/messages", {"messages": USER, "max_tokens": 4}),
 }
+
+
+def test_all_that_is_served_is_described_and_nothing_else() -> None:
+    prompts = PromptReader(TOKENIZER, CHAT_TEMPLATE)
+    try:
+        routes = all_routes(Front(chat_template=CHAT_TEMPLATE).services, prompts)
+    finally:
+        prompts.close()
+    served = {
+        (method, route.path.replace(":path", ""))
+        for route in routes
+        for method in route.methods or ()
+        if method in METHODS
+    }
+    paths = document()["paths"]
+    described = {(method.upper(), path) for path, methods in paths.items() for method in methods}
+    assert served == described
+    assert ("GET", "/v1/requests/{name}/stream") in described
+    ids = [told["operationId"] for methods in paths.values() for told in methods.values()]
+    assert len(set(ids)) == len(ids)
+
+
+def test_every_reference_leads_somewhere() -> None:
+    told = document()
+    found = set(re.findall(r"#/components/(\w+)/([\w-]+)", json.dumps(told)))
+    assert len(found) > 20
+    assert all(name in told["components"][kind] for kind, name in found)
 
 
 async def test_replies_of_the_dialects_have_the_fields_that_are_described() -> None:

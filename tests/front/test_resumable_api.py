@@ -149,6 +149,7 @@ async def test_nobody_within_the_grace_ends_it(one: HeldRouter) -> None:
     await first.leave()
     await eventually(lambda: _is(one, "cancelled"))
     assert one.runs.num_live == 0
+    assert one.runs.stats.abandoned == 1
     reader = again(one)
     events = await reader.done()
     assert json.loads(events[-3][2])["choices"][0]["finish_reason"] == "abort"

@@ -51,6 +51,7 @@ ROWS: Final = (
     Row(LARGE, 128, 1), Row(LARGE, 2048, 1), Row(LARGE, 128, 8), Row(LARGE, 128, 16),
     Row(LARGE, 512, 0, "int8"), Row(LARGE, 128, 1, "int8"), Row(LARGE, 128, 16, "int8"),
     Row(LARGE, 128, 1, "int4"),
+    Row(LARGE, 512, 0, "w8a8"), Row(LARGE, 128, 1, "w8a8"), Row(LARGE, 128, 16, "w8a8"),
     Row(SMALL, 512), Row(SMALL, 128, 1), Row(SMALL, 128, 8), Row(SMALL, 128, 16),
 )  # fmt: skip
 
@@ -159,8 +160,8 @@ class Sizes:
         """MFU of a prefill, whose head meets one row only; MBU of a decode step."""
         if not row.batch:
             return 2 * self.layers * tokens_per_s / 1e12 / limits.gemm_tflop_s
-        layer_bytes = {"none": 2.0, "int8": 1.0, "int4": 0.5}[row.quantization] * self.layers
-        step = layer_bytes + 2 * self.head + self.kv_bytes * row.context * row.batch
+        bytes_each = {"none": 2.0, "int8": 1.0, "w8a8": 1.0, "int4": 0.5}[row.quantization]
+        step = bytes_each * self.layers + 2 * self.head + self.kv_bytes * row.context * row.batch
         return step * tokens_per_s / row.batch / 1e9 / limits.read_gb_s
 
 

@@ -5,9 +5,10 @@
     w8a8     int8, a scale per output channel    int8 per token   int8 x int8 -> int32, exact
     int4     4 bits, scale and zero per group    as they are      few rows: ATen's; else widened
 
-Every kernel is tried on a small product when a model is loaded (`QuantizedFormat`), and has a plain
-twin here: `IntWeight.dequantized` and `functional.linear`. What a checkpoint stores is read by
-quantized_checkpoint.py.
+bfloat16 on a CPU, where they were compiled: our own kernels, which widen integers in registers
+(kernels/cpu/quantized.py). Every kernel is tried on a small product when a model is loaded
+(`QuantizedFormat`), and has a plain twin here: `IntWeight.dequantized` and `functional.linear`.
+What a checkpoint stores is read by quantized_checkpoint.py.
 """
 
 from __future__ import annotations
@@ -21,6 +22,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from baton.engine.kernels.cpu.quantized import (
+    MAX_INPUTS,
+    QUAD,
+    IntegerKernels,
+    integer_kernels_for,
+)
 from baton.engine.linear import Linear
 
 logger = logging.getLogger(__name__)
@@ -146,6 +153,7 @@ class QuantizedFormat:
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype
         on_cpu = device.type == "cpu"
+        self._compiled = _tried(integer_kernels_for(dtype, device))
         half_cpu = on_cpu and dtype == torch.bfloat16
         self._int_product = works("torch._int_mm", lambda: try_int_product(device))
         self._int8_kernel = half_cpu and works("_weight_int8pack_mm", try_int8_kernel)
@@ -158,6 +166,11 @@ class QuantizedFormat:
 
     def _unordered(self, weight: IntWeight, bias: Tensor | None) -> Linear:
         outputs, inputs = weight.values.shape
+        if self._compiled is not None:
+            if W8A8Panels.takes(weight):
+                return W8A8Panels(self._compiled, weight, bias)
+            if IntegerPanels.takes(weight):
+                return IntegerPanels(self._compiled, weight, bias)
         if weight.int8_activations and weight.num_groups == 1 and weight.zeros is None:
             fits = outputs % 8 == 0 and inputs % 8 == 0
             return W8A8Linear(weight, bias, int_product=self._int_product and fits)
@@ -180,6 +193,43 @@ class Reordered:
     def __call__(self, x: Tensor) -> Tensor:
         """See Linear."""
         return self.layer(x.index_select(1, self.order))
+
+
+class IntegerPanels:
+    """Weights of 4 or 8 bits in panels for the compiled kernel (kernels/cpu/quantized.h)."""
+
+    def __init__(self, kernels: IntegerKernels, weight: IntWeight, bias: Tensor | None) -> None:
+        self._kernels = kernels
+        self._packed = kernels.pack(weight.values, weight.scales, weight.zeros, weight.bits)
+        self._bias = bias
+
+    @staticmethod
+    def takes(weight: IntWeight) -> bool:
+        """Whether the kernel knows such weights."""
+        return not weight.int8_activations and weight.group_size % QUAD == 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See Linear."""
+        return self._kernels.linear(x, self._packed, self._bias)
+
+
+class W8A8Panels:
+    """W8A8Linear with the compiled kernel (kernels/cpu/w8a8.h): the same numbers, bit by bit."""
+
+    def __init__(self, kernels: IntegerKernels, weight: IntWeight, bias: Tensor | None) -> None:
+        self._kernels = kernels
+        self._packed = kernels.pack_w8a8(weight.values, weight.scales.flatten())
+        self._bias = bias
+
+    @staticmethod
+    def takes(weight: IntWeight) -> bool:
+        """Whether the kernel knows such weights."""
+        simple = weight.num_groups == 1 and weight.zeros is None
+        return weight.int8_activations and simple and weight.shape[1] <= MAX_INPUTS
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See Linear."""
+        return self._kernels.w8a8_linear(x, self._packed, self._bias)
 
 
 class WidenedLinear:
@@ -335,6 +385,32 @@ def works(name: str, trial: Callable[[], bool]) -> bool:
     if not works:
         logger.warning("quantized layers: %s gives wrong sums here and is not used", name)
     return works
+
+
+def _tried(compiled: IntegerKernels | None) -> IntegerKernels | None:
+    """The compiled kernels if they agree with their definitions here."""
+    if compiled is None or not works("compiled panels", lambda: try_panels(compiled)):
+        return None
+    logger.info("integer weights: panels, compiled kernels")
+    return compiled
+
+
+def try_panels(compiled: IntegerKernels) -> bool:
+    """Each scheme at few rows and more."""
+    for scheme in SCHEMES:
+        weight, x = _example(scheme)
+        if scheme == "w8a8":
+            layer = W8A8Panels(compiled, weight, None)
+            twin = W8A8Linear(weight, None, int_product=False)(x).float()
+        else:
+            layer = IntegerPanels(compiled, weight, None)
+            twin = functional.linear(x.float(), weight.dequantized(torch.float32))
+        if not all(
+            torch.allclose(layer(x[:n]).float(), twin[:n], atol=0.1, rtol=0.02)
+            for n in (3, x.shape[0])
+        ):
+            return False
+    return True
 
 
 def try_int_product(device: torch.device) -> bool:

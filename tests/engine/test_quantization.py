@@ -70,7 +70,8 @@ def test_a_layer_is_its_twin(scheme: Scheme, dtype: torch.dtype, rows: int) -> N
     assert relative_error(out, plain) < LAYER_BOUND[scheme]
 
 
-def test_formats_choose_by_shape_and_kernels() -> None:
+def test_formats_choose_by_shape_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantization, "integer_kernels_for", lambda *_: None)
     bf16, fp32 = QuantizedFormat(torch.bfloat16, CPU), QuantizedFormat(torch.float32, CPU)
     assert isinstance(bf16(quantize(random_weight(), "w8a8"), None), W8A8Linear)
     assert isinstance(bf16(quantize(random_weight(), "int8"), None), WidenedLinear)

@@ -1,15 +1,18 @@
 // The kernels' C interface, one function each, called through ctypes by library.py: pointers and
 // sizes as the structs of the headers say, nothing checked here, no exception leaves.
 #include "attention.h"
+#include "attention_int8.h"
 #include "elementwise.h"
 #include "linear.h"
+#include "quantized.h"
+#include "w8a8.h"
 
 using baton::bf16;
 
 extern "C" {
 
 // Raised with every change of a struct or a signature: a stale library is not called.
-int baton_kernels_version() { return 1; }
+int baton_kernels_version() { return 2; }
 
 void baton_pack(const bf16* weight, bf16* panels, int64_t outputs, int64_t inputs) {
   baton::pack(weight, panels, outputs, inputs);
@@ -31,4 +34,21 @@ void baton_swiglu(const bf16* gate_up, bf16* y, int64_t rows, int64_t size) {
 }
 
 void baton_store_rows(const baton::StoreArgs* args) { baton::store_rows(*args); }
+
+void baton_pack_integers(const baton::IntegerPack* args) { baton::pack_integers(*args); }
+
+void baton_integer_linear(const baton::IntegerArgs* args) { baton::integer_linear(*args); }
+
+void baton_pack_w8a8(const int8_t* values, int8_t* panels, int32_t* extra, int64_t outputs,
+                     int64_t inputs) {
+  baton::pack_w8a8(values, panels, extra, outputs, inputs);
+}
+
+void baton_w8a8_linear(const baton::W8A8Args* args) { baton::w8a8_linear(*args); }
+
+void baton_decode_attention_int8(const baton::Int8DecodeArgs* args) {
+  baton::decode_attention_int8(*args);
+}
+
+void baton_store_int8(const baton::Int8StoreArgs* args) { baton::store_int8(*args); }
 }

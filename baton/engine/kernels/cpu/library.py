@@ -21,7 +21,7 @@ from torch import Tensor
 from baton.engine.kernels.cpu.build import CPU_FLAGS, CannotBuild, library_path
 
 logger = logging.getLogger(__name__)
-VERSION: Final = 1  # of the structs below
+VERSION: Final = 2  # of the structs below
 PANEL: Final = 64  # outputs that are packed together
 SWITCH: Final = "BATON_CPU_KERNELS"  # "off": the torch twins serve
 
@@ -38,7 +38,7 @@ class _LinearArgs(ctypes.Structure):
     )
 
 
-class _DecodeArgs(ctypes.Structure):
+class DecodeArgs(ctypes.Structure):
     """attention.h's DecodeArgs."""
 
     _fields_ = (
@@ -207,7 +207,7 @@ class CpuKernels:
         """Fill `batch`'s rows of out [T, query_heads, v_dim] from q [T, query_heads, k_dim]."""
         keys, values = layer.keys, layer.values
         sinks = None if layer.sinks is None else layer.sinks.data_ptr()
-        args = _DecodeArgs(
+        args = DecodeArgs(
             q.data_ptr(), out.data_ptr(), keys.data_ptr(), values.data_ptr(),
             batch.tables.data_ptr(), batch.rows.data_ptr(), batch.spans.data_ptr(),
             batch.tokens.data_ptr(), batch.first.data_ptr(), sinks,
@@ -252,10 +252,15 @@ def _found() -> tuple[CpuKernels | None, str]:
 
 
 def _missing_flags() -> Sequence[str]:
+    present = processor_flags()
+    return [flag for flag in CPU_FLAGS if flag not in present] if present else ["/proc/cpuinfo"]
+
+
+def processor_flags() -> frozenset[str]:
+    """What the processor can do, by /proc/cpuinfo's names; empty where there is no such file."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
-        return ["/proc/cpuinfo"]
+        return frozenset()
     lines = (line for line in text.splitlines() if line.startswith("flags"))
-    present = set(next(lines, "").split())
-    return [flag for flag in CPU_FLAGS if flag not in present]
+    return frozenset(next(lines, "").split())

@@ -1,0 +1,298 @@
+// y = x W^T + b for bfloat16 rows and integer weights, which are widened on their way from memory.
+//
+// w[o, i] = (q[o, i] - zero[o, g]) * scale[o, g] * peak[o], i in group g. The integers, exact in
+// bfloat16, meet x in pair products; a group's sum takes its zero and scale in float32:
+//     y[o] = peak[o] * sum over g of scale[o, g] * (sum of q x - zero[o, g] * sum of x) + b[o]
+//
+// A panel holds 32 outputs, one stream that is read once: group after group [scales: 32 float16]
+// [zeros: 32 float16, if any] [lines]. A line of 64 bytes: 8 bits, two inputs of 32 outputs; 4 bits,
+// four inputs, nibble n of its words being inputs 2 * (n / 2) + 0, 1 of outputs 16 * (n % 2) + 0..15.
+// Every block of rows widens for itself, in registers: a widened copy in the cache, shared by the
+// blocks, was no faster (docs/quantization.md). An output adds its inputs in their order, two at a time,
+// whatever the number of rows: what a row computes depends on no other row.
+#pragma once
+
+#include <omp.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "linear.h"
+#include "vectors.h"
+
+// What these functions need beyond the library's flags; quantized.py asks the processor for it.
+#define BATON_INTEGERS __attribute__((target("avx512vnni,avx512vbmi")))
+
+namespace baton {
+
+constexpr int64_t kNarrow = 32;      // outputs of a panel
+constexpr int64_t kQuad = 4;         // inputs at once
+constexpr int kBlockRows = 12;       // rows at once by one panel: 24 registers accumulate
+constexpr int kBothRows = 6;         // up to here two panels go together
+constexpr int64_t kFarAhead = 4096;  // bytes between asking memory for lines and using them
+
+struct IntegerArgs {
+  const bf16* x;          // [rows, inputs]
+  const uint8_t* panels;  // an even number of them
+  const float* peaks;     // [outputs]
+  const bf16* bias;       // [outputs], or null
+  bf16* y;                // [rows, outputs]
+  int64_t rows, inputs, outputs, groups, bits, has_zeros;
+};
+
+// How lines become pairs of bfloat16: w[2 * pair + half] holds 16 outputs.
+struct Nibbles {
+  static constexpr int64_t bytes = 64;  // of a quad
+  const __m512i table;
+  static Nibbles make() {
+    alignas(64) bf16 numbers[32];  // twice: the fifth bit of an index is the next nibble's
+    for (int n = 0; n < 32; ++n) {
+      const float number = static_cast<float>(n % 16 - 8);
+      uint32_t word;
+      std::memcpy(&word, &number, sizeof word);
+      numbers[n] = static_cast<bf16>(word >> 16);
+    }
+    return {_mm512_load_si512(numbers)};
+  }
+  void load(const uint8_t* at, __m512bh w[4]) const {
+    const __m512i line = _mm512_loadu_si512(at);
+    w[0] = (__m512bh)_mm512_permutexvar_epi16(line, table);
+    w[1] = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(line, 4), table);
+    w[2] = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(line, 8), table);
+    w[3] = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(line, 12), table);
+  }
+};
+
+// Bytes become bfloat16 by tables of the magnitudes 0..127, low and high bytes apart. The code of a
+// number is its sign and magnitude; the free one, -0, is -128 and shares its place with 0.
+struct Bytes {
+  static constexpr int64_t bytes = 128;
+  const __m512i low[2], high[2], sign;
+  static Bytes make() {
+    alignas(64) uint8_t low[128], high[128];
+    for (int m = 0; m < 128; ++m) {
+      const float number = static_cast<float>(m == 0 ? 128 : m);
+      uint32_t word;
+      std::memcpy(&word, &number, sizeof word);
+      low[m] = static_cast<uint8_t>(word >> 16);
+      high[m] = static_cast<uint8_t>(word >> 24);
+    }
+    return {{_mm512_load_si512(low), _mm512_load_si512(low + 64)},
+            {_mm512_load_si512(high), _mm512_load_si512(high + 64)},
+            _mm512_set1_epi8(-128)};
+  }
+  static uint8_t code(int number) {
+    return static_cast<uint8_t>(number >= 0 ? number : 0x80 | (-number & 0x7f));
+  }
+  BATON_INTEGERS void load(const uint8_t* at, __m512bh w[4]) const {
+    BATON_UNROLL for (int pair = 0; pair < 2; ++pair) {
+      const __m512i codes = _mm512_loadu_si512(at + 64 * pair);
+      const __mmask64 some = _mm512_test_epi8_mask(codes, codes);
+      const __m512i lower = _mm512_permutex2var_epi8(low[0], codes, low[1]);
+      __m512i upper = _mm512_maskz_permutex2var_epi8(some, high[0], codes, high[1]);
+      upper = _mm512_ternarylogic_epi32(upper, codes, sign, 0xf8);  // upper | codes & sign
+      w[2 * pair] = (__m512bh)_mm512_unpacklo_epi8(lower, upper);
+      w[2 * pair + 1] = (__m512bh)_mm512_unpackhi_epi8(lower, upper);
+    }
+  }
+};
+
+// A stream of lines is read once: it must be asked for early (also beyond the end of the panels,
+// which does nothing).
+template <int64_t Count>
+inline void ask_ahead(const void* lines) {
+  for (int64_t at = 0; at < Count; at += 64)
+    _mm_prefetch(static_cast<const char*>(lines) + kFarAhead + at, _MM_HINT_T0);
+}
+
+// Where things lie in a panel, and what the rows' groups sum to.
+struct IntegerLayout {
+  int64_t quads, header, group, panel;  // quads of a group; bytes
+  explicit IntegerLayout(const IntegerArgs& a)
+      : quads(a.inputs / a.groups / kQuad), header(a.has_zeros ? 128 : 64),
+        group(header + quads * (a.bits == 4 ? Nibbles::bytes : Bytes::bytes)),
+        panel(a.groups * group) {}
+};
+
+struct IntegerWork {
+  const IntegerArgs& a;
+  const IntegerLayout at;
+  const float* sums;  // [rows, groups] of x, if there are zeros
+};
+
+inline __m512 load_half(const uint8_t* from) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+}
+
+inline void store_outputs(const IntegerArgs& a, int64_t row, int64_t output, __m512 sum) {
+  const int64_t left = std::clamp<int64_t>(a.outputs - output, 0, 16);
+  if (left == 0) return;
+  const __mmask16 lanes = static_cast<__mmask16>((1u << left) - 1);
+  __m512 bias = _mm512_setzero_ps();
+  if (a.bias != nullptr) bias = widen(_mm256_maskz_loadu_epi16(lanes, a.bias + output));
+  const __m512 peak = _mm512_maskz_loadu_ps(lanes, a.peaks + output);
+  store_rounded(a.y + row * a.outputs + output, _mm512_fmadd_ps(sum, peak, bias), lanes);
+}
+
+// M rows by P panels.
+template <class Source, int M, int P>
+BATON_INTEGERS void multiply_integers(const IntegerWork& work, int64_t row, int64_t panel) {
+  const IntegerArgs& a = work.a;
+  const IntegerLayout& at = work.at;
+  const Source source = Source::make();
+  const int64_t stride = a.inputs;
+  const bf16* x[(M + 2) / 3];  // every third row: the others are one and two strides away
+  for (int m = 0; m < M; m += 3) x[m / 3] = a.x + (row + m) * stride;
+  alignas(64) float total[P][M][kNarrow] = {};
+  for (int64_t g = 0; g < a.groups; ++g) {
+    const uint8_t* head[P];
+    const uint8_t* lines[P];
+    for (int p = 0; p < P; ++p) {
+      head[p] = a.panels + (panel + p) * at.panel + g * at.group;
+      lines[p] = head[p] + at.header;
+    }
+    __m512 sum[P][M][2];
+    BATON_UNROLL for (int p = 0; p < P; ++p)
+      BATON_UNROLL for (int m = 0; m < M; ++m)
+        sum[p][m][0] = sum[p][m][1] = _mm512_setzero_ps();
+    for (int64_t quad = 0; quad < at.quads; ++quad) {
+      BATON_UNROLL for (int p = 0; p < P; ++p) {
+        __m512bh w[4];
+        source.load(lines[p] + quad * Source::bytes, w);
+        ask_ahead<Source::bytes>(lines[p] + quad * Source::bytes);
+        BATON_UNROLL for (int pair = 0; pair < 2; ++pair)
+          BATON_UNROLL for (int m = 0; m < M; ++m) {
+            const __m512bh two = broadcast_pair(x[m / 3] + (m % 3) * stride + 2 * pair);
+            sum[p][m][0] = _mm512_dpbf16_ps(sum[p][m][0], two, w[2 * pair]);
+            sum[p][m][1] = _mm512_dpbf16_ps(sum[p][m][1], two, w[2 * pair + 1]);
+          }
+      }
+      BATON_UNROLL for (int i = 0; i < (M + 2) / 3; ++i) x[i] += kQuad;
+    }
+    BATON_UNROLL for (int p = 0; p < P; ++p)
+      BATON_UNROLL for (int half = 0; half < 2; ++half) {
+        const __m512 scale = load_half(head[p] + 32 * half);
+        const __m512 zero = a.has_zeros ? load_half(head[p] + 64 + 32 * half) : _mm512_setzero_ps();
+        BATON_UNROLL for (int m = 0; m < M; ++m) {
+          __m512 part = sum[p][m][half];
+          if (a.has_zeros)
+            part = _mm512_fnmadd_ps(_mm512_set1_ps(work.sums[(row + m) * a.groups + g]), zero, part);
+          float* to = total[p][m] + 16 * half;
+          _mm512_store_ps(to, _mm512_fmadd_ps(part, scale, _mm512_load_ps(to)));
+        }
+      }
+  }
+  for (int p = 0; p < P; ++p)
+    for (int m = 0; m < M; ++m)
+      for (int half = 0; half < 2; ++half)
+        store_outputs(a, row + m, (panel + p) * kNarrow + 16 * half,
+                      _mm512_load_ps(total[p][m] + 16 * half));
+}
+
+// `rows` rows, at most M of them, by two panels that lie side by side.
+template <class Source, int M = kBlockRows>
+void multiply_block(const IntegerWork& work, int64_t row, int64_t rows, int64_t panel) {
+  if constexpr (M > 1)
+    if (rows < M) return multiply_block<Source, M - 1>(work, row, rows, panel);
+  if constexpr (M <= kBothRows) {
+    multiply_integers<Source, M, 2>(work, row, panel);
+  } else {
+    multiply_integers<Source, M, 1>(work, row, panel);
+    multiply_integers<Source, M, 1>(work, row, panel + 1);
+  }
+}
+
+// Twos of panels are shared out among the threads; each two meets a slab of rows that fits the
+// cache, in even blocks: 16 rows are 8 and 8, not 12 and 4. Calls work(row, count, panel).
+template <class Work>
+void each_block(int64_t rows, int64_t row_bytes, int64_t outputs, Work&& work) {
+  const int64_t twos = (outputs + 2 * kNarrow - 1) / (2 * kNarrow);
+  const int64_t slab = std::max<int64_t>(kBlockRows, kCached / row_bytes / kBlockRows * kBlockRows);
+#pragma omp parallel if (rows * row_bytes * outputs > kFewProducts)
+  {
+    const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+    const int64_t first = twos * thread / threads, last = twos * (thread + 1) / threads;
+    for (int64_t from = 0; from < rows; from += slab) {
+      const int64_t until = std::min(rows, from + slab);
+      for (int64_t two = first; two < last; ++two) {
+        int64_t parts = (until - from + kBlockRows - 1) / kBlockRows;
+        for (int64_t row = from; row < until; --parts) {
+          const int64_t count = (until - row + parts - 1) / parts;
+          work(row, count, 2 * two);
+          row += count;
+        }
+      }
+    }
+  }
+}
+
+// What each group of a row adds up to, [rows, groups].
+inline std::vector<float> group_sums(const IntegerArgs& a) {
+  std::vector<float> sums(a.rows * a.groups);
+  const int64_t size = a.inputs / a.groups;
+  for (int64_t at = 0; at < a.rows * a.groups; ++at) {
+    __m512 sum = _mm512_setzero_ps();
+    for (int64_t i = 0; i < size; i += 16) {
+      const int64_t left = std::min<int64_t>(16, size - i);
+      const __mmask16 lanes = static_cast<__mmask16>((1u << left) - 1);
+      sum = _mm512_add_ps(sum, widen(_mm256_maskz_loadu_epi16(lanes, a.x + at * size + i)));
+    }
+    sums[at] = _mm512_reduce_add_ps(sum);
+  }
+  return sums;
+}
+
+inline void integer_linear(const IntegerArgs& a) {
+  const std::vector<float> sums = a.has_zeros ? group_sums(a) : std::vector<float>();
+  const IntegerWork work{a, IntegerLayout(a), sums.data()};
+  each_block(a.rows, 2 * a.inputs, a.outputs, [&](int64_t row, int64_t count, int64_t panel) {
+    if (a.bits == 4)
+      multiply_block<Nibbles>(work, row, count, panel);
+    else
+      multiply_block<Bytes>(work, row, count, panel);
+  });
+}
+
+struct IntegerPack {
+  const int8_t* values;    // [outputs, inputs]; of 4 bits: -8..7
+  const uint16_t* scales;  // [outputs, groups] float16, of an output's peak
+  const uint16_t* zeros;   // likewise, or null
+  uint8_t* panels;         // zeros
+  int64_t outputs, inputs, groups, bits;
+};
+
+inline void pack_integers(const IntegerPack& a) {
+  const IntegerArgs like{nullptr, a.panels, nullptr, nullptr, nullptr, 0,
+                         a.inputs, a.outputs, a.groups, a.bits, a.zeros != nullptr};
+  const IntegerLayout at(like);
+  const int64_t size = a.inputs / a.groups;
+#pragma omp parallel for schedule(static, kNarrow)  // outputs of a panel share bytes
+  for (int64_t output = 0; output < a.outputs; ++output) {
+    const int64_t o = output % kNarrow;
+    for (int64_t g = 0; g < a.groups; ++g) {
+      uint8_t* to = a.panels + output / kNarrow * at.panel + g * at.group;
+      std::memcpy(to + 2 * o, a.scales + output * a.groups + g, 2);
+      if (a.zeros) std::memcpy(to + 64 + 2 * o, a.zeros + output * a.groups + g, 2);
+      to += at.header;
+      const int8_t* from = a.values + output * a.inputs + g * size;
+      for (int64_t i = 0; i < size; i += 2) {
+        if (a.bits == 8) {
+          // Word 2 * (o % 16) + input % 2 of one of two vectors, which lie in turns of 8.
+          const int64_t word = 2 * (o % 16);
+          uint8_t* pair = to + i / 2 * 64 + word / 8 * 16 + o / 16 * 8 + word % 8;
+          pair[0] = Bytes::code(from[i]);
+          pair[1] = Bytes::code(from[i + 1]);
+          continue;
+        }
+        // Word 2 * (o % 16) + input % 2, nibble 2 * (pair of the quad) + o / 16.
+        const int64_t nibble = i % 4 + o / 16;
+        for (int64_t odd = 0; odd < 2; ++odd) {
+          const int64_t byte = i / 4 * 64 + 2 * (2 * (o % 16) + odd) + nibble / 2;
+          to[byte] |= static_cast<uint8_t>((from[i + odd] + 8) & 15) << 4 * (nibble % 2);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace baton

@@ -1,0 +1,175 @@
+"""The compiled CPU products of integer weights (quantized.h, w8a8.h) as Python calls.
+
+`integer_kernels_for` says whether this machine has them: the library of library.py, a processor
+that multiplies and shuffles bytes (FLAGS) and none with AMX, whose products are oneDNN's. Every
+shape is checked by who makes the layers (quantization.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+from baton.engine.kernels.cpu.build import library_path
+from baton.engine.kernels.cpu.library import kernels_for, processor_flags
+
+logger = logging.getLogger(__name__)
+FLAGS: Final = frozenset({"avx512_vnni", "avx512vbmi"})  # beside build.CPU_FLAGS
+NARROW: Final = 32  # outputs of a panel; panels come in twos
+QUAD: Final = 4  # inputs that are packed together: a group holds a multiple of them
+LINE: Final = 64  # bytes
+MAX_INPUTS: Final = 1 << 16  # of w8a8: sums of uint8 x int8 products fit 32 bits
+PEAK_FLOOR: Final = 1e-30  # an output of weights that are all 0 has no scale to divide by
+
+_POINTER = ctypes.c_void_p
+_SIZE = ctypes.c_int64
+
+
+class _IntegerArgs(ctypes.Structure):
+    """quantized.h's IntegerArgs."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("x", "panels", "peaks", "bias", "y")),
+        *((name, _SIZE) for name in ("rows", "inputs", "outputs", "groups", "bits", "has_zeros")),
+    )
+
+
+class _IntegerPack(ctypes.Structure):
+    """quantized.h's IntegerPack."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("values", "scales", "zeros", "panels")),
+        *((name, _SIZE) for name in ("outputs", "inputs", "groups", "bits")),
+    )
+
+
+class _W8A8Args(ctypes.Structure):
+    """w8a8.h's W8A8Args."""
+
+    _fields_ = (
+        *((n, _POINTER) for n in ("x", "panels", "extra", "scales", "bias", "y")),
+        *((n, _POINTER) for n in ("rounded", "row_scales")),
+        *((n, _SIZE) for n in ("rows", "inputs", "outputs", "quads")),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PackedIntegers:
+    """Weights [outputs, inputs] of 4 or 8 bits in quantized.h's panels."""
+
+    panels: Tensor  # uint8
+    peaks: Tensor  # [outputs] float32
+    inputs: int
+    groups: int
+    bits: Literal[4, 8]
+    has_zeros: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PackedInt8:
+    """Weights [outputs, inputs] of 8 bits in w8a8.h's panels."""
+
+    panels: Tensor  # int8
+    extra: Tensor  # [outputs] int32
+    scales: Tensor  # [outputs] float32
+    inputs: int
+
+
+class IntegerKernels:
+    """The library's functions. Stateless; safe from any thread."""
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        self._pack = library.baton_pack_integers
+        self._linear = library.baton_integer_linear
+        self._pack_w8a8 = library.baton_pack_w8a8
+        self._pack_w8a8.argtypes = (*[_POINTER] * 3, _SIZE, _SIZE)
+        self._w8a8 = library.baton_w8a8_linear
+        for function in (self._pack, self._linear, self._pack_w8a8, self._w8a8):
+            function.restype = None
+
+    def pack(
+        self, values: Tensor, scales: Tensor, zeros: Tensor | None, bits: Literal[4, 8]
+    ) -> PackedIntegers:
+        """values [outputs, inputs] int8 (4 bits: -8..7), scales and zeros [outputs, groups], the
+        zeros small integers; groups of a multiple of QUAD inputs."""
+        (outputs, inputs), groups = values.shape, scales.shape[1]
+        scales = scales.float()
+        peaks = scales.abs().amax(1).clamp_(min=PEAK_FLOOR)
+        shares = (scales / peaks[:, None]).half().contiguous()
+        shifts = None if zeros is None else zeros.half().contiguous()
+        lines = inputs // QUAD * (1 if bits == 4 else 2)
+        lines += groups * (1 if zeros is None else 2)
+        panels = torch.zeros(_panels(outputs), lines, LINE, dtype=torch.uint8)
+        values = values.contiguous()
+        args = _IntegerPack(
+            values.data_ptr(), shares.data_ptr(), None if shifts is None else shifts.data_ptr(),
+            panels.data_ptr(), outputs, inputs, groups, bits,
+        )  # fmt: skip
+        self._pack(ctypes.byref(args))
+        return PackedIntegers(panels, peaks, inputs, groups, bits, zeros is not None)
+
+    def linear(self, x: Tensor, weight: PackedIntegers, bias: Tensor | None) -> Tensor:
+        """x [T, inputs] bfloat16 -> [T, outputs] bfloat16; see quantized.h."""
+        x = x.contiguous()
+        rows, outputs = x.shape[0], weight.peaks.shape[0]
+        y = torch.empty(rows, outputs, dtype=torch.bfloat16)
+        args = _IntegerArgs(
+            x.data_ptr(), weight.panels.data_ptr(), weight.peaks.data_ptr(),
+            None if bias is None else bias.data_ptr(), y.data_ptr(),
+            rows, weight.inputs, outputs, weight.groups, weight.bits, weight.has_zeros,
+        )  # fmt: skip
+        self._linear(ctypes.byref(args))
+        return y
+
+    def pack_w8a8(self, values: Tensor, scales: Tensor) -> PackedInt8:
+        """values [outputs, inputs] int8, at most MAX_INPUTS of them; scales [outputs]."""
+        outputs, inputs = values.shape
+        values = values.contiguous()
+        shape = (_panels(outputs), -(-inputs // QUAD), NARROW, QUAD)
+        panels = torch.zeros(shape, dtype=torch.int8)
+        extra = torch.empty(outputs, dtype=torch.int32)
+        self._pack_w8a8(values.data_ptr(), panels.data_ptr(), extra.data_ptr(), outputs, inputs)
+        return PackedInt8(panels, extra, scales.float().contiguous(), inputs)
+
+    def w8a8_linear(self, x: Tensor, weight: PackedInt8, bias: Tensor | None) -> Tensor:
+        """x [T, inputs] bfloat16, rounded per row, -> [T, outputs] bfloat16; see w8a8.h."""
+        x = x.contiguous()
+        rows, outputs, quads = x.shape[0], weight.scales.shape[0], weight.panels.shape[1]
+        y = torch.empty(rows, outputs, dtype=torch.bfloat16)
+        rounded = torch.empty(rows, quads, QUAD, dtype=torch.uint8)
+        row_scales = torch.empty(rows, dtype=torch.float32)
+        args = _W8A8Args(
+            x.data_ptr(), weight.panels.data_ptr(), weight.extra.data_ptr(),
+            weight.scales.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr(),
+            rounded.data_ptr(), row_scales.data_ptr(), rows, weight.inputs, outputs, quads,
+        )  # fmt: skip
+        self._w8a8(ctypes.byref(args))
+        return y
+
+
+def _panels(outputs: int) -> int:
+    return -(-outputs // (2 * NARROW)) * 2
+
+
+def integer_kernels_for(dtype: torch.dtype, device: torch.device) -> IntegerKernels | None:
+    """The kernels, where tensors of this kind are what they take and they are the fastest."""
+    if kernels_for(dtype, device) is None or torch.cpu._is_amx_tile_supported():
+        return None
+    return _integer_kernels()
+
+
+@functools.cache
+def _integer_kernels() -> IntegerKernels | None:
+    missing = FLAGS - processor_flags()
+    if missing:
+        logger.info("integer weights: torch's kernels, no %s here", ", ".join(sorted(missing)))
+        return None
+    return IntegerKernels(library_path())

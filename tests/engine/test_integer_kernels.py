@@ -1,0 +1,186 @@
+"""The compiled CPU kernels of integer weights and int8 KV against their torch twins."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional
+
+from baton.engine import quantization
+from baton.engine.kernels.cpu.quantized import IntegerKernels, integer_kernels_for
+from baton.engine.quantization import (
+    IntegerPanels,
+    IntWeight,
+    QuantizedFormat,
+    W8A8Linear,
+    W8A8Panels,
+    WidenedLinear,
+    quantize,
+)
+from tests.engine.running import relative_error
+
+CPU = torch.device("cpu")
+FOUND = integer_kernels_for(torch.bfloat16, CPU)
+needs_kernels = pytest.mark.skipif(FOUND is None, reason="no integer kernels on this machine")
+# A result is rounded to bfloat16 (0.0017 measured) and its scales to 11 bits; nothing else is.
+BOUND = 0.0025
+
+
+@pytest.fixture
+def compiled() -> IntegerKernels:
+    assert FOUND is not None
+    return FOUND
+
+
+def noise(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def integers(bits: Literal[4, 8], shape: tuple[int, int], groups: int, *, zeros: bool) -> IntWeight:
+    """Every number that the bits hold, scales between 0.01 and 1 and so apart within an output."""
+    generator = torch.Generator().manual_seed(bits + groups)
+    high = 1 << bits - 1
+    values = torch.randint(-high, high, shape, generator=generator).to(torch.int8)
+    values[0], values[-1] = -high, high - 1
+    sizes = (shape[0], groups)
+    scales = 10 ** (-2 * torch.rand(sizes, generator=generator))
+    shifts = torch.randint(-high, high, sizes, generator=generator).float() if zeros else None
+    return IntWeight(bits, values, scales, shifts)
+
+
+@needs_kernels
+@settings(max_examples=60)
+@given(
+    bits=st.sampled_from([4, 8]),
+    rows=st.integers(1, 33),
+    outputs=st.integers(1, 200),
+    groups=st.integers(1, 5),
+    size=st.sampled_from([4, 12, 32, 64, 128]),
+    zeros=st.booleans(),
+    biased=st.booleans(),
+)
+def test_integer_panels_are_the_dequantized_twin(
+    bits: Literal[4, 8],
+    rows: int,
+    outputs: int,
+    groups: int,
+    size: int,
+    zeros: bool,
+    biased: bool,
+) -> None:
+    assert FOUND is not None
+    weight = integers(bits, (outputs, groups * size), groups, zeros=zeros)
+    x, bias = noise(1, rows, groups * size), noise(2, outputs) if biased else None
+    y = IntegerPanels(FOUND, weight, bias)(x)
+    wide_bias = None if bias is None else bias.float()
+    twin = functional.linear(x.float(), weight.dequantized(torch.float32), wide_bias)
+    assert y.shape == twin.shape
+    # Sums may cancel: what they are made of bounds the error of each.
+    parts = functional.linear(x.float().abs(), weight.dequantized(torch.float32).abs())
+    assert ((y.float() - twin).abs() <= 0.006 * twin.abs() + 0.0006 * parts).all()
+    if outputs * rows > 200:
+        assert relative_error(y, twin) < 2 * BOUND
+
+
+@needs_kernels
+@pytest.mark.parametrize("scheme", quantization.SCHEMES)
+def test_real_weights_lose_only_the_last_bits(
+    compiled: IntegerKernels, scheme: quantization.Scheme
+) -> None:
+    weight, x, bias = quantize(noise(3, 300, 512), scheme), noise(4, 40, 512), noise(5, 300)
+    layer = QuantizedFormat(torch.bfloat16, CPU)(weight, bias)
+    if scheme == "w8a8":
+        assert isinstance(layer, W8A8Panels)
+        assert torch.equal(layer(x), W8A8Linear(weight, bias, int_product=False)(x))
+    else:
+        assert isinstance(layer, IntegerPanels)
+        twin = functional.linear(x.float(), weight.dequantized(torch.float32), bias.float())
+        assert relative_error(layer(x), twin) < BOUND
+
+
+@needs_kernels
+@settings(max_examples=40)
+@given(
+    rows=st.integers(1, 33),
+    inputs=st.integers(1, 300),
+    outputs=st.integers(1, 140),
+    biased=st.booleans(),
+)
+def test_w8a8_panels_are_the_plain_twin_exactly(
+    rows: int, inputs: int, outputs: int, biased: bool
+) -> None:
+    assert FOUND is not None
+    generator = torch.Generator().manual_seed(inputs)
+    values = torch.randint(-128, 128, (outputs, inputs), generator=generator).to(torch.int8)
+    values[0], values[-1] = -128, 127  # the greatest sums
+    scales = torch.rand(outputs, 1, generator=generator)
+    weight = IntWeight(8, values, scales, int8_activations=True)
+    x, bias = noise(6, rows, inputs), noise(7, outputs) if biased else None
+    x[0] = 3.0
+    y = W8A8Panels(FOUND, weight, bias)(x)
+    assert torch.equal(y, W8A8Linear(weight, bias, int_product=False)(x))
+
+
+@needs_kernels
+@pytest.mark.parametrize("scheme", quantization.SCHEMES)
+def test_a_row_depends_on_no_other(compiled: IntegerKernels, scheme: quantization.Scheme) -> None:
+    layer = QuantizedFormat(torch.bfloat16, CPU)(quantize(noise(8, 150, 384), scheme), None)
+    x = noise(9, 600, 384)  # more than a slab
+    whole = layer(x)
+    for count in range(1, 34):
+        assert torch.equal(layer(x[5 : 5 + count]), whole[5 : 5 + count])
+    for first, last in ((0, 1), (500, 513), (580, 600)):
+        assert torch.equal(layer(x[first:last]), whole[first:last])
+
+
+@needs_kernels
+def test_rows_of_a_wider_tensor_and_rows_without_numbers(compiled: IntegerKernels) -> None:
+    weight, wide = quantize(noise(10, 70, 64), "w8a8"), noise(11, 3, 256)
+    layer = W8A8Panels(compiled, weight, None)
+    assert torch.equal(layer(wide[:, 64:128]), layer(wide[:, 64:128].contiguous()))
+    panels = IntegerPanels(compiled, quantize(noise(10, 70, 64), "int4"), None)
+    assert torch.equal(panels(wide[:, 64:128]), panels(wide[:, 64:128].contiguous()))
+    assert layer(wide[:0, :64]).shape == panels(wide[:0, :64]).shape == (0, 70)
+    zeros = torch.zeros(2, 64).bfloat16()
+    assert not layer(zeros).any()
+    assert not panels(zeros).any()
+    zeros[1, 7] = torch.nan  # a row that is lost says so
+    for each in (layer, panels):
+        assert not each(zeros)[0].any()
+        assert each(zeros)[1].isnan().all()
+
+
+@needs_kernels
+def test_weights_of_zeros_are_zeros(compiled: IntegerKernels) -> None:
+    weight = IntWeight(8, torch.zeros(5, 8, dtype=torch.int8), torch.zeros(5, 2))
+    assert not IntegerPanels(compiled, weight, None)(noise(12, 3, 8)).any()
+
+
+@needs_kernels
+def test_what_the_kernels_do_not_know_is_torchs(compiled: IntegerKernels) -> None:
+    made = QuantizedFormat(torch.bfloat16, CPU)
+    odd = IntWeight(8, torch.ones(8, 6, dtype=torch.int8), torch.ones(8, 1))
+    assert isinstance(made(odd, None), WidenedLinear)
+    grouped = IntWeight(8, torch.ones(8, 8, dtype=torch.int8), torch.ones(8, 2), None, None, True)
+    assert not W8A8Panels.takes(grouped)
+    assert QuantizedFormat(torch.float32, CPU)(quantize(noise(13, 64, 64), "int8"), None)
+
+
+@needs_kernels
+def test_kernels_that_are_wrong_are_not_used(
+    compiled: IntegerKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    true_linear = IntegerKernels.linear
+
+    def halved(*given: object) -> Tensor:
+        return true_linear(*given) / 2  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(IntegerKernels, "linear", halved)
+    assert not quantization.try_panels(compiled)
+    layer = QuantizedFormat(torch.bfloat16, CPU)(quantize(noise(14, 64, 64), "int8"), None)
+    assert isinstance(layer, WidenedLinear)

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 
 import torch
 
+from baton.engine.tensor_parallel.pool import GroupArena
 from kv_transfer.base import KVMemory
 from kv_transfer.device_pool import ArenaPool
+from kv_transfer.group_memory import GroupMemory
 from kv_transfer.layout import Arena, ArenaMemory
 from kv_transfer.staging import NUM_SLOTS, Mark, Places, StagedMemory
 
@@ -108,6 +110,8 @@ class CudaCopies:
 def memory_of(arena: Arena, timeout_s: float) -> KVMemory:
     """What a connector needs of a node's pool, wherever it lies. `timeout_s`: StagedMemory's. Call
     it where the engine's compute stream is current."""
+    if isinstance(arena, GroupArena):
+        return GroupMemory(arena)
     # The engine keeps of a sliding window what it still shows, on either side.
     described = ArenaMemory(arena, windowed=True)
     if arena.device.type == "cpu":

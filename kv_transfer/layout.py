@@ -218,7 +218,7 @@ class ArenaMemory:
         tensors = list(self._arena.layer(layer)[:count])
         if self.format.dtype == INT8:
             tensors += self._arena.scales(layer)[:count]
-        return [_movable(tensor)[:, :, local] for tensor in tensors]
+        return [movable(tensor)[:, :, local] for tensor in tensors]
 
     def slots(
         self, layer: int, blocks: Blocks, start: int, end: int
@@ -238,11 +238,11 @@ class ArenaMemory:
         tensors += [part.scales for part in rows if part.scales is not None]
         device = self._arena.device
         for target, values in zip(self.parts(layer, heads), tensors, strict=True):
-            target[block, row] = _movable(values).to(device)
+            target[block, row] = movable(values).to(device)
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
 
 
-def _movable(tensor: torch.Tensor) -> torch.Tensor:
+def movable(tensor: torch.Tensor) -> torch.Tensor:
     """torch indexes no fp8; as bytes it does."""
     return tensor.view(torch.uint8) if tensor.dtype is torch.float8_e4m3fn else tensor

@@ -56,6 +56,9 @@ class EngineConfig:
     model_impl: ModelImpl = option(
         "auto", "own decoder or transformers' modelling code", choices=get_args(ModelImpl)
     )
+    tensor_parallel_size: int = option(
+        1, "ranks that share every layer, a process each; on a CPU they share the node's cores"
+    )
     quantization: Quantization = option(
         "none",
         "round the weights when loading (a quantized checkpoint says so itself)",
@@ -108,6 +111,7 @@ class EngineConfig:
         _one_of("model_impl", self.model_impl, get_args(ModelImpl))
         _one_of("quantization", self.quantization, get_args(Quantization))
         _one_of("kv_cache_dtype", self.kv_cache_dtype, get_args(KVCacheDtype))
+        _at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
         _at_least("max_model_len", self.max_model_len, 2)
         _at_least("block_size", self.block_size, 1)
         _at_least("num_kv_blocks", self.num_kv_blocks, 2)

@@ -54,6 +54,7 @@ from baton.request import Request
 
 if TYPE_CHECKING:  # lazy at run time, see load()
     from baton.engine.pooling import Pooler
+    from baton.engine.tensor_parallel.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +91,7 @@ class Engine:
         self.stats = EngineStats()
         self.pooler: Pooler | None = None  # for embeddings and reranking; load() makes it
         self.grammars: Grammars | None = None  # of guided requests; load() makes it
+        self.ranks: Ranks | None = None  # other processes with shares of the model; load() has them
         self._runner = runner
         self._hooks = hooks
         self._clock = clock or SystemClock()
@@ -138,24 +140,19 @@ class Engine:
         """
         # Lazy: the model code pulls in transformers, which engines over other runners never need.
         from baton.engine.loading import load_model
-        from baton.engine.memory import size_pool
+        from baton.engine.memory import make_pool, size_pool
         from baton.engine.pooling import Pooler
         from baton.engine.runner import ModelRunner
 
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         model, draft = load_model(config), load_draft(config)
-        info, device = model.info, torch.device(model.device)
+        info, device = model.info, model.device
         block_size = config.block_size or DEFAULT_BLOCK_SIZE[device.type]
         num_blocks = size_pool(config, model, block_size, model_len(config, info), draft)
-        placed = memory if device.type == "cpu" else None
-        arena = KVArena(info.layers, num_blocks, block_size, info.kv_dtype, device, placed)
-        log.info(
-            "KV pool: %d blocks of %d tokens and %d of %d layers each, %.1f MB",
-            num_blocks, block_size, arena.groups.num_slots, len(info.layers), arena.num_bytes / 1e6,
-        )  # fmt: skip
+        arena = make_pool(model, num_blocks, block_size, memory)
         engine = cls(config, ModelRunner(model, arena), arena, info, hooks)
-        engine.grammars = grammars_of(config, info)
+        engine.ranks, engine.grammars = model.ranks, grammars_of(config, info)
         engine.pooler = Pooler(model, arena, config.max_num_batched_tokens, config.max_num_seqs)
         proposer = load_proposer(engine.config, engine.info, draft)
         if proposer is not None:

@@ -14,7 +14,7 @@ import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
@@ -34,6 +34,10 @@ from baton.engine.tensors import TensorReader
 from baton.engine.weights import Weights, open_weights
 from baton.errors import ConfigError, ModelRefused
 
+if TYPE_CHECKING:  # lazy at run time: most engines have one rank
+    from baton.engine.tensor_parallel.group import RankGroup
+    from baton.engine.tensor_parallel.ranks import Ranks
+
 logger = logging.getLogger(__name__)
 
 _DTYPES: Final = {
@@ -47,7 +51,8 @@ _DTYPES: Final = {
 class LoadedModel:
     """A model in memory. `weight_bytes` counts its parameters once, in their storage dtype.
 
-    `deterministic`: it wants attention of a fixed order (attention/choice.py).
+    `deterministic`: it wants attention of a fixed order (attention/choice.py). `ranks`: those that
+    hold its other shares; None = it is whole, or a share itself.
     """
 
     info: ModelInfo
@@ -56,6 +61,7 @@ class LoadedModel:
     dtype: torch.dtype
     weight_bytes: int
     deterministic: bool = False
+    ranks: Ranks | None = None
 
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
@@ -71,12 +77,16 @@ class LoadedModel:
         return self.model.logits(hidden)
 
 
-def load_model(config: EngineConfig) -> LoadedModel:
-    """Load `config.model`.
+def load_model(config: EngineConfig, group: RankGroup | None = None) -> LoadedModel:
+    """Load `config.model`: of several ranks, this one's share for `group`; None = start them all.
 
     Raises ModelRefused for a checkpoint that cannot be served, ConfigError for a configuration that
     the model or the machine cannot meet.
     """
+    if config.tensor_parallel_size > 1 and group is None:
+        from baton.engine.tensor_parallel.leader import load_leader
+
+        return load_leader(config)
     checkpoint = open_checkpoint(config.model)
     _refuse(checkpoint)
     modules = parse_modules(config.lora_modules)
@@ -86,7 +96,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     stated = position_limit(checkpoint.text_config)
     if stated is not None:  # refuse before reading gigabytes
         _max_model_len(config.max_model_len, stated)
-    impl, model, weight_bytes = _build(config, checkpoint, dtype, device)
+    impl, model, weight_bytes = _build(config, checkpoint, dtype, device, group)
     max_model_len = _max_model_len(config.max_model_len, stated or model.max_positions)
     adapters = [read_adapter(name, path, dtype, device) for name, path in modules.items()]
     for adapter in adapters:
@@ -178,9 +188,15 @@ def _max_model_len(requested: int | None, known: int | None) -> int:
 
 
 def _build(
-    config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: RankGroup | None = None,
 ) -> tuple[str, CausalModel, int]:
     """(route taken, model, bytes of its weights)."""
+    if group is not None:
+        return _build_rank(checkpoint, dtype, device, group)
     impl, quantized = config.model_impl, checkpoint.config.get("quantization_config")
     if impl != "transformers":
         reader = TensorReader(checkpoint.weight_files, dtype, device)
@@ -210,6 +226,29 @@ def _build(
             field="quantization",
         )
     return _build_universal(checkpoint, dtype, device, config.deterministic)
+
+
+def _build_rank(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, group: RankGroup
+) -> tuple[str, CausalModel, int]:
+    """As _build, of one rank's share: the lean route with plain weights alone."""
+    from baton.engine.tensor_parallel.rank import RankModel
+
+    if checkpoint.config.get("quantization_config") is not None:
+        raise ModelRefused(
+            "quantized weights are not split over ranks yet", field="tensor_parallel_size"
+        )
+    reader = TensorReader(checkpoint.weight_files, dtype, device)
+    weights = open_weights(reader, None, None, device)
+    try:
+        model = RankModel.of(_lean_config(checkpoint, weights), weights, group)
+    except NotLean as reason:
+        raise ModelRefused(
+            f"only the lean route is split over ranks, and it cannot serve {checkpoint.path}: "
+            f"{reason}",
+            field="tensor_parallel_size",
+        ) from reason
+    return "lean", model, model.weight_bytes
 
 
 def _lean_config(checkpoint: Checkpoint, weights: Weights) -> DecoderConfig:

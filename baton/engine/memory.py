@@ -29,7 +29,7 @@ import torch
 
 from baton.engine.config import EngineConfig, parse_bytes
 from baton.engine.interface import SequenceChunk
-from baton.engine.kv_cache import KVArena, bytes_per_block
+from baton.engine.kv_cache import KVArena, MakeMemory, bytes_per_block
 from baton.engine.layer_groups import group_layers, one_group
 from baton.engine.loading import LoadedModel
 from baton.engine.runner import ModelRunner
@@ -255,6 +255,23 @@ def device_budget(
         )
     log.info("KV memory: %s, is %s", sums, _gb(left))
     return Budget(left, sums, "gpu_memory_utilization")
+
+
+def make_pool(
+    model: LoadedModel, num_blocks: int, block_size: int, memory: MakeMemory | None
+) -> KVArena:
+    """The pool of `model`, its ranks' too; one on the CPU alone lies in `memory`, if given."""
+    info = model.info
+    if model.ranks is not None:
+        arena: KVArena = model.ranks.make_pool(info, num_blocks, block_size)
+    else:
+        placed = memory if model.device.type == "cpu" else None
+        arena = KVArena(info.layers, num_blocks, block_size, info.kv_dtype, model.device, placed)
+    log.info(
+        "KV pool: %d blocks of %d tokens and %d of %d layers each, %.1f MB",
+        num_blocks, block_size, arena.groups.num_slots, len(info.layers), arena.num_bytes / 1e6,
+    )  # fmt: skip
+    return arena
 
 
 # ---- the measured forward ----

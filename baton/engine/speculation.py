@@ -81,6 +81,7 @@ def load_draft(config: EngineConfig) -> LoadedModel | None:
             served_model_name=None,
             max_model_len=None,
             lora_modules=(),
+            tensor_parallel_size=1,  # small: the leader alone runs it
             speculative_method="none",
             speculative_model=None,
         )

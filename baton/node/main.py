@@ -51,6 +51,7 @@ log = logging.getLogger(__name__)
 
 USAGE_ERROR: Final = 2
 LOADER: Final = "load"
+LOST_RANK: Final = 3  # exit status: a tensor-parallel rank has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +169,8 @@ class Node:
         if self._metrics is not None:
             await asyncio.to_thread(self._metrics.stop)
             self._metrics = None
+        if self._engine.ranks is not None:
+            await asyncio.to_thread(self._engine.ranks.close)
 
     async def _beat(self) -> None:
         self.shell.ask_engine()
@@ -219,9 +222,13 @@ async def _run(program: NodeProgram, config: NodeConfig, engine_config: EngineCo
         if engine is None:
             log.info("stopped before the model was loaded")
             return 0
+        if engine.ranks is not None:
+            engine.ranks.on_lost(_end_without_ranks)
         timing = replace(Timing(), drain_s=config.drain_s)
         settings = LaneSettings.of(config, timing)
-        settings = replace(settings, pool=engine.arena, shared=place.shared)
+        # Lanes that read a pool by themselves would find one rank's heads: no pool for them.
+        pool = engine.arena if engine.ranks is None else None
+        settings = replace(settings, pool=pool, shared=place.shared)
         lanes = make_lanes(place.usable(names), settings)
         around = Surroundings(timing, SystemClock(), lanes)
         await _serve(Node(program, config, engine, around), first, second)
@@ -240,6 +247,13 @@ async def _serve(node: Node, first: asyncio.Event, second: asyncio.Event) -> Non
         await _until(node.drain(), second)
     finally:
         await node.stop()
+
+
+def _end_without_ranks() -> None:
+    """Of a model with a rank missing nothing can be served: as if the node had been killed. Its
+    engine thread may wait in a collective, so nothing is waited for."""
+    logging.shutdown()
+    os._exit(LOST_RANK)
 
 
 def _transfer_options(config: NodeConfig) -> TransferOptions:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
-from torch.nn import functional
 
 from baton.engine.attention.base import AttentionLayer
 from baton.engine.batch import Batch
@@ -31,6 +30,7 @@ from baton.engine.models.config import DecoderConfig, ExpertsConfig
 from baton.engine.models.elementwise import Elementwise, choose_elementwise
 from baton.engine.models.experts import Expert, Experts, SharedExpert
 from baton.engine.models.rope import Rotation, attention_factor, inverse_frequencies
+from baton.engine.models.shards import Shards, Whole
 from baton.errors import ModelRefused
 from baton.kv_spec import LayerSpec
 
@@ -111,12 +111,15 @@ class Decoder:
         read: ReadTensor,
         linears: Linears,
         fixed_shapes: bool = False,
+        shards: Shards | None = None,
     ) -> None:
         """Read and merge all weights; `linears` decides the format of the products'.
 
-        `fixed_shapes`: no product's shape depends on which experts or adapters rows want.
+        `fixed_shapes`: no product's shape depends on which experts or adapters rows want. `shards`:
+        of a tensor-parallel rank, whose share `config` describes; None = the model in one piece.
         """
         self._config = config
+        self._shards = shards or Whole()
         self._fixed_shapes = fixed_shapes
         self._embedding = read("model.embed_tokens.weight")
         place = self._embedding
@@ -167,21 +170,21 @@ class Decoder:
     def forward(self, token_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
         """token_ids [T], positions [T] -> hidden [T, H]; writes the batch's KV into the pool."""
         eps, groups = self._config.rms_norm_eps, rows_by_adapter(batch, self._fixed_shapes)
-        residual = functional.embedding(token_ids, self._embedding)
+        residual = self._shards.embed(token_ids, self._embedding)
         rotation = Rotation.at(positions, self._frequencies, residual.dtype, self._attention_factor)
-        between, delta = self._between, None
+        between, reduce, delta = self._between, self._shards.reduce, None
         for index, layer in enumerate(self._layers):
             residual, hidden = between.add_norm(residual, delta, layer.input_norm, eps)
             queries, keys, values = self._heads(layer, hidden, rotation, groups)
             attended = batch.attend(index, queries, keys, values)
-            delta = layer.output(attended.flatten(1), groups)
+            delta = reduce(layer.output(attended.flatten(1), groups))
             residual, hidden = between.add_norm(residual, delta, layer.mlp_norm, eps)
-            delta = layer.mlp(hidden, groups)
+            delta = reduce(layer.mlp(hidden, groups))
         return between.add_norm(residual, delta, self._final_norm, eps)[1]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, H] -> [N, vocab] float32."""
-        return self._head(hidden).float()
+        return self._shards.gather(self._head(hidden)).float()
 
     def _heads(
         self,

@@ -1,0 +1,118 @@
+"""Tensor-parallel nodes, their ranks as processes of their own: served end to end, and killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from baton.client import AsyncClient, GenerateOptions
+from baton.node.main import LOST_RANK
+from baton.sampling import SamplingParams
+from tests.cluster import Plan, cluster
+from tests.system.processes import Processes
+from tests.system.references import one_engine_tokens, prompts
+from tests.tiny_models import make_tiny_model
+from tests.waiting import eventually
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+PROMPTS = prompts((61, 40, 75, 5))
+PATIENCE_S = 90.0
+FLAGS = ("--num-kv-blocks", "64", "--block-size", "8")
+
+pytestmark = pytest.mark.long
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model("llama", tmp_path_factory.mktemp("model") / "m")
+
+
+@pytest.mark.parametrize(("sizes", "lane"), [((2, 1), "grpc"), ((1, 2), "stream")])
+async def test_any_two_sizes_serve_the_tokens_of_one_engine(
+    model: Path, sizes: tuple[int, int], lane: str
+) -> None:
+    prefill, decode = (
+        {"tensor_parallel_size": size, "block_size": block}
+        for size, block in zip(sizes, (8, 16), strict=True)
+    )
+    async with cluster(Plan(model, [prefill], [decode], lanes=(lane,))) as c:
+        done = await c.generate(PROMPTS, GREEDY)
+        await c.settle()
+        found = [generation.token_ids for generation in done]
+        assert found == one_engine_tokens(model, PROMPTS, GREEDY)
+        assert {generation.retries for generation in done} == {0}
+        (d,) = c.decode
+        assert d.stats.num_prompt_tokens == 0, "all KV came from the prefill node"
+        assert d.transfers.bytes_received[lane] > 0
+        for member, size in zip(c.members, sizes, strict=True):
+            ranks = member.engine.ranks
+            assert (0 if ranks is None else len(ranks.processes)) == size - 1
+
+
+def children(pid: int) -> Iterator[int]:
+    """Of a process, by the kernel's account."""
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        yield from map(int, (task / "children").read_text().split())
+
+
+async def gone(descriptor: int) -> None:
+    """Until the process behind a pidfd has ended: nobody here is its parent."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(descriptor, ended.set)
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            await ended.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("ends", ["leader killed", "SIGTERM"])
+async def test_no_rank_outlives_its_leader(model: Path, tmp_path: Path, ends: str) -> None:
+    async with Processes(model, tmp_path) as run:
+        node = await run.start("prefill_node", "p", (*FLAGS, "--tensor-parallel-size", "2"))
+        (rank,) = children(node.process.pid)
+        descriptor = os.pidfd_open(rank)
+        if ends == "SIGTERM":
+            assert await node.stop() == 0
+            assert "group lost" not in node.log.read_text()
+        else:
+            await node.kill()
+        await gone(descriptor)
+
+
+async def test_a_rank_killed_in_mid_answer_ends_its_node(model: Path, tmp_path: Path) -> None:
+    """The leader is about to meet the dead rank in a collective, or does: either way it ends, and
+    says why; what the client has seen is the beginning of the answer."""
+    [prompt] = PROMPTS[:1]
+    [expected] = one_engine_tokens(model, [prompt], LONG)
+    async with Processes(model, tmp_path) as run:
+        prefill, decode = await asyncio.gather(
+            run.start("prefill_node", "p", FLAGS),
+            run.start("decode_node", "d", (*FLAGS, "--tensor-parallel-size", "2")),
+        )
+        router = await run.router([prefill], [decode])
+        (rank,) = children(decode.process.pid)
+        async with AsyncClient(str(router.ready["grpc_address"])) as client:
+
+            async def serves() -> bool:
+                return len((await client.server_info()).nodes) == 2
+
+            await eventually(serves)
+            stream = client.stream(prompt, LONG, GenerateOptions(timeout_s=PATIENCE_S))
+            seen: list[int] = []
+            while len(seen) < 5:
+                seen += (await anext(stream)).token_ids
+            os.kill(rank, signal.SIGKILL)
+            assert await asyncio.wait_for(decode.process.wait(), PATIENCE_S) == LOST_RANK
+            await stream.aclose()
+        assert tuple(seen) == expected[: len(seen)]
+        assert "tensor-parallel group lost, all ranks end: rank 1 has ended" in (
+            decode.log.read_text()
+        )

@@ -28,6 +28,7 @@ from baton.engine.kernels.cpu.quantized import (
     IntegerKernels,
     integer_kernels_for,
 )
+from baton.engine.kernels.gpu.support import triton_serves
 from baton.engine.linear import Linear
 
 logger = logging.getLogger(__name__)
@@ -152,6 +153,7 @@ class QuantizedFormat:
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype
+        self._triton = triton_serves(device)
         on_cpu = device.type == "cpu"
         self._compiled = _tried(integer_kernels_for(dtype, device))
         half_cpu = on_cpu and dtype == torch.bfloat16
@@ -174,6 +176,11 @@ class QuantizedFormat:
         if weight.int8_activations and weight.num_groups == 1 and weight.zeros is None:
             fits = outputs % 8 == 0 and inputs % 8 == 0
             return W8A8Linear(weight, bias, int_product=self._int_product and fits)
+        if self._triton:
+            from baton.engine.kernels.gpu.int_linear import TritonIntLinear  # imports triton
+
+            if TritonIntLinear.suits(weight):
+                return TritonIntLinear(weight, bias)
         if weight.bits == 8:
             kernel = self._int8_kernel and weight.num_groups == 1 and weight.zeros is None
             return WidenedLinear(weight, bias, few_rows_kernel=kernel)

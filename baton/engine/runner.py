@@ -23,7 +23,8 @@ from torch import Tensor
 from baton.engine import logprobs, penalties
 from baton.engine.attention.base import KVViews
 from baton.engine.attention.choice import choose_attention
-from baton.engine.batch import Span, flatten
+from baton.engine.batch import Span, Step, flatten
+from baton.engine.cuda_graphs import choose_graphs
 from baton.engine.guided import masks
 from baton.engine.interface import ChunkResult, Sampled, SequenceChunk
 from baton.engine.loading import LoadedModel
@@ -55,6 +56,7 @@ class ModelRunner:
         self._loaded = loaded
         self._attention = choose_attention(loaded, pool)
         self._block_size = pool.layer(0)[0].shape[1]
+        self._graphs = choose_graphs(loaded, self._attention, self._block_size)
 
     @torch.inference_mode()
     def run(
@@ -64,12 +66,19 @@ class ModelRunner:
         if not chunks:
             return []
         step = flatten(chunks, self._attention, self._block_size, self._loaded.device, on_layer)
-        hidden = self._loaded.forward(step.token_ids, step.positions, step.batch)
+        hidden = self._forward(step)
         sampled = self._sample(chunks, step.batch.spans, hidden)
         prompts = self._prompt_logprobs(chunks, step.batch.spans, hidden)
         return [
             ChunkResult(sampled.get(index), prompts.get(index, ())) for index in range(len(chunks))
         ]
+
+    def _forward(self, step: Step) -> Tensor:
+        """Hidden states [T, H], from a recorded step where one fits."""
+        hidden = None if self._graphs is None else self._graphs.forward(step)
+        if hidden is None:
+            hidden = self._loaded.forward(step.token_ids, step.positions, step.batch)
+        return hidden
 
     def _sample(
         self, chunks: Sequence[SequenceChunk], spans: Sequence[Span], hidden: Tensor

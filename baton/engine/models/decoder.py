@@ -17,6 +17,7 @@ from torch import Tensor
 from baton.engine.attention.base import AttentionLayer
 from baton.engine.batch import Batch
 from baton.engine.kernels.cpu.library import HeadNorms
+from baton.engine.kernels.gpu.support import triton_serves
 from baton.engine.linear import Linear, Linears
 from baton.engine.lora import (
     Adapter,
@@ -313,7 +314,7 @@ class _Builder:
         if config.shared_size:
             gate = self.read(prefix + "shared_expert_gate.weight")
             shared = SharedExpert(self._expert(config, prefix + "shared_expert."), gate)
-        return Experts(
+        layer = Experts(
             router=self.read(prefix + "gate.weight"),
             experts=tuple(
                 self._expert(config, f"{prefix}experts.{index}.") for index in range(config.count)
@@ -323,6 +324,11 @@ class _Builder:
             shared=shared,
             fixed_shapes=self.fixed_shapes,
         )
+        if not triton_serves(layer.router.device):
+            return layer
+        from baton.engine.models.experts_gpu import stacked  # imports triton
+
+        return stacked(layer)
 
     def _expert(self, config: ExpertsConfig, prefix: str) -> Expert:
         gate, up, down = (prefix + part for part in config.parts)

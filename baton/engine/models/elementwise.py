@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton.engine.kernels.cpu.library import CpuKernels, HeadNorms, kernels_for
+from baton.engine.kernels.gpu.support import triton_serves
 from baton.engine.models.config import DecoderConfig
 from baton.engine.models.rope import Rotation
 
@@ -105,7 +106,11 @@ class CompiledElementwise:
 def choose_elementwise(
     config: DecoderConfig, dtype: torch.dtype, device: torch.device
 ) -> Elementwise:
-    """The compiled ones where they can serve."""
+    """The compiled ones or Triton's where they can serve."""
+    if triton_serves(device):
+        from baton.engine.models.elementwise_gpu import TritonElementwise  # imports triton
+
+        return TritonElementwise() if TritonElementwise.suits(config) else TorchElementwise()
     compiled = kernels_for(dtype, device)
     if compiled is None or not CompiledElementwise.suits(config):
         return TorchElementwise()

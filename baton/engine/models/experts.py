@@ -13,7 +13,7 @@ Qwen2MoeTopKRouter.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,6 +60,7 @@ class Experts:
     normalized: bool
     shared: SharedExpert | None
     fixed_shapes: bool = False
+    together: Callable[[Tensor, Tensor], Tensor] | None = None  # _answers in one go
 
     def __call__(self, hidden: Tensor, groups: Sequence[AdapterRows]) -> Tensor:
         """hidden [T, H] -> [T, H]. Adapters do not reach experts: the loader refuses such ones."""
@@ -67,7 +68,8 @@ class Experts:
         weights, chosen = scores.topk(self.per_token, dim=-1)
         if self.normalized:
             weights = weights / weights.sum(dim=-1, keepdim=True)
-        answers = (self._answers_of_all if self.fixed_shapes else self._answers)(hidden, chosen)
+        answer = self._answers_of_all if self.fixed_shapes else self.together or self._answers
+        answers = answer(hidden, chosen)
         answers = answers * weights.to(hidden.dtype)[..., None]
         mixed = answers.sum(dim=1)
         return mixed if self.shared is None else mixed + self.shared(hidden)

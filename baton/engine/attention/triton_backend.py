@@ -1,0 +1,125 @@
+"""Paged attention with the Triton kernels: straight from the pool, no gathers; GPU.
+
+Decode rows go to one kernel, spans of several rows to another, whatever their number. Layers that
+the kernels do not know (MLA, wide heads) are torch_cpu.py's. A recorded decode step
+(cuda_graphs.py) brings its own plan. Under Triton's interpreter all of it runs on a CPU, for
+tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from baton.engine.attention.base import AttentionLayer, KVViews
+from baton.engine.attention.torch_cpu import TorchAttention
+from baton.engine.batch import Batch
+from baton.engine.kernels.gpu.decode_attention import DecodeRows, decode_attention
+from baton.engine.kernels.gpu.kv_write import store
+from baton.engine.kernels.gpu.pages import LayerPages, layer_pages
+from baton.engine.kernels.gpu.prefill_attention import (
+    PrefillTiles,
+    TileSizes,
+    lay_tiles,
+    prefill_attention,
+    tile_sizes,
+)
+
+MAX_DIM: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the kernels want of a step, for the layers of one group; None without such rows."""
+
+    decode: DecodeRows | None
+    prefill: PrefillTiles | None
+
+
+class TritonAttention:
+    """See base.Attention."""
+
+    def __init__(
+        self,
+        pool: KVViews,
+        layers: Sequence[AttentionLayer],
+        tiles: TileSizes | None = None,
+        splits: int | None = None,
+    ) -> None:
+        """`tiles`: of prefill; None = by dtype and width of the heads. `splits`: of a decode row's
+        keys; None = by the number of rows."""
+        self.group_of = pool.group_of
+        self._torch = TorchAttention(pool, layers)
+        self._tiles = tiles
+        self._splits = splits
+        self._layers = [_known(pool, index, spec) for index, spec in enumerate(layers)]
+
+    @property
+    def knows_all(self) -> bool:
+        """Whether no layer is left to torch: a decode step can be recorded."""
+        return all(layer is not None for layer in self._layers)
+
+    def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        """See Attention.write; rows with a negative slot are padding."""
+        pages = self._layers[layer]
+        if pages is None:
+            self._torch.write(layer, k, v, slots)
+        else:
+            store(k, v, pages, slots)
+
+    def attend(self, layer: int, q: Tensor, batch: Batch) -> Tensor:
+        """See Attention.attend."""
+        pages = self._layers[layer]
+        if pages is None:
+            return self._torch.attend(layer, q, batch)
+        plan = self._plan_of(batch, self.group_of[layer], q)
+        if q.stride(2) != 1:
+            q = q.contiguous()
+        out = torch.empty(q.shape[0], q.shape[1], pages.v_dim, dtype=q.dtype, device=q.device)
+        if plan.decode is not None:
+            decode_attention(q, out, pages, plan.decode, self._splits)
+        if plan.prefill is not None:
+            prefill_attention(q, out, pages, plan.prefill)
+        return out
+
+    def _plan_of(self, batch: Batch, layer_group: int, q: Tensor) -> Plan:
+        """Laid out at the first layer of the group that asks."""
+        key = plan_key(layer_group)
+        plan = batch.plans.get(key)
+        if plan is None:
+            table = batch.tables[layer_group]
+            sizes = self._tiles or tile_sizes(q.dtype, q.shape[2])
+            plan = Plan(_decode_rows(batch, layer_group), lay_tiles(batch.spans, table, sizes))
+            batch.plans[key] = plan
+        return plan
+
+
+def plan_key(layer_group: int) -> tuple[str, int]:
+    """Where a batch's `plans` hold the Plan of a layer group."""
+    return ("triton", layer_group)
+
+
+def _decode_rows(batch: Batch, layer_group: int) -> DecodeRows | None:
+    table = batch.tables[layer_group]
+    numbers = [
+        (span.first_row, index, span.num_tokens, table.first[index])
+        for index, span in enumerate(batch.spans)
+        if span.num_rows == 1
+    ]
+    if not numbers:
+        return None
+    columns = torch.tensor(numbers, dtype=torch.int64).T.contiguous()
+    return DecodeRows(columns.to(table.blocks.device), table.blocks)
+
+
+def _known(pool: KVViews, layer: int, spec: AttentionLayer) -> LayerPages | None:
+    """What the kernels read of a layer; None for what they do not know."""
+    keys, values = pool.layer(layer)
+    widest = max(keys.shape[3], values.shape[3])
+    if spec.latent or not values.shape[3] or widest > MAX_DIM:
+        return None
+    return layer_pages(pool, layer, spec)

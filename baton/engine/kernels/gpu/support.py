@@ -1,0 +1,39 @@
+"""Whether the Triton kernels serve a device, and why not. Imports no triton until it is asked."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import os
+from typing import Final
+
+import torch
+
+logger = logging.getLogger(__name__)
+SWITCH: Final = "BATON_GPU_KERNELS"  # "off": torch's own serve
+
+
+def triton_serves(device: torch.device) -> bool:
+    """Whether tensors on `device` are what the kernels take; the reason is logged once."""
+    return device.type == "cuda" and _found()[0]
+
+
+def state() -> str:
+    """What serves on a GPU of this machine, and why; for people."""
+    if not torch.cuda.is_available():
+        return "none: torch sees no GPU"
+    return _found()[1]
+
+
+@functools.cache
+def _found() -> tuple[bool, str]:
+    found, told = False, f"torch's own serve: {SWITCH} is off"
+    if os.environ.get(SWITCH) != "off":
+        try:
+            version = importlib.import_module("triton").__version__
+            found, told = True, f"Triton {version}"
+        except ImportError as error:
+            told = f"torch's own serve: triton cannot be imported ({error})"
+    logger.info("GPU kernels: %s", told)
+    return found, told

@@ -1,0 +1,221 @@
+"""The GPU kernels and the engine on a GPU, right and how fast: `python -m bench.gpu [--json]`.
+
+    limits      bytes copied per second, a large product's rate: measured, the shares' denominators
+    kernels     every Triton kernel against its torch twin; what it moves and computes per second
+    attention   decode at long contexts: share of the copy rate that reading K and V reaches
+    engine      Qwen3-0.6B's shape, random weights, bfloat16: decode (MBU), prefill (MFU), against
+                transformers' continuous batching
+
+Exits 1 if a kernel differs from its twin, 2 without a GPU: then nothing here can be measured, and
+the same cases run interpreted (tests/engine/test_gpu_kernels.py) and compile (tools.gpu_kernels).
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from bench.engine import LARGE, Generate, Limits, Row, Sizes, ours, write_models
+from bench.engine_kit import Part, arguments_parser, prepare, random_prompt, tell
+
+NO_GPU: Final = 2
+NEW_TOKENS: Final = 128
+ROWS: Final = (
+    Row(LARGE, 512), Row(LARGE, 2048),
+    Row(LARGE, 128, 1), Row(LARGE, 2048, 1), Row(LARGE, 128, 32), Row(LARGE, 1024, 32),
+    Row(LARGE, 128, 128), Row(LARGE, 128, 1, "int8"), Row(LARGE, 128, 1, "int4"),
+)  # fmt: skip
+CONTEXTS: Final = (1024, 2048, 4096, 8192)
+
+
+def best(work: Callable[[], object], times: int = 10) -> float:
+    """Seconds of the fastest of so many calls by the GPU's clock, after two that do not count."""
+    found: list[float] = []
+    for index in range(times + 2):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        if index >= 2:
+            found.append(begin.elapsed_time(end) / 1000)
+    return min(found)
+
+
+def measure_limits(device: torch.device) -> Limits:
+    """Copying a GiB (read and written), and a product of 8,192 x 8,192 x 8,192 in bfloat16."""
+    source = torch.ones(1 << 28, device=device)
+    target = torch.empty_like(source)
+    a, b = (torch.randn(8192, 8192, device=device).bfloat16() for _ in range(2))
+    copied = best(lambda: target.copy_(source))
+    multiplied = best(lambda: a @ b)
+    return Limits(2 * source.nbytes / copied / 1e9, 2 * 8192**3 / multiplied / 1e12)
+
+
+def kernels(device: torch.device, limits: Limits, families: Sequence[str]) -> list[dict[str, Any]]:
+    """Each kernel in real sizes: its error, its time, its shares of the limits."""
+    from bench.gpu_cases import FAMILIES, Shape, cases_of  # imports triton
+
+    found: list[dict[str, Any]] = []
+    names = families or list(FAMILIES)
+    for case in cases_of(Shape(device), (torch.bfloat16, torch.float32), names):
+        error, seconds = case.error(), best(case.ours)
+        row = {
+            "kernel": case.name, "right": error <= case.tolerance, "error": error,
+            "us": seconds * 1e6,
+            "of bandwidth": case.num_bytes / seconds / 1e9 / limits.read_gb_s,
+            "of GEMM rate": case.num_flops / seconds / 1e12 / limits.gemm_tflop_s,
+        }  # fmt: skip
+        found.append(row)
+        sys.stderr.write(f"{row}\n")
+    return found
+
+
+def attention(device: torch.device, limits: Limits) -> list[dict[str, Any]]:
+    """Decode attention alone, at the sizes of the goal."""
+    from bench.gpu_cases import RULES, Shape, attention_cases  # imports triton
+
+    plain = [rule for rule in RULES if rule.name in ("plain", "int8", "fp8")]
+    found: list[dict[str, Any]] = []
+    for context in CONTEXTS:
+        for rows in (1, 32):
+            shape = replace(Shape(device), contexts=(context,) * rows, prefills=())
+            for case in attention_cases(shape, torch.bfloat16, plain):
+                if not case.name.startswith("decode"):
+                    continue
+                seconds = best(case.ours)
+                found.append({
+                    "context": context, "rows": rows, "kernel": case.name, "us": seconds * 1e6,
+                    "of bandwidth": case.num_bytes / seconds / 1e9 / limits.read_gb_s,
+                })  # fmt: skip
+    return found
+
+
+# ---- the engine ----
+
+
+def continuous(model: Any) -> Generate:
+    """transformers' continuous batching of the same prompts."""
+    from transformers import GenerationConfig
+
+    def run(prompts: Sequence[list[int]], new: int) -> float:
+        config = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1)
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        model.generate_batch(list(prompts), generation_config=config)
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    return run
+
+
+def rate(run: Generate, row: Row, vocab: int, seed: int) -> float:
+    """Tokens per second; decode: what more tokens cost beyond the first."""
+    prompts = [random_prompt(row.context, seed * 1000 + i, vocab) for i in range(max(1, row.batch))]
+    if not row.batch:
+        return row.context / run(prompts, 1)
+    first = run(prompts, 1)
+    return row.batch * NEW_TOKENS / max(1e-9, run(prompts, NEW_TOKENS + 1) - first)
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """transformers' model, and how to run it; None where it failed."""
+
+    model: Any
+    run: Generate
+
+    def rate(self, row: Row, vocab: int) -> float | None:
+        """As `rate`, or None: a peer that cannot run is no reason to stop."""
+        try:
+            rate(self.run, row, vocab, 98)
+            return rate(self.run, row, vocab, 0)
+        except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+            sys.stderr.write(f"transformers' continuous batching failed: {error}\n")
+            return None
+
+
+def engine(path: Path, limits: Limits, rounds: int, with_peer: bool) -> list[dict[str, Any]]:
+    """All rows: medians over rounds, a warm-up before each."""
+    from transformers import AutoModelForCausalLM
+
+    from baton.llm import LLM
+
+    reference: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
+    vocab = reference.config.vocab_size
+    peer = Peer(reference, continuous(reference))
+    found: list[dict[str, Any]] = []
+    for quantization in dict.fromkeys(row.quantization for row in ROWS):
+        reference.to("cpu")
+        llm = LLM(
+            model=str(path), dtype="bfloat16", device="cuda", quantization=quantization,
+            num_kv_blocks=16_384, max_num_seqs=128, max_num_batched_tokens=8192,
+            enable_prefix_caching=False,
+        )  # fmt: skip
+        run, sizes = ours(llm), Sizes.of(reference, llm)
+        for row in (row for row in ROWS if row.quantization == quantization):
+            rate(run, row, vocab, 99)
+            speed = statistics.median([rate(run, row, vocab, index) for index in range(rounds)])
+            found.append({
+                "row": row.name, "tokens/s": speed, "limit": "MBU" if row.batch else "MFU",
+                "share": sizes.share(row, speed, limits), "transformers": None, "ratio": None,
+            })  # fmt: skip
+            sys.stderr.write(f"{found[-1]}\n")
+        del llm, run
+        torch.cuda.empty_cache()
+    if with_peer:
+        reference.to("cuda")
+        for row, told in zip(ROWS, found, strict=True):
+            if row.batch and row.quantization == "none":
+                theirs = peer.rate(row, vocab)
+                told["transformers"] = theirs
+                told["ratio"] = told["tokens/s"] / theirs if theirs else None
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point."""
+    parser = arguments_parser("gpu", __doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--families", nargs="*", default=[], help="of kernels (default: all)")
+    parser.add_argument("--no-engine", action="store_true", help="the kernels alone")
+    parser.add_argument("--no-peer", action="store_true", help="without transformers' batching")
+    given = parser.parse_args(arguments)
+    prepare(given)
+    if not torch.cuda.is_available():
+        sys.stderr.write(
+            "bench.gpu: torch sees no GPU, so nothing was measured. Without one the kernels are "
+            "interpreted (pytest tests/engine/test_gpu_kernels.py) and compiled for sm_90 "
+            "(python -m tools.gpu_kernels).\n"
+        )
+        return NO_GPU
+    device = torch.device("cuda")
+    limits = measure_limits(device)
+    name = torch.cuda.get_device_name(device)
+    machine = {"GPU": name, "copy GB/s": limits.read_gb_s, "GEMM TFLOP/s": limits.gemm_tflop_s}
+    parts = [Part("Limits, measured", [machine])]
+    rows = kernels(device, limits, given.families)
+    parts.append(Part("Kernels against their twins", rows))
+    parts.append(Part("Decode attention, share of the copy rate", attention(device, limits)))
+    if not given.no_engine:
+        with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
+            path = write_models(Path(folder))[LARGE]
+            shares = engine(path, limits, given.rounds, not given.no_peer)
+            parts.append(Part("Engine", shares))
+    tell(parts, given.json)
+    wrong = [row["kernel"] for row in rows if not row["right"]]
+    if wrong:
+        sys.stderr.write(f"kernels that differ from their twins: {', '.join(wrong)}\n")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,442 @@
+"""Every Triton kernel beside its torch twin, as calls: what tests, `tools.gpu_kernels` and
+`bench.gpu` run.
+
+One list for three uses: small sizes under the interpreter on a CPU, real sizes on a GPU, and real
+sizes compiled only. A case's calls compute from inputs of their own, made once and never mutated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from baton.engine.attention.base import AttentionLayer
+from baton.engine.attention.kv_store import layer_store
+from baton.engine.attention.torch_cpu import TorchAttention
+from baton.engine.attention.triton_backend import TritonAttention
+from baton.engine.batch import Step, flatten
+from baton.engine.interface import SequenceChunk
+from baton.engine.kernels.cpu.library import HeadNorms
+from baton.engine.kernels.gpu import experts, int_linear, kv_write, norm, rope, sampling, swiglu
+from baton.engine.kernels.gpu.pages import LayerPages, layer_pages
+from baton.engine.kernels.gpu.prefill_attention import TileSizes
+from baton.engine.kv_cache import KVArena
+from baton.engine.linear import PlainLinear
+from baton.engine.models.elementwise import TorchElementwise
+from baton.engine.models.experts import Expert, Experts
+from baton.engine.models.rope import Rotation
+from baton.engine.quantization import IntWeight, quantize
+from baton.engine.sampler import Draw, sample
+from baton.kv_spec import HeldBlocks, LayerSpec
+from baton.sampling import SamplingParams
+
+TOLERANCE: Final = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+NAMES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`ours` and `twin` give the same tensors; `tolerance` 0 = to the bit, else times the twin's
+    greatest magnitude. `num_bytes`, `num_flops`: what one call must at least move and compute."""
+
+    name: str
+    ours: Callable[[], Sequence[Tensor]]
+    twin: Callable[[], Sequence[Tensor]]
+    tolerance: float
+    num_bytes: int = 0
+    num_flops: int = 0
+
+    def error(self) -> float:
+        """The greatest difference over the twin's greatest magnitude; infinite for NaN and for
+        other shapes."""
+        worst = 0.0
+        for got, want in zip(self.ours(), self.twin(), strict=True):
+            if got.shape != want.shape or not bool(torch.isfinite(got.double()).all()):
+                return float("inf")
+            if want.numel():
+                far = (got.double() - want.double()).abs().max()
+                worst = max(worst, float(far / want.double().abs().max().clamp(min=1e-30)))
+        return worst
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The model and the step that cases are made of."""
+
+    device: torch.device
+    hidden: int = 1024
+    heads: int = 16
+    kv_heads: int = 8
+    dim: int = 128
+    value_dim: int = 128
+    intermediate: int = 3072
+    vocab: int = 151_936
+    block_size: int = 16
+    rows: int = 32
+    contexts: tuple[int, ...] = (1024,) * 32
+    prefills: tuple[tuple[int, int], ...] = ((0, 1024), (512, 512))  # tokens there, new ones
+    window: int = 300
+    experts: int = 16
+    tiles: TileSizes | None = None
+    splits: int | None = None
+
+
+def small(device: torch.device) -> Shape:
+    """For the interpreter: odd sizes, several tiles and splits of each kind."""
+    return Shape(
+        device, hidden=48, heads=4, kv_heads=2, dim=24, value_dim=20, intermediate=40, vocab=9001,
+        block_size=4, rows=3, contexts=(0, 90), prefills=((21, 18),), window=7, experts=3,
+        tiles=TileSizes(16, 16), splits=2,
+    )  # fmt: skip
+
+
+def widths(device: torch.device) -> Shape:
+    """A model's widths over few tokens: for what is compiled and not run."""
+    return Shape(
+        device, hidden=256, intermediate=256, vocab=16_384, contexts=(40, 40), experts=4,
+        prefills=((8, 130),),
+    )  # fmt: skip
+
+
+def cases_of(
+    shape: Shape, dtypes: Sequence[torch.dtype], families: Sequence[str]
+) -> Iterator[Case]:
+    """Every kernel of these families in these dtypes, over every rule and storage it knows."""
+    for family in families:
+        for dtype in dtypes if family != "sampling" else dtypes[:1]:
+            yield from FAMILIES[family](shape, dtype)
+
+
+# ---- attention ----
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One way to attend and to store."""
+
+    name: str
+    window: bool = False
+    softcap: float | None = None
+    sinks: bool = False
+    storage: str = ""  # "" = the model's dtype
+
+
+RULES: Final = (
+    Rule("plain"), Rule("window", window=True), Rule("softcap", softcap=5.0),
+    Rule("sinks", sinks=True), Rule("all", True, 5.0, True),
+    Rule("int8", storage="int8"), Rule("fp8", storage="fp8"),
+    Rule("int8 all", True, 5.0, True, "int8"),
+)  # fmt: skip
+
+
+def attention_cases(
+    shape: Shape, dtype: torch.dtype, rules: Sequence[Rule] = RULES
+) -> Iterator[Case]:
+    """Decode rows and prefill spans, for each of the rules."""
+    decode = [(context, 1) for context in shape.contexts]
+    for rule in rules:
+        storage = rule.storage or NAMES[dtype]
+        for kind, spans in (("decode", decode), ("prefill", list(shape.prefills))):
+            if not spans:
+                continue
+            made = _Attention.make(shape, dtype, rule, storage, spans)
+            name = f"{kind} attention, {rule.name}, {NAMES[dtype]}"
+            flops, num_bytes = made.work(spans, storage)
+            yield Case(name, made.ours, made.twin, TOLERANCE[dtype], num_bytes, flops)
+
+
+@dataclass(frozen=True, slots=True)
+class _Attention:
+    """A filled pool, a step over it, and both backends."""
+
+    triton: TritonAttention
+    torch: TorchAttention
+    step: Step
+    q: Tensor
+    shape: Shape
+    window: int
+
+    @classmethod
+    def make(
+        cls,
+        shape: Shape,
+        dtype: torch.dtype,
+        rule: Rule,
+        storage: str,
+        spans: Sequence[tuple[int, int]],
+    ) -> _Attention:
+        """What nobody wrote is NaN, so that nobody may read it."""
+        chunks = _chunks(spans, shape.block_size)
+        total = sum(start + count for start, count in spans)
+        spec = LayerSpec(shape.kv_heads, shape.dim, shape.value_dim)
+        blocks = sum(len(chunk.blocks[0].ids) for chunk in chunks)
+        arena = KVArena((spec,), blocks, shape.block_size, storage, shape.device)
+        if storage == "int8":
+            for scales in arena.scales(0):
+                scales.fill_(torch.nan)
+        elif storage != "fp8":
+            for part in arena.layer(0):
+                part.fill_(torch.nan)
+        window = shape.window if rule.window else 0
+        sinks = noise(shape, 3, shape.heads) if rule.sinks else None
+        layer = AttentionLayer(shape.heads, shape.dim**-0.5, window, rule.softcap, sinks)
+        plain = TorchAttention(arena, [layer])
+        whole = [(0, start + count) for start, count in spans]
+        history = flatten(_chunks(whole, shape.block_size), plain, shape.block_size, shape.device)
+        k = noise(shape, 4, total, shape.kv_heads, shape.dim).to(dtype)
+        v = noise(shape, 5, total, shape.kv_heads, shape.value_dim).to(dtype)
+        plain.write(0, k, v, history.batch.tables[0].slots)
+        ours = TritonAttention(arena, [layer], shape.tiles, shape.splits)
+        step = flatten(chunks, ours, shape.block_size, shape.device)
+        q = noise(shape, 6, step.token_ids.shape[0], shape.heads, shape.dim).to(dtype)
+        return cls(ours, plain, step, q, shape, window)
+
+    def ours(self) -> list[Tensor]:
+        return [self.triton.attend(0, self.q, self.step.batch)]
+
+    def twin(self) -> list[Tensor]:
+        return [self.torch.attend(0, self.q, replace(self.step.batch, plans={}))]
+
+    def work(self, spans: Sequence[tuple[int, int]], storage: str) -> tuple[int, int]:
+        """Flops, and bytes of the keys and values that are seen, once each."""
+        shape, spec = (
+            self.shape,
+            LayerSpec(self.shape.kv_heads, self.shape.dim, self.shape.value_dim),
+        )
+        reach = self.window or 1 << 40
+        pairs = sum(min(start + i + 1, reach) for start, count in spans for i in range(count))
+        seen = sum(min(start + count, reach + count - 1) for start, count in spans)
+        flops = 2 * pairs * shape.heads * (shape.dim + shape.value_dim)
+        return flops, seen * (spec.token_bytes(storage) + spec.scale_bytes(storage))
+
+
+def _chunks(spans: Sequence[tuple[int, int]], block_size: int) -> list[SequenceChunk]:
+    """A sequence per span, in blocks of its own; backwards: a table is no range."""
+    chunks: list[SequenceChunk] = []
+    block = 0
+    for index, (start, count) in enumerate(spans):
+        blocks = -(-(start + count) // block_size)
+        ids = tuple(range(block, block + blocks))[::-1]
+        block += blocks
+        chunks.append(SequenceChunk(str(index), [0] * count, start, (HeldBlocks(ids),)))
+    return chunks
+
+
+def write_cases(shape: Shape, dtype: torch.dtype) -> Iterator[Case]:
+    """Rotated keys and values into the pool, alone and fused with the rotation, to the bit."""
+    for storage in (NAMES[dtype], "int8", "fp8"):
+        written = _Written.make(shape, dtype, storage)
+        name = f"{storage} of {NAMES[dtype]}"
+        yield Case(f"KV write, {name}", written.alone, written.twin, 0.0)
+        yield Case(f"RoPE and KV write, {name}", written.fused, written.twin, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """Rows to rotate and store at `slots`, one of them padding."""
+
+    shape: Shape
+    storage: str
+    qkv: Tensor
+    rotation: Rotation
+    norms: HeadNorms
+    slots: Tensor
+
+    @classmethod
+    def make(cls, shape: Shape, dtype: torch.dtype, storage: str) -> _Written:
+        qkv = noise(shape, 7, shape.rows, shape.heads + 2 * shape.kv_heads, shape.dim).to(dtype)
+        slots = torch.arange(shape.rows, device=shape.device).flip(0) * 2
+        slots[1] = -1
+        return cls(shape, storage, qkv, _rotation(shape, dtype), _head_norms(shape, dtype), slots)
+
+    def fused(self) -> list[Tensor]:
+        arena, whole = self._pool(), self.qkv.clone()
+        pages = self._pages(arena)
+        rope.rotate_and_store(whole, self.rotation, self.shape.heads, self.norms, pages, self.slots)
+        return _contents(arena)
+
+    def alone(self) -> list[Tensor]:
+        arena = self._pool()
+        kv_write.store(*self._rotated(), self._pages(arena), self.slots)
+        return _contents(arena)
+
+    def twin(self) -> list[Tensor]:
+        arena, kept = self._pool(), self.slots >= 0
+        k, v = self._rotated()
+        layer_store(arena, 0).write(k[kept], v[kept], self.slots[kept])
+        return _contents(arena)
+
+    def _pool(self) -> KVArena:
+        shape = self.shape
+        spec = LayerSpec(shape.kv_heads, shape.dim, shape.dim)
+        blocks = -(-shape.rows * 2 // shape.block_size)
+        return KVArena((spec,), blocks, shape.block_size, self.storage, shape.device)
+
+    def _pages(self, arena: KVArena) -> LayerPages:
+        return layer_pages(arena, 0, AttentionLayer(self.shape.heads, 1.0))
+
+    def _rotated(self) -> tuple[Tensor, Tensor]:
+        whole, shape = self.qkv.clone(), self.shape
+        rope.rotate(whole, self.rotation, shape.heads, self.norms)
+        _, k, v = whole.split((shape.heads, shape.kv_heads, shape.kv_heads), dim=1)
+        return k, v
+
+
+def _contents(arena: KVArena) -> list[Tensor]:
+    """The pool's numbers as integers: to be compared to the bit."""
+    size = {"float32": torch.int32, "int8": torch.int8, "fp8": torch.int8}
+    found = [part.view(size.get(arena.dtype, torch.int16)) for part in arena.layer(0)]
+    if arena.dtype == "int8":
+        found += list(arena.scales(0))
+    return found
+
+
+# ---- between products ----
+
+
+def elementwise_cases(shape: Shape, dtype: torch.dtype) -> Iterator[Case]:
+    """Norms, rotation, gates."""
+    name, plain = NAMES[dtype], TorchElementwise()
+    residual, delta = (noise(shape, seed, shape.rows, shape.hidden).to(dtype) for seed in (8, 9))
+    weight = noise(shape, 10, shape.hidden).to(dtype)
+    moved = residual.nbytes
+
+    def added(given: Tensor | None) -> list[Tensor]:
+        sums = residual.clone()
+        normal = norm.add_norm(sums, given, weight, 1e-6)
+        return [sums, normal]
+
+    for label, given, count in (("with residual", delta, 4), ("alone", None, 2)):
+        yield Case(
+            f"RMSNorm {label}, {name}", lambda given=given: added(given),
+            lambda given=given: plain.add_norm(residual, given, weight, 1e-6),
+            TOLERANCE[dtype], count * moved,
+        )  # fmt: skip
+    gate_up = 3 * noise(shape, 11, shape.rows, 2 * shape.intermediate).to(dtype)
+    yield Case(
+        f"SwiGLU, {name}", lambda: [swiglu.swiglu(gate_up)], lambda: [plain.swiglu(gate_up)],
+        TOLERANCE[dtype], gate_up.nbytes * 3 // 2,
+    )  # fmt: skip
+    qkv = noise(shape, 12, shape.rows, shape.heads + 2 * shape.kv_heads, shape.dim).to(dtype)
+    rotation = _rotation(shape, dtype)
+
+    def rotated(norms: HeadNorms | None) -> list[Tensor]:
+        whole = qkv.clone()
+        rope.rotate(whole, rotation, shape.heads, norms)
+        return [whole]
+
+    for label, norms in (("RoPE", None), ("head norms and RoPE", _head_norms(shape, dtype))):
+        yield Case(
+            f"{label}, {name}", lambda norms=norms: rotated(norms),
+            lambda norms=norms: [torch.cat(plain.rotate(qkv, rotation, shape.heads, norms), 1)],
+            TOLERANCE[dtype], 2 * qkv.nbytes,
+        )  # fmt: skip
+
+
+def _rotation(shape: Shape, dtype: torch.dtype) -> Rotation:
+    positions = torch.arange(shape.rows, device=shape.device) * 37
+    frequencies = 10_000 ** -torch.linspace(0, 1, shape.dim // 2, device=shape.device)
+    return Rotation.at(positions, frequencies, dtype)
+
+
+def _head_norms(shape: Shape, dtype: torch.dtype) -> HeadNorms:
+    query, key = (noise(shape, seed, shape.dim).to(dtype) for seed in (13, 14))
+    return HeadNorms(query, key, 1e-6)
+
+
+# ---- products ----
+
+
+def product_cases(shape: Shape, dtype: torch.dtype) -> Iterator[Case]:
+    """Integer weights, and a mixture's experts."""
+    name = NAMES[dtype]
+    x = noise(shape, 15, shape.rows, shape.hidden * 2).to(dtype)
+    plain = noise(shape, 16, shape.intermediate, shape.hidden * 2)
+    bias = noise(shape, 17, shape.intermediate).to(dtype)
+    four = quantize(plain, "int4")
+    by_group = IntWeight(8, four.values, four.scales, four.zeros)
+    flops = 2 * shape.rows * plain.numel()
+    for label, weight in (
+        ("int8", quantize(plain, "int8")), ("int4", four), ("int8 by group", by_group)
+    ):  # fmt: skip
+        layer = int_linear.TritonIntLinear(weight, bias)
+        wide = weight.dequantized(dtype)
+        yield Case(
+            f"{label} linear, {name}", lambda layer=layer: [layer(x)],
+            lambda wide=wide: [functional.linear(x, wide, bias)],
+            TOLERANCE[dtype], weight.num_bytes, flops,
+        )  # fmt: skip
+    size, count = shape.intermediate // 2, shape.experts
+    scale = shape.hidden**-0.5
+    gate_up = (scale * noise(shape, 18, count, 2 * size, shape.hidden)).to(dtype)
+    down = (scale * noise(shape, 19, count, shape.hidden, size)).to(dtype)
+    hidden = noise(shape, 20, shape.rows, shape.hidden).to(dtype)
+    each = tuple(
+        Expert(PlainLinear(gate_up[e], None), PlainLinear(down[e], None)) for e in range(count)
+    )
+    router = noise(shape, 22, count, shape.hidden).to(dtype)
+    layer = Experts(router, each, 2, True, None)
+    together = replace(
+        layer, together=lambda x, chosen: experts.grouped_experts(x, chosen, gate_up, down)
+    )
+    yield Case(
+        f"grouped experts, {name}",
+        lambda: [together(hidden, ())],
+        lambda: [layer(hidden, ())],
+        TOLERANCE[dtype], gate_up.nbytes + down.nbytes,
+        4 * shape.rows * (gate_up[0].numel() + down[0].numel()),
+    )  # fmt: skip
+
+
+# ---- sampling ----
+
+
+def sampling_cases(shape: Shape, dtype: torch.dtype = torch.float32) -> Iterator[Case]:
+    """Tokens are equal or wrong; logits are float32 in every model."""
+    del dtype
+    logits = 3 * noise(shape, 23, shape.rows, shape.vocab)
+    logits[0, 11] = logits[0, shape.vocab - 7] = 40.0  # a tie
+    moved = logits.nbytes
+
+    def greedy() -> list[Tensor]:
+        return list(sampling.greatest(logits))
+
+    def lowest() -> list[Tensor]:
+        rows = logits.cpu()
+        ids = torch.from_numpy(rows.numpy().argmax(-1))
+        return [rows.amax(-1).to(shape.device), ids.to(shape.device)]
+
+    yield Case("greedy sampling", greedy, lowest, 0.0, moved)
+    temperatures = [1.0, 0.7, 2.0, 1.3]
+    draws = [
+        Draw(SamplingParams(temperature=temperatures[i % 4], seed=i), i % 3, i)
+        for i in range(shape.rows)
+    ]
+    # Two's complement: torch has no unsigned 64 bits to speak of.
+    signed = [draw.key - (1 << 64) if draw.key >> 63 else draw.key for draw in draws]
+    keys = torch.tensor(signed, device=shape.device)
+    heat = torch.tensor([draw.params.temperature for draw in draws], device=shape.device)
+    yield Case(
+        "keyed sampling", lambda: [sampling.keyed(logits, heat, keys)],
+        lambda: [torch.tensor(sample(logits.cpu(), draws), device=shape.device)], 0.0, 2 * moved,
+    )  # fmt: skip
+
+
+def noise(shape: Shape, seed: int, *size: int) -> Tensor:
+    """Normal numbers, the same at every call on one kind of device."""
+    generator = torch.Generator(shape.device).manual_seed(seed)
+    return torch.randn(*size, generator=generator, device=shape.device)
+
+
+FAMILIES: Final[dict[str, Callable[[Shape, torch.dtype], Iterator[Case]]]] = {
+    "attention": attention_cases,
+    "writes": write_cases,
+    "elementwise": elementwise_cases,
+    "products": product_cases,
+    "sampling": sampling_cases,
+}

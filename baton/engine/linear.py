@@ -76,12 +76,12 @@ class PanelLinear:
     def __init__(self, kernels: CpuKernels, weight: Tensor, bias: Tensor | None) -> None:
         self._kernels = kernels
         self._outputs = weight.shape[0]
-        self._panels = kernels.pack(weight)
-        self._bias = bias
+        self.panels = kernels.pack(weight)
+        self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
         """See Linear."""
-        return self._kernels.linear(x, self._panels, self._bias, self._outputs)
+        return self._kernels.linear(x, self.panels, self.bias, self._outputs)
 
 
 @dataclass(frozen=True, slots=True)

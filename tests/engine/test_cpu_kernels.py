@@ -69,7 +69,7 @@ def test_a_row_of_linear_depends_on_no_other(compiled: CpuKernels) -> None:
     x, weight = noise(4, 600, 384), noise(5, 130, 384)
     panels = compiled.pack(weight)
     whole = compiled.linear(x, panels, None, 130)
-    for first, last in ((0, 1), (5, 18), (590, 600)):
+    for first, last in ((0, 1), (3, 10), (5, 18), (20, 35), (590, 600)):
         assert torch.equal(compiled.linear(x[first:last], panels, None, 130), whole[first:last])
 
 
@@ -123,10 +123,10 @@ def step_of(
 
 @dataclass(frozen=True)
 class Case:
-    """Rows that hold `starts` tokens and compute one more (with `long`, the last one nine)."""
+    """Rows that hold `starts` tokens and compute one more, the last one `last` more."""
 
     starts: list[int]
-    long: bool
+    last: int
     query_heads: int
     kv_heads: int
     dim: int
@@ -141,10 +141,10 @@ def cases(draw: st.DrawFn) -> Case:
     query_heads, kv_heads = draw(st.sampled_from([(4, 4), (4, 2), (6, 2), (8, 1), (3, 1)]))
     return Case(
         starts=draw(st.lists(st.integers(0, 90), min_size=1, max_size=5)),
-        long=draw(st.booleans()),
+        last=draw(st.sampled_from([1, 2, 9, 70, 200])),
         query_heads=query_heads,
         kv_heads=kv_heads,
-        dim=draw(st.sampled_from([32, 64, 128])),
+        dim=draw(st.sampled_from([32, 64, 96, 128])),
         size=draw(st.sampled_from([8, 16, 32])),
         window=draw(st.sampled_from([0, 0, 5, 40])),
         softcap=draw(st.sampled_from([None, None, 20.0])),
@@ -155,12 +155,10 @@ def cases(draw: st.DrawFn) -> Case:
 @needs_kernels
 @settings(max_examples=40)
 @given(case=cases())
-def test_decode_attention_is_torchs(case: Case) -> None:
+def test_attention_is_torchs(case: Case) -> None:
     assert FOUND is not None
     starts, size, dim = case.starts, case.size, case.dim
-    rows = [1] * len(starts)
-    if case.long:
-        rows[-1] = 9  # a prefill span beside the decode rows
+    rows = [1] * (len(starts) - 1) + [case.last]
     totals = [start + count for start, count in zip(starts, rows, strict=True)]
     blocks = sum(-(-total // size) for total in totals)
     layers = (LayerSpec(case.kv_heads, dim, dim),)
@@ -181,6 +179,35 @@ def test_decode_attention_is_torchs(case: Case) -> None:
     want = plain.attend(0, q, step_of(plain, starts, rows, size).batch)
     assert not got.isnan().any()
     assert close(got, want.float())
+
+
+@needs_kernels
+def test_every_count_of_rows_gives_what_each_row_gives_alone(compiled: CpuKernels) -> None:
+    # 96 outputs: a panel and a half, so that a group's second half has a neighbour to harm.
+    x, weight = noise(21, 40, 48), noise(22, 96, 48)
+    panels = compiled.pack(weight)
+    alone = torch.cat([compiled.linear(row[None], panels, None, 96) for row in x])
+    assert close(alone, x.float() @ weight.float().T)
+    for rows in range(1, len(x) + 1):
+        assert torch.equal(compiled.linear(x[:rows], panels, None, 96), alone[:rows])
+
+
+@needs_kernels
+@pytest.mark.parametrize("window", [0, 30])
+def test_a_prompts_rows_do_not_depend_on_its_chunks(compiled: CpuKernels, window: int) -> None:
+    layers = (LayerSpec(2, 64, 64),)
+    arena = KVArena(one_group(layers), 10, 16, "bfloat16", torch.device("cpu"))
+    attention = CompiledAttention(arena, [AttentionLayer(6, 0.125, window)], compiled)
+    whole = step_of(attention, [0], [150], 16)
+    attention.write(0, noise(23, 150, 2, 64), noise(24, 150, 2, 64), whole.batch.tables[0].slots)
+    q = noise(25, 150, 6, 64)
+    want = attention.attend(0, q, whole.batch)
+    for start, until in ((0, 70), (70, 150), (5, 7)):
+        # step_of counts blocks down from the last: each chunk's table must be the whole one's.
+        blocks = HeldBlocks(tuple(range(10))[::-1])
+        chunk = SequenceChunk("0", [0] * (until - start), start, (blocks,))
+        part = flatten([chunk], attention, 16, torch.device("cpu"))
+        assert torch.equal(attention.attend(0, q[start:until], part.batch), want[start:until])
 
 
 def test_a_machine_without_a_compiler_is_served_by_torch(

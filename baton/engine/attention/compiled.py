@@ -1,7 +1,7 @@
-"""Paged attention with the compiled CPU kernels: decode rows straight from the pool, no gathers.
+"""Paged attention with the compiled CPU kernels: straight from the pool, no gathers.
 
-Prefill spans, and layers that the kernels do not know (other dtypes, MLA, odd sizes), are
-torch_cpu.py's. A decode row's result depends on its own keys alone.
+Layers that the kernels do not know (other dtypes, MLA, odd sizes) are torch_cpu.py's. A row's
+result depends on its own keys alone, and on whether it is its sequence's only one in the step.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ from torch import Tensor
 
 from baton.engine.attention.base import AttentionLayer, KVViews
 from baton.engine.attention.torch_cpu import TorchAttention
-from baton.engine.batch import Batch
+from baton.engine.batch import Batch, GroupTables
 from baton.engine.kernels.cpu.library import CpuKernels, DecodeLayer, DecodeRows
+from baton.engine.kernels.cpu.prefill import PrefillKernel, PrefillSpans
+from baton.engine.kernels.cpu.step import StepPools
 
 MAX_DIM: Final = 256  # attention.h's kMaxDim
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Decode rows of a step, for the layers of one group; None without any."""
+    """Spans of one row and of several, for the layers of one group; None without any."""
 
     decode: DecodeRows | None
-    prefills: bool
+    prefill: PrefillSpans | None
 
 
 class CompiledAttention:
@@ -38,7 +40,11 @@ class CompiledAttention:
         self.group_of = pool.group_of
         self._torch = TorchAttention(pool, layers)
         self._kernels = kernels
+        self._prefill = PrefillKernel(kernels)
         self._layers = [_decode_layer(pool, index, spec) for index, spec in enumerate(layers)]
+        # For steps that take all layers in one call; None if the kernels do not know one.
+        known = [layer for layer in self._layers if layer is not None]
+        self.step_pools = StepPools(known, self.group_of) if StepPools.suit(self._layers) else None
 
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """See Attention.write."""
@@ -55,14 +61,13 @@ class CompiledAttention:
         if compiled is None:
             return self._torch.attend(layer, q, batch)
         plan = _plan_of(batch, self.group_of[layer])
-        if plan.decode is None:
-            return self._torch.attend(layer, q, batch)
         if not _dense(q):
             q = q.contiguous()
         out = q.new_empty(q.shape[0], q.shape[1], compiled.values.shape[3])
-        self._kernels.decode_attention(q, out, compiled, plan.decode)
-        if plan.prefills:
-            self._torch.prefill(layer, q, batch, out)
+        if plan.decode is not None:
+            self._kernels.decode_attention(q, out, compiled, plan.decode)
+        if plan.prefill is not None:
+            self._prefill(q, out, compiled, plan.prefill)
         return out
 
 
@@ -86,21 +91,38 @@ def _dense(x: Tensor) -> bool:
 
 
 def _plan_of(batch: Batch, layer_group: int) -> _Plan:
-    """The step's decode rows by this group's tables, laid out at the first layer that asks."""
+    """The step's spans by this group's tables, laid out at the first layer that asks."""
     key = ("compiled", layer_group)
     plan = batch.plans.get(key)
     if plan is None:
         table = batch.tables[layer_group]
-        members = [index for index, span in enumerate(batch.spans) if span.num_rows == 1]
-        decode = None
-        if members:
-            spans = [batch.spans[index] for index in members]
-            decode = DecodeRows(
-                rows=torch.tensor([span.first_row for span in spans]),
-                spans=torch.tensor(members),
-                tokens=torch.tensor([span.num_tokens for span in spans]),
-                first=torch.tensor([table.first[index] for index in members]),
-                tables=table.blocks,
-            )
-        plan = batch.plans[key] = _Plan(decode, len(members) < len(batch.spans))
+        single = [index for index, span in enumerate(batch.spans) if span.num_rows == 1]
+        several = [index for index, span in enumerate(batch.spans) if span.num_rows > 1]
+        plan = batch.plans[key] = _Plan(
+            _decode_rows(batch, table, single) if single else None,
+            _prefill_spans(batch, table, several) if several else None,
+        )
     return plan
+
+
+def _decode_rows(batch: Batch, table: GroupTables, members: list[int]) -> DecodeRows:
+    spans = [batch.spans[index] for index in members]
+    return DecodeRows(
+        rows=torch.tensor([span.first_row for span in spans]),
+        spans=torch.tensor(members),
+        tokens=torch.tensor([span.num_tokens for span in spans]),
+        first=torch.tensor([table.first[index] for index in members]),
+        tables=table.blocks,
+    )
+
+
+def _prefill_spans(batch: Batch, table: GroupTables, members: list[int]) -> PrefillSpans:
+    spans = [batch.spans[index] for index in members]
+    return PrefillSpans(
+        spans=torch.tensor(members),
+        rows=torch.tensor([span.first_row for span in spans]),
+        sizes=torch.tensor([span.num_rows for span in spans]),
+        starts=torch.tensor([span.start for span in spans]),
+        first=torch.tensor([table.first[index] for index in members]),
+        tables=table.blocks,
+    )

@@ -17,6 +17,7 @@ from torch import Tensor
 from baton.engine.attention.base import AttentionLayer
 from baton.engine.batch import Batch
 from baton.engine.kernels.cpu.library import HeadNorms
+from baton.engine.kernels.cpu.step import StepLayer
 from baton.engine.kernels.gpu.support import triton_serves
 from baton.engine.linear import Linear, Linears
 from baton.engine.lora import (
@@ -27,6 +28,7 @@ from baton.engine.lora import (
     merge_parts,
     rows_by_adapter,
 )
+from baton.engine.models.compiled_step import compile_step, step_linears
 from baton.engine.models.config import DecoderConfig, ExpertsConfig
 from baton.engine.models.elementwise import Elementwise, choose_elementwise
 from baton.engine.models.experts import Expert, Experts, SharedExpert
@@ -102,6 +104,20 @@ class DecoderLayer:
         dense = [self.mlp.gate_up, self.mlp.down] if isinstance(self.mlp, Mlp) else []
         return [self.qkv, self.output, *dense]
 
+    def step_layer(self) -> StepLayer | None:
+        """The layer as a whole compiled step takes it; None for experts and other formats."""
+        mlp = self.mlp
+        if not isinstance(mlp, Mlp):
+            return None
+        projections = (self.qkv, self.output, mlp.gate_up, mlp.down)
+        linears = step_linears([projection.linear for projection in projections])
+        if linears is None:
+            return None
+        qkv, output, gate_up, down = linears
+        return StepLayer(
+            self.input_norm, qkv, self.head_norms, output, self.mlp_norm, gate_up, down
+        )
+
 
 class Decoder:
     """A decoder-only transformer over flattened tokens and a paged KV pool."""
@@ -128,6 +144,9 @@ class Decoder:
         builder = _Builder(config, read, linears, fixed_shapes, self._between)
         self._layers = [builder.layer(i) for i in range(config.num_layers)]
         self._final_norm = read("model.norm.weight")
+        # Decode steps in one call; None: layer by layer, as the sums of several ranks need it.
+        parts = [None if shards else layer.step_layer() for layer in self._layers]
+        self.step = compile_step(config, parts, self._final_norm, self._between)
         head = self._embedding if config.tied_embeddings else read("lm_head.weight")
         self._head = linears.plain(head, None)
         frequencies = inverse_frequencies(config.rope, config.head_dim)
@@ -173,6 +192,10 @@ class Decoder:
         eps, groups = self._config.rms_norm_eps, rows_by_adapter(batch, self._fixed_shapes)
         residual = self._shards.embed(token_ids, self._embedding)
         rotation = Rotation.at(positions, self._frequencies, residual.dtype, self._attention_factor)
+        if self.step is not None and not groups:
+            pools = self.step.pools(batch, token_ids.shape[0])
+            if pools is not None:
+                return self.step.run(residual, positions, rotation, batch, pools)
         between, reduce, delta = self._between, self._shards.reduce, None
         for index, layer in enumerate(self._layers):
             residual, hidden = between.add_norm(residual, delta, layer.input_norm, eps)

@@ -199,20 +199,32 @@ class DecodeRow {
   const bf16* value_[kTile];
 };
 
-// Rows are shared out among the threads; when there are few, also the KV heads of each.
+// When rows are few, the KV heads of each are shared out too: into so many parts.
+inline int64_t parts_of(const DecodeArgs& a, int64_t threads) {
+  const int64_t parts = a.count >= 4 * threads ? 1 : (threads + a.count - 1) / a.count;
+  return std::min(a.kv_heads, parts);
+}
+
+inline std::vector<Running> running_for(const DecodeArgs& a, int64_t parts) {
+  return std::vector<Running>((a.kv_heads / parts + 1) * (a.query_heads / a.kv_heads));
+}
+
+// Part `task` % parts of row `task` / parts.
+inline void attend_part(const DecodeArgs& a, int64_t task, int64_t parts,
+                        std::vector<Running>& running) {
+  const int64_t part = task % parts;
+  DecodeRow(a, task / parts, a.kv_heads * part / parts, a.kv_heads * (part + 1) / parts, running)
+      .run();
+}
+
+// Rows are shared out among the threads.
 inline void decode_attention(const DecodeArgs& a) {
 #pragma omp parallel
   {
-    const int64_t threads = omp_get_num_threads();
-    const int64_t parts =
-        std::min(a.kv_heads, a.count >= 4 * threads ? 1 : (threads + a.count - 1) / a.count);
-    std::vector<Running> running((a.kv_heads / parts + 1) * (a.query_heads / a.kv_heads));
+    const int64_t parts = parts_of(a, omp_get_num_threads());
+    std::vector<Running> running = running_for(a, parts);
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t task = 0; task < a.count * parts; ++task) {
-      const int64_t part = task % parts;
-      DecodeRow(a, task / parts, a.kv_heads * part / parts, a.kv_heads * (part + 1) / parts, running)
-          .run();
-    }
+    for (int64_t task = 0; task < a.count * parts; ++task) attend_part(a, task, parts, running);
   }
 }
 

@@ -27,17 +27,22 @@ inline void normalize(const bf16* x, const bf16* weight, bf16* y, int64_t count,
     store_rounded(y + i, _mm512_mul_ps(_mm512_mul_ps(load_wide(x + i), scale), load_wide(weight + i)));
 }
 
-// residual += delta (unless null), rounded; y = RMSNorm(residual) * weight. All [rows, size].
+// x += delta (unless null), rounded; y = RMSNorm(x) * weight. All [size].
+inline void add_norm_row(bf16* x, const bf16* delta, const bf16* weight, bf16* y, int64_t size,
+                         float epsilon) {
+  if (delta != nullptr)
+    for (int64_t i = 0; i < size; i += 16)
+      store_rounded(x + i, _mm512_add_ps(load_wide(x + i), load_wide(delta + i)));
+  normalize(x, weight, y, size, epsilon);
+}
+
+// The same of rows [rows, size].
 inline void add_norm(bf16* residual, const bf16* delta, const bf16* weight, bf16* y, int64_t rows,
                      int64_t size, float epsilon) {
 #pragma omp parallel for if (rows * size > kFewNumbers)
-  for (int64_t row = 0; row < rows; ++row) {
-    bf16* x = residual + row * size;
-    if (delta != nullptr)
-      for (int64_t i = 0; i < size; i += 16)
-        store_rounded(x + i, _mm512_add_ps(load_wide(x + i), load_wide(delta + row * size + i)));
-    normalize(x, weight, y + row * size, size, epsilon);
-  }
+  for (int64_t row = 0; row < rows; ++row)
+    add_norm_row(residual + row * size, delta == nullptr ? nullptr : delta + row * size, weight,
+                 y + row * size, size, epsilon);
 }
 
 // qkv [rows, heads + 2 * kv_heads, dim]: query and key heads normalized (unless the weights are
@@ -49,36 +54,44 @@ struct RotateArgs {
   float epsilon;
 };
 
-inline void rotate(const RotateArgs& a) {
+inline void rotate_row(const RotateArgs& a, int64_t row) {
   const int64_t width = (a.heads + 2 * a.kv_heads) * a.dim, half = a.dim / 2;
-#pragma omp parallel for if (a.rows * width > kFewNumbers)
-  for (int64_t row = 0; row < a.rows; ++row) {
-    const bf16 *cos = a.cos + row * half, *sin = a.sin + row * half;
-    for (int64_t head = 0; head < a.heads + a.kv_heads; ++head) {
-      bf16* x = a.qkv + row * width + head * a.dim;
-      const bf16* weight = head < a.heads ? a.query_norm : a.key_norm;
-      if (weight != nullptr) normalize(x, weight, x, a.dim, a.epsilon);
-      for (int64_t i = 0; i < half; i += 16) {
-        const __m512 first = load_wide(x + i), second = load_wide(x + half + i);
-        const __m512 c = load_wide(cos + i), s = load_wide(sin + i);
-        store_rounded(x + i, _mm512_fmsub_ps(first, c, _mm512_mul_ps(second, s)));
-        store_rounded(x + half + i, _mm512_fmadd_ps(second, c, _mm512_mul_ps(first, s)));
-      }
+  const bf16 *cos = a.cos + row * half, *sin = a.sin + row * half;
+  for (int64_t head = 0; head < a.heads + a.kv_heads; ++head) {
+    bf16* x = a.qkv + row * width + head * a.dim;
+    const bf16* weight = head < a.heads ? a.query_norm : a.key_norm;
+    if (weight != nullptr) normalize(x, weight, x, a.dim, a.epsilon);
+    for (int64_t i = 0; i < half; i += 16) {
+      const __m512 first = load_wide(x + i), second = load_wide(x + half + i);
+      const __m512 c = load_wide(cos + i), s = load_wide(sin + i);
+      store_rounded(x + i, _mm512_fmsub_ps(first, c, _mm512_mul_ps(second, s)));
+      store_rounded(x + half + i, _mm512_fmadd_ps(second, c, _mm512_mul_ps(first, s)));
     }
+  }
+}
+
+inline void rotate(const RotateArgs& a) {
+  const int64_t width = (a.heads + 2 * a.kv_heads) * a.dim;
+#pragma omp parallel for if (a.rows * width > kFewNumbers)
+  for (int64_t row = 0; row < a.rows; ++row) rotate_row(a, row);
+}
+
+// Numbers [from, until) of silu(gate) * up, all [size].
+inline void swiglu_part(const bf16* gate, const bf16* up, bf16* y, int64_t from, int64_t until) {
+  const __m512 one = _mm512_set1_ps(1.0f), zero = _mm512_setzero_ps();
+  for (int64_t i = from; i < until; i += 16) {
+    const __m512 g = load_wide(gate + i);
+    const __m512 below = _mm512_add_ps(one, exponential(_mm512_sub_ps(zero, g)));
+    store_rounded(y + i, _mm512_mul_ps(_mm512_div_ps(g, below), load_wide(up + i)));
   }
 }
 
 // gate_up [rows, 2 * size] -> silu(gate) * up [rows, size].
 inline void swiglu(const bf16* gate_up, bf16* y, int64_t rows, int64_t size) {
-  const __m512 one = _mm512_set1_ps(1.0f), zero = _mm512_setzero_ps();
 #pragma omp parallel for if (rows * size > kFewNumbers)
   for (int64_t row = 0; row < rows; ++row) {
     const bf16* gate = gate_up + row * 2 * size;
-    for (int64_t i = 0; i < size; i += 16) {
-      const __m512 g = load_wide(gate + i), up = load_wide(gate + size + i);
-      const __m512 below = _mm512_add_ps(one, exponential(_mm512_sub_ps(zero, g)));
-      store_rounded(y + row * size + i, _mm512_mul_ps(_mm512_div_ps(g, below), up));
-    }
+    swiglu_part(gate, gate + size, y + row * size, 0, size);
   }
 }
 

@@ -4,7 +4,9 @@
 #include "attention_int8.h"
 #include "elementwise.h"
 #include "linear.h"
+#include "prefill.h"
 #include "quantized.h"
+#include "step.h"
 #include "w8a8.h"
 
 using baton::bf16;
@@ -51,4 +53,8 @@ void baton_decode_attention_int8(const baton::Int8DecodeArgs* args) {
 }
 
 void baton_store_int8(const baton::Int8StoreArgs* args) { baton::store_int8(*args); }
+
+void baton_prefill_attention(const baton::PrefillArgs* args) { baton::prefill_attention(*args); }
+
+void baton_decode_step(const baton::StepArgs* args) { baton::decode_step(*args); }
 }

@@ -118,6 +118,7 @@ class CpuKernels:
         library = ctypes.CDLL(str(path))
         if library.baton_kernels_version() != VERSION:
             raise CannotBuild(f"{path} is of another version")
+        self.library = library  # for those who declare their functions themselves (step.py)
         self._pack = library.baton_pack
         self._pack.argtypes = (_POINTER, _POINTER, _SIZE, _SIZE)
         self._add_norm = library.baton_add_norm

@@ -14,7 +14,8 @@
 namespace baton {
 
 constexpr int64_t kPanel = 64;     // outputs of a panel
-constexpr int kRows = 6;           // rows at once: 24 of 32 vector registers accumulate
+constexpr int64_t kRows = 6;       // by a panel at once: 24 of 32 vector registers accumulate
+constexpr int64_t kHalfRows = 8;   // by half a panel
 constexpr int64_t kCached = 384 << 10;  // bytes of x that stay in a core's cache beside a panel
 constexpr int64_t kFewProducts = 1 << 16;  // below, waking a second thread takes longer
 
@@ -26,74 +27,103 @@ struct LinearArgs {
   int64_t rows, inputs, outputs;
 };
 
-// M rows of x by one panel. `width`: outputs that exist, fewer than 64 in the last panel.
-template <int M>
-inline void multiply(const LinearArgs& a, int64_t row, int64_t panel, int64_t width) {
-  const bf16* w = a.w + panel * a.inputs * kPanel;
-  const bf16* x[M];
-  __m512 sum[M][4];
-  for (int m = 0; m < M; ++m) {
-    x[m] = a.x + (row + m) * a.inputs;
-    for (int j = 0; j < 4; ++j) sum[m][j] = _mm512_setzero_ps();
-  }
+// Weights that come next, asked of memory while these are multiplied: `lines` cache lines with
+// every pair of inputs, from `from` on. Few lines a pair if several groups of rows share the asking.
+struct Ahead {
+  const char* from = nullptr;
+  int lines = 0;
+};
+
+// M rows of x by V times 16 outputs of a panel, from output `from` of all on.
+template <int M, int V>
+inline void multiply(const LinearArgs& a, int64_t row, int64_t from, Ahead ahead) {
+  const bf16* w = a.w + from / kPanel * a.inputs * kPanel + 2 * (from % kPanel);
+  // Rows 0 and 4: what lies between is within reach of an address.
+  const bf16* x[2] = {a.x + row * a.inputs, a.x + (row + 4) * a.inputs};
+  __m512 sum[M][V];
+  BATON_UNROLL for (int m = 0; m < M; ++m)
+    BATON_UNROLL for (int j = 0; j < V; ++j) sum[m][j] = _mm512_setzero_ps();
   for (int64_t k = 0; k < a.inputs; k += 2, w += 2 * kPanel) {
-    const __m512bh w0 = load_pairs(w), w1 = load_pairs(w + 32);
-    const __m512bh w2 = load_pairs(w + 64), w3 = load_pairs(w + 96);
-    if (M <= 2)  // the weights come from memory, and nothing else takes time
-      for (int line = 0; line < 4; ++line)
-        _mm_prefetch(reinterpret_cast<const char*>(w + 512 + 32 * line), _MM_HINT_T0);
-    for (int m = 0; m < M; ++m) {
-      const __m512bh pair = broadcast_pair(x[m] + k);
-      sum[m][0] = _mm512_dpbf16_ps(sum[m][0], pair, w0);
-      sum[m][1] = _mm512_dpbf16_ps(sum[m][1], pair, w1);
-      sum[m][2] = _mm512_dpbf16_ps(sum[m][2], pair, w2);
-      sum[m][3] = _mm512_dpbf16_ps(sum[m][3], pair, w3);
+    __m512bh weights[V];
+    BATON_UNROLL for (int j = 0; j < V; ++j) weights[j] = load_pairs(w + 32 * j);
+    for (int line = 0; line < ahead.lines; ++line, ahead.from += 64)
+      _mm_prefetch(ahead.from, _MM_HINT_T1);
+    BATON_UNROLL for (int m = 0; m < M; ++m) {
+      const __m512bh pair = broadcast_pair(x[m / 4] + m % 4 * a.inputs + k);
+      BATON_UNROLL for (int j = 0; j < V; ++j)
+        sum[m][j] = _mm512_dpbf16_ps(sum[m][j], pair, weights[j]);
     }
   }
-  for (int j = 0; j < 4; ++j) {
-    const int64_t left = std::clamp<int64_t>(width - 16 * j, 0, 16);
+  for (int j = 0; j < V; ++j) {
+    const int64_t at = from + 16 * j, left = std::clamp<int64_t>(a.outputs - at, 0, 16);
     const __mmask16 lanes = static_cast<__mmask16>((1u << left) - 1);
-    const int64_t at = panel * kPanel + 16 * j;
     __m512 bias = _mm512_setzero_ps();
     if (a.bias != nullptr) bias = widen(_mm256_maskz_loadu_epi16(lanes, a.bias + at));
-    for (int m = 0; m < M; ++m)
+    BATON_UNROLL for (int m = 0; m < M; ++m)
       store_rounded(a.y + (row + m) * a.outputs + at, _mm512_add_ps(sum[m][j], bias), lanes);
   }
 }
 
-inline void multiply_rows(const LinearArgs& a, int64_t row, int64_t rows, int64_t panel,
-                          int64_t width) {
+// Up to 6 rows by a panel (V = 4), up to 8 by half of one (V = 2).
+template <int V>
+inline void multiply_rows(const LinearArgs& a, int64_t row, int64_t rows, int64_t from,
+                          Ahead ahead) {
+  constexpr int most = V == 4 ? kRows : kHalfRows;
   switch (rows) {
-    case 1: return multiply<1>(a, row, panel, width);
-    case 2: return multiply<2>(a, row, panel, width);
-    case 3: return multiply<3>(a, row, panel, width);
-    case 4: return multiply<4>(a, row, panel, width);
-    case 5: return multiply<5>(a, row, panel, width);
-    default: return multiply<kRows>(a, row, panel, width);
+    case 1: return multiply<1, V>(a, row, from, ahead);
+    case 2: return multiply<2, V>(a, row, from, ahead);
+    case 3: return multiply<3, V>(a, row, from, ahead);
+    case 4: return multiply<4, V>(a, row, from, ahead);
+    case 5: return multiply<5, V>(a, row, from, ahead);
+    case 6: return multiply<6, V>(a, row, from, ahead);
+    case 7: return multiply<std::min(7, most), V>(a, row, from, ahead);
+    default: return multiply<most, V>(a, row, from, ahead);
   }
+}
+
+// Groups of up to 6 rows take a panel at once. 7 or 8, and twice as many, take its halves instead:
+// its weights come from afar and are read half as often. Beyond, arithmetic is what takes time.
+inline void multiply_panel(const LinearArgs& a, int64_t panel, int64_t from, int64_t until,
+                           const bf16* next) {
+  const int64_t rows = until - from;
+  const int64_t most = rows <= 2 * kHalfRows ? kHalfRows : kRows;
+  // Evenly: 10 rows are 5 and 5, not 8 and 2.
+  const int64_t groups = (rows + most - 1) / most;
+  const int64_t halves = (rows + groups - 1) / groups > kRows ? 2 : 1;
+  const int64_t passes = groups * halves;
+  Ahead ahead{reinterpret_cast<const char*>(next), 0};
+  if (next != nullptr && passes <= 4) ahead.lines = static_cast<int>((4 + passes - 1) / passes);
+  for (int64_t half = 0; half < halves; ++half) {
+    int64_t parts = groups;
+    for (int64_t row = from; row < until; --parts) {
+      const int64_t count = (until - row + parts - 1) / parts;
+      if (halves == 1)
+        multiply_rows<4>(a, row, count, panel * kPanel, ahead);
+      else
+        multiply_rows<2>(a, row, count, panel * kPanel + half * (kPanel / 2), ahead);
+      ahead.from += ahead.lines * 32 * a.inputs;
+      row += count;
+    }
+  }
+}
+
+// Rows that meet one panel after the other while they stay in the cache.
+inline int64_t slab_of(int64_t inputs) {
+  return std::max<int64_t>(kRows, kCached / (2 * inputs) / kRows * kRows);
 }
 
 // Panels are shared out among the threads; a slab of rows that fits the cache meets them in turn.
 inline void linear(const LinearArgs& a) {
   const int64_t panels = (a.outputs + kPanel - 1) / kPanel;
-  const int64_t slab = std::max<int64_t>(kRows, kCached / (2 * a.inputs) / kRows * kRows);
+  const int64_t slab = slab_of(a.inputs);
 #pragma omp parallel if (a.rows * a.inputs * a.outputs > kFewProducts)
   {
     const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
     const int64_t first = panels * thread / threads, last = panels * (thread + 1) / threads;
-    for (int64_t from = 0; from < a.rows; from += slab) {
-      const int64_t until = std::min(a.rows, from + slab);
-      for (int64_t panel = first; panel < last; ++panel) {
-        const int64_t width = std::min(kPanel, a.outputs - panel * kPanel);
-        // Evenly: 8 rows are 4 and 4, not 6 and 2.
-        int64_t parts = (until - from + kRows - 1) / kRows;
-        for (int64_t row = from; row < until; --parts) {
-          const int64_t count = (until - row + parts - 1) / parts;
-          multiply_rows(a, row, count, panel, width);
-          row += count;
-        }
-      }
-    }
+    for (int64_t from = 0; from < a.rows; from += slab)
+      for (int64_t panel = first; panel < last; ++panel)
+        multiply_panel(a, panel, from, std::min(a.rows, from + slab),
+                       panel + 1 < last ? a.w + (panel + 1) * a.inputs * kPanel : nullptr);
   }
 }
 

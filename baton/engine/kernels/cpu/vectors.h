@@ -31,7 +31,12 @@ inline __m512 load_wide(const bf16* from) {
 }
 
 // Rounded to nearest even, as torch rounds.
-inline void store_rounded(bf16* to, __m512 values, __mmask16 lanes = 0xffff) {
+inline void store_rounded(bf16* to, __m512 values) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(values));
+}
+
+// Of those lanes only.
+inline void store_rounded(bf16* to, __m512 values, __mmask16 lanes) {
   _mm256_mask_storeu_epi16(to, lanes, (__m256i)_mm512_cvtneps_pbh(values));
 }
 

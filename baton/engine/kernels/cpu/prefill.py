@@ -1,0 +1,71 @@
+"""Paged prefill attention, compiled: the call (prefill.h).
+
+Not here: which spans of a step go this way (attention/compiled.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from baton.engine.kernels.cpu.library import CpuKernels, DecodeLayer
+
+_POINTER = ctypes.c_void_p
+_SIZE = ctypes.c_int64
+
+
+class _PrefillArgs(ctypes.Structure):
+    """prefill.h's PrefillArgs."""
+
+    _fields_ = (
+        *((n, _POINTER) for n in ("q", "out", "keys", "values", "tables", "spans", "rows")),
+        *((n, _POINTER) for n in ("sizes", "starts", "first", "sinks")),
+        *((n, _SIZE) for n in ("count", "width", "q_stride")),
+        *((n, _SIZE) for n in ("key_block", "key_token", "key_head")),
+        *((n, _SIZE) for n in ("value_block", "value_token", "value_head")),
+        *((n, _SIZE) for n in ("query_heads", "kv_heads", "k_dim", "v_dim", "block_size")),
+        ("window", _SIZE),
+        ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSpans:
+    """Spans of several new tokens each; all int64, each but `tables` one number per span.
+
+    `rows`: first of q and out. `sizes`: how many. `starts`: position of the first. `spans`: of
+    `tables` [S, width], block ids from block `first` on.
+    """
+
+    spans: Tensor
+    rows: Tensor
+    sizes: Tensor
+    starts: Tensor
+    first: Tensor
+    tables: Tensor
+
+
+class PrefillKernel:
+    """The library's prefill attention. Stateless; safe from any thread."""
+
+    def __init__(self, kernels: CpuKernels) -> None:
+        self._call = kernels.library.baton_prefill_attention
+        self._call.restype = None
+
+    def __call__(self, q: Tensor, out: Tensor, layer: DecodeLayer, spans: PrefillSpans) -> None:
+        """Fill the spans' rows of out [T, query_heads, v_dim] from q [T, query_heads, k_dim]."""
+        keys, values = layer.keys, layer.values
+        sinks = None if layer.sinks is None else layer.sinks.data_ptr()
+        args = _PrefillArgs(
+            q.data_ptr(), out.data_ptr(), keys.data_ptr(), values.data_ptr(),
+            spans.tables.data_ptr(), spans.spans.data_ptr(), spans.rows.data_ptr(),
+            spans.sizes.data_ptr(), spans.starts.data_ptr(), spans.first.data_ptr(), sinks,
+            spans.rows.shape[0], spans.tables.shape[1], q.stride(0),
+            *keys.stride()[:3], *values.stride()[:3],
+            q.shape[1], keys.shape[2], keys.shape[3], values.shape[3], keys.shape[1],
+            layer.window, layer.scale, layer.softcap,
+        )  # fmt: skip
+        self._call(ctypes.byref(args))

@@ -1,0 +1,206 @@
+"""A decode step of a dense decoder in one compiled call: its constants, and the call (step.h).
+
+`StepModel` holds pointers into a model's weights, `StepPools` into a pool: each is made once, and
+keeps what it points to. Not here: which steps may be taken so (models/compiled_step.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from baton.engine.kernels.cpu.library import CpuKernels, DecodeLayer, HeadNorms
+
+_POINTER = ctypes.c_void_p
+_SIZE = ctypes.c_int64
+
+
+class _StepLayer(ctypes.Structure):
+    """step.h's StepLayer, a StepLinear being two pointers."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("input_norm", "mlp_norm", "query_norm", "key_norm")),
+        *((name, _POINTER) for name in ("qkv", "qkv_bias", "output", "output_bias")),
+        *((name, _POINTER) for name in ("gate_up", "gate_up_bias", "down", "down_bias")),
+    )
+
+
+class _StepPool(ctypes.Structure):
+    """step.h's StepPool."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("keys", "values", "sinks")),
+        *((name, _SIZE) for name in ("key_block", "key_token", "key_head")),
+        *((name, _SIZE) for name in ("value_block", "value_token", "value_head")),
+        *((name, _SIZE) for name in ("window", "group")),
+        *((name, ctypes.c_float) for name in ("scale", "softcap")),
+    )
+
+
+class _StepTable(ctypes.Structure):
+    """step.h's StepTable."""
+
+    _fields_ = (*((name, _POINTER) for name in ("slots", "blocks", "first")), ("width", _SIZE))
+
+
+class _StepArgs(ctypes.Structure):
+    """step.h's StepArgs."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("layers", "pools", "tables", "final_norm", "cos", "sin")),
+        *((name, _POINTER) for name in ("positions", "residual", "out", "scratch")),
+        *((name, _SIZE) for name in ("num_layers", "rows", "hidden", "inner")),
+        *((name, _SIZE) for name in ("heads", "kv_heads", "dim", "block_size")),
+        ("epsilon", ctypes.c_float),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StepLinear:
+    """A product's panels (CpuKernels.pack) and bias [outputs] bfloat16."""
+
+    panels: Tensor
+    bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepLayer:
+    """Weights of a layer; norms [hidden] bfloat16."""
+
+    input_norm: Tensor
+    qkv: StepLinear
+    head_norms: HeadNorms | None
+    output: StepLinear
+    mlp_norm: Tensor
+    gate_up: StepLinear
+    down: StepLinear
+
+
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """Sizes of a decoder: `hidden` and `inner` (of the gate) multiples of 16, `dim` of 32."""
+
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    dim: int
+    epsilon: float
+
+    @property
+    def scratch(self) -> int:
+        """Numbers that a row needs in between."""
+        attended = self.heads * self.dim
+        wide = max(attended + 2 * self.kv_heads * self.dim, 2 * self.inner)
+        return wide + max(attended, self.inner) + self.hidden
+
+
+@dataclass(frozen=True, slots=True)
+class StepTable:
+    """Where a layer group's KV of a step lies, all int64: slots [T], blocks [T, W], first [T]."""
+
+    slots: Tensor
+    blocks: Tensor
+    first: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """A step of T rows, one new token each: residual [T, hidden] bfloat16, which is overwritten,
+    cos and sin [T, 1, dim / 2] bfloat16, positions [T] int64, a table per layer group."""
+
+    residual: Tensor
+    cos: Tensor
+    sin: Tensor
+    positions: Tensor
+    tables: Sequence[StepTable]
+
+
+class StepPools:
+    """The pool as the step reads and writes it: pointers to each layer's keys and values."""
+
+    def __init__(self, layers: Sequence[DecodeLayer], group_of: Sequence[int]) -> None:
+        """`group_of`: the layer group of each layer. All layers have one shape."""
+        _, self.block_size, self.kv_heads, self.dim = layers[0].keys.shape
+        self._kept = tuple(layers)
+        pools = [
+            _StepPool(
+                layer.keys.data_ptr(), layer.values.data_ptr(),
+                None if layer.sinks is None else layer.sinks.data_ptr(),
+                *layer.keys.stride()[:3], *layer.values.stride()[:3],
+                layer.window, group, layer.scale, layer.softcap,
+            )
+            for layer, group in zip(layers, group_of, strict=True)
+        ]  # fmt: skip
+        self.pointers = (_StepPool * len(pools))(*pools)
+
+    @staticmethod
+    def suit(layers: Sequence[DecodeLayer | None]) -> bool:
+        """Whether they are all of one shape, bfloat16, keys as long as values."""
+        shapes = {(x.keys.shape[1:], x.values.shape[1:]) for x in layers if x is not None}
+        plain = all(x is not None and x.keys.dtype == torch.bfloat16 for x in layers)
+        return plain and len(shapes) == 1 and all(keys == values for keys, values in shapes)
+
+
+class StepModel:
+    """A decoder's layers, ready to be taken in one call."""
+
+    def __init__(
+        self,
+        kernels: CpuKernels,
+        layers: Sequence[StepLayer],
+        final_norm: Tensor,
+        sizes: StepSizes,
+    ) -> None:
+        self.sizes = sizes
+        self._kept = (tuple(layers), final_norm)
+        self._final_norm = final_norm.data_ptr()
+        self._layers = (_StepLayer * len(layers))(*map(_pointers, layers))
+        self._call = kernels.library.baton_decode_step
+        self._call.restype = None
+
+    def run(self, inputs: StepInputs, pools: StepPools) -> Tensor:
+        """Hidden states [T, hidden] after the final norm; writes the step's KV into the pool."""
+        sizes, residual = self.sizes, inputs.residual
+        rows = residual.shape[0]
+        assert (pools.kv_heads, pools.dim) == (sizes.kv_heads, sizes.dim)
+        filled = [
+            _StepTable(
+                table.slots.data_ptr(),
+                table.blocks.data_ptr(),
+                table.first.data_ptr(),
+                table.blocks.shape[1],
+            )
+            for table in inputs.tables
+        ]
+        tables = (_StepTable * len(filled))(*filled)
+        out = torch.empty_like(residual)
+        scratch = torch.empty(rows * sizes.scratch, dtype=torch.bfloat16)
+        args = _StepArgs(
+            ctypes.addressof(self._layers), ctypes.addressof(pools.pointers),
+            ctypes.addressof(tables), self._final_norm,
+            inputs.cos.data_ptr(), inputs.sin.data_ptr(), inputs.positions.data_ptr(),
+            residual.data_ptr(), out.data_ptr(), scratch.data_ptr(),
+            len(self._layers), rows, sizes.hidden, sizes.inner,
+            sizes.heads, sizes.kv_heads, sizes.dim, pools.block_size, sizes.epsilon,
+        )  # fmt: skip
+        self._call(ctypes.byref(args))
+        return out
+
+
+def _pointers(layer: StepLayer) -> _StepLayer:
+    norms = layer.head_norms
+    pointers = [
+        layer.input_norm.data_ptr(),
+        layer.mlp_norm.data_ptr(),
+        None if norms is None else norms.query.data_ptr(),
+        None if norms is None else norms.key.data_ptr(),
+    ]
+    for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
+        pointers.append(linear.panels.data_ptr())
+        pointers.append(None if linear.bias is None else linear.bias.data_ptr())
+    return _StepLayer(*pointers)

@@ -1,0 +1,192 @@
+"""A whole decode step in one compiled call: bit for bit the layers taken one by one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from baton.engine.attention.compiled import CompiledAttention
+from baton.engine.batch import Step, flatten
+from baton.engine.interface import SequenceChunk
+from baton.engine.kernels.cpu.library import kernels
+from baton.engine.kv_cache import KVArena
+from baton.engine.layer_groups import one_group
+from baton.engine.linear import Linear, PanelLinear, PlainLinear
+from baton.engine.lora import Adapter, LowRank
+from baton.engine.models.config import DecoderConfig
+from baton.engine.models.decoder import Decoder
+from baton.engine.models.rope import RopeRule
+from baton.kv_spec import HeldBlocks
+
+FOUND = kernels()
+pytestmark = pytest.mark.skipif(FOUND is None, reason="this machine compiles no kernels")
+BLOCK = 16
+
+
+@dataclass(frozen=True)
+class RandomWeights:
+    """A checkpoint that answers every name with noise of its own; weights.Linears too."""
+
+    shapes: dict[str, tuple[int, ...]]
+    plain_outputs: bool = False  # products whose format the compiled step does not know
+    generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(3))
+
+    def __call__(self, name: str) -> Tensor:
+        shape = self.shapes[name.split(".")[-2]]
+        noise = torch.randn(*shape, generator=self.generator)
+        return (noise / math.sqrt(shape[-1]) if len(shape) > 1 else 1 + noise / 8).bfloat16()
+
+    def read(self, modules: Sequence[str], has_bias: bool) -> Linear:
+        weight = torch.cat([self(f"{module}.weight") for module in modules])
+        bias = torch.randn(len(weight), generator=self.generator).bfloat16() if has_bias else None
+        if self.plain_outputs and modules[0].endswith("o_proj"):
+            return PlainLinear(weight, bias)
+        return self.plain(weight, bias)
+
+    def plain(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        assert FOUND is not None
+        return PanelLinear(FOUND, weight, bias)
+
+
+def config_of(*, normed: bool = True, biased: bool = False, window: int = 0) -> DecoderConfig:
+    return DecoderConfig(
+        vocab_size=50, max_positions=512, hidden_size=96, intermediate_size=80, num_layers=3,
+        num_heads=6, num_kv_heads=2, head_dim=32, rms_norm_eps=1e-6, tied_embeddings=True,
+        qkv_bias=biased, output_bias=biased, mlp_bias=biased, qk_norm=normed,
+        windows=(0, window, 0), rope=RopeRule("default", 10000.0),
+    )  # fmt: skip
+
+
+def decoder_of(config: DecoderConfig, *, plain_outputs: bool = False) -> Decoder:
+    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    queries, kv = config.num_heads * dim, config.num_kv_heads * dim
+    weights = RandomWeights(
+        {
+            "embed_tokens": (config.vocab_size, hidden), "norm": (hidden,),
+            "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
+            "q_norm": (dim,), "k_norm": (dim,), "q_proj": (queries, hidden), "k_proj": (kv, hidden),
+            "v_proj": (kv, hidden), "o_proj": (hidden, queries), "gate_proj": (inner, hidden),
+            "up_proj": (inner, hidden), "down_proj": (hidden, inner),
+        },
+        plain_outputs,
+    )  # fmt: skip
+    return Decoder(config, weights, weights)
+
+
+class Pool:
+    """A pool whose sequences have histories of noise, and steps over it."""
+
+    def __init__(self, config: DecoderConfig, starts: Sequence[int]) -> None:
+        assert FOUND is not None
+        self.starts = starts
+        self.groups = one_group(config.layers)
+        blocks = sum(start // BLOCK + 1 for start in starts)
+        self.arena = KVArena(self.groups, blocks, BLOCK, "bfloat16", torch.device("cpu"))
+        generator = torch.Generator().manual_seed(5)
+        for layer in range(config.num_layers):
+            for pool in self.arena.layer(layer):
+                pool.copy_(torch.randn(pool.shape, generator=generator))
+        self.attention = CompiledAttention(self.arena, config.attention_layers, FOUND)
+
+    def step(self, rows: int = 1, adapter: str = "") -> Step:
+        """One more token of each sequence; `rows` of the last one."""
+        chunks: list[SequenceChunk] = []
+        block = 0
+        for index, start in enumerate(self.starts):
+            count = rows if index == len(self.starts) - 1 else 1
+            ids = tuple(range(block, block + start // BLOCK + 1))
+            block += len(ids)
+            named = adapter if index == 0 else ""
+            chunk = SequenceChunk(
+                str(index), [index + 7] * count, start, (HeldBlocks(ids),), adapter=named
+            )
+            chunks.append(chunk)
+        return flatten(chunks, self.attention, BLOCK, torch.device("cpu"))
+
+    def keys_and_values(self, layer: int) -> Tensor:
+        return torch.stack(self.arena.layer(layer))
+
+
+def hidden_of(decoder: Decoder, step: Step, by_layer: bool = False) -> Tensor:
+    """`by_layer`: with a hook on the layers, which keeps the step from being taken whole."""
+    batch = step.batch
+    if by_layer:
+        batch = type(batch)(batch.spans, batch.tables, batch.attention, lambda layer: None)
+    with torch.inference_mode():
+        return decoder.forward(step.token_ids, step.positions, batch)
+
+
+@settings(max_examples=15)
+@given(
+    starts=st.lists(st.integers(0, 70), min_size=1, max_size=9),
+    normed=st.booleans(),
+    biased=st.booleans(),
+    window=st.sampled_from([0, 20]),
+)
+def test_a_whole_step_is_its_layers_one_by_one(
+    starts: list[int], normed: bool, biased: bool, window: int
+) -> None:
+    config = config_of(normed=normed, biased=biased, window=window)
+    decoder = decoder_of(config)
+    assert decoder.step is not None
+    ours, plain = Pool(config, starts), Pool(config, starts)
+    got = hidden_of(decoder, ours.step())
+    assert decoder.step.num_steps == 1
+    want = hidden_of(decoder, plain.step(), by_layer=True)
+    assert decoder.step.num_steps == 1
+    assert not want.isnan().any()
+    assert torch.equal(got, want)
+    for layer in range(config.num_layers):
+        assert torch.equal(ours.keys_and_values(layer), plain.keys_and_values(layer))
+
+
+def test_threads_do_not_change_a_step() -> None:
+    config = config_of()
+    decoder = decoder_of(config)
+    threads = torch.get_num_threads()
+    found: list[Tensor] = []
+    try:
+        for count in (1, 2, 3, 5):  # more than there are cores: barriers sleep, too
+            torch.set_num_threads(count)
+            found += [hidden_of(decoder, Pool(config, [3, 40, 17]).step()) for _ in range(3)]
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+def test_a_step_with_several_rows_of_a_sequence_goes_layer_by_layer() -> None:
+    config = config_of()
+    decoder = decoder_of(config)
+    assert decoder.step is not None
+    hidden = hidden_of(decoder, Pool(config, [3, 40]).step(rows=4))
+    assert hidden.shape == (5, config.hidden_size)
+    assert decoder.step.num_steps == 0
+
+
+def test_rows_that_want_an_adapter_go_layer_by_layer() -> None:
+    config = config_of()
+    decoder = decoder_of(config)
+    assert decoder.step is not None
+    delta = LowRank(torch.ones(2, 96).bfloat16(), torch.ones(96, 2).bfloat16())
+    decoder.add_adapter(Adapter("tuned", "00", {"model.layers.1.self_attn.q_proj": LowRank(
+        delta.down, torch.ones(192, 2).bfloat16())}))  # fmt: skip
+    plain = hidden_of(decoder, Pool(config, [3, 40]).step())
+    assert decoder.step.num_steps == 1
+    tuned = hidden_of(decoder, Pool(config, [3, 40]).step(adapter="tuned"))
+    assert decoder.step.num_steps == 1
+    assert not torch.equal(tuned[0], plain[0])
+    assert torch.equal(tuned[1], plain[1])
+
+
+def test_other_formats_go_layer_by_layer() -> None:
+    config = config_of()
+    decoder = decoder_of(config, plain_outputs=True)
+    assert decoder.step is None
+    assert hidden_of(decoder, Pool(config, [3, 40]).step()).shape == (2, config.hidden_size)

@@ -101,6 +101,8 @@ class Node:
     free_blocks: int
     total_blocks: int
     draining: bool
+    mbu: float = 0.0  # share of its read bandwidth, over the last steps; 0 = not measured
+    mfu: float = 0.0  # share of its rate of matrix products
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +249,8 @@ def server_info_of(message: Any) -> ServerInfo:
             free_blocks=node.load.free_blocks,
             total_blocks=node.load.total_blocks,
             draining=node.load.draining,
+            mbu=node.load.mbu,
+            mfu=node.load.mfu,
         )
         for node in message.nodes
     )

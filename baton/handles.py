@@ -79,6 +79,8 @@ class NodeLoad:
     prefix_query_tokens: int = 0  # looked up in the prefix map
     prefix_hit_tokens: int = 0  # of these, found
     kv_tail_seconds: float = 0.0  # from a prefill's end to its receiver's ACK, summed
+    mbu: float = 0.0  # of the last steps: share of the read bandwidth
+    mfu: float = 0.0  # of the rate of matrix products
 
     def without_counters(self) -> NodeLoad:
         """The state alone: what a router decides by."""
@@ -92,6 +94,8 @@ class NodeLoad:
             prefix_query_tokens=0,
             prefix_hit_tokens=0,
             kv_tail_seconds=0.0,
+            mbu=0.0,
+            mfu=0.0,
         )
 
 

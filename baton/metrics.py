@@ -79,6 +79,9 @@ class EngineTotals:
     # Requests asked to leave, by how much of their KV did ("whole", ...) or why none did.
     departures: Mapping[str, int] = field(default_factory=dict[str, int])
     left_behind_tokens: int = 0  # of those that left: KV to be computed again
+    busy_seconds: float = 0.0  # of steps
+    read_bytes: float = 0.0  # that these needed to read, at least: weights and KV
+    flops: float = 0.0  # and to compute
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +128,7 @@ class NodeSnapshot:
     load: NodeLoad
     engine: EngineTotals
     transfer: TransferTotals
+    limits: tuple[float, float] = (0.0, 0.0)  # bytes/s read, FLOP/s of products; 0 = unknown
     kv_waste: float = 0.0  # share of allocated slots without a token, as of the last heartbeat
 
 
@@ -249,6 +253,10 @@ def _gauges(now: NodeSnapshot) -> Iterable[tuple[str, str, float]]:
         ("vllm:num_requests_swapped", "Requests swapped to host memory", load.swapped),
         ("baton_waiting_tokens", "Prompt tokens not yet computed", load.waiting_tokens),
         ("baton_step_seconds", "Moving mean of the engine's steps", load.step_seconds),
+        ("baton_mbu", "Share of the read bandwidth, last steps", load.mbu),
+        ("baton_mfu", "Share of the matrix products' rate, last steps", load.mfu),
+        ("baton_memory_bandwidth_bytes_per_second", "Measured or given", now.limits[0]),
+        ("baton_peak_flops", "Rate of matrix products, measured or given", now.limits[1]),
         ("baton_draining", "1 while the node takes no new requests", float(load.draining)),
         ("baton_kv_transfer_fetching", "KV fetches under way or queued", load.fetching),
         ("baton_kv_transfer_active_exports", "Exports under a lease", transfer.active_exports),
@@ -279,6 +287,11 @@ def _counters(now: NodeSnapshot) -> Iterable[tuple[str, str, float]]:
         ("vllm:spec_decode_num_accepted_tokens", "Of these, right", engine.accepted_tokens),
         ("baton_replayed_tokens", "Output tokens computed again", engine.replayed_tokens),
         ("baton_engine_steps", "Engine steps", engine.steps),
+        ("baton_engine_busy_seconds", "Time in engine steps", engine.busy_seconds),
+        ("baton_read_bytes", "Weights and KV that steps had to read", engine.read_bytes),
+        ("baton_flops", "Floating-point operations of steps", engine.flops),
+        ("vllm:estimated_read_bytes_per_gpu", "As baton_read_bytes", engine.read_bytes),
+        ("vllm:estimated_flops_per_gpu", "As baton_flops", engine.flops),
         ("baton_pooled_prompts", "Prompts turned into vectors", engine.pooled_prompts),
         ("baton_pooled_tokens", "Tokens of these", engine.pooled_tokens),
         ("baton_left_behind_tokens", "Handed on without their KV", engine.left_behind_tokens),

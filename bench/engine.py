@@ -3,9 +3,10 @@
 Random weights of two real shapes, bfloat16, greedy, ends ignored, both in one process and in turn:
     prefill n        tokens of one prompt per second, its first new token included
     decode b@c       new tokens per second of b requests that hold c tokens each, prefill taken off
-Beside each: the share of the machine's own limit, measured in the same run: MBU = bytes that a
-decode step must read (weights, KV) over the read bandwidth; MFU = a prompt's products over the rate
-of a large matrix product. Integer weights are compared with transformers' bfloat16.
+Beside each: the shares of the machine's own limits, measured in the same run: MBU = bytes that the
+row must read (weights, KV) over the read bandwidth, MFU = its FLOPs over the rate of a large matrix
+product, as baton/engine/work.py counts both. Integer weights are compared with transformers'
+bfloat16. --roofline draws the rows under the two limits (bench/roofline.py).
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from typing import Any, Final
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from baton.engine.work import Limits, Work
 from baton.llm import LLM
 from baton.sampling import SamplingParams
 from bench.engine_kit import Part, arguments_parser, prepare, random_prompt, tell
+from bench.roofline import Point, Roofline, svg
 from bench.transfer_engine import write_model
 
 NEW_TOKENS: Final = 24  # of a decode row
@@ -56,21 +59,14 @@ ROWS: Final = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What this machine can do now, with the threads in use."""
-
-    read_gb_s: float
-    gemm_tflop_s: float
-
-
 def measure_limits() -> Limits:
-    """Best of some: reading half a GiB, and a product of 2,048 x 2,048 x 2,048 in bfloat16."""
+    """What this machine can do now, with the threads in use: memory far larger than the caches, and
+    a bfloat16 product of 2,048 x 2,048 x 2,048; the best of some."""
     memory = torch.ones(1 << 26, dtype=torch.float64)
     a, b = (torch.randn(2048, 2048).bfloat16() for _ in range(2))
     read = best(memory.sum, 6)
     product = best(lambda: a @ b, 6)
-    return Limits(memory.nbytes / read / 1e9, 2 * 2048**3 / product / 1e12)
+    return Limits(memory.nbytes / read, 2 * 2048**3 / product)
 
 
 def best(work: Callable[[], object], times: int) -> float:
@@ -140,29 +136,47 @@ def rate(run: Generate, row: Row, vocab: int, seed: int) -> float:
     return row.batch * NEW_TOKENS / max(1e-9, run(prompts, NEW_TOKENS + 1) - first)
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Parameters of the layers' products and of the head; bytes of one token's KV."""
+def needs(llm: LLM, run: Generate, row: Row, vocab: int) -> Work:
+    """What the row's prefill needs, or one token of each of its requests (baton/engine/work.py), as
+    the engine counts it."""
+    used = llm.engine.stats.utilization
 
-    layers: int
-    head: int
-    kv_bytes: int
+    def counted(new: int) -> Work:
+        prompts = [random_prompt(row.context, 7_000 + i, vocab) for i in range(max(1, row.batch))]
+        read, flops = used.read_bytes, used.flops
+        run(prompts, new)
+        return Work(used.read_bytes - read, used.flops - flops)
 
-    @classmethod
-    def of(cls, model: Any, llm: LLM) -> Sizes:
-        named = {name: p.numel() for name, p in model.named_parameters() if p.dim() == 2}
-        layers = sum(count for name, count in named.items() if ".layers." in name)
-        info = llm.engine.info
-        kv = sum(layer.token_bytes(info.kv_dtype) for layer in info.layers)
-        return cls(layers, named["model.embed_tokens.weight"], kv)
+    first = counted(1)
+    if not row.batch:
+        return first
+    both = counted(2)
+    return Work(both.read_bytes - first.read_bytes, both.flops - first.flops)
 
-    def share(self, row: Row, tokens_per_s: float, limits: Limits) -> float:
-        """MFU of a prefill, whose head meets one row only; MBU of a decode step."""
-        if not row.batch:
-            return 2 * self.layers * tokens_per_s / 1e12 / limits.gemm_tflop_s
-        bytes_each = {"none": 2.0, "int8": 1.0, "w8a8": 1.0, "int4": 0.5}[row.quantization]
-        step = bytes_each * self.layers + 2 * self.head + self.kv_bytes * row.context * row.batch
-        return step * tokens_per_s / row.batch / 1e9 / limits.read_gb_s
+
+def shares(row: Row, tokens_per_s: float, work: Work, limits: Limits) -> dict[str, float]:
+    """MBU and MFU of work done at this rate, and where it stands on the roofline."""
+    per_s = tokens_per_s / (row.batch or row.context)
+    return {
+        "MBU": work.read_bytes * per_s / limits.read_bytes_per_s,
+        "MFU": work.flops * per_s / limits.flops_per_s,
+        "FLOP/byte": work.intensity(), "GFLOP/s": work.flops * per_s / 1e9,
+    }  # fmt: skip
+
+
+def pictures(rows: Sequence[dict[str, Any]], folder: Path) -> None:
+    """A roofline of each model's rows: the limits are the best that any of them met."""
+    for model in dict.fromkeys(row["model"] for row in rows):
+        own = [row for row in rows if row["model"] == model]
+        points = [
+            Point(row["row"], row["FLOP/byte"], row["GFLOP/s"] * 1e9,
+                  row["GFLOP/s"] * 1e9 / row["ratio"])
+            for row in own
+        ]  # fmt: skip
+        read, flops = (max(row[key] for row in own) for key in ("read GB/s", "GEMM TFLOP/s"))
+        picture = Roofline(f"{model}, tokens of both per second", read * 1e9, flops * 1e12, points)
+        path = folder / f"roofline-{model.lower()}.svg"
+        path.write_text(svg(picture))
 
 
 def measure(model: str, path: Path, rows: Sequence[Row], rounds: int) -> list[dict[str, Any]]:
@@ -174,13 +188,13 @@ def measure(model: str, path: Path, rows: Sequence[Row], rounds: int) -> list[di
     for quantization in dict.fromkeys(row.quantization for row in rows):
         llm = LLM(
             model=str(path), dtype="bfloat16", quantization=quantization, num_kv_blocks=512,
-            enable_prefix_caching=False, threads=torch.get_num_threads(),
+            enable_prefix_caching=False, threads=torch.get_num_threads(), measure_limits=False,
         )  # fmt: skip
-        run, sizes = ours(llm), Sizes.of(reference, llm)
+        run = ours(llm)
         for row in (row for row in rows if row.quantization == quantization):
             rates: dict[str, list[float]] = {"baton": [], "transformers": []}
             rate(run, row, vocab, 99)  # warm
-            limits = measure_limits()
+            limits, work = measure_limits(), needs(llm, run, row, vocab)
             for index in range(rounds):
                 rates["baton"].append(rate(run, row, vocab, index))
                 rates["transformers"].append(rate(baseline, row, vocab, index))
@@ -189,9 +203,9 @@ def measure(model: str, path: Path, rows: Sequence[Row], rounds: int) -> list[di
                 "model": model, "row": row.name, **median,
                 "ratio": median["baton"] / median["transformers"],
                 "baton min": min(rates["baton"]), "baton max": max(rates["baton"]),
-                "limit": "MBU" if row.batch else "MFU",
-                "share": sizes.share(row, median["baton"], limits),
-                "read GB/s": limits.read_gb_s, "GEMM TFLOP/s": limits.gemm_tflop_s,
+                **shares(row, median["baton"], work, limits),
+                "read GB/s": limits.read_bytes_per_s / 1e9,
+                "GEMM TFLOP/s": limits.flops_per_s / 1e12,
             })  # fmt: skip
             sys.stderr.write(f"{found[-1]}\n")
     return found
@@ -203,6 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rows", default="", help="only rows that contain this, such as decode")
     parser.add_argument("--models", default=f"{LARGE},{SMALL}", help="of the two")
+    parser.add_argument("--roofline", type=Path, help="folder for a picture (SVG) per model")
     given = parser.parse_args(arguments)
     prepare(given)
     rows: list[dict[str, Any]] = []
@@ -212,6 +227,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             asked = [row for row in ROWS if row.model == model and given.rows in row.name]
             if asked:
                 rows += measure(model, paths[model], asked, given.rounds)
+    if given.roofline is not None:
+        pictures(rows, given.roofline)
     tell([Part("Against transformers' generate, tokens/s", rows)], given.json)
     return 0
 

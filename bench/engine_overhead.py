@@ -1,12 +1,15 @@
 """What a step costs besides the model: `python -m bench.engine_overhead`.
 
-Steady decode of 1, 32 and 256 sequences over a runner that answers at once but lays the batch out
-as a real one does. Medians over steps, microseconds of this thread's CPU time, so that neighbours
-do not count:
+Medians over steps of steady decode, microseconds of this thread's CPU time, so that neighbours do
+not count (with one thread, all of it):
     batch        tokens, positions, slots and block tables as tensors (engine/batch.py)
-    engine       everything else: schedule, block growth, events, statistics
-and what penalties cost (engine/penalties.py) for texts of growing length, out of a large vocabulary
-and out of a small one.
+    engine       everything else: schedule, block growth, events, statistics; over a runner that
+                 answers at once but lays the batch out as a real one does
+    outside      a whole step of the real runner whose model has its logits already
+    sampling     tokens out of 151,936 logits a row, by the compiled kernels and by torch alone;
+                 "widen": bfloat16 logits to float32, the model's last act
+    penalties    engine/penalties.py for texts of growing length, out of a large vocabulary and out
+                 of a small one
 """
 
 from __future__ import annotations
@@ -18,14 +21,23 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from baton.engine import penalties
+from baton.engine.attention.base import AttentionLayer
 from baton.engine.attention.reference import ReferenceAttention
-from baton.engine.batch import flatten
-from baton.engine.interface import ChunkResult, SequenceChunk
+from baton.engine.batch import Batch, flatten
+from baton.engine.config import EngineConfig
+from baton.engine.engine import Engine
+from baton.engine.interface import ChunkResult, ModelInfo, SequenceChunk
 from baton.engine.kv_cache import KVArena
-from baton.engine.runner import draws_of
+from baton.engine.loading import LoadedModel
+from baton.engine.lora import Adapter
+from baton.engine.meter import Meter
+from baton.engine.runner import ModelRunner, draws_of
+from baton.engine.sampler import Draw, sample, sample_plainly
 from baton.engine.sequence import SequenceState
+from baton.engine.work import ParameterCounts
 from baton.kv_spec import LayerSpec
 from baton.request import Request
 from baton.sampling import SamplingParams
@@ -46,6 +58,14 @@ PROMPT = 128
 PENALISED = 32
 TEXTS = ((256, VOCAB_SIZE), (2048, VOCAB_SIZE), (16384, VOCAB_SIZE), (2048, 600), (16384, 600))
 WARM_UP = 20
+LARGE_VOCAB = 151_936
+LIKELY = 40  # tokens of a row that stand out, as a text's next ones do
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "temperature 1": {"temperature": 1.0},
+    "top-p 0.95, top-k 20": {"temperature": 0.6, "top_p": 0.95, "top_k": 20},
+    "top-p 0.95": {"temperature": 0.8, "top_p": 0.95},
+}
 
 
 class FlatteningRunner:
@@ -106,6 +126,95 @@ def measure(num_sequences: int, num_steps: int) -> dict[str, Any]:
     }
 
 
+class KnownLogits:
+    """A CausalModel that takes no time: logits [rows, LARGE_VOCAB] float32 are there already."""
+
+    vocab_size = LARGE_VOCAB
+    max_positions = None
+    layers = (LayerSpec(1, 1, 0),)
+    attention_layers = (AttentionLayer(1, 1.0),)
+    parameter_counts = ParameterCounts(0, 0)
+
+    def __init__(self, rows: int) -> None:
+        self._logits = likely_logits(rows).float()
+
+    def forward(self, token_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
+        """See CausalModel.forward."""
+        return torch.zeros(token_ids.shape[0], 1)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See CausalModel.logits."""
+        return self._logits[: hidden.shape[0]]
+
+    def add_adapter(self, adapter: Adapter) -> None:
+        """See CausalModel.add_adapter."""
+        raise NotImplementedError(adapter.name)
+
+
+def likely_logits(rows: int) -> Tensor:
+    """bfloat16 [rows, LARGE_VOCAB]: some ids stand out, as a text's next ones do."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(rows, LARGE_VOCAB, generator=generator)
+    logits[:, :LIKELY] += 18 * torch.rand(rows, LIKELY, generator=generator)
+    return logits.bfloat16()
+
+
+def measure_outside(kind: str, num_sequences: int, num_steps: int) -> dict[str, Any]:
+    """Medians over decode steps that do everything but run a model."""
+    length = PROMPT + WARM_UP + num_steps + 8
+    num_blocks = num_sequences * (length // BLOCK_SIZE + 2)
+    pool = KVArena((LayerSpec(1, 1, 0),), num_blocks, BLOCK_SIZE, "float16")
+    model = KnownLogits(num_sequences)
+    info = ModelInfo(
+        "none", "none", model.layers, "none", LARGE_VOCAB, num_blocks * BLOCK_SIZE, (), "float16",
+        "lean",
+    )  # fmt: skip
+    loaded = LoadedModel(info, model, torch.device("cpu"), torch.float16, 0)
+    meter = Meter(ModelRunner(loaded, pool), loaded)
+    config = EngineConfig(
+        model="none", max_num_seqs=num_sequences, max_num_batched_tokens=2048, measure_limits=False
+    )
+    engine = Engine(config, meter, pool, info)
+    meter.tell(engine.stats, config)
+    for index in range(num_sequences):
+        prompt = random_prompt(PROMPT, index, LARGE_VOCAB)
+        engine.add(plain_request(f"r{index}", prompt, WARM_UP + num_steps + 8, **KINDS[kind]))
+    while engine.current_load().waiting or engine.stats.num_steps < WARM_UP:
+        engine.step()
+    steps: list[float] = []
+    for _ in range(num_steps):
+        began = time.thread_time()
+        engine.step()
+        steps.append(time.thread_time() - began)
+    least, middle, most = (statistics.quantiles(steps, n=20)[i] * 1e6 for i in (0, 9, 18))
+    return {
+        "kind": kind, "sequences": num_sequences, "step us": middle, "5 %": least, "95 %": most,
+        "steps": num_steps,
+    }  # fmt: skip
+
+
+def measure_sampling(kind: str, rows: int, num_steps: int) -> dict[str, Any]:
+    """Medians over steps: from the model's bfloat16 logits [rows, LARGE_VOCAB] to tokens."""
+    computed = likely_logits(rows)
+    times: dict[str, list[float]] = {"widen us": [], "us": [], "torch us": []}
+    for step in range(num_steps):
+        draws = [
+            Draw(SamplingParams(seed=row, max_tokens=1, **KINDS[kind]), 0, step)
+            for row in range(rows)
+        ]
+        began = time.thread_time()
+        widened = computed.float()
+        times["widen us"].append(time.thread_time() - began)
+        tokens: list[list[int]] = []
+        for name, choose in (("us", sample), ("torch us", sample_plainly)):
+            began = time.thread_time()
+            tokens.append(choose(widened, draws))
+            times[name].append(time.thread_time() - began)
+        assert tokens[0] == tokens[1], "a compiled kernel and its twin disagree"
+    medians = {name: statistics.median(taken) * 1e6 for name, taken in times.items()}
+    return {"kind": kind, "rows": rows, **medians, "steps": num_steps}
+
+
 def measure_penalties(length: int, vocabulary: int, num_steps: int) -> dict[str, Any]:
     """Medians over steps of `PENALISED` sequences that begin with `length` tokens of output, out of
     `vocabulary` that are as frequent as words are."""
@@ -147,7 +256,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     num_steps = 1000 if given.full else 200
     rows = [measure(count, num_steps) for count in (1, 32, 256)]
     penalised = [measure_penalties(*text, num_steps // 4) for text in TEXTS]
-    tell([Part("step overhead", rows), Part("penalties", penalised)], given.json)
+    outside = [
+        measure_outside(kind, count, max(20, num_steps // 5)) for kind in KINDS for count in (1, 32)
+    ]
+    sampled = [
+        measure_sampling(kind, count, num_steps // 20) for kind in KINDS for count in (1, 32)
+    ]
+    parts = [
+        Part("step overhead", rows), Part("outside the model", outside),
+        Part("sampling", sampled), Part("penalties", penalised),
+    ]  # fmt: skip
+    tell(parts, given.json)
     return 0
 
 

@@ -67,12 +67,15 @@ def nodes_table(info: ServerInfo, wide: bool) -> Table:
     table.add_column("node", overflow="fold")  # what gives way: the name is the user's own
     for name in ("role", "address"):
         table.add_column(name, no_wrap=True)
-    for name in ("running", "waiting"):
+    measured = any(node.mbu or node.mfu for node in info.nodes)
+    for name in ("running", "waiting", *(("MBU", "MFU") if measured else ())):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("KV blocks in use", no_wrap=True)
     for node in sorted(info.nodes, key=lambda node: (node.role != "prefill", node.node_id)):
         name = f"{node.node_id} (draining)" if node.draining else node.node_id
-        counts = (str(node.running), str(node.waiting))
+        counts = [str(node.running), str(node.waiting)]
+        if measured:  # shares of what the machine can read and multiply, over the last steps
+            counts += [f"{node.mbu:.0%}", f"{node.mfu:.0%}"]
         table.add_row(name, node.role, node.address, *counts, usage(node, wide))
     if not info.nodes:
         table.add_row("no node is registered")

@@ -332,6 +332,8 @@ _NODE_GAUGES: Final[tuple[tuple[str, str, _Value], ...]] = (
     ("baton_waiting_tokens", "Prompt tokens not yet computed", lambda n: n.load.waiting_tokens),
     ("baton_step_seconds", "Moving mean of engine steps", lambda n: n.load.step_seconds),
     ("baton_stalled", "1 while its engine makes no progress", lambda n: float(n.load.stalled)),
+    ("baton_mbu", "Share of its read bandwidth, last steps", lambda n: n.load.mbu),
+    ("baton_mfu", "Share of its matrix products' rate", lambda n: n.load.mfu),
     ("baton_draining", "1 while it takes no new requests", lambda n: float(n.load.draining)),
 )
 # As of each node's last heartbeat, since its start. Under the names of the nodes' own /metrics, but

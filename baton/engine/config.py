@@ -7,6 +7,7 @@ ones).
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,6 +103,13 @@ class EngineConfig:
         "what follows grammars where a request does not say (auto: llguidance, else xgrammar)",
         choices=get_args(GuidedBackend),
     )
+    memory_bandwidth: float | None = option(
+        None, "read bandwidth of the device, GB/s, for MBU (default: measured at start)"
+    )
+    peak_flops: float | None = option(
+        None, "rate of matrix products, TFLOP/s, for MFU (default: measured at start)"
+    )
+    measure_limits: bool = option(True, "measure what of these two is not given, once per boot")
     threads: int | None = option(None, "CPU threads of the model (default: torch's own choice)")
     check_invariants: bool = option(False, "prove block accounting after every step (slow)")
 
@@ -117,6 +125,8 @@ class EngineConfig:
         _at_least("num_kv_blocks", self.num_kv_blocks, 2)
         _at_least("max_num_seqs", self.max_num_seqs, 1)
         _at_least("threads", self.threads, 1)
+        _positive("memory_bandwidth", self.memory_bandwidth)
+        _positive("peak_flops", self.peak_flops)
         _one_of("preemption_mode", self.preemption_mode, get_args(PreemptionMode))
         _one_of("guided_decoding_backend", self.guided_decoding_backend, get_args(GuidedBackend))
         _one_of("speculative_method", self.speculative_method, get_args(SpeculativeMethod))
@@ -164,6 +174,11 @@ def parse_bytes(text: str, *, field: str) -> int:
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}", field=name)
+
+
+def _positive(name: str, value: float | None) -> None:
+    if value is not None and not 0.0 < value < math.inf:
+        raise ConfigError(f"{name} must be a number above 0, got {value}", field=name)
 
 
 def _at_least(name: str, value: int | None, minimum: int) -> None:

@@ -36,6 +36,7 @@ from baton.engine.kv_cache import KVArena
 from baton.engine.layer_groups import one_group
 from baton.engine.lora import Adapter
 from baton.engine.models.base import CausalModel
+from baton.engine.work import ParameterCounts
 from baton.errors import ConfigError
 from baton.kv_spec import HeldBlocks, LayerSpec
 
@@ -70,6 +71,11 @@ class FixedTiles:
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
         """See CausalModel."""
         return self._model.attention_layers
+
+    @property
+    def parameter_counts(self) -> ParameterCounts:
+        """See CausalModel."""
+        return self._model.parameter_counts
 
     def forward(self, token_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
         """See CausalModel.forward. `batch.on_layer` fires with the last tile: by then each layer

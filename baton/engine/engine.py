@@ -112,12 +112,9 @@ class Engine:
         )
         self._by_id: dict[str, RequestGroup] = {}
         self._adopted = AdoptedPages(
-            self._tables,
-            self.stats,
-            self._clock,
-            block_bytes,
+            self._tables, self.stats, self._clock, block_bytes,
             lambda name: self._by_id[name].leader,
-        )
+        )  # fmt: skip
         self._failed: list[RequestFailed] = []  # not yet taken
         self._pins = Pins(self._tables)
         self._pending: list[TokenEvent] = []  # events that need no computing: the next step's
@@ -141,6 +138,7 @@ class Engine:
         # Lazy: the model code pulls in transformers, which engines over other runners never need.
         from baton.engine.loading import load_model
         from baton.engine.memory import make_pool, size_pool
+        from baton.engine.meter import Meter
         from baton.engine.pooling import Pooler
         from baton.engine.runner import ModelRunner
 
@@ -151,7 +149,9 @@ class Engine:
         block_size = config.block_size or DEFAULT_BLOCK_SIZE[device.type]
         num_blocks = size_pool(config, model, block_size, model_len(config, info), draft)
         arena = make_pool(model, num_blocks, block_size, memory)
-        engine = cls(config, ModelRunner(model, arena), arena, info, hooks)
+        meter = Meter(ModelRunner(model, arena), model)
+        engine = cls(config, meter, arena, info, hooks)
+        meter.tell(engine.stats, config)
         engine.ranks, engine.grammars = model.ranks, grammars_of(config, info)
         engine.pooler = Pooler(model, arena, config.max_num_batched_tokens, config.max_num_seqs)
         proposer = load_proposer(engine.config, engine.info, draft)

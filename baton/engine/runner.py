@@ -28,7 +28,7 @@ from baton.engine.cuda_graphs import choose_graphs
 from baton.engine.guided import masks
 from baton.engine.interface import ChunkResult, Sampled, SequenceChunk
 from baton.engine.loading import LoadedModel
-from baton.engine.sampler import Draw, sample
+from baton.engine.sampler import Draw, prepare, sample
 from baton.events import TokenLogprob
 
 PROMPT_SLAB_ELEMENTS: Final = 1 << 23  # logits of prompt rows at once: 32 MiB
@@ -57,6 +57,7 @@ class ModelRunner:
         self._attention = choose_attention(loaded, pool)
         self._block_size = pool.layer(0)[0].shape[1]
         self._graphs = choose_graphs(loaded, self._attention, self._block_size)
+        prepare(loaded.device)
 
     @torch.inference_mode()
     def run(

@@ -9,6 +9,7 @@ softmax. Rows share tensors but no decision: a row's token never depends on its 
 
     greedy rows     highest logit, lowest id on ties
     whole rows      no filter: noise for the whole vocabulary, approximate, then exact for finalists
+                    (on a CPU in one compiled pass where there is one: kernels/cpu/sampling.h)
     filtered rows   temperature, then min-p, top-k, top-p; noise for the survivors only
 """
 
@@ -22,6 +23,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from baton.engine.kernels.cpu.library import kernels
+from baton.engine.kernels.cpu.sampling import SamplingKernels
 from baton.engine.kernels.gpu.support import triton_serves
 from baton.engine.occurrences import Occurrences
 from baton.errors import InternalError
@@ -103,17 +106,38 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
 
     Raises InternalError if a row holds NaN or +inf, or nothing but -inf.
     """
-    require_numbers(logits)
+    return _sample(logits, draws, _kernels(logits))
+
+
+def sample_plainly(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
+    """The same tokens by torch alone: the compiled kernels' twin."""
+    return _sample(logits, draws, None)
+
+
+def prepare(device: torch.device) -> None:
+    """Compile what sampling on `device` will use, if it is not there yet."""
+    if device.type == "cpu":
+        kernels()
+
+
+def _sample(logits: Tensor, draws: Sequence[Draw], compiled: SamplingKernels | None) -> list[int]:
     vocab_size = logits.shape[1]
-    tokens = [0] * len(draws)
-    greedy = [row for row, draw in enumerate(draws) if draw.greedy]
     noisy = [row for row, draw in enumerate(draws) if not draw.greedy]
+    if compiled is None:
+        highest = logits.amax(-1)
+        tokens = [0] * len(draws) if len(noisy) == len(draws) else _argmax(logits)
+    else:
+        highest, ids = compiled.highest(logits)
+        tokens = ids.tolist()
+    _require_finite(highest)
     filtered = [row for row in noisy if draws[row].filtered(vocab_size)]
     whole = [row for row in noisy if not draws[row].filtered(vocab_size)]
-    if greedy:
-        rows_of = logits if len(greedy) == len(draws) else logits[greedy]
-        for row, token in zip(greedy, _argmax(rows_of), strict=True):
+    if compiled is not None and noisy:
+        found = _compiled(compiled, logits, highest, draws, (whole, filtered))
+        for row, token in found.items():
             tokens[row] = token
+        whole = [row for row in whole if row not in found]
+        filtered = [row for row in filtered if row not in found]
     if whole and triton_serves(logits.device):
         for row, token in zip(whole, _keyed_on_gpu(logits, whole, draws), strict=True):
             tokens[row] = token
@@ -128,9 +152,62 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
     return tokens
 
 
+def _compiled(
+    compiled: SamplingKernels,
+    logits: Tensor,
+    highest: Tensor,
+    draws: Sequence[Draw],
+    kinds: tuple[Sequence[int], Sequence[int]],
+) -> dict[int, int]:
+    """Tokens by row, as far as the kernels can tell, of whole rows and of filtered ones."""
+    whole, filtered = kinds
+    found: dict[int, int | None] = {}
+    if whole:
+        every = len(whole) == len(draws)
+        won = compiled.race(
+            logits if every else logits[whole],
+            highest if every else highest[whole],
+            [draws[row].params.temperature for row in whole],
+            [draws[row].key for row in whole],
+        )
+        found.update(zip(whole, won, strict=True))
+    count = min(CANDIDATES, default=logits.shape[1])
+    if filtered and count < logits.shape[1]:
+        every = len(filtered) == len(draws)
+        asking = [draws[row] for row in filtered]
+        values, ids = compiled.top(logits if every else logits[filtered], count)
+        values = (values - highest[filtered, None]) / _temperatures(asking, logits.device)
+        mass = _masses(logits, highest, draws, filtered)
+        chosen = _choose_of(*_descending(values, ids), logits.shape[1], asking, mass)
+        for row, token, settled in zip(filtered, *chosen, strict=True):
+            found[row] = token if settled else None
+    return {row: token for row, token in found.items() if token is not None}
+
+
+def _masses(
+    logits: Tensor, highest: Tensor, draws: Sequence[Draw], rows: Sequence[int]
+) -> Tensor | None:
+    """What top-p shares out of each row, where it is not told by the candidates: [n, 1] float64."""
+    masses = torch.zeros(len(rows), 1, dtype=torch.float64)
+    needed = False
+    for index, row in enumerate(rows):
+        params = draws[row].params
+        if params.top_p < 1.0 and not 0 < params.top_k < logits.shape[1]:
+            needed = True
+            one = draws[row : row + 1]
+            scaled = (logits[row : row + 1] - highest[row]) / _temperatures(one, logits.device)
+            masses[index] = _mass(scaled, one)
+    return masses if needed else None
+
+
 def require_numbers(logits: Tensor) -> None:
     """Raise InternalError if a row of logits holds NaN or +inf, or nothing but -inf."""
-    if not bool(torch.isfinite(logits.amax(-1)).all()):  # a NaN is its row's maximum
+    _require_finite(logits.amax(-1))
+
+
+def _require_finite(highest: Tensor) -> None:
+    # A NaN is its row's maximum. In Python: torch took ten times as long over so few.
+    if not all(map(math.isfinite, highest.tolist())):
         raise InternalError("the model produced logits that are not numbers")
 
 
@@ -142,10 +219,21 @@ def top(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     if count == scores.shape[1]:
         values, ids = scores.sort(dim=-1, descending=True, stable=True)
         return values, ids
-    values, ids = scores.topk(count, dim=-1)
+    return _descending(*scores.topk(count, dim=-1))
+
+
+def _descending(values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row by descending value, ties by ascending id."""
     ids, by_id = ids.sort(-1)
     values, by_value = values.gather(1, by_id).sort(dim=-1, descending=True, stable=True)
     return values, ids.gather(1, by_value)
+
+
+def _kernels(logits: Tensor) -> SamplingKernels | None:
+    if logits.device.type != "cpu" or logits.dtype != torch.float32 or logits.stride(1) != 1:
+        return None
+    found = kernels()
+    return None if found is None else found.sampling
 
 
 def _argmax(logits: Tensor) -> list[int]:
@@ -173,10 +261,13 @@ def _keyed_on_gpu(logits: Tensor, rows: Sequence[int], draws: Sequence[Draw]) ->
 
 def _scaled(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     """Logits over temperature with the row's maximum at 0: [n, vocab] float32."""
-    temperature = torch.tensor(
-        [draw.params.temperature for draw in draws], dtype=torch.float32, device=logits.device
-    )
-    return (logits - logits.max(-1, keepdim=True).values) / temperature[:, None]
+    return (logits - logits.max(-1, keepdim=True).values) / _temperatures(draws, logits.device)
+
+
+def _temperatures(draws: Sequence[Draw], device: torch.device) -> Tensor:
+    """[n, 1] float32."""
+    degrees = [draw.params.temperature for draw in draws]
+    return torch.tensor(degrees, dtype=torch.float32, device=device)[:, None]
 
 
 def _choose_whole(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
@@ -224,31 +315,54 @@ def _choose_among(
     scaled: Tensor, draws: Sequence[Draw], num_candidates: int
 ) -> tuple[list[int], list[bool]]:
     """Draw among each row's top candidates; a row is settled if no survivor can lie beyond them."""
-    values, ids = top(scaled, num_candidates)
-    num_kept, settled = _survivors(values, scaled, draws)
+    mass = _mass(scaled, draws) if any(draw.params.top_p < 1.0 for draw in draws) else None
+    return _choose_of(*top(scaled, num_candidates), scaled.shape[1], draws, mass)
+
+
+def _choose_of(
+    values: Tensor, ids: Tensor, vocab_size: int, draws: Sequence[Draw], mass: Tensor | None
+) -> tuple[list[int], list[bool]]:
+    """Draw among the survivors of each row's candidates (`values` over temperature, descending);
+    whether it is settled."""
+    num_candidates = values.shape[1]
+    num_kept, settled = _survivors(values, vocab_size, draws, mass)
     width = int(num_kept.max())
     values, ids = values[:, :width], ids[:, :width]
-    scores = values.double() + _gumbel(_noise_bits(_keys(draws, scaled.device), ids))
-    ranks = torch.arange(width, device=scaled.device)
+    scores = values.double() + _gumbel(_noise_bits(_keys(draws, values.device), ids))
+    ranks = torch.arange(width, device=values.device)
     scores.masked_fill_(ranks >= num_kept, -torch.inf)
     tokens = ids.gather(1, scores.argmax(-1, keepdim=True)).squeeze(1).tolist()
-    everything = num_candidates == scaled.shape[1]
+    everything = num_candidates == vocab_size
     return tokens, [everything or done for done in settled.squeeze(1).tolist()]
 
 
-def _survivors(values: Tensor, scaled: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
+def _mass(scaled: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """What top-p shares out without top-k: the row above min-p's floor. [n, 1] float64."""
+    kept = scaled.exp()
+    if any(draw.params.min_p for draw in draws):
+        kept = torch.where(scaled >= _floor(draws, scaled), kept, 0.0)
+    return kept.sum(-1, keepdim=True, dtype=torch.float64)
+
+
+def _floor(draws: Sequence[Draw], like: Tensor) -> Tensor:
+    """p >= min_p * max(p), in logits: the maximum is at 0. [n, 1] float32."""
+    floors = [math.log(d.params.min_p) if d.params.min_p else -math.inf for d in draws]
+    return _column(floors, like).float()
+
+
+def _survivors(
+    values: Tensor, vocab_size: int, draws: Sequence[Draw], mass: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """How many leading `values` [n, candidates] pass the filters, and whether that is settled.
 
     Both [n, 1], int64 (at least 1) and bool. Survivors are a prefix of the order. It is settled if
     it ends above the lowest candidate (equal logits beyond could have had lower ids), and if the
-    mass that top-p shares out is known.
+    mass that top-p shares out is known. `mass`: _mass, if a row without top-k has a top-p.
     """
-    vocab_size, num_candidates = scaled.shape[1], values.shape[1]
-    top_k = _column([d.params.top_k if d.params.top_k > 0 else vocab_size for d in draws], scaled)
-    top_p = _column([d.params.top_p for d in draws], scaled)
-    # p >= min_p * max(p), in logits: the maximum is at 0.
-    floors = [math.log(d.params.min_p) if d.params.min_p else -math.inf for d in draws]
-    floor = _column(floors, scaled).float()
+    num_candidates = values.shape[1]
+    top_k = _column([d.params.top_k if d.params.top_k > 0 else vocab_size for d in draws], values)
+    top_p = _column([d.params.top_p for d in draws], values)
+    floor = _floor(draws, values)
     ranks = torch.arange(num_candidates, device=values.device)
     kept = (values >= floor) & (ranks < top_k)
     count = kept.sum(-1, keepdim=True)
@@ -258,10 +372,9 @@ def _survivors(values: Tensor, scaled: Tensor, draws: Sequence[Draw]) -> tuple[T
     weights = values.exp().double()
     cumulative = weights.cumsum(-1)
     # The mass that top-p cuts: what top-k left, else the whole row above min-p's floor.
-    whole = torch.where(scaled >= floor, scaled.exp(), 0.0).sum(
-        -1, keepdim=True, dtype=torch.float64
-    )
-    total = torch.where(top_k < vocab_size, cumulative.gather(1, count - 1), whole)
+    total = cumulative.gather(1, count - 1)
+    if mass is not None:
+        total = torch.where(top_k < vocab_size, total, mass)
     mass_known = (top_k >= vocab_size) | (top_k <= num_candidates) | (count < num_candidates)
     nucleus = ((cumulative - weights) < top_p * total) | (top_p >= 1.0)
     count = (kept & nucleus).sum(-1, keepdim=True)

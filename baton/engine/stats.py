@@ -7,9 +7,8 @@ elsewhere.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Final
 
-SMOOTHING: Final = 0.1  # weight of the newest step in the moving means
+from baton.engine.work import SMOOTHING, Utilization
 
 
 @dataclass(slots=True)
@@ -51,6 +50,7 @@ class EngineStats:
     copy_bytes_per_s: float = 0.0  # moving mean over copies to and from host memory
     recent_prefill_tokens: float = 0.0  # fading sums, whose ratio is prefill_tokens_per_s
     recent_prefill_seconds: float = 0.0
+    utilization: Utilization = field(default_factory=Utilization)
 
     @property
     def prefix_hit_rate(self) -> float:
@@ -82,6 +82,7 @@ class EngineStats:
             self.prefill_tokens_per_s = self.recent_prefill_tokens / self.recent_prefill_seconds
         self.num_prompt_tokens += num_prefill_tokens
         self.num_steps += 1
+        self.utilization.step_done(seconds)
 
     def left(self, leaving: str, num_left_behind: int = 0) -> None:
         """Count a request that was asked to leave: how much of its KV did, or why it stays."""
@@ -89,7 +90,8 @@ class EngineStats:
         self.num_left_behind_tokens += num_left_behind
 
     def copy(self) -> EngineStats:
-        return replace(self, departures=dict(self.departures))
+        told = replace(self.utilization)
+        return replace(self, departures=dict(self.departures), utilization=told)
 
 
 def _mean(mean: float, value: float, *, first: bool) -> float:

@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from baton.engine.stats import EngineStats
 from baton.handles import NodeLoad
 from baton.metrics import EngineTotals, LaneTotals, NodeSnapshot, TransferTotals
 from kv_transfer.connector import Connector
 from kv_transfer.stats import LaneStats
+
+
+def with_counters(load: NodeLoad, stats: EngineStats, connector: Connector) -> NodeLoad:
+    """The engine's load with what engine and connector have counted. Any thread."""
+    transfer, utilization = connector.stats, stats.utilization
+    return replace(
+        load,
+        export_bytes=connector.export_bytes,
+        kv_received_bytes=transfer.total_received,
+        kv_sent_bytes=transfer.total_sent,
+        kv_fetches=transfer.fetches,
+        kv_fetch_failures=transfer.total_failures,
+        preemptions=stats.num_preemptions,
+        prefix_query_tokens=stats.num_prefix_query_tokens,
+        prefix_hit_tokens=stats.num_prefix_hit_tokens,
+        kv_tail_seconds=transfer.exposed_tail_seconds,
+        mbu=utilization.mbu,
+        mfu=utilization.mfu,
+    )
 
 
 def snapshot(
@@ -38,7 +59,11 @@ def snapshot(
             pooled_tokens=stats.num_pooled_tokens,
             departures=dict(stats.departures),
             left_behind_tokens=stats.num_left_behind_tokens,
+            busy_seconds=stats.utilization.busy_seconds,
+            read_bytes=stats.utilization.read_bytes,
+            flops=stats.utilization.flops,
         ),
+        limits=_limits(stats),
         transfer=TransferTotals(
             sent_bytes=transfer.total_sent,
             received_bytes=transfer.total_received,
@@ -53,6 +78,11 @@ def snapshot(
         ),
         kv_waste=kv_waste,
     )
+
+
+def _limits(stats: EngineStats) -> tuple[float, float]:
+    limits = stats.utilization.limits
+    return (0.0, 0.0) if limits is None else (limits.read_bytes_per_s, limits.flops_per_s)
 
 
 def lane_totals(lane: LaneStats) -> LaneTotals:

@@ -52,7 +52,7 @@ from baton.messages import (
 )
 from baton.metrics import NodeMetrics, NodeSnapshot
 from baton.node.config import NodeConfig
-from baton.node.metrics import snapshot
+from baton.node.metrics import snapshot, with_counters
 from baton.node.progress import Answer, Progress
 from baton.node.requests import NodeRequest, RequestTable, failure
 from baton.node.role import NodeRole, RoleContext
@@ -214,22 +214,12 @@ class NodeShell:
 
     def load(self) -> NodeLoad:
         """The engine's load at its last step, with what only the node knows."""
-        transfer, engine = self.connector.stats, self._engine_stats
         return replace(
-            self._engine_load,
+            with_counters(self._engine_load, self._engine_stats, self.connector),
             fetching=self.role.fetching,
-            export_bytes=self.connector.export_bytes,
             draining=self.draining,
             stalled=self.progress.stalled,
-            kv_received_bytes=transfer.total_received,
-            kv_sent_bytes=transfer.total_sent,
-            kv_fetches=transfer.fetches,
-            kv_fetch_failures=transfer.total_failures,
-            preemptions=engine.num_preemptions,
-            prefix_query_tokens=engine.num_prefix_query_tokens,
-            prefix_hit_tokens=engine.num_prefix_hit_tokens,
             kv_token_bytes=self._kv_token_bytes,
-            kv_tail_seconds=transfer.exposed_tail_seconds,
         )
 
     def send_load(self, *, beat: bool = False) -> None:

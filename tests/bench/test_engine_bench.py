@@ -5,13 +5,19 @@ from __future__ import annotations
 import json
 import lzma
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 from baton.engine.config import EngineConfig
 from baton.engine.interface import SequenceChunk
 from baton.engine.loading import load_model
+from baton.engine.meter import work_of
+from baton.engine.work import Limits
+from baton.llm import LLM
+from baton.sampling import SamplingParams
 from bench import engine_memory, engine_overhead, engine_swap, engine_throughput
+from bench.engine import Row, needs, ours, pictures, shares
 from bench.engine_kit import (
     InstantRunner,
     Lengths,
@@ -36,6 +42,7 @@ from bench.engine_memory import (
     waste,
     window_rows,
 )
+from bench.roofline import Point, Roofline, svg
 from tests.block_lists import held
 from tests.tiny_models import make_tiny_model
 
@@ -140,6 +147,57 @@ def test_the_cost_of_a_step() -> None:
     assert (row["sequences"], row["steps"]) == (2, 5)
     assert row["step us"] == pytest.approx(row["engine us"] + row["batch us"])
     assert row["batch us"] > 0
+
+
+@pytest.mark.parametrize("kind", list(engine_overhead.KINDS))
+def test_the_cost_of_tokens(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_overhead, "LARGE_VOCAB", 3000)
+    monkeypatch.setattr(engine_overhead, "WARM_UP", 2)
+    row = engine_overhead.measure_sampling(kind, 2, 2)  # asserts that the twin draws the same
+    assert (row["kind"], row["rows"], row["steps"]) == (kind, 2, 2)
+    assert row["us"] > 0
+    whole = engine_overhead.measure_outside(kind, 2, 4)
+    assert (whole["sequences"], whole["steps"]) == (2, 4)
+    assert whole["5 %"] <= whole["step us"] <= whole["95 %"]
+
+
+def test_a_row_s_needs_are_what_the_engine_counts(tmp_path: Path) -> None:
+    path = make_tiny_model("llama", tmp_path)
+    llm = LLM(str(path), num_kv_blocks=32, enable_prefix_caching=False, measure_limits=False)
+    work = work_of(load_model(EngineConfig(model=str(path))))
+    params, run = SamplingParams(max_tokens=1), ours(llm)
+    decode = Row("m", 6, 2)
+    step = work.step([SequenceChunk("r", [1], 6, held([0]), sample=params)] * 2)
+    found = needs(llm, run, decode, llm.engine.info.vocab_size)
+    assert (found.read_bytes, found.flops) == pytest.approx((step.read_bytes, step.flops))
+    prompt = work.step([SequenceChunk("r", [1] * 6, 0, held([0]), sample=params)])
+    assert needs(llm, run, Row("m", 6), llm.engine.info.vocab_size) == prompt
+    limits = Limits(10 * step.read_bytes, 100 * step.flops)
+    assert shares(decode, 4.0, step, limits) == pytest.approx({
+        "MBU": 0.2, "MFU": 0.02, "FLOP/byte": step.intensity(), "GFLOP/s": 2 * step.flops / 1e9,
+    })  # fmt: skip
+
+
+def test_a_roofline_shows_its_rows_under_two_limits(tmp_path: Path) -> None:
+    row = {
+        "model": "Tiny & small", "row": "decode 1@8", "ratio": 2.0, "FLOP/byte": 1.5,
+        "GFLOP/s": 30.0, "read GB/s": 40.0, "GEMM TFLOP/s": 0.8,
+    }  # fmt: skip
+    prefill = {**row, "row": "prefill 8", "FLOP/byte": 300.0, "GFLOP/s": 400.0, "ratio": 1.2}
+    pictures([row, prefill], tmp_path)
+    text = (tmp_path / "roofline-tiny & small.svg").read_text()
+    root = ElementTree.fromstring(text)
+    names = ["".join(each.itertext()) for each in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert "1  decode 1@8: 50% of the roof" in names
+    assert "2  prefill 8: 50% of the roof" in names
+    assert "reads 40.0 GB/s" in names
+    circles = root.findall("{http://www.w3.org/2000/svg}circle")
+    assert len(circles) == 2 + 2 * 2  # the key, and both sides of both rows
+    picture = Roofline("t", 40e9, 0.8e12, [Point("alone", 2.0, 1e9)])
+    assert picture.ridge == 20.0
+    assert (
+        len(ElementTree.fromstring(svg(picture)).findall("{http://www.w3.org/2000/svg}circle")) == 3
+    )
 
 
 def test_a_swap_and_a_recomputation(tmp_path: Path) -> None:

@@ -242,11 +242,24 @@ def test_the_status_table_without_nodes() -> None:
     assert "migrations" not in text
 
 
+def test_the_status_tells_the_share_of_the_machine_s_limits_where_it_is_known() -> None:
+    idle = Node("p0", "prefill", "h:1", "m", 0, 0, 100, 100, draining=False)
+    busy = Node("d0", "decode", "h:2", "m", 3, 1, 25, 100, draining=False, mbu=0.62, mfu=0.071)
+    for nodes, told in (((idle,), False), ((idle, busy), True)):
+        console = Console(file=io.StringIO(), width=140)
+        console.print(view(ServerInfo("0.1.0", nodes, {}), "h:50051", 140))
+        text = console.file.getvalue()  # type: ignore[attr-defined]
+        assert ("MBU" in text and "62%" in text and "7%" in text) == told
+
+
+@pytest.mark.parametrize("mbu", [0.0, 1.0])
 @pytest.mark.parametrize("width", [80, 100, 120])
-def test_the_status_table_never_cuts_an_address(width: int) -> None:
+def test_the_status_table_never_cuts_an_address(width: int, mbu: float) -> None:
     address = "127.0.0.1:40123"
     nodes = tuple(
-        Node(f"{role}-0", role, address, "m", 10, 100, 25, 40960, draining=role == "decode")
+        Node(
+            f"{role}-0", role, address, "m", 10, 100, 25, 40960, draining=role == "decode", mbu=mbu
+        )
         for role in ("prefill", "decode")
     )
     console = Console(file=io.StringIO(), width=width)

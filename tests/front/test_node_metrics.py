@@ -66,6 +66,29 @@ def test_a_scrape_shows_the_snapshot_of_that_moment() -> None:
         assert expected in lines
 
 
+def test_a_scrape_shows_the_share_of_the_machine_s_limits() -> None:
+    now = NodeSnapshot(
+        NodeLoad(mbu=0.5, mfu=0.125),
+        EngineTotals(busy_seconds=1.5, read_bytes=4000.0, flops=6000.0),
+        TransferTotals(),
+        limits=(3000.0, 9000.0),
+    )
+    lines = NodeMetrics("tiny", "d", "decode", lambda: now).render().decode().splitlines()
+    node = '{model_name="tiny",node="d",role="decode"}'
+    for name, value in (
+        ("baton_mbu", 0.5),
+        ("baton_mfu", 0.125),
+        ("baton_memory_bandwidth_bytes_per_second", 3000.0),
+        ("baton_peak_flops", 9000.0),
+        ("baton_engine_busy_seconds_total", 1.5),
+        ("baton_read_bytes_total", 4000.0),
+        ("baton_flops_total", 6000.0),
+        ("vllm:estimated_read_bytes_per_gpu_total", 4000.0),
+        ("vllm:estimated_flops_per_gpu_total", 6000.0),
+    ):
+        assert f"{name}{node} {value}" in lines
+
+
 def test_every_counter_of_a_lane_has_a_series() -> None:
     names = [field.name for field in fields(LaneTotals)]
     lanes = {

@@ -295,7 +295,7 @@ async def test_a_load_whose_counters_alone_moved_waits_for_the_heartbeat() -> No
     load = NodeLoad(running=1, kv_sent_bytes=5)
     assert session.changed_load(load) == load, "the first is always news"
     session.send(NodeStep(load=load))
-    moved = replace(load, kv_sent_bytes=9, preemptions=1)
+    moved = replace(load, kv_sent_bytes=9, preemptions=1, mbu=0.5, mfu=0.1)
     assert session.changed_load(moved) is None
     busier = replace(moved, running=2)
     assert session.changed_load(busier) == busier, "counters travel along"

@@ -9,6 +9,7 @@ from torch import Tensor
 from baton.engine.attention.base import AttentionLayer
 from baton.engine.batch import Batch
 from baton.engine.lora import Adapter
+from baton.engine.work import ParameterCounts
 from baton.kv_spec import LayerSpec
 
 
@@ -34,6 +35,11 @@ class CausalModel(Protocol):
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
         """How each layer attends."""
+        ...
+
+    @property
+    def parameter_counts(self) -> ParameterCounts:
+        """The model's parameters by what meets them."""
         ...
 
     def forward(self, token_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:

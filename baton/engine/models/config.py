@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from baton.engine.attention.base import AttentionLayer
 from baton.engine.models.rope import LEAN_KINDS, RopeRule, rope_rule
+from baton.engine.work import ParameterCounts
 from baton.kv_spec import LayerSpec
 
 ARCHITECTURES: Final = {
@@ -118,6 +119,24 @@ class DecoderConfig:
         """How each layer attends."""
         scale = self.head_dim**-0.5
         return tuple(AttentionLayer(self.num_heads, scale, window) for window in self.windows)
+
+    @property
+    def parameter_counts(self) -> ParameterCounts:
+        """Of all matrices; norms and biases are left out."""
+        hidden, experts = self.hidden_size, self.experts
+        heads = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        num_sparse = len(experts.layers) if experts else 0
+        dense = self.num_layers * hidden * heads
+        dense += (self.num_layers - num_sparse) * 3 * hidden * self.intermediate_size
+        head = self.vocab_size * hidden
+        if experts is None:
+            return ParameterCounts(dense, head, self.tied_embeddings)
+        router = experts.count + (1 if experts.shared_size else 0)
+        dense += num_sparse * hidden * (router + 3 * experts.shared_size)
+        routed = num_sparse * experts.count * 3 * hidden * experts.size
+        return ParameterCounts(
+            dense, head, self.tied_embeddings, routed, experts.count, experts.per_token
+        )
 
 
 def layer_spec(kv_heads: int, k_dim: int, v_dim: int, window: int) -> LayerSpec:

@@ -34,6 +34,7 @@ from baton.engine.models.elementwise import Elementwise, choose_elementwise
 from baton.engine.models.experts import Expert, Experts, SharedExpert
 from baton.engine.models.rope import Rotation, attention_factor, inverse_frequencies
 from baton.engine.models.shards import Shards, Whole
+from baton.engine.work import ParameterCounts
 from baton.errors import ModelRefused
 from baton.kv_spec import LayerSpec
 
@@ -172,6 +173,11 @@ class Decoder:
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
         """How each layer attends."""
         return self._config.attention_layers
+
+    @property
+    def parameter_counts(self) -> ParameterCounts:
+        """See CausalModel."""
+        return self._config.parameter_counts
 
     def add_adapter(self, adapter: Adapter) -> None:
         """Serve `adapter` to the rows that name it. Raises ModelRefused for layers it cannot

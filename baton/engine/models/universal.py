@@ -37,6 +37,7 @@ from baton.engine.models.config import latent_spec, layer_spec
 from baton.engine.models.hooked_lora import HookedAdapters
 from baton.engine.models.mla import Absorbed, absorb_latents
 from baton.engine.tensors import TensorReader
+from baton.engine.work import ParameterCounts
 from baton.errors import InternalError, ModelRefused
 from baton.kv_spec import HeldBlocks, LayerSpec
 
@@ -165,6 +166,10 @@ class _GivenHidden(nn.Module):
         return dataclasses.replace(self._example, last_hidden_state=inputs_embeds)
 
 
+_EXPERT_COUNTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
+_EXPERTS_MET: Final = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
+
+
 class UniversalModel:
     """Any decoder-only transformers model whose attention goes through the AttentionInterface."""
 
@@ -184,6 +189,7 @@ class UniversalModel:
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
         self.has_experts = _names_experts(causal.config.to_dict())
         self.weight_bytes: int = sum(p.nbytes for p in causal.parameters())
+        self.parameter_counts = _parameter_counts(causal, config)
         probe = _Probe()
         ids = torch.zeros(2, dtype=torch.int64, device=causal.device)
         example = self._run(ids, torch.arange(2, device=causal.device), probe)
@@ -324,6 +330,29 @@ def _names_experts(config: dict[str, Any]) -> bool:
         elif value and any(part in str(key) for part in ("expert", "moe")):
             return True
     return False
+
+
+def _parameter_counts(causal: Any, config: Any) -> ParameterCounts:
+    """Matrices by what meets them; experts whose config does not say how many a row meets count as
+    met by every row."""
+    embedding, head = causal.get_input_embeddings(), causal.get_output_embeddings()
+    outside = {id(module.weight) for module in (embedding, head) if module is not None}
+    dense = experts = 0
+    for name, parameter in causal.named_parameters():
+        if id(parameter) in outside or parameter.dim() < 2:
+            continue
+        if ".experts." in name:
+            experts += parameter.numel()
+        else:
+            dense += parameter.numel()
+    values = config.to_dict()
+    count = next((values[k] for k in _EXPERT_COUNTS if isinstance(values.get(k), int)), 0)
+    met = next((values[k] for k in _EXPERTS_MET if isinstance(values.get(k), int)), 0)
+    if not count or not met:
+        dense, experts, count, met = dense + experts, 0, 0, 0
+    tied = head is None or head.weight is embedding.weight
+    size = embedding.weight.numel() if head is None else head.weight.numel()
+    return ParameterCounts(dense, size, tied, experts, count, met)
 
 
 def _check_windows(model: UniversalModel, text_config: Any) -> None:

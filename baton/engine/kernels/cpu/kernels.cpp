@@ -6,6 +6,7 @@
 #include "linear.h"
 #include "prefill.h"
 #include "quantized.h"
+#include "sampling.h"
 #include "step.h"
 #include "w8a8.h"
 
@@ -34,6 +35,12 @@ void baton_rotate(const baton::RotateArgs* args) { baton::rotate(*args); }
 void baton_swiglu(const bf16* gate_up, bf16* y, int64_t rows, int64_t size) {
   baton::swiglu(gate_up, y, rows, size);
 }
+
+void baton_highest(const baton::HighestArgs* args) { baton::highest(*args); }
+
+void baton_top(const baton::TopArgs* args) { baton::top(*args); }
+
+void baton_race(const baton::RaceArgs* args) { baton::race(*args); }
 
 void baton_store_rows(const baton::StoreArgs* args) { baton::store_rows(*args); }
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.kernels.cpu.build import CPU_FLAGS, CannotBuild, library_path
+from baton.engine.kernels.cpu.sampling import SamplingKernels
 
 logger = logging.getLogger(__name__)
 VERSION: Final = 2  # of the structs below
@@ -119,6 +120,7 @@ class CpuKernels:
         if library.baton_kernels_version() != VERSION:
             raise CannotBuild(f"{path} is of another version")
         self.library = library  # for those who declare their functions themselves (step.py)
+        self.sampling = SamplingKernels(library)
         self._pack = library.baton_pack
         self._pack.argtypes = (_POINTER, _POINTER, _SIZE, _SIZE)
         self._add_norm = library.baton_add_norm

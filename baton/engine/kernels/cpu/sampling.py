@@ -1,0 +1,115 @@
+"""The compiled sampling kernels (sampling.h) as Python calls; every shape is checked here."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_POINTER = ctypes.c_void_p
+_SIZE = ctypes.c_int64
+
+
+class _HighestArgs(ctypes.Structure):
+    """sampling.h's HighestArgs."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("logits", "values", "ids")),
+        *((name, _SIZE) for name in ("rows", "size", "stride")),
+    )
+
+
+class _RaceArgs(ctypes.Structure):
+    """sampling.h's RaceArgs."""
+
+    _fields_ = (
+        *((n, _POINTER) for n in ("logits", "highest", "temperatures", "keys", "ids")),
+        *((n, _SIZE) for n in ("rows", "size", "stride")),
+    )
+
+
+class _TopArgs(ctypes.Structure):
+    """sampling.h's TopArgs."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("logits", "values", "ids")),
+        *((name, _SIZE) for name in ("rows", "size", "stride", "count")),
+    )
+
+
+class SamplingKernels:
+    """Three functions of the library. Stateless; safe from any thread."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._highest = library.baton_highest
+        self._race = library.baton_race
+        self._top = library.baton_top
+        for function in (self._highest, self._race, self._top):
+            function.restype = None
+
+    def highest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """logits [N, vocab] float32 -> each row's maximum [N] float32 (NaN if it holds one) and the
+        lowest id that has it [N] int64."""
+        rows, size = _shape(logits)
+        values = torch.empty(rows, dtype=torch.float32)
+        ids = torch.empty(rows, dtype=torch.int64)
+        args = _HighestArgs(
+            logits.data_ptr(), values.data_ptr(), ids.data_ptr(), rows, size, logits.stride(0)
+        )
+        self._highest(ctypes.byref(args))
+        return values, ids
+
+    def top(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """logits [N, vocab] float32 without NaN -> the `count` highest values of each row and their
+        ids, both [N, count], in no order; -inf, of id 0, where a row has no more that are higher.
+
+        Of equal values across the border, which ones are taken is not defined.
+        """
+        rows, size = _shape(logits)
+        if not 0 < count <= size:
+            raise ValueError(f"no {count} highest of {size}")
+        values = torch.empty(rows, count, dtype=torch.float32)
+        ids = torch.empty(rows, count, dtype=torch.int64)
+        args = _TopArgs(
+            logits.data_ptr(),
+            values.data_ptr(),
+            ids.data_ptr(),
+            rows,
+            size,
+            logits.stride(0),
+            count,
+        )
+        self._top(ctypes.byref(args))
+        return values, ids
+
+    def race(
+        self, logits: Tensor, highest: Tensor, temperatures: Sequence[float], keys: Sequence[int]
+    ) -> list[int | None]:
+        """Who wins each row's keyed draw; None where it is too close to be told here.
+
+        logits [N, vocab] float32, `highest` [N] their maxima, all finite; one temperature and one
+        unsigned 64-bit key per row.
+        """
+        rows, size = _shape(logits)
+        degrees = np.array(temperatures, np.float32)
+        numbers = np.array(keys, np.uint64)
+        if not len(degrees) == len(numbers) == highest.shape[0] == rows:
+            raise ValueError("one maximum, temperature and key per row")
+        highest = highest.contiguous()
+        ids = np.empty(rows, np.int64)
+        args = _RaceArgs(
+            logits.data_ptr(), highest.data_ptr(), degrees.ctypes.data, numbers.ctypes.data,
+            ids.ctypes.data, rows, size, logits.stride(0),
+        )  # fmt: skip
+        self._race(ctypes.byref(args))
+        return [None if token < 0 else token for token in ids.tolist()]
+
+
+def _shape(logits: Tensor) -> tuple[int, int]:
+    rows, size = logits.shape
+    if logits.dtype != torch.float32 or logits.device.type != "cpu" or logits.stride(1) != 1:
+        raise ValueError("logits must be float32 on the CPU, a row's side by side")
+    return rows, size

@@ -1,0 +1,154 @@
+"""A roofline: what the machine's two limits allow at each intensity, and where measured rows stand.
+
+Both axes are logarithmic: FLOPs per byte that the work needs, FLOP/s reached. Under the roof a row
+is bound by memory on its slope, by products on its flat part; the distance to it is what is left.
+Pure: rows as bench/engine.py tells them in, SVG text out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+from xml.sax.saxutils import escape
+
+WIDTH, HEIGHT, LEFT, TOP, BOTTOM, KEY = 520, 360, 84, 44, 56, 250
+ROOF, OURS, THEIRS, GRID, TEXT = "#57606a", "#1f6feb", "#d1242f", "#e4e7eb", "#24292f"
+UNITS: Final = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One measured row: FLOPs per byte, FLOP/s of Baton and of what it is compared with."""
+
+    name: str
+    intensity: float
+    flops_per_s: float
+    compared_flops_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """One picture. Limits in bytes/s and FLOP/s."""
+
+    title: str
+    read_bytes_per_s: float
+    flops_per_s: float
+    points: Sequence[Point]
+    compared: str = "transformers"
+
+    @property
+    def ridge(self) -> float:
+        """The intensity from which on products are the limit."""
+        return self.flops_per_s / self.read_bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """Decades [low, high) laid over pixels."""
+
+    low: int
+    high: int
+    start: float
+    length: float
+
+    def at(self, value: float) -> float:
+        share = (math.log10(value) - self.low) / (self.high - self.low)
+        return self.start + self.length * min(1.0, max(0.0, share))
+
+    @property
+    def ticks(self) -> Iterator[float]:
+        return (10.0**exponent for exponent in range(self.low, self.high + 1))
+
+
+def svg(picture: Roofline) -> str:
+    """The picture as one SVG document, its points numbered and named beside it."""
+    reached = [p.flops_per_s for p in picture.points]
+    reached += [p.compared_flops_per_s for p in picture.points if p.compared_flops_per_s]
+    xs = [*(p.intensity for p in picture.points), picture.ridge]
+    ys = [*reached, picture.flops_per_s]
+    x = _Axis(math.floor(math.log10(min(xs))), _above(max(xs)), LEFT, WIDTH)
+    y = _Axis(math.floor(math.log10(min(ys))), _above(max(ys)), TOP + HEIGHT, -HEIGHT)
+    size = f'width="{LEFT + WIDTH + KEY}" height="{TOP + HEIGHT + BOTTOM}"'
+    turned = f'transform="translate(20,{TOP + HEIGHT / 2}) rotate(-90)"'
+    body = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">',
+        f'<rect {size} fill="white"/>',
+        _text(LEFT + WIDTH / 2, TOP - 18, picture.title, bold=True),
+        _text(LEFT + WIDTH / 2, TOP + HEIGHT + 42, "FLOPs per byte read"),
+        f'<text {turned} text-anchor="middle" fill="{TEXT}">FLOP/s</text>',
+        *_grid(x, y),
+        *_roof(picture, x, y),
+        *_points(picture, x, y),
+    ]
+    return "\n".join([*body, "</svg>", ""])
+
+
+def _above(value: float) -> int:
+    return math.floor(math.log10(value)) + 1
+
+
+def _grid(x: _Axis, y: _Axis) -> Iterator[str]:
+    for tick in x.ticks:
+        at = x.at(tick)
+        yield f'<line x1="{at:.1f}" y1="{TOP}" x2="{at:.1f}" y2="{TOP + HEIGHT}" stroke="{GRID}"/>'
+        yield _text(at, TOP + HEIGHT + 18, f"{tick:g}")
+    for tick in y.ticks:
+        at = y.at(tick)
+        yield f'<line x1="{LEFT}" y1="{at:.1f}" x2="{LEFT + WIDTH}" y2="{at:.1f}" stroke="{GRID}"/>'
+        yield _text(LEFT - 8, at + 4, _short(tick), anchor="end")
+
+
+def _roof(picture: Roofline, x: _Axis, y: _Axis) -> Iterator[str]:
+    """The slope from where it enters the picture, up to the ridge, and the flat part."""
+    enters = max(10.0**x.low, 10.0**y.low / picture.read_bytes_per_s)
+    corners = [
+        (enters, enters * picture.read_bytes_per_s),
+        (picture.ridge, picture.flops_per_s),
+        (10.0**x.high, picture.flops_per_s),
+    ]
+    path = " ".join(f"{x.at(a):.1f},{y.at(b):.1f}" for a, b in corners)
+    yield f'<polyline points="{path}" fill="none" stroke="{ROOF}" stroke-width="2"/>'
+    limits = (
+        f"reads {picture.read_bytes_per_s / 1e9:.1f} GB/s",
+        f"products {picture.flops_per_s / 1e12:.2f} TFLOP/s",
+    )
+    for index, told in enumerate(limits):
+        yield _text(LEFT + WIDTH + 20, TOP + 12 + 16 * index, told, anchor="start")
+
+
+def _points(picture: Roofline, x: _Axis, y: _Axis) -> Iterator[str]:
+    """Filled: Baton's; hollow: what it is compared with, a line between the two."""
+    left, top = LEFT + WIDTH + 20, TOP + 56
+    yield f'<circle cx="{left + 4}" cy="{top - 4}" r="4" fill="{OURS}"/>'
+    yield _text(left + 16, top, "Baton", anchor="start")
+    yield f'<circle cx="{left + 74}" cy="{top - 4}" r="4" fill="white" stroke="{THEIRS}"/>'
+    yield _text(left + 86, top, picture.compared, anchor="start")
+    for number, point in enumerate(picture.points, 1):
+        at, high = x.at(point.intensity), y.at(point.flops_per_s)
+        if point.compared_flops_per_s:
+            low = y.at(point.compared_flops_per_s)
+            line = f'x1="{at:.1f}" y1="{high:.1f}" x2="{at:.1f}" y2="{low:.1f}"'
+            yield f'<line {line} stroke="#bbb"/>'
+            yield f'<circle cx="{at:.1f}" cy="{low:.1f}" r="4" fill="white" stroke="{THEIRS}"/>'
+        yield f'<circle cx="{at:.1f}" cy="{high:.1f}" r="4" fill="{OURS}"/>'
+        # Rows of neighbouring intensity: odd numbers stand left of their point, even ones right.
+        side, anchor = (-8, "end") if number % 2 else (8, "start")
+        yield _text(at + side, high + 4, str(number), anchor=anchor)
+        roof = min(picture.flops_per_s, point.intensity * picture.read_bytes_per_s)
+        told = f"{number}  {point.name}: {point.flops_per_s / roof:.0%} of the roof"
+        yield _text(left, top + 24 + 18 * (number - 1), told, anchor="start")
+
+
+def _short(value: float) -> str:
+    size, unit = next(each for each in UNITS if value >= each[0] or each[0] == 1.0)
+    return f"{value / size:g} {unit}"
+
+
+def _text(x: float, y: float, text: str, anchor: str = "middle", bold: bool = False) -> str:
+    weight = ' font-weight="bold"' if bold else ""
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{TEXT}"{weight}>'
+        f"{escape(text)}</text>"
+    )

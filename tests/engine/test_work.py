@@ -1,0 +1,191 @@
+"""What steps need, and the share of the limits that they reach."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.engine import roofline
+from baton.engine.config import EngineConfig
+from baton.engine.engine import Engine
+from baton.engine.interface import SequenceChunk
+from baton.engine.loading import load_model
+from baton.engine.meter import work_of
+from baton.engine.roofline import limits_of, measure
+from baton.engine.stats import EngineStats
+from baton.engine.work import (
+    LayerWork,
+    Limits,
+    ModelWork,
+    ParameterCounts,
+    Utilization,
+    Work,
+    seen,
+)
+from baton.errors import ConfigError
+from baton.request import Request
+from baton.sampling import SamplingParams
+from tests.block_lists import held
+from tests.tiny_models import make_tiny_model
+
+CPU = torch.device("cpu")
+
+
+def chunk(start: int, count: int, **options: object) -> SequenceChunk:
+    plain = SequenceChunk("r", [1] * count, start, held([0]))
+    return replace(plain, **options)
+
+
+@given(st.integers(0, 40), st.integers(1, 30), st.integers(0, 20))
+def test_what_a_window_sees(start: int, count: int, window: int) -> None:
+    pairs, keys = 0, set[int]()
+    for position in range(start, start + count):
+        visible = range(max(0, position - window + 1) if window else 0, position + 1)
+        pairs += len(visible)
+        keys.update(visible)
+    assert seen(start, count, window) == (len(keys), pairs)
+
+
+def test_a_decode_step_reads_weights_once_and_each_sequence_s_kv() -> None:
+    counts = ParameterCounts(dense=1000, head=200)
+    layers = (LayerWork(0, 16, 8), LayerWork(4, 2, 1))
+    work = ModelWork.of(counts, 2 * 1200, 2, layers)
+    params = SamplingParams(max_tokens=1)
+    step = work.step([chunk(9, 1, sample=params), chunk(1, 1, sample=params)])
+    assert step.read_bytes == 2000 + 400 + 16 * (10 + 2) + 2 * (4 + 2)
+    assert step.flops == 2 * (2 * 1000 + 2 * 200) + 8 * (10 + 2) + (4 + 2)
+    assert step.intensity() == step.flops / step.read_bytes
+
+
+def test_a_chunk_that_does_not_sample_spares_the_head() -> None:
+    work = ModelWork.of(ParameterCounts(dense=1000, head=200, tied=False), 2 * 1400, 2, ())
+    assert work.step([chunk(0, 5)]) == Work(2000, 10_000)
+    drafted = chunk(0, 3, sample=SamplingParams(max_tokens=1), num_drafts=2)
+    assert work.step([drafted]) == Work(2400, 2 * (3 * 1000 + 3 * 200))
+    assert work.step([]) == Work()
+
+
+def test_rows_meet_more_experts_but_each_its_share() -> None:
+    counts = ParameterCounts(
+        dense=100, head=0, experts=800, num_experts=8, experts_per_token=2
+    )  # fmt: skip
+    work = ModelWork.of(counts, 1800, 2, ())
+    assert work.step([chunk(0, 1)]).read_bytes == pytest.approx(200 + 1600 * 0.25)
+    many = work.step([chunk(0, 64)])
+    assert many.flops == 64 * 2 * 300
+    assert 1790 < many.read_bytes <= 1800
+
+
+def test_shares_of_the_limits_fade_and_are_copied() -> None:
+    stats = EngineStats()
+    stats.utilization.ran(Work(50.0, 10.0))
+    stats.step_done(1.0, 0)
+    assert (stats.utilization.mbu, stats.utilization.mfu) == (0.0, 0.0)  # no limits
+    stats.utilization.limits = Limits(100.0, 100.0)
+    assert (stats.utilization.mbu, stats.utilization.mfu) == (0.5, 0.1)
+    before = stats.copy()
+    stats.step_done(1.0, 0)  # a step without work for the model
+    assert stats.utilization.mbu == pytest.approx(45 / 1.9 / 100)
+    assert before.utilization.mbu == 0.5
+    assert stats.utilization.busy_seconds == 2.0
+    assert stats.utilization.read_bytes == 50.0
+    assert Utilization(limits=Limits(1.0, 1.0)).mbu == 0.0
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_parameters_are_counted_as_transformers_counts_them(kind: str, tmp_path: Path) -> None:
+    path = make_tiny_model(kind, tmp_path)
+    lean = load_model(EngineConfig(model=str(path), model_impl="lean"))
+    universal = load_model(EngineConfig(model=str(path), model_impl="transformers"))
+    assert lean.model.parameter_counts == universal.model.parameter_counts
+    ours, theirs = work_of(lean), work_of(universal)
+    assert ours.layers == theirs.layers
+    assert ours.dense_bytes == pytest.approx(theirs.dense_bytes, rel=0.01)
+
+
+def test_an_engine_tells_its_work(tmp_path: Path) -> None:
+    path = make_tiny_model("llama", tmp_path)
+    config = EngineConfig(
+        model=str(path), num_kv_blocks=16, block_size=4, memory_bandwidth=1.0, peak_flops=0.001
+    )
+    engine = Engine.load(config)
+    engine.add(Request("r", (5, 6, 7), SamplingParams(max_tokens=3, seed=1, ignore_eos=True)))
+    while engine.has_work:
+        engine.step()
+    told = engine.stats.utilization
+    work = work_of(load_model(config))
+    params = SamplingParams(max_tokens=1)
+    steps = [work.step([chunk(at, n, sample=params)]) for at, n in ((0, 3), (3, 1), (4, 1))]
+    assert told.limits == Limits(1e9, 1e9)
+    assert told.read_bytes == sum(step.read_bytes for step in steps)
+    assert told.flops == sum(step.flops for step in steps)
+    assert told.mbu > 0
+    assert told.mfu > 0
+    assert engine.stats.num_steps == 3
+    engine.check()
+
+
+def test_limits_given_are_not_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(*_: object) -> Limits:
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(roofline, "measure", refuse)
+    given = EngineConfig(model="m", memory_bandwidth=38.0, peak_flops=0.9)
+    assert limits_of(given, CPU, torch.float32, tmp_path) == Limits(38e9, 0.9e12)
+    silent = EngineConfig(model="m", memory_bandwidth=38.0, measure_limits=False)
+    assert limits_of(silent, CPU, torch.float32, tmp_path) is None
+
+
+def test_limits_are_measured_once_per_boot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls: list[torch.dtype] = []
+
+    def measured(_: torch.device, dtype: torch.dtype) -> Limits:
+        calls.append(dtype)
+        return Limits(1e9 + len(calls), 2e9)
+
+    monkeypatch.setattr(roofline, "measure", measured)
+    config = EngineConfig(model="m")
+    folder = tmp_path / "limits"
+    first = limits_of(config, CPU, torch.float32, folder)
+    assert limits_of(config, CPU, torch.float32, folder) == first == Limits(1e9 + 1, 2e9)
+    partly = replace(config, peak_flops=3.0)
+    assert limits_of(partly, CPU, torch.float32, folder) == Limits(1e9 + 1, 3e12)
+    assert calls == [torch.float32]
+    limits_of(config, CPU, torch.bfloat16, folder)
+    assert calls == [torch.float32, torch.bfloat16]
+    for kept in folder.glob("*.json"):
+        kept.write_text("[1")  # cut short: measured again
+    limits_of(config, CPU, torch.float32, folder)
+    assert len(calls) == 3
+    monkeypatch.setattr(roofline, "_BOOT_ID", tmp_path / "absent")
+    limits_of(config, CPU, torch.float32, folder)
+    assert len(calls) == 4
+
+
+def test_a_folder_that_cannot_be_written_costs_the_measurement_only(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(roofline, "measure", lambda *_: Limits(1.0, 2.0))
+    (tmp_path / "file").write_text("")
+    found = limits_of(EngineConfig(model="m"), CPU, torch.float32, tmp_path / "file" / "below")
+    assert found == Limits(1.0, 2.0)
+
+
+def test_the_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roofline, "READ_BYTES", {"cpu": 1 << 16})
+    monkeypatch.setattr(roofline, "SIZES", {"cpu": (16, 32)})
+    found = measure(CPU, torch.float32, 0.0)
+    assert found.read_bytes_per_s > 0
+    assert found.flops_per_s > 0
+
+
+@pytest.mark.parametrize("field", ["memory_bandwidth", "peak_flops"])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
+def test_impossible_limits_are_refused(field: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=field):
+        EngineConfig(model="m", **{field: value})  # type: ignore[arg-type]

@@ -7,11 +7,12 @@ what happened. Real processes, for tests that kill, are tests/system/processes.p
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+import threading
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from baton.client import AsyncClient, Generation
 from baton.clock import Clock, SystemClock
@@ -27,7 +28,13 @@ from prefill_node.__main__ import PROGRAM as PREFILL
 from router.config import RouterConfig
 from router.grpc_api import GrpcServer
 from router.main import Router
-from tests.waiting import eventually
+from tests.waiting import WAIT_S, eventually
+
+S = TypeVar("S")
+FAR = 8  # tokens
+PACE_S = 0.02
+# All that lives here is one process: silence is a busy machine's, never a stopped peer's.
+PATIENT = Timing(connect_s=30.0, kv_progress_s=30.0, ping_interval_s=30.0, ping_timeout_s=30.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +45,7 @@ class Plan:
     prefill: Sequence[dict[str, Any]] = ({},)
     decode: Sequence[dict[str, Any]] = ({},)
     router: dict[str, Any] = field(default_factory=dict[str, Any])
-    timing: Timing = field(default_factory=Timing)
+    timing: Timing = PATIENT
     elsewhere: Sequence[str] = ()  # addresses of further prefill nodes, in other processes
     clock: Clock = field(default_factory=SystemClock)  # the nodes'
     shared: Path | None = None  # where pools lie whose pages are adopted; None: grpc, copies
@@ -79,6 +86,27 @@ class Cluster:
         """All prompts at once, results in order."""
         return await asyncio.gather(*(self.client.generate(prompt, params) for prompt in prompts))
 
+    def pace(self, streams: list[S], seen: Callable[[], list[int]]) -> list[S]:
+        """Keep the decode nodes from running away, until the test is over: `streams` as they are.
+
+        `seen`: how many tokens the client of each live stream has. Whoever acts on what the
+        slowest has come to shall find the others under way, though this machine may be busy: while
+        one is far ahead of another, or of its client, each step waits a little.
+        """
+        for member in self.decode:
+            _pace(member.engine, seen)
+        return streams
+
+    def hold_after(self, num_steps: int) -> threading.Event:
+        """Each decode node stands still after so many steps from now, until the event is set.
+
+        For one request: it is in mid-stream then, however late anybody looks.
+        """
+        go_on = threading.Event()
+        for member in self.decode:
+            _hold(member.engine, num_steps, go_on)
+        return go_on
+
     async def settle(self) -> None:
         """Wait until no node holds anything, then prove it: free + used == total everywhere."""
         for member in self.members:
@@ -86,6 +114,37 @@ class Cluster:
             await member.node.shell.thread.call(Engine.check)
             assert member.node.shell.connector.active_exports == 0
             assert member.engine.pool.num_free == member.engine.pool.num_blocks
+
+
+def _pace(engine: Engine, seen: Callable[[], list[int]]) -> None:
+    runner = engine._runner  # pyright: ignore[reportPrivateUsage]
+    run, told, steps_since = runner.run, 0, 0
+    never = threading.Event()
+
+    def paced(*arguments: Any) -> Any:
+        nonlocal told, steps_since
+        counts = seen()
+        steps_since = 0 if sum(counts) != told else steps_since + 1
+        told = sum(counts)
+        if counts and (steps_since > FAR or max(counts) - min(counts) > FAR):
+            never.wait(PACE_S)
+        return run(*arguments)
+
+    runner.run = paced  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _hold(engine: Engine, num_steps: int, go_on: threading.Event) -> None:
+    runner = engine._runner  # pyright: ignore[reportPrivateUsage]
+    run, done = runner.run, 0
+
+    def held(*arguments: Any) -> Any:
+        nonlocal done
+        if done == num_steps:
+            assert go_on.wait(WAIT_S), "nobody lets it go on"
+        done += 1
+        return run(*arguments)
+
+    runner.run = held  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _idle(engine: Engine) -> bool:

@@ -83,6 +83,16 @@ def make_tiny_model(kind: str, path: Path, seed: int = 0, **overrides: Any) -> P
     return path
 
 
+def make_wide_model(path: Path, **overrides: Any) -> Path:
+    """A Llama with 16 KiB of KV per token, whose hand-over fits into no socket's buffer, and whose
+    steps take milliseconds: what happens in mid-stream has time to happen."""
+    wide = {
+        "hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 2048,
+    }  # fmt: skip
+    return make_tiny_model("llama", path, **(wide | overrides))
+
+
 def write_tiny_tokenizer(path: Path) -> None:
     """Write tokenizer.json and tokenizer_config.json (ChatML template); ids [0, 320) all decode."""
     alphabet = sorted(ByteLevel.alphabet())

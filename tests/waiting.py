@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 T = TypeVar("T")
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 async def eventually(look: Callable[[], Awaitable[T]], timeout_s: float = WAIT_S) -> T:
@@ -18,3 +18,11 @@ async def eventually(look: Callable[[], Awaitable[T]], timeout_s: float = WAIT_S
             if answer:
                 return answer
             await asyncio.sleep(0.01)
+
+
+async def end(*tasks: asyncio.Task[None]) -> None:
+    """Cancel them until they have ended: a client of Redis was seen to lose a cancellation."""
+    while pending := [task for task in tasks if not task.done()]:
+        for task in pending:
+            task.cancel()
+        await asyncio.wait(pending, timeout=0.2)

@@ -58,8 +58,7 @@ class RedisRegistry:
 
     async def _try(self, command: Callable[[], Awaitable[object]]) -> None:
         try:
-            async with asyncio.timeout(self._timing.heartbeat_s):
-                await command()
+            await self._in_time(command)
         except (RedisError, OSError, TimeoutError) as error:
             if not self._away:
                 log.warning("Redis is away, this node goes on without it: %s", error)
@@ -68,6 +67,26 @@ class RedisRegistry:
         if self._away:
             log.info("Redis is back")
         self._away = False
+
+    async def _in_time(self, command: Callable[[], Awaitable[object]]) -> None:
+        """In a task of its own: redis-py was seen to lose a cancellation that comes while it reads,
+        and a beat that waits on for ever is a node's last. Raises TimeoutError."""
+        task = asyncio.ensure_future(command())
+        try:
+            await asyncio.wait({task}, timeout=self._timing.heartbeat_s)
+        finally:
+            if not task.done():
+                task.add_done_callback(_ignored)
+                task.cancel()
+        if not task.done():
+            raise TimeoutError("no answer within a heartbeat")
+        task.result()
+
+
+def _ignored(task: asyncio.Future[object]) -> None:
+    """Nobody waits for its end any more."""
+    if not task.cancelled():
+        task.exception()
 
 
 class Heartbeat:

@@ -128,6 +128,7 @@ async def test_a_child_answers_refuses_and_ends() -> None:
         await link.ask("usage")
 
 
+@pytest.mark.long
 async def test_a_small_contest_between_real_processes(tmp_path: Path) -> None:
     """Sockets and every lane of this machine: the right bytes arrive each way."""
     certificates = write_certificates(tmp_path)
@@ -145,6 +146,7 @@ async def test_a_small_contest_between_real_processes(tmp_path: Path) -> None:
     json.dumps(found)
 
 
+@pytest.mark.long
 async def test_tails_are_taken_from_a_real_engine(tmp_path: Path) -> None:
     small = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64}
     model = write_model(tmp_path / "model", num_attention_heads=2, num_key_value_heads=1, **small)

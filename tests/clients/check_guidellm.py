@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
 from tests.clients.agent_model import DEMO
-from tests.clients.conftest import OFFLINE, Cluster, Install
+from tests.clients.conftest import Cluster, Install, run_client
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -39,27 +36,8 @@ async def test_guidellm_completes_every_request(
         "--disable-progress",
         "--output", f"kind=json,path={tmp_path / 'report.json'}",
     ]  # fmt: skip
-    said = await _run(command, tmp_path)
+    said = await run_client(command, RUN_S, tmp_path)
     benchmark = json.loads((tmp_path / "report.json").read_text())["benchmarks"][0]
     totals: dict[str, Any] = benchmark["metrics"]["request_totals"]
     assert totals["successful"] == REQUESTS, said
     assert (totals["errored"], totals["incomplete"]) == (0, 0), said
-
-
-async def _run(command: list[str], folder: Path) -> str:
-    """Run it; what it said. Fails unless it ends well, in time."""
-    kept = {key: os.environ[key] for key in ("PATH", "HOME", "TMPDIR") if key in os.environ}
-    process = await asyncio.create_subprocess_exec(
-        *command, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, env={**kept, **OFFLINE},
-    )  # fmt: skip
-    try:
-        async with asyncio.timeout(RUN_S):
-            said, _ = await process.communicate()
-    except TimeoutError:
-        process.kill()
-        await process.wait()
-        raise
-    text = said.decode("utf-8", "replace")
-    assert process.returncode == 0, text
-    return text

@@ -74,19 +74,25 @@ async def _serve(processes: Processes, flags: Sequence[str]) -> Cluster:
 
 async def run_script(python: Path, name: str, cluster: Cluster, *more: str) -> str:
     """Run a client's script against a cluster; what it printed. Fails with all it said."""
+    script = [str(python), str(SCRIPTS / name), cluster.url, cluster.model, cluster.key]
+    return await run_client([*script, *more], SCRIPT_S)
+
+
+async def run_client(command: Sequence[str], timeout_s: float, folder: Path | None = None) -> str:
+    """Run a client in `folder`, without the internet; all it said. Fails unless it ends well, in
+    time."""
     environment = {key: os.environ[key] for key in ("PATH", "HOME", "TMPDIR") if key in os.environ}
     process = await asyncio.create_subprocess_exec(
-        str(python), str(SCRIPTS / name), cluster.url, cluster.model, cluster.key,
-        *more, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        env={**environment, **OFFLINE},
+        *command, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, env={**environment, **OFFLINE},
     )  # fmt: skip
     try:
-        async with asyncio.timeout(SCRIPT_S):
+        async with asyncio.timeout(timeout_s):
             said, _ = await process.communicate()
     except TimeoutError:
         process.kill()
         await process.wait()
         raise
     text = said.decode("utf-8", "replace")
-    assert process.returncode == 0, f"{name}:\n{text}"
+    assert process.returncode == 0, f"{command[:2]}:\n{text}"
     return text

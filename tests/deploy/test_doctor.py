@@ -108,6 +108,7 @@ async def test_redis_answers_or_not(redis_url: str) -> None:
         await redis_state("http://x")
 
 
+@pytest.mark.long
 async def test_two_probes_find_the_lanes_of_this_machine() -> None:
     found = await diagnose(None, None, NodeAccess(), "")
     by_name = {lane.lane: lane for lane in found.lanes}

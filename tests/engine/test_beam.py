@@ -130,7 +130,7 @@ def llm_of(path: str) -> LLM:
     return LLM(path, dtype="float32", block_size=4, num_kv_blocks=160, check_invariants=True)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", pytest.param("qwen3", marks=pytest.mark.long)])
 @pytest.mark.parametrize("width", [2, 4])
 @pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 0.6, 1.0, 2.0])
 @pytest.mark.parametrize("early_stopping", ["false", "true", "never"])

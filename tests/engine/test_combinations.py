@@ -214,7 +214,15 @@ def compare(
     assert [each[0].logprob for each in prompts[0]] == pytest.approx(prompt_logprobs, abs=2e-3)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "deepseek_v3", "mistral"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "llama",
+        "mistral",
+        pytest.param("gemma3_text", marks=pytest.mark.long),
+        pytest.param("deepseek_v3", marks=pytest.mark.long),
+    ],
+)
 def test_any_combination_gives_the_oracles_tokens(kind: str, tmp_path: Path) -> None:
     groups, adapters = 1, dict[str, Path]()
     if kind in ("llama", "mistral"):

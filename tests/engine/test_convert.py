@@ -337,6 +337,7 @@ def test_a_disk_that_fills_up_leaves_nothing(
 # ---- the command ----
 
 
+@pytest.mark.long
 def test_the_command_in_its_own_process(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     old_checkpoint("gpt2", folder)

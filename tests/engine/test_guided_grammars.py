@@ -220,6 +220,7 @@ def test_the_end_of_a_thought_may_be_one_character_or_a_special_token() -> None:
 # ---- xgrammar, which has no limits ----
 
 
+@pytest.mark.long
 def test_what_xgrammar_would_never_end_is_given_up(tmp_path: Path) -> None:
     pytest.importorskip("xgrammar")
     model = make_tiny_model("llama", tmp_path)

@@ -56,8 +56,8 @@ def make_checkpoint(dtype: str, tmp_path_factory: pytest.TempPathFactory) -> Pat
         # down, which has most to hold, on both
         ("float32", "bfloat16", "lean"),
         ("float32", "bfloat16", "transformers"),
-        ("bfloat16", "float32", "transformers"),
-        ("bfloat16", "bfloat16", "transformers"),
+        pytest.param("bfloat16", "float32", "transformers", marks=pytest.mark.long),
+        pytest.param("bfloat16", "bfloat16", "transformers", marks=pytest.mark.long),
         ("float32", "float32", "lean"),
     ],
 )

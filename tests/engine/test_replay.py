@@ -28,7 +28,7 @@ from tests.fakes import (
     request,
 )
 from tests.system.references import prompts
-from tests.tiny_models import make_tiny_model
+from tests.tiny_models import make_wide_model
 
 
 def exact(name: str = "r", prompt: Sequence[int] = PROMPT, **changes: object) -> Request:
@@ -210,10 +210,7 @@ def test_one_that_moved_with_its_kv_computes_one_row_at_a_time() -> None:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Large enough that bfloat16 kernels choose by shape, and streams part."""
-    return make_tiny_model(
-        "llama", tmp_path_factory.mktemp("model"), hidden_size=256, num_hidden_layers=6,
-        num_attention_heads=8, num_key_value_heads=4, head_dim=64, max_position_embeddings=1024,
-    )  # fmt: skip
+    return make_wide_model(tmp_path_factory.mktemp("model"), num_hidden_layers=6)
 
 
 def load(model: Path, dtype: str) -> Engine:

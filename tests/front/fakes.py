@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -250,11 +250,17 @@ class Front:
         return self
 
 
-@asynccontextmanager
-async def serving(front: Front, limits: HttpLimits | None = None) -> AsyncIterator[int]:
-    """The real server on a free loopback port; yields the port."""
+def serving(
+    front: Front, limits: HttpLimits | None = None
+) -> AbstractAsyncContextManager[int, bool | None]:
+    """The front door behind a real server, as `listening`."""
     limits = limits if limits is not None else HttpLimits()
-    app = create_app(front.services, limits)
+    return listening(create_app(front.services, limits), limits)
+
+
+@asynccontextmanager
+async def listening(app: ASGIApp, limits: HttpLimits) -> AsyncIterator[int]:
+    """The app behind a real server on a free loopback port; yields the port."""
     settings = uvicorn_settings(limits)
     config = uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, **settings)
     server = uvicorn.Server(config)

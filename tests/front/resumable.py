@@ -9,8 +9,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
-import uvicorn
-from starlette.types import ASGIApp
 
 from baton.clock import SystemClock
 from baton.errors import Cancelled, StoreUnavailable
@@ -22,7 +20,7 @@ from router.adoption import Adopter
 from router.app import create_app
 from router.config import RouterConfig
 from router.grpc_api import GrpcServer
-from router.http_guard import HttpLimits, uvicorn_settings
+from router.http_guard import HttpLimits
 from router.ledger import StoreGuard
 from router.memory_store import MemoryStore, MemoryTables
 from router.metrics import RouterMetrics
@@ -41,9 +39,16 @@ from router.store import (
 )
 from router.token_log import TokenLog
 from router.trace import RequestTrace
-from tests.front.fakes import CHAT_TEMPLATE, TOKENIZER, FakeDispatcher, FakeRegistry
+from tests.front.fakes import (
+    CHAT_TEMPLATE,
+    TOKENIZER,
+    FakeDispatcher,
+    FakeRegistry,
+    listening,
+)
+from tests.waiting import end
 
-PATIENCE_S = 10.0
+PATIENCE_S = 30.0
 TIMING = Timing(heartbeat_s=0.02, router_lease_s=0.3)
 
 
@@ -215,13 +220,6 @@ class LoggedDispatcher:
         self.script.stop_sample(request_id, sample)
 
 
-async def _end(task: asyncio.Task[None]) -> None:
-    """Cancel it until it has ended: a client of Redis was seen to lose a cancellation."""
-    while not task.done():
-        task.cancel()
-        await asyncio.wait({task}, timeout=0.2)
-
-
 @dataclass
 class HeldRouter:
     """One router with its HTTP client; `beats` is its heartbeat task."""
@@ -239,26 +237,8 @@ class HeldRouter:
     async def die(self) -> None:
         """As kill -9 looks from outside: no beat, no append, no end, no call any more."""
         self.store.away = True
-        await _end(self.beats)
+        await end(self.beats)
         await self.grpc.stop(0)
-
-
-@contextlib.asynccontextmanager
-async def listening(app: ASGIApp) -> AsyncIterator[int]:
-    """The app behind a real server on a free loopback port; yields the port."""
-    limits = HttpLimits()
-    settings = uvicorn_settings(limits)
-    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, **settings)
-    server = uvicorn.Server(config)
-    config.load()
-    server.lifespan = config.lifespan_class(config)
-    await server.startup()
-    try:
-        yield server.servers[0].sockets[0].getsockname()[1]
-    finally:
-        server.should_exit = True
-        server.force_exit = True
-        await server.shutdown()
 
 
 class Reader:
@@ -351,12 +331,12 @@ async def held_router(
     address = f"127.0.0.1:{grpc.bind()}"
     await grpc.start()
     beats = asyncio.create_task(guard.run())
-    async with listening(create_app(services)) as port:
+    async with listening(create_app(services), HttpLimits()) as port:
         url = f"http://127.0.0.1:{port}"
         async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=PATIENCE_S) as http:
             yield HeldRouter(store, guard, dispatcher, runs, adopter, http, grpc, address, beats)
         async with asyncio.timeout(PATIENCE_S):
-            await _end(beats)
+            await end(beats)
             await grpc.stop(0)
             await adopter.stop()
             await runs.stop()

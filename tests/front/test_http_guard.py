@@ -12,6 +12,7 @@ import pytest
 from router.http_guard import HttpLimits
 from tests.front.fakes import Front, serving
 
+PATIENCE_S = 30.0
 FAST = HttpLimits(head_s=0.2, body_s=0.2)
 HEAD = b"GET /health HTTP/1.1\r\nhost: x\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -24,10 +25,10 @@ class Wire:
 
     async def rest(self) -> bytes:
         """All bytes until the server closes; fails if it does not."""
-        return await asyncio.wait_for(self.reader.read(), 5)
+        return await asyncio.wait_for(self.reader.read(), PATIENCE_S)
 
     async def reply(self) -> bytes:
-        return await asyncio.wait_for(self.reader.readuntil(b"}"), 5)
+        return await asyncio.wait_for(self.reader.readuntil(b"}"), PATIENCE_S)
 
 
 @asynccontextmanager
@@ -84,7 +85,7 @@ async def test_a_long_answer_is_not_cut_by_the_deadlines() -> None:
     async with wire(front, FAST) as it:
         body = b'{"prompt": "a", "stream": true}'
         it.writer.write(POST + b"content-length: %d\r\n\r\n" % len(body) + body)
-        await asyncio.wait_for(it.reader.readuntil(b"data: "), 5)
+        await asyncio.wait_for(it.reader.readuntil(b"data: "), PATIENCE_S)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(it.reader.readuntil(b"[DONE]"), 0.5)
         assert front.dispatcher.closed == 0
@@ -114,7 +115,7 @@ async def test_bad_heads_are_refused_and_the_connection_closed(
     limits = HttpLimits()
     async with wire(Front(), limits) as it:
         it.writer.write(make(limits))
-        status = (await asyncio.wait_for(it.reader.readline(), 5)).split()[1]
+        status = (await asyncio.wait_for(it.reader.readline(), PATIENCE_S)).split()[1]
         assert status in codes
         it.writer.close()
 

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import openai
 import pytest
 
 from baton.errors import DeadlineExceeded, InternalError, NodeLost, Overloaded, Unavailable
 from router.config import RouterConfig
-from tests.front.fakes import MAX_MODEL_LEN, MODEL, TOKENIZER, Front, serving
+from tests.front.fakes import MAX_MODEL_LEN, MODEL, TOKENIZER, Front
+from tests.front.openai_sdk import sdk
 
 CHAT = [{"role": "user", "content": "hi"}]
-
-
-@asynccontextmanager
-async def sdk(front: Front, key: str = "none") -> AsyncIterator[openai.AsyncOpenAI]:
-    async with serving(front) as port:
-        url = f"http://127.0.0.1:{port}/v1"
-        async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
-            yield client
 
 
 async def test_chat() -> None:
@@ -238,7 +229,7 @@ async def test_a_client_that_leaves_closes_the_dispatcher() -> None:
         async for _ in stream:
             break
         await stream.close()
-        await asyncio.wait_for(front.dispatcher.aborted.wait(), 5)
+        await asyncio.wait_for(front.dispatcher.aborted.wait(), 30)
         assert front.dispatcher.closed == 1
 
 
@@ -247,8 +238,8 @@ async def test_a_client_that_leaves_a_whole_reply_closes_the_dispatcher() -> Non
     front.dispatcher.stall_at = 0
     async with sdk(front) as client:
         call = asyncio.create_task(client.completions.create(model=MODEL, prompt=["a", "b"]))
-        await asyncio.wait_for(front.dispatcher.stalled.wait(), 5)
+        await asyncio.wait_for(front.dispatcher.stalled.wait(), 30)
         call.cancel()
-        await asyncio.wait_for(front.dispatcher.aborted.wait(), 5)
+        await asyncio.wait_for(front.dispatcher.aborted.wait(), 30)
         await asyncio.gather(call, return_exceptions=True)
     assert front.dispatcher.closed == 2

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import openai
@@ -22,7 +20,8 @@ from tests.front.dialects import (
     front,
     prompt_of,
 )
-from tests.front.fakes import MODEL, TOKENIZER, FakeDispatcher, Front, serving
+from tests.front.fakes import MODEL, TOKENIZER, FakeDispatcher, Front
+from tests.front.openai_sdk import sdk
 
 PATH = "/v1/responses"
 TOOL: dict[str, Any] = {
@@ -37,14 +36,6 @@ TOOL: dict[str, Any] = {
         "additionalProperties": False,
     },
 }
-
-
-@asynccontextmanager
-async def sdk(of: Front) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with serving(of) as port:
-        url = f"http://127.0.0.1:{port}/v1"
-        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
-            yield client
 
 
 async def post(of: Front, **body: Any) -> dict[str, Any]:
@@ -146,7 +137,7 @@ async def test_a_client_that_leaves_closes_the_dispatcher() -> None:
         async for _ in events:
             break
         await events.close()
-        await asyncio.wait_for(of.dispatcher.aborted.wait(), 5)
+        await asyncio.wait_for(of.dispatcher.aborted.wait(), 30)
     assert of.dispatcher.closed == 1
 
 

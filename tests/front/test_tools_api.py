@@ -3,36 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
-import openai
 import pytest
 
-from baton.chat_template import ChatTemplate
 from baton.errors import ConfigError
 from router.config import RouterConfig
-from tests.front.fakes import (
-    MODEL,
-    TOKENIZER,
-    FakeDispatcher,
-    FakeModel,
-    FakeRegistry,
-    Front,
-    serving,
-)
+from tests.front.dialects import ANSWER, ARGUMENTS, CALL, CONFIG, THOUGHT, front, prompt_of
+from tests.front.fakes import MODEL, TOKENIZER, Front
+from tests.front.openai_sdk import sdk
 
-TEMPLATE = (
-    "{% if tools %}TOOLS{{ tools | tojson }}{% endif %}"
-    "{% for m in messages %}<|{{ m.role }}|>"
-    "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}CALL{{ c.function.name }}"
-    "{% for k, v in c.function.arguments.items() %}[{{ k }}={{ v }}]{% endfor %}{% endfor %}"
-    "{% endfor %}{% if add_generation_prompt %}<|assistant|>"
-    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
-    "{% endif %}"
-)
 TOOL = {
     "type": "function",
     "function": {
@@ -41,33 +21,7 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     },
 }
-ARGUMENTS = '{"city":  "Oslo"}'
-CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
-ANSWER = f"<think>\nhm\n</think>\n\nLet me see.\n{CALL}\n{CALL}"
 ASK: list[Any] = [{"role": "user", "content": "weather?"}]
-CONFIG = RouterConfig(
-    request_timeout_s=20.0,
-    enable_auto_tool_choice=True,
-    tool_call_parser="hermes",
-    reasoning_parser="qwen3",
-)
-
-
-def front(answer: str = ANSWER, config: RouterConfig = CONFIG, step: int = 1) -> Front:
-    return Front(
-        dispatcher=FakeDispatcher(answer, tokens_per_event=step),
-        registry=FakeRegistry(FakeModel(max_model_len=4096)),
-        chat_template=ChatTemplate(TEMPLATE, TOKENIZER.special_tokens),
-        config=config,
-    )
-
-
-@asynccontextmanager
-async def sdk(of: Front) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with serving(of) as port:
-        url = f"http://127.0.0.1:{port}/v1"
-        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
-            yield client
 
 
 async def post(of: Front, **body: Any) -> dict[str, Any]:
@@ -75,10 +29,6 @@ async def post(of: Front, **body: Any) -> dict[str, Any]:
         reply = await client.post("/v1/chat/completions", json={"messages": ASK, **body})
     assert reply.status_code == 200, reply.text
     return reply.json()
-
-
-def prompt_of(of: Front) -> str:
-    return TOKENIZER.decode(of.dispatcher.requests[-1].prompt_ids, skip_special_tokens=False)
 
 
 @pytest.mark.parametrize("step", [1, 5, 1000])
@@ -111,7 +61,7 @@ async def test_deltas_come_as_the_model_writes() -> None:
     deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
     thoughts = [delta.model_extra or {} for delta in deltas]
     for name in ("reasoning", "reasoning_content"):
-        assert "".join(extra.get(name) or "" for extra in thoughts) == "\nhm\n"
+        assert "".join(extra.get(name) or "" for extra in thoughts) == THOUGHT
     made = [call for delta in deltas for call in delta.tool_calls or []]
     starts = [call for call in made if call.id is not None]
     assert [(s.index, s.type, s.function and s.function.name) for s in starts] == [
@@ -126,7 +76,7 @@ async def test_deltas_come_as_the_model_writes() -> None:
     usage = chunks[-1].usage
     assert usage is not None
     assert usage.completion_tokens_details is not None
-    thinking = TOKENIZER.encode("<think>\nhm\n</think>", add_special_tokens=False)
+    thinking = TOKENIZER.encode(f"<think>{THOUGHT}</think>", add_special_tokens=False)
     assert usage.completion_tokens_details.reasoning_tokens == len(thinking)
 
 
@@ -136,7 +86,7 @@ async def test_a_whole_reply_says_the_same() -> None:
     message = choice["message"]
     assert choice["finish_reason"] == "tool_calls"
     assert (message["role"], message["content"]) == ("assistant", "\n\nLet me see.")
-    assert message["reasoning"] == message["reasoning_content"] == "\nhm\n"
+    assert message["reasoning"] == message["reasoning_content"] == THOUGHT
     assert [call["function"] for call in message["tool_calls"]] == [
         {"name": "get_weather", "arguments": ARGUMENTS}
     ] * 2
@@ -171,9 +121,9 @@ async def test_an_answer_cut_short_keeps_its_half_call() -> None:
 
 
 async def test_a_stop_string_ends_a_call_too() -> None:
-    choice = (await post(front(), tools=[TOOL], stop=["Oslo"]))["choices"][0]
-    assert (choice["finish_reason"], choice["stop_reason"]) == ("tool_calls", "Oslo")
-    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city":  "'
+    choice = (await post(front(), tools=[TOOL], stop=['"Oslo']))["choices"][0]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("tool_calls", '"Oslo')
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city":  '
 
 
 async def test_mistrals_ids_have_nine_letters_and_digits() -> None:

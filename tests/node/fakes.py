@@ -39,10 +39,12 @@ from kv_transfer.base import Lane
 from kv_transfer.memory import MemoryFabric, MemoryLane
 from prefill_node.role import PrefillRole
 from protos import node_pb2, node_pb2_grpc
-from tests.fakes import candidates, model_info, next_token, token_logprob
+from tests.fakes import candidates, model_info, next_token, request, token_logprob
 
-PATIENCE_S = 10.0  # a test that waits longer has failed
-TIMING = Timing(heartbeat_s=0.05, kv_lease_s=60.0, connect_s=5.0)
+PATIENCE_S = 30.0  # a test that waits longer has failed
+TIMING = Timing(
+    heartbeat_s=0.05, kv_lease_s=60.0, connect_s=5.0, ping_interval_s=30.0, ping_timeout_s=30.0
+)
 PREFILL = NodeProgram(Role.PREFILL, "", PrefillRole)
 DECODE = NodeProgram(Role.DECODE, "", DecodeRole)
 
@@ -60,10 +62,12 @@ class Gate:
         self._open.clear()
 
     def open(self) -> None:
+        self._reached.clear()
         self._open.set()
 
     def pass_through(self) -> None:
-        self._reached.set()
+        if not self._open.is_set():
+            self._reached.set()
         assert self._open.wait(PATIENCE_S), "nobody opened the gate"
 
     async def reached(self) -> None:
@@ -75,7 +79,8 @@ class ArenaRunner:
 
     The history of a row is read back from there, so blocks that were transferred wrongly, partly or
     not at all give wrong tokens. `layer_gate` is passed before each layer is announced, `step_gate`
-    before each step.
+    before each step. `hold_after`: it closes by itself, so that whoever acts on some tokens is in
+    time for the next ones, however slow it is.
     """
 
     def __init__(self, arena: KVArena) -> None:
@@ -84,10 +89,18 @@ class ArenaRunner:
         self.step_gate = Gate()
         self.fail_for: set[str] = set()
         self.num_steps = 0
+        self._hold_at: int | None = None
+
+    def hold_after(self, num_steps: int) -> None:
+        """Close `step_gate` once that many steps from now were done."""
+        self._hold_at = self.num_steps + num_steps
 
     def run(
         self, chunks: Sequence[SequenceChunk], on_layer: Callable[[int], None] | None = None
     ) -> list[ChunkResult]:
+        if self.num_steps == self._hold_at:
+            self._hold_at = None
+            self.step_gate.close()
         self.step_gate.pass_through()
         self.num_steps += 1
         for chunk in chunks:
@@ -205,6 +218,7 @@ class RawRouter:
         self.router_id = router_id
         self.steps: list[NodeStep] = []  # everything heard
         self.load = record.load
+        self._num_asked = 0
 
     async def send(self, message: RouterMessage) -> None:
         await self._call.write(wire.router_message_to_wire(message, SystemClock()))
@@ -220,6 +234,14 @@ class RawRouter:
 
     async def release(self, handle: KVHandle) -> None:
         await self.send(ReleaseExport(handle, "test"))
+
+    async def heard(self) -> None:
+        """Until the node has read what was sent so far: it refuses what another role is asked."""
+        self._num_asked += 1
+        marker = request(f"marker-{self._num_asked}")
+        asked = SubmitDecode if self.record.role is Role.PREFILL else SubmitPrefill
+        await self.send(asked(marker))
+        await self.failure_of(marker.id)
 
     async def next_step(self) -> NodeStep:
         async with asyncio.timeout(PATIENCE_S):

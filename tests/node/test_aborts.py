@@ -35,8 +35,7 @@ async def gated_prefills(pair: Pair, asked: Sequence[Request]) -> list[KVHandle]
     await hold.reached()  # else the thread may take some of the prompts along, and step with them
     for one in asked:
         await pair.to_p.prefill(one)
-    await pair.to_p.decode(request("marker"))  # refused at once: the others have arrived
-    await pair.to_p.failure_of("marker")
+    await pair.to_p.heard()
     pair.p.runner.layer_gate.close()
     hold.open()
     return [await pair.to_p.handle_of(one.id) for one in asked]
@@ -93,6 +92,7 @@ async def test_abort_while_the_prefill_computes() -> None:
     async with running_pair() as pair:
         await gated_prefills(pair, [request("r", PROMPT)])
         await pair.to_p.abort("r")
+        await pair.to_p.heard()
         pair.p.runner.layer_gate.open()
         await both_idle(pair)
         assert not pair.to_p.failures("r"), "an abort has no answer"
@@ -102,8 +102,7 @@ async def test_a_release_while_the_prefill_computes_stops_it_and_is_told() -> No
     async with running_pair() as pair:
         (handle,) = await gated_prefills(pair, [request("r", PROMPT)])
         await pair.to_p.release(handle)
-        await pair.to_p.decode(request("marker-2"))
-        await pair.to_p.failure_of("marker-2")  # the release has arrived
+        await pair.to_p.heard()
         pair.p.runner.layer_gate.open()
         failed = await pair.to_p.failure_of("r")
         assert (failed.code, failed.retryable) == ("kv_stale", True)
@@ -144,9 +143,13 @@ async def test_abort_while_the_fetch_waits_for_the_prefill() -> None:
 async def test_abort_while_decoding() -> None:
     async with running_pair() as pair:
         asked = request("r", PROMPT, max_tokens=200)
+        pair.d.runner.hold_after(4)
         await pair.to_d.decode(asked, await prefilled(pair, asked))
         await pair.to_d.until(lambda: len(pair.to_d.tokens("r")) >= 3)
+        await pair.d.runner.step_gate.reached()
         await pair.to_d.abort("r")
+        await pair.to_d.heard()
+        pair.d.runner.step_gate.open()
         await both_idle(pair)
         assert not pair.to_d.finished("r")
         assert pair.d.engine.stats.num_aborted == 1

@@ -152,9 +152,13 @@ async def test_another_decode_node_goes_on_with_the_samples_that_live() -> None:
 async def test_a_stopped_sample_ends_alone() -> None:
     asked = ask(n=3, max_tokens=40)
     async with running_pair(None, ROOM) as pair:
+        pair.d.runner.hold_after(4)
         await hand_over(pair, asked)
         await pair.to_d.until(lambda: len(pair.to_d.sample("r", 1)) > 2)
+        await pair.d.runner.step_gate.reached()
         await pair.to_d.send(StopSample("r", 1, 1))
+        await pair.to_d.heard()
+        pair.d.runner.step_gate.open()
         await pair.to_d.all_ended("r", 2)
         assert len(pair.to_d.sample("r", 1)) < 40
         for sample in (0, 2):
@@ -182,10 +186,14 @@ async def test_a_sample_stopped_while_its_kv_travels_is_never_forked() -> None:
 async def test_the_last_stop_ends_the_request() -> None:
     asked = ask(n=2, max_tokens=60)
     async with running_pair(None, ROOM) as pair:
+        pair.d.runner.hold_after(4)
         await hand_over(pair, asked)
         await pair.to_d.until(lambda: len(pair.to_d.sample("r", 1)) > 2)
+        await pair.d.runner.step_gate.reached()
         for sample in (1, 0):
             await pair.to_d.send(StopSample("r", 1, sample))
+        await pair.to_d.heard()
+        pair.d.runner.step_gate.open()
         await idle(pair)
         assert not pair.to_d.finished("r")
         assert not pair.to_d.failures("r")

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from baton.sampling import SamplingParams
-from baton.timing import Timing
-from tests.cluster import Cluster, Plan, cluster
+from tests.cluster import PATIENT, Cluster, Plan, cluster
 from tests.tiny_models import make_tiny_model
 from tests.waiting import eventually
 
 PROMPTS = ([5, 6, 7, 8, 9, 10, 11, 12], [20, 21, 22, 23, 24])
 PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-TIMING = Timing(heartbeat_s=0.02)
+TIMING = replace(PATIENT, heartbeat_s=0.02)
 STRIDE_S = 45.0  # below the time after which a node without heartbeats counts as hanging
 
 

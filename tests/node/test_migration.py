@@ -53,6 +53,8 @@ class TwoNodes:
     async def leave(self, asked: Request) -> KVHandle:
         """Ask A to let go of `asked`, which has KV; the export that it answers with."""
         await self.to_a.send(Migrate(asked.id, asked.epoch))
+        await self.heard(asked.id)
+        self.a.runner.step_gate.open()
         return await self.to_a.handle_of(asked.id)
 
     async def heard(self, request_id: str, *, abort: bool = False) -> None:
@@ -85,8 +87,10 @@ async def two_nodes(a: Setup | None = None, b: Setup | None = None) -> AsyncIter
 
 async def start(nodes: TwoNodes, asked: Request, num_tokens: int = 3) -> None:
     """`asked` decodes on A and has told some tokens; A's engine is held before its next step."""
+    nodes.a.runner.hold_after(num_tokens + 2)
     await nodes.to_a.decode(asked)
     await nodes.to_a.until(lambda: len(nodes.to_a.tokens(asked.id)) >= num_tokens)
+    await nodes.a.runner.step_gate.reached()
 
 
 @pytest.mark.parametrize("b_block", [4, 8, 2])
@@ -126,8 +130,6 @@ async def test_asked_twice_it_leaves_once() -> None:
     asked = ask()
     async with two_nodes() as nodes:
         await start(nodes, asked)
-        nodes.a.runner.step_gate.close()
-        await nodes.a.runner.step_gate.reached()
         await nodes.to_a.send(Migrate("r", 1))
         await nodes.to_a.send(Migrate("r", 1))
         await nodes.to_a.send(Migrate("r", 2))  # another epoch is not here
@@ -168,10 +170,13 @@ async def test_a_swapped_request_is_given_back_and_its_copy_dropped() -> None:
     setup = Setup(num_blocks=50, engine_options={"preemption_mode": "swap"})
     asked = [replace(ask(name, 197), prompt_ids=PROMPT[:3]) for name in ("x", "y")]
     async with two_nodes(a=setup) as nodes:
+        nodes.a.runner.hold_after(150)  # one was swapped out at 100, the other goes on to 197
+        nodes.a.runner.step_gate.close()
         for one in asked:
             await nodes.to_a.decode(one)
+        await nodes.to_a.heard()
+        nodes.a.runner.step_gate.open()
         await nodes.to_a.until_load(lambda load: load.swapped == 1)
-        nodes.a.runner.step_gate.close()
         await nodes.a.runner.step_gate.reached()
         swapped = swapped_out(nodes)
         await nodes.to_a.send(Migrate(swapped, 1))
@@ -218,8 +223,6 @@ async def test_an_abort_finds_the_request_at_any_stage_of_leaving() -> None:
         for name in ("during", "after"):
             asked = ask(name)
             await start(nodes, asked)
-            nodes.a.runner.step_gate.close()
-            await nodes.a.runner.step_gate.reached()
             await nodes.to_a.send(Migrate(name, 1))
             if name == "during":
                 await nodes.to_a.abort(name)
@@ -286,6 +289,7 @@ async def test_a_drain_ends_when_its_last_words_are_written() -> None:
     asked = ask(max_tokens=30)
     async with two_nodes(a=Setup(num_blocks=128, options={"drain_s": PATIENCE_S})) as nodes:
         await start(nodes, asked)
+        nodes.a.runner.step_gate.open()
         async with asyncio.timeout(PATIENCE_S):
             await nodes.a.node.drain()
         stopping = asyncio.create_task(nodes.a.node.stop())

@@ -76,10 +76,14 @@ async def test_a_request_on_converted_kv_is_not_handed_on_as_exact() -> None:
     one = replace(one, params=replace(one.params, ignore_eos=True))
     roomy = replace(SHORTER, num_blocks=128)
     async with running_pair(None, roomy) as pair:
+        pair.d.runner.hold_after(4)
         await pair.to_p.prefill(one)
         await pair.to_d.decode(one, await pair.to_p.handle_of("r"))
         await pair.to_d.until(lambda: len(pair.to_d.tokens("r")) >= 3)
+        await pair.d.runner.step_gate.reached()
         await pair.to_d.send(Migrate("r", 1))
+        await pair.to_d.heard()
+        pair.d.runner.step_gate.open()
         failed = await pair.to_d.failure_of("r")
         assert failed.code == GivenBack.code
         assert pair.d.engine.stats.num_handed_on == 0

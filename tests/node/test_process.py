@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 
 from baton.messages import SessionHello, session_metadata
+from baton.node.main import main
 from baton.wire import node_message_from_wire, router_message_to_wire
+from decode_node.__main__ import PROGRAM
 from tests.fakes import FakeClock
 from tests.node.fakes import open_call
 from tests.tiny_models import make_tiny_model
@@ -80,15 +82,22 @@ async def test_a_signal_is_heard_while_the_model_loads(tmp_path: Path) -> None:
             assert await running.stdout.read() == b""
 
 
-@pytest.mark.slow
-async def test_a_bad_option_stops_the_start_by_name(tmp_path: Path) -> None:
+def test_a_bad_option_stops_the_start_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for flags, text in (
-        (("--model", str(tmp_path), "--host", "10.9.8.7"), b"BATON_SECRET"),
-        ((), b"model"),
-        (("--model", str(tmp_path / "nowhere")), b"nowhere"),
+        (("--model", str(tmp_path), "--host", "10.9.8.7"), "BATON_SECRET"),
+        ((), "model"),
     ):
-        async with process("decode_node", *flags) as running, asyncio.timeout(START_S):
-            _, complaint = await running.communicate()
-            assert running.returncode == 2
-            assert text in complaint
-            assert b"Traceback" not in complaint
+        assert main(PROGRAM, flags, {}) == 2
+        assert text in capsys.readouterr().err
+
+
+@pytest.mark.slow
+async def test_a_model_that_is_not_there_stops_the_start_by_name(tmp_path: Path) -> None:
+    flags = ("--model", str(tmp_path / "nowhere"))
+    async with process("decode_node", *flags) as running, asyncio.timeout(START_S):
+        _, complaint = await running.communicate()
+        assert running.returncode == 2
+        assert b"nowhere" in complaint
+        assert b"Traceback" not in complaint

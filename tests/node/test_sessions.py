@@ -149,9 +149,9 @@ async def test_each_role_refuses_the_other_roles_task() -> None:
 async def test_a_broken_session_aborts_its_requests_and_no_other() -> None:
     async with running_node(DECODE, MemoryFabric()) as node, connected(node, "stays") as stays:
         async with connected(node, "goes") as goes:
+            node.runner.hold_after(2)
             await goes.decode(request("lost", max_tokens=200))
             await goes.until(lambda: goes.events("lost"))
-            node.runner.step_gate.close()
             await stays.decode(request("kept", max_tokens=30))
             await node.runner.step_gate.reached()
         node.runner.step_gate.open()
@@ -180,8 +180,10 @@ async def test_a_router_that_does_not_read_is_cut_and_its_requests_aborted() -> 
         connected(node, "reads"),
         connected(node, "sleeps") as sleeps,
     ):
+        node.runner.hold_after(2)
         await sleeps.decode(request("r", max_tokens=200))
         await sleeps.until(lambda: sleeps.events("r"))
+        await node.runner.step_gate.reached()
         shell = node.node.shell
         session = next(s for s in shell._sessions if s.router_id == "sleeps")
         big = NodeStep(block_events=(BlockEvent(BlockEventKind.STORED, (bytes(16),) * 20_000),))
@@ -189,6 +191,7 @@ async def test_a_router_that_does_not_read_is_cut_and_its_requests_aborted() -> 
             session.send(big)
             await asyncio.sleep(0)  # the writer's turn
         assert isinstance(session.closed, Overloaded)
+        node.runner.step_gate.open()
         await node.until_idle()
         assert node.engine.stats.num_aborted == 1
         async with asyncio.timeout(PATIENCE_S):

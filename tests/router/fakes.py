@@ -34,8 +34,10 @@ from router.store import RequestStore
 from router.token_log import TokenLog
 
 M = TypeVar("M")
-PATIENCE_S = 10.0  # bounds every wait of a test
-FAST = Timing(heartbeat_s=0.1, connect_s=2.0, kv_lease_s=10.0)
+PATIENCE_S = 30.0  # bounds every wait of a test
+FAST = Timing(
+    heartbeat_s=0.1, connect_s=2.0, kv_lease_s=10.0, ping_interval_s=30.0, ping_timeout_s=30.0
+)
 
 
 class FakeClock:

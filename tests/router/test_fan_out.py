@@ -100,6 +100,8 @@ async def test_a_lost_decode_node_loses_no_sample_and_those_that_ended_stay_ende
         other = d2 if victim is d1 else d1
         decode = await victim.hear(SubmitDecode)
         first_tokens(p, prefill.request, 41, 51, 61)
+        for _ in range(3):
+            await client.next()
         victim.subscribe(decode.request)
         victim.tokens(decode.request, 0, 41, 42, **END)
         victim.tokens(decode.request, 0, 51, 52, 53, sample=1)

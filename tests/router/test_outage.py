@@ -32,11 +32,12 @@ from router.redis_store import RedisStore, connect
 from router.store import LogEntry
 from tests.router.clients import Client
 from tests.router.fakes import FAST, FakeNode, FakeRouter, fake_nodes, make_request, running_router
-from tests.waiting import eventually
+from tests.waiting import end, eventually
 
 pytestmark = pytest.mark.redis
-TIMEOUT_S = 0.3
-SLOW_MS = 1500
+TIMEOUT_S = 5.0  # of a call; what is no outage shall not be taken for one on a busy machine
+SHORT_S = 1.0  # where a silence is to be noticed
+SLOW_MS = 2500
 
 
 class Victim:
@@ -73,6 +74,7 @@ class Fault:
     name: str
     strike: Callable[[Victim], object]
     heal: Callable[[Victim], object]
+    timeout_s: float = TIMEOUT_S
 
 
 def stop(victim: Victim) -> None:
@@ -111,11 +113,11 @@ def lose_disk(victim: Victim) -> None:
 
 FAULTS = (
     Fault("kill -9", lambda v: v.server.kill(), lambda v: v.server.start()),
-    Fault("stopped", stop, lambda v: v.signal(signal.SIGCONT)),
+    Fault("stopped", stop, lambda v: v.signal(signal.SIGCONT), SHORT_S),
     Fault("full", fill, lambda v: v.memory(0)),
     Fault("read-only", follow_nobody, lambda v: v.ask("REPLICAOF", "NO", "ONE")),
     Fault("misconf", lose_disk, lambda v: v.ask("CONFIG", "SET", "save", "")),
-    Fault("slow", lambda v: v.ask("CLIENT", "PAUSE", SLOW_MS, "ALL"), lambda _: None),
+    Fault("slow", lambda v: v.ask("CLIENT", "PAUSE", SLOW_MS, "ALL"), lambda _: None, SHORT_S),
 )
 
 
@@ -168,21 +170,19 @@ class Scene:
 
 
 @contextlib.asynccontextmanager
-async def scene(victim: Victim) -> AsyncGenerator[Scene, None]:
+async def scene(victim: Victim, timeout_s: float = TIMEOUT_S) -> AsyncGenerator[Scene, None]:
     clock = SystemClock()
-    store = RedisStore(connect(victim.server.url, TIMEOUT_S), "router", FAST, clock, TIMEOUT_S)
+    store = RedisStore(connect(victim.server.url, timeout_s), "router", FAST, clock, timeout_s)
     async with (
-        connect(victim.server.url, TIMEOUT_S) as client,
+        connect(victim.server.url, timeout_s) as client,
         fake_nodes("d") as (node,),
-        running_router([node], store, directory=RedisDirectory(client, TIMEOUT_S)) as router,
+        running_router([node], store, directory=RedisDirectory(client, timeout_s)) as router,
     ):
         tasks = [asyncio.create_task(it.run()) for it in (router.guard, router.registry)]
         try:
             yield Scene(router, node, {})
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end(*tasks)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
@@ -190,7 +190,7 @@ async def test_requests_go_on_and_come_in_and_the_log_is_whole_afterwards(
     fault: Fault, tmp_path: Path
 ) -> None:
     with victim_in(tmp_path) as victim:
-        async with scene(victim) as s:
+        async with scene(victim, fault.timeout_s) as s:
             guard, node = s.router.guard, s.node
             before, asked = await s.begin("before")
             ending, asked_to_end = await s.begin("ends-meanwhile")

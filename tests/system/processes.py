@@ -17,8 +17,26 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-START_S = 90.0
-STOP_S = 20.0
+import redis.asyncio as aredis
+
+from baton.handles import NodeRecord
+
+START_S = 180.0  # importing torch on a busy machine
+STOP_S = 60.0
+
+
+def is_idle(record: NodeRecord) -> bool:
+    """It holds nothing: free == total."""
+    load = record.load
+    busy = load.running + load.waiting + load.fetching + load.export_bytes
+    return busy == 0 and load.free_blocks == load.total_blocks
+
+
+async def fields_of(client: aredis.Redis, pattern: str) -> dict[str, str]:
+    """The record of the one request whose key is like `pattern`."""
+    [key] = [key async for key in client.scan_iter(pattern)]
+    fields: Any = await client.hgetall(key)
+    return {name.decode().removeprefix("f:"): value.decode() for name, value in fields.items()}
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,7 @@ from baton.errors import KVTimeout
 from baton.handles import KVHandle
 from baton.llm import LLM
 from baton.sampling import SamplingParams
-from baton.timing import Timing
-from tests.cluster import Member, Plan, cluster
+from tests.cluster import PATIENT, Member, Plan, cluster
 from tests.system.processes import Processes
 from tests.system.references import Tokens, one_engine_tokens, prompts
 from tests.tiny_models import make_tiny_model
@@ -217,7 +216,7 @@ async def test_a_promise_that_nobody_renews_is_not_waited_out(
 
         def pass_time() -> None:
             (promise,) = promises(decode)
-            promise._until -= 0.6 * Timing().kv_lease_s
+            promise._until -= 0.6 * PATIENT.kv_lease_s
             assert promise.holds()
             assert decode.stats.num_taken_over_blocks == 0
 
@@ -258,7 +257,7 @@ async def test_a_node_that_renews_no_more_stops_in_time(
     reference: Reference, tmp_path: Path
 ) -> None:
     """Nothing is pretended: the lease passes in mid-step, P frees its pages, D stops by itself."""
-    timing = Timing(kv_lease_s=0.6)
+    timing = replace(PATIENT, kv_lease_s=0.6)
     async with cluster(plan(reference, tmp_path / "shm", timing=timing)) as c:
         (prefill,), (decode,) = c.prefill, c.decode
         fetches = decode.node.shell.connector._fetches

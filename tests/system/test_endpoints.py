@@ -156,6 +156,7 @@ async def test_an_operators_abort_is_told_as_an_end(model: Path, after: int) -> 
         admin = httpx.ASGITransport(create_admin_app(c.router.services))
         async with httpx.AsyncClient(transport=admin, base_url="http://admin") as operator:
             body = {"prompt": PROMPT, "max_tokens": 400, **GREEDY}
+            go_on = c.hold_after(20)
             asked = asyncio.create_task(
                 client.post("/v1/completions", json=body, headers={"x-request-id": "long.one"})
             )
@@ -172,6 +173,7 @@ async def test_an_operators_abort_is_told_as_an_end(model: Path, after: int) -> 
             assert load == {"server_load": 1}
             told = await post(operator, "/abort_requests", request_ids=["long.one"])
             assert told == {"aborted": [live[0]["id"]]}
+            go_on.set()
             async with asyncio.timeout(WAIT_S):
                 reply = await asked
             assert reply.headers["x-request-id"] == "long.one"

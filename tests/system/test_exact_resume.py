@@ -15,6 +15,7 @@ import pytest
 
 from baton.client import AsyncClient, GenerateOptions
 from baton.sampling import SamplingParams
+from router import dispatch
 from tests.cluster import Cluster, Plan, cluster
 from tests.engine.test_replay import skip_unless_rows_stand_alone
 from tests.system.processes import Processes
@@ -22,7 +23,7 @@ from tests.system.references import Tokens, prompts
 from tests.system.samples import Samples
 from tests.system.test_failover import die
 from tests.system.test_migration import move_all
-from tests.tiny_models import make_tiny_model
+from tests.tiny_models import make_wide_model
 from tests.waiting import eventually
 
 PARAMS: Final = SamplingParams(temperature=0.8, max_tokens=90, ignore_eos=True)
@@ -33,10 +34,7 @@ BF16: Final[dict[str, Any]] = {"dtype": "bfloat16", "num_kv_blocks": 150, "max_n
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Large enough that bfloat16 streams part when shapes change."""
-    return make_tiny_model(
-        "llama", tmp_path_factory.mktemp("model"), hidden_size=256, num_hidden_layers=6,
-        num_attention_heads=8, num_key_value_heads=4, head_dim=64, max_position_embeddings=1024,
-    )  # fmt: skip
+    return make_wide_model(tmp_path_factory.mktemp("model"), num_hidden_layers=6)
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +44,10 @@ def own_rows(model: Path) -> None:
 
 
 def start(c: Cluster) -> list[Samples]:
-    return [
+    streams = [
         Samples(c.client, prompt, replace(PARAMS, seed=seed)) for seed, prompt in enumerate(PROMPTS)
     ]
+    return c.pace(streams, lambda: [len(s.tokens[0]) for s in streams if not s.task.done()])
 
 
 async def whole(streams: list[Samples]) -> list[Tokens]:
@@ -56,11 +55,15 @@ async def whole(streams: list[Samples]) -> list[Tokens]:
 
 
 @pytest.mark.usefixtures("own_rows")
-async def test_8_of_8_exact_streams_are_those_without_a_fault(model: Path) -> None:
-    """Both decode nodes die, and the prefill node in between, at positions drawn anew each time.
+async def test_8_of_8_exact_streams_are_those_without_a_fault(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both decode nodes die, and the prefill node in between, at random positions.
 
-    A stream that ends before the slowest has come to the first position needs no resumption."""
-    draw = random.Random()
+    A stream that ends before the slowest has come to the first position needs no resumption. One
+    that is prefilled again when the prefill node dies meets all three deaths."""
+    monkeypatch.setattr(dispatch, "MAX_NODE_DEATHS", 4)
+    draw = random.Random(11)
     at = sorted(draw.sample(range(3, 30), 3))
     plan = Plan(model, [BF16, BF16], [BF16, BF16], {"resume": "exact"})
     async with cluster(plan) as c:
@@ -119,12 +122,13 @@ async def test_what_a_resumption_costs_the_prefill_node(model: Path, resume: str
     plan = Plan(model, [BF16], [BF16, BF16], {"resume": resume})
     prompt = PROMPTS[2]
     async with cluster(plan) as c:
-        stats = c.prefill[0].stats
+        stats, go_on = c.prefill[0].stats, c.hold_after(60)
         stream = Samples(c.client, prompt, replace(PARAMS, seed=3))
         await stream.at_least(40)
         assert stats.num_prompt_tokens == len(prompt)
         victim = max(c.decode, key=lambda member: member.stats.num_generated_tokens)
         await die(victim)
+        go_on.set()
         await stream.whole()
         assert stream.retries == 1
         again = stats.num_prompt_tokens - len(prompt)

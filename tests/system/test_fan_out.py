@@ -230,10 +230,12 @@ async def test_a_lost_decode_node_loses_no_sample(model: Path) -> None:
     (expected,) = one_engine(model, [prompt], params)
     assert len(expected[1]) <= 31
     async with cluster(plan(model, decode=[ROOMY, ROOMY])) as c:
+        go_on = c.hold_after(60)
         samples = Samples(c.client, prompt, params)
         await eventually(lambda: _true(samples.ended[1] and len(samples.tokens[0]) > 40))
         victim = busy(c)
         survivor = next(member for member in c.decode if member is not victim)
+        go_on.set()
         await victim.node.stop()
         assert await samples.whole() == expected
         assert samples.retries == 1
@@ -250,6 +252,7 @@ async def test_a_lost_decode_node_begins_a_search_again(model: Path) -> None:
     long = replace(BEAMS, max_tokens=120)
     expected = one_engine(model, PROMPTS[2:3], long)
     async with cluster(plan(model, decode=[ROOMY, ROOMY])) as c:
+        go_on = c.hold_after(60)
         task = asyncio.create_task(c.client.generate(PROMPTS[2], long))
 
         async def searching() -> bool:
@@ -257,6 +260,7 @@ async def test_a_lost_decode_node_begins_a_search_again(model: Path) -> None:
 
         await eventually(searching)
         victim = busy(c)
+        go_on.set()
         await victim.node.stop()
         async with asyncio.timeout(WAIT_S):
             done = await task
@@ -272,6 +276,7 @@ async def test_a_draining_node_hands_on_the_kv_that_all_share(
 ) -> None:
     expected = one_engine(model, PROMPTS[2:3], params)
     async with cluster(plan(model, decode=[ROOMY, ROOMY])) as c:
+        go_on = c.hold_after(60)
         samples = Samples(c.client, PROMPTS[2], params)
 
         async def under_way() -> bool:
@@ -280,6 +285,7 @@ async def test_a_draining_node_hands_on_the_kv_that_all_share(
         await eventually(under_way)
         leaving = busy(c)
         leaving.node.shell.begin_drain()
+        go_on.set()
         assert [await samples.whole()] == expected
         assert samples.retries == 0, "as asked: nobody failed"
         assert leaving.stats.num_handed_on == 1

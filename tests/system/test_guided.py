@@ -136,6 +136,7 @@ async def test_speculation_on_the_decode_node_changes_no_token(model: Path, meth
 async def test_a_request_moves_to_another_node_within_its_grammar(model: Path) -> None:
     async with cluster(Plan(model, decode=[{"num_kv_blocks": 256}] * 2)) as c:
         streams = [Stream(c.client, prompt, PARAMS) for prompt in PROMPTS]
+        c.pace(streams, lambda: [len(s.tokens) for s in streams if not s.task.done()])
         for stream in streams:
             await stream.at_least(9)
         assert await move_all(c) == [True] * len(PROMPTS)
@@ -151,6 +152,7 @@ async def _registered(client: AsyncClient, count: int) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 async def test_a_killed_decode_node_leaves_no_trace_in_the_output(
     model: Path, tmp_path: Path
 ) -> None:

@@ -19,9 +19,8 @@ from baton.client import AsyncClient, GenerateEvent
 from baton.engine.thread import StepReport
 from baton.messages import DrainNode
 from baton.sampling import SamplingParams
-from baton.timing import Timing
 from router import migration
-from tests.cluster import Cluster, Member, Plan, cluster
+from tests.cluster import PATIENT, Cluster, Member, Plan, cluster
 from tests.system.references import Tokens, one_engine_tokens, prompts
 from tests.tiny_models import make_tiny_model
 from tests.waiting import WAIT_S, eventually
@@ -66,6 +65,11 @@ class Stream:
         return tuple(self.tokens)
 
 
+def started(c: Cluster, params: SamplingParams) -> list[Stream]:
+    streams = [Stream(c.client, prompt, params) for prompt in PROMPTS]
+    return c.pace(streams, lambda: [len(s.tokens) for s in streams if not s.task.done()])
+
+
 def num_prompt_tokens(c: Cluster) -> int:
     return sum(member.stats.num_prompt_tokens for member in c.members)
 
@@ -83,7 +87,7 @@ async def test_streams_go_on_where_they_were(
 ) -> None:
     options = [{"num_kv_blocks": 256, **one} for one in blocks]
     async with cluster(Plan(model, decode=options)) as c:
-        streams = [Stream(c.client, prompt, params) for prompt in PROMPTS]
+        streams = started(c, params)
         for count in (5, 60):  # there, and back again
             for stream in streams:
                 await stream.at_least(count)
@@ -112,7 +116,7 @@ async def begin_drain(member: Member) -> None:
 
 async def test_a_draining_node_hands_its_requests_to_the_other(model: Path) -> None:
     async with cluster(Plan(model, decode=({}, {}))) as c:
-        streams = [Stream(c.client, prompt, GREEDY) for prompt in PROMPTS]
+        streams = started(c, GREEDY)
         for stream in streams:
             await stream.at_least(5)
         leaving = max(c.decode, key=lambda member: len(member.node.shell.requests))
@@ -154,7 +158,7 @@ async def test_a_full_node_is_relieved(model: Path, monkeypatch: pytest.MonkeyPa
     params = replace(GREEDY, max_tokens=120)
     here = Plan(
         model, decode=[small, {"num_kv_blocks": 512}], router={"rebalance": True},
-        timing=Timing(heartbeat_s=0.05),
+        timing=replace(PATIENT, heartbeat_s=0.05),
     )  # fmt: skip
     async with cluster(here) as c:
         full, roomy = c.decode
@@ -175,12 +179,14 @@ async def test_a_full_node_is_relieved(model: Path, monkeypatch: pytest.MonkeyPa
 
         monkeypatch.setattr(thread, "_on_step", tell_and_wait)
         monkeypatch.setattr(c.router.services.dispatcher, "migrate", ask)
-        found = await c.generate(4 * PROMPTS, params)
-        assert [each.token_ids for each in found] == 4 * one_engine_tokens(model, PROMPTS, params)
-        assert {each.retries for each in found} == {0}
-        assert asked.is_set()
-        assert full.stats.num_swap_outs > 0
-        assert full.stats.departures["whole"] >= 1
+        expected = 4 * one_engine_tokens(model, PROMPTS, params)
+        while "whole" not in full.stats.departures:  # else whoever was asked had just left or ended
+            asked.clear()
+            found = await c.generate(4 * PROMPTS, params)
+            assert [each.token_ids for each in found] == expected
+            assert {each.retries for each in found} == {0}
+            assert asked.is_set()
+            assert full.stats.num_swap_outs > 0
         assert c.router.services.dispatcher.migrations.done == full.stats.num_handed_on
         assert (roomy.stats.num_handed_on, roomy.stats.num_prompt_tokens) == (0, 0)
         await c.settle()
@@ -192,18 +198,23 @@ async def test_a_client_that_leaves_during_its_migration_leaves_nothing_behind(m
         for stream in streams:
             await stream.at_least(3)
         moving = asyncio.create_task(move_all(c))
+
+        async def handed_on() -> bool:
+            return moving.done() or any(member.stats.num_handed_on for member in c.decode)
+
         for turns, stream in enumerate(streams):  # at every stage of it
+            if turns == len(streams) // 2:
+                await eventually(handed_on)
             for _ in range(3 * turns):
                 await asyncio.sleep(0)
             stream.task.cancel()
         await asyncio.gather(*(stream.task for stream in streams), return_exceptions=True)
         async with asyncio.timeout(WAIT_S):
             await moving
-        # Well before a lease could have ended by itself.
-        async with asyncio.timeout(5.0):
-            await c.settle()
+        await c.settle()
         assert sum(member.stats.num_handed_on for member in c.decode) > 0
-        assert sum(member.transfers.expired_leases for member in c.decode) == 0
+        expired = sum(member.transfers.expired_leases for member in c.decode)
+        assert expired == 0, "no lease had to end by itself"
 
 
 async def test_a_second_turn_goes_where_the_first_was_decoded_and_moves_only_what_is_new(

@@ -80,6 +80,7 @@ async def pooled(node: ServerProcess) -> float:
     return float(line.rpartition(" ")[2])
 
 
+@pytest.mark.long
 async def test_vectors_and_scores_are_transformers_also_after_a_kill(
     model: Path, reference: Any, tmp_path: Path
 ) -> None:

@@ -18,12 +18,11 @@ import pytest
 import redis.asyncio as aredis
 
 from baton import wire
-from baton.handles import NodeRecord
 from baton.redis_keys import LEASES, NODE_PATTERN
 from tests.front.resumable import Reader
-from tests.system.processes import Processes, ServerProcess
+from tests.system.processes import Processes, ServerProcess, fields_of, is_idle
 from tests.system.references import prompts
-from tests.tiny_models import make_tiny_model
+from tests.tiny_models import make_wide_model
 from tests.waiting import WAIT_S, eventually
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow]
@@ -46,16 +45,7 @@ BODY: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(
-        "llama",
-        tmp_path_factory.mktemp("model"),
-        hidden_size=256,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        max_position_embeddings=2048,
-    )
+    return make_wide_model(tmp_path_factory.mktemp("model"))
 
 
 @dataclass
@@ -74,30 +64,18 @@ class Deployment:
         return Reader(self.http, "GET", url, headers={"last-event-id": after})
 
     async def record(self, name: str) -> dict[str, str]:
-        [key] = [key async for key in self.redis.scan_iter(f"{{pd}}:req:req-{name}-*")]
-        fields = await self.redis.hgetall(key)
-        return {_text(key).removeprefix("f:"): _text(value) for key, value in fields.items()}
+        return await fields_of(self.redis, f"{{pd}}:req:req-{name}-*")
 
     async def idle(self) -> bool:
         """No node holds anything, and no lease is left."""
         keys = [key async for key in self.redis.scan_iter(NODE_PATTERN)]
         values = await self.redis.mget(keys)
         records = [wire.record_from_bytes(value) for value in values if isinstance(value, bytes)]
-        return await self.redis.zcard(LEASES) == 0 and all(map(_idle, records))
+        return await self.redis.zcard(LEASES) == 0 and all(map(is_idle, records))
 
     async def can_serve(self) -> bool:
         urls = [f"http://{router.address}/ready" for router in self.routers]
         return all([(await self.http.get(url)).status_code == 200 for url in urls])
-
-
-def _text(value: bytes | str) -> str:
-    return value.decode() if isinstance(value, bytes) else value
-
-
-def _idle(record: NodeRecord) -> bool:
-    load = record.load
-    busy = load.running + load.waiting + load.fetching + load.export_bytes
-    return busy == 0 and load.free_blocks == load.total_blocks
 
 
 @asynccontextmanager
@@ -188,6 +166,7 @@ async def test_a_router_killed_in_mid_stream(model: Path, tmp_path: Path, redis_
         await eventually(d.idle)
 
 
+@pytest.mark.long
 async def test_two_readers_two_routers_one_history(
     model: Path, tmp_path: Path, redis_url: str
 ) -> None:

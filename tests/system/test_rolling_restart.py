@@ -13,10 +13,11 @@ import pytest
 
 from baton.client import AsyncClient, GenerateOptions, ServerInfo
 from baton.sampling import SamplingParams
+from tests.system.asking import Asking
 from tests.system.processes import STOP_S, Processes, ServerProcess
 from tests.system.references import Tokens, one_engine_tokens, prompts
-from tests.tiny_models import make_tiny_model
-from tests.waiting import WAIT_S, eventually
+from tests.tiny_models import make_wide_model
+from tests.waiting import eventually
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.long]
 
@@ -33,14 +34,13 @@ class Load:
     expected: list[Tokens]
     finished: int = 0
     in_flight: int = 0
-    stopping: bool = False
-    tasks: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]])
+    asking: Asking = field(default_factory=Asking)
 
     def start(self) -> None:
-        self.tasks = [asyncio.create_task(self._ask(i)) for i in range(len(PROMPTS))]
+        self.asking.start(self._ask(index) for index in range(len(PROMPTS)))
 
     async def _ask(self, index: int) -> None:
-        while not self.stopping:
+        while not self.asking.stopping:
             tokens: list[int] = []
             options = GenerateOptions(timeout_s=60)
             async for event in self.client.stream(PROMPTS[index], PARAMS, options):
@@ -55,38 +55,19 @@ class Load:
         """Until most clients are in the middle of a stream, some of them on that node."""
 
         async def look() -> bool:
-            self.raise_failures()
+            self.asking.raise_failures()
             nodes = (await self.client.server_info()).nodes
             [node] = [node for node in nodes if node.node_id == node_id]
             return node.running >= 1 and self.in_flight >= len(PROMPTS) - 1
 
         await eventually(look)
 
-    def raise_failures(self) -> None:
-        for task in self.tasks:
-            if task.done():
-                task.result()
-
-    async def stop(self) -> None:
-        self.stopping = True
-        async with asyncio.timeout(WAIT_S):
-            await asyncio.gather(*self.tasks)
-
 
 async def test_no_request_fails_while_every_node_is_restarted(
     tmp_path: Path, redis_url: str
 ) -> None:
     # Slow enough that a router on a busy machine is not half a stream behind the nodes.
-    model = make_tiny_model(
-        "llama",
-        tmp_path / "model",
-        hidden_size=256,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        max_position_embeddings=1024,
-    )
+    model = make_wide_model(tmp_path / "model")
     expected = one_engine_tokens(model, PROMPTS, PARAMS)
     async with Processes(model, tmp_path, redis_url) as processes:
         prefill, decode = await processes.nodes(2, 2, FLAGS)
@@ -105,8 +86,8 @@ async def test_no_request_fails_while_every_node_is_restarted(
                 await load.busy(one_of_each[0].name)
                 await asyncio.gather(*(restart(processes, old) for old in one_of_each))
                 await eventually(serves)
-                load.raise_failures()
-            await load.stop()
+                load.asking.raise_failures()
+            await load.asking.stop()
             assert load.finished > len(PROMPTS)
             info = await serves()
             assert info is not None

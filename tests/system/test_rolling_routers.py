@@ -23,6 +23,7 @@ from redis.exceptions import RedisError
 from baton.redis_keys import LEASES, STATES
 from baton.request import RequestState
 from deploy.redis_server import RedisServer, find_redis_binary
+from tests.system.asking import Asking
 from tests.system.processes import STOP_S, Processes, ServerProcess
 from tests.tiny_models import make_tiny_model
 from tests.waiting import WAIT_S, eventually
@@ -44,18 +45,15 @@ class Load:
     streaming: int = 0
     farewells: int = 0  # answers that ended their connection
     switches: int = 0
-    stopping: bool = False
-    tasks: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]])
+    asking: Asking = field(default_factory=Asking)
 
     def start(self) -> None:
-        self.tasks = [
-            asyncio.create_task(self._ask(index, prompt)) for index, prompt in enumerate(PROMPTS)
-        ]
+        self.asking.start(self._ask(index, prompt) for index, prompt in enumerate(PROMPTS))
 
     async def _ask(self, index: int, prompt: str) -> None:
         at = index % len(self.addresses)
         async with httpx.AsyncClient(trust_env=False, timeout=WAIT_S) as http:
-            while not self.stopping:
+            while not self.asking.stopping:
                 base = f"http://{self.addresses[at]}"
                 if not await self._is_ready(http, base):
                     at = (at + 1) % len(self.addresses)
@@ -100,7 +98,7 @@ class Load:
         """Until most clients are in the middle of an answer."""
 
         async def look() -> bool:
-            self.raise_failures()
+            self.asking.raise_failures()
             return self.streaming >= len(PROMPTS) - 1
 
         await eventually(look)
@@ -109,20 +107,10 @@ class Load:
         goal = self.finished + count
 
         async def look() -> bool:
-            self.raise_failures()
+            self.asking.raise_failures()
             return self.finished >= goal
 
         await eventually(look, 2 * WAIT_S)
-
-    def raise_failures(self) -> None:
-        for task in self.tasks:
-            if task.done():
-                task.result()
-
-    async def stop(self) -> None:
-        self.stopping = True
-        async with asyncio.timeout(WAIT_S):
-            await asyncio.gather(*self.tasks)
 
 
 async def start_router(
@@ -193,7 +181,7 @@ async def test_no_request_fails_while_routers_and_redis_are_restarted(tmp_path: 
             await load.busy()
             await restart_redis(redis, load.addresses)
             await load.more(len(PROMPTS))
-            await load.stop()
+            await load.asking.stop()
             assert load.finished >= 4 * len(PROMPTS)
             await every_request_is_whole(redis.url, load.finished)
 

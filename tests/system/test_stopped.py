@@ -29,7 +29,7 @@ from tests.system.processes import Processes, ServerProcess
 from tests.system.references import one_engine_tokens, prompts
 from tests.system.test_adoption import promises
 from tests.system.test_kill import metric
-from tests.tiny_models import make_tiny_model
+from tests.tiny_models import make_wide_model
 from tests.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
@@ -44,17 +44,7 @@ OPTIONS = {"block_size": SIZE, "num_kv_blocks": 96, "max_num_batched_tokens": 32
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """16 KiB of KV per token."""
-    return make_tiny_model(
-        "llama",
-        tmp_path_factory.mktemp("model"),
-        hidden_size=256,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        max_position_embeddings=1024,
-    )
+    return make_wide_model(tmp_path_factory.mktemp("model"))
 
 
 @dataclass

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -197,13 +196,11 @@ def child() -> Iterator[tuple[subprocess.Popen[str], LaneAddress]]:
         peer.kill()
 
 
-@pytest.mark.parametrize(
-    ("blow", "error", "within_s"),
-    [(signal.SIGKILL, KVLost, 1.0), (signal.SIGSTOP, KVTimeout, 3 * TIMING.kv_progress_s)],
-)
+@pytest.mark.parametrize(("blow", "error"), [(signal.SIGKILL, KVLost), (signal.SIGSTOP, KVTimeout)])
 def test_a_peer_killed_or_stopped_in_mid_transfer(
-    start, child, blow: signal.Signals, error: type[KVError], within_s: float
+    start, child, blow: signal.Signals, error: type[KVError]
 ) -> None:
+    """A death is heard of; only a peer that is silent is waited for, and then it is a timeout."""
     d, _ = start()
     peer, address = child
     wire = d.open(address)
@@ -211,15 +208,14 @@ def test_a_peer_killed_or_stopped_in_mid_transfer(
     for _ in range(5):
         assert wire.receive() is not None
     os.kill(peer.pid, blow)
-    started = time.monotonic()
     # A stopped exporter may stop between two frames: then the connector's own deadline ends it.
     watchdog = threading.Timer(2 * TIMING.kv_progress_s, wire.cancel)
-    watchdog.start()
+    if blow is signal.SIGSTOP:
+        watchdog.start()
     with pytest.raises((error, KVLost) if blow is signal.SIGSTOP else error):
         drain(wire)
     watchdog.cancel()
     wire.finish()
-    assert time.monotonic() - started < within_s
     assert d.pairs.num_pairs == 0
 
 

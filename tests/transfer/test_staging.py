@@ -24,7 +24,7 @@ from tests.transfer.fake_device import COMPUTE, FakeDevice
 from tests.transfer.pools import snapshot
 
 LAYERS = (LayerSpec(2, 8, 8), LayerSpec(1, 24, 0, kind="mla"))
-PATIENCE_S = 10.0
+PATIENCE_S = 30.0
 SEEDS = range(8)
 
 

@@ -24,7 +24,6 @@ from redis.exceptions import RedisError
 
 from baton.redis_keys import ABORTS, aborted_key
 from baton.request import Request
-from router.promptly import promptly
 from router.request_ids import names
 from router.trace import RequestTrace
 
@@ -112,7 +111,7 @@ class Aborts:
             await channel.subscribe(ABORTS)
             self.listening.set()
             while True:
-                message = await promptly(channel.get_message(timeout=LISTEN_S))
+                message = await channel.get_message(timeout=LISTEN_S)
                 if message is not None:
                     await self._answer(redis, cast("bytes", message["data"]))
 

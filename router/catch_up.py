@@ -1,14 +1,15 @@
 """Catching up: what the store did not hear of a request while it was away, told late and in order.
 
-A plain request goes on while the store is away. What it owes is kept here, up to MAX_OWED_TOKENS of
-all requests together, and told with a heartbeat that got through (or at the request's end):
+Each request keeps what it owes (`Owed`), up to MAX_OWED_TOKENS of all requests together. It is told
+with a heartbeat that got through, or at the request's end:
 
-    record    claimed late, if the request came in meanwhile
-    log       the tokens missed, each under the epoch it was shown in
-    state     one catch-up move to where the request is now: the stored epoch becomes its own
+    record    claimed late, if a plain request came in meanwhile
+    log       the tokens missed, under the epoch of now
+    state     one catch-up move to where the request is now, or its end
 
 New tokens join the backlog until it is empty; from then on the request is written through again.
-The fences hold as ever: who was swept by another router meanwhile is refused, and goes on unlogged.
+The fences hold as ever: who was swept by another router meanwhile is refused. A plain request then
+goes on unlogged; a resumable one is lost to this router (router/run_log.py).
 Not here: when the store counts as away (router/ledger.py).
 """
 
@@ -29,28 +30,33 @@ MAX_OWED_TOKENS: Final = 1 << 20
 AT_ONCE: Final = 256  # requests that catch up side by side
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Run:
-    """Tokens of one sample without a gap, all shown under one epoch."""
+    """Tokens of one sample without a gap. With details (`more`) it is one entry, as it came."""
 
-    epoch: int
     sample: int
     position: int
     tokens: list[int]
+    more: str
+
+    @property
+    def end(self) -> int:
+        return self.position + len(self.tokens)
 
     def takes(self, entry: LogEntry) -> bool:
-        return (
-            (entry.epoch, entry.sample) == (self.epoch, self.sample)
-            and entry.position == self.position + len(self.tokens)
-        )  # fmt: skip
+        return not (self.more or entry.more) and entry.position == self.end
 
 
 @dataclass(slots=True)
 class Owed:
-    """What one request's record lacks. `fields` are those of skipped moves, and of a late claim."""
+    """What one request's record lacks. `fields` are those of skipped moves, and of a late claim.
+
+    `cut`: tokens found no room, so its log has ended.
+    """
 
     fields: dict[str, str] = field(default_factory=dict[str, str])
     runs: list[_Run] = field(default_factory=list[_Run])
+    cut: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -61,28 +67,23 @@ class Owed:
         if last is not None and last.takes(entry):
             last.tokens += entry.token_ids
         else:
-            self.runs.append(_Run(entry.epoch, entry.sample, entry.position, list(entry.token_ids)))
+            run = _Run(entry.sample, entry.position, list(entry.token_ids), entry.more)
+            self.runs.append(run)
 
-    def entries(self, request_id: str) -> list[LogEntry]:
-        """By position: an append that failed late may be owed after what came behind it."""
-        return [
-            LogEntry(request_id, run.epoch, run.position, tuple(run.tokens), run.sample)
-            for run in sorted(self.runs, key=lambda run: (run.sample, run.position))
-        ]
+    def by_position(self) -> list[_Run]:
+        """An append that failed late may be owed after what came behind it."""
+        return sorted(self.runs, key=lambda run: (run.sample, run.position))
 
-    def told(self, entries: Sequence[LogEntry]) -> int:
-        """These are in the log now; what was added to their runs meanwhile is not. Returns how many
-        tokens that were: the end of a request may have told them already."""
+    def told(self, runs: Sequence[_Run], entries: Sequence[LogEntry]) -> int:
+        """`runs` are in the log now, as far as `entries` say; what was added meanwhile is not.
+        Returns how many tokens that were: the end of a request may have told them already."""
         before = self.num_tokens
-        ends: dict[tuple[int, int], int] = {}
-        for entry in entries:
-            key, end = (entry.epoch, entry.sample), entry.position + len(entry.token_ids)
-            ends[key] = max(end, ends.get(key, 0))
-        for run in self.runs:
-            count = max(0, ends.get((run.epoch, run.sample), 0) - run.position)
+        for run, entry in zip(runs, entries, strict=True):
+            count = max(0, entry.position + len(entry.token_ids) - run.position)
             del run.tokens[:count]
             run.position += count
-        self.runs = [run for run in self.runs if run.tokens]
+        taken = set(map(id, runs))
+        self.runs = [run for run in self.runs if run.tokens or id(run) not in taken]
         return before - self.num_tokens
 
 
@@ -104,9 +105,12 @@ class CatchUp:
         self.stats = CatchUpStats()
 
     def owe(self, ledger: RequestLedger, entry: LogEntry) -> None:
-        """`entry` was shown and not logged."""
-        if self._tokens + len(entry.token_ids) > self._max_tokens:
+        """`entry` is not logged. A plain request has shown it; a resumable one shows it then."""
+        if ledger.owed.cut or self._tokens + len(entry.token_ids) > self._max_tokens:
             self.stats.dropped += len(entry.token_ids)
+            ledger.owed.cut = True
+            if ledger.log is not None:  # without them it cannot go on here: whoever sweeps it can
+                ledger.took(WriteStatus.FENCED)
             return
         self._tokens += len(entry.token_ids)
         ledger.owed.add(entry)
@@ -136,7 +140,7 @@ class CatchUp:
             move = catch_up_move(ledger)
             status = WriteStatus.OK if move is None else await store.move(move)
             if status is not WriteStatus.OK:
-                self._refused(ledger, status)
+                ledger.took(status)
             elif not ledger.owed.runs and (state, epoch) == (ledger.state, ledger.epoch):
                 ledger.owed.fields.clear()
                 ledger.behind = False
@@ -146,7 +150,7 @@ class CatchUp:
         """The last of a request: its backlog, then `move`. Raises StoreUnavailable."""
         await self._tell(store, ledger)
         if ledger.recorded:
-            await store.finish(move)
+            ledger.ended(await store.finish(move))
             self.stats.requests += 1
         self.forget(ledger)
 
@@ -155,23 +159,27 @@ class CatchUp:
         if not ledger.recorded and ledger.owes:
             record = await store.claim(ledger.request_id, ledger.owed.fields)
             if record is None or record.epoch > ledger.epoch:
-                self._refused(ledger, WriteStatus.FENCED)
+                ledger.took(WriteStatus.FENCED)
                 return False
             ledger.recorded = ledger.behind = True
         while ledger.owes and ledger.owed.runs:
-            entries = ledger.owed.entries(ledger.request_id)
+            runs = ledger.owed.by_position()
+            entries = [
+                LogEntry(
+                    ledger.request_id, ledger.epoch, run.position, tuple(run.tokens), run.sample,
+                    run.more,
+                )
+                for run in runs
+            ]  # fmt: skip
             for status in await store.append(entries):
                 if status is not WriteStatus.OK:
-                    self._refused(ledger, status)
+                    ledger.took(status)
                     return False
-            told = ledger.owed.told(entries)
+            told = ledger.owed.told(runs, entries)
             self._tokens -= told
             self.stats.tokens += told
+            ledger.logged(entries)
         return ledger.owes
-
-    def _refused(self, ledger: RequestLedger, status: WriteStatus) -> None:
-        ledger.took(status)
-        self.forget(ledger)
 
 
 def catch_up_move(ledger: RequestLedger) -> Move | None:

@@ -17,7 +17,6 @@ from baton import wire
 from baton.errors import InvalidRequest, StoreUnavailable
 from baton.handles import NodeRecord
 from baton.redis_keys import NODE_PATTERN
-from router.promptly import promptly
 
 logger = logging.getLogger(__name__)
 SCAN_COUNT: Final = 1000
@@ -38,7 +37,7 @@ class RedisDirectory:
     async def records(self) -> list[NodeRecord]:
         try:
             async with asyncio.timeout(self._timeout_s):
-                keys, values = await promptly(self._read())
+                keys, values = await self._read()
         except (RedisError, OSError, TimeoutError) as error:
             raise StoreUnavailable(f"Redis: {type(error).__name__}: {error}") from error
         found: list[NodeRecord] = []

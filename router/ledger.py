@@ -18,8 +18,8 @@ from baton.errors import InvalidRequest, StoreUnavailable, Unavailable
 from baton.events import TokenEvent
 from baton.request import Request, RequestState, check_transition
 from baton.timing import Timing
-from router.backlog import Backlog, append_pending, write_missed
 from router.catch_up import CatchUp, Owed
+from router.run_log import RunLog
 from router.store import (
     NO_FIELDS,
     LogEntry,
@@ -61,11 +61,15 @@ class RequestLedger:
 
     `recorded`: the store has a record and it is ours. `behind`: a write was skipped. `refused`: the
     store does not take its writes any more, so nothing is owed. `owed`: what to tell it.
-    `backlog`: of a resumable request, which shows nothing that is not logged.
+    `log`: of a resumable request, which shows nothing that is not logged.
     """
 
     def __init__(
-        self, guard: StoreGuard, request_id: str, fields: Mapping[str, str] = NO_FIELDS
+        self,
+        guard: StoreGuard,
+        request_id: str,
+        fields: Mapping[str, str] = NO_FIELDS,
+        log: RunLog | None = None,
     ) -> None:
         self._guard = guard
         self.request_id = request_id
@@ -74,8 +78,8 @@ class RequestLedger:
         self.recorded = False
         self.behind = False
         self.refused = False
-        self.backlog: Backlog | None = None
-        self.owed = Owed(dict(fields))
+        self.log = log
+        self.owed = Owed(dict(fields)) if log is None else log.owed
         self._posted = 0  # moves that the store has not answered
         self._appending: list[TokenEvent] = []  # on their way into the log
         self._appended: asyncio.Event | None = None  # set when nothing is, for who waits
@@ -101,8 +105,8 @@ class RequestLedger:
     @property
     def owes(self) -> bool:
         """Is there something that the store should hear when it is back?"""
-        plain = self.backlog is None
-        return plain and not self.refused and (self.behind or not self.recorded)
+        unclaimed = self.log is None and not self.recorded  # a resumable one must be, to begin
+        return not self.refused and (self.behind or unclaimed)
 
     async def move(self, state: RequestState, **fields: str) -> None:
         """One transition to a non-terminal state. Raises IllegalTransition."""
@@ -152,29 +156,24 @@ class RequestLedger:
             return
         if not self.recorded:
             return
-        if self.backlog is not None and (self.behind or self.backlog.pending):
-            self._guard.settle_later(self, move)  # its tokens come first
-            return
         status = await self._guard.call(lambda store: store.finish(move))
         if status is None:
             self.behind = True
             self._guard.settle_later(self, move)
-        elif self.backlog is not None:
-            self._ended(status)
-
-    async def write_end(self, move: Move, store: RequestStore) -> None:
-        """Write an end that the store missed, of a resumable request. Raises StoreUnavailable."""
-        assert self.backlog is not None, "a plain one's end is router/catch_up.py's"
-        await append_pending(self, store)
-        if not self.backlog.lost:
-            self._ended(await store.finish(move))
-
-    def _ended(self, status: WriteStatus) -> None:
-        assert self.backlog is not None, "it is resumable"
-        if status is WriteStatus.OK:
-            self.backlog.settle()
         else:
-            self.backlog.lose()
+            self.ended(status)
+
+    def ended(self, status: WriteStatus) -> None:
+        """How the store answered its terminal state."""
+        if self.log is not None and status is WriteStatus.OK:
+            self.log.settle()
+        elif self.log is not None:
+            self.log.lose()
+
+    def logged(self, entries: Iterable[LogEntry]) -> None:
+        """They are in the log."""
+        if self.log is not None:
+            self.log.confirm(entries)
 
     def abandon(self) -> None:
         """Keep its lease no longer. After `finish` there is none; if even that failed, the lease
@@ -185,13 +184,14 @@ class RequestLedger:
         """Remember how the store answered a write; None = it did not."""
         if status is None:
             self.behind = True
-        elif status is WriteStatus.GAP and self.backlog is not None:
-            self.behind = True  # what is missing is on its way, or waits
         elif status is not WriteStatus.OK:
             self._guard.stats.refused += 1
-            if self.backlog is not None:
-                self.backlog.lose()
-            self.recorded = status not in (WriteStatus.GONE, WriteStatus.FENCED)
+            self._guard.catch_up.forget(self)
+            if self.log is not None:
+                self.log.lose()
+            # A resumable request is given up: whoever sweeps it goes on from its log.
+            gone = self.log is not None or status in (WriteStatus.GONE, WriteStatus.FENCED)
+            self.recorded = not gone
             self.behind = self.refused = True
             logger.warning(
                 "request %s: the store answers %s, goes on unlogged", self.request_id, status
@@ -206,7 +206,6 @@ class StoreGuard:
         self._open: dict[str, RequestLedger] = {}
         self._unsettled: dict[str, tuple[RequestLedger, Move]] = {}
         self._expected: dict[str, RequestLedger] = {}
-        self._stopped = False
         self.stats = StoreStats()
         self.catch_up = CatchUp()
         self.lease_until = 0.0  # loop time: no other router sweeps what this one holds before
@@ -226,14 +225,12 @@ class StoreGuard:
             self._lose(error)
 
     async def run(self) -> None:
-        """Beat and sweep until cancelled, or stopped: a client of Redis was seen to lose the former
-        within a call."""
-        while not self._stopped:
+        """Beat and sweep until cancelled."""
+        while True:
             await self.beat()
             await asyncio.sleep(self._heartbeat_s)
 
     async def stop(self) -> None:
-        self._stopped = True
         await self._store.stop()
 
     async def open(self, request: Request, fields: dict[str, str]) -> RequestLedger:
@@ -242,18 +239,15 @@ class StoreGuard:
         ledger = self._expected.pop(request.id, None) or RequestLedger(self, request.id, fields)
         if ledger.recorded:
             return ledger  # adopted
-        backlog = ledger.backlog
-        if backlog is not None:
-            fields = {**fields, **backlog.fields}
         if self.stats.away:
             self.stats.skipped += 1
             return self._unlogged(ledger)
         try:
-            record = await self._store.claim(request.id, fields)
+            record = await self._store.claim(request.id, {**fields, **ledger.owed.fields})
         except StoreUnavailable as error:
             self._lose(error)
             return self._unlogged(ledger)
-        if record is not None and backlog is not None and record.tries:
+        if record is not None and ledger.log is not None and record.tries:
             await self.release([request.id])  # swept in this moment: it is there to be adopted
             record = None
         if record is None:
@@ -264,21 +258,18 @@ class StoreGuard:
     def _unlogged(self, ledger: RequestLedger) -> RequestLedger:
         """What becomes of a request that cannot be recorded: a plain one goes on, and is told
         later."""
-        if ledger.backlog is not None:
+        if ledger.log is not None:
             raise Unavailable("the store is away: no resumable request can be taken now")
         self._open[ledger.request_id] = ledger
         return ledger
 
-    def expect(self, request_id: str, backlog: Backlog) -> None:
+    def expect(self, request_id: str, log: RunLog) -> None:
         """The next `open` of this id is of a resumable request."""
-        ledger = RequestLedger(self, request_id)
-        ledger.backlog = backlog
-        self._expected[request_id] = ledger
+        self._expected[request_id] = RequestLedger(self, request_id, log=log)
 
-    def adopt(self, record: RequestRecord, backlog: Backlog) -> RequestLedger:
+    def adopt(self, record: RequestRecord, log: RunLog) -> RequestLedger:
         """The ledger of a request just claimed, which was another router's."""
-        ledger = RequestLedger(self, record.id)
-        ledger.backlog = backlog
+        ledger = RequestLedger(self, record.id, log=log)
         self._opened(ledger, record)
         self._expected[record.id] = ledger
         return ledger
@@ -293,6 +284,7 @@ class StoreGuard:
             ledger = self._open.pop(request_id, None)
             if ledger is not None:
                 ledger.recorded = False
+                self.catch_up.forget(ledger)
         await self.call(lambda store: store.release(request_ids))
 
     @property
@@ -303,9 +295,10 @@ class StoreGuard:
     def _opened(self, ledger: RequestLedger, record: RequestRecord) -> None:
         ledger.epoch = record.epoch
         ledger.recorded = True
+        ledger.owed.fields.clear()  # the claim has said them
         self._open[ledger.request_id] = ledger
-        if ledger.backlog is not None:
-            ledger.backlog.opened.set()
+        if ledger.log is not None:
+            ledger.log.opened.set()
 
     def ledger(self, request_id: str) -> RequestLedger | None:
         """The ledger of a request that is not over."""
@@ -324,14 +317,16 @@ class StoreGuard:
     def settle_later(self, ledger: RequestLedger, move: Move) -> None:
         if len(self._unsettled) < MAX_UNSETTLED:
             self._unsettled[move.request_id] = ledger, replace(move, catch_up=True)
-        elif ledger.backlog is None:
-            self.catch_up.forget(ledger)
+            return
+        self.catch_up.forget(ledger)
+        if ledger.log is not None:
+            ledger.log.lose()
 
     def owe(self, entries: Iterable[LogEntry]) -> None:
-        """These were shown, and the store was not there."""
+        """The store was not there for these."""
         for entry in entries:
             ledger = self._open.get(entry.request_id)
-            if ledger is not None and ledger.owes:
+            if ledger is not None and (ledger.owes or ledger.owed.cut):
                 self.catch_up.owe(ledger, entry)
 
     async def append(self, entries: Sequence[LogEntry]) -> list[WriteStatus] | None:
@@ -379,7 +374,7 @@ class StoreGuard:
         """One heartbeat: keep what is held, settle what ended meanwhile, sweep what others left."""
         held = [ledger.request_id for ledger in self._open.values() if ledger.recorded]
         # An end that is still to be told needs its lease, too: its tokens may be among the untold.
-        held += [i for i, (ledger, _) in self._unsettled.items() if ledger.backlog is not None]
+        held += [i for i, (ledger, _) in self._unsettled.items() if ledger.recorded]
         swept: Sequence[Swept] = ()
         try:
             swept = await self._beat(held)
@@ -402,17 +397,11 @@ class StoreGuard:
         await self.catch_up.all(self._store, [it for it in self._open.values() if it.owes])
         while self._unsettled:
             request_id, (ledger, move) = next(iter(self._unsettled.items()))
-            if ledger.backlog is None:
-                await self.catch_up.end(self._store, ledger, move)
-            else:
-                await ledger.write_end(move, self._store)
+            await self.catch_up.end(self._store, ledger, move)
             del self._unsettled[request_id]
         swept = await self._store.sweep() if self.sweeps() else ()
         for each in swept:
             logger.info("request %s swept: %s, epoch %d", each.request_id, each.state, each.epoch)
-        while late := [ledger for ledger in self._open.values() if _is_late(ledger)]:
-            for ledger in late:
-                await write_missed(ledger, self._store)
         return swept
 
     def _return(self) -> None:
@@ -426,8 +415,3 @@ class StoreGuard:
             self.stats.away = True
             self.stats.outages += 1
             logger.warning("the store is away, requests go on unlogged: %s", error.message)
-
-
-def _is_late(ledger: RequestLedger) -> bool:
-    backlog = ledger.backlog
-    return backlog is not None and not backlog.lost and bool(ledger.behind or backlog.pending)

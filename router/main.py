@@ -35,6 +35,7 @@ from baton.errors import ConfigError
 from baton.failpoints import FAILPOINTS
 from baton.generation_config import sampling_defaults
 from baton.handles import Role
+from baton.task_metrics import watch_tasks
 from baton.tokenizer import Tokenizer
 from router.aborts import Aborts
 from router.admin import create_admin_app
@@ -161,6 +162,7 @@ class Router:
         _watch(self.services)
 
     async def start(self) -> None:
+        watch_tasks(self.services.metrics.registry, asyncio.get_running_loop())
         await self.guard.start()
         await self.registry.start()
 

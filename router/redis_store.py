@@ -34,6 +34,7 @@ from baton.redis_keys import (
 from baton.request import RequestState
 from baton.timing import Timing
 from router import redis_scripts
+from router.redis_connections import heed_cancellation
 from router.redis_queue import ScriptQueue
 from router.store import (
     NO_FIELDS,
@@ -54,16 +55,18 @@ BEAT_CHUNK: Final = 1000  # request keys in one BEAT: ~3.5 ms of Redis
 
 def connect(url: str, timeout_s: float) -> Redis:
     """A client whose calls fail after `timeout_s`; it reconnects once, to a restarted server.
+    A call that is cancelled ends at once.
 
     `url` has passed `check_redis_url`.
     """
-    return Redis.from_url(
+    client = Redis.from_url(
         url,
         socket_timeout=timeout_s,
         socket_connect_timeout=timeout_s,
         retry=Retry(NoBackoff(), 1),
         decode_responses=False,
     )
+    return heed_cancellation(client)
 
 
 class RedisStore:

@@ -1,6 +1,6 @@
 """Told: what is in the log of one resumable request, token by token, for any number of readers.
 
-Filled by the router that runs the request, as appends are confirmed (router/backlog.py), or by one
+Filled by the router that runs the request, as appends are confirmed (router/run_log.py), or by one
 that follows the log (router/follower.py). Each reader begins at the start and makes text of tokens
 by itself, so what it reads depends on the log alone, not on when it came. Event loop only.
 

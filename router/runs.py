@@ -24,7 +24,6 @@ from baton.errors import BatonError, Cancelled, InvalidRequest, Unavailable, Uns
 from baton.events import TokenEvent
 from baton.log import request_context
 from baton.request import Request, RequestState
-from router.backlog import Backlog
 from router.canonical import Canonical, canonical_of, record_id
 from router.completion import Completion
 from router.follower import Follower
@@ -32,6 +31,7 @@ from router.ledger import StoreGuard
 from router.log_details import output_ids_of
 from router.metrics import RouterMetrics
 from router.replay import Told
+from router.run_log import RunLog
 from router.run_metrics import Reading, RunStats
 from router.store import RequestRecord, Swept
 from router.trace import RequestTrace
@@ -103,11 +103,11 @@ class Run:
     """
 
     def __init__(
-        self, canonical: Canonical, completion: Completion, backlog: Backlog, parts: RunParts
+        self, canonical: Canonical, completion: Completion, log: RunLog, parts: RunParts
     ) -> None:
         self.canonical = canonical
-        self.backlog = backlog
-        self.told = backlog.told
+        self.log = log
+        self.told = log.told
         self.failure: BatonError | None = None
         self.epoch: int | None = None
         self._completion = completion
@@ -134,7 +134,7 @@ class Run:
 
     async def accepted(self) -> None:
         """Until it is recorded, or has failed before that."""
-        waiter = asyncio.ensure_future(self.backlog.opened.wait())
+        waiter = asyncio.ensure_future(self.log.opened.wait())
         assert self._task is not None, "it was started"
         try:
             await asyncio.wait({waiter, self._task}, return_when=asyncio.FIRST_COMPLETED)
@@ -195,12 +195,12 @@ class Run:
 
     async def _end(self) -> None:
         """Tell readers the end, once nobody can tell another one."""
-        backlog = self.backlog
-        if self._left or backlog.lost:
+        log = self.log
+        if self._left or log.lost:
             self.told.cut()
-        elif not backlog.opened.is_set():
+        elif not log.opened.is_set():
             self.told.close(self.failure)  # it was never taken on
-        elif await backlog.until_written(settled=self.failure is not None):
+        elif await log.until_written(settled=self.failure is not None):
             self.told.close(self.failure)
         else:
             self.told.cut()
@@ -298,7 +298,7 @@ class Runs:
         store = self._parts.store
         run = self._runs.get(request_id)
         if run is not None:
-            if run.backlog.opened.is_set() and not store.holds_leases:
+            if run.log.opened.is_set() and not store.holds_leases:
                 raise Unavailable(AWAY)  # it may be another router's by now
             return _found(run)
         record = await store.call(lambda store: store.read(request_id))
@@ -319,8 +319,8 @@ class Runs:
         if canonical.request.params.prompt_logprobs is not None:
             message = "log-probabilities of the prompt are not kept for resumable requests"
             raise UnsupportedFeature(message, field="prompt_logprobs")
-        run = Run(canonical, completion, self._backlog(canonical, fields), self._parts)
-        self._parts.store.expect(run.id, run.backlog)
+        run = Run(canonical, completion, _run_log(canonical, fields), self._parts)
+        self._parts.store.expect(run.id, run.log)
         self._start(run)
         await run.accepted()
         run.wait_for_readers()
@@ -336,11 +336,11 @@ class Runs:
     async def adopt(self, record: RequestRecord, canonical: Canonical) -> bool:
         """Go on with a request just claimed. False: not here, and it is given up again."""
         store, request_id = self._parts.store, record.id
-        backlog = self._backlog(canonical, {})
-        store.adopt(record, backlog)
-        log = await store.call(lambda store: store.read_log(request_id))
+        log = _run_log(canonical, {})
+        store.adopt(record, log)
+        entries = await store.call(lambda store: store.read_log(request_id))
         try:
-            if log is None:
+            if entries is None:
                 raise Unavailable(AWAY)
             completion = await self.builders[canonical.api](canonical)
         except (BatonError, KeyError) as error:
@@ -349,12 +349,12 @@ class Runs:
             self.stats.not_adopted += 1
             await store.release([request_id])
             return False
-        backlog.told.add(log)
-        run = Run(canonical, completion, backlog, self._parts)
+        log.told.add(entries)
+        run = Run(canonical, completion, log, self._parts)
         run.epoch = record.epoch
         self._start(run)
         run.wait_for_readers()
-        tokens = sum(len(token.event.token_ids) for token in backlog.told.tokens)
+        tokens = sum(len(token.event.token_ids) for token in log.told.tokens)
         self.stats.adopted += 1
         self.stats.adopted_tokens += tokens
         logger.info("request %s adopted: epoch %d, %d tokens", request_id, record.epoch, tokens)
@@ -367,10 +367,6 @@ class Runs:
         await asyncio.gather(*(run.leave() for run in runs), *self._leaving)
 
     # ---- inside ----
-
-    @staticmethod
-    def _backlog(canonical: Canonical, fields: dict[str, str]) -> Backlog:
-        return Backlog(Told(canonical.request.params.num_outputs), fields)
 
     def _start(self, run: Run) -> None:
         def ended() -> None:
@@ -397,15 +393,19 @@ class Runs:
         """Leave what was lost; without leases, show nothing more of anything."""
         held = self._parts.store.holds_leases
         for run in list(self._runs.values()):
-            if run.backlog.lost:
+            if run.log.lost:
                 logger.warning("request %s is another router's now", run.id)
                 self.stats.lost += 1
                 task = asyncio.create_task(run.leave())
                 self._leaving.add(task)
                 task.add_done_callback(self._leaving.discard)
-            elif not held and run.backlog.opened.is_set():
+            elif not held and run.log.opened.is_set():
                 run.told.cut()
 
 
 def _found(run: Run) -> Found:
     return Found(run.canonical, run.canonical.body_digest, run.reading)
+
+
+def _run_log(canonical: Canonical, fields: dict[str, str]) -> RunLog:
+    return RunLog(Told(canonical.request.params.num_outputs), fields)

@@ -39,34 +39,29 @@ class TokenLog:
             for ledger, event in logged:
                 ledger.append_over(event)
         for index, (ledger, _) in enumerate(logged):
-            status = None if statuses is None else statuses[index]
+            entry, status = entries[index], None if statuses is None else statuses[index]
+            if status is WriteStatus.GAP:
+                status = None  # what is missing failed just now: both are told with a heartbeat
             ledger.took(status)
-            if ledger.backlog is None or ledger.backlog.lost:
-                continue
             if status is WriteStatus.OK:
-                ledger.backlog.confirm([entries[index]])
-            else:
-                ledger.backlog.keep(entries[index])
-        if statuses is None:
-            self._guard.owe(entries)
+                ledger.logged([entry])
+            elif status is None:
+                self._guard.owe([entry])
 
     def _entry(self, ledger: RequestLedger, event: TokenEvent) -> LogEntry | None:
         """What to append for an event now; None: nothing, or it waits for the store."""
-        backlog = ledger.backlog
-        if backlog is not None:
-            entry = entry_of(event, ledger.epoch, int(time.time()))
-            if ledger.behind or backlog.pending or self._guard.stats.away:
-                backlog.keep(entry)
-                ledger.behind = True
-                return None
-            return entry
-        if not event.token_ids or ledger.refused:
+        if ledger.refused:
             return None
         # The ledger's epoch: a prefill that outlived a failover still says the old one.
-        entry = LogEntry(
-            event.request_id, ledger.epoch, event.position, event.token_ids, event.sample
-        )
-        if ledger.owes:
-            self._guard.owe((entry,))
+        if ledger.log is not None:
+            entry = entry_of(event, ledger.epoch, int(time.time()))
+        elif event.token_ids:
+            entry = LogEntry(
+                event.request_id, ledger.epoch, event.position, event.token_ids, event.sample
+            )
+        else:
+            return None
+        if ledger.owes or ledger.owed.cut:
+            self._guard.owe([entry])
             return None
         return entry

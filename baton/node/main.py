@@ -42,6 +42,7 @@ from baton.node.metrics_server import MetricsPlace, MetricsServer, metrics_token
 from baton.node.role import NodeRole, RoleContext
 from baton.node.service import NodeServer
 from baton.node.shell import NodeParts, NodeShell
+from baton.task_metrics import watch_tasks
 from baton.timing import Timing
 from kv_transfer.base import Lane, OnReleased
 from kv_transfer.connector import Connector, TransferOptions
@@ -123,6 +124,7 @@ class Node:
         config = self._config
         if config.metrics_port is not None:
             registry, progress = self.shell.metrics.registry, self.shell.progress
+            watch_tasks(registry, asyncio.get_running_loop())
             token = "" if is_loopback(config.host) else metrics_token(config.secret)
             place = MetricsPlace(config.host, config.metrics_port, token, config.tls)
             self._metrics = MetricsServer.start(

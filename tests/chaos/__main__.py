@@ -26,6 +26,7 @@ from tests.chaos.doubles import double_cases
 from tests.chaos.faults import fault_cases
 from tests.chaos.kills import kill_cases
 from tests.chaos.network import network_cases
+from tests.chaos.partitions import partition_cases
 from tests.chaos.pool import pool_cases
 from tests.chaos.soak import soak_cases
 from tests.chaos.stops import stop_cases
@@ -41,6 +42,7 @@ FAMILIES: dict[str, Callable[[argparse.Namespace], list[Case]]] = {
     "redis": lambda options: redis_cases(),
     "clients": lambda options: client_cases(),
     "pool": lambda options: pool_cases(),
+    "partition": lambda options: partition_cases(),
     "fault": lambda options: fault_cases(),
     "soak": lambda options: soak_cases(options.soak),
 }

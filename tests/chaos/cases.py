@@ -12,11 +12,8 @@ from pathlib import Path
 
 from deploy.redis_server import RedisServer
 from tests.chaos.cluster import PLAIN, Cluster, Layout
-from tests.chaos.streams import Spec, Stream
-
-# Makes the streams of a router that died go on, and reads them to their ends (the cluster is whole
-# again). Resumable streams plug in here: then a router's death is judged like any other.
-Resume = Callable[[Cluster, Sequence[Stream]], Awaitable[None]]
+from tests.chaos.oracle import check_counts
+from tests.chaos.streams import Spec, Stream, finish_all
 
 
 @dataclass(frozen=True)
@@ -26,7 +23,13 @@ class World:
     cluster: Cluster
     specs: Mapping[str, Spec]
     draw: random.Random
-    resume: Resume | None = None
+
+    async def finish(self, streams: Sequence[Stream]) -> None:
+        """All to their ends, and the cluster whole again. Plain ones end with what is there: that
+        proves that they need nobody who died. Resumable ones may need Redis, to go on."""
+        await finish_all([stream for stream in streams if not stream.resumable])
+        await self.cluster.heal()
+        await finish_all([stream for stream in streams if stream.resumable])
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,6 @@ class Ground:
     directory: Path
     redis_binary: Path
     seed: int
-    resume: Resume | None = None
 
 
 async def run_cases(ground: Ground, cases: Sequence[Case]) -> AsyncGenerator[Outcome, None]:
@@ -93,7 +95,8 @@ async def _run_one(ground: Ground, cluster: Cluster, case: Case) -> Outcome:
     began = time.monotonic()
     try:
         await cluster.heal()
-        proof = await case.run(World(cluster, ground.specs, draw, ground.resume))
+        proof = await case.run(World(cluster, ground.specs, draw))
+        await check_counts(cluster)
     except Exception as error:  # noqa: BLE001 - a case may fail of anything; the report says of what
         frames = traceback.extract_tb(error.__traceback__)
         place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""

@@ -218,14 +218,13 @@ async def hostile_json(world: World) -> str:
 
 async def beside_an_honest_stream(world: World, attack: Attack) -> str:
     cluster = world.cluster
-    before = cluster.vitals()
     honest = [cluster.begin(world.specs[kind], "honest") for kind in ("beside", "seeded")]
     await honest[0].at_least(EARLY)
     proof = await attack(world)
     honest.append(cluster.begin(world.specs["greedy"], "after"))
     for stream in honest:
         await stream.finish()
-    await check_all(cluster, honest, before)
+    await check_all(cluster, honest)
     return proof
 
 

@@ -5,7 +5,8 @@ is dead, and waits until everything is idle. Each process reads its failpoints f
 writes the proof of each fault to another (baton/failpoints.py), so that a case arms what it needs
 in a process that runs already.
 
-Router r0 is the clients'; r1 only sweeps what a dead r0 leaves behind.
+Router r0 is the clients'; r1 sweeps what a dead r0 leaves behind, and goes on with what is
+resumable of it.
 """
 
 from __future__ import annotations
@@ -31,14 +32,18 @@ from baton.client import AsyncClient
 from baton.errors import BatonError
 from baton.failpoints import LOG_VARIABLE, VARIABLE
 from baton.handles import NodeRecord
+from baton.node.metrics_server import metrics_token
 from baton.redis_keys import LEASES, log_key, node_key, request_key
 from deploy.redis_server import RedisServer
+from tests.chaos.counts import Vitals, descriptors_of, tasks_in, threads_of
+from tests.chaos.hosts import Hosts
 from tests.chaos.proxy import Fault, FaultProxy, Proof
 from tests.chaos.streams import DEADLINE_S, Spec, Stream
 from tests.system.processes import Processes, ServerProcess
 from tests.waiting import eventually
 
 HEAL_S = 90.0
+SECRET = "of-the-deployment-under-test-0123456789"  # nodes that are not on loopback want one
 FIRE_S = 30.0
 STOPPED = "T"
 NEAR, FAR = "127.0.0.1", "127.0.0.2"  # where nodes listen, and where they are said to
@@ -63,7 +68,8 @@ class Layout:
     """What a cluster is made of; cases with the same layout share one.
 
     `proxied`: everything that reaches a node, and Redis, goes through a FaultProxy. Nodes announce
-    themselves as 127.0.0.2, where proxies listen on the same ports.
+    themselves as 127.0.0.2, where proxies listen on the same ports. `hosts`: each node has a host
+    of its own (hosts.py).
     """
 
     node_flags: tuple[str, ...] = ()
@@ -72,18 +78,10 @@ class Layout:
     nodes: tuple[str, ...] = NODES
     routers: tuple[str, ...] = ROUTERS
     proxied: bool = False
+    hosts: bool = False
 
 
 PLAIN = Layout()
-
-
-@dataclass(frozen=True)
-class Vitals:
-    """Of one process: pid, descriptors, threads."""
-
-    pid: int
-    descriptors: int
-    threads: int
 
 
 def free_ports(count: int) -> list[int]:
@@ -104,11 +102,6 @@ def process_state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-def vitals(pid: int) -> Vitals:
-    base = Path(f"/proc/{pid}")
-    return Vitals(pid, len(os.listdir(base / "fd")), len(os.listdir(base / "task")))
-
-
 @dataclass
 class Cluster:
     """`directory`: logs and failpoint files. Use as an async context manager."""
@@ -123,6 +116,9 @@ class Cluster:
     proxies: dict[tuple[str, str], FaultProxy] = field(
         default_factory=dict[tuple[str, str], FaultProxy]
     )
+    # What each process held after its first case: by then everything is made that it keeps.
+    held: dict[int, Vitals] = field(default_factory=dict[int, Vitals])
+    hosts: Hosts | None = None
     _redis_pid: int = 0  # of a Redis that is stopped
     # A socket path may have 107 bytes only, so it does not live in `directory`.
     _sockets: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="baton-chaos-")))
@@ -133,6 +129,9 @@ class Cluster:
         if self.layout.proxied:
             await self._start_proxies()
             url = f"unix://{self._redis_proxy}"
+        if self.layout.hosts:
+            self.hosts = Hosts(self.layout.nodes)
+            self.hosts.up()
         self._processes = Processes(self.model, self.directory, url)
         self.store = aredis.Redis.from_url(self.redis.url)
         await self.store.flushall()
@@ -160,6 +159,8 @@ class Cluster:
         await self._processes.__aexit__(kind, error, trace)
         for proxy in self.proxies.values():
             await proxy.__aexit__(kind, error, trace)
+        if self.hosts is not None:
+            self.hosts.down()
         shutil.rmtree(self._sockets, ignore_errors=True)
         if not self.redis_up:
             self.start_redis()
@@ -201,8 +202,11 @@ class Cluster:
     def pid(self, name: str) -> int:
         return self.servers[name].process.pid
 
-    def vitals(self) -> dict[str, Vitals]:
-        return {name: vitals(self.pid(name)) for name in self.names if self.alive(name)}
+    async def vitals(self, name: str) -> Vitals:
+        """What a process that lives holds now."""
+        pid = self.pid(name)
+        descriptors, threads = descriptors_of(pid), threads_of(pid)
+        return Vitals(pid, descriptors, threads, tasks_in(await self.scrape(name)))
 
     async def kill(self, name: str) -> str:
         """kill -9 of a process or of "redis"; returns the proof."""
@@ -297,11 +301,28 @@ class Cluster:
         assert self._client is not None, "r0 runs"
         return self._client
 
-    def begin(self, spec: Spec, label: str = "x", deadline_s: float = DEADLINE_S) -> Stream:
-        """A request under an id of its own."""
+    def begin(
+        self,
+        spec: Spec,
+        label: str = "x",
+        deadline_s: float = DEADLINE_S,
+        *,
+        resumable: bool = False,
+    ) -> Stream:
+        """A request under an id of its own; a resumable one knows every router."""
         self.count += 1
-        stream = Stream(spec, f"{label}-{self.count:05d}", deadline_s=deadline_s)
-        return stream.start(self.client)
+        request_id = f"{label}-{self.count:05d}"
+        stream = Stream(spec, request_id, deadline_s=deadline_s, resumable=resumable)
+        return stream.start_at(self._addresses) if resumable else stream.start(self.client)
+
+    def ask_again(self, stream: Stream) -> Stream:
+        """A resumable request that has ended, from its start, of the last router."""
+        again = Stream(stream.spec, stream.request_id, deadline_s=stream.deadline_s, resumable=True)
+        return again.start_at(self._addresses[-1:])
+
+    @property
+    def _addresses(self) -> list[str]:
+        return [str(self.servers[name].ready["grpc_address"]) for name in self.layout.routers]
 
     async def request_fields(self, request_id: str) -> dict[str, str]:
         """The request's record in Redis; empty when there is none, or no Redis."""
@@ -328,11 +349,19 @@ class Cluster:
         """redis-py types its answers as awaitable or not, text or bytes; here they are bytes."""
         return await reply
 
+    async def scrape(self, name: str) -> str:
+        """A process' /metrics."""
+        ready = self.servers[name].ready
+        if name in ROUTERS:
+            return (await self._http.get(f"http://{ready['address']}/metrics")).text
+        host = NEAR if self.hosts is None else self.hosts.address(name)
+        url = f"http://{host}:{ready['metrics_port']}/metrics"
+        headers = {"Authorization": f"Bearer {metrics_token(SECRET)}"}
+        return (await self._http.get(url, headers=headers)).text
+
     async def metric(self, name: str, metric: str) -> float:
         """One value of a process' /metrics; 0 for a sample that is not there yet."""
-        ready = self.servers[name].ready
-        place = ready["address"] if name in ROUTERS else f"127.0.0.1:{ready['metrics_port']}"
-        text = (await self._http.get(f"http://{place}/metrics")).text
+        text = await self.scrape(name)
         bare, _, labels = metric.partition("{")
         for line in text.splitlines():
             sample, _, value = line.rpartition(" ")
@@ -347,6 +376,8 @@ class Cluster:
         self.disarm()
         self.wake_redis()
         self.wake_all()
+        if self.hosts is not None:
+            self.hosts.heal()
         for proxy in self.proxies.values():
             await proxy.set(Fault.NONE)
             proxy.proof = Proof()
@@ -369,14 +400,21 @@ class Cluster:
             VARIABLE: f"@{self._plan(name)}",
             LOG_VARIABLE: str(self._proof(name)),
         }
+        if self.layout.hosts:
+            environ["BATON_SECRET"] = SECRET
+        prefix: tuple[str, ...] = ()
         if name in ROUTERS:
             flags = (*ROUTER_FLAGS, "--router-id", name, *self.layout.router_flags)
         else:
             flags = (*NODE_FLAGS, "--kv-lanes", self.layout.lanes, *self.layout.node_flags)
             if self.layout.proxied:
                 flags = (*flags, *self._proxied_flags(name))
-        server = await self._processes.start(MODULES[name[0]], name, flags, environ)
-        if self.layout.proxied and name not in ROUTERS:
+            if self.hosts is not None:
+                flags += ("--host", self.hosts.address(name), "--insecure")
+                flags += ("--kv-unix-dir", str(self._sockets))
+                prefix = self.hosts.enter(name)
+        server = await self._processes.start(MODULES[name[0]], name, flags, environ, prefix)
+        if (self.layout.proxied or self.layout.hosts) and name not in ROUTERS:
             # Peers prefer the Unix socket of a node on their host; without it they take TCP.
             boot = str(server.ready["boot_id"])
             for path in self._sockets.glob("*.sock"):

@@ -12,12 +12,21 @@ import random
 from baton.failpoints import STAGES
 from tests.chaos.cases import Case, World
 from tests.chaos.cluster import NODES
-from tests.chaos.kills import EARLY, KINDS, NUM_BESIDE, PASSAGES, VICTIMS, processes_of, victim_of
+from tests.chaos.kills import (
+    EARLY,
+    KINDS,
+    NUM_BESIDE,
+    PASSAGES,
+    VICTIMS,
+    disarm_but,
+    processes_of,
+    victim_of,
+)
 from tests.chaos.oracle import Terms, check_all
-from tests.chaos.streams import finish_all
 
 LONGEST_PAUSE_S = 0.8
-WEIGHTS = (5, 5, 1, 2)  # of VICTIMS: a router's death ends the case for its clients
+WEIGHTS = (5, 5, 2, 2)  # of VICTIMS
+RESUMABLE_SHARE = 0.5
 
 
 def second_victim(first: str, draw: random.Random) -> str:
@@ -29,19 +38,22 @@ def second_victim(first: str, draw: random.Random) -> str:
 
 async def kill_twice(world: World) -> str:
     cluster, draw = world.cluster, world.draw
-    before = cluster.vitals()
     [victim] = draw.choices(VICTIMS, WEIGHTS)
     stage = draw.choice(STAGES)
     passage = draw.randint(1, 2 * PASSAGES.get(stage, 1) - 1)
-    beside = [cluster.begin(world.specs["beside"], "beside") for _ in range(NUM_BESIDE)]
+    beside = [
+        cluster.begin(world.specs["beside"], "beside", resumable=number > 0)
+        for number in range(NUM_BESIDE)
+    ]
     for stream in beside:
         await stream.at_least(EARLY)
     cluster.arm(processes_of(stage), f"{stage}:{passage}:stop")
-    stream = cluster.begin(world.specs[draw.choice(KINDS)], "double")
+    kind, resumable = draw.choice(KINDS), draw.random() < RESUMABLE_SHARE
+    stream = cluster.begin(world.specs[kind], "double", resumable=resumable)
     stopped, line = await cluster.fired()
     proofs = [line, await cluster.stopped(stopped)]
     first = await victim_of(cluster, victim, stopped, stream, draw)
-    cluster.disarm()
+    disarm_but(cluster, stage, stopped)
     proofs.append(await cluster.kill(first))
     if first != stopped:
         cluster.wake(stopped)
@@ -50,12 +62,12 @@ async def kill_twice(world: World) -> str:
     second = second_victim(first, draw)
     proofs.append(f"{pause_s:.2f} s later {await cluster.kill(second)}")
     streams = [*beside, stream]
-    await finish_all(streams)
-    await cluster.heal()
+    await world.finish(streams)
     dead = {first, second}
     terms = Terms(cut="r0" in dead, unlogged="redis" in dead)
-    await check_all(cluster, streams, before, terms)
-    proofs.append(f"{stream.spec.name}, retries {max(s.retries for s in streams)}")
+    await check_all(cluster, streams, terms)
+    word = "resumable" if resumable else "plain"
+    proofs.append(f"{word} {stream.spec.name}, retries {max(s.retries for s in streams)}")
     return "; ".join(proofs)
 
 

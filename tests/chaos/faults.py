@@ -22,7 +22,6 @@ STRICT = Terms()
 
 async def happens_at(world: World, stage: str, action: str, terms: Terms) -> str:
     cluster = world.cluster
-    before = cluster.vitals()
     beside = cluster.begin(world.specs["beside"], "beside")
     await beside.at_least(EARLY)
     cluster.arm(processes_of(stage), f"{stage}:{PASSAGES.get(stage, 1)}:{action}")
@@ -32,7 +31,7 @@ async def happens_at(world: World, stage: str, action: str, terms: Terms) -> str
     await finish_all([beside, stream])
     if stream.error is not None and stream.ended - stream.started > PROMPT_S:
         raise Broken(f"{stream.request_id}: {stream.error.code} only after {PROMPT_S:.0f} s")
-    await check_all(cluster, [beside, stream], before, terms)
+    await check_all(cluster, [beside, stream], terms)
     end = stream.error.code if stream.error is not None else f"retries {stream.retries}"
     return f"{line}; {stream.spec.name}, {end}"
 

@@ -161,7 +161,7 @@ async def _end(
     for proxy in proxies:
         await proxy.set(Fault.NONE)
     await world.cluster.heal()
-    await check_all(world.cluster, streams, {}, terms)
+    await check_all(world.cluster, streams, terms)
     return f"{proof}; retries {max(stream.retries for stream in streams)}"
 
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 
 from tests.chaos.cases import Case, World
 from tests.chaos.clients import resident_bytes
-from tests.chaos.cluster import NODES, Cluster, vitals
+from tests.chaos.cluster import NODES, Cluster
+from tests.chaos.counts import descriptors_of, threads_of
 from tests.chaos.oracle import Broken, Terms, check_all, check_stream
 from tests.chaos.streams import Stream
 
@@ -47,9 +48,9 @@ class Drift:
     def take(self, cluster: Cluster, minute: float) -> None:
         for name in cluster.names:
             if cluster.alive(name):
-                now = vitals(cluster.pid(name))
-                sample = Sample(minute, resident_bytes(now.pid), now.descriptors, now.threads)
-                self.samples[name, now.pid].append(sample)
+                pid = cluster.pid(name)
+                counts = descriptors_of(pid).total(), threads_of(pid).total()
+                self.samples[name, pid].append(Sample(minute, resident_bytes(pid), *counts))
 
     def slopes(self) -> dict[str, tuple[float, float, float]]:
         """Bytes, descriptors and threads per minute, of each process that was there long enough."""
@@ -102,7 +103,6 @@ class Soak:
 async def soak(world: World, minutes: float) -> str:
     began = time.monotonic()
     run, drift = Soak(world, began + 60 * minutes), Drift()
-    before = world.cluster.vitals()
 
     async def watch() -> None:
         while time.monotonic() < run.until:
@@ -114,7 +114,7 @@ async def soak(world: World, minutes: float) -> str:
         for _ in range(AT_ONCE):
             group.create_task(run.client(random.Random(world.draw.random())))
     await world.cluster.heal()
-    await check_all(world.cluster, [], before)
+    await check_all(world.cluster, [])
     slopes = drift.slopes()
     shown = {
         name: f"{memory / 1024:+.0f} KiB, {fds:+.2f} fds, {threads:+.2f} threads per minute"

@@ -19,7 +19,7 @@ MID_STREAM = 12  # tokens shown when a process is stopped without a failpoint
 
 async def _check(world: World, streams: list[Stream], proofs: list[str], terms: Terms) -> str:
     await world.cluster.heal()
-    await check_all(world.cluster, streams, {}, terms)
+    await check_all(world.cluster, streams, terms)
     proofs.append(f"retries {max(stream.retries for stream in streams)}")
     return "; ".join(proofs)
 

@@ -88,7 +88,6 @@ async def read_only(cluster: Cluster) -> str:
 async def in_mid_stream(world: World, trouble: Trouble, terms: Terms) -> str:
     """One stream under way, one that comes in while it happens, one that comes after."""
     cluster = world.cluster
-    before = cluster.vitals()
     beside = cluster.begin(world.specs["beside"], "beside")
     await beside.at_least(MID_STREAM)
     shown = beside.num_tokens
@@ -100,7 +99,7 @@ async def in_mid_stream(world: World, trouble: Trouble, terms: Terms) -> str:
     streams = [beside, during, after]
     await finish_all(streams)
     await cluster.heal()
-    await check_all(cluster, streams, before, terms)
+    await check_all(cluster, streams, terms)
     return f"{proof}; {meanwhile} tokens shown meanwhile"
 
 

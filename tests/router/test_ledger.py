@@ -10,11 +10,14 @@ import pytest
 
 from baton.errors import IllegalTransition, InvalidRequest, StoreUnavailable
 from baton.events import TokenEvent
-from baton.request import RequestState
+from baton.request import FinishReason, RequestState
 from deploy.redis_server import RedisServer, find_redis_binary
+from router.catch_up import CatchUp
 from router.ledger import StoreGuard
 from router.memory_store import MemoryStore
 from router.redis_store import RedisStore, connect
+from router.replay import Told as Shown
+from router.run_log import RunLog
 from router.store import LogEntry, Move, Told, WriteStatus
 from router.token_log import TokenLog
 from tests.router.fakes import FAST, FakeClock, make_request
@@ -100,7 +103,7 @@ async def test_a_request_that_lives_through_an_outage_is_settled_after_it() -> N
     assert (record.state, record.epoch) == (S.FINISHED, 2)
     log = await store.read_log("a")
     assert [(e.epoch, e.position, e.token_ids) for e in log] == [
-        (1, 0, (1,)), (1, 1, (2,)), (2, 2, (3,)),
+        (1, 0, (1,)), (2, 1, (2, 3)),
     ]  # fmt: skip
     record = await store.read("b")
     assert record is not None, "it came and went during the outage"
@@ -265,6 +268,118 @@ async def test_an_end_and_a_heartbeat_tell_the_same_backlog_once() -> None:
     assert (guard.stats.refused, guard.catch_up.stats.tokens) == (0, 2)
     await guard.beat()
     assert (await store.read("a")) == record
+
+
+class Gapped(FlakyStore):
+    """Does not take the first append, and says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.deaf = True
+
+    async def append(self, entries: Sequence[LogEntry]) -> list[WriteStatus]:
+        if self.deaf:
+            self.deaf = False
+            raise StoreUnavailable("lost")
+        return await super().append(entries)
+
+
+async def test_an_append_behind_one_that_failed_is_owed_like_it() -> None:
+    """What is sent before the failure is known finds a gap in the log: that is no fence."""
+    store = Gapped()
+    guard = StoreGuard(store, FAST)
+    ledger = await guard.open(make_request("a"), {})
+    log = TokenLog(guard)
+    await log.append([tokens("a", 0, 1)])
+    ledger.behind = guard.stats.away = False  # as if that answer were still on its way
+    await log.append([tokens("a", 1, 2)])
+    assert (guard.stats.refused, ledger.behind) == (0, True)
+    await guard.beat()
+    assert [t for entry in await store.read_log("a") for t in entry.token_ids] == [1, 2]
+    assert (guard.stats.refused, ledger.behind) == (0, False)
+
+
+def run_log() -> RunLog:
+    return RunLog(Shown(1), {"resumable": "1"})
+
+
+def details(position: int, token: int, end: FinishReason | None = None) -> TokenEvent:
+    return TokenEvent("a", 1, position, (token,), finish_reason=end)
+
+
+async def test_a_resumable_request_shows_what_it_owes_when_it_is_told() -> None:
+    store = FlakyStore()
+    guard = StoreGuard(store, FAST)
+    shown = run_log()
+    guard.expect("a", shown)
+    ledger = await guard.open(make_request("a"), {})
+    log = TokenLog(guard)
+    await log.append([details(0, 1)])
+    store.away = True
+    await log.append([details(1, 2)])
+    await ledger.move(S.DECODE)
+    await log.append([details(2, 3, FinishReason.LENGTH)])
+    await ledger.finish(S.FINISHED)
+    assert [token.event.token_ids for token in shown.told.tokens] == [(1,)]
+    waiter = asyncio.ensure_future(shown.until_written(settled=True))
+    store.away = False
+    await guard.beat()
+    assert await waiter
+    assert [token.event.token_ids for token in shown.told.tokens] == [(1,), (2,), (3,)]
+    assert shown.told.all_ended
+    record = await store.read("a")
+    assert record is not None
+    assert (record.state, record.fields["resumable"]) == (S.FINISHED, "1")
+    assert guard.catch_up.stats.tokens == 2
+
+
+async def test_a_resumable_request_whose_log_has_lost_tokens_is_given_up_without_an_end() -> None:
+    store = FlakyStore()
+    guard = StoreGuard(store, FAST)
+    shown = run_log()
+    guard.expect("a", shown)
+    ledger = await guard.open(make_request("a"), {})
+    await TokenLog(guard).append([details(3, 4)])  # as if the server had forgotten three
+    assert not shown.lost
+    await guard.beat()
+    assert (shown.lost, ledger.recorded, guard.stats.refused) == (True, False, 1)
+    await ledger.finish(S.CANCELLED)
+    record = await store.read("a")
+    assert record is not None
+    assert record.state is S.QUEUED, "another router adopts it when its lease has run out"
+
+
+async def test_a_resumable_request_that_finds_no_room_is_given_up() -> None:
+    """Another router goes on from its log: here its tokens are gone."""
+    store = FlakyStore()
+    guard = StoreGuard(store, FAST)
+    guard.catch_up = CatchUp(max_tokens=1)
+    shown = run_log()
+    guard.expect("a", shown)
+    ledger = await guard.open(make_request("a"), {})
+    store.away = True
+    log = TokenLog(guard)
+    await log.append([details(0, 1)])
+    await log.append([details(1, 2)])
+    assert (shown.lost, ledger.recorded, guard.catch_up.stats.dropped) == (True, False, 1)
+    assert not await shown.until_written(settled=False)
+    store.away = False
+    await guard.beat()
+    assert await store.read_log("a") == []
+
+
+async def test_a_fence_gives_the_room_of_what_was_owed_back() -> None:
+    store = FlakyStore()
+    guard = StoreGuard(store, FAST)
+    guard.catch_up = CatchUp(max_tokens=2)
+    ledger = await guard.open(make_request("a"), {})
+    store.away = True
+    log = TokenLog(guard)
+    await log.append([tokens("a", 0, 1, 2)])
+    ledger.took(WriteStatus.FENCED)
+    await guard.open(make_request("b"), {})
+    await log.append([tokens("b", 0, 3, 4)])
+    assert guard.catch_up.stats.dropped == 0
 
 
 @pytest.mark.redis

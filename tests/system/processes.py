@@ -121,12 +121,14 @@ class Processes:
         name: str,
         flags: Sequence[str] = (),
         environ: Mapping[str, str] | None = None,
+        prefix: Sequence[str] = (),
     ) -> ServerProcess:
-        """Start `python -m module` and wait for its READY line. `environ`: variables of its own.
+        """Start `python -m module` and wait for its READY line. `environ`: variables of its own;
+        `prefix`: words before the command.
 
         Raises RuntimeError with its log.
         """
-        command = [sys.executable, "-m", module, "--model", str(self.model), *flags]
+        command = [*prefix, sys.executable, "-m", module, "--model", str(self.model), *flags]
         if self.redis_url is not None:
             command += ["--redis-url", self.redis_url]
         if module != "router":

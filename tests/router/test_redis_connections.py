@@ -1,0 +1,104 @@
+"""A call of Redis that is cancelled as its bytes leave ends, whoever made it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+
+import pytest
+from redis.asyncio import Connection, Redis, SSLConnection, UnixDomainSocketConnection
+
+from baton.clock import SystemClock
+from router.aborts import Aborts
+from router.directory import RedisDirectory
+from router.redis_connections import heed_cancellation
+from router.redis_store import RedisStore, connect
+from tests.router.fakes import FAST, PATIENCE_S
+from tests.router.test_aborts import Requests
+
+pytestmark = pytest.mark.redis
+TIMEOUT_S = 5.0
+Call = Callable[[Redis], Awaitable[object]]
+
+
+class Crossing:
+    """Cancels a task as soon as the bytes of a command have left, before it has been told so."""
+
+    def __init__(self, client: Redis, word: bytes) -> None:
+        self.task: asyncio.Task[object] | None = None
+        self.crossed = 0
+        crossing, pool = self, client.connection_pool
+
+        class Crossed(pool.connection_class):  # type: ignore[misc, name-defined]
+            async def _send_packed_command(self, command: Iterable[bytes]) -> None:
+                data = b"".join(command)
+                await super()._send_packed_command([data])
+                if word in data and crossing.task is not None:
+                    crossing.crossed += 1
+                    crossing.task.cancel()
+
+        pool.connection_class = Crossed
+
+
+def store(client: Redis) -> RedisStore:
+    return RedisStore(client, "router", FAST, SystemClock(), TIMEOUT_S)
+
+
+CALLS: dict[str, tuple[bytes, Call]] = {
+    "tail": (b"XREAD", lambda client: store(client).tail("r", "", TIMEOUT_S)),
+    "read_log": (b"XRANGE", lambda client: store(client).read_log("r")),
+    "counts": (b"HGETALL", lambda client: store(client).counts()),
+    "beat": (b"EVALSHA", lambda client: store(client).beat(())),
+    "nodes": (b"SCAN", lambda client: RedisDirectory(client, TIMEOUT_S).records()),
+    "aborts": (b"SUBSCRIBE", lambda client: Aborts(Requests(), client).run()),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+async def test_a_call_that_is_cancelled_as_its_bytes_leave_ends(
+    name: str, empty_redis: str
+) -> None:
+    word, call = CALLS[name]
+    client = connect(empty_redis, TIMEOUT_S)
+    crossing = Crossing(client, word)
+    crossing.task = asyncio.ensure_future(call(client))
+    await asyncio.wait({crossing.task}, timeout=PATIENCE_S)
+    assert (crossing.crossed, crossing.task.cancelled()) == (1, True)
+    crossing.task = None
+    assert await client.ping(), "no answer to the call that was given up is taken for another's"
+    await client.aclose()
+
+
+async def test_a_time_limit_that_runs_out_as_the_bytes_leave_is_one(empty_redis: str) -> None:
+    """asyncio.timeout cancels, too: it would be late by redis-py's own limit."""
+    client = connect(empty_redis, TIMEOUT_S)
+    limit = asyncio.timeout(None)
+
+    class Late(client.connection_pool.connection_class):  # type: ignore[misc, name-defined]
+        async def _send_packed_command(self, command: Iterable[bytes]) -> None:
+            data = b"".join(command)
+            await super()._send_packed_command([data])
+            if b"BLPOP" in data:
+                limit.reschedule(0.0)  # of the past: with the next turn of the loop
+                await asyncio.sleep(0)
+
+    client.connection_pool.connection_class = Late
+    with pytest.raises(TimeoutError):
+        async with limit:
+            await client.blpop(["nothing"], timeout=0)  # type: ignore[misc]
+    await client.aclose()
+
+
+@pytest.mark.parametrize(
+    ("url", "kind"),
+    [
+        ("redis://127.0.0.1:1", Connection),
+        ("rediss://127.0.0.1:1", SSLConnection),
+        ("unix:///nowhere", UnixDomainSocketConnection),
+    ],
+)
+def test_every_kind_of_connection_is_made_so(url: str, kind: type) -> None:
+    client = heed_cancellation(Redis.from_url(url))
+    made = client.connection_pool.connection_class
+    assert issubclass(made, kind)
+    assert made is not kind

@@ -23,7 +23,8 @@ from typing import Any, Final
 
 import torch
 
-from bench.engine import LARGE, Generate, Limits, Row, Sizes, ours, write_models
+from baton.engine.work import Limits
+from bench.engine import LARGE, Generate, Row, needs, ours, shares, write_models
 from bench.engine_kit import Part, arguments_parser, prepare, random_prompt, tell
 
 NO_GPU: Final = 2
@@ -57,7 +58,7 @@ def measure_limits(device: torch.device) -> Limits:
     a, b = (torch.randn(8192, 8192, device=device).bfloat16() for _ in range(2))
     copied = best(lambda: target.copy_(source))
     multiplied = best(lambda: a @ b)
-    return Limits(2 * source.nbytes / copied / 1e9, 2 * 8192**3 / multiplied / 1e12)
+    return Limits(2 * source.nbytes / copied, 2 * 8192**3 / multiplied)
 
 
 def kernels(device: torch.device, limits: Limits, families: Sequence[str]) -> list[dict[str, Any]]:
@@ -71,8 +72,8 @@ def kernels(device: torch.device, limits: Limits, families: Sequence[str]) -> li
         row = {
             "kernel": case.name, "right": error <= case.tolerance, "error": error,
             "us": seconds * 1e6,
-            "of bandwidth": case.num_bytes / seconds / 1e9 / limits.read_gb_s,
-            "of GEMM rate": case.num_flops / seconds / 1e12 / limits.gemm_tflop_s,
+            "of bandwidth": case.num_bytes / seconds / limits.read_bytes_per_s,
+            "of GEMM rate": case.num_flops / seconds / limits.flops_per_s,
         }  # fmt: skip
         found.append(row)
         sys.stderr.write(f"{row}\n")
@@ -94,7 +95,7 @@ def attention(device: torch.device, limits: Limits) -> list[dict[str, Any]]:
                 seconds = best(case.ours)
                 found.append({
                     "context": context, "rows": rows, "kernel": case.name, "us": seconds * 1e6,
-                    "of bandwidth": case.num_bytes / seconds / 1e9 / limits.read_gb_s,
+                    "of bandwidth": case.num_bytes / seconds / limits.read_bytes_per_s,
                 })  # fmt: skip
     return found
 
@@ -160,13 +161,14 @@ def engine(path: Path, limits: Limits, rounds: int, with_peer: bool) -> list[dic
             num_kv_blocks=16_384, max_num_seqs=128, max_num_batched_tokens=8192,
             enable_prefix_caching=False,
         )  # fmt: skip
-        run, sizes = ours(llm), Sizes.of(reference, llm)
+        run = ours(llm)
         for row in (row for row in ROWS if row.quantization == quantization):
             rate(run, row, vocab, 99)
+            work = needs(llm, run, row, vocab)
             speed = statistics.median([rate(run, row, vocab, index) for index in range(rounds)])
             found.append({
-                "row": row.name, "tokens/s": speed, "limit": "MBU" if row.batch else "MFU",
-                "share": sizes.share(row, speed, limits), "transformers": None, "ratio": None,
+                "row": row.name, "tokens/s": speed, **shares(row, speed, work, limits),
+                "transformers": None, "ratio": None,
             })  # fmt: skip
             sys.stderr.write(f"{found[-1]}\n")
         del llm, run
@@ -200,7 +202,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = torch.device("cuda")
     limits = measure_limits(device)
     name = torch.cuda.get_device_name(device)
-    machine = {"GPU": name, "copy GB/s": limits.read_gb_s, "GEMM TFLOP/s": limits.gemm_tflop_s}
+    machine = {"GPU": name, "copy GB/s": limits.read_bytes_per_s / 1e9,
+               "GEMM TFLOP/s": limits.flops_per_s / 1e12}  # fmt: skip
     parts = [Part("Limits, measured", [machine])]
     rows = kernels(device, limits, given.families)
     parts.append(Part("Kernels against their twins", rows))

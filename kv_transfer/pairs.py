@@ -48,6 +48,10 @@ class Pairs:
         return self._num_pairs
 
     @property
+    def num_idle(self) -> int:
+        return len(self._idle)
+
+    @property
     def num_built(self) -> int:
         return self._num_built
 

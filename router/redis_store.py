@@ -22,6 +22,7 @@ from redis.exceptions import RedisError
 
 from baton.clock import Clock
 from baton.errors import StoreUnavailable
+from baton.redis_connections import heed_cancellation
 from baton.redis_keys import (
     EVENTS,
     LEASES,
@@ -34,7 +35,6 @@ from baton.redis_keys import (
 from baton.request import RequestState
 from baton.timing import Timing
 from router import redis_scripts
-from router.redis_connections import heed_cancellation
 from router.redis_queue import ScriptQueue
 from router.store import (
     NO_FIELDS,

@@ -326,7 +326,7 @@ class Runs:
         run.wait_for_readers()
         failure = run.failure
         if not (isinstance(failure, InvalidRequest) and failure.field == "request_id"):
-            self.stats.begun += run.backlog.opened.is_set()
+            self.stats.begun += run.log.opened.is_set()
             return replace(_found(run), new=True)
         found = await self.find(canonical.owner, canonical.name)
         if found is None:

@@ -21,7 +21,7 @@ async def eventually(look: Callable[[], Awaitable[T]], timeout_s: float = WAIT_S
 
 
 async def end(*tasks: asyncio.Task[None]) -> None:
-    """Cancel them until they have ended: a client of Redis was seen to lose a cancellation."""
+    """Cancel them until they have ended."""
     while pending := [task for task in tasks if not task.done()]:
         for task in pending:
             task.cancel()

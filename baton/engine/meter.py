@@ -13,6 +13,7 @@ from baton.engine.interface import ChunkResult, Runner, SequenceChunk
 from baton.engine.loading import LoadedModel
 from baton.engine.roofline import limits_of
 from baton.engine.stats import EngineStats
+from baton.engine.tensor_parallel.place import rank_layers
 from baton.engine.work import ModelWork, layer_works
 
 
@@ -41,15 +42,14 @@ class Meter:
 
 
 def work_of(loaded: LoadedModel) -> ModelWork:
-    """What steps of this model need."""
+    """What steps of this model need; of a tensor-parallel one, what they need of its leader."""
     info, attention = loaded.info, loaded.attention_layers
-    values = [
-        layer.latent or spec.v_dim for layer, spec in zip(attention, info.layers, strict=True)
-    ]
+    layers = info.layers if loaded.ranks is None else rank_layers(info.layers, loaded.ranks.size)
+    values = [layer.latent or spec.v_dim for layer, spec in zip(attention, layers, strict=True)]
     heads = [layer.query_heads for layer in attention]
     return ModelWork.of(
         loaded.model.parameter_counts,
         loaded.weight_bytes,
         loaded.dtype.itemsize,
-        layer_works(info.layers, values, heads, info.kv_dtype),
+        layer_works(layers, values, heads, info.kv_dtype),
     )

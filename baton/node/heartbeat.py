@@ -16,6 +16,7 @@ from redis.exceptions import RedisError
 
 from baton import redis_keys, wire
 from baton.handles import NodeRecord
+from baton.redis_connections import heed_cancellation
 from baton.timing import Timing
 
 log = logging.getLogger(__name__)
@@ -39,11 +40,12 @@ class RedisRegistry:
     def __init__(self, url: str, timing: Timing) -> None:
         self._timing = timing
         self._away = False
-        self._redis = redis.asyncio.Redis.from_url(
+        client = redis.asyncio.Redis.from_url(
             url,
             socket_timeout=timing.heartbeat_s,
             socket_connect_timeout=timing.heartbeat_s,
         )
+        self._redis = heed_cancellation(client)
 
     async def announce(self, record: NodeRecord) -> None:
         lifetime_ms = int(self._timing.node_record_s * 1000)
@@ -58,7 +60,8 @@ class RedisRegistry:
 
     async def _try(self, command: Callable[[], Awaitable[object]]) -> None:
         try:
-            await self._in_time(command)
+            async with asyncio.timeout(self._timing.heartbeat_s):
+                await command()
         except (RedisError, OSError, TimeoutError) as error:
             if not self._away:
                 log.warning("Redis is away, this node goes on without it: %s", error)
@@ -67,26 +70,6 @@ class RedisRegistry:
         if self._away:
             log.info("Redis is back")
         self._away = False
-
-    async def _in_time(self, command: Callable[[], Awaitable[object]]) -> None:
-        """In a task of its own: redis-py was seen to lose a cancellation that comes while it reads,
-        and a beat that waits on for ever is a node's last. Raises TimeoutError."""
-        task = asyncio.ensure_future(command())
-        try:
-            await asyncio.wait({task}, timeout=self._timing.heartbeat_s)
-        finally:
-            if not task.done():
-                task.add_done_callback(_ignored)
-                task.cancel()
-        if not task.done():
-            raise TimeoutError("no answer within a heartbeat")
-        task.result()
-
-
-def _ignored(task: asyncio.Future[object]) -> None:
-    """Nobody waits for its end any more."""
-    if not task.cancelled():
-        task.exception()
 
 
 class Heartbeat:

@@ -59,8 +59,7 @@ def integers(bits: Literal[4, 8], shape: tuple[int, int], groups: int, *, zeros:
     bits=st.sampled_from([4, 8]),
     rows=st.integers(1, 33),
     outputs=st.integers(1, 200),
-    groups=st.integers(1, 5),
-    size=st.sampled_from([4, 12, 32, 64, 128]),
+    grouping=st.tuples(st.integers(1, 5), st.sampled_from([4, 12, 32, 64, 128])),
     zeros=st.booleans(),
     biased=st.booleans(),
 )
@@ -68,12 +67,12 @@ def test_integer_panels_are_the_dequantized_twin(
     bits: Literal[4, 8],
     rows: int,
     outputs: int,
-    groups: int,
-    size: int,
+    grouping: tuple[int, int],
     zeros: bool,
     biased: bool,
 ) -> None:
     assert FOUND is not None
+    groups, size = grouping
     weight = integers(bits, (outputs, groups * size), groups, zeros=zeros)
     x, bias = noise(1, rows, groups * size), noise(2, outputs) if biased else None
     y = IntegerPanels(FOUND, weight, bias)(x)

@@ -24,6 +24,7 @@ from kv_transfer.dist import DistLane, DistSettings
 from kv_transfer.frames import MAX_PAYLOAD, Buffer
 from kv_transfer.records import RecordSocket, Tag
 from tests.transfer.pools import PATIENCE_S
+from tests.waiting import eventually
 
 TIMING = Timing(kv_progress_s=2.0)
 SMALL, BIG = b"s" * 100, bytes(range(256)) * 2000
@@ -32,6 +33,7 @@ CHILD = """
 import itertools, sys, signal
 from baton.timing import Timing
 from kv_transfer.dist import DistLane
+from tests.waiting import eventually
 lane = DistLane(Timing(kv_progress_s=2.0))
 def serve(name, peer):
     question = peer.receive(10.0)
@@ -71,7 +73,7 @@ def start() -> Iterator[Callable[..., tuple[DistLane, LaneAddress]]]:
     for lane in lanes:
         lane.stop()
         lane.stop()
-        assert lane.pairs.num_pairs == 0
+    assert [lane.pairs.num_pairs for lane in lanes] == [0] * len(lanes)
     assert not [t.name for t in threading.enumerate() if t.name.startswith("kv-")]
 
 
@@ -90,7 +92,7 @@ def drain(wire: Wire) -> None:
         pass
 
 
-def test_a_pair_is_built_for_the_first_big_frame_and_kept(start) -> None:
+async def test_a_pair_is_built_for_the_first_big_frame_and_kept(start) -> None:
     (p, address), (d, _) = start(), start()
     wire = d.open(address)
     ask(wire, 0)
@@ -98,6 +100,12 @@ def test_a_pair_is_built_for_the_first_big_frame_and_kept(start) -> None:
     for _ in range(3):
         ask(wire, 4)
     wire.finish()
+
+    async def is_idle() -> bool:
+        """Nor has the exporter anything to do any more; until then it has to offer another pair."""
+        return p.pairs.num_idle == d.pairs.num_idle == 1
+
+    await eventually(is_idle)
     other = d.open(address)
     ask(other, 4)
     other.finish()

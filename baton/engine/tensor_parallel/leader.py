@@ -24,6 +24,7 @@ from baton.engine.tensor_parallel.messages import ALL_ROWS, Kind, encode_step
 from baton.engine.tensor_parallel.place import LEADER, RankPlace
 from baton.engine.tensor_parallel.rank import refuse
 from baton.engine.tensor_parallel.ranks import Ranks, StartRank, start_process, threads_of
+from baton.engine.work import ParameterCounts
 from baton.kv_spec import LayerSpec
 
 
@@ -52,6 +53,11 @@ class LeaderModel:
     def layers(self) -> tuple[LayerSpec, ...]:
         """The whole model's."""
         return self._model.layers
+
+    @property
+    def parameter_counts(self) -> ParameterCounts:
+        """This rank's."""
+        return self._model.parameter_counts
 
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:

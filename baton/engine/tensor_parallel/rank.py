@@ -22,6 +22,7 @@ from baton.engine.tensor_parallel.sharding import (
     rank_config,
 )
 from baton.engine.weights import Weights
+from baton.engine.work import ParameterCounts
 from baton.errors import ConfigError
 from baton.kv_spec import LayerSpec
 
@@ -53,6 +54,11 @@ class RankModel:
     def max_positions(self) -> int | None:
         """See CausalModel."""
         return self.decoder.max_positions
+
+    @property
+    def parameter_counts(self) -> ParameterCounts:
+        """This rank's."""
+        return self.decoder.parameter_counts
 
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:

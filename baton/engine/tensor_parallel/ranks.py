@@ -154,6 +154,11 @@ class Ranks:
         if gone is not None:
             raise gone
 
+    @property
+    def size(self) -> int:
+        """Ranks, the leader included."""
+        return self._group.place.size
+
     def make_pool(self, info: ModelInfo, num_blocks: int, block_size: int) -> GroupArena:
         """All ranks' pools, and the ranks meet. Raises InternalError."""
         if self._memory is None:

@@ -1,8 +1,8 @@
-"""Connections of redis-py that do not lose a cancellation. One place for every call of the router.
+"""Connections of redis-py that do not lose a cancellation. One place for routers and nodes.
 
 redis-py sends under `asyncio.wait_for`. Before Python 3.12 that returns as if nothing had happened
 when its task is cancelled in the very turn in which the bytes have left: the caller goes on to wait
-for the answer, or for the next message, and whoever stops a router waits with it. A time-out of
+for the answer, or for the next message, and whoever stops it waits with it. A time-out of
 `asyncio.timeout` is a cancellation, too. `Task.cancelling` still tells of it.
 """
 

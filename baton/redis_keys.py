@@ -1,6 +1,6 @@
 """Names of everything that Baton keeps in Redis, in one place; what its URL may be.
 
-Not here: what the values mean (router/redis_store.py).
+Not here: what the values mean (router/store/redis_store.py).
 
 All keys share the hash tag `{pd}`, so that the scripts stay legal on Redis Cluster.
 """

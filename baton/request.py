@@ -2,7 +2,7 @@
 
 Prompt and output ids stay apart for the whole life, also on a retry: a position is the absolute
 index in the output, so limits, penalties and noise never restart. The Redis scripts
-(router/redis_store.py) are generated from TRANSITIONS.
+(router/store/redis_store.py) are generated from TRANSITIONS.
 """
 
 from __future__ import annotations

@@ -30,11 +30,11 @@ from router.aborts import Aborts
 from router.app import create_app
 from router.config import RouterConfig
 from router.dispatcher import Dispatcher
-from router.ledger import StoreGuard
-from router.memory_store import MemoryStore
 from router.metrics import RouterMetrics
-from router.registry import NodeRegistry, ServedModel
+from router.nodes.registry import NodeRegistry, ServedModel
 from router.services import RouterServices
+from router.store.ledger import StoreGuard
+from router.store.memory_store import MemoryStore
 from router.trace import RequestTrace
 
 NODE: Final = "engine"

@@ -35,7 +35,7 @@ from baton.timing import Timing
 from baton.tls import TlsFiles
 from bench.transfer_link import Link, PeerError
 from deploy.machine import MachineFacts, machine_facts
-from router.node_session import Attachment, NodeEvent, NodeSession, SessionContext, SessionLost
+from router.nodes.session import Attachment, NodeEvent, NodeSession, SessionContext, SessionLost
 
 ANSWER_S: Final = 120.0
 PATIENCE_S: Final = 2 * Timing().connect_s
@@ -155,7 +155,7 @@ async def _best_s(measure: Callable[[], Coroutine[Any, Any, float]]) -> float:
 
 
 class NoLog:
-    """router.node_session.StepLog: nothing is logged of a probe."""
+    """router.nodes.session.StepLog: nothing is logged of a probe."""
 
     async def append(self, events: Sequence[TokenEvent]) -> None:
         return

@@ -32,9 +32,9 @@ from baton.metrics import CONTENT_TYPE
 from baton.request import Request
 from router.auth import ApiKeyGuard
 from router.http_guard import HeadGuard, HttpLimits
+from router.nodes.registry import NodeStatus
 from router.openai import object_of, struct_of
 from router.reading import read_body
-from router.registry import NodeStatus
 from router.services import RouterServices
 from router.trace import RequestTrace
 from router.web_errors import on_baton_error, on_http_exception

@@ -19,14 +19,14 @@ from baton.errors import BatonError
 from baton.log import request_context
 from router.anthropic.errors import AnthropicErrors
 from router.auth import OPEN_PATHS, ApiKeyGuard
-from router.direct import DirectRoutes
 from router.endpoints import Endpoints
 from router.http_api import BUSIEST, HttpApi
 from router.http_guard import HeadGuard, HttpLimits
+from router.nodes.direct import DirectRoutes
 from router.parting import Parting
 from router.prompts import PromptReader
 from router.request_ids import note_request_id
-from router.resumable_api import ResumableApi
+from router.resumable.http import ResumableApi
 from router.services import RouterServices
 from router.vllm_metrics import watch
 from router.web_errors import on_baton_error, on_http_exception

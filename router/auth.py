@@ -1,7 +1,7 @@
 """API keys: ASGI middleware that denies every route by default, however its path is spelled.
 
 Only the probes are open, by exact path and for GET and HEAD; a route added later is closed without
-anybody thinking of it. Keys are compared in router/keys.py; the grant of the one that fits goes on
+anybody thinking of it. Keys are compared in gate/keys.py; the grant of the one that fits goes on
 in the scope.
 """
 
@@ -13,8 +13,8 @@ from typing import Final
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton.errors import Unauthenticated
-from router.key_headers import keys_of
-from router.keys import KeyRing
+from router.gate.key_headers import keys_of
+from router.gate.keys import KeyRing
 from router.terms import GRANT_KEY
 from router.web_errors import error_response
 

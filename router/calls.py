@@ -16,8 +16,8 @@ import msgspec
 from baton.clock import Clock
 from baton.errors import BatonError
 from router.completion import Completion, Delta, Dispatch
-from router.connection import together
 from router.metrics import RouterMetrics
+from router.nodes.connection import together
 from router.openai_logprobs import CompletionLogprobs
 from router.openai_message import message_of
 from router.openai_replies import (

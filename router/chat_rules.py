@@ -7,13 +7,13 @@ from typing import Final
 
 from baton.errors import InvalidRequest, UnsupportedFeature
 from router.config import RouterConfig
-from router.guided import DEFAULT_STYLE, check_forced, forces_calls
 from router.openai import ChatBody, TokenizeBody
 from router.openai_chat import messages_of, schemas_of, template_kwargs, tools_of
 from router.parsers.grammar import ToolFormat
 from router.parsers.message import MessageRules
 from router.parsers.registry import REASONING_FORMATS, TOOL_FORMATS
 from router.prompts import ChatPrompt, Conversation
+from router.structured.guided import DEFAULT_STYLE, check_forced, forces_calls
 
 _AUTO_IS_OFF: Final = (
     '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
@@ -41,7 +41,7 @@ def tool_format(body: ChatBody, config: RouterConfig) -> ToolFormat | None:
     """How calls are found in the answer, None if none are looked for.
 
     Raises InvalidRequest for a choice of no tool, and for `auto` (also as the default) where this
-    router has no parser. Calls that must be made are guided (router/guided.py), so they have a
+    router has no parser. Calls that must be made are guided (structured/guided.py), so they have a
     format here even where the model has none.
     """
     choice = body.tool_choice if body.tool_choice is not None else "auto"

@@ -9,8 +9,8 @@ import random
 
 from baton.errors import BatonError, Unavailable
 from baton.request import Request
+from router.nodes.registry import NodeRegistry
 from router.policy import Ask, NodeSnapshot, PolicySettings, Route, choose_decode, choose_route
-from router.registry import NodeRegistry
 from router.scores import scores_of
 from router.sessions import SessionMap, tie_of
 from router.trace import RequestTrace

@@ -22,11 +22,11 @@ from baton.events import TokenEvent, TokenLogprob
 from baton.grammars import FIELD
 from baton.request import FinishReason, Request
 from baton.tokenizer import Tokenizer
-from router.grammar_checks import blamed_on
 from router.metrics import RequestMeter
 from router.parsers.message import MessageParser, MessageRules
 from router.parsers.parts import Part
 from router.stops import StopMatcher
+from router.structured.grammar_checks import blamed_on
 from router.terms import STANDARD, Terms
 from router.trace import RequestTrace
 from router.web_errors import as_baton_error

@@ -12,7 +12,7 @@ from baton.redis_keys import check_redis_url
 from baton.request import Resume
 from baton.timing import Timing
 from baton.tls import TlsFiles
-from router.keys import KeyRing
+from router.gate.keys import KeyRing
 from router.parsers.registry import REASONING_FORMATS, TOOL_FORMATS
 
 

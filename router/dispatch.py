@@ -46,16 +46,16 @@ from baton.log import request_context
 from baton.messages import Migrate, SubmitDecode, SubmitPrefill
 from baton.request import MAX_NODE_DEATHS, TRANSITIONS, Request, RequestState
 from router.choice import NodeChoice
-from router.gate import Gate
-from router.ledger import RequestLedger, StoreGuard, description
+from router.gate.gate import Gate
 from router.leg import Leg, Legs
-from router.migration import Candidate, MigrationStats, Move, Outcome
-from router.node_session import NodeEvent, SessionLost
+from router.nodes.migration import Candidate, MigrationStats, Move, Outcome
+from router.nodes.registry import NodeRegistry
+from router.nodes.session import NodeEvent, SessionLost
 from router.policy import NodeSnapshot, PolicySettings, Route
-from router.registry import NodeRegistry
 from router.retry_budget import RetryBudget, is_free
 from router.sessions import SessionMap
 from router.showing import Showing
+from router.store.ledger import RequestLedger, StoreGuard, description
 from router.trace import RequestTrace
 
 logger = logging.getLogger(__name__)
@@ -335,7 +335,7 @@ class Journey:
             case HandleReady():
                 await self._move_on(ledger, event.handle)
             case Pooled():
-                pass  # asked for by router/pooling.py alone
+                pass  # asked for by router/pooling/pool.py alone
 
     async def _handed_over(self, ledger: RequestLedger) -> None:
         """D's first event: the KV arrived whole, P may forget it."""

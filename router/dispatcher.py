@@ -12,10 +12,10 @@ from dataclasses import replace
 
 from baton.events import TokenEvent
 from baton.request import Request
-from router.admission import Bounds
 from router.dispatch import MOVE_S, DispatchParts, Journey
-from router.gate import Gate, GateSettings
-from router.migration import Candidate, MigrationStats
+from router.gate.admission import Bounds
+from router.gate.gate import Gate, GateSettings
+from router.nodes.migration import Candidate, MigrationStats
 from router.retry_budget import RetryBudget
 from router.trace import RequestTrace
 
@@ -91,7 +91,7 @@ class Dispatcher:
         return self._parts.migrations
 
     def candidates(self) -> list[Candidate]:
-        """What is on a decode node now, for router/migration.py."""
+        """What is on a decode node now, for router/nodes/migration.py."""
         found = (journey.candidate for journey in self._live.values())
         return [candidate for candidate in found if candidate is not None]
 

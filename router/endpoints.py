@@ -7,14 +7,14 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from router.embeddings import EmbeddingsApi, PoolingParts
 from router.generate_ids import GenerateApi
 from router.http_api import HttpApi
-from router.openapi import document
-from router.pooling import PoolDispatcher
-from router.pooling_config import PoolingSettings
+from router.openapi.document import document
+from router.pooling.config import PoolingSettings
+from router.pooling.embeddings import EmbeddingsApi, PoolingParts
+from router.pooling.pool import PoolDispatcher
+from router.pooling.rerank import RerankApi
 from router.prompts import PromptReader
-from router.rerank import RerankApi
 from router.services import RouterServices
 
 

@@ -1,6 +1,7 @@
 """Prometheus metrics of what goes wrong around a router: its store, its nodes, second tries.
 
-Read at scrape time from the counters of router/ledger.py, catch_up.py, health.py, retry_budget.py.
+Read at scrape time from the counters of store/ledger.py, store/catch_up.py, nodes/health.py and
+retry_budget.py.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from router.health import NodeHealth
-from router.ledger import StoreGuard
+from router.nodes.health import NodeHealth
 from router.retry_budget import RetryBudget
+from router.store.ledger import StoreGuard
 
 
 @dataclass(frozen=True, slots=True)

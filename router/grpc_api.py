@@ -31,10 +31,10 @@ from baton.timing import server_options
 from baton.wire_checks import one_of
 from baton.wire_guided import guided_from_wire
 from protos import serve_pb2, serve_pb2_grpc
-from router.canonical import owner_digest, record_id
 from router.completion import Completion, Delta, OutputRules
 from router.config import RouterConfig
-from router.keys import EVERYBODY, Grant, KeyRing
+from router.gate.keys import EVERYBODY, Grant, KeyRing
+from router.nodes.registry import ServedModel
 from router.openai import MAX_NAME_CHARS, MAX_STOP_CHARS, MAX_STOPS, PRIORITY_LIMIT, token_ids_below
 from router.prompts import (
     DEFAULT_MAX_TOKENS,
@@ -45,8 +45,8 @@ from router.prompts import (
 )
 from router.reading import MAX_BODY_BYTES
 from router.receipt import HEADER, header_of, receipt_of
-from router.registry import ServedModel
-from router.resumable_grpc import GrpcAsked, NoCaller, ResumableCalls
+from router.resumable.canonical import owner_digest, record_id
+from router.resumable.grpc import GrpcAsked, NoCaller, ResumableCalls
 from router.services import RouterServices
 from router.terms import read_terms, resume_of
 from router.web_errors import as_baton_error, error_object, log_failure

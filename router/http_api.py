@@ -25,7 +25,6 @@ from router.anthropic.api import AnthropicApi
 from router.calls import Api, Call, Runner
 from router.chat_rules import conversation_of
 from router.completion import Completion
-from router.guided import asked_of
 from router.intake import Asked, Intake
 from router.openai import (
     Body,
@@ -49,10 +48,11 @@ from router.responses.api import ResponsesApi
 from router.served import cards
 from router.services import RouterServices
 from router.sse import StreamReply
+from router.structured.guided import asked_of
 from router.terms import Terms, terms_of
 from router.whole import WholeReply
 
-# POST routes that are worth a short way (router/direct.py).
+# POST routes that are worth a short way (router/nodes/direct.py).
 BUSIEST: Final = frozenset({"/v1/completions", "/v1/chat/completions"})
 
 

@@ -5,7 +5,7 @@ with Transfer-Encoding, and bounds a head only when it arrives in pieces (httpto
 it). Two parts, both composed, neither a parser (parsers that disagree let requests be smuggled):
 
     GuardedProtocol   wraps uvicorn's H11Protocol per connection: deadlines, send buffer, and who
-                      is told of its end (router/connection.py)
+                      is told of its end (router/nodes/connection.py)
     HeadGuard         ASGI middleware over the parsed head: sizes, counts, duplicate framing headers
 """
 
@@ -25,7 +25,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from baton.tls import TlsFiles
-from router.connection import HANG_UP, HangUp
+from router.nodes.connection import HANG_UP, HangUp
 from router.web_errors import http_error_response
 
 _TIMEOUT_REPLY: Final = (

@@ -17,8 +17,6 @@ from baton.request import Request
 from router.allowed_tools import apply_allowed
 from router.chat_rules import conversation_of, message_rules, tool_format
 from router.completion import Completion, OutputRules
-from router.grammar_checks import Asked as Constraint
-from router.guided import asked_of_chat
 from router.openai import (
     ChatBody,
     CompletionBody,
@@ -35,6 +33,8 @@ from router.reply_ids import call_ids
 from router.request_ids import engine_id
 from router.served import ServedModel, adapter_of, model_name, served_model
 from router.services import RouterServices
+from router.structured.grammar_checks import Asked as Constraint
+from router.structured.guided import asked_of_chat
 from router.terms import STANDARD, Terms, terms_of
 
 

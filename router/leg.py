@@ -22,10 +22,10 @@ from baton.messages import (
     SubmitDecode,
     SubmitPrefill,
 )
-from router.mailbox import Mailbox
-from router.node_session import Attachment, NodeEvent, NodeSession, SessionLost
+from router.nodes.mailbox import Mailbox
+from router.nodes.registry import NodeRegistry
+from router.nodes.session import Attachment, NodeEvent, NodeSession, SessionLost
 from router.policy import NodeSnapshot
-from router.registry import NodeRegistry
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -39,32 +39,32 @@ from baton.task_metrics import watch_tasks
 from baton.tokenizer import Tokenizer
 from router.aborts import Aborts
 from router.admin import create_admin_app
-from router.admission import Bounds
-from router.adoption import Adopter
 from router.app import create_app
 from router.config import RouterConfig
-from router.directory import RedisDirectory
 from router.dispatch import DispatchParts
 from router.dispatcher import Dispatcher
 from router.failure_metrics import Watched, watch_failures
-from router.gate import Gate, GateSettings
-from router.gate_metrics import watch_gate
+from router.gate.admission import Bounds
+from router.gate.gate import Gate, GateSettings
+from router.gate.heap import settle
+from router.gate.metrics import watch_gate
 from router.grpc_api import GrpcServer
-from router.heap import settle
 from router.http_guard import HttpLimits, uvicorn_settings
-from router.ledger import StoreGuard
-from router.memory_store import MemoryStore
 from router.metrics import RouterMetrics
-from router.migration import Migrator, MigratorParts
+from router.nodes.directory import RedisDirectory
+from router.nodes.migration import Migrator, MigratorParts
+from router.nodes.registry import NodeRegistry, RegistryParts
 from router.placement import Placement
 from router.policy import PolicySettings
-from router.redis_store import RedisStore, connect
-from router.registry import NodeRegistry, RegistryParts
-from router.run_metrics import watch_runs
-from router.runs import RunParts, Runs
+from router.resumable.adoption import Adopter
+from router.resumable.metrics import watch_runs
+from router.resumable.runs import RunParts, Runs
 from router.services import RouterServices
-from router.store import RequestStore
-from router.token_log import TokenLog
+from router.store.base import RequestStore
+from router.store.ledger import StoreGuard
+from router.store.memory_store import MemoryStore
+from router.store.redis_store import RedisStore, connect
+from router.store.token_log import TokenLog
 from router.workers import Supervisor
 
 log = logging.getLogger(__name__)

@@ -25,8 +25,8 @@ from baton.metrics import (
     render,
 )
 from baton.sampling import SamplingParams
-from router.migration import MigrationStats
-from router.tallies import Counter, Histogram
+from router.nodes.migration import MigrationStats
+from router.store.tallies import Counter, Histogram
 from router.trace import RequestTrace
 from router.vllm_metrics import Finished, NodeInfo, VllmMetrics
 

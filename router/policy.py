@@ -14,8 +14,8 @@ from typing import Final
 from baton.block_hashes import chain, root_hash
 from baton.errors import ContextLengthExceeded, Unavailable
 from baton.handles import NodeLoad, Role
+from router.gate.slo import ANY, Slo, expected_tpot_s, expected_ttft_s, meets
 from router.placement import Placement, Prompt, placement_costs, queued_tokens, requests_on
-from router.slo import ANY, Slo, expected_tpot_s, expected_ttft_s, meets
 
 SIMILAR: Final = 0.05  # costs within 5 % of the best count as equal
 PREFIX_WORTH: Final = (
@@ -51,7 +51,7 @@ class NodeSnapshot:
     unreported_tokens: int = 0
     adapters: tuple[str, ...] = ()
     max_num_seqs: int = 0  # 0 = not told
-    shunned: bool = False  # it hangs, or is in quarantine (router/health.py)
+    shunned: bool = False  # it hangs, or is in quarantine (router/nodes/health.py)
 
     @property
     def takes_requests(self) -> bool:

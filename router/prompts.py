@@ -19,7 +19,7 @@ from baton.reranking import rerank_prompts
 from baton.sampling import GuidedDecoding
 from baton.template_limits import OverBudget
 from baton.tokenizer import Tokenizer
-from router.grammar_checks import Asked, GrammarChecker
+from router.structured.grammar_checks import Asked, GrammarChecker
 
 T = TypeVar("T")
 THREADS: Final = 2

@@ -3,7 +3,7 @@
 x-request-id   the client's own, if it is a plain one, else drawn; echoed in the answer
 reply id       PREFIX-<x-request-id>
 engine id      <reply id>-<number of the prompt>.<random>: a client may send an id twice;
-               req-<x-request-id>-0.<digest> of a resumable request (router/canonical.py)
+               req-<x-request-id>-0.<digest> of a resumable request (router/resumable/canonical.py)
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from baton.handles import Role
+from router.gate.slo import expected_tpot_s, expected_ttft_s, meets
 from router.placement import queued_tokens, requests_on
 from router.policy import (
     Ask,
@@ -18,7 +19,6 @@ from router.policy import (
     prefix_lengths,
     session_worth,
 )
-from router.slo import expected_tpot_s, expected_ttft_s, meets
 
 MOST_SCORES: Final = 16  # a receipt stays readable, and a header within its limit
 

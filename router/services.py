@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from router.aborts import Aborts
     from router.config import RouterConfig
     from router.dispatcher import Dispatcher
-    from router.ledger import StoreGuard
     from router.metrics import RouterMetrics
-    from router.registry import NodeRegistry
-    from router.runs import Runs
+    from router.nodes.registry import NodeRegistry
+    from router.resumable.runs import Runs
+    from router.store.ledger import StoreGuard
 
 
 @dataclass(slots=True)

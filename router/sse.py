@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from baton.errors import BatonError, Cancelled
 from router.calls import GRACE_S, Runner
 from router.completion import Completion
-from router.connection import together, while_connected
+from router.nodes.connection import together, while_connected
 from router.openai_replies import Frames
 from router.web_errors import as_baton_error, error_response, log_failure
 

@@ -26,9 +26,9 @@ from starlette.types import Scope
 
 from baton.errors import InvalidRequest
 from baton.request import Request, Resume
-from router.keys import EVERYBODY, Grant
+from router.gate.keys import EVERYBODY, Grant
+from router.gate.slo import ANY, Slo
 from router.sessions import session_key
-from router.slo import ANY, Slo
 
 # Every number that comes in a header: (minimum, maximum).
 BOUNDS: Final[dict[str, tuple[float, float]]] = {

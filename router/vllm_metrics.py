@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from baton.handles import NodeRecord
 from baton.metrics import E2E_BUCKETS, TTFT_BUCKETS, cache_usage
 from baton.sampling import SamplingParams
-from router.tallies import Histogram
+from router.store.tallies import Histogram
 
 if TYPE_CHECKING:
     from router.services import RouterServices

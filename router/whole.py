@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from baton.errors import Cancelled
 from router.calls import GRACE_S, Runner
 from router.completion import Completion
-from router.connection import while_connected
+from router.nodes.connection import while_connected
 from router.receipt import with_receipt
 from router.web_errors import as_baton_error, error_response, log_failure
 

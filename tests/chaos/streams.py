@@ -17,7 +17,7 @@ from baton.client import AsyncClient, GenerateEvent, GenerateOptions, Usage
 from baton.errors import BatonError
 from baton.llm import LLM
 from baton.sampling import SamplingParams
-from router.canonical import owner_digest, record_id
+from router.resumable.canonical import owner_digest, record_id
 from tests.system.references import Tokens, prompts
 from tests.tiny_models import make_tiny_model
 

@@ -24,7 +24,7 @@ from baton.tokenizer import Tokenizer
 from router.aborts import Aborts
 from router.app import create_app
 from router.config import RouterConfig
-from router.gate import Gate, GateSettings
+from router.gate.gate import Gate, GateSettings
 from router.http_guard import HttpLimits, uvicorn_settings
 from router.metrics import RouterMetrics
 from router.services import Lifecycle, RouterServices

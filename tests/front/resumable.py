@@ -16,18 +16,15 @@ from baton.events import TokenEvent
 from baton.request import Request, RequestState
 from baton.timing import Timing
 from router.aborts import Aborts
-from router.adoption import Adopter
 from router.app import create_app
 from router.config import RouterConfig
 from router.grpc_api import GrpcServer
 from router.http_guard import HttpLimits
-from router.ledger import StoreGuard
-from router.memory_store import MemoryStore, MemoryTables
 from router.metrics import RouterMetrics
-from router.redis_store import RedisStore, connect
-from router.runs import RunParts, Runs
+from router.resumable.adoption import Adopter
+from router.resumable.runs import RunParts, Runs
 from router.services import RouterServices
-from router.store import (
+from router.store.base import (
     NO_FIELDS,
     SWEEP_LIMIT,
     LogEntry,
@@ -37,7 +34,10 @@ from router.store import (
     Swept,
     WriteStatus,
 )
-from router.token_log import TokenLog
+from router.store.ledger import StoreGuard
+from router.store.memory_store import MemoryStore, MemoryTables
+from router.store.redis_store import RedisStore, connect
+from router.store.token_log import TokenLog
 from router.trace import RequestTrace
 from tests.front.fakes import (
     CHAT_TEMPLATE,

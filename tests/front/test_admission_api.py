@@ -18,11 +18,11 @@ import pytest
 from baton.clock import SystemClock
 from baton.messages import AbortRequest, SubmitDecode
 from protos import serve_pb2, serve_pb2_grpc
-from router.admission import Bounds, Reason
 from router.config import RouterConfig
 from router.dispatch import DispatchParts
 from router.dispatcher import Dispatcher
-from router.gate import Gate, GateSettings
+from router.gate.admission import Bounds, Reason
+from router.gate.gate import Gate, GateSettings
 from router.grpc_api import GrpcServer
 from tests.front.fakes import Front
 from tests.front.test_http_api import COMPLETIONS

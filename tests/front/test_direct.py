@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from baton.errors import InternalError, Overloaded
-from router.direct import DirectRoutes
+from router.nodes.direct import DirectRoutes
 from tests.front.fakes import Front
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}

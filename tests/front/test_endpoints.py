@@ -24,8 +24,8 @@ from baton.messages import SubmitPool
 from baton.reranking import DEFAULT_INSTRUCTION, answer_tokens, rerank_prompts
 from baton.tokenizer import Tokenizer
 from router.config import RouterConfig
-from router.openapi import OPERATIONS, document
-from router.pooling_config import PoolingSettings
+from router.openapi.document import OPERATIONS, document
+from router.pooling.config import PoolingSettings
 from router.request_ids import engine_id, names
 from tests.front.fakes import CHAT_TEMPLATE, MODEL, TOKENIZER, FakeDispatcher, FakeRegistry, Front
 from tests.front.tokenizers_built import byte_level
@@ -169,7 +169,7 @@ def test_what_a_models_files_say_of_its_vectors(tmp_path: Path) -> None:
 @pytest.fixture
 def yes_and_no(monkeypatch: pytest.MonkeyPatch) -> None:
     """This tokenizer has no single tokens for them."""
-    monkeypatch.setattr("router.rerank.answer_tokens", lambda _: (7, 8))
+    monkeypatch.setattr("router.pooling.rerank.answer_tokens", lambda _: (7, 8))
 
 
 def test_what_a_reranker_is_asked_and_may_answer() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from router.app import all_routes
-from router.openapi import document
-from router.openapi_dialects import AnthropicErrorReply, CountReply, MessageReply, ResponsesReply
+from router.openapi.dialects import AnthropicErrorReply, CountReply, MessageReply, ResponsesReply
+from router.openapi.document import document
 from router.prompts import PromptReader
 from tests.front.fakes import CHAT_TEMPLATE, TOKENIZER, Front
 

@@ -12,8 +12,8 @@ import redis
 
 from baton.errors import NodeLost
 from baton.request import RequestState
-from router.canonical import MAX_CANONICAL_BYTES, owner_digest, record_id
-from router.memory_store import MemoryTables
+from router.resumable.canonical import MAX_CANONICAL_BYTES, owner_digest, record_id
+from router.store.memory_store import MemoryTables
 from tests.front.resumable import PATIENCE_S, DyingStore, HeldRouter, Reader, held_router
 from tests.waiting import eventually
 

@@ -11,7 +11,7 @@ from baton.client import AsyncClient, Client, GenerateEvent, GenerateOptions
 from baton.errors import BatonError, Cancelled, InvalidRequest, NodeLost, Unavailable
 from baton.reconnect import Attempts, addresses_of
 from baton.sampling import SamplingParams
-from router.memory_store import MemoryTables
+from router.store.memory_store import MemoryTables
 from tests.front.resumable import PATIENCE_S, HeldRouter, held_router
 from tests.waiting import eventually
 

@@ -10,7 +10,7 @@ from openai import OpenAI
 from openai.types.chat import ChatCompletionChunk
 
 from examples.resuming_transport import Resuming
-from router.memory_store import MemoryTables
+from router.store.memory_store import MemoryTables
 from tests.front.resumable import PATIENCE_S, held_router
 from tests.waiting import eventually
 

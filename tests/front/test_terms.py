@@ -15,7 +15,7 @@ from baton.errors import InvalidRequest
 from baton.request import Request
 from baton.sampling import SamplingParams
 from router.config import RouterConfig
-from router.keys import EVERYBODY, Grant
+from router.gate.keys import EVERYBODY, Grant
 from router.receipt import HEADER, MOST_HEADER_BYTES
 from router.scores import NodeScore
 from router.terms import BOUNDS, Terms, read_terms, tenant_salt

@@ -8,9 +8,9 @@ import pytest
 import redis
 
 from baton.timing import Timing
-from router.memory_store import MemoryStore, MemoryTables
-from router.redis_store import RedisStore, connect
-from router.store import RequestStore
+from router.store.base import RequestStore
+from router.store.memory_store import MemoryStore, MemoryTables
+from router.store.redis_store import RedisStore, connect
 from tests.router.fakes import FakeClock
 
 StoreMaker = Callable[..., RequestStore]

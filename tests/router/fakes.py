@@ -22,16 +22,16 @@ from baton.request import FinishReason, Request
 from baton.sampling import SamplingParams
 from baton.timing import Timing, server_options
 from protos import node_pb2_grpc
-from router.directory import NodeDirectory
 from router.dispatch import DispatchParts
 from router.dispatcher import Dispatcher
-from router.ledger import StoreGuard
-from router.memory_store import MemoryStore
-from router.node_session import StepLog
+from router.nodes.directory import NodeDirectory
+from router.nodes.registry import NodeRegistry, RegistryParts
+from router.nodes.session import StepLog
 from router.policy import PolicySettings
-from router.registry import NodeRegistry, RegistryParts
-from router.store import RequestStore
-from router.token_log import TokenLog
+from router.store.base import RequestStore
+from router.store.ledger import StoreGuard
+from router.store.memory_store import MemoryStore
+from router.store.token_log import TokenLog
 
 M = TypeVar("M")
 PATIENCE_S = 30.0  # bounds every wait of a test

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from baton.handles import NodeLoad, Role
-from router.admission import AdmissionQueue, Bounds, Ticket, TicketState, Wanted
-from router.capacity import OnTheWay, has_room
-from router.keys import Grant
-from router.margin import Margin
+from router.gate.admission import AdmissionQueue, Bounds, Ticket, TicketState, Wanted
+from router.gate.capacity import OnTheWay, has_room
+from router.gate.keys import Grant
+from router.gate.margin import Margin
 from router.policy import NodeSnapshot
 
 RATE = 10_000.0  # prompt tokens per second

@@ -11,7 +11,7 @@ import pytest
 
 from baton.request import Request
 from router.aborts import Aborts
-from router.redis_store import connect
+from router.store.redis_store import connect
 from router.trace import RequestTrace
 from tests.router.fakes import PATIENCE_S, make_request
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from baton.errors import Cancelled
-from router.connection import HANG_UP, HangUp, while_connected
+from router.nodes.connection import HANG_UP, HangUp, while_connected
 
 
 async def never() -> Any:

@@ -10,7 +10,7 @@ from baton.events import TokenEvent, TokenLogprob
 from baton.messages import AbortRequest, StopSample, SubmitDecode, SubmitPrefill
 from baton.request import FinishReason, Request, RequestState
 from baton.sampling import SamplingParams
-from router.store import LogEntry
+from router.store.base import LogEntry
 from tests.router.clients import Client, cluster, first_of, state_of
 from tests.router.fakes import PATIENCE_S, FakeNode, FakeRouter, make_request
 from tests.waiting import eventually

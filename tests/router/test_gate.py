@@ -16,13 +16,13 @@ from baton.handles import NodeLoad, Role
 from baton.messages import SubmitDecode
 from baton.request import Request
 from baton.sampling import SamplingParams
-from router.admission import Bounds, Reason
-from router.gate import Gate, GateSettings
-from router.gate_metrics import watch_gate
-from router.keys import Grant
+from router.gate.admission import Bounds, Reason
+from router.gate.gate import Gate, GateSettings
+from router.gate.keys import Grant
+from router.gate.metrics import watch_gate
+from router.gate.slo import Slo
 from router.metrics import RouterMetrics
 from router.policy import NodeSnapshot
-from router.slo import Slo
 from router.terms import Terms
 from router.trace import RequestTrace
 from tests.router.clients import Client, cluster

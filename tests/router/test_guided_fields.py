@@ -14,14 +14,14 @@ from baton.errors import InvalidRequest, Overloaded, UnsupportedFeature
 from baton.grammar_trials import GrammarTrials, TrialBudget
 from baton.grammars import check_grammar
 from baton.sampling import GuidedDecoding
-from router.grammar_checks import MAX_WAITING, Asked, GrammarChecker
-from router.guided import asked_of, asked_of_chat, check_forced
 from router.openai import ChatBody, CompletionBody, parse
 from router.parsers.message import MessageParser, MessageRules
 from router.parsers.parts import CallArguments, CallStart, Content
 from router.parsers.reasoning import QWEN3
 from router.parsers.registry import TOOL_FORMATS
-from router.tool_grammars import STYLES, forced, offered, style_of
+from router.structured.grammar_checks import MAX_WAITING, Asked, GrammarChecker
+from router.structured.guided import asked_of, asked_of_chat, check_forced
+from router.structured.tool_grammars import STYLES, forced, offered, style_of
 from tests.front.fakes import TOKENIZER
 from tests.grammar_texts import byte_tokenizer, takes
 from tests.guided_cases import TOOLS

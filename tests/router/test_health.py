@@ -8,7 +8,7 @@ from baton.errors import InternalError, Overloaded
 from baton.events import NodeStep, RequestFailed, TokenEvent
 from baton.handles import Role
 from baton.messages import SubmitDecode
-from router.health import HealthSettings, Known, NodeHealth
+from router.nodes.health import HealthSettings, Known, NodeHealth
 from tests.router.clients import Client, cluster
 from tests.router.fakes import FakeClock, FakeRouter, make_request
 

@@ -13,10 +13,10 @@ from baton.messages import SubmitDecode, SubmitPrefill
 from baton.metrics import render
 from baton.request import FinishReason, RequestState
 from router.failure_metrics import Watched, watch_failures
-from router.memory_store import MemoryStore
 from router.metrics import RouterMetrics
 from router.retry_budget import RetryBudget
-from router.store import LOGGED, LogEntry, WriteStatus
+from router.store.base import LOGGED, LogEntry, WriteStatus
+from router.store.memory_store import MemoryStore
 from tests.router.clients import Client, cluster, first_of, state_of
 from tests.router.fakes import (
     FAST,

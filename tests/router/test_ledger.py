@@ -12,14 +12,14 @@ from baton.errors import IllegalTransition, InvalidRequest, StoreUnavailable
 from baton.events import TokenEvent
 from baton.request import FinishReason, RequestState
 from deploy.redis_server import RedisServer, find_redis_binary
-from router.catch_up import CatchUp
-from router.ledger import StoreGuard
-from router.memory_store import MemoryStore
-from router.redis_store import RedisStore, connect
-from router.replay import Told as Shown
-from router.run_log import RunLog
-from router.store import LogEntry, Move, Told, WriteStatus
-from router.token_log import TokenLog
+from router.resumable.replay import Told as Shown
+from router.resumable.run_log import RunLog
+from router.store.base import LogEntry, Move, Told, WriteStatus
+from router.store.catch_up import CatchUp
+from router.store.ledger import StoreGuard
+from router.store.memory_store import MemoryStore
+from router.store.redis_store import RedisStore, connect
+from router.store.token_log import TokenLog
 from tests.router.fakes import FAST, FakeClock, make_request
 
 S = RequestState

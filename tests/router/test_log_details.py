@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from baton.errors import InvalidRequest
 from baton.events import TokenEvent, TokenLogprob
 from baton.request import FinishReason
-from router.log_details import LoggedToken, entry_of, output_ids_of, tokens_of
-from router.numbered import Numbers
-from router.replay import Told
-from router.resume_terms import START, read_position
-from router.store import LogEntry
+from router.resumable.numbered import Numbers
+from router.resumable.replay import Told
+from router.resumable.terms import START, read_position
+from router.store.base import LogEntry
+from router.store.log_details import LoggedToken, entry_of, output_ids_of, tokens_of
 
 LOGPROBS = st.floats(max_value=0.0, allow_nan=False) | st.just(-math.inf)
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from router.mailbox import Mailbox
+from router.nodes.mailbox import Mailbox
 
 
 async def test_order_and_what_waits() -> None:

@@ -21,8 +21,9 @@ from baton.messages import (
     SubmitPrefill,
 )
 from baton.request import Request, RequestState
-from router import dispatch, dispatcher, migration
-from router.migration import Candidate, MigrationStats, Migrator, MigratorParts, relief
+from router import dispatch, dispatcher
+from router.nodes import migration
+from router.nodes.migration import Candidate, MigrationStats, Migrator, MigratorParts, relief
 from router.policy import NodeSnapshot
 from tests.router.clients import Client, cluster, first_of, state_of
 from tests.router.fakes import (

@@ -14,8 +14,8 @@ from baton.errors import NodeLost
 from baton.events import BlockEvent, BlockEventKind, NodeStep, RequestFailed, Subscribed, TokenEvent
 from baton.handles import NodeLoad, NodeRecord, Role
 from baton.messages import AbortRequest, SubmitDecode
-from router import node_session
-from router.node_session import PART_EVENTS, Attachment, NodeEvent, SessionLost
+from router.nodes import session as node_session
+from router.nodes.session import PART_EVENTS, Attachment, NodeEvent, SessionLost
 from tests.router.fakes import (
     PATIENCE_S,
     FakeDirectory,

@@ -27,9 +27,9 @@ from baton.messages import SubmitDecode
 from baton.redis_keys import node_key
 from baton.request import Request, RequestState
 from deploy.redis_server import RedisServer, find_redis_binary
-from router.directory import RedisDirectory
-from router.redis_store import RedisStore, connect
-from router.store import LogEntry
+from router.nodes.directory import RedisDirectory
+from router.store.base import LogEntry
+from router.store.redis_store import RedisStore, connect
 from tests.router.clients import Client
 from tests.router.fakes import FAST, FakeNode, FakeRouter, fake_nodes, make_request, running_router
 from tests.waiting import end, eventually

@@ -21,7 +21,7 @@ from baton.errors import (
 )
 from baton.events import Pooled, RequestFailed
 from baton.messages import AbortRequest, SubmitPool
-from router.pooling import GROUP_PROMPTS, GROUP_TOKENS, PoolAsk, PoolDispatcher, groups
+from router.pooling.pool import GROUP_PROMPTS, GROUP_TOKENS, PoolAsk, PoolDispatcher, groups
 from tests.router.fakes import PATIENCE_S, FakeNode, FakeRouter, fake_nodes, running_router
 
 

@@ -11,8 +11,8 @@ from redis.asyncio import Connection, Redis, SSLConnection, UnixDomainSocketConn
 from baton.clock import SystemClock
 from baton.redis_connections import heed_cancellation
 from router.aborts import Aborts
-from router.directory import RedisDirectory
-from router.redis_store import RedisStore, connect
+from router.nodes.directory import RedisDirectory
+from router.store.redis_store import RedisStore, connect
 from tests.router.fakes import FAST, PATIENCE_S
 from tests.router.test_aborts import Requests
 

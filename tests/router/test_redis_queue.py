@@ -10,8 +10,8 @@ import redis as blocking
 from redis.exceptions import RedisError, ResponseError
 
 from deploy.redis_server import RedisServer, find_redis_binary
-from router.redis_queue import ScriptQueue
-from router.redis_store import connect
+from router.store.redis_queue import ScriptQueue
+from router.store.redis_store import connect
 
 pytestmark = pytest.mark.redis
 PUSH = "return redis.call('RPUSH', KEYS[1], ARGV[1])"

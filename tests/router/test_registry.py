@@ -12,8 +12,8 @@ from baton import wire
 from baton.errors import ConfigError, StoreUnavailable
 from baton.handles import NodeLoad, Role
 from baton.redis_keys import node_key
-from router.directory import RedisDirectory
-from router.redis_store import connect
+from router.nodes.directory import RedisDirectory
+from router.store.redis_store import connect
 from tests.router.fakes import (
     PATIENCE_S,
     FakeDirectory,

@@ -6,7 +6,7 @@ import asyncio
 import time
 
 from baton.request import RequestState
-from router.store import END_MARK, MAX_TRIES, LogEntry, Move, RequestStore, Swept, WriteStatus
+from router.store.base import END_MARK, MAX_TRIES, LogEntry, Move, RequestStore, Swept, WriteStatus
 from tests.router.conftest import StoreMaker
 from tests.router.fakes import FakeClock
 

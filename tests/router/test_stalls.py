@@ -11,8 +11,8 @@ from baton.clock import SystemClock
 from baton.handles import NodeLoad, Role
 from baton.messages import SubmitDecode, SubmitPrefill
 from baton.request import Request
-from router.admission import Bounds
-from router.gate import Gate, GateSettings
+from router.gate.admission import Bounds
+from router.gate.gate import Gate, GateSettings
 from tests.router.clients import Client
 from tests.router.fakes import (
     FakeNode,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from baton.request import TERMINAL, TRANSITIONS, RequestState
-from router.store import LOGGED, LogEntry, Move, RequestStore, Swept, WriteStatus
+from router.store.base import LOGGED, LogEntry, Move, RequestStore, Swept, WriteStatus
 from tests.router.conftest import StoreMaker
 from tests.router.fakes import FakeClock
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 from baton.events import NodeStep, TokenEvent
 from baton.handles import NodeLoad
 from baton.messages import AbortRequest, SubmitDecode, SubmitPrefill
-from router.health import NodeHealth
-from router.watchdog import Watchdog
+from router.nodes.health import NodeHealth
+from router.nodes.watchdog import Watchdog
 from tests.router.clients import Client, cluster, first_of
 from tests.router.fakes import FAST, PATIENCE_S, FakeClock, FakeRouter, make_request
 

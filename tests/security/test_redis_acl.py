@@ -27,10 +27,10 @@ from baton.node.heartbeat import RedisRegistry
 from baton.request import RequestState
 from baton.timing import Timing
 from deploy.redis_server import RedisServer, find_redis_binary
-from router import redis_scripts
-from router.directory import RedisDirectory
-from router.redis_store import RedisStore, connect
-from router.store import LogEntry, Move, WriteStatus
+from router.nodes.directory import RedisDirectory
+from router.store import redis_scripts
+from router.store.base import LogEntry, Move, WriteStatus
+from router.store.redis_store import RedisStore, connect
 from tests.router.fakes import FakeClock, make_record
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"

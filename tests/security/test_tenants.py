@@ -20,8 +20,8 @@ from baton.request import Request
 from baton.sampling import SamplingParams
 from router.app import create_app
 from router.config import RouterConfig
+from router.gate.keys import EVERYBODY, KeyRing
 from router.grpc_api import GrpcServer
-from router.keys import EVERYBODY, KeyRing
 from router.terms import Terms
 from tests.cluster import Cluster, Plan, cluster
 from tests.front.fakes import Front

@@ -32,7 +32,7 @@ from kv_transfer.memory import MemoryFabric
 from router.config import RouterConfig
 from router.grpc_api import GrpcServer
 from router.main import http_server
-from router.registry import NodeRegistry, RegistryParts
+from router.nodes.registry import NodeRegistry, RegistryParts
 from tests.front.fakes import Front
 from tests.node.fakes import DECODE, PATIENCE_S, Setup, running_node
 from tests.transfer.certificates import make_files

@@ -21,7 +21,7 @@ from baton.errors import NodeLost, Unavailable
 from baton.request import Request
 from baton.sampling import SamplingParams
 from router.app import create_app
-from router.store import LOGGED
+from router.store.base import LOGGED
 from router.trace import RequestTrace
 from tests.cluster import Cluster, Member, Plan, cluster
 from tests.engine.test_models_lora import linear_layers, make_adapter

@@ -19,7 +19,7 @@ from baton.client import AsyncClient, GenerateEvent
 from baton.engine.thread import StepReport
 from baton.messages import DrainNode
 from baton.sampling import SamplingParams
-from router import migration
+from router.nodes import migration
 from tests.cluster import PATIENT, Cluster, Member, Plan, cluster
 from tests.system.references import Tokens, one_engine_tokens, prompts
 from tests.tiny_models import make_tiny_model

@@ -1,0 +1,393 @@
+"""Gate: asyncio around router/gate/admission.py, between the front doors and the dispatcher.
+
+    async with gate.admitted(request, trace):   a slot, now or after a wait, or a refusal
+        ...                                     the journey
+                                                every way out gives the slot back, once
+
+With room there is no wait, no task switch. Others are let in when a request ends (its slot), and
+when a node reports (its room: `poke`); a timer refuses those whose time runs out meanwhile. Event
+loop only. Limits are this router's own: two routers let in twice as much.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from baton.clock import Clock
+from baton.errors import BatonError, Cancelled, InvalidRequest, Overloaded, Unavailable
+from baton.request import Request, RequestState
+from router.gate.admission import (
+    AdmissionQueue,
+    Bounds,
+    Reason,
+    Refusal,
+    Ticket,
+    TicketState,
+    Wanted,
+)
+from router.gate.capacity import (
+    OnTheWay,
+    best_ttft_s,
+    can_keep_tpot,
+    has_prefill_room,
+    has_room,
+    widest,
+)
+from router.gate.margin import Margin
+from router.policy import NodeSnapshot
+from router.trace import RequestTrace
+
+MOST_REQUEST_TOKENS: Final = 1 << 20
+RETRY_TPOT_S: Final = 1.0  # steps get faster as requests end, nobody can say when
+_WORDS: Final[dict[Reason, str]] = {
+    Reason.QUEUE_FULL: "the server is at its limit and its queue is full",
+    Reason.CONCURRENCY: "as many requests of this key are under way as it may have at once",
+    Reason.TOKEN_RATE: "this key has used its tokens per minute",
+    Reason.DEADLINE: "the request could not begin before its deadline",
+    Reason.SLO: "the service level that the request asks for cannot be kept now",
+    Reason.STOPPING: "the server is stopping",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GateSettings:
+    """`max_request_tokens`: most n x (prompt + max_tokens). `prefill_window_s`: see capacity.py."""
+
+    bounds: Bounds = field(default_factory=Bounds)
+    max_request_tokens: int = MOST_REQUEST_TOKENS
+    prefill_window_s: float = 0.5
+
+
+@dataclass(slots=True)
+class SloCounts:
+    """Requests that asked for a service level, by what became of it."""
+
+    met: int = 0
+    missed: int = 0
+    refused: int = 0
+
+
+@dataclass(slots=True)
+class GateStats:
+    """Counters for metrics and tests. `waits`: told the seconds of each wait in the queue, 0 for
+    none; `served`: tenant -> tokens."""
+
+    ttft: SloCounts = field(default_factory=SloCounts)
+    tpot: SloCounts = field(default_factory=SloCounts)
+    served: dict[str, float] = field(default_factory=dict[str, float])
+    waits: list[Callable[[float], None]] = field(default_factory=list[Callable[[float], None]])
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """A request on this side of its end."""
+
+    request: Request
+    trace: RequestTrace
+    ticket: Ticket
+    turn: asyncio.Future[None] | None = None  # while it waits
+    expected_s: float = 0.0  # from admission to token 1, as nodes promised then
+
+
+class Gate:
+    """`nodes`: their snapshots now; without, only the bounds count."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        settings: GateSettings,
+        nodes: Callable[[], Sequence[NodeSnapshot]] = tuple,
+    ) -> None:
+        self._clock = clock
+        self._settings = settings
+        self._nodes = nodes
+        self._entries: dict[str, _Entry] = {}
+        self._starting: deque[tuple[Ticket, RequestTrace]] = deque()  # not with a node yet, maybe
+        self._starting_tokens = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self.queue = AdmissionQueue(settings.bounds)
+        self.stats = GateStats()
+        self.margin = Margin()
+
+    def holds(self, request_id: str) -> bool:
+        """Does such a request wait or run?"""
+        return request_id in self._entries
+
+    def admitted(self, request: Request, trace: RequestTrace) -> Passage:
+        """The context that a request runs in.
+
+        Entering raises InvalidRequest (too large, id in use), Overloaded (full, over its key's
+        limits), Unavailable (too late) and Cancelled (by `cancel`).
+        """
+        return Passage(self, request, trace)
+
+    def poke(self) -> None:
+        """The nodes may have more room than before: look, if anybody waits."""
+        if self.queue.num_queued:
+            self._pump()
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request's wait with Cancelled; False if none such waits."""
+        entry = self._entries.get(request_id)
+        if entry is None or entry.turn is None or entry.turn.done():
+            return False
+        entry.turn.set_exception(Cancelled("the request was cancelled"))
+        return True
+
+    def stop(self) -> None:
+        """Refuse all that wait."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for ticket in self.queue.stop(self._clock.monotonic()):
+            self._wake(ticket)
+
+    def waiting(self) -> list[tuple[Request, RequestTrace]]:
+        """Who waits to be let in, in the order of arrival."""
+        return [
+            (entry.request, entry.trace)
+            for entry in self._entries.values()
+            if entry.ticket.state is TicketState.QUEUED
+        ]
+
+    # ---- for Passage ----
+
+    def enter(self, request: Request, trace: RequestTrace) -> _Entry:
+        """Admitted, or waiting. Raises what `admitted` says."""
+        if request.id in self._entries:
+            raise InvalidRequest(f"request id {request.id!r} is in use", field="request_id")
+        expected_s = self._expected_s(request, trace)
+        wanted = self._wanted(request, trace, expected_s)
+        now = self._clock.monotonic()
+        ticket = self.queue.offer(wanted, now, self._room(trace))
+        entry = _Entry(request, trace, ticket)
+        if ticket.state is TicketState.REFUSED:
+            raise self._refusal(entry)
+        self._entries[request.id] = entry
+        if ticket.state is TicketState.QUEUED:
+            entry.turn = asyncio.get_running_loop().create_future()
+            self._pump()
+        else:
+            self._let_in(entry)
+        return entry
+
+    async def turn(self, entry: _Entry) -> None:
+        """Wait for it. Raises what `admitted` says; whoever gives up leaves no trace."""
+        assert entry.turn is not None, "it waits"
+        try:
+            await entry.turn
+        except BaseException:
+            self._gave_up(entry)
+            raise
+
+    def leave(self, entry: _Entry) -> None:
+        """An admitted request has ended."""
+        trace, request = entry.trace, entry.request
+        del self._entries[request.id]
+        used = 0
+        if trace.dispatched_at is not None:
+            used = len(request.prompt_ids) + trace.output_tokens
+        finished = trace.outcome == RequestState.FINISHED.value
+        now = self._clock.monotonic()
+        self.queue.release(entry.ticket, used, trace.output_tokens if finished else 0, now)
+        served = self.stats.served
+        served[entry.ticket.tenant] = served.get(entry.ticket.tenant, 0.0) + used
+        if trace.terms.slo.ttft_s is not None and trace.first_token_at is not None:
+            took_s = trace.first_token_at - (trace.admitted_at or request.arrival)
+            self.margin.observe(took_s - entry.expected_s)
+        if trace.outcome != RequestState.CANCELLED.value:
+            self._count_slo(request, trace, finished)
+        self.poke()
+
+    # ---- inside ----
+
+    def _expected_s(self, request: Request, trace: RequestTrace) -> float:
+        """From its admission to token 1, if somebody wants to know; 0 where no node promises, and
+        of inputs that are pooled."""
+        terms = trace.terms
+        if trace.pooled or (terms.slo.ttft_s is None and terms.timeout_s is None):
+            return 0.0
+        limits = [request.deadline] if request.deadline is not None else []
+        limits += [request.arrival + terms.slo.ttft_s] if terms.slo.ttft_s is not None else []
+        left_s = min(limits, default=math.inf) - self._clock.monotonic()
+        return best_ttft_s(request, self._nodes(), left_s) or 0.0
+
+    def _wanted(self, request: Request, trace: RequestTrace, expected_s: float) -> Wanted:
+        """What the queue must know. Raises InvalidRequest for too large a request, Unavailable for
+        a service level that no node can keep."""
+        params, terms = request.params, trace.terms
+        samples = max(params.n, params.best_of or 1, params.beam_width)
+        max_tokens = 0 if trace.pooled else params.max_tokens
+        tokens = samples * (len(request.prompt_ids) + max_tokens)
+        if tokens > self._settings.max_request_tokens:
+            self.queue.stats.refused[Reason.TOO_LARGE] += 1
+            raise InvalidRequest(
+                f"{'the input' if trace.pooled else 'n x (prompt + max_tokens)'} is {tokens}"
+                f" tokens, at most {self._settings.max_request_tokens} are allowed",
+                field=trace.pooled or ("n" if samples > 1 else "max_tokens"),
+            )
+        widest_node = widest(self._nodes()) if params.width > 1 else None
+        if widest_node is not None and params.width > widest_node:
+            self.queue.stats.refused[Reason.TOO_LARGE] += 1
+            raise InvalidRequest(
+                f"{params.width} sequences of one request are more than the {widest_node} that a"
+                " decode node runs at once (its --max-num-seqs)",
+                field="best_of" if (params.best_of or 1) > params.n else "n",
+            )
+        latest, by_slo = request.deadline, False
+        if terms.slo.tpot_s is not None and not can_keep_tpot(self._nodes(), terms.slo.tpot_s):
+            self.queue.stats.refused[Reason.SLO] += 1
+            self.stats.tpot.refused += 1
+            raise _unavailable(Refusal(Reason.SLO, math.ceil(RETRY_TPOT_S)))
+        if terms.slo.ttft_s is not None:
+            first = request.arrival + terms.slo.ttft_s
+            by_slo = latest is None or first < latest
+            latest = first if latest is None else min(latest, first)
+        if latest is not None:
+            latest -= expected_s
+        if latest is not None and by_slo:
+            latest -= self.margin.of(latest - self._clock.monotonic())
+        return Wanted(
+            id=request.id,
+            prompt_tokens=len(request.prompt_ids),
+            max_tokens=max_tokens,
+            samples=samples,
+            priority=request.priority,
+            grant=terms.grant,
+            latest_start=latest,
+            by_slo=by_slo,
+        )
+
+    def _room(self, newcomer: RequestTrace | None = None) -> Callable[[Ticket], bool]:
+        """Takes room on the nodes as they are now, for the `newcomer` or for those that wait."""
+        nodes = self._nodes()
+        window_s = self._settings.prefill_window_s
+
+        def take_room(ticket: Ticket) -> bool:
+            tokens = ticket.wanted.prompt_tokens
+            trace = newcomer or self._entries[ticket.id].trace
+            room = has_prefill_room if trace.pooled else has_room
+            if not room(tokens, nodes, self._on_the_way(), window_s):
+                return False
+            self._starting.append((ticket, trace))
+            self._starting_tokens += tokens
+            return True
+
+        return take_room if nodes else _always
+
+    def _on_the_way(self) -> OnTheWay:
+        starting = self._starting
+        while starting and _has_started(*starting[0]):
+            self._starting_tokens -= starting.popleft()[0].wanted.prompt_tokens
+        return OnTheWay(len(starting), self._starting_tokens)
+
+    def _let_in(self, entry: _Entry) -> None:
+        if entry.trace.terms.slo.ttft_s is not None:
+            entry.expected_s = self._expected_s(entry.request, entry.trace)
+        entry.trace.admitted_at = entry.ticket.admitted_at
+        waited_s = (entry.ticket.admitted_at or 0.0) - entry.ticket.arrived_at
+        for told in self.stats.waits:
+            told(waited_s)
+
+    def _pump(self) -> None:
+        """Whoever's turn it is gets it; the timer is set for whoever's time runs out next."""
+        now = self._clock.monotonic()
+        for ticket in self.queue.pump(now, self._room()):
+            self._wake(ticket)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        expiry = self.queue.next_expiry()
+        if expiry is not None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(max(0.0, expiry - now) + 0.001, self._pump)
+
+    def _wake(self, ticket: Ticket) -> None:
+        entry = self._entries[ticket.id]
+        turn = entry.turn
+        assert turn is not None, "it was queued"
+        if ticket.state is TicketState.ADMITTED:
+            self._let_in(entry)
+            if not turn.done():
+                turn.set_result(None)
+        elif not turn.done():
+            turn.set_exception(self._refusal(entry))
+
+    def _gave_up(self, entry: _Entry) -> None:
+        """Its wait ended without a journey: refused, cancelled, or its client went away, perhaps
+        in the same instant in which it was let in."""
+        turn = entry.turn
+        if turn is not None and turn.done() and not turn.cancelled():
+            turn.exception()  # seen, even if its waiter was cancelled in the same instant
+        if entry.ticket.state is TicketState.ADMITTED:
+            self.leave(entry)
+            return
+        self.queue.cancel(entry.ticket, self._clock.monotonic())
+        del self._entries[entry.request.id]
+        self.poke()  # the head may have been the one that was too large
+
+    def _refusal(self, entry: _Entry) -> BatonError:
+        refusal = entry.ticket.refusal
+        assert refusal is not None, "it was refused"
+        if refusal.reason is Reason.SLO:
+            self.stats.ttft.refused += 1
+        if refusal.reason in (Reason.SLO, Reason.DEADLINE, Reason.STOPPING):
+            return _unavailable(refusal)
+        return Overloaded(_WORDS[refusal.reason], retry_after_s=refusal.retry_after_s)
+
+    def _count_slo(self, request: Request, trace: RequestTrace, finished: bool) -> None:
+        slo, first = trace.terms.slo, trace.first_token_at
+        if slo.ttft_s is not None:
+            met = first is not None and first - request.arrival <= slo.ttft_s
+            _count(self.stats.ttft, met)
+        if slo.tpot_s is not None:
+            tpot_s = trace.tpot_s(request.params.n)
+            _count(self.stats.tpot, finished and (tpot_s is None or tpot_s <= slo.tpot_s))
+
+
+class Passage:
+    """One request's way through the gate: entered when it is let in, left when it has ended."""
+
+    __slots__ = ("_entry", "_gate", "_request", "_trace")
+
+    def __init__(self, gate: Gate, request: Request, trace: RequestTrace) -> None:
+        self._gate = gate
+        self._request = request
+        self._trace = trace
+        self._entry: _Entry | None = None
+
+    async def __aenter__(self) -> None:
+        entry = self._gate.enter(self._request, self._trace)
+        # Let in at once, or by the pump that its own arrival set off: no task switch.
+        if entry.ticket.state is not TicketState.ADMITTED:
+            await self._gate.turn(entry)
+        self._entry = entry
+
+    async def __aexit__(self, *_: object) -> None:
+        entry, self._entry = self._entry, None
+        if entry is not None:
+            self._gate.leave(entry)
+
+
+def _has_started(ticket: Ticket, trace: RequestTrace) -> bool:
+    """It counts with its node by now, or has ended."""
+    return trace.dispatched_at is not None or ticket.state is TicketState.OVER
+
+
+def _always(_: Ticket) -> bool:
+    return True
+
+
+def _unavailable(refusal: Refusal) -> Unavailable:
+    return Unavailable(_WORDS[refusal.reason], retry_after_s=refusal.retry_after_s)
+
+
+def _count(counts: SloCounts, met: bool) -> None:
+    if met:
+        counts.met += 1
+    else:
+        counts.missed += 1

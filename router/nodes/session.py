@@ -1,0 +1,500 @@
+"""NodeSession: this router's one stream to one node; all that the two say goes through it.
+
+The life: run() connects -> Hello both ways, `admit` checks the node's record -> messages -> the
+stream breaks -> every attached request is told SessionLost -> back-off -> again, until run() is
+cancelled. A broken session is not resynchronised. Protobuf stops here (baton/wire.py).
+
+Steps are routed in one pass: the tokens of all that have come are appended to the log in one call,
+then each event goes to the request it names, if that is attached and the epoch is the one it was
+sent with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+import grpc
+import grpc.aio
+
+from baton import messages, wire
+from baton.clock import Clock, SystemClock
+from baton.errors import BatonError, ConfigError, InvalidRequest, NodeLost
+from baton.events import HandleReady, NodeStep, Pooled, RequestFailed, Subscribed, TokenEvent
+from baton.failpoints import FAILPOINTS
+from baton.handles import NodeLoad, NodeRecord
+from baton.timing import Timing, channel_options
+from protos import node_pb2, node_pb2_grpc
+from router.nodes.health import NodeHealth
+from router.nodes.mailbox import Mailbox
+from router.nodes.watchdog import Watchdog
+from router.policy import NodeSnapshot
+from router.prefix_index import PrefixIndex
+
+logger = logging.getLogger(__name__)
+FIRST_BACKOFF_S: Final = 0.1
+LAST_BACKOFF_S: Final = 2.0
+UNTAKEN_STEPS: Final = 16  # read and not routed; beyond, the node waits
+PART_EVENTS: Final = 256  # routed in one turn of the loop: some 5 ms with what its clients do
+PING: Final = "ping timeout"  # gRPC's words for a peer that does not answer
+BATCH_BYTES: Final = 1 << 20  # one message's, and one message may exceed it
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLost:
+    """The stream to `node_id` broke: it aborts whatever this router gave it.
+
+    `drained`: it ended in good order. The node had nothing left, and no export that was not
+    fetched. `silent`: its machine answers no pings, so nobody else hears of it either. `stalled`:
+    it is there, but its engine hangs.
+    """
+
+    node_id: str
+    reason: str
+    drained: bool = False
+    silent: bool = False
+    stalled: bool = False
+
+
+Told = TokenEvent | HandleReady | Subscribed | Pooled | RequestFailed
+NodeEvent = Told | SessionLost
+
+
+@dataclass(slots=True, eq=False)
+class Attachment:
+    """One request on this session: events of `epoch` go to `deliver`.
+
+    `tokens`: prompt tokens that the node has to compute.
+    """
+
+    request_id: str
+    epoch: int
+    deliver: Callable[[NodeEvent], None]
+    tokens: int = 0
+
+
+class StepLog(Protocol):
+    """What a session needs of router/store/token_log.py."""
+
+    async def append(self, events: Sequence[TokenEvent]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SessionContext:
+    """What all sessions share. `admit` raises ConfigError for a node that must not serve."""
+
+    router_id: str
+    secret: str
+    timing: Timing
+    clock: Clock
+    log: StepLog
+    admit: Callable[[str, NodeRecord], None]
+    changed: Callable[[], None]  # a session came up or went down, a node began to drain
+    reported: Callable[[], None] = lambda: None  # a step has been routed
+    credentials: grpc.ChannelCredentials | None = None  # None: without TLS
+    health: NodeHealth = field(default_factory=lambda: NodeHealth(SystemClock()))
+
+
+class NodeSession:
+    def __init__(self, address: str, context: SessionContext) -> None:
+        self.address = address
+        self._context = context
+        self._record: NodeRecord | None = None
+        self._load = NodeLoad()
+        self._connected = False
+        self._refused = ""
+        self._attached: dict[str, Attachment] = {}
+        self._assigned_tokens = 0
+        self._unreported: dict[str, int] = {}  # request -> prompt tokens
+        self._unreported_tokens = 0  # their sum
+        self._outbox: Mailbox[messages.RouterMessage] = Mailbox()
+        self._wake = asyncio.Event()
+        self._drained = False  # the node has said its last words
+        self._snapshot: NodeSnapshot | None = None  # None: something has changed since
+        self._doubted = False  # it hung, and nothing has been heard of its engine since
+        clock, stall_s = context.clock, context.timing.stall_s
+        self._watchdog = Watchdog(clock, stall_s, lambda: bool(self._attached))
+        self.prefix = PrefixIndex()
+
+    # ---- what it knows ----
+
+    @property
+    def connected(self) -> bool:
+        """Hello was exchanged and the stream stands."""
+        return self._connected
+
+    @property
+    def record(self) -> NodeRecord | None:
+        """What the node last said of itself; None until its first Hello."""
+        return self._record
+
+    @property
+    def load(self) -> NodeLoad:
+        return self._load
+
+    @property
+    def stalled(self) -> bool:
+        """Its engine makes no progress: by its own account, or it was silent for too long and has
+        not shown any since."""
+        return self._doubted or self._load.stalled
+
+    @property
+    def takes_requests(self) -> bool:
+        """Hello was exchanged, it does not drain, and its engine gets on."""
+        return self._connected and not (self._load.draining or self.stalled)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """What it is known by in router/nodes/health.py."""
+        return (self.address,) if self._record is None else (self.address, self._record.node_id)
+
+    @property
+    def refused(self) -> str:
+        """Why this router does not use the node, "" if it does."""
+        return self._refused
+
+    @property
+    def assigned(self) -> int:
+        return len(self._attached)
+
+    @property
+    def assigned_tokens(self) -> int:
+        """Prompt tokens that this router's requests still have to compute there."""
+        return self._assigned_tokens
+
+    @property
+    def unreported_tokens(self) -> int:
+        """Of these, sent since the node last told its load: not yet part of it."""
+        return self._unreported_tokens
+
+    def snapshot(self, record: NodeRecord) -> NodeSnapshot:
+        """All of this for the policy, made anew only when something has changed."""
+        if self._snapshot is None:
+            self._snapshot = NodeSnapshot(
+                node_id=record.node_id,
+                boot_id=record.boot_id,
+                role=record.role,
+                model_digest=record.model_digest,
+                fingerprint=record.endpoint.layout_fingerprint,
+                block_size=record.block_size,
+                kv_dtype=record.endpoint.format.dtype,
+                load=self._load,
+                prefix=self.prefix.hashes,
+                assigned=self.assigned,
+                assigned_tokens=self._assigned_tokens,
+                unreported_tokens=self.unreported_tokens,
+                adapters=record.adapters,
+                max_num_seqs=record.max_num_seqs,
+            )
+        return self._snapshot
+
+    # ---- requests ----
+
+    def attach(self, attachment: Attachment) -> None:
+        """Route a request's events. Raises NodeLost when the session is down."""
+        if not self._connected:
+            raise NodeLost(f"node {self.address} is not connected")
+        self.detach(attachment.request_id)
+        self._snapshot = None
+        if not self._attached:
+            self._watchdog.began()
+        self._attached[attachment.request_id] = attachment
+        self._assigned_tokens += attachment.tokens
+        self._unreported[attachment.request_id] = attachment.tokens
+        self._unreported_tokens += attachment.tokens
+
+    def detach(self, request_id: str) -> None:
+        """Route nothing more to the request. Twice is safe."""
+        self._snapshot = None
+        attachment = self._attached.pop(request_id, None)
+        unreported = self._unreported.pop(request_id, 0)
+        self._unreported_tokens -= unreported
+        if attachment is not None:
+            self._assigned_tokens -= attachment.tokens
+        # One that the node refused is never part of its load, and an idle node tells no load. Last:
+        # whoever is told looks at all of the above.
+        if unreported or (attachment is not None and attachment.tokens):
+            self._context.reported()
+
+    def send(self, message: messages.RouterMessage) -> None:
+        """Queue a message; dropped when the session is down (whoever is attached has been told)."""
+        if self._connected:
+            self._outbox.put(message)
+
+    # ---- the stream ----
+
+    def wake(self) -> None:
+        """There is reason to believe that the node is back: connect now."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Keep the session up until cancelled."""
+        backoff = FIRST_BACKOFF_S
+        while True:
+            self._wake.clear()
+            reason = await self._connect_and_serve()
+            if self._connected:
+                backoff = FIRST_BACKOFF_S
+            self._lose(reason)
+            # Jitter: many routers do not come back to a restarted node in the same instant.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(backoff * (0.5 + random.random() / 2)):
+                    await self._wake.wait()
+            backoff = min(2 * backoff, LAST_BACKOFF_S)
+
+    async def _connect_and_serve(self) -> str:
+        """One session from connect to end; answers why it ended."""
+        try:
+            async with self._call() as call:
+                await self._hello(call)
+                await self._converse(call)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                logger.error("node %s refuses this router: %s", self.address, error.details())
+            return f"{error.code().name}: {error.details()}"
+        except ConfigError as error:
+            if error.message != self._refused:
+                logger.error("node %s is refused: %s", self.address, error.message)
+            self._refused = error.message
+            return error.message
+        except InvalidRequest as error:
+            logger.error("node %s breaks the protocol: %s", self.address, error.message)
+            return error.message
+        except (TimeoutError, BatonError, OSError) as error:
+            return f"{type(error).__name__}: {error}"
+        except Exception as error:  # a bug here must not strand the attached requests
+            logger.exception("session with node %s failed", self.address)
+            return f"{type(error).__name__}: {error}"
+        return "the node ended the session"
+
+    @contextlib.asynccontextmanager
+    async def _call(self) -> AsyncIterator[Any]:
+        timing = self._context.timing
+        # The global pool would share its connection back-off between attempts.
+        options = [*channel_options(timing), ("grpc.use_local_subchannel_pool", 1)]
+        proof = messages.session_metadata(self._context.secret, self._context.router_id)
+        async with self._channel(options) as channel:
+            async with asyncio.timeout(timing.connect_s):
+                await channel.channel_ready()
+            stub = node_pb2_grpc.NodeStub(channel)
+            call = stub.Session(metadata=proof)
+            try:
+                yield call
+            finally:
+                call.cancel()
+
+    def _channel(self, options: Sequence[tuple[str, int]]) -> Any:
+        credentials = self._context.credentials
+        if credentials is not None:
+            return grpc.aio.secure_channel(self.address, credentials, options=options)
+        return grpc.aio.insecure_channel(self.address, options=options)
+
+    async def _hello(self, call: Any) -> None:
+        """Exchange hellos, check the node; then the session is up. Mutates record and load."""
+        hello = messages.SessionHello(self._context.router_id)
+        async with asyncio.timeout(self._context.timing.connect_s):
+            await call.write(wire.router_message_to_wire(hello, self._context.clock))
+            first = await call.read()
+        if first is grpc.aio.EOF:
+            raise NodeLost("the node sent no hello")
+        record = wire.node_message_from_wire(first)
+        if not isinstance(record, NodeRecord):
+            raise InvalidRequest("the first message is no hello", field="hello")
+        self._context.admit(self.address, record)
+        self._record = record
+        self._load = record.load
+        self._snapshot = None
+        self._refused = ""
+        self._outbox = Mailbox()
+        self._drained = False
+        self.prefix.clear()
+        self._watchdog.heard()
+        self._connected = True
+        logger.info("%s node %s is up at %s", record.role.value, record.node_id, self.address)
+        self._context.changed()
+
+    async def _converse(self, call: Any) -> None:
+        """Read and write until the stream ends or the node has drained; raises what broke it, after
+        whatever was read before."""
+        steps: asyncio.Queue[NodeStep | BaseException | None] = asyncio.Queue(UNTAKEN_STEPS)
+        tasks = [
+            asyncio.create_task(self._write(call)),
+            asyncio.create_task(_read(call, steps)),
+            asyncio.create_task(self._watch(steps)),
+        ]
+        try:
+            ended = False
+            while not ended:
+                # All that has come while the last ones were logged: one call to the log for them.
+                batch = [await steps.get()]
+                batch += [steps.get_nowait() for _ in range(steps.qsize())]
+                ended = await self._take_all(batch)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _watch(self, steps: asyncio.Queue[NodeStep | BaseException | None]) -> None:
+        """End the session of a node that hangs: this router's requests go on elsewhere."""
+        await self._watchdog.bite()
+        if steps.empty():  # else it is this router that is behind
+            steps.put_nowait(self._hangs(f"silent for {self._context.timing.stall_s:g} s"))
+
+    def _hangs(self, how: str) -> NodeLost:
+        self._doubted = True
+        return NodeLost(f"the node makes no progress: {how}")
+
+    async def _take_all(self, batch: Sequence[NodeStep | BaseException | None]) -> bool:
+        """Route what was read, in order. True: it was the last. Raises what ended the reading."""
+        steps = [item for item in batch if isinstance(item, NodeStep)]
+        self._watchdog.heard()
+        for step in steps:
+            self._note(step)
+        await self._show([event for step in steps for event in _in_order(step)])
+        if any(step.last for step in steps):
+            self._drained = True
+            return True
+        if steps:
+            self._context.reported()
+        if self._load.stalled and self._attached:
+            raise self._hangs("it says so itself")
+        last = batch[-1]
+        if isinstance(last, BaseException):
+            raise last
+        return last is None
+
+    async def _show(self, events: Sequence[Told]) -> None:
+        """Log the tokens, then route the events, in order. Many go in parts: while one goes to
+        its clients, the store has the next."""
+        if len(events) <= PART_EVENTS:
+            await self._log(events)
+            self._route_all(events)
+            return
+        starts = range(0, len(events), PART_EVENTS)
+        parts = [events[start : start + PART_EVENTS] for start in starts]
+        logged = [asyncio.create_task(self._log(part)) for part in parts]
+        try:
+            for part, done in zip(parts, logged, strict=True):
+                await done
+                self._route_all(part)
+                await asyncio.sleep(0)  # whoever waits for these goes first
+        finally:
+            for task in logged:
+                task.cancel()
+            await asyncio.gather(*logged, return_exceptions=True)
+
+    async def _log(self, events: Sequence[Told]) -> None:
+        current = [e for e in events if isinstance(e, TokenEvent) and self._attachment(e)]
+        if current:
+            FAILPOINTS.hit("sampled_not_logged")
+            await self._context.log.append(current)
+            FAILPOINTS.hit("logged_not_sent")
+
+    async def _write(self, call: Any) -> None:
+        """Outbox to wire, in order: all that waits as one message, because each costs ~0.1 ms.
+
+        A write fails with its stream, which the reader notices.
+        """
+        clock = self._context.clock
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            while True:
+                first = await self._outbox.get()
+                await asyncio.sleep(0)  # whatever else this turn of the loop brings goes along
+                batch = [wire.router_message_to_wire(first, clock)]
+                size = batch[0].ByteSize()
+                waiting = self._outbox.waiting
+                while size < BATCH_BYTES and waiting:
+                    batch.append(wire.router_message_to_wire(waiting.popleft(), clock))
+                    size += batch[-1].ByteSize()
+                await call.write(_one_message(batch))
+
+    def _note(self, step: NodeStep) -> None:
+        """What a step says of the node itself."""
+        if step.load is not None:
+            before, self._load = self.takes_requests, step.load
+            self._doubted = False
+            self._snapshot = None
+            self._unreported.clear()
+            self._unreported_tokens = 0
+            if before != self.takes_requests:
+                self._context.changed()
+        if step.failed or step.tokens:
+            self._context.health.heard(self.keys, step)
+        self.prefix.apply(step.block_events_seq, step.block_events)
+
+    def _route_all(self, events: Sequence[Told]) -> None:
+        for event in events:
+            self._route(event)
+
+    def _attachment(self, event: Told) -> Attachment | None:
+        attachment = self._attached.get(event.request_id)
+        if attachment is None:
+            return None
+        # Epoch 0: the node refused the message before it could read the epoch.
+        unread = isinstance(event, RequestFailed) and event.epoch == 0
+        return attachment if unread or attachment.epoch == event.epoch else None
+
+    def _route(self, event: Told) -> None:
+        attachment = self._attachment(event)
+        if attachment is None:
+            self._context.health.stats.stale_events += 1
+            return
+        if attachment.tokens and isinstance(event, TokenEvent):
+            self._assigned_tokens -= attachment.tokens  # computed: token 1 is the proof
+            attachment.tokens = 0
+            self._snapshot = None
+        attachment.deliver(event)
+
+    def _lose(self, reason: str) -> None:
+        was_connected, self._connected = self._connected, False
+        self.prefix.clear()
+        attached, self._attached = list(self._attached.values()), {}
+        self._assigned_tokens = 0
+        self._unreported.clear()
+        self._unreported_tokens = 0
+        self._snapshot = None
+        node_id = self.address if self._record is None else self._record.node_id
+        if was_connected:
+            self._context.changed()
+        if was_connected and not self._drained:
+            self._context.health.died(self.keys, stalled=self._doubted)
+        for attachment in attached:
+            lost = SessionLost(node_id, reason, self._drained, PING in reason, self._doubted)
+            attachment.deliver(lost)
+        if was_connected and self._drained:
+            logger.info("node %s at %s has drained", node_id, self.address)
+        elif was_connected:
+            logger.warning(
+                "node %s at %s is lost with %d requests: %s",
+                node_id, self.address, len(attached), reason,
+            )  # fmt: skip
+
+
+def _in_order(step: NodeStep) -> tuple[Told, ...]:
+    """A request's handle comes before its tokens, its failure after them."""
+    return (*step.handles, *step.subscribed, *step.pooled, *step.tokens, *step.failed)
+
+
+def _one_message(batch: Sequence[node_pb2.RouterMessage]) -> node_pb2.RouterMessage:
+    if len(batch) == 1:
+        return batch[0]
+    return node_pb2.RouterMessage(batch=node_pb2.RouterBatch(messages=batch))
+
+
+async def _read(call: Any, steps: asyncio.Queue[NodeStep | BaseException | None]) -> None:
+    """Steps as they come, then None at the stream's end, or what broke it."""
+    try:
+        while (message := await call.read()) is not grpc.aio.EOF:
+            step = wire.node_message_from_wire(message)
+            if not isinstance(step, NodeStep):
+                raise InvalidRequest("a second hello", field="hello")
+            await steps.put(step)
+    except Exception as error:  # noqa: BLE001  raised where the steps are taken
+        await steps.put(error)
+    else:
+        await steps.put(None)

@@ -1,0 +1,243 @@
+"""/v1/embeddings: OpenAI's protocol over hidden states of the served model.
+
+Which hidden states (last token's, or their mean) the model's files or --pooling-type say; vectors
+have length 1 unless the client asks for raw ones. The work is router/pooling/pool.py's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import secrets
+import sys
+import time
+from array import array
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal, cast
+
+import msgspec
+import orjson
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from baton.errors import ContextLengthExceeded, InvalidRequest
+from baton.request import Request
+from router.gate.slo import ANY
+from router.nodes.connection import while_connected
+from router.openai import object_of, struct_of, token_ids_below
+from router.pooling.config import PoolingSettings
+from router.pooling.pool import PoolAsk, PoolDispatcher
+from router.prompt_options import truncated
+from router.prompts import PromptReader
+from router.reading import read_body
+from router.request_ids import reply_id
+from router.served import adapter_of, model_name, served_model
+from router.services import RouterServices
+from router.terms import Terms, terms_of
+from router.trace import RequestTrace
+from router.web_errors import as_baton_error
+
+MAX_INPUTS: Final = 2048
+MAX_INPUT_TOKENS: Final = 1 << 20  # of all inputs of one call
+_TURN: Final = 16  # vectors encoded before the event loop gets its turn
+
+
+class EmbeddingBody(msgspec.Struct, kw_only=True):
+    """/v1/embeddings. `input` is text, texts, ids or lists of ids."""
+
+    input: Any = None
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    user: str | None = None
+    add_special_tokens: bool | None = None
+    normalize: bool | None = None
+    use_activation: bool | None = None  # vLLM's newer name for it
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+
+
+class PoolingUsage(msgspec.Struct):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(msgspec.Struct):
+    """`embedding`: numbers, or base64 of float32 numbers, little-endian."""
+
+    index: int
+    embedding: list[float] | str
+    object: Literal["embedding"] = "embedding"
+
+
+class EmbeddingReply(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    data: list[Embedding]
+    usage: PoolingUsage
+    object: Literal["list"] = "list"
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingParts:
+    """What the pooling endpoints work with."""
+
+    services: RouterServices
+    prompts: PromptReader
+    pools: PoolDispatcher
+    settings: PoolingSettings
+
+    async def run(self, request: HttpRequest, ask: PoolAsk, model: str) -> list[bytes]:
+        """The vectors, while the client is there to read them; counted for `model`, and for its
+        key like any request (router/gate/gate.py). Raises BatonError."""
+        # Service levels are of tokens that are generated: here there are none.
+        terms = replace(terms_of(request), slo=ANY)
+        outcome, tokens = "ok", ask.tokens
+        try:
+            return await while_connected(request.receive, self._vectors(ask, terms))
+        except BaseException as error:
+            outcome, tokens = as_baton_error(error).code, 0
+            raise
+        finally:
+            self.services.metrics.pooled(model, tokens, outcome)
+
+    async def _vectors(self, ask: PoolAsk, terms: Terms) -> list[bytes]:
+        now = self.services.clock.monotonic()
+        call = terms.applied(replace(ask.request(ask.id, ask.prompts), arrival=now))
+        ask = replace(
+            ask,
+            deadline=ask.deadline if call.deadline is None else call.deadline,
+            priority=call.priority,
+            traceparent=terms.traceparent,
+        )
+        return await self.pools.vectors(ask, self._passage(call, terms, ask.field))
+
+    @asynccontextmanager
+    async def _passage(self, call: Request, terms: Terms, field: str) -> AsyncIterator[None]:
+        trace = RequestTrace(terms, pooled=field)
+        async with self.services.dispatcher.gate.admitted(call, trace):
+            trace.dispatched_at = self.services.clock.monotonic()
+            yield
+
+    def deadline(self) -> float:
+        return self.services.clock.monotonic() + self.services.config.request_timeout_s
+
+
+class EmbeddingsApi:
+    """The endpoint. Keeps no state."""
+
+    def __init__(self, parts: PoolingParts) -> None:
+        self._parts = parts
+
+    async def embeddings(self, request: HttpRequest) -> Response:
+        body = struct_of(object_of(await read_body(request)), EmbeddingBody)
+        services = self._parts.services
+        model = served_model(services, body.model)
+        dimensions = self._parts.settings.check_dimensions(body.dimensions)
+        prompts = await self._prompts(body, model.max_model_len, model.vocab_size)
+        id_ = reply_id("embd", request)
+        ask = PoolAsk(
+            id=pool_id(id_),
+            prompts=prompts,
+            deadline=self._parts.deadline(),
+            kind=self._parts.settings.kind,
+            normalize=body.normalize is not False and body.use_activation is not False,
+            dimensions=dimensions,
+            adapter=adapter_of(services, body.model),
+        )
+        base = model_name(services, model)
+        vectors = await self._parts.run(request, ask, base)
+        tokens = sum(map(len, prompts))
+        name = ask.adapter or base
+        reply = EmbeddingReply(id_, int(time.time()), name, [], PoolingUsage(tokens, tokens))
+        content = msgspec.to_builtins(reply)
+        content["data"] = await encoded(vectors, body.encoding_format == "base64")
+        return Response(orjson.dumps(content), media_type="application/json")
+
+    async def _prompts(
+        self, body: EmbeddingBody, max_model_len: int, vocab_size: int
+    ) -> list[tuple[int, ...]]:
+        """Token ids of each input. Raises InvalidRequest, ContextLengthExceeded."""
+        found: list[tuple[int, ...]] = []
+        inputs = inputs_of(body.input)
+        for index, item in enumerate(inputs):
+            field = "input" if len(inputs) == 1 else f"input[{index}]"
+            if isinstance(item, str):
+                special = body.add_special_tokens is not False
+                ids = await self._parts.prompts.text(item, field, special)
+            else:
+                ids = token_ids_below(item, vocab_size, field)
+            side = body.truncation_side or "right"
+            ids = truncated(ids, body.truncate_prompt_tokens, max_model_len, side)
+            found.append(checked_length(ids, max_model_len, field))
+        if sum(map(len, found)) > MAX_INPUT_TOKENS:
+            message = f"input: at most {MAX_INPUT_TOKENS} tokens in one call"
+            raise InvalidRequest(message, field="input")
+        return found
+
+
+def pool_id(reply: str) -> str:
+    """A new id for the work of a reply: a client may send its own id twice."""
+    return f"{reply}-{secrets.token_hex(4)}"
+
+
+def inputs_of(given: object) -> list[str | tuple[int, ...]]:
+    """The inputs, each as text or ids, none empty. Raises InvalidRequest, naming the field."""
+    if isinstance(given, str):
+        return [_one(given, "input")]
+    if not isinstance(given, list) or not given:
+        message = "input must be a string, a list of strings, token ids or a list of such lists"
+        raise InvalidRequest(message, field="input")
+    items = cast("list[object]", given)
+    if not isinstance(items[0], str | list):
+        return [_one(items, "input")]
+    if len(items) > MAX_INPUTS:
+        raise InvalidRequest(f"input: at most {MAX_INPUTS} inputs in one call", field="input")
+    return [_one(item, f"input[{index}]") for index, item in enumerate(items)]
+
+
+def checked_length(ids: tuple[int, ...], max_model_len: int, field: str) -> tuple[int, ...]:
+    """The ids. Raises ContextLengthExceeded (`field`) for more than the model holds."""
+    if len(ids) > max_model_len:
+        raise ContextLengthExceeded(
+            f"{field}: {len(ids)} tokens exceed the model's maximum context length of"
+            f" {max_model_len} tokens",
+            field=field,
+        )
+    return ids
+
+
+async def encoded(vectors: Sequence[bytes], as_base64: bool) -> list[orjson.Fragment]:
+    """`data` of the reply, encoded in turns: a large batch takes a while."""
+    found: list[orjson.Fragment] = []
+    for index, vector in enumerate(vectors):
+        if index % _TURN == _TURN - 1:
+            await asyncio.sleep(0)
+        numbers = base64.b64encode(vector).decode() if as_base64 else numbers_of(vector)
+        item = {"object": "embedding", "index": index, "embedding": numbers}
+        found.append(orjson.Fragment(orjson.dumps(item)))
+    return found
+
+
+def numbers_of(vector: bytes) -> list[float]:
+    """Float32, little-endian -> numbers."""
+    found = array("f")
+    found.frombytes(vector)
+    if sys.byteorder == "big":
+        found.byteswap()
+    return found.tolist()
+
+
+def _one(item: object, field: str) -> str | tuple[int, ...]:
+    if isinstance(item, str) and item:
+        return item
+    if isinstance(item, list) and item:
+        for token in cast("list[object]", item):
+            # type() and not isinstance: true is an int to Python, never to a client.
+            if type(token) is not int or not 0 <= token < 2**31:
+                raise InvalidRequest(f"{field}: token ids are integers from 0 on", field=field)
+        return tuple(cast("list[int]", item))
+    raise InvalidRequest(f"{field} must be text or token ids, not empty", field=field)

@@ -1,0 +1,215 @@
+"""PoolDispatcher: prompts -> vectors, computed on prefill nodes; another node if one is lost.
+
+A call's prompts go out in groups, each to the node with the least to compute, so that several nodes
+share a large call. Nothing of it is in the store: vectors are computed again, not resumed.
+Decode nodes do it only where there is no prefill node. Event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Final
+
+from baton.clock import Clock
+from baton.errors import (
+    BatonError,
+    DeadlineExceeded,
+    InternalError,
+    NodeLost,
+    Overloaded,
+    Unavailable,
+    error_from_code,
+)
+from baton.events import Pooled, RequestFailed
+from baton.handles import Role
+from baton.messages import AbortRequest, PoolKind, SubmitPool
+from baton.request import MAX_NODE_DEATHS, Request
+from baton.sampling import SamplingParams
+from router.nodes.connection import together
+from router.nodes.registry import NodeRegistry
+from router.nodes.session import Attachment, NodeEvent, NodeSession, SessionLost
+from router.placement import queued_tokens
+from router.policy import Ask, NodeSnapshot, is_usable
+
+log = logging.getLogger(__name__)
+GROUP_PROMPTS: Final = 32
+GROUP_TOKENS: Final = 1 << 16
+GROUPS_AT_ONCE: Final = 8  # of one call
+MAX_ATTEMPTS: Final = 8
+_PARAMS: Final = SamplingParams(max_tokens=1, temperature=0.0, seed=0)  # nothing is sampled
+
+Prompts = Sequence[tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolAsk:
+    """What is wanted of some prompts. `deadline`: monotonic seconds; `answers`: ids of yes, no;
+    `field`: where a client gave the prompts."""
+
+    id: str
+    prompts: Prompts
+    deadline: float
+    kind: PoolKind = "last"
+    normalize: bool = True
+    dimensions: int = 0
+    answers: tuple[int, int] = (0, 0)
+    adapter: str = ""
+    traceparent: str = ""
+    priority: int = 0
+    field: str = "input"
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+    def request(self, id_: str, prompts: Prompts) -> Request:
+        """Some of its prompts, or all, one behind the other."""
+        return Request(
+            id=id_,
+            prompt_ids=tuple(token for prompt in prompts for token in prompt),
+            params=_PARAMS,
+            adapter=self.adapter,
+            priority=self.priority,
+            deadline=self.deadline,
+            traceparent=self.traceparent,
+        )
+
+
+@dataclass(slots=True)
+class _Tries:
+    """What a group has been through: boots that failed it or refused it, and how often."""
+
+    avoided: set[str] = field(default_factory=set[str])
+    deaths: int = 0
+    count: int = 0
+    refusal: BatonError | None = None
+
+
+class PoolDispatcher:
+    """All pooling under way on this router. `retries` counts groups sent to another node."""
+
+    def __init__(self, registry: NodeRegistry, clock: Clock, max_live: int) -> None:
+        self._registry = registry
+        self._clock = clock
+        self._max_live = max_live
+        self.num_live = 0
+        self.retries = 0
+
+    async def vectors(
+        self, ask: PoolAsk, passage: AbstractAsyncContextManager[object] | None = None
+    ) -> list[bytes]:
+        """A vector per prompt, in order: float32, little-endian. The work is done in the `passage`.
+
+        Raises BatonError; cancelling it aborts the work on every node.
+        """
+        if self.num_live >= self._max_live:
+            raise Overloaded(f"{self._max_live} pooling calls are under way already")
+        self.num_live += 1
+        turns = asyncio.Semaphore(GROUPS_AT_ONCE)
+
+        async def one(index: int, prompts: Prompts) -> tuple[bytes, ...]:
+            async with turns:
+                return await self._group(f"{ask.id}-{index}", prompts, ask)
+
+        try:
+            async with (
+                passage or nullcontext(),
+                asyncio.timeout(ask.deadline - self._clock.monotonic()),
+            ):
+                parts = await together([one(*each) for each in enumerate(groups(ask.prompts))])
+        except TimeoutError as error:
+            raise DeadlineExceeded("the request's deadline has passed") from error
+        finally:
+            self.num_live -= 1
+        return [vector for part in parts for vector in part]
+
+    async def _group(self, id_: str, prompts: Prompts, ask: PoolAsk) -> tuple[bytes, ...]:
+        """One group, on one node after another until it is done."""
+        tries = _Tries()
+        request = ask.request(id_, prompts)
+        lengths = tuple(map(len, prompts))
+        while True:
+            node, session = self._choose(ask, tries)
+            message = SubmitPool(
+                request, lengths, ask.kind, ask.normalize, ask.dimensions, ask.answers
+            )
+            try:
+                event = await self._ask(session, message)
+            except NodeLost as error:  # it went between the choice and the submission
+                event = SessionLost(node.node_id, error.message)
+            if isinstance(event, Pooled):
+                if len(event.vectors) != len(prompts):
+                    raise InternalError(f"{len(event.vectors)} vectors for {len(prompts)} prompts")
+                return event.vectors
+            self._fail_over(node, event, tries)
+            request = request.retried(request.output_ids)
+
+    async def _ask(self, session: NodeSession, message: SubmitPool) -> NodeEvent:
+        """Submit, and what the node says to it. Raises NodeLost; leaves nothing behind."""
+        request = message.request
+        inbox: asyncio.Queue[NodeEvent] = asyncio.Queue()
+        attachment = Attachment(
+            request.id, request.epoch, inbox.put_nowait, len(request.prompt_ids)
+        )
+        session.attach(attachment)
+        answered = False
+        try:
+            session.send(message)
+            event = await inbox.get()
+            answered = True
+            return event
+        finally:
+            session.detach(request.id)
+            if not answered:
+                session.send(AbortRequest(request.id, request.epoch))
+
+    def _fail_over(self, node: NodeSnapshot, event: NodeEvent, tries: _Tries) -> None:
+        """Count the failure. Raises its error where another node would not do better."""
+        tries.count += 1
+        tries.avoided.add(node.boot_id)
+        if isinstance(event, RequestFailed):
+            error = error_from_code(event.code, event.message, event.field)
+            if not event.retryable:
+                raise error
+        elif isinstance(event, SessionLost):
+            error = NodeLost(f"node {event.node_id} was lost: {event.reason}")
+            tries.deaths += not event.drained
+        else:
+            raise InternalError(f"{type(event).__name__} is no answer to a pooling request")
+        if tries.deaths >= MAX_NODE_DEATHS or tries.count >= MAX_ATTEMPTS:
+            raise error
+        tries.refusal = error
+        self.retries += 1
+        log.warning("pooling on %s failed: %s", node.node_id, error.message)
+
+    def _choose(self, ask: PoolAsk, tries: _Tries) -> tuple[NodeSnapshot, NodeSession]:
+        """The node with the least to compute. Raises Unavailable, or what the last one said."""
+        wanted = Ask((), adapter=ask.adapter, excluded=frozenset(tries.avoided))
+        usable = [node for node in self._registry.snapshots() if is_usable(node, wanted)]
+        nodes = [node for node in usable if node.role is Role.PREFILL] or usable
+        if not nodes:
+            raise tries.refusal or Unavailable("no node is available")
+        node = min(nodes, key=lambda node: (queued_tokens(node), node.assigned, random.random()))
+        session = self._registry.session(node.boot_id)
+        if session is None:
+            raise Unavailable("no node is available")
+        return node, session
+
+
+def groups(prompts: Prompts) -> Iterator[Prompts]:
+    """Neighbours together, as many as fit one message; a long prompt goes alone."""
+    group: list[tuple[int, ...]] = []
+    tokens = 0
+    for prompt in prompts:
+        if group and (len(group) == GROUP_PROMPTS or tokens + len(prompt) > GROUP_TOKENS):
+            yield group
+            group, tokens = [], 0
+        group.append(prompt)
+        tokens += len(prompt)
+    if group:
+        yield group

@@ -1,0 +1,108 @@
+"""Canonical: everything that makes a resumable request what it is, as its record in the store.
+
+The client's body as it came, what was drawn or read for it (ids, seed, `created`, prompt ids), and
+digests of the key that started it and of the body. Any router makes the same answer of it, with the
+token log. The text is at most MAX_CANONICAL_BYTES. Pure.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+import orjson
+
+from baton.clock import Clock
+from baton.errors import InvalidRequest
+from baton.request import Request
+from baton.wire_bytes import request_from_bytes, request_to_bytes
+from router.store.base import RequestRecord
+
+MAX_CANONICAL_BYTES: Final = 1 << 20
+OWNER_FIELD: Final = "owner_key"
+BODY_FIELD: Final = "body_digest"
+_VERSION: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Canonical:
+    """One resumable request. `api` names who can read the body (a path, or "grpc"); `name` is what
+    its client calls it; `created` is wall-clock seconds; `owner` a digest of its key."""
+
+    api: str
+    name: str
+    owner: str
+    created: int
+    grace_s: float
+    body: bytes
+    request: Request
+
+    @property
+    def body_digest(self) -> str:
+        return body_digest(self.api, self.body)
+
+    def fields(self, clock: Clock, field: str) -> dict[str, str]:
+        """What its record says at the claim. Raises InvalidRequest, naming `field`, if it is too
+        large."""
+        content = {
+            "v": _VERSION,
+            "api": self.api,
+            "name": self.name,
+            "created": self.created,
+            "grace_s": self.grace_s,
+            "body": base64.b64encode(self.body).decode(),
+            "request": base64.b64encode(request_to_bytes(self.request, clock)).decode(),
+        }
+        text = orjson.dumps(content).decode()
+        if len(text) > MAX_CANONICAL_BYTES:
+            raise InvalidRequest(
+                f"{field}: a resumable request is kept whole, and may have at most"
+                f" {MAX_CANONICAL_BYTES} bytes; this one has {len(text)}",
+                field=field,
+            )
+        return {
+            "resumable": "1",
+            "canonical": text,
+            OWNER_FIELD: self.owner,
+            BODY_FIELD: self.body_digest,
+        }
+
+
+def canonical_of(record: RequestRecord, clock: Clock) -> Canonical | None:
+    """What a record keeps, with what is left of its deadline; None for a plain request's."""
+    fields: Mapping[str, str] = record.fields
+    if fields.get("resumable") != "1" or "canonical" not in fields:
+        return None
+    content = orjson.loads(fields["canonical"])
+    if content["v"] != _VERSION:
+        return None
+    request = request_from_bytes(base64.b64decode(content["request"]), clock)
+    if request.deadline is not None:
+        request = replace(request, deadline=request.deadline - record.age_s)
+    return Canonical(
+        content["api"],
+        content["name"],
+        fields[OWNER_FIELD],
+        content["created"],
+        content["grace_s"],
+        base64.b64decode(content["body"]),
+        request,
+    )
+
+
+def owner_digest(keys: list[bytes]) -> str:
+    """Of the key that a request presents; of nothing where everybody is let in."""
+    return hashlib.sha256(min(keys, default=b"")).hexdigest()
+
+
+def body_digest(api: str, body: bytes) -> str:
+    return hashlib.sha256(api.encode() + b"\0" + body).hexdigest()
+
+
+def record_id(owner: str, name: str) -> str:
+    """The engine's id of a resumable request: names of one key are not those of another."""
+    digest = hashlib.sha256(f"{owner}\0{name}".encode()).hexdigest()
+    return f"req-{name}-0.{digest[:16]}"

@@ -1,0 +1,260 @@
+"""Resumable requests over HTTP: the generating routes once more, and the one that asks again.
+
+A plain request passes straight through to its route. For a resumable one the route makes the call
+(its checks, its prompt, its frames), but runs nothing: resumable/runs.py does, and the client reads
+what is logged. Asked again, by the same request (`last-event-id`, `idempotency-key`, or just its
+x-request-id) or by `GET /v1/requests/{id}/stream`, the route makes the same call of the body that
+the record keeps, on any router.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from hmac import compare_digest
+from typing import Any, Final
+
+from starlette.requests import Request as HttpRequest
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
+
+from baton.errors import KeyReused, RequestNotFound, Unavailable, UnsupportedFeature
+from router.calls import Runner
+from router.completion import Completion
+from router.gate.key_headers import keys_of
+from router.reading import read_body
+from router.reply_ids import Pin, created_at, pin
+from router.request_ids import known_id, pin_request_id
+from router.resumable.canonical import Canonical, body_digest, owner_digest, record_id
+from router.resumable.numbered import NumberedReply
+from router.resumable.replay import Told, ToldDispatch
+from router.resumable.runs import Found, Runs
+from router.resumable.terms import (
+    GRACE_HEADER,
+    NAME_HEADER,
+    POSITION_HEADER,
+    POSITION_QUERY,
+    SAID_IN,
+    START,
+    Position,
+    ResumeTerms,
+    names_meant,
+    read_position,
+    read_resume_terms,
+)
+from router.services import RouterServices
+from router.sse import StreamReply
+from router.terms import GRANT_KEY
+from router.whole import WholeReply
+
+# Path -> the field of its body that makes it large.
+RESUMABLE: Final = {
+    "/v1/chat/completions": "messages",
+    "/v1/completions": "prompt",
+    "/v1/responses": "input",
+    "/v1/messages": "messages",
+}
+NOT_RESUMABLE: Final = ("/inference/v1/generate",)
+Reply = StreamReply | WholeReply
+Handler = Callable[[HttpRequest], Awaitable[Any]]
+
+
+class ResumableApi:
+    """Wraps the routes of an app. Registers with the router's Runs how calls are made again."""
+
+    def __init__(self, services: RouterServices, routes: Sequence[Route]) -> None:
+        self._services = services
+        self._routes = routes
+        self._handlers: dict[str, Handler] = {
+            route.path: route.endpoint for route in routes if route.path in RESUMABLE
+        }
+        if services.runs is not None:
+            for path in self._handlers:
+                services.runs.builders[path] = self._completion
+
+    def routes(self) -> list[Route]:
+        """All routes of the app, the resumable ones wrapped, and one more."""
+        wrapped = [self._wrapped(route) for route in self._routes]
+        return [*wrapped, Route("/v1/requests/{name}/stream", self.stream, methods=["GET"])]
+
+    def _wrapped(self, route: Route) -> Route:
+        if route.path in RESUMABLE:
+            return Route(route.path, self._resumable(route.path), methods=["POST"])
+        if route.path in NOT_RESUMABLE:
+            return Route(route.path, _refusing(route.endpoint), methods=["POST"])
+        return route
+
+    def _resumable(self, path: str) -> Handler:
+        handler = self._handlers[path]
+
+        async def endpoint(request: HttpRequest) -> Any:
+            terms = _terms_of(request)
+            if terms is None:
+                return await handler(request)
+            return await self._create(path, request, terms)
+
+        return endpoint
+
+    # ---- asked for the first time, or again ----
+
+    async def _create(self, path: str, request: HttpRequest, terms: ResumeTerms) -> ResumedReply:
+        """Raises InvalidRequest, KeyReused, RequestNotFound, Unavailable."""
+        runs = self._runs
+        body = await read_body(request)
+        owner, name = owner_of(request.scope), terms.name or known_id(request)
+        found = await runs.find(owner, name)
+        if found is None and terms.after is not None:
+            raise _unknown(name)
+        if found is None:
+            runs.check_open()
+            found = await self._begin(path, request, _Asked(owner, name, terms.grace_s, body))
+        if not compare_digest(found.body_digest, body_digest(path, body)):
+            raise KeyReused(
+                "this request id or idempotency key was used with another body",
+                field="idempotency-key" if terms.name else "x-request-id",
+            )
+        return await self._reply(found, terms.after, POSITION_HEADER)
+
+    async def _begin(self, path: str, request: HttpRequest, asked: _Asked) -> Found:
+        """Check it, make it canonical, run it; or the same one, if another router just did."""
+        runs = self._runs
+        pinned = Pin(asked.name, created_at(request))
+        reply = await self._call(path, request.scope, asked.body, pinned)
+        [completion, *others] = reply.call.completions
+        if others:
+            message = "prompt: one per request, if it is resumable"
+            raise UnsupportedFeature(message, field="prompt")
+        completion.request = replace(completion.request, id=record_id(asked.owner, asked.name))
+        canonical = Canonical(
+            path, asked.name, asked.owner, pinned.created, asked.grace_s, asked.body,
+            completion.request,
+        )  # fmt: skip
+        fields = canonical.fields(runs.clock, RESUMABLE[path])
+        return await runs.begin(canonical, completion.twin(), fields)
+
+    async def stream(self, request: HttpRequest) -> ResumedReply:
+        """`GET /v1/requests/{id}/stream`: go on after `starting_after`, or the event last seen."""
+        asked, owner = str(request.path_params["name"]), owner_of(request.scope)
+        field, after = POSITION_QUERY, request.query_params.get(POSITION_QUERY)
+        if after is None:
+            field, after = POSITION_HEADER, request.headers.get(POSITION_HEADER)
+        for name in names_meant(asked):
+            found = await self._runs.find(owner, name)
+            if found is not None:
+                return await self._reply(found, after, field)
+        raise _unknown(asked)
+
+    async def _reply(self, found: Found, after: str | None, field: str) -> ResumedReply:
+        canonical = found.canonical
+        scope: Scope = {"type": "http", "method": "POST", "path": canonical.api, "headers": []}
+        pinned = Pin(canonical.name, canonical.created)
+        reply = await self._call(canonical.api, scope, canonical.body, pinned)
+        [completion] = reply.call.completions
+        completion.request = canonical.request
+        # A receipt tells what happened on the way, and another replay would know something else.
+        completion.trace.terms = replace(completion.trace.terms, receipt=False)
+        seen = read_position(after, completion.num_choices, field)
+        reader = _Reader(self._runs, found, seen)
+        return ResumedReply(reply, canonical.name, reader)
+
+    # ---- calls ----
+
+    async def _completion(self, canonical: Canonical) -> Completion:
+        """The completion of an adopted request, to be run."""
+        scope: Scope = {"type": "http", "method": "POST", "path": canonical.api, "headers": []}
+        pinned = Pin(canonical.name, canonical.created)
+        reply = await self._call(canonical.api, scope, canonical.body, pinned)
+        [completion] = reply.call.completions
+        completion.request = canonical.request
+        return completion.twin()
+
+    async def _call(self, path: str, scope: Scope, body: bytes, pinned: Pin) -> Reply:
+        """What the route makes of a body; nothing of it runs."""
+        own: Scope = dict(scope)
+        headers = [pair for pair in scope["headers"] if pair[0] != b"content-type"]
+        own["headers"] = [*headers, (b"content-type", b"application/json")]
+        pin(own, pinned)
+        pin_request_id(own, pinned.name)
+
+        async def receive() -> Message:
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        return await self._handlers[path](HttpRequest(own, receive))
+
+    @property
+    def _runs(self) -> Runs:
+        runs = self._services.runs
+        if runs is None:
+            raise Unavailable("this server takes no resumable requests")
+        return runs
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    owner: str
+    name: str
+    grace_s: float
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """What one reader reads, and what it has seen of it."""
+
+    runs: Runs
+    found: Found
+    seen: Position
+
+
+class ResumedReply:
+    """ASGI answer to one reader of a resumable request."""
+
+    def __init__(self, reply: Reply, name: str, reader: _Reader) -> None:
+        self._reply = reply
+        self._name = name
+        self._reader = reader
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = [*message.get("headers", ()), (NAME_HEADER, self._name.encode())]
+                message = {**message, "headers": headers}
+            await send(message)
+
+        reader = self._reader
+        resumed = reader.seen != START
+        async with reader.runs.reading(reader.found, resumed=resumed) as told:
+            await self._read(told, scope, receive, named)
+
+    async def _read(self, told: Told, scope: Scope, receive: Receive, send: Send) -> None:
+        reply, reader = self._reply, self._reader
+        runner = Runner(ToldDispatch(told), reader.runs.readers, reader.runs.clock)
+        match reply:
+            case StreamReply():
+                await NumberedReply(reply.call, runner, reader.seen)(scope, receive, send)
+            case WholeReply():
+                await WholeReply(reply.call, runner)(scope, receive, send)
+
+
+def owner_of(scope: Scope) -> str:
+    """Digest of the key that a request was let in with; everybody's without keys."""
+    return owner_digest(keys_of(scope["headers"]) if GRANT_KEY in scope else [])
+
+
+def _terms_of(request: HttpRequest) -> ResumeTerms | None:
+    if SAID_IN.isdisjoint([name for name, _ in request.scope["headers"]]):
+        return None
+    return read_resume_terms(lambda name: request.headers.get(name, ""))
+
+
+def _refusing(handler: Handler) -> Handler:
+    async def endpoint(request: HttpRequest) -> Any:
+        if _terms_of(request) is not None:
+            raise UnsupportedFeature("this route is not resumable", field=GRACE_HEADER)
+        return await handler(request)
+
+    return endpoint
+
+
+def _unknown(name: str) -> RequestNotFound:
+    return RequestNotFound(f"no such request: {name[:200]!r}", field="request_id")

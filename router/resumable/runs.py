@@ -1,0 +1,411 @@
+"""Runs: the resumable requests under way on this router, and how any request is found again.
+
+    begin    a new request: admitted, claimed with its canonical form, run by a task of its own
+    adopt    one whose router is gone (resumable/adoption.py): the same, from what its log has
+    find     by its owner and name: one that runs here, or the record of any other
+
+Readers come and go without a task noticing; once nobody has read for its grace, it is cancelled. A
+Run computes nothing and shows nothing itself: it drives the dispatcher, finds stop strings in the
+text, and ends what its readers read (router/resumable/replay.py). All on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from hmac import compare_digest
+from typing import Final, Protocol
+
+from baton.clock import Clock
+from baton.errors import BatonError, Cancelled, InvalidRequest, Unavailable, UnsupportedFeature
+from baton.events import TokenEvent
+from baton.log import request_context
+from baton.request import Request, RequestState
+from router.completion import Completion
+from router.metrics import RouterMetrics
+from router.resumable.canonical import Canonical, canonical_of, record_id
+from router.resumable.follower import Follower
+from router.resumable.metrics import Reading, RunStats
+from router.resumable.replay import Told
+from router.resumable.run_log import RunLog
+from router.store.base import RequestRecord, Swept
+from router.store.ledger import StoreGuard
+from router.store.log_details import output_ids_of
+from router.trace import RequestTrace
+from router.web_errors import as_baton_error, log_failure
+
+logger = logging.getLogger(__name__)
+AWAY: Final = "the store is away: resumable requests must wait for it"
+
+
+class Dispatch(Protocol):
+    """What a run needs of router/dispatcher.py."""
+
+    def run(
+        self, request: Request, trace: RequestTrace, *, admitted: bool = False
+    ) -> AsyncGenerator[TokenEvent, None]: ...
+    def stop_sample(self, request_id: str, sample: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RunParts:
+    """Parts of RouterServices."""
+
+    dispatcher: Dispatch
+    store: StoreGuard
+    metrics: RouterMetrics
+    clock: Clock
+    stats: RunStats = field(default_factory=RunStats)
+
+
+class Source:
+    """A completion's Dispatch: what an adopted request's log has, then what nodes compute.
+
+    `dispatched`: the dispatcher has the request, so it also records its end.
+    """
+
+    def __init__(self, dispatcher: Dispatch, told: Told, epoch: int | None) -> None:
+        self._dispatcher = dispatcher
+        self._known = list(told.tokens)
+        self._ended = set(told.ended)
+        self._num_samples = told.num_samples
+        self._epoch = epoch  # None: a new request
+        self.dispatched = False
+
+    async def run(self, request: Request, trace: RequestTrace) -> AsyncGenerator[TokenEvent, None]:
+        for token in self._known:
+            yield token.event
+        if len(self._ended) == self._num_samples:
+            return
+        self.dispatched = True
+        if self._epoch is not None:
+            outputs = output_ids_of(self._known, self._num_samples)
+            ended = tuple(sorted(self._ended))
+            request = replace(request, output_ids=outputs, epoch=self._epoch, ended=ended)
+        live = self._dispatcher.run(request, trace, admitted=self._epoch is not None)
+        async with aclosing(live) as events:
+            async for event in events:
+                yield event
+
+    def stop_sample(self, request_id: str, sample: int) -> None:
+        self._ended.add(sample)
+        if self.dispatched:
+            self._dispatcher.stop_sample(request_id, sample)
+
+
+class Run:
+    """One resumable request of this router. `epoch`: of an adopted one.
+
+    The life: start() -> readers come and go -> it ends, or abandon() or leave() ends it.
+    """
+
+    def __init__(
+        self, canonical: Canonical, completion: Completion, log: RunLog, parts: RunParts
+    ) -> None:
+        self.canonical = canonical
+        self.log = log
+        self.told = log.told
+        self.failure: BatonError | None = None
+        self.epoch: int | None = None
+        self._completion = completion
+        self._parts = parts
+        self._readers = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._looking: asyncio.Task[None] | None = None
+        self._left = False
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def id(self) -> str:
+        return self.canonical.request.id
+
+    def start(self, ended: Callable[[], object]) -> None:
+        """Run it in a task of its own; `ended` is called when nothing of it is left to do. Its
+        grace begins with `wait_for_readers`."""
+        self._task = asyncio.create_task(self._live(), name=f"run {self.id}")
+        self._task.add_done_callback(lambda _: self._over(ended))
+
+    def wait_for_readers(self) -> None:
+        """From now on somebody must read it, or its grace runs out."""
+        self._watch()
+
+    async def accepted(self) -> None:
+        """Until it is recorded, or has failed before that."""
+        waiter = asyncio.ensure_future(self.log.opened.wait())
+        assert self._task is not None, "it was started"
+        try:
+            await asyncio.wait({waiter, self._task}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiter.cancel()
+
+    @asynccontextmanager
+    async def reading(self) -> AsyncIterator[Told]:
+        """Somebody reads it."""
+        self._readers += 1
+        try:
+            yield self.told
+        finally:
+            self._readers -= 1
+            self._watch()
+
+    def abandon(self) -> None:
+        """Cancel it: nobody wants it any more."""
+        if self._task is not None:
+            self._task.cancel()
+
+    async def leave(self) -> None:
+        """Stop it here without an end: it is, or will be, another router's."""
+        self._left = True
+        self.told.cut()
+        self.abandon()
+        if self._task is not None:
+            await asyncio.wait({self._task})
+
+    # ---- its task ----
+
+    async def _live(self) -> None:
+        with request_context(self.id):
+            try:
+                await self._drive()
+            except asyncio.CancelledError:
+                self.failure = Cancelled("the request was cancelled")
+            except Exception as error:  # noqa: BLE001  every failure becomes the stream's end
+                self.failure = as_baton_error(error)
+                log_failure(self.failure, error)
+            await self._end()
+
+    async def _drive(self) -> None:
+        parts, completion = self._parts, self._completion
+        source = Source(parts.dispatcher, self.told, self.epoch)
+        meter = parts.metrics.begin(completion.model, completion.request.arrival)
+        async with aclosing(completion.deltas(source, meter, parts.clock)) as deltas:
+            async for _ in deltas:
+                pass  # readers make text by themselves
+        if completion.trace.aborted:
+            self.failure = Cancelled("the request was aborted")
+        ledger = parts.store.ledger(self.id)
+        if not source.dispatched and ledger is not None:
+            # All of it was in the log: only the end had not been recorded.
+            await ledger.move(RequestState.DECODE)
+            tokens = str(completion.completion_tokens)
+            await ledger.finish(RequestState.FINISHED, output_tokens=tokens)
+
+    async def _end(self) -> None:
+        """Tell readers the end, once nobody can tell another one."""
+        log = self.log
+        if self._left or log.lost:
+            self.told.cut()
+        elif not log.opened.is_set():
+            self.told.close(self.failure)  # it was never taken on
+        elif await log.until_written(settled=self.failure is not None):
+            self.told.close(self.failure)
+        else:
+            self.told.cut()
+
+    def _over(self, ended: Callable[[], object]) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if not self.told.closed:
+            self.told.cut()
+        ended()
+
+    # ---- nobody reads ----
+
+    def _watch(self, grace_s: float | None = None) -> None:
+        """Set the timer anew."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._readers == 0 and self._task is not None and not self._task.done():
+            wait_s = self.canonical.grace_s if grace_s is None else grace_s
+            self._timer = asyncio.get_running_loop().call_later(wait_s, self._look)
+
+    def _look(self) -> None:
+        self._looking = asyncio.create_task(self._abandon_unread(), name=f"grace {self.id}")
+
+    async def _abandon_unread(self) -> None:
+        """The grace is over, unless somebody follows it through another router."""
+        record = await self._parts.store.call(lambda store: store.read(self.id))
+        if self._readers:
+            return
+        idle_s = None if record is None else record.idle_s
+        grace_s = self.canonical.grace_s
+        if idle_s is not None and idle_s < grace_s:
+            self._watch(grace_s - idle_s)
+        else:
+            logger.info("request %s: nobody has read it for %g s", self.id, grace_s)
+            self._parts.stats.abandoned += 1
+            self.abandon()
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A resumable request, wherever it runs. `reading()` gives what its readers may see. `new`: it
+    was begun by this very call."""
+
+    canonical: Canonical
+    body_digest: str
+    reading: Callable[[], AbstractAsyncContextManager[Told]]
+    new: bool = False
+
+
+class Runs:
+    """All of one router. The life: made -> used -> stop()."""
+
+    def __init__(self, parts: RunParts) -> None:
+        self._parts = parts
+        self._runs: dict[str, Run] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
+        self.readers = RouterMetrics()  # of replays: a request counts once, by its run
+        self.builders: dict[str, Callable[[Canonical], Awaitable[Completion]]] = {}
+        parts.store.watchers.append(self._after_heartbeat)
+
+    @property
+    def clock(self) -> Clock:
+        return self._parts.clock
+
+    @property
+    def stats(self) -> RunStats:
+        return self._parts.stats
+
+    @property
+    def num_live(self) -> int:
+        return len(self._runs)
+
+    @asynccontextmanager
+    async def reading(self, found: Found, *, resumed: bool) -> AsyncIterator[Told]:
+        """What a reader may see, counted; `resumed`: it goes on after an event."""
+        start = Reading.FIRST if found.new else Reading.REPLAY
+        self.stats.readings[Reading.RESUMED if resumed else start] += 1
+        self.stats.readers += 1
+        try:
+            async with found.reading() as told:
+                yield told
+        finally:
+            self.stats.readers -= 1
+
+    def check_open(self) -> None:
+        """Raise Unavailable while no resumable request can be taken on."""
+        if self._parts.store.stats.away:
+            raise Unavailable(AWAY)
+
+    async def find(self, owner: str, name: str) -> Found | None:
+        """The request of that owner and name; None if there is none. Raises Unavailable."""
+        request_id = record_id(owner, name)
+        store = self._parts.store
+        run = self._runs.get(request_id)
+        if run is not None:
+            if run.log.opened.is_set() and not store.holds_leases:
+                raise Unavailable(AWAY)  # it may be another router's by now
+            return _found(run)
+        record = await store.call(lambda store: store.read(request_id))
+        self.check_open()
+        canonical = None if record is None else canonical_of(record, self.clock)
+        if record is None or canonical is None or not compare_digest(canonical.owner, owner):
+            return None
+        return Found(canonical, canonical.body_digest, lambda: self._following(record, canonical))
+
+    async def begin(
+        self, canonical: Canonical, completion: Completion, fields: dict[str, str]
+    ) -> Found:
+        """Take a new request on, or find it, if another router did in this moment.
+
+        Returns when it is recorded, or refused: then its readers are told so. Raises
+        UnsupportedFeature for what is not kept, Unavailable.
+        """
+        if canonical.request.params.prompt_logprobs is not None:
+            message = "log-probabilities of the prompt are not kept for resumable requests"
+            raise UnsupportedFeature(message, field="prompt_logprobs")
+        run = Run(canonical, completion, _run_log(canonical, fields), self._parts)
+        self._parts.store.expect(run.id, run.log)
+        self._start(run)
+        await run.accepted()
+        run.wait_for_readers()
+        failure = run.failure
+        if not (isinstance(failure, InvalidRequest) and failure.field == "request_id"):
+            self.stats.begun += run.log.opened.is_set()
+            return replace(_found(run), new=True)
+        found = await self.find(canonical.owner, canonical.name)
+        if found is None:
+            raise Unavailable("the request was just taken by another router: ask again")
+        return found
+
+    async def adopt(self, record: RequestRecord, canonical: Canonical) -> bool:
+        """Go on with a request just claimed. False: not here, and it is given up again."""
+        store, request_id = self._parts.store, record.id
+        log = _run_log(canonical, {})
+        store.adopt(record, log)
+        entries = await store.call(lambda store: store.read_log(request_id))
+        try:
+            if entries is None:
+                raise Unavailable(AWAY)
+            completion = await self.builders[canonical.api](canonical)
+        except (BatonError, KeyError) as error:
+            logger.warning("request %s cannot be adopted here: %r", request_id, error)
+            store.forget(request_id)
+            self.stats.not_adopted += 1
+            await store.release([request_id])
+            return False
+        log.told.add(entries)
+        run = Run(canonical, completion, log, self._parts)
+        run.epoch = record.epoch
+        self._start(run)
+        run.wait_for_readers()
+        tokens = sum(len(token.event.token_ids) for token in log.told.tokens)
+        self.stats.adopted += 1
+        self.stats.adopted_tokens += tokens
+        logger.info("request %s adopted: epoch %d, %d tokens", request_id, record.epoch, tokens)
+        return True
+
+    async def stop(self) -> None:
+        """Give everything up, so that other routers go on with it. Twice is safe."""
+        runs = list(self._runs.values())
+        await self._parts.store.release([run.id for run in runs])
+        await asyncio.gather(*(run.leave() for run in runs), *self._leaving)
+
+    # ---- inside ----
+
+    def _start(self, run: Run) -> None:
+        def ended() -> None:
+            self._parts.store.forget(run.id)
+            if self._runs.get(run.id) is run:
+                del self._runs[run.id]
+
+        self._runs[run.id] = run
+        run.start(ended)
+
+    @asynccontextmanager
+    async def _following(self, record: RequestRecord, canonical: Canonical) -> AsyncIterator[Told]:
+        told = Told(canonical.request.params.num_outputs)
+        follower = Follower(self._parts.store, record, told)
+        task = asyncio.create_task(follower.run(), name=f"follow {record.id}")
+        try:
+            yield told
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+    def _after_heartbeat(self, _: Sequence[Swept]) -> None:
+        """Leave what was lost; without leases, show nothing more of anything."""
+        held = self._parts.store.holds_leases
+        for run in list(self._runs.values()):
+            if run.log.lost:
+                logger.warning("request %s is another router's now", run.id)
+                self.stats.lost += 1
+                task = asyncio.create_task(run.leave())
+                self._leaving.add(task)
+                task.add_done_callback(self._leaving.discard)
+            elif not held and run.log.opened.is_set():
+                run.told.cut()
+
+
+def _found(run: Run) -> Found:
+    return Found(run.canonical, run.canonical.body_digest, run.reading)
+
+
+def _run_log(canonical: Canonical, fields: dict[str, str]) -> RunLog:
+    return RunLog(Told(canonical.request.params.num_outputs), fields)

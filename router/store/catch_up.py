@@ -1,0 +1,193 @@
+"""Catching up: what the store did not hear of a request while it was away, told late and in order.
+
+Each request keeps what it owes (`Owed`), up to MAX_OWED_TOKENS of all requests together. It is told
+with a heartbeat that got through, or at the request's end:
+
+    record    claimed late, if a plain request came in meanwhile
+    log       the tokens missed, under the epoch of now
+    state     one catch-up move to where the request is now, or its end
+
+New tokens join the backlog until it is empty; from then on the request is written through again.
+The fences hold as ever: who was swept by another router meanwhile is refused. A plain request then
+goes on unlogged; a resumable one is lost to this router (router/resumable/run_log.py).
+Not here: when the store counts as away (router/store/ledger.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from baton.request import RequestState
+from router.store.base import LogEntry, Move, RequestStore, WriteStatus
+
+if TYPE_CHECKING:
+    from router.store.ledger import RequestLedger
+
+MAX_OWED_TOKENS: Final = 1 << 20
+AT_ONCE: Final = 256  # requests that catch up side by side
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """Tokens of one sample without a gap. With details (`more`) it is one entry, as it came."""
+
+    sample: int
+    position: int
+    tokens: list[int]
+    more: str
+
+    @property
+    def end(self) -> int:
+        return self.position + len(self.tokens)
+
+    def takes(self, entry: LogEntry) -> bool:
+        return not (self.more or entry.more) and entry.position == self.end
+
+
+@dataclass(slots=True)
+class Owed:
+    """What one request's record lacks. `fields` are those of skipped moves, and of a late claim.
+
+    `cut`: tokens found no room, so its log has ended.
+    """
+
+    fields: dict[str, str] = field(default_factory=dict[str, str])
+    runs: list[_Run] = field(default_factory=list[_Run])
+    cut: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(run.tokens) for run in self.runs)
+
+    def add(self, entry: LogEntry) -> None:
+        last = next((run for run in reversed(self.runs) if run.sample == entry.sample), None)
+        if last is not None and last.takes(entry):
+            last.tokens += entry.token_ids
+        else:
+            run = _Run(entry.sample, entry.position, list(entry.token_ids), entry.more)
+            self.runs.append(run)
+
+    def by_position(self) -> list[_Run]:
+        """An append that failed late may be owed after what came behind it."""
+        return sorted(self.runs, key=lambda run: (run.sample, run.position))
+
+    def told(self, runs: Sequence[_Run], entries: Sequence[LogEntry]) -> int:
+        """`runs` are in the log now, as far as `entries` say; what was added meanwhile is not.
+        Returns how many tokens that were: the end of a request may have told them already."""
+        before = self.num_tokens
+        for run, entry in zip(runs, entries, strict=True):
+            count = max(0, entry.position + len(entry.token_ids) - run.position)
+            del run.tokens[:count]
+            run.position += count
+        taken = set(map(id, runs))
+        self.runs = [run for run in self.runs if run.tokens or id(run) not in taken]
+        return before - self.num_tokens
+
+
+@dataclass(slots=True)
+class CatchUpStats:
+    """Counters for metrics and tests."""
+
+    requests: int = 0  # that are written through again, or whose end was told
+    tokens: int = 0  # appended late
+    dropped: int = 0  # tokens that found no room: that request's log ends before them
+
+
+class CatchUp:
+    """The backlog of one router."""
+
+    def __init__(self, max_tokens: int = MAX_OWED_TOKENS) -> None:
+        self._max_tokens = max_tokens
+        self._tokens = 0
+        self.stats = CatchUpStats()
+
+    def owe(self, ledger: RequestLedger, entry: LogEntry) -> None:
+        """`entry` is not logged. A plain request has shown it; a resumable one shows it then."""
+        if ledger.owed.cut or self._tokens + len(entry.token_ids) > self._max_tokens:
+            self.stats.dropped += len(entry.token_ids)
+            ledger.owed.cut = True
+            if ledger.log is not None:  # without them it cannot go on here: whoever sweeps it can
+                ledger.took(WriteStatus.FENCED)
+            return
+        self._tokens += len(entry.token_ids)
+        ledger.owed.add(entry)
+
+    def forget(self, ledger: RequestLedger) -> None:
+        """Nobody will tell it."""
+        self._tokens -= ledger.owed.num_tokens
+        ledger.owed.runs.clear()
+
+    async def all(self, store: RequestStore, ledgers: Sequence[RequestLedger]) -> None:
+        """Requests that are under way. Raises StoreUnavailable; what was told stays told."""
+        for start in range(0, len(ledgers), AT_ONCE):
+            some = ledgers[start : start + AT_ONCE]
+            ends = await asyncio.gather(
+                *(self.one(store, ledger) for ledger in some), return_exceptions=True
+            )
+            for end in ends:
+                if isinstance(end, BaseException):
+                    raise end
+
+    async def one(self, store: RequestStore, ledger: RequestLedger) -> None:
+        """Until nothing is owed, or the store refuses. Raises StoreUnavailable."""
+        while ledger.owes:
+            if not await self._tell(store, ledger) or ledger.state.terminal:
+                return
+            state, epoch = ledger.state, ledger.epoch
+            move = catch_up_move(ledger)
+            status = WriteStatus.OK if move is None else await store.move(move)
+            if status is not WriteStatus.OK:
+                ledger.took(status)
+            elif not ledger.owed.runs and (state, epoch) == (ledger.state, ledger.epoch):
+                ledger.owed.fields.clear()
+                ledger.behind = False
+                self.stats.requests += 1
+
+    async def end(self, store: RequestStore, ledger: RequestLedger, move: Move) -> None:
+        """The last of a request: its backlog, then `move`. Raises StoreUnavailable."""
+        await self._tell(store, ledger)
+        if ledger.recorded:
+            ledger.ended(await store.finish(move))
+            self.stats.requests += 1
+        self.forget(ledger)
+
+    async def _tell(self, store: RequestStore, ledger: RequestLedger) -> bool:
+        """Record and log. False: the store refuses."""
+        if not ledger.recorded and ledger.owes:
+            record = await store.claim(ledger.request_id, ledger.owed.fields)
+            if record is None or record.epoch > ledger.epoch:
+                ledger.took(WriteStatus.FENCED)
+                return False
+            ledger.recorded = ledger.behind = True
+        while ledger.owes and ledger.owed.runs:
+            runs = ledger.owed.by_position()
+            entries = [
+                LogEntry(
+                    ledger.request_id, ledger.epoch, run.position, tuple(run.tokens), run.sample,
+                    run.more,
+                )
+                for run in runs
+            ]  # fmt: skip
+            for status in await store.append(entries):
+                if status is not WriteStatus.OK:
+                    ledger.took(status)
+                    return False
+            told = ledger.owed.told(runs, entries)
+            self._tokens -= told
+            self.stats.tokens += told
+            ledger.logged(entries)
+        return ledger.owes
+
+
+def catch_up_move(ledger: RequestLedger) -> Move | None:
+    """From whatever the store knows to the ledger's state and epoch; None where a late claim says
+    it all."""
+    epoch = ledger.epoch
+    if ledger.state is RequestState.QUEUED:
+        if epoch == 1:
+            return None
+        epoch -= 1  # a move to QUEUED adds one
+    return Move(ledger.request_id, epoch, ledger.state, dict(ledger.owed.fields), catch_up=True)

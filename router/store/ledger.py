@@ -1,0 +1,417 @@
+"""The store as requests see it: StoreGuard for the router, a RequestLedger for each request.
+
+A plain request goes on when the store does not answer: the call is skipped, counted, and nothing is
+tried again until a heartbeat got through (so an outage costs each request at most one timeout). A
+request that missed a write is `behind`: what it owes is told when the store is back
+(router/store/catch_up.py), ended ones included. The life: start() -> run() as a task -> stop().
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, TypeVar
+
+from baton.errors import InvalidRequest, StoreUnavailable, Unavailable
+from baton.events import TokenEvent
+from baton.request import Request, RequestState, check_transition
+from baton.timing import Timing
+from router.resumable.run_log import RunLog
+from router.store.base import (
+    NO_FIELDS,
+    LogEntry,
+    Move,
+    RequestRecord,
+    RequestStore,
+    Swept,
+    WriteStatus,
+)
+from router.store.catch_up import CatchUp, Owed
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+MAX_UNSETTLED: Final = (
+    10_000  # terminal states kept for the store's return; older ones are swept there
+)
+
+
+@dataclass(slots=True)
+class StoreStats:
+    """Counters for metrics and tests."""
+
+    away: bool = False
+    outages: int = 0
+    skipped: int = 0  # calls not made, or failed, because the store was away
+    refused: int = 0  # writes that the store answered with a fence, a gap, an unknown record
+
+
+def description(request: Request) -> dict[str, str]:
+    """What the record says of a plain request."""
+    return {
+        "seed": str(request.params.seed),
+        "prompt_tokens": str(len(request.prompt_ids)),
+        "max_tokens": str(request.params.max_tokens),
+    }
+
+
+class RequestLedger:
+    """State and epoch of one request: the truth while its router lives, written through.
+
+    `recorded`: the store has a record and it is ours. `behind`: a write was skipped. `refused`: the
+    store does not take its writes any more, so nothing is owed. `owed`: what to tell it.
+    `log`: of a resumable request, which shows nothing that is not logged.
+    """
+
+    def __init__(
+        self,
+        guard: StoreGuard,
+        request_id: str,
+        fields: Mapping[str, str] = NO_FIELDS,
+        log: RunLog | None = None,
+    ) -> None:
+        self._guard = guard
+        self.request_id = request_id
+        self.state = RequestState.QUEUED
+        self.epoch = 1
+        self.recorded = False
+        self.behind = False
+        self.refused = False
+        self.log = log
+        self.owed = Owed(dict(fields)) if log is None else log.owed
+        self._posted = 0  # moves that the store has not answered
+        self._appending: list[TokenEvent] = []  # on their way into the log
+        self._appended: asyncio.Event | None = None  # set when nothing is, for who waits
+
+    def appends(self, event: TokenEvent) -> None:
+        """`event` goes into the log now; `append_over` when the store has answered."""
+        self._appending.append(event)
+
+    def append_over(self, event: TokenEvent) -> None:
+        self._appending.remove(event)
+        if self._appended is not None and not self._appending:
+            self._appended.set()
+
+    async def settle(self) -> list[TokenEvent]:
+        """What is on its way into the log, once it is there. Before a new epoch: so far it is the
+        old owner's word, and whoever reads the log will believe it."""
+        events = list(self._appending)
+        if events:
+            self._appended = asyncio.Event()
+            await self._appended.wait()  # the store's answers have a deadline
+        return events
+
+    @property
+    def owes(self) -> bool:
+        """Is there something that the store should hear when it is back?"""
+        unclaimed = self.log is None and not self.recorded  # a resumable one must be, to begin
+        return not self.refused and (self.behind or unclaimed)
+
+    async def move(self, state: RequestState, **fields: str) -> None:
+        """One transition to a non-terminal state. Raises IllegalTransition."""
+        move = self._moved(state, fields)
+        if move is not None:
+            self._told(move, await self._guard.call(lambda store: store.move(move)))
+
+    def post(self, state: RequestState, **fields: str) -> None:
+        """`move` that nobody waits for: the store answers before it answers what is asked next."""
+        move = self._moved(state, fields)
+        if move is not None:
+            self._posted += 1
+            self._guard.post(move, lambda status: self._answered(move, status))
+
+    def _answered(self, move: Move, status: WriteStatus | None) -> None:
+        self._posted -= 1
+        self._told(move, status)
+
+    def _told(self, move: Move, status: WriteStatus | None) -> None:
+        self.took(status)
+        if status is None:
+            self.owed.fields |= move.fields
+
+    def _moved(self, state: RequestState, fields: dict[str, str]) -> Move | None:
+        """The write of a transition; None if this request is written no more."""
+        check_transition(self.state, state)
+        move = Move(self.request_id, self.epoch, state, fields)
+        self.state = state
+        if state is RequestState.QUEUED:
+            self.epoch += 1
+        if not self.recorded or self.behind:
+            self._guard.stats.skipped += 1
+            self.owed.fields |= fields
+            return None
+        return move
+
+    async def finish(self, state: RequestState, **fields: str) -> None:
+        """The terminal state; afterwards the ledger is closed. Raises IllegalTransition."""
+        check_transition(self.state, state)
+        # One that was posted may fail yet: then this one has its place.
+        behind = self.behind or self._posted > 0
+        move = Move(self.request_id, self.epoch, state, fields, catch_up=behind)
+        self.state = state
+        self._guard.close(self.request_id)
+        if self.owes:
+            await self._guard.settle(self, move)
+            return
+        if not self.recorded:
+            return
+        status = await self._guard.call(lambda store: store.finish(move))
+        if status is None:
+            self.behind = True
+            self._guard.settle_later(self, move)
+        else:
+            self.ended(status)
+
+    def ended(self, status: WriteStatus) -> None:
+        """How the store answered its terminal state."""
+        if self.log is not None and status is WriteStatus.OK:
+            self.log.settle()
+        elif self.log is not None:
+            self.log.lose()
+
+    def logged(self, entries: Iterable[LogEntry]) -> None:
+        """They are in the log."""
+        if self.log is not None:
+            self.log.confirm(entries)
+
+    def abandon(self) -> None:
+        """Keep its lease no longer. After `finish` there is none; if even that failed, the lease
+        ends and the record is swept."""
+        self._guard.close(self.request_id)
+
+    def took(self, status: WriteStatus | None) -> None:
+        """Remember how the store answered a write; None = it did not."""
+        if status is None:
+            self.behind = True
+        elif status is not WriteStatus.OK:
+            self._guard.stats.refused += 1
+            self._guard.catch_up.forget(self)
+            if self.log is not None:
+                self.log.lose()
+            # A resumable request is given up: whoever sweeps it goes on from its log.
+            gone = self.log is not None or status in (WriteStatus.GONE, WriteStatus.FENCED)
+            self.recorded = not gone
+            self.behind = self.refused = True
+            logger.warning(
+                "request %s: the store answers %s, goes on unlogged", self.request_id, status
+            )
+
+
+class StoreGuard:
+    def __init__(self, store: RequestStore, timing: Timing) -> None:
+        self._store = store
+        self._heartbeat_s = timing.heartbeat_s
+        self._lease_s = timing.router_lease_s
+        self._open: dict[str, RequestLedger] = {}
+        self._unsettled: dict[str, tuple[RequestLedger, Move]] = {}
+        self._expected: dict[str, RequestLedger] = {}
+        self.stats = StoreStats()
+        self.catch_up = CatchUp()
+        self.lease_until = 0.0  # loop time: no other router sweeps what this one holds before
+        self.sweeps: Callable[[], bool] = lambda: True  # may it now?
+        self.watchers: list[Callable[[Sequence[Swept]], None]] = []  # told after every heartbeat
+
+    @property
+    def name(self) -> str:
+        return self._store.name
+
+    async def start(self) -> None:
+        """Connect; a store that is away now may come later."""
+        try:
+            await self._store.start()
+            self.lease_until = asyncio.get_running_loop().time() + self._lease_s
+        except StoreUnavailable as error:
+            self._lose(error)
+
+    async def run(self) -> None:
+        """Beat and sweep until cancelled."""
+        while True:
+            await self.beat()
+            await asyncio.sleep(self._heartbeat_s)
+
+    async def stop(self) -> None:
+        await self._store.stop()
+
+    async def open(self, request: Request, fields: dict[str, str]) -> RequestLedger:
+        """Record a new request as QUEUED. Raises InvalidRequest for an id that is in use, and
+        Unavailable for a resumable one without the store."""
+        ledger = self._expected.pop(request.id, None) or RequestLedger(self, request.id, fields)
+        if ledger.recorded:
+            return ledger  # adopted
+        if self.stats.away:
+            self.stats.skipped += 1
+            return self._unlogged(ledger)
+        try:
+            record = await self._store.claim(request.id, {**fields, **ledger.owed.fields})
+        except StoreUnavailable as error:
+            self._lose(error)
+            return self._unlogged(ledger)
+        if record is not None and ledger.log is not None and record.tries:
+            await self.release([request.id])  # swept in this moment: it is there to be adopted
+            record = None
+        if record is None:
+            raise InvalidRequest(f"request id {request.id!r} is in use", field="request_id")
+        self._opened(ledger, record)
+        return ledger
+
+    def _unlogged(self, ledger: RequestLedger) -> RequestLedger:
+        """What becomes of a request that cannot be recorded: a plain one goes on, and is told
+        later."""
+        if ledger.log is not None:
+            raise Unavailable("the store is away: no resumable request can be taken now")
+        self._open[ledger.request_id] = ledger
+        return ledger
+
+    def expect(self, request_id: str, log: RunLog) -> None:
+        """The next `open` of this id is of a resumable request."""
+        self._expected[request_id] = RequestLedger(self, request_id, log=log)
+
+    def adopt(self, record: RequestRecord, log: RunLog) -> RequestLedger:
+        """The ledger of a request just claimed, which was another router's."""
+        ledger = RequestLedger(self, record.id, log=log)
+        self._opened(ledger, record)
+        self._expected[record.id] = ledger
+        return ledger
+
+    def forget(self, request_id: str) -> None:
+        """It will not be opened after all. Twice is safe."""
+        self._expected.pop(request_id, None)
+
+    async def release(self, request_ids: Sequence[str]) -> None:
+        """Give requests up, without an end: another router may adopt them at once."""
+        for request_id in request_ids:
+            ledger = self._open.pop(request_id, None)
+            if ledger is not None:
+                ledger.recorded = False
+                self.catch_up.forget(ledger)
+        await self.call(lambda store: store.release(request_ids))
+
+    @property
+    def holds_leases(self) -> bool:
+        """No other router can have swept what this one holds."""
+        return asyncio.get_running_loop().time() < self.lease_until
+
+    def _opened(self, ledger: RequestLedger, record: RequestRecord) -> None:
+        ledger.epoch = record.epoch
+        ledger.recorded = True
+        ledger.owed.fields.clear()  # the claim has said them
+        self._open[ledger.request_id] = ledger
+        if ledger.log is not None:
+            ledger.log.opened.set()
+
+    def ledger(self, request_id: str) -> RequestLedger | None:
+        """The ledger of a request that is not over."""
+        return self._open.get(request_id)
+
+    def close(self, request_id: str) -> None:
+        self._open.pop(request_id, None)
+
+    async def settle(self, ledger: RequestLedger, move: Move) -> None:
+        """A request ends that owes something: now if the store is there, else when it is back."""
+        last = replace(move, catch_up=True)
+        done = await self.call(lambda store: self.catch_up.end(store, ledger, last))
+        if done is None and self.stats.away:
+            self.settle_later(ledger, last)
+
+    def settle_later(self, ledger: RequestLedger, move: Move) -> None:
+        if len(self._unsettled) < MAX_UNSETTLED:
+            self._unsettled[move.request_id] = ledger, replace(move, catch_up=True)
+            return
+        self.catch_up.forget(ledger)
+        if ledger.log is not None:
+            ledger.log.lose()
+
+    def owe(self, entries: Iterable[LogEntry]) -> None:
+        """The store was not there for these."""
+        for entry in entries:
+            ledger = self._open.get(entry.request_id)
+            if ledger is not None and (ledger.owes or ledger.owed.cut):
+                self.catch_up.owe(ledger, entry)
+
+    async def append(self, entries: Sequence[LogEntry]) -> list[WriteStatus] | None:
+        return await self.call(lambda store: store.append(entries))
+
+    async def counts(self) -> dict[RequestState, int]:
+        """Requests by state; empty while the store is away."""
+        return await self.call(lambda store: store.counts()) or {}
+
+    async def call(self, work: Callable[[RequestStore], Awaitable[T]]) -> T | None:
+        """The store's answer, or None while it is away. Raises nothing of the store's."""
+        if self.stats.away:
+            self.stats.skipped += 1
+            return None
+        try:
+            return await self.reach(work)
+        except StoreUnavailable:
+            return None
+
+    async def reach(self, work: Callable[[RequestStore], Awaitable[T]]) -> T:
+        """The store's answer, for those who cannot go on without. Raises StoreUnavailable."""
+        try:
+            return await work(self._store)
+        except StoreUnavailable as error:
+            self._lose(error)
+            raise
+
+    def post(self, move: Move, told: Callable[[WriteStatus | None], None]) -> None:
+        """A move without waiting; `told` the store's answer, None if it is away."""
+        if self.stats.away:
+            self.stats.skipped += 1
+            told(None)
+            return
+
+        def answered(answer: WriteStatus | StoreUnavailable) -> None:
+            if isinstance(answer, StoreUnavailable):
+                self._lose(answer)
+                told(None)
+            else:
+                told(answer)
+
+        self._store.post(move, answered)
+
+    async def beat(self) -> None:
+        """One heartbeat: keep what is held, settle what ended meanwhile, sweep what others left."""
+        held = [ledger.request_id for ledger in self._open.values() if ledger.recorded]
+        # An end that is still to be told needs its lease, too: its tokens may be among the untold.
+        held += [i for i, (ledger, _) in self._unsettled.items() if ledger.recorded]
+        swept: Sequence[Swept] = ()
+        try:
+            swept = await self._beat(held)
+        except StoreUnavailable as error:
+            self._lose(error)
+        for watcher in self.watchers:
+            watcher(swept)
+
+    async def _beat(self, held: Sequence[str]) -> Sequence[Swept]:
+        """Everything that a heartbeat writes; what was swept. Raises StoreUnavailable."""
+        started = asyncio.get_running_loop().time()
+        lost = await self._store.beat(held)
+        self.lease_until = started + self._lease_s
+        # What ended while the beat was under way is `lost` to the store, and not open here.
+        for request_id in lost:
+            ledger = self._open.get(request_id)
+            if ledger is not None:
+                ledger.took(WriteStatus.FENCED)
+        self._return()
+        await self.catch_up.all(self._store, [it for it in self._open.values() if it.owes])
+        while self._unsettled:
+            request_id, (ledger, move) = next(iter(self._unsettled.items()))
+            await self.catch_up.end(self._store, ledger, move)
+            del self._unsettled[request_id]
+        swept = await self._store.sweep() if self.sweeps() else ()
+        for each in swept:
+            logger.info("request %s swept: %s, epoch %d", each.request_id, each.state, each.epoch)
+        return swept
+
+    def _return(self) -> None:
+        if self.stats.away:
+            self.stats.away = False
+            logger.warning("the store is back")
+
+    def _lose(self, error: StoreUnavailable) -> None:
+        self.stats.skipped += 1
+        if not self.stats.away:
+            self.stats.away = True
+            self.stats.outages += 1
+            logger.warning("the store is away, requests go on unlogged: %s", error.message)

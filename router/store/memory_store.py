@@ -1,0 +1,252 @@
+"""MemoryStore: RequestStore in this process, for tests and for machines without Redis.
+
+Nothing survives a crash.
+Several stores may share one `MemoryTables` (several routers in one test process). Same answers as
+store/redis_store.py, by one contract suite. Time is the Clock's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from baton.clock import Clock
+from baton.request import TRANSITIONS, RequestState
+from baton.timing import Timing
+from router.store.base import (
+    END_MARK,
+    LOGGED,
+    MAX_TRIES,
+    NO_FIELDS,
+    SWEEP_LIMIT,
+    TERMINAL_TTL_S,
+    LogEntry,
+    Move,
+    RequestRecord,
+    Swept,
+    Told,
+    WriteStatus,
+)
+
+
+@dataclass(slots=True)
+class _Row:
+    state: RequestState
+    epoch: int
+    owner: str
+    lease_until: float
+    tries: int = 0
+    expires: float | None = None  # set at the end
+    fields: dict[str, str] = field(default_factory=dict[str, str])
+    lengths: Counter[int] = field(default_factory=Counter[int])  # tokens logged per sample
+    log: list[LogEntry] = field(default_factory=list[LogEntry])
+    ended: set[int] = field(default_factory=set[int])  # samples whose end is logged
+    since: float = 0.0
+    seen: float | None = None
+    news: asyncio.Event = field(default_factory=asyncio.Event)  # replaced when it is set
+
+
+@dataclass(slots=True)
+class MemoryTables:
+    rows: dict[str, _Row] = field(default_factory=dict[str, _Row])
+    counts: Counter[RequestState] = field(default_factory=Counter[RequestState])
+
+
+class MemoryStore:
+    def __init__(
+        self, owner: str, timing: Timing, clock: Clock, tables: MemoryTables | None = None
+    ) -> None:
+        self._owner = owner
+        self._lease_s = timing.router_lease_s
+        self._clock = clock
+        self._tables = tables or MemoryTables()
+        self._connected_at = clock.monotonic()
+
+    @property
+    def name(self) -> str:
+        return "memory"
+
+    async def start(self) -> None:
+        self._connected_at = self._clock.monotonic()
+
+    async def stop(self) -> None:
+        """Nothing to close; the tables stay for whoever shares them."""
+
+    async def claim(
+        self, request_id: str, fields: Mapping[str, str] = NO_FIELDS
+    ) -> RequestRecord | None:
+        row = self._row(request_id)
+        if row is None:
+            row = _Row(RequestState.QUEUED, 1, self._owner, self._lease_end())
+            row.since = self._clock.monotonic()
+            self._tables.rows[request_id] = row
+            self._tables.counts[RequestState.QUEUED] += 1
+        elif row.state is not RequestState.QUEUED or row.owner not in ("", self._owner):
+            return None
+        row.owner = self._owner
+        row.lease_until = self._lease_end()
+        row.fields.update(fields)
+        return self._record(request_id, row)
+
+    async def move(self, move: Move) -> WriteStatus:
+        assert not move.state.terminal, "a terminal state is `finish`'s"
+        return self._write(move)
+
+    def post(self, move: Move, told: Told) -> None:
+        assert not move.state.terminal, "a terminal state is `finish`'s"
+        told(self._write(move))
+
+    async def finish(self, move: Move) -> WriteStatus:
+        assert move.state.terminal, "a non-terminal state is `move`'s"
+        return self._write(move)
+
+    def _write(self, move: Move) -> WriteStatus:
+        row = self._row(move.request_id)
+        if row is None:
+            return WriteStatus.GONE
+        epoch = move.epoch + 1 if move.state is RequestState.QUEUED else move.epoch
+        if row.owner != self._owner:
+            return WriteStatus.FENCED
+        if row.state is move.state and row.epoch == epoch:
+            return WriteStatus.OK  # the answer to the first try was lost
+        if row.epoch > move.epoch:
+            return WriteStatus.FENCED
+        behind = move.catch_up and not row.state.terminal
+        if not behind and (row.epoch != move.epoch or move.state not in TRANSITIONS[row.state]):
+            return WriteStatus.ILLEGAL
+        self._enter(row, move.state, epoch)
+        row.fields.update(move.fields)
+        if move.state.terminal:
+            row.fields[LOGGED] = str(row.lengths.total())
+        return WriteStatus.OK
+
+    async def append(self, entries: Sequence[LogEntry]) -> list[WriteStatus]:
+        return [self._append(entry) for entry in entries]
+
+    def _append(self, entry: LogEntry) -> WriteStatus:
+        row = self._row(entry.request_id)
+        if row is None:
+            return WriteStatus.GONE
+        if row.owner != self._owner or row.epoch > entry.epoch:
+            return WriteStatus.FENCED
+        if row.state.terminal:
+            return WriteStatus.ILLEGAL
+        known = row.lengths[entry.sample] - entry.position
+        if known < 0:
+            return WriteStatus.GAP
+        fresh = entry.token_ids[known:]
+        ends = entry.more.startswith(END_MARK)
+        if fresh or (ends and entry.sample not in row.ended):
+            position = entry.position + known
+            row.log.append(replace(entry, position=position, token_ids=fresh))
+            row.lengths[entry.sample] += len(fresh)
+            row.news.set()
+            row.news = asyncio.Event()
+        if ends:
+            row.ended.add(entry.sample)
+        return WriteStatus.OK
+
+    async def beat(self, held: Collection[str]) -> list[str]:
+        lost: list[str] = []
+        for request_id in held:
+            row = self._row(request_id)
+            if row is None or row.state.terminal or row.owner != self._owner:
+                lost.append(request_id)
+            else:
+                row.lease_until = self._lease_end()
+        return lost
+
+    async def sweep(self, limit: int = SWEEP_LIMIT) -> list[Swept]:
+        now = self._clock.monotonic()
+        if now - self._connected_at < 2 * self._lease_s:
+            return []
+        self._forget_expired(now)
+        swept: list[Swept] = []
+        for request_id, row in self._tables.rows.items():
+            if len(swept) == limit:
+                break
+            if row.state.terminal or row.lease_until > now:
+                continue
+            resumable = row.fields.get("resumable") == "1" and row.tries < MAX_TRIES
+            state = RequestState.QUEUED if resumable else RequestState.CANCELLED
+            row.tries += 1
+            self._enter(row, state, row.epoch + 1)
+            row.owner = ""
+            swept.append(Swept(request_id, state, row.epoch))
+        return swept
+
+    async def read(self, request_id: str) -> RequestRecord | None:
+        row = self._row(request_id)
+        return None if row is None else self._record(request_id, row)
+
+    async def read_log(self, request_id: str) -> list[LogEntry]:
+        row = self._row(request_id)
+        return [] if row is None else list(row.log)
+
+    async def tail(
+        self, request_id: str, cursor: str, timeout_s: float
+    ) -> tuple[list[LogEntry], str]:
+        row, start = self._row(request_id), int(cursor or 0)
+        if row is None:
+            return [], cursor
+        if len(row.log) <= start and timeout_s > 0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await row.news.wait()
+        return row.log[start:], str(len(row.log))
+
+    async def follow(self, request_id: str) -> None:
+        row = self._row(request_id)
+        if row is not None:
+            row.seen = self._clock.monotonic()
+
+    async def release(self, request_ids: Collection[str]) -> None:
+        for request_id in request_ids:
+            row = self._row(request_id)
+            if row is not None and row.owner == self._owner and not row.state.terminal:
+                row.lease_until = self._clock.monotonic()
+
+    async def counts(self) -> dict[RequestState, int]:
+        return dict(self._tables.counts)
+
+    def _enter(self, row: _Row, state: RequestState, epoch: int) -> None:
+        self._tables.counts[row.state] -= 1
+        self._tables.counts[state] += 1
+        row.state = state
+        row.epoch = epoch
+        if state.terminal:
+            row.expires = self._clock.monotonic() + TERMINAL_TTL_S
+        else:
+            row.lease_until = self._lease_end()
+
+    def _row(self, request_id: str) -> _Row | None:
+        row = self._tables.rows.get(request_id)
+        if row is not None and row.expires is not None and row.expires <= self._clock.monotonic():
+            return None
+        return row
+
+    def _forget_expired(self, now: float) -> None:
+        rows = self._tables.rows
+        for request_id in [
+            i for i, r in rows.items() if r.expires is not None and r.expires <= now
+        ]:
+            del rows[request_id]
+
+    def _lease_end(self) -> float:
+        return self._clock.monotonic() + self._lease_s
+
+    def _record(self, request_id: str, row: _Row) -> RequestRecord:
+        now = self._clock.monotonic()
+        return RequestRecord(
+            request_id,
+            row.state,
+            row.epoch,
+            row.owner,
+            row.tries,
+            dict(row.fields),
+            age_s=now - row.since,
+            idle_s=None if row.seen is None else now - row.seen,
+        )

@@ -1,0 +1,296 @@
+"""ScriptQueue: scripts of many requests over one connection, as pipelines.
+
+What is asked in one turn of the event loop goes out at its end in one write, in the order in which
+it was asked; answers come in the same order. No task, no timer and no connection from a pool per
+pipeline: those cost more than the scripts. redis-py makes the connection (URL, TLS, AUTH, SELECT);
+from then on its bytes go to a hiredis reader here. Not here: what a failure means
+(router/store/redis_store.py).
+
+A connection that breaks is made anew, once, and what it had not answered is sent again: every
+script may run twice. A server that has lost its scripts is told them again, in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Final, cast
+
+import hiredis
+from redis.asyncio import Redis
+from redis.commands.core import AsyncScript
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import RedisError, ResponseError
+
+MAX_CALLS: Final = 256  # in one pipeline: some 5 ms of Redis
+Told = Callable[[Any], None]
+_NOTHING: Final = object()  # no whole answer is there yet
+# Its stub asks for tuples of one item.
+_pack: Final = cast("Callable[[tuple[str | int, ...]], bytes]", hiredis.pack_command)
+
+
+class _Call:
+    """`arguments`: number of keys, keys, arguments.
+
+    Who is told of the answer: a future, a function, or nobody: then a script is loaded.
+    """
+
+    __slots__ = ("again", "answer", "arguments", "script", "sent_at", "told")
+
+    def __init__(
+        self,
+        script: AsyncScript,
+        arguments: tuple[str | int, ...],
+        answer: asyncio.Future[Any] | None = None,
+        told: Told | None = None,
+    ) -> None:
+        self.script = script
+        self.arguments = arguments
+        self.answer = answer
+        self.told = told
+        self.sent_at = 0.0
+        self.again = False  # sent for the second time
+
+    @property
+    def is_load(self) -> bool:
+        return self.answer is None and self.told is None
+
+    def settle(self, answer: Any) -> None:
+        """The answer, or the exception there is instead of one."""
+        future = self.answer
+        if self.told is not None:
+            self.told(answer)
+        elif future is None or future.done():
+            pass  # a script was loaded, or its caller has gone
+        elif isinstance(answer, Exception):
+            future.set_exception(answer)
+        else:
+            future.set_result(answer)
+
+
+class ScriptQueue:
+    """`timeout_s` bounds each call from when it was sent; one that is too late fails all with it.
+    Event loop only."""
+
+    def __init__(self, client: Redis, timeout_s: float) -> None:
+        self._redis = client
+        self._timeout_s = timeout_s
+        self._waiting: deque[_Call] = deque()
+        self._sent: deque[_Call] = deque()
+        self._unknown: list[_Call] = []  # the server had lost their scripts
+        self._link: _Link | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        self._flushing = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._idle: asyncio.Future[None] | None = None  # somebody waits until nothing is under way
+        self.pipelines = 0
+
+    def run(
+        self, script: AsyncScript, keys: Sequence[str], args: Sequence[str | int]
+    ) -> asyncio.Future[Any]:
+        """The script's answer to be: RedisError, OSError or TimeoutError if there is none.
+
+        Nobody needs to wait for it. Cancelled before its pipeline is sent, it is not called.
+        """
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Any] = loop.create_future()
+        self._waiting.append(_Call(script, (len(keys), *keys, *args), answer))
+        self._soon(loop)
+        return answer
+
+    def post(
+        self, script: AsyncScript, keys: Sequence[str], args: Sequence[str | int], told: Told
+    ) -> None:
+        """`run` for somebody who does not wait: `told` the answer, or the exception, once."""
+        self._waiting.append(_Call(script, (len(keys), *keys, *args), told=told))
+        self._soon(asyncio.get_running_loop())
+
+    async def stop(self) -> None:
+        """Returns when nothing is under way any more; closes the connection."""
+        if not self._is_idle:
+            self._idle = asyncio.get_running_loop().create_future()
+            await self._idle
+        if self._connecting is not None:
+            await asyncio.wait({self._connecting})
+        if self._link is not None:
+            self._link.close()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    @property
+    def _is_idle(self) -> bool:
+        return not (self._sent or self._waiting or self._unknown)
+
+    def _look_idle(self) -> None:
+        """Tell whoever stops this that nothing is under way."""
+        if self._idle is not None and self._is_idle and not self._idle.done():
+            self._idle.set_result(None)
+
+    # ---- sending ----
+
+    def _soon(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Send at the end of this turn of the loop, over a connection that is made if need be."""
+        if self._flushing or self._connecting is not None:
+            return
+        if self._link is None:
+            self._connecting = loop.create_task(self._connect(), name="connect to redis")
+        else:
+            self._flushing = True
+            loop.call_soon(self._flush)
+
+    async def _connect(self) -> None:
+        connection: Any = self._redis.connection_pool.make_connection()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await connection.connect()
+            self._link = _Link(connection, self)
+        except (RedisError, OSError, TimeoutError) as error:
+            await connection.disconnect(nowait=True)
+            self._fail(error)
+        finally:
+            self._connecting = None
+        if self._link is not None:
+            self._flush()
+        elif self._waiting:  # since the failure
+            self._soon(asyncio.get_running_loop())
+
+    def _flush(self) -> None:
+        """One pipeline of what waits; the rest in the next turn."""
+        self._flushing = False
+        link, waiting = self._link, self._waiting
+        loop = asyncio.get_running_loop()
+        if link is None and waiting:  # it was lost in this very turn
+            self._soon(loop)
+        # Those whose scripts were lost go first, once all that may be of their kind are known.
+        if link is None or (self._unknown and self._sent) or not waiting:
+            return
+        now = loop.time()
+        data: list[bytes] = []
+        for _ in range(min(len(waiting), MAX_CALLS)):
+            call = waiting.popleft()
+            if call.answer is not None and call.answer.done():
+                continue  # its caller has gone
+            sha = call.script.sha
+            if sha not in link.loaded:
+                link.loaded.add(sha)
+                data.append(_pack(("SCRIPT", "LOAD", cast(str, call.script.script))))
+                self._note(_Call(call.script, ()), now)
+            data.append(_pack(("EVALSHA", sha, *call.arguments)))
+            self._note(call, now)
+        if data:
+            self.pipelines += 1
+            link.write(b"".join(data))
+            if self._timer is None:
+                self._timer = loop.call_at(now + self._timeout_s, self._look)
+        if waiting:
+            self._soon(loop)
+        self._look_idle()
+
+    def _note(self, call: _Call, now: float) -> None:
+        call.sent_at = now
+        self._sent.append(call)
+
+    # ---- answers ----
+
+    def answered(self, link: _Link, reply: Any) -> None:
+        """The server's next answer."""
+        if link is not self._link or not self._sent:
+            return  # one of a connection that was given up
+        call = self._sent.popleft()
+        if not isinstance(reply, hiredis.ReplyError):
+            call.settle(reply)
+        elif str(reply).startswith("NOSCRIPT") and not call.again:
+            link.loaded.clear()
+            call.again = True
+            self._unknown.append(call)
+        else:
+            call.settle(ResponseError(str(reply)))
+        if self._unknown and not self._sent:
+            self._waiting.extendleft(reversed(self._unknown))
+            self._unknown = []
+            self._soon(asyncio.get_running_loop())
+        self._look_idle()
+
+    def lost(self, link: _Link, error: Exception | None) -> None:
+        """The connection has ended: what it has not answered goes again, once."""
+        if link is not self._link:
+            return
+        self._link = None
+        unanswered = [call for call in (*self._unknown, *self._sent) if not call.is_load]
+        self._sent.clear()
+        self._unknown = []
+        failure = error or RedisConnectionError("the server closed the connection")
+        for call in unanswered:
+            if call.again:
+                call.settle(failure)
+        self._waiting.extendleft(reversed([call for call in unanswered if not call.again]))
+        for call in unanswered:
+            call.again = True
+        if self._waiting:
+            self._soon(asyncio.get_running_loop())
+        self._look_idle()
+
+    def _look(self) -> None:
+        """Fail everything if the oldest call has waited too long; else look again when it has."""
+        self._timer = None
+        if not self._sent:
+            return
+        loop = asyncio.get_running_loop()
+        due = self._sent[0].sent_at + self._timeout_s
+        if due > loop.time():
+            self._timer = loop.call_at(due, self._look)
+            return
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
+        # Whoever came meanwhile has waited as long: nobody waits for two failures.
+        self._fail(TimeoutError(f"no answer within {self._timeout_s:g} s"))
+
+    def _fail(self, error: Exception) -> None:
+        calls = [*self._unknown, *self._sent, *self._waiting]
+        self._unknown = []
+        self._sent.clear()
+        self._waiting.clear()
+        for call in calls:
+            call.settle(error)
+        self._look_idle()
+
+
+class _Link(asyncio.Protocol):
+    """A connection that redis-py has made, taken over: bytes in, answers to the queue.
+
+    `loaded`: digests of the scripts that the server was told on it.
+    """
+
+    def __init__(self, connection: Any, queue: ScriptQueue) -> None:
+        self._connection = connection
+        self._queue = queue
+        self._reader = hiredis.Reader(notEnoughData=_NOTHING)
+        # Private to redis-py, which offers no way to write without waiting for each answer.
+        self._transport: Any = connection._writer.transport
+        self._before: Any = self._transport.get_protocol()
+        self._transport.set_protocol(self)
+        self.loaded: set[str] = set()
+
+    def write(self, data: bytes) -> None:
+        self._transport.write(data)
+
+    def close(self) -> None:
+        self._connection._close()
+
+    def data_received(self, data: bytes) -> None:
+        reader, answered = self._reader, self._queue.answered
+        reader.feed(data)
+        try:
+            while (reply := reader.gets()) is not _NOTHING:
+                if not isinstance(reply, hiredis.PushNotification):
+                    answered(self, reply)
+        except hiredis.ProtocolError as error:
+            self._transport.abort()
+            self._queue.lost(self, RedisConnectionError(str(error)))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._before.connection_lost(exc)  # redis-py's own stream ends, too
+        self.close()
+        self._queue.lost(self, exc)

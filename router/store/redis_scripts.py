@@ -1,0 +1,214 @@
+"""The Lua of router/store/redis_store.py: a script per atomic operation, made from TRANSITIONS.
+
+MOVE and FINISH (one body), CLAIM, BEAT, SWEEP, APPEND, RELEASE, FOLLOW, READ. Time comes from Redis
+TIME only. Answers are the words of router.store.base.WriteStatus. Not here: who calls them.
+
+Request hash: state, epoch, owner, tries, since and at (ms of the first claim and of the last
+transition), seen (ms, if it is followed elsewhere), `n<sample>` (tokens logged), `z<sample>` (its
+end is logged), and the writer's own fields, prefixed `f:`.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from baton.redis_keys import LOG_PREFIX, REQUEST_PREFIX
+from baton.request import TERMINAL, TRANSITIONS, RequestState
+from router.store.base import END_MARK, LOGGED, MAX_TRIES
+
+
+def lua_transitions() -> str:
+    """TRANSITIONS as Lua tables: `allowed[from][to]` and `terminal[state]`."""
+    rows = [
+        f"  {old} = {{" + ", ".join(f"{new} = true" for new in sorted(allowed)) + "}"
+        for old, allowed in TRANSITIONS.items()
+    ]
+    ends = ", ".join(f"{state} = true" for state in sorted(TERMINAL))
+    return "local allowed = {\n" + ",\n".join(rows) + "}\nlocal terminal = {" + ends + "}\n"
+
+
+_NOW: Final = """
+local t = redis.call('TIME')
+local now = t[1] * 1000 + math.floor(t[2] / 1000)
+"""
+
+_QUEUED: Final = RequestState.QUEUED.value
+_CANCELLED: Final = RequestState.CANCELLED.value
+
+# KEYS: request, leases, events, states, log
+# ARGV: owner, epoch, new state, catch up (1|0), lease ms, terminal ttl ms, field, value, ...
+MOVE: Final = (
+    lua_transitions()
+    + _NOW
+    + f"""
+local cur = redis.call('HMGET', KEYS[1], 'state', 'epoch', 'owner')
+local state, stored, new, epoch = cur[1], tonumber(cur[2]), ARGV[3], tonumber(ARGV[2])
+if not state then return 'gone' end
+local target = epoch
+if new == '{_QUEUED}' then target = epoch + 1 end
+if cur[3] ~= ARGV[1] then return 'fenced' end
+if state == new and stored == target then return 'ok' end
+if stored > epoch then return 'fenced' end
+local behind = ARGV[4] == '1' and not terminal[state]
+if not behind and (stored ~= epoch or not allowed[state][new]) then return 'illegal' end
+redis.call('HSET', KEYS[1], 'state', new, 'epoch', target, 'at', now)
+for i = 7, #ARGV, 2 do redis.call('HSET', KEYS[1], 'f:' .. ARGV[i], ARGV[i + 1]) end
+redis.call('HINCRBY', KEYS[4], state, -1)
+redis.call('HINCRBY', KEYS[4], new, 1)
+if terminal[new] then
+  local logged = 0
+  for _, name in ipairs(redis.call('HKEYS', KEYS[1])) do
+    if string.find(name, '^n%d+$') then logged = logged + redis.call('HGET', KEYS[1], name) end
+  end
+  redis.call('HSET', KEYS[1], 'f:{LOGGED}', logged)
+  redis.call('ZREM', KEYS[2], KEYS[1])
+  redis.call('PEXPIRE', KEYS[1], ARGV[6])
+  redis.call('PEXPIRE', KEYS[5], ARGV[6])
+else
+  redis.call('ZADD', KEYS[2], now + ARGV[5], KEYS[1])
+end
+redis.call('XADD', KEYS[3], 'MAXLEN', '~', 65536, '*', 'r', KEYS[1], 's', new, 'e', target)
+return 'ok'"""
+)
+
+# KEYS: request, leases, events, states | ARGV: owner, lease ms, field, value, ...
+# Answers the hash as HGETALL does, then `now`; or nothing when the id belongs to somebody else.
+CLAIM: Final = (
+    _NOW
+    + f"""
+local cur = redis.call('HMGET', KEYS[1], 'state', 'epoch', 'owner')
+local epoch = cur[2] or 1
+if not cur[1] then
+  redis.call('HSET', KEYS[1], 'state', '{_QUEUED}', 'epoch', 1, 'tries', 0, 'since', now)
+  redis.call('HINCRBY', KEYS[4], '{_QUEUED}', 1)
+elseif cur[1] ~= '{_QUEUED}' or (cur[3] ~= '' and cur[3] ~= ARGV[1]) then
+  return {{}}
+end
+redis.call('HSET', KEYS[1], 'owner', ARGV[1], 'at', now)
+for i = 3, #ARGV, 2 do redis.call('HSET', KEYS[1], 'f:' .. ARGV[i], ARGV[i + 1]) end
+redis.call('ZADD', KEYS[2], now + ARGV[2], KEYS[1])
+redis.call('XADD', KEYS[3], 'MAXLEN', '~', 65536, '*', 'r', KEYS[1], 's', '{_QUEUED}', 'e', epoch)
+local all = redis.call('HGETALL', KEYS[1])
+all[#all + 1] = 'now'
+all[#all + 1] = now
+return all"""
+)
+
+# KEYS: request. Answers like CLAIM, changes nothing.
+READ: Final = (
+    _NOW
+    + """
+local all = redis.call('HGETALL', KEYS[1])
+if #all > 0 then
+  all[#all + 1] = 'now'
+  all[#all + 1] = now
+end
+return all"""
+)
+
+# KEYS: request
+FOLLOW: Final = (
+    _NOW
+    + """
+if redis.call('EXISTS', KEYS[1]) == 1 then redis.call('HSET', KEYS[1], 'seen', now) end"""
+)
+
+# KEYS: leases, request, request, ... | ARGV: owner
+RELEASE: Final = """
+for i = 2, #KEYS do
+  if redis.call('HGET', KEYS[i], 'owner') == ARGV[1] then
+    redis.call('ZADD', KEYS[1], 'XX', 0, KEYS[i])
+  end
+end"""
+
+# KEYS: leases, router, request, request, ... | ARGV: owner, lease ms
+# Answers the places (from 1) of the requests that are not the owner's any more.
+BEAT: Final = (
+    lua_transitions()
+    + _NOW
+    + """
+redis.call('SET', KEYS[2], now, 'PX', ARGV[2])
+local lost = {}
+for i = 3, #KEYS do
+  local cur = redis.call('HMGET', KEYS[i], 'state', 'owner')
+  if cur[2] == ARGV[1] and not terminal[cur[1]] then
+    redis.call('ZADD', KEYS[1], now + ARGV[2], KEYS[i])
+  else
+    lost[#lost + 1] = i - 2
+  end
+end
+return lost"""
+)
+
+# KEYS: leases, events, states | ARGV: limit, terminal ttl ms, lease ms. Answers rows of request
+# key, state, epoch.
+SWEEP: Final = (
+    lua_transitions()
+    + _NOW
+    + f"""
+local dead = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, ARGV[1])
+local out = {{}}
+for _, key in ipairs(dead) do
+  redis.call('ZREM', KEYS[1], key)
+  local cur = redis.call('HMGET', key, 'state', 'epoch', 'f:resumable', 'tries')
+  if cur[1] and not terminal[cur[1]] then
+    local new = '{_CANCELLED}'
+    if cur[3] == '1' and tonumber(cur[4]) < {MAX_TRIES} then
+      new = '{_QUEUED}'
+      redis.call('ZADD', KEYS[1], now + ARGV[3], key)
+    end
+    local epoch = cur[2] + 1
+    redis.call('HSET', key, 'state', new, 'epoch', epoch, 'owner', '', 'at', now)
+    redis.call('HINCRBY', key, 'tries', 1)
+    redis.call('HINCRBY', KEYS[3], cur[1], -1)
+    redis.call('HINCRBY', KEYS[3], new, 1)
+    if terminal[new] then
+      redis.call('PEXPIRE', key, ARGV[2])
+      redis.call('PEXPIRE', '{LOG_PREFIX}' .. string.sub(key, {len(REQUEST_PREFIX) + 1}), ARGV[2])
+    end
+    redis.call('XADD', KEYS[2], 'MAXLEN', '~', 65536, '*', 'r', key, 's', new, 'e', epoch)
+    out[#out + 1] = {{key, new, epoch}}
+  end
+end
+return out"""
+)
+
+# KEYS: request, log, request, log, ... | ARGV: owner, then per entry: epoch, sample, position,
+# count, "t1,t2,...", more
+APPEND: Final = (
+    lua_transitions()
+    + f"""
+local out = {{}}
+for i = 1, #KEYS / 2 do
+  local key, log, a = KEYS[2 * i - 1], KEYS[2 * i], 6 * i - 4
+  local sample, tokens, more = ARGV[a + 1], ARGV[a + 4], ARGV[a + 5]
+  local ends = string.sub(more, 1, 1) == '{END_MARK}'
+  local position, count = tonumber(ARGV[a + 2]), tonumber(ARGV[a + 3])
+  local cur = redis.call('HMGET', key, 'state', 'epoch', 'owner', 'n' .. sample)
+  local known = tonumber(cur[4] or 0) - position
+  if not cur[1] then out[i] = 'gone'
+  elseif cur[3] ~= ARGV[1] or tonumber(cur[2]) > tonumber(ARGV[a]) then out[i] = 'fenced'
+  elseif terminal[cur[1]] then out[i] = 'illegal'
+  elseif known < 0 then out[i] = 'gap'
+  else
+    out[i] = 'ok'
+    local fresh = known < count
+    if fresh then
+      for _ = 1, known do tokens = string.sub(tokens, string.find(tokens, ',', 1, true) + 1) end
+      redis.call('HINCRBY', key, 'n' .. sample, count - known)
+    else
+      tokens = ''
+    end
+    if fresh or (ends and redis.call('HEXISTS', key, 'z' .. sample) == 0) then
+      local at = position + known
+      if more == '' then
+        redis.call('XADD', log, '*', 'e', ARGV[a], 's', sample, 'p', at, 't', tokens)
+      else
+        redis.call('XADD', log, '*', 'e', ARGV[a], 's', sample, 'p', at, 't', tokens, 'm', more)
+      end
+      if ends then redis.call('HSET', key, 'z' .. sample, 1) end
+    end
+  end
+end
+return out"""
+)

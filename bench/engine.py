@@ -165,7 +165,7 @@ def shares(row: Row, tokens_per_s: float, work: Work, limits: Limits) -> dict[st
 
 
 def pictures(rows: Sequence[dict[str, Any]], folder: Path) -> None:
-    """A roofline of each model's rows: the limits are the best that any of them met."""
+    """A roofline of each model's rows, under the median of the limits measured beside them."""
     for model in dict.fromkeys(row["model"] for row in rows):
         own = [row for row in rows if row["model"] == model]
         points = [
@@ -173,8 +173,10 @@ def pictures(rows: Sequence[dict[str, Any]], folder: Path) -> None:
                   row["GFLOP/s"] * 1e9 / row["ratio"])
             for row in own
         ]  # fmt: skip
-        read, flops = (max(row[key] for row in own) for key in ("read GB/s", "GEMM TFLOP/s"))
-        picture = Roofline(f"{model}, tokens of both per second", read * 1e9, flops * 1e12, points)
+        read, flops = (
+            statistics.median(row[key] for row in own) for key in ("read GB/s", "GEMM TFLOP/s")
+        )
+        picture = Roofline(model, read * 1e9, flops * 1e12, points)
         path = folder / f"roofline-{model.lower()}.svg"
         path.write_text(svg(picture))
 

@@ -125,6 +125,8 @@ def _points(picture: Roofline, x: _Axis, y: _Axis) -> Iterator[str]:
     yield _text(left + 16, top, "Baton", anchor="start")
     yield f'<circle cx="{left + 74}" cy="{top - 4}" r="4" fill="white" stroke="{THEIRS}"/>'
     yield _text(left + 86, top, picture.compared, anchor="start")
+    yield _text(left, top + 24, "reached, of the roof:", anchor="start")
+    taken = [(x.at(point.intensity), y.at(point.flops_per_s)) for point in picture.points]
     for number, point in enumerate(picture.points, 1):
         at, high = x.at(point.intensity), y.at(point.flops_per_s)
         if point.compared_flops_per_s:
@@ -133,12 +135,22 @@ def _points(picture: Roofline, x: _Axis, y: _Axis) -> Iterator[str]:
             yield f'<line {line} stroke="#bbb"/>'
             yield f'<circle cx="{at:.1f}" cy="{low:.1f}" r="4" fill="white" stroke="{THEIRS}"/>'
         yield f'<circle cx="{at:.1f}" cy="{high:.1f}" r="4" fill="{OURS}"/>'
-        # Rows of neighbouring intensity: odd numbers stand left of their point, even ones right.
-        side, anchor = (-8, "end") if number % 2 else (8, "start")
-        yield _text(at + side, high + 4, str(number), anchor=anchor)
+        spot = _free(at, high, taken)
+        taken.append(spot)
+        yield _text(spot[0], spot[1] + 4, str(number))
         roof = min(picture.flops_per_s, point.intensity * picture.read_bytes_per_s)
-        told = f"{number}  {point.name}: {point.flops_per_s / roof:.0%} of the roof"
-        yield _text(left, top + 24 + 18 * (number - 1), told, anchor="start")
+        told = f"{number}  {point.name}: {point.flops_per_s / roof:.0%}"
+        yield _text(left, top + 24 + 18 * number, told, anchor="start")
+
+
+def _free(at: float, high: float, taken: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Where a point's number may stand: the first place around it that nothing else has."""
+    around = [(13, 0), (-13, 0), (0, -14), (0, 14), (13, -13), (-13, -13), (13, 13), (-13, 13)]
+    places = [(at + far * dx, high + far * dy) for far in (1, 2, 3) for dx, dy in around]
+    for place in places:
+        if all(abs(place[0] - a) > 12 or abs(place[1] - b) > 11 for a, b in taken):
+            return place
+    return places[0]
 
 
 def _short(value: float) -> str:

@@ -158,7 +158,9 @@ async def test_an_exporter_that_lacks_blocks_says_so_and_serves_on(
     p.finish(handle)
     error = await outcome(d.connector.fetch(handle, 1, d.pick(NUM_TOKENS)))
     assert isinstance(error, KVLost)
-    assert "the exporter has failed" in error.message
+    # Over a pair of torch.distributed, the end of the connection may overtake the last word.
+    told = ("the exporter has failed", "the pair is closed", "pair broken")
+    assert any(each in error.message for each in told), error.message
     assert "is not held any more" in caplog.text
     assert d.connector.stats.fetches == 0
     await p.connector.release(handle, "of no use")

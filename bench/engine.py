@@ -23,6 +23,7 @@ from typing import Any, Final
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from baton.engine.roofline import measure as measure_roof
 from baton.engine.work import Limits, Work
 from baton.llm import LLM
 from baton.sampling import SamplingParams
@@ -31,6 +32,7 @@ from bench.roofline import Point, Roofline, svg
 from bench.transfer_engine import write_model
 
 NEW_TOKENS: Final = 24  # of a decode row
+LIMITS_S: Final = 0.4  # for each of the two, beside every row
 LARGE, SMALL = "Qwen3-0.6B", "Llama-25M"
 
 
@@ -57,27 +59,6 @@ ROWS: Final = (
     Row(LARGE, 512, 0, "w8a8"), Row(LARGE, 128, 1, "w8a8"), Row(LARGE, 128, 16, "w8a8"),
     Row(SMALL, 512), Row(SMALL, 128, 1), Row(SMALL, 128, 8), Row(SMALL, 128, 16),
 )  # fmt: skip
-
-
-def measure_limits() -> Limits:
-    """What this machine can do now, with the threads in use: memory far larger than the caches, and
-    a bfloat16 product of 2,048 x 2,048 x 2,048; the best of some."""
-    memory = torch.ones(1 << 26, dtype=torch.float64)
-    a, b = (torch.randn(2048, 2048).bfloat16() for _ in range(2))
-    read = best(memory.sum, 6)
-    product = best(lambda: a @ b, 6)
-    return Limits(memory.nbytes / read, 2 * 2048**3 / product)
-
-
-def best(work: Callable[[], object], times: int) -> float:
-    """Seconds of the fastest of so many calls, after one that does not count."""
-    work()
-    found: list[float] = []
-    for _ in range(times):
-        began = time.perf_counter()
-        work()
-        found.append(time.perf_counter() - began)
-    return min(found)
 
 
 def write_models(folder: Path) -> dict[str, Path]:
@@ -127,13 +108,13 @@ def theirs(model: Any) -> Generate:
     return run
 
 
-def rate(run: Generate, row: Row, vocab: int, seed: int) -> float:
-    """Tokens per second."""
-    prompts = [random_prompt(row.context, seed * 100 + i, vocab) for i in range(max(1, row.batch))]
+def rate(run: Generate, row: Row, vocab: int, seed: int, new: int = NEW_TOKENS) -> float:
+    """Tokens per second; decode: what `new` tokens cost beyond the first."""
+    prompts = [random_prompt(row.context, seed * 1000 + i, vocab) for i in range(max(1, row.batch))]
     if not row.batch:
         return row.context / run(prompts, 1)
     first = run(prompts, 1)
-    return row.batch * NEW_TOKENS / max(1e-9, run(prompts, NEW_TOKENS + 1) - first)
+    return row.batch * new / max(1e-9, run(prompts, new + 1) - first)
 
 
 def needs(llm: LLM, run: Generate, row: Row, vocab: int) -> Work:
@@ -196,7 +177,8 @@ def measure(model: str, path: Path, rows: Sequence[Row], rounds: int) -> list[di
         for row in (row for row in rows if row.quantization == quantization):
             rates: dict[str, list[float]] = {"baton": [], "transformers": []}
             rate(run, row, vocab, 99)  # warm
-            limits, work = measure_limits(), needs(llm, run, row, vocab)
+            limits = measure_roof(torch.device("cpu"), torch.bfloat16, LIMITS_S)
+            work = needs(llm, run, row, vocab)
             for index in range(rounds):
                 rates["baton"].append(rate(run, row, vocab, index))
                 rates["transformers"].append(rate(baseline, row, vocab, index))

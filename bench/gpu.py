@@ -23,9 +23,10 @@ from typing import Any, Final
 
 import torch
 
+from baton.engine.roofline import measure
 from baton.engine.work import Limits
-from bench.engine import LARGE, Generate, Row, needs, ours, shares, write_models
-from bench.engine_kit import Part, arguments_parser, prepare, random_prompt, tell
+from bench.engine import LARGE, LIMITS_S, Generate, Row, needs, ours, rate, shares, write_models
+from bench.engine_kit import Part, arguments_parser, prepare, tell
 
 NO_GPU: Final = 2
 NEW_TOKENS: Final = 128
@@ -49,16 +50,6 @@ def best(work: Callable[[], object], times: int = 10) -> float:
         if index >= 2:
             found.append(begin.elapsed_time(end) / 1000)
     return min(found)
-
-
-def measure_limits(device: torch.device) -> Limits:
-    """Copying a GiB (read and written), and a product of 8,192 x 8,192 x 8,192 in bfloat16."""
-    source = torch.ones(1 << 28, device=device)
-    target = torch.empty_like(source)
-    a, b = (torch.randn(8192, 8192, device=device).bfloat16() for _ in range(2))
-    copied = best(lambda: target.copy_(source))
-    multiplied = best(lambda: a @ b)
-    return Limits(2 * source.nbytes / copied, 2 * 8192**3 / multiplied)
 
 
 def kernels(device: torch.device, limits: Limits, families: Sequence[str]) -> list[dict[str, Any]]:
@@ -118,15 +109,6 @@ def continuous(model: Any) -> Generate:
     return run
 
 
-def rate(run: Generate, row: Row, vocab: int, seed: int) -> float:
-    """Tokens per second; decode: what more tokens cost beyond the first."""
-    prompts = [random_prompt(row.context, seed * 1000 + i, vocab) for i in range(max(1, row.batch))]
-    if not row.batch:
-        return row.context / run(prompts, 1)
-    first = run(prompts, 1)
-    return row.batch * NEW_TOKENS / max(1e-9, run(prompts, NEW_TOKENS + 1) - first)
-
-
 @dataclass(frozen=True, slots=True)
 class Peer:
     """transformers' model, and how to run it; None where it failed."""
@@ -137,8 +119,8 @@ class Peer:
     def rate(self, row: Row, vocab: int) -> float | None:
         """As `rate`, or None: a peer that cannot run is no reason to stop."""
         try:
-            rate(self.run, row, vocab, 98)
-            return rate(self.run, row, vocab, 0)
+            rate(self.run, row, vocab, 98, NEW_TOKENS)
+            return rate(self.run, row, vocab, 0, NEW_TOKENS)
         except (RuntimeError, ValueError, TypeError, AttributeError) as error:
             sys.stderr.write(f"transformers' continuous batching failed: {error}\n")
             return None
@@ -163,9 +145,11 @@ def engine(path: Path, limits: Limits, rounds: int, with_peer: bool) -> list[dic
         )  # fmt: skip
         run = ours(llm)
         for row in (row for row in ROWS if row.quantization == quantization):
-            rate(run, row, vocab, 99)
+            rate(run, row, vocab, 99, NEW_TOKENS)
             work = needs(llm, run, row, vocab)
-            speed = statistics.median([rate(run, row, vocab, index) for index in range(rounds)])
+            speed = statistics.median(
+                [rate(run, row, vocab, index, NEW_TOKENS) for index in range(rounds)]
+            )
             found.append({
                 "row": row.name, "tokens/s": speed, **shares(row, speed, work, limits),
                 "transformers": None, "ratio": None,
@@ -200,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return NO_GPU
     device = torch.device("cuda")
-    limits = measure_limits(device)
+    limits = measure(device, torch.bfloat16, LIMITS_S)
     name = torch.cuda.get_device_name(device)
     machine = {"GPU": name, "copy GB/s": limits.read_bytes_per_s / 1e9,
                "GEMM TFLOP/s": limits.flops_per_s / 1e12}  # fmt: skip

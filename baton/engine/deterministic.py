@@ -28,54 +28,27 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton.engine.attention.base import AttentionLayer
 from baton.engine.attention.fixed_order import FixedOrderAttention
 from baton.engine.batch import Batch, GroupTables, flatten
 from baton.engine.interface import ModelInfo, SequenceChunk
 from baton.engine.kv_cache import KVArena
 from baton.engine.layer_groups import one_group
-from baton.engine.lora import Adapter
-from baton.engine.models.base import CausalModel
-from baton.engine.work import ParameterCounts
+from baton.engine.models.base import CausalModel, ModelAround
 from baton.errors import ConfigError
-from baton.kv_spec import HeldBlocks, LayerSpec
+from baton.kv_spec import HeldBlocks
 
 TILE_ROWS: Final = 16  # a product of 16 rows reads the weights once and costs little over one row
 _PROOF_BLOCK: Final = 16
 
 
-class FixedTiles:
-    """A CausalModel that runs another one in tiles of so many rows. Wants FixedOrderAttention."""
+class FixedTiles(ModelAround):
+    """Runs a model in tiles of so many rows. Wants FixedOrderAttention; adapters come before
+    `prove`."""
 
     def __init__(self, model: CausalModel, tile_rows: int = TILE_ROWS) -> None:
         """`tile_rows` 1 for a model whose products depend on what a tile's rows choose."""
-        self._model = model
+        super().__init__(model)
         self._tile_rows = tile_rows
-
-    @property
-    def vocab_size(self) -> int:
-        """See CausalModel."""
-        return self._model.vocab_size
-
-    @property
-    def max_positions(self) -> int | None:
-        """See CausalModel."""
-        return self._model.max_positions
-
-    @property
-    def layers(self) -> tuple[LayerSpec, ...]:
-        """See CausalModel."""
-        return self._model.layers
-
-    @property
-    def attention_layers(self) -> tuple[AttentionLayer, ...]:
-        """See CausalModel."""
-        return self._model.attention_layers
-
-    @property
-    def parameter_counts(self) -> ParameterCounts:
-        """See CausalModel."""
-        return self._model.parameter_counts
 
     def forward(self, token_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
         """See CausalModel.forward. `batch.on_layer` fires with the last tile: by then each layer
@@ -95,10 +68,6 @@ class FixedTiles:
             tile = self._model.logits(self._padded(hidden[rows]))
             parts.append(tile[: rows.stop - rows.start])
         return torch.cat(parts)
-
-    def add_adapter(self, adapter: Adapter) -> None:
-        """See CausalModel.add_adapter. Before `prove`."""
-        self._model.add_adapter(adapter)
 
     def _tiles(self, rows: int) -> Iterator[slice]:
         size = self._tile_rows

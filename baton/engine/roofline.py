@@ -26,7 +26,7 @@ from baton.engine.work import Limits
 
 log = logging.getLogger(__name__)
 
-READ_BYTES: Final = {"cpu": 96 << 20, "cuda": 1 << 30}  # more than the caches hold
+READ_BYTES: Final = {"cpu": 256 << 20, "cuda": 1 << 30}  # more than the caches hold
 SIZES: Final = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192)}  # of a square product
 BUDGET_S: Final = 0.06  # for each of the two
 GIGA, TERA = 1e9, 1e12

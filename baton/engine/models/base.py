@@ -1,4 +1,5 @@
-"""CausalModel: what the runner asks of a model, whichever route loaded it."""
+"""CausalModel: what the runner asks of a model, whichever route loaded it; ModelAround: another
+one at work within."""
 
 from __future__ import annotations
 
@@ -54,3 +55,39 @@ class CausalModel(Protocol):
         """Serve `adapter` to the rows that name it. Raises ModelRefused for layers it cannot
         reach."""
         ...
+
+
+class ModelAround:
+    """What a CausalModel says of itself if it runs another one: what that one says."""
+
+    def __init__(self, model: CausalModel) -> None:
+        self._model = model
+
+    @property
+    def vocab_size(self) -> int:
+        """See CausalModel."""
+        return self._model.vocab_size
+
+    @property
+    def max_positions(self) -> int | None:
+        """See CausalModel."""
+        return self._model.max_positions
+
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """See CausalModel."""
+        return self._model.layers
+
+    @property
+    def attention_layers(self) -> tuple[AttentionLayer, ...]:
+        """See CausalModel."""
+        return self._model.attention_layers
+
+    @property
+    def parameter_counts(self) -> ParameterCounts:
+        """See CausalModel."""
+        return self._model.parameter_counts
+
+    def add_adapter(self, adapter: Adapter) -> None:
+        """See CausalModel."""
+        self._model.add_adapter(adapter)

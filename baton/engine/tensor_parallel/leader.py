@@ -14,59 +14,28 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from baton.engine.attention.base import AttentionLayer
 from baton.engine.batch import Batch
 from baton.engine.config import EngineConfig
 from baton.engine.loading import LoadedModel, load_model
-from baton.engine.lora import Adapter
+from baton.engine.models.base import ModelAround
 from baton.engine.tensor_parallel.group import RankGroup
 from baton.engine.tensor_parallel.messages import ALL_ROWS, Kind, encode_step
 from baton.engine.tensor_parallel.place import LEADER, RankPlace
 from baton.engine.tensor_parallel.rank import refuse
 from baton.engine.tensor_parallel.ranks import Ranks, StartRank, start_process, threads_of
-from baton.engine.work import ParameterCounts
-from baton.kv_spec import LayerSpec
 
 
-class LeaderModel:
-    """Implements CausalModel over rank 0's share and the ranks that have the others."""
+class LeaderModel(ModelAround):
+    """Implements CausalModel over rank 0's share and the ranks that have the others. `layers` are
+    the whole model's, the other properties rank 0's."""
 
     def __init__(self, loaded: LoadedModel, ranks: Ranks, group: RankGroup) -> None:
         """`loaded`: rank 0's share."""
+        super().__init__(loaded.model)
         self._ranks = ranks
-        self._model = loaded.model
         self._adapters = loaded.info.adapters
         self._group = group
         self._last: Tensor | None = None
-
-    @property
-    def vocab_size(self) -> int:
-        """See CausalModel."""
-        return self._model.vocab_size
-
-    @property
-    def max_positions(self) -> int | None:
-        """See CausalModel."""
-        return self._model.max_positions
-
-    @property
-    def layers(self) -> tuple[LayerSpec, ...]:
-        """The whole model's."""
-        return self._model.layers
-
-    @property
-    def parameter_counts(self) -> ParameterCounts:
-        """This rank's."""
-        return self._model.parameter_counts
-
-    @property
-    def attention_layers(self) -> tuple[AttentionLayer, ...]:
-        """This rank's."""
-        return self._model.attention_layers
-
-    def add_adapter(self, adapter: Adapter) -> None:
-        """See CausalModel."""
-        self._model.add_adapter(adapter)
 
     def forward(self, token_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
         """See CausalModel. Any error inside loses the group."""

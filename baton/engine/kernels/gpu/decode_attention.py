@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels.gpu.pages import LayerPages, finished, online, padded, places
+from baton.engine.kernels.gpu.pages import Heads, LayerPages, finished, online, padded, places
 
 MAX_SPLITS: Final = 32
 PROGRAMS: Final = 512  # about so many fill a GPU: 4 on each of an H100's 132 multiprocessors
@@ -45,17 +45,6 @@ class _Rows(NamedTuple):
     width: Any
 
 
-class _Heads(NamedTuple):
-    """q and out [T, heads, dim] and their strides over rows and heads."""
-
-    q: Any
-    out: Any
-    q_row: Any
-    q_head: Any
-    out_row: Any
-    out_head: Any
-
-
 class _Partial(NamedTuple):
     """acc float32 [n, query_heads, splits, v_dim], stats float32 [2, n, query_heads, splits]."""
 
@@ -74,7 +63,7 @@ def decode_attention(
     group = query_heads // layer.kv_heads
     if splits is None:
         splits = splits_for(count, layer.kv_heads)
-    heads = _Heads(q, out, *q.stride()[:2], *out.stride()[:2])
+    heads = Heads.of(q, out)
     partial = _Partial(q, q)  # never touched with one split
     if splits > 1:
         shape = (count, query_heads, splits)

@@ -54,6 +54,22 @@ class Rule(NamedTuple):
     window: Any
 
 
+class Heads(NamedTuple):
+    """q and out [T, heads, dim] and their strides over rows and heads."""
+
+    q: Any
+    out: Any
+    q_row: Any
+    q_head: Any
+    out_row: Any
+    out_head: Any
+
+    @staticmethod
+    def of(q: Tensor, out: Tensor) -> Heads:
+        """As they lie."""
+        return Heads(q, out, *q.stride()[:2], *out.stride()[:2])
+
+
 class LayerPages(NamedTuple):
     """One layer of the pool, and how it attends."""
 

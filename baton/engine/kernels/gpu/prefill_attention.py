@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.engine.batch import GroupTables, Span
-from baton.engine.kernels.gpu.pages import LayerPages, finished, online, padded, places
+from baton.engine.kernels.gpu.pages import Heads, LayerPages, finished, online, padded, places
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +46,6 @@ class _Tiles(NamedTuple):
     tables: Any
     count: Any
     width: Any
-
-
-class _Heads(NamedTuple):
-    """q and out [T, heads, dim] and their strides over rows and heads."""
-
-    q: Any
-    out: Any
-    q_row: Any
-    q_head: Any
-    out_row: Any
-    out_head: Any
 
 
 def tile_sizes(dtype: torch.dtype, dim: int) -> TileSizes:
@@ -89,7 +78,7 @@ def prefill_attention(q: Tensor, out: Tensor, layer: LayerPages, tiles: PrefillT
     """Fill the tiles' rows of out [T, query_heads, v_dim] from q [T, query_heads, k_dim]."""
     count, query_heads = tiles.numbers.shape[1], q.shape[1]
     _prefill_kernel[(count, query_heads)](
-        _Heads(q, out, *q.stride()[:2], *out.stride()[:2]),
+        Heads.of(q, out),
         _Tiles(tiles.numbers, tiles.tables, count, tiles.tables.stride(0)),
         layer.keys, layer.values, layer.rule, layer.k_dim, layer.v_dim,
         GROUP=query_heads // layer.kv_heads, ROWS=tiles.sizes.rows, KEYS=tiles.sizes.keys,

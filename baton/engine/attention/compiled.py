@@ -24,7 +24,7 @@ MAX_DIM: Final = 256  # attention.h's kMaxDim
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class Plan:
     """Spans of one row and of several, for the layers of one group; None without any."""
 
     decode: DecodeRows | None
@@ -41,7 +41,7 @@ class CompiledAttention:
         self._torch = TorchAttention(pool, layers)
         self._kernels = kernels
         self._prefill = PrefillKernel(kernels)
-        self._layers = [_decode_layer(pool, index, spec) for index, spec in enumerate(layers)]
+        self._layers = [known_layer(pool, index, spec) for index, spec in enumerate(layers)]
         # For steps that take all layers in one call; None if the kernels do not know one.
         known = [layer for layer in self._layers if layer is not None]
         self.step_pools = StepPools(known, self.group_of) if StepPools.suit(self._layers) else None
@@ -49,7 +49,7 @@ class CompiledAttention:
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """See Attention.write."""
         compiled = self._layers[layer]
-        if compiled is None or not (_dense(k) and _dense(v)):
+        if compiled is None or not (dense(k) and dense(v)):
             self._torch.write(layer, k, v, slots)
             return
         self._kernels.store(k, compiled.keys, slots)
@@ -60,8 +60,8 @@ class CompiledAttention:
         compiled = self._layers[layer]
         if compiled is None:
             return self._torch.attend(layer, q, batch)
-        plan = _plan_of(batch, self.group_of[layer])
-        if not _dense(q):
+        plan = plan_of(batch, self.group_of[layer])
+        if not dense(q):
             q = q.contiguous()
         out = q.new_empty(q.shape[0], q.shape[1], compiled.values.shape[3])
         if plan.decode is not None:
@@ -71,26 +71,29 @@ class CompiledAttention:
         return out
 
 
-def _decode_layer(pool: KVViews, layer: int, spec: AttentionLayer) -> DecodeLayer | None:
-    """What the kernel reads of a layer; None for what it does not know."""
+def known_layer(
+    pool: KVViews, layer: int, spec: AttentionLayer, dtype: torch.dtype = torch.bfloat16
+) -> DecodeLayer | None:
+    """What the kernels read of a layer; None for what they do not know. `dtype`: of the pool that
+    they are for."""
     keys, values = pool.layer(layer)
-    if spec.latent or keys.dtype != torch.bfloat16 or values.dtype != torch.bfloat16:
+    if spec.latent or keys.dtype != dtype or values.dtype != dtype:
         return None
     k_dim, v_dim = keys.shape[3], values.shape[3]
     if k_dim % 32 or v_dim % 16 or max(k_dim, v_dim) > MAX_DIM or not v_dim:
         return None
-    if not (_dense(keys[0]) and _dense(values[0])):
+    if not (dense(keys[0]) and dense(values[0])):
         return None
     sinks = None if spec.sinks is None else spec.sinks.float().contiguous()
     return DecodeLayer(keys, values, spec.scale, spec.window, spec.softcap or 0.0, sinks)
 
 
-def _dense(x: Tensor) -> bool:
+def dense(x: Tensor) -> bool:
     """x [rows, heads, dim]: are the numbers of a row side by side?"""
     return x.stride(2) == 1 and x.stride(1) == x.shape[2]
 
 
-def _plan_of(batch: Batch, layer_group: int) -> _Plan:
+def plan_of(batch: Batch, layer_group: int) -> Plan:
     """The step's spans by this group's tables, laid out at the first layer that asks."""
     key = ("compiled", layer_group)
     plan = batch.plans.get(key)
@@ -98,7 +101,7 @@ def _plan_of(batch: Batch, layer_group: int) -> _Plan:
         table = batch.tables[layer_group]
         single = [index for index, span in enumerate(batch.spans) if span.num_rows == 1]
         several = [index for index, span in enumerate(batch.spans) if span.num_rows > 1]
-        plan = batch.plans[key] = _Plan(
+        plan = batch.plans[key] = Plan(
             _decode_rows(batch, table, single) if single else None,
             _prefill_spans(batch, table, several) if several else None,
         )

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from baton.engine.attention.base import AttentionLayer, KVViews
-from baton.engine.attention.compiled import MAX_DIM
+from baton.engine.attention.compiled import dense, known_layer, plan_of
 from baton.engine.attention.torch_cpu import TorchAttention
 from baton.engine.batch import Batch
-from baton.engine.kernels.cpu.int8_kv import Int8KVKernels, Int8Layer, Int8Rows
-from baton.engine.kernels.cpu.library import DecodeRows
+from baton.engine.kernels.cpu.int8_kv import Int8KVKernels, Int8Layer
 
 
 class CompiledInt8Attention:
@@ -34,61 +33,27 @@ class CompiledInt8Attention:
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """See Attention.write."""
         compiled = self._layers[layer]
-        if compiled is None or not (_dense(k) and _dense(v)):
+        if compiled is None or not (dense(k) and dense(v)):
             self._torch.write(layer, k, v, slots)
             return
-        self._kernels.store(k, compiled.keys, slots)
-        self._kernels.store(v, compiled.values, slots)
+        self._kernels.write(k, v, compiled, slots)
 
     def attend(self, layer: int, q: Tensor, batch: Batch) -> Tensor:
         """See Attention.attend."""
         compiled = self._layers[layer]
-        rows = None if compiled is None else _decode_rows(batch, self.group_of[layer])
-        if compiled is None or rows is None:
+        plan = None if compiled is None else plan_of(batch, self.group_of[layer])
+        if compiled is None or plan is None or plan.decode is None:
             return self._torch.attend(layer, q, batch)
-        if not _dense(q):
+        if not dense(q):
             q = q.contiguous()
-        out = q.new_empty(q.shape[0], q.shape[1], compiled.values.numbers.shape[3])
-        self._kernels.decode_attention(q, out, compiled, rows)
-        if rows.rows.shape[0] < len(batch.spans):
+        out = q.new_empty(q.shape[0], q.shape[1], compiled.plain.values.shape[3])
+        self._kernels.decode_attention(q, out, compiled, plan.decode)
+        if plan.prefill is not None:
             self._torch.prefill(layer, q, batch, out)
         return out
 
 
 def _int8_layer(pool: KVViews, layer: int, spec: AttentionLayer) -> Int8Layer | None:
-    """What the kernel reads of a layer; None for what it does not know."""
-    keys, values = pool.layer(layer)
-    k_dim, v_dim = keys.shape[3], values.shape[3]
-    if spec.latent or not v_dim or k_dim % 32 or v_dim % 16 or max(k_dim, v_dim) > MAX_DIM:
-        return None
-    if not (_dense(keys[0]) and _dense(values[0])):
-        return None
-    key_scales, value_scales = pool.scales(layer)
-    sinks = None if spec.sinks is None else spec.sinks.float().contiguous()
-    return Int8Layer(
-        Int8Rows(keys, key_scales), Int8Rows(values, value_scales), spec.scale, spec.window,
-        spec.softcap or 0.0, sinks,
-    )  # fmt: skip
-
-
-def _dense(x: Tensor) -> bool:
-    """x [rows, heads, dim]: are the numbers of a row side by side?"""
-    return x.stride(2) == 1 and x.stride(1) == x.shape[2]
-
-
-def _decode_rows(batch: Batch, layer_group: int) -> DecodeRows | None:
-    """The step's decode rows by this group's tables, laid out at the first layer that asks; None
-    without any."""
-    key = ("compiled int8", layer_group)
-    if key not in batch.plans:
-        table = batch.tables[layer_group]
-        members = [index for index, span in enumerate(batch.spans) if span.num_rows == 1]
-        spans = [batch.spans[index] for index in members]
-        batch.plans[key] = None if not members else DecodeRows(
-            rows=torch.tensor([span.first_row for span in spans]),
-            spans=torch.tensor(members),
-            tokens=torch.tensor([span.num_tokens for span in spans]),
-            first=torch.tensor([table.first[index] for index in members]),
-            tables=table.blocks,
-        )  # fmt: skip
-    return batch.plans[key]
+    """What the kernels read of a layer; None for what they do not know."""
+    plain = known_layer(pool, layer, spec, torch.int8)
+    return None if plain is None else Int8Layer(plain, *pool.scales(layer))

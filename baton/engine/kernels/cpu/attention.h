@@ -3,7 +3,9 @@
 // A row's keys are taken in tiles of 16, in their order, each tile with all the KV heads of a task:
 // a token's heads lie side by side in the pool, so memory is read in order. Softmax goes along, as
 // in FlashAttention. What a row computes depends on its own keys alone. GQA: the query heads of one
-// KV head share what is loaded.
+// KV head share what is loaded. How keys and values are stored is a Pool's (PlainPool; in
+// attention_int8.h Int8Pool): where a token lies, what asking memory for it touches, how its numbers
+// are read, and the factors of a tile's scores and weights.
 #pragma once
 
 #include <omp.h>
@@ -43,12 +45,52 @@ struct Running {
   alignas(64) float sum[kMaxDim];
 };
 
+// Keys and values in bfloat16.
+struct PlainPool {
+  struct Token {
+    const bf16 *key, *value;
+  };
+
+  // Of a tile's keys, by one KV head.
+  struct Factors {
+    __m512 score;
+    __m512 weighed(__m512 weights) const { return weights; }
+  };
+
+  const DecodeArgs& a;
+
+  Token at(int64_t block, int64_t token) const {
+    return {a.keys + block * a.key_block + token * a.key_token,
+            a.values + block * a.value_block + token * a.value_token};
+  }
+
+  void touch(const Token& token, int64_t first_head, int64_t last_head) const {
+    for (int64_t head = first_head; head < last_head; ++head) {
+      ask(token.key + head * a.key_head, a.k_dim);
+      ask(token.value + head * a.value_head, a.v_dim);
+    }
+  }
+
+  Factors factors(const Token*, int, int64_t) const { return {_mm512_set1_ps(a.scale)}; }
+
+  static __m512bh key(const Token& token, int64_t at) { return load_pairs(token.key + at); }
+
+  static __m512 value(const Token& token, int64_t at) { return load_wide(token.value + at); }
+
+ private:
+  static void ask(const bf16* from, int64_t numbers) {
+    for (int64_t at = 0; at < numbers; at += 32)
+      _mm_prefetch(reinterpret_cast<const char*>(from + at), _MM_HINT_T0);
+  }
+};
+
+template <class Pool>
 class DecodeRow {
  public:
-  DecodeRow(const DecodeArgs& args, int64_t index, int64_t first_head, int64_t last_head,
+  DecodeRow(const Pool& pool, int64_t index, int64_t first_head, int64_t last_head,
             std::vector<Running>& running)
-      : a_(args), index_(index), first_head_(first_head), last_head_(last_head),
-        group_(args.query_heads / args.kv_heads), running_(running) {}
+      : pool_(pool), a_(pool.a), index_(index), first_head_(first_head), last_head_(last_head),
+        group_(a_.query_heads / a_.kv_heads), running_(running) {}
 
   void run() {
     const int64_t end = a_.tokens[index_];
@@ -63,64 +105,47 @@ class DecodeRow {
     }
     for (int64_t at = begin; at < end; at += kTile) {
       const int count = static_cast<int>(std::min<int64_t>(kTile, end - at));
-      locate(at, count);
-      fetch_ahead(at + kAhead * kTile, end);
+      for (int i = 0; i < count; ++i) tile_[i] = locate(at + i);
+      const int64_t ahead = at + kAhead * kTile;
+      for (int64_t next = ahead; next < std::min(end, ahead + kTile); ++next)
+        pool_.touch(locate(next), first_head_, last_head_);
       for (int64_t head = first_head_; head < last_head_; ++head) attend(head, count);
     }
     finish();
   }
 
  private:
-  // Where the tile's keys and values lie.
-  void locate(int64_t at, int count) {
-    const int64_t* table = a_.tables + a_.spans[index_] * a_.width;
-    for (int i = 0; i < count; ++i) {
-      const int64_t block = table[(at + i) / a_.block_size - a_.first[index_]];
-      const int64_t offset = (at + i) % a_.block_size;
-      key_[i] = a_.keys + block * a_.key_block + offset * a_.key_token;
-      value_[i] = a_.values + block * a_.value_block + offset * a_.value_token;
-    }
-  }
+  using Token = typename Pool::Token;
+  using Factors = typename Pool::Factors;
 
-  void fetch_ahead(int64_t at, int64_t end) const {
+  Token locate(int64_t at) const {
     const int64_t* table = a_.tables + a_.spans[index_] * a_.width;
-    for (int64_t i = at; i < std::min(end, at + kTile); ++i) {
-      const int64_t block = table[i / a_.block_size - a_.first[index_]], token = i % a_.block_size;
-      const bf16* key = a_.keys + block * a_.key_block + token * a_.key_token;
-      const bf16* value = a_.values + block * a_.value_block + token * a_.value_token;
-      for (int64_t head = first_head_; head < last_head_; ++head) {
-        touch(key + head * a_.key_head, a_.k_dim);
-        touch(value + head * a_.value_head, a_.v_dim);
-      }
-    }
-  }
-
-  static void touch(const bf16* from, int64_t numbers) {
-    for (int64_t at = 0; at < numbers; at += 32)
-      _mm_prefetch(reinterpret_cast<const char*>(from + at), _MM_HINT_T0);
+    return pool_.at(table[at / a_.block_size - a_.first[index_]], at % a_.block_size);
   }
 
   void attend(int64_t head, int count) {
+    const Factors factors = pool_.factors(tile_, count, head);
     for (int64_t g = 0; g < group_; g += 2) {
       Running* states = &running_[(head - first_head_) * group_ + g];
       const int64_t query_head = head * group_ + g;
       if (count < kTile)  // once per row: a loop that the compiler cannot unroll
         for (int64_t i = 0; i < std::min<int64_t>(2, group_ - g); ++i)
-          attend<1, false>(states + i, head, query_head + i, count);
+          attend<1, false>(states + i, head, query_head + i, count, factors);
       else if (g + 1 < group_)
-        attend<2, true>(states, head, query_head, count);
+        attend<2, true>(states, head, query_head, count, factors);
       else
-        attend<1, true>(states, head, query_head, count);
+        attend<1, true>(states, head, query_head, count, factors);
     }
   }
 
   // `Heads` query heads of one KV head. `Full`: the tile has all its keys, a number known here.
   template <int Heads, bool Full>
-  void attend(Running* states, int64_t head, int64_t query_head, int count) {
+  void attend(Running* states, int64_t head, int64_t query_head, int count,
+              const Factors& factors) {
     alignas(64) float weights[Heads][kTile];
     float kept[Heads];
     __m512 score[Heads];
-    scores<Heads, Full>(head, query_head, count, score);
+    scores<Heads, Full>(head, query_head, count, factors, score);
     for (int h = 0; h < Heads; ++h) {
       Running& state = states[h];
       const float most = std::max(state.most, _mm512_reduce_max_ps(score[h]));
@@ -128,7 +153,7 @@ class DecodeRow {
       kept[h] = most == state.most ? 1.0f : std::exp(state.most - most);
       state.total = state.total * kept[h] + _mm512_reduce_add_ps(weight);
       state.most = most;
-      _mm512_store_ps(weights[h], weight);
+      _mm512_store_ps(weights[h], factors.weighed(weight));
     }
     const int keys = Full ? kTile : count;
     for (int64_t d = 0; d < a_.v_dim; d += 16) {
@@ -136,7 +161,7 @@ class DecodeRow {
       BATON_UNROLL for (int h = 0; h < Heads; ++h)
         sum[h] = _mm512_mul_ps(_mm512_load_ps(states[h].sum + d), _mm512_set1_ps(kept[h]));
       BATON_UNROLL for (int i = 0; i < keys; ++i) {
-        const __m512 value = load_wide(value_[i] + head * a_.value_head + d);
+        const __m512 value = Pool::value(tile_[i], head * a_.value_head + d);
         BATON_UNROLL for (int h = 0; h < Heads; ++h)
           sum[h] = _mm512_fmadd_ps(_mm512_set1_ps(weights[h][i]), value, sum[h]);
       }
@@ -146,7 +171,8 @@ class DecodeRow {
 
   // Query heads by the tile's keys, scaled and capped; -inf for keys that do not exist.
   template <int Heads, bool Full>
-  void scores(int64_t head, int64_t query_head, int count, __m512* score) const {
+  void scores(int64_t head, int64_t query_head, int count, const Factors& factors,
+              __m512* score) const {
     const bf16* q = a_.q + a_.rows[index_] * a_.q_stride + query_head * a_.k_dim;
     __m512 sums[Heads][kTile];
     constexpr int half = kTile / 2;  // 16 accumulators of two heads stay in registers
@@ -159,7 +185,7 @@ class DecodeRow {
         BATON_UNROLL for (int h = 0; h < Heads; ++h) query[h] = load_pairs(q + h * a_.k_dim + d);
         BATON_UNROLL for (int i = 0; i < half; ++i) {
           if (!Full && from + i >= count) break;
-          const __m512bh key = load_pairs(key_[from + i] + head * a_.key_head + d);
+          const __m512bh key = Pool::key(tile_[from + i], head * a_.key_head + d);
           BATON_UNROLL for (int h = 0; h < Heads; ++h)
             part[h][i] = _mm512_dpbf16_ps(part[h][i], query[h], key);
         }
@@ -169,7 +195,7 @@ class DecodeRow {
     }
     const __mmask16 exist = static_cast<__mmask16>((1u << count) - 1);
     for (int h = 0; h < Heads; ++h) {
-      __m512 each = _mm512_mul_ps(sum_each(sums[h]), _mm512_set1_ps(a_.scale));
+      __m512 each = _mm512_mul_ps(sum_each(sums[h]), factors.score);
       if (a_.softcap > 0.0f) each = capped(each);
       score[h] = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), exist, each);
     }
@@ -192,11 +218,11 @@ class DecodeRow {
     }
   }
 
+  const Pool& pool_;
   const DecodeArgs& a_;
   const int64_t index_, first_head_, last_head_, group_;
   std::vector<Running>& running_;
-  const bf16* key_[kTile];
-  const bf16* value_[kTile];
+  Token tile_[kTile];
 };
 
 // When rows are few, the KV heads of each are shared out too: into so many parts.
@@ -210,21 +236,24 @@ inline std::vector<Running> running_for(const DecodeArgs& a, int64_t parts) {
 }
 
 // Part `task` % parts of row `task` / parts.
-inline void attend_part(const DecodeArgs& a, int64_t task, int64_t parts,
+template <class Pool>
+inline void attend_part(const Pool& pool, int64_t task, int64_t parts,
                         std::vector<Running>& running) {
-  const int64_t part = task % parts;
-  DecodeRow(a, task / parts, a.kv_heads * part / parts, a.kv_heads * (part + 1) / parts, running)
+  const int64_t part = task % parts, heads = pool.a.kv_heads;
+  DecodeRow<Pool>(pool, task / parts, heads * part / parts, heads * (part + 1) / parts, running)
       .run();
 }
 
 // Rows are shared out among the threads.
-inline void decode_attention(const DecodeArgs& a) {
+template <class Pool>
+inline void decode_attention(const Pool& pool) {
 #pragma omp parallel
   {
-    const int64_t parts = parts_of(a, omp_get_num_threads());
-    std::vector<Running> running = running_for(a, parts);
+    const int64_t parts = parts_of(pool.a, omp_get_num_threads());
+    std::vector<Running> running = running_for(pool.a, parts);
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t task = 0; task < a.count * parts; ++task) attend_part(a, task, parts, running);
+    for (int64_t task = 0; task < pool.a.count * parts; ++task)
+      attend_part(pool, task, parts, running);
   }
 }
 

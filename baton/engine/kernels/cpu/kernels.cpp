@@ -23,7 +23,9 @@ void baton_pack(const bf16* weight, bf16* panels, int64_t outputs, int64_t input
 
 void baton_linear(const baton::LinearArgs* args) { baton::linear(*args); }
 
-void baton_decode_attention(const baton::DecodeArgs* args) { baton::decode_attention(*args); }
+void baton_decode_attention(const baton::DecodeArgs* args) {
+  baton::decode_attention(baton::PlainPool{*args});
+}
 
 void baton_add_norm(bf16* residual, const bf16* delta, const bf16* weight, bf16* y, int64_t rows,
                     int64_t size, float epsilon) {
@@ -56,7 +58,7 @@ void baton_pack_w8a8(const int8_t* values, int8_t* panels, int32_t* extra, int64
 void baton_w8a8_linear(const baton::W8A8Args* args) { baton::w8a8_linear(*args); }
 
 void baton_decode_attention_int8(const baton::Int8DecodeArgs* args) {
-  baton::decode_attention_int8(*args);
+  baton::decode_attention(baton::Int8Pool{*args, args->base});
 }
 
 void baton_store_int8(const baton::Int8StoreArgs* args) { baton::store_int8(*args); }

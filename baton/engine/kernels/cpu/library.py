@@ -39,6 +39,17 @@ class _LinearArgs(ctypes.Structure):
     )
 
 
+# What the attention structs say of a layer, last: `layer_values` fills them.
+LAYER_FIELDS: Final = (
+    *((n, _SIZE) for n in ("key_block", "key_token", "key_head")),
+    *((n, _SIZE) for n in ("value_block", "value_token", "value_head")),
+    *((n, _SIZE) for n in ("query_heads", "kv_heads", "k_dim", "v_dim", "block_size")),
+    ("window", _SIZE),
+    ("scale", ctypes.c_float),
+    ("softcap", ctypes.c_float),
+)
+
+
 class DecodeArgs(ctypes.Structure):
     """attention.h's DecodeArgs."""
 
@@ -46,12 +57,7 @@ class DecodeArgs(ctypes.Structure):
         *((n, _POINTER) for n in ("q", "out", "keys", "values", "tables", "rows", "spans")),
         *((n, _POINTER) for n in ("tokens", "first", "sinks")),
         *((n, _SIZE) for n in ("count", "width", "q_stride")),
-        *((n, _SIZE) for n in ("key_block", "key_token", "key_head")),
-        *((n, _SIZE) for n in ("value_block", "value_token", "value_head")),
-        *((n, _SIZE) for n in ("query_heads", "kv_heads", "k_dim", "v_dim", "block_size")),
-        ("window", _SIZE),
-        ("scale", ctypes.c_float),
-        ("softcap", ctypes.c_float),
+        *LAYER_FIELDS,
     )
 
 
@@ -101,8 +107,8 @@ class DecodeRows:
 
 @dataclass(frozen=True, slots=True)
 class DecodeLayer:
-    """One layer's pool, keys and values [blocks, block_size, kv_heads, dim] bfloat16 with dims
-    without gaps, and how it attends (attention/base.py)."""
+    """One layer's pool, keys and values [blocks, block_size, kv_heads, dim] with dims without gaps,
+    bfloat16 (int8: int8_kv.py), and how it attends (attention/base.py)."""
 
     keys: Tensor
     values: Tensor
@@ -208,18 +214,28 @@ class CpuKernels:
         self, q: Tensor, out: Tensor, layer: DecodeLayer, batch: DecodeRows
     ) -> None:
         """Fill `batch`'s rows of out [T, query_heads, v_dim] from q [T, query_heads, k_dim]."""
-        keys, values = layer.keys, layer.values
-        sinks = None if layer.sinks is None else layer.sinks.data_ptr()
-        args = DecodeArgs(
-            q.data_ptr(), out.data_ptr(), keys.data_ptr(), values.data_ptr(),
-            batch.tables.data_ptr(), batch.rows.data_ptr(), batch.spans.data_ptr(),
-            batch.tokens.data_ptr(), batch.first.data_ptr(), sinks,
-            batch.rows.shape[0], batch.tables.shape[1], q.stride(0),
-            *keys.stride()[:3], *values.stride()[:3],
-            q.shape[1], keys.shape[2], keys.shape[3], values.shape[3], keys.shape[1],
-            layer.window, layer.scale, layer.softcap,
-        )  # fmt: skip
-        self._decode(ctypes.byref(args))
+        self._decode(ctypes.byref(decode_args(q, out, layer, batch)))
+
+
+def decode_args(q: Tensor, out: Tensor, layer: DecodeLayer, batch: DecodeRows) -> DecodeArgs:
+    """attention.h's DecodeArgs of a step's decode rows."""
+    return DecodeArgs(
+        q.data_ptr(), out.data_ptr(), layer.keys.data_ptr(), layer.values.data_ptr(),
+        batch.tables.data_ptr(), batch.rows.data_ptr(), batch.spans.data_ptr(),
+        batch.tokens.data_ptr(), batch.first.data_ptr(),
+        None if layer.sinks is None else layer.sinks.data_ptr(),
+        batch.rows.shape[0], batch.tables.shape[1], q.stride(0), *layer_values(q, layer),
+    )  # fmt: skip
+
+
+def layer_values(q: Tensor, layer: DecodeLayer) -> tuple[float, ...]:
+    """LAYER_FIELDS of a layer, for q [T, query_heads, k_dim]."""
+    keys, values = layer.keys, layer.values
+    return (
+        *keys.stride()[:3], *values.stride()[:3],
+        q.shape[1], keys.shape[2], keys.shape[3], values.shape[3], keys.shape[1],
+        layer.window, layer.scale, layer.softcap,
+    )  # fmt: skip
 
 
 def kernels() -> CpuKernels | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from baton.engine.kernels.cpu.library import CpuKernels, DecodeLayer
+from baton.engine.kernels.cpu.library import LAYER_FIELDS, CpuKernels, DecodeLayer, layer_values
 
 _POINTER = ctypes.c_void_p
 _SIZE = ctypes.c_int64
@@ -23,12 +23,7 @@ class _PrefillArgs(ctypes.Structure):
         *((n, _POINTER) for n in ("q", "out", "keys", "values", "tables", "spans", "rows")),
         *((n, _POINTER) for n in ("sizes", "starts", "first", "sinks")),
         *((n, _SIZE) for n in ("count", "width", "q_stride")),
-        *((n, _SIZE) for n in ("key_block", "key_token", "key_head")),
-        *((n, _SIZE) for n in ("value_block", "value_token", "value_head")),
-        *((n, _SIZE) for n in ("query_heads", "kv_heads", "k_dim", "v_dim", "block_size")),
-        ("window", _SIZE),
-        ("scale", ctypes.c_float),
-        ("softcap", ctypes.c_float),
+        *LAYER_FIELDS,
     )
 
 
@@ -57,15 +52,11 @@ class PrefillKernel:
 
     def __call__(self, q: Tensor, out: Tensor, layer: DecodeLayer, spans: PrefillSpans) -> None:
         """Fill the spans' rows of out [T, query_heads, v_dim] from q [T, query_heads, k_dim]."""
-        keys, values = layer.keys, layer.values
         sinks = None if layer.sinks is None else layer.sinks.data_ptr()
         args = _PrefillArgs(
-            q.data_ptr(), out.data_ptr(), keys.data_ptr(), values.data_ptr(),
+            q.data_ptr(), out.data_ptr(), layer.keys.data_ptr(), layer.values.data_ptr(),
             spans.tables.data_ptr(), spans.spans.data_ptr(), spans.rows.data_ptr(),
             spans.sizes.data_ptr(), spans.starts.data_ptr(), spans.first.data_ptr(), sinks,
-            spans.rows.shape[0], spans.tables.shape[1], q.stride(0),
-            *keys.stride()[:3], *values.stride()[:3],
-            q.shape[1], keys.shape[2], keys.shape[3], values.shape[3], keys.shape[1],
-            layer.window, layer.scale, layer.softcap,
+            spans.rows.shape[0], spans.tables.shape[1], q.stride(0), *layer_values(q, layer),
         )  # fmt: skip
         self._call(ctypes.byref(args))

@@ -8,17 +8,14 @@ shape is checked by who makes the layers (quantization.py).
 from __future__ import annotations
 
 import ctypes
-import functools
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, Literal
 
 import torch
 from torch import Tensor
 
-from baton.engine.kernels.cpu.build import library_path
-from baton.engine.kernels.cpu.library import kernels_for, processor_flags
+from baton.engine.kernels.cpu.library import CpuKernels, kernels_for, processor_flags
 
 logger = logging.getLogger(__name__)
 FLAGS: Final = frozenset({"avx512_vnni", "avx512vbmi"})  # beside build.CPU_FLAGS
@@ -85,8 +82,8 @@ class PackedInt8:
 class IntegerKernels:
     """The library's functions. Stateless; safe from any thread."""
 
-    def __init__(self, path: Path) -> None:
-        library = ctypes.CDLL(str(path))
+    def __init__(self, kernels: CpuKernels) -> None:
+        library = kernels.library
         self._pack = library.baton_pack_integers
         self._linear = library.baton_integer_linear
         self._pack_w8a8 = library.baton_pack_w8a8
@@ -161,15 +158,11 @@ def _panels(outputs: int) -> int:
 
 def integer_kernels_for(dtype: torch.dtype, device: torch.device) -> IntegerKernels | None:
     """The kernels, where tensors of this kind are what they take and they are the fastest."""
-    if kernels_for(dtype, device) is None or torch.cpu._is_amx_tile_supported():
+    compiled = kernels_for(dtype, device)
+    if compiled is None or torch.cpu._is_amx_tile_supported():
         return None
-    return _integer_kernels()
-
-
-@functools.cache
-def _integer_kernels() -> IntegerKernels | None:
     missing = FLAGS - processor_flags()
     if missing:
         logger.info("integer weights: torch's kernels, no %s here", ", ".join(sorted(missing)))
         return None
-    return IntegerKernels(library_path())
+    return IntegerKernels(compiled)

@@ -83,8 +83,9 @@ class Step {
       product(threads, layer.qkv, a_.out, wide_, a_.hidden, width_);
       team_.share(threads, a_.rows, [&](int64_t row, int64_t) { place(index, row); });
       const DecodeArgs attending = attention(index);
+      const PlainPool pool{attending};
       team_.share(threads, a_.rows * parts,
-                  [&](int64_t task, int64_t) { attend_part(attending, task, parts, running); });
+                  [&](int64_t task, int64_t) { attend_part(pool, task, parts, running); });
       product(threads, layer.output, narrow_, delta_, a_.heads * a_.dim, a_.hidden);
       norm(threads, delta, layer.mlp_norm);
       product(threads, layer.gate_up, a_.out, wide_, a_.hidden, 2 * a_.inner);

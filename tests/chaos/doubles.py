@@ -12,16 +12,7 @@ import random
 from baton.failpoints import STAGES
 from tests.chaos.cases import Case, World
 from tests.chaos.cluster import NODES
-from tests.chaos.kills import (
-    EARLY,
-    KINDS,
-    NUM_BESIDE,
-    PASSAGES,
-    VICTIMS,
-    disarm_but,
-    processes_of,
-    victim_of,
-)
+from tests.chaos.kills import KINDS, PASSAGES, VICTIMS, Blow, strike
 from tests.chaos.oracle import Terms, check_all
 
 LONGEST_PAUSE_S = 0.8
@@ -41,34 +32,20 @@ async def kill_twice(world: World) -> str:
     [victim] = draw.choices(VICTIMS, WEIGHTS)
     stage = draw.choice(STAGES)
     passage = draw.randint(1, 2 * PASSAGES.get(stage, 1) - 1)
-    beside = [
-        cluster.begin(world.specs["beside"], "beside", resumable=number > 0)
-        for number in range(NUM_BESIDE)
-    ]
-    for stream in beside:
-        await stream.at_least(EARLY)
-    cluster.arm(processes_of(stage), f"{stage}:{passage}:stop")
     kind, resumable = draw.choice(KINDS), draw.random() < RESUMABLE_SHARE
-    stream = cluster.begin(world.specs[kind], "double", resumable=resumable)
-    stopped, line = await cluster.fired()
-    proofs = [line, await cluster.stopped(stopped)]
-    first = await victim_of(cluster, victim, stopped, stream, draw)
-    disarm_but(cluster, stage, stopped)
-    proofs.append(await cluster.kill(first))
-    if first != stopped:
-        cluster.wake(stopped)
+    struck = await strike(world, Blow(victim, stage, passage, kind, resumable, True), "double")
+    streams, first = struck.streams, struck.dead
     pause_s = draw.uniform(0, LONGEST_PAUSE_S)
     await asyncio.sleep(pause_s)
     second = second_victim(first, draw)
-    proofs.append(f"{pause_s:.2f} s later {await cluster.kill(second)}")
-    streams = [*beside, stream]
+    late = f"{pause_s:.2f} s later {await cluster.kill(second)}"
     await world.finish(streams)
     dead = {first, second}
     terms = Terms(cut="r0" in dead, unlogged="redis" in dead)
     await check_all(cluster, streams, terms)
     word = "resumable" if resumable else "plain"
-    proofs.append(f"{word} {stream.spec.name}, retries {max(s.retries for s in streams)}")
-    return "; ".join(proofs)
+    told = f"{word} {streams[-1].spec.name}, retries {max(s.retries for s in streams)}"
+    return "; ".join([*struck.proofs, late, told])
 
 
 def double_cases(count: int) -> list[Case]:

@@ -10,6 +10,7 @@ A router's death is hidden from the clients of resumable requests, and cuts off 
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 
 from baton.failpoints import STAGES
 from tests.chaos.cases import Case, World
@@ -56,31 +57,61 @@ async def victim_of(
     return fields.get(f"{victim}_node") or draw.choice((f"{letter}0", f"{letter}1"))
 
 
-async def kill_at(world: World, victim: str, stage: str) -> str:
-    """One case. Returns the proofs."""
-    cluster, draw = world.cluster, world.draw
-    hidden = victim == "router"  # from the clients of resumable requests
+@dataclass(frozen=True, slots=True)
+class Blow:
+    """A kill to come: of whom, at which passage of which stage, of a request of which kind.
+    `resumable`: that request; `beside`: one of those beside it."""
+
+    victim: str
+    stage: str
+    passage: int
+    kind: str
+    resumable: bool
+    beside: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Struck:
+    """What a blow left: the streams under way (its request's last), who is dead, the proofs."""
+
+    streams: list[Stream]
+    dead: str
+    proofs: list[str]
+
+
+async def strike(world: World, blow: Blow, name: str) -> Struck:
+    """Begin the streams, stop whoever comes to the stage, kill the victim, wake the other."""
+    cluster = world.cluster
     beside = [
-        cluster.begin(world.specs["beside"], "beside", resumable=hidden and number > 0)
+        cluster.begin(world.specs["beside"], "beside", resumable=blow.beside and number > 0)
         for number in range(NUM_BESIDE)
     ]
     for stream in beside:
         await stream.at_least(EARLY)
-    cluster.arm(processes_of(stage), f"{stage}:{PASSAGES.get(stage, 1)}:stop")
-    stream = cluster.begin(world.specs[draw.choice(KINDS)], stage, resumable=hidden)
+    cluster.arm(processes_of(blow.stage), f"{blow.stage}:{blow.passage}:stop")
+    stream = cluster.begin(world.specs[blow.kind], name, resumable=blow.resumable)
     stopped, line = await cluster.fired()
     proofs = [line, await cluster.stopped(stopped)]
-    target = await victim_of(cluster, victim, stopped, stream, draw)
-    disarm_but(cluster, stage, stopped)
-    proofs.append(await cluster.kill(target))
-    if target != stopped:
+    dead = await victim_of(cluster, blow.victim, stopped, stream, world.draw)
+    disarm_but(cluster, blow.stage, stopped)
+    proofs.append(await cluster.kill(dead))
+    if dead != stopped:
         cluster.wake(stopped)
-    streams = [*beside, stream]
+    return Struck([*beside, stream], dead, proofs)
+
+
+async def kill_at(world: World, victim: str, stage: str) -> str:
+    """One case. Returns the proofs."""
+    hidden = victim == "router"  # from the clients of resumable requests
+    kind = world.draw.choice(KINDS)
+    blow = Blow(victim, stage, PASSAGES.get(stage, 1), kind, hidden, hidden)
+    struck = await strike(world, blow, stage)
+    streams = struck.streams
     await world.finish(streams)
     terms = Terms(cut=victim == "router", unlogged=victim == "redis")
-    await check_all(cluster, streams, terms)
-    proofs.append(f"{stream.spec.name}, retries {max(s.retries for s in streams)}")
-    return "; ".join(proofs)
+    await check_all(world.cluster, streams, terms)
+    told = f"{streams[-1].spec.name}, retries {max(s.retries for s in streams)}"
+    return "; ".join([*struck.proofs, told])
 
 
 def _case(victim: str, stage: str) -> Case:

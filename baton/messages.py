@@ -33,10 +33,22 @@ class SubmitPrefill:
 
 @dataclass(frozen=True, slots=True)
 class SubmitDecode:
-    """Decode from the KV behind `handle`; None = compute the prompt here (local prefill)."""
+    """Decode from the KV behind `handle`; None = compute the prompt here (local prefill).
+
+    `prefilling`: token 1 is still to come, and Prefilled will follow it."""
 
     request: Request
     handle: KVHandle | None = None
+    prefilling: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """Token 1 is there: a decode node that wanted nothing from the prefill node before may fetch
+    now. Ignored when the request is not here under `epoch`."""
+
+    request_id: str
+    epoch: int
 
 
 PoolKind = Literal["last", "mean", "yes_no"]
@@ -122,6 +134,7 @@ RouterMessage = (
     SessionHello
     | SubmitPrefill
     | SubmitDecode
+    | Prefilled
     | SubmitPool
     | AbortRequest
     | RenewExport

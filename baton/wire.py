@@ -267,13 +267,15 @@ def router_message_to_wire(value: messages.RouterMessage, clock: Clock) -> node_
             handle = None if value.handle is None else handle_to_wire(value.handle)
             submit = node_pb2.Submit(
                 request=request_to_wire(value.request, clock),
-                decode=node_pb2.DecodeTask(handle=handle),
+                decode=node_pb2.DecodeTask(handle=handle, prefilling=value.prefilling),
             )
             return node_pb2.RouterMessage(submit=submit)
         case messages.SubmitPool():
             request = request_to_wire(value.request, clock)
             submit = node_pb2.Submit(request=request, pool=pool_task_to_wire(value))
             return node_pb2.RouterMessage(submit=submit)
+        case messages.Prefilled():
+            return node_pb2.RouterMessage(prefilled=node_pb2.Prefilled(**asdict(value)))
         case messages.AbortRequest():
             return node_pb2.RouterMessage(abort=node_pb2.Abort(**asdict(value)))
         case messages.RenewExport():
@@ -301,6 +303,8 @@ def router_message_from_wire(
             )
         case "submit":
             return _submit_from_wire(message.submit, clock)
+        case "prefilled":
+            return messages.Prefilled(*_named(message.prefilled))
         case "abort":
             return messages.AbortRequest(*_named(message.abort))
         case "renew":
@@ -335,7 +339,8 @@ def _submit_from_wire(
         case "prefill":
             return messages.SubmitPrefill(request)
         case "decode" if message.decode.HasField("handle"):
-            return messages.SubmitDecode(request, handle_from_wire(message.decode.handle))
+            handle = handle_from_wire(message.decode.handle)
+            return messages.SubmitDecode(request, handle, message.decode.prefilling)
         case "decode":
             return messages.SubmitDecode(request)
         case "pool":

@@ -124,24 +124,24 @@ class DecodeRole:
     async def _hand_over(self, entry: NodeRequest, handle: KVHandle, seat: Seat) -> None:
         """Reserve, fetch, enter the engine. Raises BatonError; KVErrors are retryable."""
         request = entry.request
-        # Tokens beyond the export: an earlier decode node went on from it, so its prefill is over.
-        beyond = handle.num_tokens - len(request.prompt_ids)
-        ready = any(len(request.emitted(sample)) > beyond for sample in request.live_samples)
-        ticket = self._admission.ticket(ready=ready)
+        ticket = self._admission.ticket(ready=entry.prefilled.is_set())
         try:
             await self._thread.call(lambda engine: engine.validate(request, Task.LOCAL))
             connector = self._context.connector
             precision, adopting = connector.precision_of(handle), connector.adopts(handle)
-            reservation = await self._while_leased(
-                handle,
-                request.epoch,
-                ticket.admit(
+
+            async def admitted() -> Reservation:
+                reservation = await ticket.admit(
                     lambda: self._thread.call(
                         lambda e: seat.reserve(e, handle.num_tokens, precision, adopting)
                     )
-                ),
-            )
-            FAILPOINTS.hit("d.reserved")
+                )
+                FAILPOINTS.hit("d.reserved")
+                if connector.follows_prefill(handle):
+                    await entry.prefilled.wait()
+                return reservation
+
+            reservation = await self._while_leased(handle, request.epoch, admitted())
             entry.send(NodeStep(subscribed=(Subscribed(request.id, request.epoch),)))
             fetched = await connector.fetch(
                 handle,

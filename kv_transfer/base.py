@@ -195,6 +195,11 @@ class KVConnector(Protocol):
         """Whether the exporter's full pages can be used where they lie, as if they were ours."""
         ...
 
+    def follows_prefill(self, handle: KVHandle) -> bool:
+        """Whether a fetch has nothing to gain before token 1: then its exporter, which has the
+        token to compute, should not even be asked."""
+        ...
+
     def precision_of(self, handle: KVHandle) -> str | None:
         """How what a fetch of `handle` writes differs from KV computed here: None if in no bit,
         else a tag that salts prefix hashes, e.g. "bfloat16>int8"."""

@@ -70,9 +70,6 @@ log = logging.getLogger(__name__)
 
 
 SMALL_FRAME: Final = 1 << 16  # payloads up to so many bytes share a parcel: joining costs a copy
-# Exports of up to so many bursts (8 MiB: 3 ms of a Unix socket) are sent after token 1: before it,
-# they would take their milliseconds from the core that computes it.
-SMALL_BURSTS: Final = 8
 IDLE_FACTOR: Final = 3  # a connection between two conversations may be silent for longer
 
 
@@ -81,7 +78,7 @@ class Exporter:
     """The exporting half of a connector: everything its connections share.
 
     `direct`: names of the lanes that read our memory themselves. `burst_bytes`: progress waits for
-    so many bytes, or for token 1; that of an export of few bursts for token 1 alone.
+    so many bytes, or for token 1; that of an export of up to `small_bytes` for token 1 alone.
     """
 
     identity: Identity
@@ -92,10 +89,11 @@ class Exporter:
     stats: TransferStats
     direct: frozenset[str] = frozenset()
     burst_bytes: int = 0
+    small_bytes: int = 0
 
     def burst_of(self, reader: Reader) -> int:
         """Bytes of progress that are worth a switch of threads before token 1 is there."""
-        small = reader.num_bytes <= SMALL_BURSTS * self.burst_bytes
+        small = reader.num_bytes <= self.small_bytes
         return reader.num_bytes + 1 if small else self.burst_bytes
 
     def serve(self, lane: str, peer: Incoming) -> Iterator[Buffer]:

@@ -123,6 +123,12 @@ class Fetches:
         lane, address = common[0]
         return isinstance(lane, LendingLane) and lane.lends(address)
 
+    def follows_prefill(self, handle: KVHandle, small_bytes: int) -> bool:
+        """base.KVConnector.follows_prefill: few bytes, which the exporter must send itself."""
+        common = self._common(ranks_of(handle)[0].endpoint)
+        sent = bool(common) and not common[0][0].direct
+        return sent and self._all_bytes(handle) <= small_bytes
+
     async def _borrow(self, call: FetchCall, fetched: Fetched, promise: Promise) -> Loan:
         """The export's pages, safe to read when this returns. Raises KVError."""
         handle, remote = call.handle, fetched.remote

@@ -265,10 +265,12 @@ class PoolTask(_message.Message):
     def __init__(self, lengths: _Optional[_Iterable[int]] = ..., kind: _Optional[str] = ..., normalize: bool = ..., dimensions: _Optional[int] = ..., yes_id: _Optional[int] = ..., no_id: _Optional[int] = ...) -> None: ...
 
 class DecodeTask(_message.Message):
-    __slots__ = ("handle",)
+    __slots__ = ("handle", "prefilling")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
+    PREFILLING_FIELD_NUMBER: _ClassVar[int]
     handle: _kv_pb2.KVHandle
-    def __init__(self, handle: _Optional[_Union[_kv_pb2.KVHandle, _Mapping]] = ...) -> None: ...
+    prefilling: bool
+    def __init__(self, handle: _Optional[_Union[_kv_pb2.KVHandle, _Mapping]] = ..., prefilling: bool = ...) -> None: ...
 
 class Abort(_message.Message):
     __slots__ = ("request_id", "epoch")
@@ -316,6 +318,14 @@ class StopSample(_message.Message):
     sample: int
     def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., sample: _Optional[int] = ...) -> None: ...
 
+class Prefilled(_message.Message):
+    __slots__ = ("request_id", "epoch")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    epoch: int
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+
 class RouterBatch(_message.Message):
     __slots__ = ("messages",)
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
@@ -323,7 +333,7 @@ class RouterBatch(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[RouterMessage, _Mapping]]] = ...) -> None: ...
 
 class RouterMessage(_message.Message):
-    __slots__ = ("hello", "submit", "abort", "renew", "release", "drain", "migrate", "stop_sample", "batch")
+    __slots__ = ("hello", "submit", "abort", "renew", "release", "drain", "migrate", "stop_sample", "batch", "prefilled")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
@@ -333,6 +343,7 @@ class RouterMessage(_message.Message):
     MIGRATE_FIELD_NUMBER: _ClassVar[int]
     STOP_SAMPLE_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
+    PREFILLED_FIELD_NUMBER: _ClassVar[int]
     hello: SessionHello
     submit: Submit
     abort: Abort
@@ -342,7 +353,8 @@ class RouterMessage(_message.Message):
     migrate: Migrate
     stop_sample: StopSample
     batch: RouterBatch
-    def __init__(self, hello: _Optional[_Union[SessionHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., renew: _Optional[_Union[RenewExport, _Mapping]] = ..., release: _Optional[_Union[ReleaseExport, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., migrate: _Optional[_Union[Migrate, _Mapping]] = ..., stop_sample: _Optional[_Union[StopSample, _Mapping]] = ..., batch: _Optional[_Union[RouterBatch, _Mapping]] = ...) -> None: ...
+    prefilled: Prefilled
+    def __init__(self, hello: _Optional[_Union[SessionHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., renew: _Optional[_Union[RenewExport, _Mapping]] = ..., release: _Optional[_Union[ReleaseExport, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., migrate: _Optional[_Union[Migrate, _Mapping]] = ..., stop_sample: _Optional[_Union[StopSample, _Mapping]] = ..., batch: _Optional[_Union[RouterBatch, _Mapping]] = ..., prefilled: _Optional[_Union[Prefilled, _Mapping]] = ...) -> None: ...
 
 class TokenEvent(_message.Message):
     __slots__ = ("request_id", "epoch", "sample", "position", "token_ids", "logprobs", "finish_reason", "num_cached_tokens", "stop_token_id", "has_stop_token", "prompt_logprobs")

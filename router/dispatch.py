@@ -290,7 +290,8 @@ class Journey:
             decode_node=node.node_id,
             kv_handle=wire.handle_to_bytes(handle).hex(),
         )
-        self._legs.begin_decode(node, SubmitDecode(self._request, handle))
+        prefilling = not self._legs.prefilled
+        self._legs.begin_decode(node, SubmitDecode(self._request, handle, prefilling))
 
     async def _on_prefill(self, ledger: RequestLedger, event: NodeEvent) -> None:
         legs = self._legs
@@ -300,9 +301,9 @@ class Journey:
                 legs.take_handle(event.handle)
                 await self._hand_over(ledger)
             case TokenEvent():
-                legs.prefilled = True
                 self._count_cached(event)
                 self.shown.show(event)
+                legs.has_prefilled()
             case RequestFailed() if not (legs.prefilled and legs.is_subscribed):
                 self._refused(legs.prefill, event)
             case SessionLost() if legs.is_doomed_by(event):
@@ -405,6 +406,7 @@ class Journey:
             # It is in the log, so it is part of the output.
             if isinstance(event, TokenEvent) and leg is self._legs.prefill:
                 self.shown.show(event)
+                self._legs.has_prefilled()
             elif isinstance(event, TokenEvent) and leg is self._legs.decode:
                 self.shown.decoded(event, self._legs.handle is not None)
         if self._output.finished:

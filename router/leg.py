@@ -16,6 +16,7 @@ from baton.events import TokenEvent
 from baton.handles import KVHandle
 from baton.messages import (
     AbortRequest,
+    Prefilled,
     ReleaseExport,
     RenewExport,
     StopSample,
@@ -102,6 +103,12 @@ class Legs:
         self.prefill, self.decode = self.decode, None
         self.prefilled, self.decoding, self.shows = True, False, None
         self.take_handle(handle)
+
+    def has_prefilled(self) -> None:
+        """Token 1 is there: so the decode node is told, unless it knew when it got the request."""
+        if not self.prefilled and self.decode is not None and self.decode.connected:
+            self.decode.session.send(Prefilled(self.decode.request_id, self.decode.epoch))
+        self.prefilled = True
 
     def renew(self) -> None:
         """Renew the lease now and every third of it."""

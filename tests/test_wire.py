@@ -250,7 +250,9 @@ pool_submissions = pool_submission()
 router_messages = st.one_of(
     st.builds(messages.SessionHello, names, counts, st.binary(max_size=16)),
     st.builds(messages.SubmitPrefill, requests),
-    st.builds(messages.SubmitDecode, requests, st.none() | handles),
+    st.builds(messages.SubmitDecode, requests),
+    st.builds(messages.SubmitDecode, requests, handles, st.booleans()),
+    st.builds(messages.Prefilled, names, epochs),
     pool_submissions,
     st.builds(messages.AbortRequest, names, epochs),
     st.builds(messages.RenewExport, handles),

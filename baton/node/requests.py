@@ -22,7 +22,8 @@ from baton.request import Request
 class NodeRequest:
     """One request here. `ended` is done when its last event was sent, or it cannot go on.
 
-    `cancelled`: nobody wants it any more. `leaving`: it was asked to go to another node.
+    `prefilled`: token 1 is there, or nobody will tell. `cancelled`: nobody wants it any more.
+    `leaving`: it was asked to go to another node.
     """
 
     request: Request
@@ -31,6 +32,7 @@ class NodeRequest:
     ended: asyncio.Future[None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
+    prefilled: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
     cancelled: bool = False
     leaving: bool = False

@@ -41,6 +41,7 @@ from baton.messages import (
     AbortRequest,
     DrainNode,
     Migrate,
+    Prefilled,
     ReleaseExport,
     RenewExport,
     RouterMessage,
@@ -268,29 +269,38 @@ class NodeShell:
         match message:
             case SubmitPrefill() | SubmitDecode() | SubmitPool():
                 self._submit(session, message)
-            case AbortRequest():
-                entry = self.requests.find_upto(message.request_id, message.epoch)
-                if entry is not None:
-                    entry.cancel()
-                self._forget_handed_on(message)
             case RenewExport():
                 self._spawn(self._renew(message.handle))
             case ReleaseExport():
                 self._spawn(self._release(message.handle, message.why))
             case DrainNode():
                 self.begin_drain()
-            case Migrate():
-                entry = self.requests.find(message.request_id, message.epoch)
-                if entry is not None and not entry.leaving:
-                    entry.leaving = True
-                    self._spawn(self._hand_on(entry))
-            case StopSample(request_id, epoch, sample):
-                entry = self.requests.find_upto(request_id, epoch)
-                if entry is not None:
-                    entry.stop(sample)
-                    self.thread.post(lambda engine: engine.stop_sample(request_id, epoch, sample))
+            case AbortRequest() | Prefilled() | Migrate() | StopSample():
+                self._change(message)
             case SessionHello():
                 raise InvalidRequest("a second hello on one session", field="hello")
+
+    def _change(self, message: AbortRequest | Prefilled | Migrate | StopSample) -> None:
+        """What becomes of one request; nothing, if it is not here."""
+        request_id, epoch = message.request_id, message.epoch
+        entry = self.requests.find_upto(request_id, epoch)
+        exact = self.requests.find(request_id, epoch)
+        match message:
+            case AbortRequest():
+                if entry is not None:
+                    entry.cancel()
+                self._forget_handed_on(message)
+            case Prefilled():
+                if exact is not None:
+                    exact.prefilled.set()
+            case Migrate():
+                if exact is not None and not exact.leaving:
+                    exact.leaving = True
+                    self._spawn(self._hand_on(exact))
+            case StopSample():
+                if entry is not None:
+                    entry.stop(message.sample)
+                    self.thread.post(lambda e: e.stop_sample(request_id, epoch, message.sample))
 
     def _submit(
         self, session: RouterSession, message: SubmitPrefill | SubmitDecode | SubmitPool
@@ -305,6 +315,8 @@ class NodeShell:
             self.role.check(message)
             entry = NodeRequest(request, handle, session)
             entry.pool = message if isinstance(message, SubmitPool) else None
+            if not (isinstance(message, SubmitDecode) and message.prefilling):
+                entry.prefilled.set()
             older = self.requests.add(entry)
         except BatonError as error:
             session.send(NodeStep(failed=(failure(request, error),)))

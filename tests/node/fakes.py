@@ -226,8 +226,10 @@ class RawRouter:
     async def prefill(self, request: Any) -> None:
         await self.send(SubmitPrefill(request))
 
-    async def decode(self, request: Any, handle: KVHandle | None = None) -> None:
-        await self.send(SubmitDecode(request, handle))
+    async def decode(
+        self, request: Any, handle: KVHandle | None = None, *, prefilling: bool = False
+    ) -> None:
+        await self.send(SubmitDecode(request, handle, prefilling))
 
     async def abort(self, request_id: str, epoch: int = 1) -> None:
         await self.send(AbortRequest(request_id, epoch))

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from baton.clock import SystemClock
 from baton.engine.interface import Reservation
 from baton.errors import KVLost, KVStale, KVTimeout, Overloaded
 from baton.handles import Endpoint, KVHandle
@@ -23,7 +22,7 @@ from decode_node.admission import FetchAdmission
 from decode_node.role import DecodeRole
 from kv_transfer.memory import MemoryFabric
 from tests.block_lists import held
-from tests.fakes import fake_engine, request
+from tests.fakes import FakeClock, fake_engine, request
 from tests.node.fakes import PATIENCE_S, PREFILL, connected, running_node
 
 RESERVATION = Reservation("r", held((0,)), 4, 0)
@@ -129,43 +128,48 @@ async def test_leaving_the_line_moves_it_and_the_line_is_bounded() -> None:
 
 # ---- leases ----
 
+LEASE_MS = 30
+
 
 @dataclass
 class FakeConnector:
-    """Counts renewals; `errors` are raised one after the other, then renewals succeed."""
+    """Counts renewals; `errors` are raised one after the other, then renewals succeed. Its clock
+    moves by a third of a lease with each."""
 
     errors: list[Exception] = field(default_factory=list[Exception])
+    clock: FakeClock = field(default_factory=FakeClock)
     renewals: int = 0
     renewed_often: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def renew(self, handle: KVHandle, epoch: int | None = None) -> None:
         assert epoch == 3
         self.renewals += 1
+        self.clock.advance(LEASE_MS / 3000)
         if self.renewals >= 4:
             self.renewed_often.set()
         if self.errors:
             raise self.errors.pop(0)
 
 
-def role_over(connector: Any) -> DecodeRole:
+def role_over(connector: FakeConnector) -> DecodeRole:
     engine, _ = fake_engine()
     context = RoleContext(
         engine=engine,
         thread=None,  # type: ignore[arg-type]
-        connector=connector,
+        connector=connector,  # type: ignore[arg-type]
         loop=asyncio.get_running_loop(),
         config=NodeConfig(),
         timing=Timing(),
-        clock=SystemClock(),
+        clock=connector.clock,
         spawn=lambda work: None,
         observe_fetch=lambda seconds: None,
     )
     return DecodeRole(context)
 
 
-def leased(lease_ms: int = 30) -> KVHandle:
+def leased() -> KVHandle:
     endpoint = Endpoint("boot", "print", PoolFormat(4, "float32"), ())
-    return KVHandle("boot", 1, "r", 3, 5, b"secret", endpoint, lease_ms)
+    return KVHandle("boot", 1, "r", 3, 5, b"secret", endpoint, LEASE_MS)
 
 
 async def test_the_lease_is_renewed_while_a_request_waits() -> None:

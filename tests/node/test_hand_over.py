@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from baton.events import BlockEventKind, FirstToken, NodeStep
 from baton.handles import KVHandle, Role
 from baton.kv_spec import LayerSpec
+from baton.messages import Prefilled
 from baton.node.session import RouterSession
 from baton.request import FinishReason
+from kv_transfer import connector
+from kv_transfer.base import KVReady
 from kv_transfer.grpc_stream import GrpcLane
 from tests.fakes import expected_output, request
-from tests.node.fakes import TIMING, Pair, RawRouter, Setup, connected, running_pair
+from tests.node.fakes import PATIENCE_S, TIMING, Pair, RawRouter, Setup, connected, running_pair
 
 PROMPT = tuple(range(10, 29))  # 19 tokens: 4 full blocks of 4 and 3 more
 
@@ -131,6 +136,56 @@ async def test_what_is_still_to_be_sent_follows_token_1(monkeypatch: pytest.Monk
         await pair.to_p.until(lambda: pair.to_p.events("r"))
         assert await pair.to_d.all_tokens("r") == expected(asked)
         assert order[:3] == ["writing", "written", "complete"]
+        await assert_idle(pair)
+
+
+async def test_a_small_export_is_not_asked_for_before_token_1(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """D has its blocks, and P hears nothing of it, until the router says Prefilled."""
+    asked = request(prompt=PROMPT, max_tokens=12)
+    async with running_pair() as pair:
+        side, order, reserved = pair.d.node.shell.connector, list[str](), asyncio.Event()
+        follows, fetch = side.follows_prefill, side.fetch
+
+        def follows_prefill(handle: KVHandle) -> bool:
+            reserved.set()
+            return follows(handle)
+
+        async def fetched(*call: Any, **more: Any) -> KVReady:
+            order.append("fetch")
+            return await fetch(*call, **more)
+
+        monkeypatch.setattr(side, "follows_prefill", follows_prefill)
+        monkeypatch.setattr(side, "fetch", fetched)
+        pair.p.runner.layer_gate.close()
+        await pair.to_p.prefill(asked)
+        await pair.to_d.decode(asked, await pair.to_p.handle_of("r"), prefilling=True)
+        await asyncio.wait_for(reserved.wait(), PATIENCE_S)
+        await pair.to_d.send(Prefilled("r", 2))  # of another epoch: nobody's
+        await pair.to_d.heard()
+        assert not pair.to_d.subscribed("r")
+        pair.p.runner.layer_gate.open()
+        await pair.to_p.until(lambda: pair.to_p.events("r"))
+        order.append("prefilled")
+        await pair.to_d.send(Prefilled("r", 1))
+        assert await pair.to_d.all_tokens("r") == expected(asked)
+        assert order == ["prefilled", "fetch"]
+        await assert_idle(pair)
+
+
+async def test_a_long_export_streams_while_the_prompt_is_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connector, "SMALL_BURSTS", 0)
+    asked = request(prompt=PROMPT, max_tokens=12)
+    async with running_pair() as pair:
+        pair.p.runner.layer_gate.close()
+        await pair.to_p.prefill(asked)
+        await pair.to_d.decode(asked, await pair.to_p.handle_of("r"), prefilling=True)
+        await pair.to_d.until(lambda: pair.to_d.subscribed("r"))  # nobody has said Prefilled
+        pair.p.runner.layer_gate.open()
+        assert await pair.to_d.all_tokens("r") == expected(asked)
         await assert_idle(pair)
 
 

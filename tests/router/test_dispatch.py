@@ -17,6 +17,7 @@ from baton.events import TokenEvent
 from baton.messages import (
     AbortRequest,
     DrainNode,
+    Prefilled,
     ReleaseExport,
     RenewExport,
     SubmitDecode,
@@ -95,6 +96,21 @@ async def test_partly_known_events_lose_their_known_part() -> None:
         d.finish(decode.request, 1, 42, 43)
         assert await client.done() == [41, 42, 43]
         assert [e.token_ids for e in await router.store.read_log("r")] == [(41,), (42,), (43,)]
+
+
+async def test_the_decode_node_is_told_of_token_1() -> None:
+    """Once, as soon as it is there: a small export is fetched only then."""
+    async with cluster("p", "d") as (router, (p, d)):
+        client = Client(router, make_request())
+        prefill = await p.hear(SubmitPrefill)
+        p.export(prefill.request)
+        decode = await d.hear(SubmitDecode)
+        assert decode.prefilling
+        p.tokens(prefill.request, 0, 41)
+        assert await d.hear(Prefilled) == Prefilled("r", 1)
+        d.finish(decode.request, 0, 41, 42)
+        assert await client.done() == [41, 42]
+        assert len(d.heard_of(Prefilled)) == 1
 
 
 async def test_a_request_that_ends_with_token_1() -> None:

@@ -11,6 +11,7 @@ from baton.errors import (
 )
 from baton.messages import (
     AbortRequest,
+    Prefilled,
     ReleaseExport,
     RenewExport,
     SubmitDecode,
@@ -148,6 +149,25 @@ async def test_decode_lost_before_it_spoke_keeps_the_export() -> None:
         assert len(p.heard_of(SubmitPrefill)) == 1
         assert not p.heard_of(AbortRequest)
         assert [e.token_ids for e in await router.store.read_log("r")] == [(41,), (42,)]
+
+
+async def test_the_next_decode_node_knows_of_token_1() -> None:
+    """Token 1 is read while its first decode node is given up, or before: nobody is to wait."""
+    async with cluster("p", "d1", "d2") as (router, (p, d1, d2)):
+        client = Client(router, make_request())
+        prefill = await p.hear(SubmitPrefill)
+        p.export(prefill.request)
+        victim = await first_of([d1, d2], SubmitDecode)
+        other = d2 if victim is d1 else d1
+        assert (await victim.hear(SubmitDecode)).prefilling
+        p.tokens(prefill.request, 0, 41)
+        await client.next()
+        await victim.stop()
+        decode = await other.hear(SubmitDecode)
+        assert not decode.prefilling
+        other.finish(decode.request, 0, 41, 42)
+        assert await client.done() == [41, 42]
+        assert not other.heard_of(Prefilled)
 
 
 async def test_a_stale_export_is_prefilled_again_on_the_only_node() -> None:

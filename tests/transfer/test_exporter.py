@@ -127,6 +127,7 @@ class Stage:
             self.stats,
             direct=frozenset(("test",) if direct else ()),
             burst_bytes=sizes.burst,
+            small_bytes=8 * sizes.burst,
         )
         self.parcels: Iterator[Buffer] = exporter.serve("test", self.peer)
         self.inbox: deque[memoryview] = deque()

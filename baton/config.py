@@ -11,7 +11,7 @@ import argparse
 import tomllib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,12 +39,15 @@ def option(
     return field(default=default, metadata=metadata)
 
 
-def add_options(parser: argparse.ArgumentParser, cls: type) -> None:
-    """Add a flag per option of `cls`; an absent flag leaves no attribute: lower layers show."""
+def add_options(
+    parser: argparse.ArgumentParser, cls: type, only: Collection[str] | None = None
+) -> None:
+    """Add a flag per option of `cls` (`only` those); an absent flag leaves no attribute: lower
+    layers show."""
     types_of = typing.get_type_hints(cls)
     for spec in fields(cls):
         meta = spec.metadata
-        if "help" not in meta or meta["secret"]:
+        if "help" not in meta or meta["secret"] or (only is not None and spec.name not in only):
             continue
         flag = "--" + spec.name.replace("_", "-")
         names = [meta["short"], flag] if meta["short"] else [flag]

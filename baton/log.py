@@ -35,6 +35,11 @@ class request_context:
         _request.reset(self._token)
 
 
+def bind_request(request_id: str) -> None:
+    """Lines logged from here on, to the end of the request_context around it, carry this id."""
+    _request.set(request_id)
+
+
 class LineFormatter(logging.Formatter):
     """`2026-11-20T22:39:01.123+0000 INFO    prefill-0 [request id] logger: message`.
 

@@ -34,6 +34,7 @@ BOUNDS: Final[dict[str, tuple[float, float]]] = {
 }
 MAX_STOP_TOKEN_IDS: Final = 256
 MAX_LOGIT_BIAS: Final = 1024
+MAX_ALLOWED_TOKEN_IDS: Final = 4096
 MAX_BIAS: Final = 100
 _NUMBERS: Final = (int, float)
 
@@ -60,6 +61,7 @@ class SamplingParams:
 
     Raises InvalidRequest with the field's name for a value outside BOUNDS (NaN included).
     `seed` None means that the front door draws one; every engine needs it drawn (see `with_seed`).
+    `allowed_token_ids`: nothing else is ever drawn, not even an end-of-sequence; empty = all.
     """
 
     n: int = 1
@@ -81,6 +83,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     guided: GuidedDecoding | None = None
@@ -110,6 +113,13 @@ class SamplingParams:
             raise InvalidRequest(
                 f"logit_bias values must be between -{MAX_BIAS} and {MAX_BIAS}", field="logit_bias"
             )
+        if len(self.allowed_token_ids) > MAX_ALLOWED_TOKEN_IDS:
+            raise InvalidRequest(
+                f"at most {MAX_ALLOWED_TOKEN_IDS} allowed_token_ids", field="allowed_token_ids"
+            )
+        if self.allowed_token_ids and self.guided is not None:  # together they may leave no token
+            message = "allowed_token_ids and a grammar (also of forced tools) exclude each other"
+            raise InvalidRequest(message, field="allowed_token_ids")
         if self.min_tokens > self.max_tokens:
             raise InvalidRequest("min_tokens must not exceed max_tokens", field="min_tokens")
 

@@ -71,7 +71,9 @@ _PLAIN_PARAMS: Final = (
     "length_penalty", "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty",
 )  # fmt: skip
-_SCALAR_PARAMS: Final = (*_PLAIN_PARAMS, "best_of", "early_stopping", "stop_token_ids")
+_SCALAR_PARAMS: Final = (
+    *_PLAIN_PARAMS, "best_of", "early_stopping", "stop_token_ids", "allowed_token_ids",
+)  # fmt: skip
 
 
 def sampling_to_wire(params: SamplingParams) -> node_pb2.SamplingParams:
@@ -100,6 +102,7 @@ def sampling_from_wire(message: node_pb2.SamplingParams) -> SamplingParams:
         best_of=message.best_of or None,
         early_stopping=cast("Literal['false', 'true', 'never']", early),
         stop_token_ids=tuple(message.stop_token_ids),
+        allowed_token_ids=tuple(message.allowed_token_ids),
         logit_bias=tuple(sorted(message.logit_bias.items())),
         bad_words=tuple(tuple(word.ids) for word in message.bad_words),
         logprobs=message.logprobs if message.HasField("logprobs") else None,

@@ -28,6 +28,7 @@ from rich.progress import (
 
 from baton.engine.config import EngineConfig
 from deploy.batch_file import Output, Response, Task, check_tasks, read_tasks
+from router.config import RouterConfig
 
 RETRIED: Final = frozenset({429, 503})
 CONNECT_S: Final = 10.0
@@ -179,12 +180,13 @@ async def show_batch(plan: BatchPlan, client: httpx.AsyncClient, console: Consol
 
 def batch(
     plan: BatchPlan,
-    engine: EngineConfig | None,
+    engine: tuple[EngineConfig, RouterConfig] | None,
     url: str,
     api_key: str | None,
     console: Console,
 ) -> int:
-    """The command: against `url`, or with an `engine` of our own; the exit status."""
+    """The command: against `url`, or with an `engine` of our own and the API's options for it; the
+    exit status."""
 
     async def run() -> Outcome:
         if engine is None:
@@ -192,7 +194,7 @@ def batch(
                 return await show_batch(plan, client, console)
         from deploy.batch_engine import engine_app  # only this way needs torch
 
-        async with engine_app(engine, plan.timeout_s) as app:
+        async with engine_app(*engine) as app:
             transport = httpx.ASGITransport(app)
             async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
                 return await show_batch(plan, client, console)

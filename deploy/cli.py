@@ -31,7 +31,7 @@ from bench.sse import StreamError
 from deploy.hub import local_model
 from deploy.plan import DEMO_MODEL, UpOptions
 from deploy.trust import add_trust, client_tls, trust_of
-from router.config import RouterConfig
+from router.config import API_OPTIONS, RouterConfig
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_GRPC = "127.0.0.1:50051"
@@ -101,6 +101,7 @@ def _add_batch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--concurrency", type=int, default=64, help="requests at once")
     parser.add_argument("--timeout-s", type=float, default=3600.0, help="of one request, seconds")
     add_options(parser, EngineConfig)  # with --model: no server, one engine in this process
+    add_options(parser, RouterConfig, API_OPTIONS)
     parser.set_defaults(handler=run_batch)
 
 
@@ -223,7 +224,12 @@ def run_batch(arguments: argparse.Namespace) -> int:
     from deploy.batch import BatchPlan, batch
 
     # A model of the environment alone (BATON_MODEL, set for other commands) does not decide it.
-    engine = load(EngineConfig, arguments, os.environ) if "model" in arguments else None
+    engine = None
+    if "model" in arguments:
+        given = {name: value for name, value in vars(arguments).items() if name in API_OPTIONS}
+        given |= {"model": arguments.model, "request_timeout_s": arguments.timeout_s}
+        engine = load(EngineConfig, arguments, os.environ), load(RouterConfig, given)
+        engine[1].check()
     if arguments.concurrency < 1:
         raise ConfigError("concurrency must be at least 1", field="concurrency")
     plan = BatchPlan(arguments.source, arguments.target, arguments.concurrency, arguments.timeout_s)

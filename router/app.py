@@ -25,7 +25,7 @@ from router.http_guard import HeadGuard, HttpLimits
 from router.nodes.direct import DirectRoutes
 from router.parting import Parting
 from router.prompts import PromptReader
-from router.request_ids import note_request_id
+from router.request_ids import known_id, note_request_id
 from router.resumable.http import ResumableApi
 from router.services import RouterServices
 from router.vllm_metrics import watch
@@ -72,7 +72,8 @@ def all_routes(services: RouterServices, prompts: PromptReader) -> list[Route]:
 
 
 class RequestIds:
-    """Gives each HTTP request an id: the client's `x-request-id` if it is a plain one, else drawn.
+    """Gives each HTTP request an id: the client's `x-request-id` if it is a plain one, else drawn,
+    until its body says another.
 
     It is echoed in the answer and stands on every line logged meanwhile, one of them for the
     request itself; the reply's own id is made of it (router/request_ids.py).
@@ -85,18 +86,19 @@ class RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        known = note_request_id(scope)
+        noted = note_request_id(scope)
         status = 499  # nothing was sent: the client went away
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                headers = [*message.get("headers", ()), (b"x-request-id", known.encode())]
+                known = known_id(scope).encode()  # a body may have named it by now
+                headers = [*message.get("headers", ()), (b"x-request-id", known)]
                 message = {**message, "headers": headers}
             await send(message)
 
-        with request_context(known):
+        with request_context(noted):
             try:
                 await self._app(scope, receive, send_with_id)
             finally:

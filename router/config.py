@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import get_args
+from typing import Final, get_args
 
 from baton.addresses import is_loopback
 from baton.config import option
@@ -14,6 +14,12 @@ from baton.timing import Timing
 from baton.tls import TlsFiles
 from router.gate.keys import KeyRing
 from router.parsers.registry import REASONING_FORMATS, TOOL_FORMATS
+
+# The options that say what an answer is like, wherever it is computed.
+API_OPTIONS: Final = frozenset({
+    "chat_template", "enable_auto_tool_choice", "generation_config", "matryoshka_dimensions",
+    "pooling_type", "reasoning_parser", "reranker", "tool_call_parser",
+})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

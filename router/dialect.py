@@ -15,11 +15,12 @@ from typing import Any, Final, Protocol
 
 import orjson
 
-from baton.errors import BatonError, InvalidRequest, UnsupportedFeature
+from baton.errors import BatonError, InvalidRequest
 from router.calls import Runner
 from router.completion import Completion, Delta
 from router.openai import ChatBody, checked
 from router.sse import StreamReply
+from router.unserved import GENERATING
 from router.whole import WholeReply
 
 Event = dict[str, Any]
@@ -30,7 +31,7 @@ SAME: Final = (
     "logit_bias", "include_stop_str_in_output", "skip_special_tokens", "priority", "cache_salt",
     "allowed_token_ids", "bad_words", "structured_outputs", "guided_choice", "guided_grammar",
     "guided_json", "guided_regex", "guided_decoding_backend", "guided_whitespace_pattern",
-    "kv_transfer_params", "chat_template", "user", "prompt_cache_key", "baton_timing",
+    "include_reasoning", "request_id", "session_id", "prompt_cache_key", "user", "baton_timing",
 )  # fmt: skip
 
 
@@ -53,18 +54,9 @@ def chat_body(given: Mapping[str, Any], translated: Mapping[str, Any]) -> ChatBo
 
     Raises InvalidRequest, naming the chat's field.
     """
-    same = {name: given[name] for name in SAME if name in given}
+    same = {name: given[name] for name in (*SAME, *GENERATING) if name in given}
     said = {name: value for name, value in translated.items() if value is not None}
     return checked({**same, **said}, ChatBody)
-
-
-def refuse(given: Mapping[str, Any], unserved: Mapping[str, tuple[tuple[Any, ...], str]]) -> None:
-    """Raise UnsupportedFeature for a field that asks for what is not served: name -> (values that
-    ask for nothing, why)."""
-    for name, (harmless, why) in unserved.items():
-        value = given.get(name)
-        if value is not None and value not in harmless:
-            raise UnsupportedFeature(f"{name} is not supported by this server{why}", field=name)
 
 
 @contextmanager

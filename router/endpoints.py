@@ -24,7 +24,9 @@ class Endpoints:
     def __init__(self, services: RouterServices, prompts: PromptReader, http: HttpApi) -> None:
         config = services.config
         self._services = services
-        self.pools = PoolDispatcher(services.registry, services.clock, config.max_live_requests)
+        self.pools = services.pools or PoolDispatcher(
+            services.registry, services.clock, config.max_live_requests
+        )
         parts = PoolingParts(services, prompts, self.pools, PoolingSettings.of(config))
         self._embeddings = EmbeddingsApi(parts)
         self._rerank = RerankApi(parts)

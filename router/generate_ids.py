@@ -33,7 +33,7 @@ from router.openai import (
 from router.openai_logprobs import FLOOR, name_of
 from router.openai_replies import DONE, ReplyRules, finish_reason_of, sse_frame
 from router.reading import read_body
-from router.request_ids import engine_id, reply_id
+from router.request_ids import engine_id, note_body_id, reply_id
 from router.services import RouterServices
 from router.sse import StreamReply
 from router.terms import terms_of
@@ -41,7 +41,6 @@ from router.web_errors import error_object
 from router.whole import WholeReply
 
 MAX_TOKEN_ID: Final = 2**31 - 1
-_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 # Of the whole request, or of text: not what samples.
 _NOT_SAMPLING: Final = ("prompt", "echo", "stream", "stream_options", "model", "add_special_tokens")
 
@@ -205,9 +204,7 @@ class GenerateApi:
         ids = tuple(body.token_ids)
         if not ids or min(ids) < 0 or max(ids) > MAX_TOKEN_ID:
             raise InvalidRequest("token_ids: at least one, from 0 on", field="token_ids")
-        if body.request_id is not None and not _ID.fullmatch(body.request_id):
-            message = "request_id: 1 to 128 letters, digits, dots, colons, dashes, underscores"
-            raise InvalidRequest(message, field="request_id")
+        note_body_id(request, body.request_id)
         id_ = body.request_id or reply_id("generate", request)
         terms = terms_of(request)
         with _named(body):

@@ -35,7 +35,14 @@ from router.completion import Completion, Delta, OutputRules
 from router.config import RouterConfig
 from router.gate.keys import EVERYBODY, Grant, KeyRing
 from router.nodes.registry import ServedModel
-from router.openai import MAX_NAME_CHARS, MAX_STOP_CHARS, MAX_STOPS, PRIORITY_LIMIT, token_ids_below
+from router.openai import (
+    MAX_NAME_CHARS,
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    check_priority,
+    check_token_ids,
+    token_ids_below,
+)
 from router.prompts import (
     DEFAULT_MAX_TOKENS,
     PromptReader,
@@ -175,8 +182,7 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
             raise InvalidRequest(
                 f"request_id: at most {MAX_NAME_CHARS} printable characters", field="request_id"
             )
-        if abs(message.priority) > PRIORITY_LIMIT:
-            raise InvalidRequest(f"priority: at most {PRIORITY_LIMIT} from 0", field="priority")
+        check_priority(message.priority)
         rules = OutputRules(
             stop=_stops(message),
             skip_special_tokens=not message.HasField("skip_special_tokens")
@@ -192,8 +198,7 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
         await self._prompts.check_guided(params.guided)
         check_room(len(ids), params.max_tokens, model.max_model_len, "max_tokens")
         check_prompt_logprobs(len(ids), params.prompt_logprobs, "prompt_logprobs")
-        token_ids_below(params.stop_token_ids, model.vocab_size, "stop_token_ids")
-        token_ids_below(tuple(dict(params.logit_bias)), model.vocab_size, "logit_bias")
+        check_token_ids(params, model.vocab_size)
         now = self._services.clock.monotonic()
         timeout_s = self._services.config.request_timeout_s
         remaining = context.time_remaining()  # None without a deadline of the caller's
@@ -396,6 +401,8 @@ def _sampling_params(
         allowed = wire.EARLY_STOPPING
         given["early_stopping"] = one_of(message.early_stopping, allowed, "early_stopping")
     given["stop_token_ids"] = tuple(message.stop_token_ids)
+    given["bad_words"] = tuple(tuple(word.ids) for word in message.bad_words)
+    given["allowed_token_ids"] = tuple(message.allowed_token_ids)
     given["logit_bias"] = tuple(sorted(message.logit_bias.items()))
     return SamplingParams(**given, guided=guided_from_wire(message))
 

@@ -25,7 +25,7 @@ from router.anthropic.api import AnthropicApi
 from router.calls import Api, Call, Runner
 from router.chat_rules import conversation_of
 from router.completion import Completion
-from router.intake import Asked, Intake
+from router.intake import Asked, Intake, cut_prompt
 from router.openai import (
     Body,
     ChatBody,
@@ -39,11 +39,10 @@ from router.openai import (
     token_ids_below,
 )
 from router.openai_replies import ModelList, ReplyHead, ReplyRules
-from router.prompt_options import truncated
 from router.prompts import DEFAULT_MAX_TOKENS, PromptReader, room_for_output
 from router.reading import read_body
 from router.reply_ids import created_at
-from router.request_ids import engine_id, reply_id
+from router.request_ids import engine_id, note_body_id, reply_id
 from router.responses.api import ResponsesApi
 from router.served import cards
 from router.services import RouterServices
@@ -96,6 +95,7 @@ class HttpApi:
 
     async def completions(self, request: HttpRequest) -> WholeReply | StreamReply:
         body = await self._read(request, CompletionBody)
+        note_body_id(request, body.request_id)
         check_common(body)
         model = self._intake.model(body.model)
         id_ = reply_id("cmpl", request)
@@ -114,8 +114,7 @@ class HttpApi:
                 if isinstance(prompt, str)
                 else token_ids_below(prompt, model.vocab_size, field)
             )
-            limit = model.max_model_len - (body.max_tokens or 1)
-            ids = truncated(ids, body.truncate_prompt_tokens, limit)
+            ids = cut_prompt(body, ids, model.max_model_len)
             room = room_for_output(len(ids), model.max_model_len, field)
             default = min(DEFAULT_MAX_TOKENS, room)
             echo = ""
@@ -138,6 +137,7 @@ class HttpApi:
 
     async def chat_completions(self, request: HttpRequest) -> WholeReply | StreamReply:
         body = await self._read(request, ChatBody)
+        note_body_id(request, body.request_id)
         id_ = reply_id("chatcmpl", request)
         turn = await self._intake.chat(body, id_, request)
         rules = ReplyRules(
@@ -158,6 +158,7 @@ class HttpApi:
         """A completion of tokens, for router/generate_ids.py: up to what the model holds."""
         model = self._intake.model(body.model)
         token_ids_below(ids, model.vocab_size, "token_ids")
+        ids = cut_prompt(body, ids, model.max_model_len)
         room = room_for_output(len(ids), model.max_model_len, "token_ids")
         guided = await self._prompts.checked(asked_of(body))
         return self._intake.completion(body, Asked(id_, ids, room, terms, guided=guided), model)

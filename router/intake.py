@@ -21,9 +21,9 @@ from router.openai import (
     ChatBody,
     CompletionBody,
     check_common,
+    check_token_ids,
     sampling_params,
     stops_of,
-    token_ids_below,
 )
 from router.openai_message import DrawId
 from router.parsers.message import MessageRules
@@ -65,6 +65,15 @@ class ChatTurn:
     short_ids: bool = False
 
 
+def cut_prompt(
+    body: CompletionBody | ChatBody, ids: tuple[int, ...], max_model_len: int
+) -> tuple[int, ...]:
+    """As much of a prompt as its body wants, and leaves room to answer. Raises InvalidRequest."""
+    newer = body.max_completion_tokens if isinstance(body, ChatBody) else None
+    limit = max_model_len - (newer or body.max_tokens or 1)
+    return truncated(ids, body.truncate_prompt_tokens, limit, body.truncation_side or "left")
+
+
 class Intake:
     """Bodies in, completions out."""
 
@@ -93,8 +102,7 @@ class Intake:
         calls = tool_format(body, config)  # refused before anything is rendered
         asked = conversation_of(body)
         prompt = await self._prompts.chat(asked)
-        limit = model.max_model_len - (body.max_completion_tokens or body.max_tokens or 1)
-        ids = truncated(prompt.ids, body.truncate_prompt_tokens, limit)
+        ids = cut_prompt(body, prompt.ids, model.max_model_len)
         room = room_for_output(len(ids), model.max_model_len, "messages")
         fitted = fit_room and body.max_tokens is not None and body.max_tokens > room
         if fitted:
@@ -134,8 +142,7 @@ class Intake:
         check_room(len(asked.prompt_ids), params.max_tokens, model.max_model_len, field)
         field = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
         check_prompt_logprobs(len(asked.prompt_ids), params.prompt_logprobs, field)
-        token_ids_below(params.stop_token_ids, model.vocab_size, "stop_token_ids")
-        token_ids_below(tuple(dict(params.logit_bias)), model.vocab_size, "logit_bias")
+        check_token_ids(params, model.vocab_size)
         now = self._services.clock.monotonic()
         rules = OutputRules(
             stop=stops_of(body),

@@ -1,9 +1,9 @@
 """The bodies of OpenAI's requests: strict structs, bounded numbers, errors that name the field.
 
-Bytes -> orjson (refuses NaN, Infinity, lone surrogates, deep nesting) -> UNSERVED table -> msgspec
-structs (strict types, unknown fields ignored) -> SamplingParams (baton.sampling.BOUNDS). Nothing
-here knows tokens or the event loop; messages and tools are in router/openai_chat.py, replies in
-router/openai_replies.py.
+Bytes -> orjson (refuses NaN, Infinity, lone surrogates, deep nesting) -> router/unserved.py ->
+msgspec structs (strict types, unknown fields ignored) -> SamplingParams (baton.sampling.BOUNDS).
+Nothing here knows tokens or the event loop; messages and tools are in router/openai_chat.py,
+replies in router/openai_replies.py.
 """
 
 from __future__ import annotations
@@ -11,47 +11,22 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, Literal, TypeVar, cast
 
 import msgspec
 import orjson
 
-from baton.errors import InvalidRequest, UnsupportedFeature
+from baton.errors import InvalidRequest
 from baton.sampling import SamplingParams
 from router.fan_out import fan_out
 from router.json_faults import fault_of
 from router.openai_chat import MAX_NAME_CHARS, ChatMessage
+from router.unserved import CHAT, COMPLETIONS, GENERATING, refuse
 
 MAX_STOPS: Final = 16
 MAX_STOP_CHARS: Final = 1024
 MAX_PROMPTS: Final = 128
 PRIORITY_LIMIT: Final = 2**31 - 1
-
-# Valid elsewhere and not served here: field -> the values that ask for nothing. None never asks.
-UNSERVED: Final[dict[str, tuple[Any, ...]]] = {
-    "allowed_token_ids": ([],),
-    "audio": (),
-    "chat_template": (),
-    "documents": ([],),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "kv_transfer_params": (),
-    "logits_processors": ([],),
-    "modalities": (["text"],),
-    "prompt_embeds": (),
-    "suffix": ("",),
-    "web_search_options": (),
-}
-
-
-# Of one API only: valid in the other.
-UNSERVED_IN_CHAT: Final[dict[str, tuple[Any, ...]]] = {"echo": (False,)}
-UNSERVED_IN_COMPLETIONS: Final[dict[str, tuple[Any, ...]]] = {
-    "continue_final_message": (False,),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "top_logprobs": (0,),
-}
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -91,11 +66,15 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     priority: int | None = None
     cache_salt: str | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None  # as the names of tokens in logprobs
-    user: str | None = None  # with prompt_cache_key: names a session (router/terms.py)
+    request_id: str | None = None  # where the head has none (router/request_ids.py)
+    session_id: str | None = None  # these three name a session (router/terms.py)
     prompt_cache_key: str | None = None
+    user: str | None = None
     baton_timing: bool | None = None  # a receipt, please
     response_format: dict[str, Any] | None = None  # this and what follows: structured/guided.py
     structured_outputs: dict[str, Any] | None = None
@@ -181,10 +160,9 @@ def object_of(raw: bytes) -> dict[str, Any]:
 
 def checked(content: dict[str, Any], kind: type[Body]) -> Body:
     """A body of its fields. Raises like `parse`."""
-    _refuse(content, UNSERVED)
+    refuse(content, GENERATING)
     if kind is not DetokenizeBody and kind is not TokenizeBody:
-        own = UNSERVED_IN_CHAT if kind is ChatBody else UNSERVED_IN_COMPLETIONS
-        _refuse(content, own)
+        refuse(content, CHAT if kind is ChatBody else COMPLETIONS)
     return struct_of(content, kind)
 
 
@@ -222,6 +200,8 @@ def sampling_params(
     values["logprobs"] = asked.logprobs
     values["prompt_logprobs"] = asked.prompt_logprobs
     values["stop_token_ids"] = _token_ids(body.stop_token_ids or [], "stop_token_ids")
+    if body.allowed_token_ids is not None:
+        values["allowed_token_ids"] = _token_ids(body.allowed_token_ids, "allowed_token_ids")
     values["logit_bias"] = _logit_bias(body.logit_bias or {})
     try:
         params = SamplingParams(**values)
@@ -289,10 +269,15 @@ def check_common(body: CompletionBody | ChatBody) -> None:
     if body.prompt_logprobs is not None and body.stream:
         message = "prompt_logprobs are not available when stream is true"
         raise InvalidRequest(message, field="prompt_logprobs")
-    if body.priority is not None and abs(body.priority) > PRIORITY_LIMIT:
-        raise InvalidRequest(f"priority: at most {PRIORITY_LIMIT} from 0", field="priority")
+    check_priority(body.priority)
     if body.cache_salt is not None and not 0 < len(body.cache_salt) <= MAX_NAME_CHARS:
         raise InvalidRequest(f"cache_salt: 1 to {MAX_NAME_CHARS} characters", field="cache_salt")
+
+
+def check_priority(priority: int | None) -> None:
+    """Raise InvalidRequest for one out of bounds."""
+    if priority is not None and abs(priority) > PRIORITY_LIMIT:
+        raise InvalidRequest(f"priority: at most {PRIORITY_LIMIT} from 0", field="priority")
 
 
 def prompts_of(body: CompletionBody) -> list[str | tuple[int, ...]]:
@@ -323,11 +308,13 @@ def token_ids_below(ids: tuple[int, ...], vocab_size: int, field: str) -> tuple[
     return ids
 
 
-def _refuse(content: Mapping[str, Any], unserved: Mapping[str, tuple[Any, ...]]) -> None:
-    for name, harmless in unserved.items():
-        value = content.get(name)
-        if value is not None and value not in harmless:
-            raise UnsupportedFeature(f"{name} is not supported by this server", field=name)
+def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
+    """Raise InvalidRequest, naming the field, for ids that the vocabulary does not have."""
+    token_ids_below(params.stop_token_ids, vocab_size, "stop_token_ids")
+    token_ids_below(params.allowed_token_ids, vocab_size, "allowed_token_ids")
+    token_ids_below(tuple(dict(params.logit_bias)), vocab_size, "logit_bias")
+    for word in params.bad_words:
+        token_ids_below(word, vocab_size, "bad_words")
 
 
 def _field_of(message: str) -> str | None:
@@ -353,8 +340,8 @@ def _one_prompt(item: object, field: str) -> str | tuple[int, ...]:
 
 
 def _token_ids(items: list[Any], field: str) -> tuple[int, ...]:
-    """Ids are integers from 0 on, no booleans; only a prompt must have some."""
-    if not items and field.startswith("prompt"):
+    """Ids are integers from 0 on, no booleans; a prompt, and what is allowed, must have some."""
+    if not items and field.startswith(("prompt", "allowed")):
         raise InvalidRequest(f"{field} must not be empty", field=field)
     for item in items:
         # type() and not isinstance: true is an int to Python, never to a client.

@@ -126,7 +126,8 @@ def template_kwargs(
 ) -> dict[str, Any]:
     """What a client may tell its template: plain scalars under plain names.
 
-    Names that the template does not read are ignored by it (ChatTemplate.parameters).
+    An effort also switches thinking on, or off if it is `none`, under the names that templates
+    read. Names that the template does not read are ignored by it (ChatTemplate.parameters).
     """
     kwargs = dict(given or {})
     for name, value in kwargs.items():
@@ -136,9 +137,11 @@ def template_kwargs(
             raise InvalidRequest("chat_template_kwargs: a name cannot be set", field=field)
         if value is not None and not isinstance(value, bool | int | float | str):
             raise InvalidRequest(f"{field} must be a plain value", field=field)
-    if reasoning_effort is not None:
-        kwargs.setdefault("reasoning_effort", reasoning_effort)
-    return kwargs
+    if reasoning_effort is None:
+        return kwargs
+    thinks = reasoning_effort != "none"
+    asked = {"reasoning_effort": reasoning_effort, "enable_thinking": thinks, "thinking": thinks}
+    return {**asked, **kwargs}
 
 
 def _check_message(message: ChatMessage, where: str) -> None:

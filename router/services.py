@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from router.dispatcher import Dispatcher
     from router.metrics import RouterMetrics
     from router.nodes.registry import NodeRegistry
+    from router.pooling.pool import Pools
     from router.resumable.runs import Runs
     from router.store.ledger import StoreGuard
 
@@ -49,6 +50,7 @@ class RouterServices:
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     clock: Clock = field(default_factory=SystemClock)
     runs: Runs | None = None  # resumable requests; None: none are taken
+    pools: Pools | None = None  # who computes vectors; None: the registry's nodes
 
     @property
     def ready(self) -> bool:

@@ -7,8 +7,8 @@ of bounds are refused, naming the header.
     x-slo-ttft-ms, x-slo-tpot-ms   to the first token; mean per further token
     x-request-timeout-ms           whole request; the server's own limit stands above it
     x-request-priority             smaller = sooner; the body's `priority` goes first
-    x-session-id                   turns of one conversation; else the body's `prompt_cache_key`
-                                   or `user`
+    x-session-id                   turns of one conversation; else the body's `session_id`,
+                                   `prompt_cache_key` or `user`
     x-baton-receipt                1: tell what happened to it; or `baton_timing` in the body
     x-baton-resume                 fast or exact: how it goes on after its node was lost
 """
@@ -49,9 +49,11 @@ class BodyTerms(Protocol):
     """What bodies may say of the same things."""
 
     @property
-    def user(self) -> str | None: ...
+    def session_id(self) -> str | None: ...
     @property
     def prompt_cache_key(self) -> str | None: ...
+    @property
+    def user(self) -> str | None: ...
     @property
     def baton_timing(self) -> bool | None: ...
     @property
@@ -75,7 +77,12 @@ class Terms:
         """With what the body adds; without `receipts` nobody gets one. Raises InvalidRequest naming
         the body's field."""
         session = self.session
-        for field, value in (("prompt_cache_key", body.prompt_cache_key), ("user", body.user)):
+        named = {
+            "session_id": body.session_id,
+            "prompt_cache_key": body.prompt_cache_key,
+            "user": body.user,
+        }
+        for field, value in named.items():
             if value:
                 _check_session(value, field)
                 session = session or session_key(self.grant.tenant, value)

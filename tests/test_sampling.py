@@ -11,8 +11,10 @@ import pytest
 from baton.errors import InvalidRequest
 from baton.sampling import (
     BOUNDS,
+    MAX_ALLOWED_TOKEN_IDS,
     MAX_LOGIT_BIAS,
     MAX_STOP_TOKEN_IDS,
+    GuidedDecoding,
     SamplingParams,
 )
 
@@ -54,6 +56,11 @@ def test_what_is_no_number_is_refused_by_name(name: str, value: object) -> None:
         ({"logit_bias": ((1, 0.5),) * (MAX_LOGIT_BIAS + 1)}, "logit_bias"),
         ({"logit_bias": ((1, 100.5),)}, "logit_bias"),
         ({"logit_bias": ((1, math.nan),)}, "logit_bias"),
+        ({"allowed_token_ids": (1,) * (MAX_ALLOWED_TOKEN_IDS + 1)}, "allowed_token_ids"),
+        (
+            {"allowed_token_ids": (1,), "guided": GuidedDecoding("regex", "a")},
+            "allowed_token_ids",
+        ),
         ({"max_tokens": 4, "min_tokens": 5}, "min_tokens"),
     ],
 )
@@ -65,6 +72,7 @@ def test_the_longest_lists_and_equal_limits_are_taken() -> None:
     params = SamplingParams(
         stop_token_ids=(1,) * MAX_STOP_TOKEN_IDS,
         logit_bias=((1, 0.5),) * MAX_LOGIT_BIAS,
+        allowed_token_ids=(1,) * MAX_ALLOWED_TOKEN_IDS,
         min_tokens=5,
         max_tokens=5,
     )

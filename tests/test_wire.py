@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -63,8 +64,18 @@ guided = st.builds(
     whitespace=st.none() | texts,
     starts_after=texts,
 )
+
+
+def sampling(
+    guided: GuidedDecoding | None, allowed_token_ids: tuple[int, ...], **others: Any
+) -> SamplingParams:
+    """With one of the two that exclude each other."""
+    allowed = () if guided else allowed_token_ids
+    return SamplingParams(guided=guided, allowed_token_ids=allowed, **others)
+
+
 params = st.builds(
-    SamplingParams,
+    sampling,
     n=st.integers(1, 128),
     best_of=st.none() | st.integers(1, 128),
     beam_width=st.integers(0, 64),
@@ -78,6 +89,7 @@ params = st.builds(
     max_tokens=st.integers(50, 2**31 - 1),
     min_tokens=st.integers(0, 50),
     stop_token_ids=token_lists,
+    allowed_token_ids=token_lists,
     ignore_eos=st.booleans(),
     presence_penalty=decimals(-2, 2),
     frequency_penalty=decimals(-2, 2),

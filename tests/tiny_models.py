@@ -93,6 +93,22 @@ def make_wide_model(path: Path, **overrides: Any) -> Path:
     return make_tiny_model("llama", path, **(wide | overrides))
 
 
+def make_reranker(path: Path) -> Path:
+    """A Qwen3 in whose vocabulary yes and no are single tokens."""
+    wide = {"vocab_size": VOCAB_SIZE + 1, "max_position_embeddings": 1024}
+    make_tiny_model("qwen3", path, **wide)
+    file = path / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["added_tokens"].append(
+        {
+            "id": VOCAB_SIZE, "content": "yes", "single_word": False, "lstrip": False,
+            "rstrip": False, "normalized": False, "special": False,
+        }
+    )  # fmt: skip
+    file.write_text(json.dumps(content))
+    return path
+
+
 def write_tiny_tokenizer(path: Path) -> None:
     """Write tokenizer.json and tokenizer_config.json (ChatML template); ids [0, 320) all decode."""
     alphabet = sorted(ByteLevel.alphabet())

@@ -5,47 +5,59 @@ The life of a SubmitPool:
     step     -> one forward per call on that thread, so every running request steps in between
     no room  -> it waits until somebody gives blocks back, at most to its deadline
     end      -> one Pooled to the router; however it ends, its blocks are free at once
-Either role serves it: nothing of it is exported or decoded.
+Either role serves it: nothing of it is exported or decoded. `vectors` is all of it but the router,
+for whoever has an engine without a node.
 """
 
 from __future__ import annotations
 
 import asyncio
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from baton.engine.engine import Engine
 from baton.engine.pooling import PoolingJob, normalized
+from baton.engine.thread import EngineThread
 from baton.errors import UnsupportedFeature
 from baton.events import NodeStep, Pooled
 from baton.messages import SubmitPool
 from baton.node.requests import NodeRequest
-from baton.node.role import RoleContext
+
+
+class ThreadOwner(Protocol):
+    """Whose engine it is."""
+
+    @property
+    def thread(self) -> EngineThread: ...
 
 
 class PoolingDesk:
-    """Runs the pooling of one node; any number at once, their forwards one after another."""
+    """Runs the pooling of one engine; any number at once, their forwards one after another."""
 
-    def __init__(self, context: RoleContext) -> None:
+    def __init__(self, context: ThreadOwner) -> None:
         self._thread = context.thread
         self._freed = asyncio.Event()
 
     async def serve(self, entry: NodeRequest, asked: SubmitPool) -> None:
         """From the submission to its Pooled. Raises InvalidRequest, UnsupportedFeature."""
+        request, vectors = asked.request, await self.vectors(asked)
+        entry.send(NodeStep(pooled=(Pooled(request.id, request.epoch, vectors),)))
+        entry.end()
+
+    async def vectors(self, asked: SubmitPool) -> tuple[bytes, ...]:
+        """One per prompt: float32, little-endian. Raises like `serve`."""
         job = await self._thread.call(lambda engine: _begin(engine, asked))
         try:
             while not job.done:
                 freed = self._freed  # of before the step: what is freed meanwhile is not missed
                 if not await self._thread.call(lambda _: job.step()):
                     await freed.wait()
-            vectors = await self._thread.call(lambda engine: _end(engine, asked, job))
+            return await self._thread.call(lambda engine: _end(engine, asked, job))
         finally:
             self._thread.post(lambda _: job.close())
             self.blocks_freed()
-        request = asked.request
-        entry.send(NodeStep(pooled=(Pooled(request.id, request.epoch, vectors),)))
-        entry.end()
 
     def blocks_freed(self) -> None:
         """Blocks may have become free. Event loop."""

@@ -13,9 +13,10 @@ import msgspec
 
 from baton.errors import InvalidRequest, UnsupportedFeature
 from router.anthropic.blocks import messages_of
-from router.dialect import chat_body, in_own_names, refuse
+from router.dialect import chat_body, in_own_names
 from router.openai import ChatBody, object_of, struct_of
 from router.openai_chat import MAX_NAME_CHARS
+from router.unserved import Unserved, refuse
 
 # A chat's field -> what this API calls it.
 NAMES: Final = {
@@ -24,7 +25,7 @@ NAMES: Final = {
     "reasoning_effort": "output_config.effort",
 }
 _ONE: Final = ": each call has one message"
-UNSERVED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
+UNSERVED: Final[Unserved] = {
     "best_of": ((1,), _ONE),
     "container": ((), ""),
     "mcp_servers": (([],), ""),

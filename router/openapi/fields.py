@@ -9,11 +9,12 @@ from __future__ import annotations
 from typing import Any, Final
 
 from baton.grammars import MAX_CHOICES
-from baton.sampling import BOUNDS
+from baton.sampling import BOUNDS, MAX_ALLOWED_TOKEN_IDS
 from router.openai import MAX_PROMPTS, MAX_STOP_CHARS, MAX_STOPS, PRIORITY_LIMIT
 from router.openai_chat import MAX_MESSAGES, MAX_NAME_CHARS, MAX_TOOLS, ROLES
 from router.pooling.embeddings import MAX_INPUTS
 from router.prompt_options import MAX_BAD_WORDS
+from router.request_ids import ID_PATTERN
 from router.responses.body import (
     INCLUDABLE,
     MAX_METADATA,
@@ -30,6 +31,7 @@ _IDS: Final[Schema] = {"type": "array", "items": TOKEN, "minItems": 1}
 _STRING: Final[Schema] = {"type": "string"}
 _TEXT: Final[Schema] = {"type": "string", "minLength": 1}
 _NAME: Final[Schema] = {"type": "string", "minLength": 1, "maxLength": MAX_NAME_CHARS}
+_ID: Final[Schema] = {"type": "string", "pattern": f"^{ID_PATTERN}$"}
 _SESSION: Final[Schema] = {"type": "string", "maxLength": MAX_SESSION_CHARS}
 _STOP: Final[Schema] = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
 _STOPS: Final[Schema] = {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}
@@ -113,11 +115,14 @@ SAMPLING: Final[dict[str, Schema]] = {
     "logit_bias": {"type": "object", "propertyNames": {"pattern": "^[0-9]{1,9}$"},
                    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}},
     "truncate_prompt_tokens": {"type": "integer", "minimum": -1},
+    "allowed_token_ids": {**_IDS, "maxItems": MAX_ALLOWED_TOKEN_IDS},
     "bad_words": {"type": "array", "maxItems": MAX_BAD_WORDS,
                   "items": {"type": "string", "minLength": 1}},
     "early_stopping": {"enum": [True, False, "never"]},
-    "user": _SESSION,
+    "request_id": _ID,
+    "session_id": _SESSION,
     "prompt_cache_key": _SESSION,
+    "user": _SESSION,
     "response_format": _FORMATS,
     "structured_outputs": _STRUCTURED,
     "guided_json": _ANY_SCHEMA,
@@ -198,16 +203,21 @@ PROPERTIES: Final[dict[str, dict[str, Schema]]] = {
                                           "items": {"anyOf": [_TEXT, _IDS]}}]},
         "dimensions": {"type": "integer", "minimum": 1},
         "truncate_prompt_tokens": {"type": "integer", "minimum": -1},
+        "request_id": _ID,
+        "priority": _PRIORITY,
     },
     "GenerateBody": {
         "token_ids": _IDS,
         "features": {"type": "null"},
         "kv_transfer_params": {"type": "null"},
         "priority": _PRIORITY,
-        "request_id": {"type": "string", "pattern": "^[A-Za-z0-9._:-]{1,128}$"},
+        "request_id": _ID,
     },
     "TokenizeBody": {"prompt": _TEXT},
-    "RerankBody": {"top_n": {"type": "integer", "minimum": 0}},
+    "RerankBody": {
+        "top_n": {"type": "integer", "minimum": 0}, "request_id": _ID, "priority": _PRIORITY
+    },
+    "ScoreBody": {"request_id": _ID, "priority": _PRIORITY},
     "DetokenizeBody": {"tokens": {"type": "array", "items": TOKEN}},
 }  # fmt: skip
 REQUIRED: Final = {

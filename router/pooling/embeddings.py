@@ -15,7 +15,7 @@ from array import array
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal, TypeVar, cast
 
 import msgspec
 import orjson
@@ -26,17 +26,18 @@ from baton.errors import ContextLengthExceeded, InvalidRequest
 from baton.request import Request
 from router.gate.slo import ANY
 from router.nodes.connection import while_connected
-from router.openai import object_of, struct_of, token_ids_below
+from router.openai import check_priority, object_of, struct_of, token_ids_below
 from router.pooling.config import PoolingSettings
-from router.pooling.pool import PoolAsk, PoolDispatcher
+from router.pooling.pool import PoolAsk, Pools
 from router.prompt_options import truncated
 from router.prompts import PromptReader
 from router.reading import read_body
-from router.request_ids import reply_id
+from router.request_ids import note_body_id, reply_id
 from router.served import adapter_of, model_name, served_model
 from router.services import RouterServices
 from router.terms import Terms, terms_of
 from router.trace import RequestTrace
+from router.unserved import POOLING, Unserved, refuse
 from router.web_errors import as_baton_error
 
 MAX_INPUTS: Final = 2048
@@ -44,14 +45,24 @@ MAX_INPUT_TOKENS: Final = 1 << 20  # of all inputs of one call
 _TURN: Final = 16  # vectors encoded before the event loop gets its turn
 
 
-class EmbeddingBody(msgspec.Struct, kw_only=True):
+class PoolingBody(msgspec.Struct, kw_only=True):
+    """What the bodies of all pooling endpoints have."""
+
+    model: str | None = None
+    user: str | None = None
+    request_id: str | None = None
+    priority: int | None = None
+
+
+B = TypeVar("B", bound=PoolingBody)
+
+
+class EmbeddingBody(PoolingBody, kw_only=True):
     """/v1/embeddings. `input` is text, texts, ids or lists of ids."""
 
     input: Any = None
-    model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
-    user: str | None = None
     add_special_tokens: bool | None = None
     normalize: bool | None = None
     use_activation: bool | None = None  # vLLM's newer name for it
@@ -87,7 +98,7 @@ class PoolingParts:
 
     services: RouterServices
     prompts: PromptReader
-    pools: PoolDispatcher
+    pools: Pools
     settings: PoolingSettings
 
     async def run(self, request: HttpRequest, ask: PoolAsk, model: str) -> list[bytes]:
@@ -95,6 +106,8 @@ class PoolingParts:
         key like any request (router/gate/gate.py). Raises BatonError."""
         # Service levels are of tokens that are generated: here there are none.
         terms = replace(terms_of(request), slo=ANY)
+        if ask.priority is not None:
+            terms = replace(terms, priority=ask.priority)
         outcome, tokens = "ok", ask.tokens
         try:
             return await while_connected(request.receive, self._vectors(ask, terms))
@@ -133,7 +146,7 @@ class EmbeddingsApi:
         self._parts = parts
 
     async def embeddings(self, request: HttpRequest) -> Response:
-        body = struct_of(object_of(await read_body(request)), EmbeddingBody)
+        body = await read_pooling(request, EmbeddingBody, POOLING)
         services = self._parts.services
         model = served_model(services, body.model)
         dimensions = self._parts.settings.check_dimensions(body.dimensions)
@@ -147,6 +160,7 @@ class EmbeddingsApi:
             normalize=body.normalize is not False and body.use_activation is not False,
             dimensions=dimensions,
             adapter=adapter_of(services, body.model),
+            priority=body.priority,
         )
         base = model_name(services, model)
         vectors = await self._parts.run(request, ask, base)
@@ -177,6 +191,19 @@ class EmbeddingsApi:
             message = f"input: at most {MAX_INPUT_TOKENS} tokens in one call"
             raise InvalidRequest(message, field="input")
         return found
+
+
+async def read_pooling(request: HttpRequest, kind: type[B], unserved: Unserved) -> B:
+    """A pooling endpoint's body; what it says of id and priority is checked, and noted.
+
+    Raises InvalidRequest.
+    """
+    given = object_of(await read_body(request))
+    refuse(given, unserved)
+    body = struct_of(given, kind)
+    note_body_id(request, body.request_id)
+    check_priority(body.priority)
+    return body
 
 
 def pool_id(reply: str) -> str:

@@ -13,7 +13,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 
 from baton.clock import Clock
 from baton.errors import (
@@ -60,7 +60,7 @@ class PoolAsk:
     answers: tuple[int, int] = (0, 0)
     adapter: str = ""
     traceparent: str = ""
-    priority: int = 0
+    priority: int | None = None
     field: str = "input"
 
     @property
@@ -74,10 +74,33 @@ class PoolAsk:
             prompt_ids=tuple(token for prompt in prompts for token in prompt),
             params=_PARAMS,
             adapter=self.adapter,
-            priority=self.priority,
+            priority=self.priority or 0,
             deadline=self.deadline,
             traceparent=self.traceparent,
         )
+
+    def task(self, request: Request, prompts: Prompts) -> SubmitPool:
+        """What an engine is to do: `request` has these prompts."""
+        lengths = tuple(map(len, prompts))
+        return SubmitPool(
+            request, lengths, self.kind, self.normalize, self.dimensions, self.answers
+        )
+
+
+class Pools(Protocol):
+    """Prompts -> vectors, wherever they are computed. `num_live`: calls under way."""
+
+    @property
+    def num_live(self) -> int: ...
+
+    async def vectors(
+        self, ask: PoolAsk, passage: AbstractAsyncContextManager[object] | None = None
+    ) -> list[bytes]:
+        """A vector per prompt, in order: float32, little-endian. The work is done in the `passage`.
+
+        Raises BatonError; cancelling it aborts the work.
+        """
+        ...
 
 
 @dataclass(slots=True)
@@ -132,14 +155,10 @@ class PoolDispatcher:
         """One group, on one node after another until it is done."""
         tries = _Tries()
         request = ask.request(id_, prompts)
-        lengths = tuple(map(len, prompts))
         while True:
             node, session = self._choose(ask, tries)
-            message = SubmitPool(
-                request, lengths, ask.kind, ask.normalize, ask.dimensions, ask.answers
-            )
             try:
-                event = await self._ask(session, message)
+                event = await self._ask(session, ask.task(request, prompts))
             except NodeLost as error:  # it went between the choice and the submission
                 event = SessionLost(node.node_id, error.message)
             if isinstance(event, Pooled):

@@ -18,20 +18,21 @@ from starlette.responses import Response
 
 from baton.errors import InvalidRequest, UnsupportedFeature
 from baton.reranking import answer_tokens
-from router.openai import object_of, struct_of
 from router.pooling.embeddings import (
     MAX_INPUT_TOKENS,
     MAX_INPUTS,
+    PoolingBody,
     PoolingParts,
     PoolingUsage,
     checked_length,
     numbers_of,
     pool_id,
+    read_pooling,
 )
 from router.pooling.pool import PoolAsk
-from router.reading import read_body
 from router.request_ids import reply_id
 from router.served import adapter_of, model_name, served_model
+from router.unserved import RERANKING
 
 MAX_INSTRUCTION_CHARS: Final = 4096
 # vLLM's spellings of the two sides of a score, in its order of preference.
@@ -43,19 +44,20 @@ SIDES: Final = (
 )
 
 
-class RerankBody(msgspec.Struct, kw_only=True):
+_TEXTS: Final = {name for pair in SIDES for name in pair}
+
+
+class RerankBody(PoolingBody, kw_only=True):
     """/v1/rerank. `documents` are texts or objects with a `text`; `top_n` 0 = all of them."""
 
     query: str
     documents: list[str | dict[str, Any]]
-    model: str | None = None
     top_n: int | None = None
     return_documents: bool | None = None
     instruction: str | None = None
-    user: str | None = None
 
 
-class ScoreBody(msgspec.Struct, kw_only=True):
+class ScoreBody(PoolingBody, kw_only=True):
     """/v1/score: one text or several on either side, under one of SIDES' pairs of names."""
 
     text_1: str | list[str] | None = None
@@ -65,9 +67,7 @@ class ScoreBody(msgspec.Struct, kw_only=True):
     queries: str | list[str] | None = None
     documents: str | list[str] | None = None
     items: str | list[str] | None = None
-    model: str | None = None
     instruction: str | None = None
-    user: str | None = None
 
 
 class RerankDocument(msgspec.Struct):
@@ -121,7 +121,7 @@ class RerankApi:
         self._parts = parts
 
     async def rerank(self, request: HttpRequest) -> Response:
-        body = struct_of(object_of(await read_body(request)), RerankBody)
+        body = await read_pooling(request, RerankBody, RERANKING)
         if body.top_n is not None and body.top_n < 0:
             raise InvalidRequest("top_n: at least 0 (all)", field="top_n")
         texts = [_text_of(it, f"documents[{i}]") for i, it in enumerate(body.documents)]
@@ -140,7 +140,7 @@ class RerankApi:
         return _json(RerankReply(scored.id, scored.model, scored.usage, results))
 
     async def score(self, request: HttpRequest) -> Response:
-        body = struct_of(object_of(await read_body(request)), ScoreBody)
+        body = await read_pooling(request, ScoreBody, RERANKING)
         pairs, field = pairs_of(body)
         scored = await self._scored(request, body, pairs, field)
         data = [Score(index, score) for index, score in enumerate(scored.scores)]
@@ -181,6 +181,7 @@ class RerankApi:
             answers=answers,
             adapter=adapter,
             field=field,
+            priority=body.priority,
         )
         vectors = await parts.run(request, ask, model_name(services, model))
         scores = [numbers_of(vector)[0] for vector in vectors]
@@ -196,7 +197,7 @@ def pairs_of(body: ScoreBody) -> tuple[list[tuple[str, str]], str]:
     given: dict[str, list[str]] = {
         name: [value] if isinstance(value, str) else value
         for name, value in msgspec.structs.asdict(body).items()
-        if value is not None and name not in ("model", "instruction", "user")
+        if value is not None and name in _TEXTS
     }
     for first, second in SIDES:
         if first in given and second in given:

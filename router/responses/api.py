@@ -13,6 +13,7 @@ from router.intake import Intake
 from router.openai_replies import ReplyHead, ReplyRules
 from router.reading import read_body
 from router.reply_ids import created_at, own_id
+from router.request_ids import note_body_id
 from router.responses import body
 from router.responses.answer import ResponseAnswer
 from router.services import RouterServices
@@ -37,6 +38,7 @@ class ResponsesApi:
     async def create(self, request: HttpRequest) -> StreamReply | WholeReply:
         call = body.read(await read_body(request))
         chat, id_ = call.chat, own_id("resp_", 24, request)
+        note_body_id(request, chat.request_id)
         with in_own_names(body.NAMES):
             turn = await self._intake.chat(chat, id_, request)
         completion = turn.completion

@@ -6,7 +6,6 @@ would need an earlier response is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -14,10 +13,11 @@ import msgspec
 
 from baton.errors import InvalidRequest, UnsupportedFeature
 from router.allowed_tools import KIND
-from router.dialect import chat_body, in_own_names, refuse
+from router.dialect import chat_body, in_own_names
 from router.openai import ChatBody, object_of, struct_of
 from router.openai_chat import MAX_NAME_CHARS
 from router.responses.items import messages_of
+from router.unserved import Unserved, refuse
 
 MAX_METADATA: Final = 16
 MAX_METADATA_KEY: Final = 64
@@ -35,13 +35,15 @@ NAMES: Final = {
 }
 _STATELESS: Final = ": nothing is stored, send the whole conversation as input"
 _ONE: Final = ": each call has one response"
-UNSERVED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
+UNSERVED: Final[Unserved] = {
     "background": ((False,), ""),
     "context_management": (([],), ""),
     "conversation": ((), _STATELESS),
+    "enable_response_messages": ((False,), ""),
     "best_of": ((1,), _ONE),
     "moderation": ((), ""),
     "n": ((1,), _ONE),
+    "previous_input_messages": (([],), _STATELESS),
     "previous_response_id": ((), _STATELESS),
     "prompt": ((), ""),
     "truncation": (("disabled",), ""),
@@ -126,7 +128,7 @@ def read(raw: bytes) -> ResponsesCall:
         "parallel_tool_calls": body.parallel_tool_calls,
         "response_format": _response_format(body.text.format if body.text else None),
         "reasoning_effort": body.reasoning.effort if body.reasoning else None,
-        "chat_template_kwargs": _template_kwargs(body),
+        "chat_template_kwargs": body.chat_template_kwargs,
         "stop": body.stop,
         "logprobs": logprobs or None,
         "top_logprobs": body.top_logprobs if logprobs else None,
@@ -204,10 +206,3 @@ def _response_format(given: dict[str, Any] | None) -> dict[str, Any] | None:
         return given
     schema = {name: value for name, value in given.items() if name != "type" and value is not None}
     return {"type": "json_schema", "json_schema": schema}
-
-
-def _template_kwargs(body: ResponsesBody) -> Mapping[str, Any] | None:
-    """Effort `none` switches thinking off, under the names that templates read."""
-    if body.reasoning is None or body.reasoning.effort != "none":
-        return body.chat_template_kwargs
-    return {"enable_thinking": False, "thinking": False, **(body.chat_template_kwargs or {})}

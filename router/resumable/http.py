@@ -22,9 +22,10 @@ from baton.errors import KeyReused, RequestNotFound, Unavailable, UnsupportedFea
 from router.calls import Runner
 from router.completion import Completion
 from router.gate.key_headers import keys_of
+from router.openai import object_of
 from router.reading import read_body
 from router.reply_ids import Pin, created_at, pin
-from router.request_ids import known_id, pin_request_id
+from router.request_ids import known_id, note_body_id, pin_request_id
 from router.resumable.canonical import Canonical, body_digest, owner_digest, record_id
 from router.resumable.numbered import NumberedReply
 from router.resumable.replay import Told, ToldDispatch
@@ -101,7 +102,8 @@ class ResumableApi:
         """Raises InvalidRequest, KeyReused, RequestNotFound, Unavailable."""
         runs = self._runs
         body = await read_body(request)
-        owner, name = owner_of(request.scope), terms.name or known_id(request)
+        note_body_id(request, object_of(body).get("request_id"))
+        owner, name = owner_of(request.scope), terms.name or known_id(request.scope)
         found = await runs.find(owner, name)
         if found is None and terms.after is not None:
             raise _unknown(name)

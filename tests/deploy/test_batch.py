@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,16 @@ from starlette.routing import Route
 
 from baton.engine.config import EngineConfig
 from baton.errors import InvalidRequest
+from baton.llm import LLM
 from deploy import cli
 from deploy.batch import BatchPlan, Outcome, Patience, run_batch, show_batch
 from deploy.batch_engine import engine_app
 from deploy.batch_file import Output, check_tasks, read_tasks
-from tests.tiny_models import make_tiny_model
+from router.config import RouterConfig
+from tests.tiny_models import make_reranker, make_tiny_model
 
+HI = [{"role": "user", "content": "hi"}]
+TEXTS = ["the heart of the matter", "on the road", "a"]
 QUICK = Patience(tries=4, first_s=0.001, longest_s=0.01)
 URL = "/v1/completions"
 
@@ -196,10 +201,11 @@ def test_blank_lines_are_no_requests(tmp_path: Path) -> None:
 
 
 @contextlib.asynccontextmanager
-async def engine_client(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
-    model = str(make_tiny_model("llama", tmp_path / "model"))
+async def engine_client(tmp_path: Path, **api: Any) -> AsyncIterator[httpx.AsyncClient]:
+    make = make_reranker if api else partial(make_tiny_model, "llama")
+    model = str(make(tmp_path / "model"))
     config = EngineConfig(model=model, dtype="float32", num_kv_blocks=64, block_size=16)
-    async with engine_app(config, 60.0) as app:
+    async with engine_app(config, RouterConfig(model=model, request_timeout_s=60.0, **api)) as app:
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
             yield client
@@ -232,6 +238,52 @@ async def test_one_engine_in_this_process_answers_as_a_router_does(tmp_path: Pat
     assert chat["choices"][0]["finish_reason"] in ("length", "stop")
 
 
+async def test_one_engine_answers_on_every_endpoint(tmp_path: Path) -> None:
+    """All that OpenAI's batches may ask, and the rest of /v1: tokens and vectors side by side."""
+    asked: dict[str, tuple[str, dict[str, Any]]] = {
+        "completion": (URL, {"prompt": "abc", "max_tokens": 3}),
+        "chat": ("/v1/chat/completions", {"messages": HI, "max_tokens": 3}),
+        "response": ("/v1/responses", {"input": "hi", "max_output_tokens": 3}),
+        "message": ("/v1/messages", {"messages": HI, "max_tokens": 3}),
+        "vectors": ("/v1/embeddings", {"input": TEXTS}),
+        "rerank": ("/v1/rerank", {"query": TEXTS[0], "documents": TEXTS}),
+        "score": ("/v1/score", {"text_1": TEXTS[0], "text_2": TEXTS}),
+        "tokens": ("/inference/v1/generate",
+                   {"token_ids": [5, 6], "sampling_params": {"max_tokens": 3}}),
+        "long": ("/v1/embeddings", {"input": [9] * 2000}),
+    }  # fmt: skip
+    lines = [{"custom_id": name, "url": url, "body": body} for name, (url, body) in asked.items()]
+    source = write(tmp_path / "in", *map(json.dumps, lines))
+    async with engine_client(tmp_path, pooling_type="mean", reranker="qwen3") as client:
+        plan = BatchPlan(source, tmp_path / "out", len(asked), patience=QUICK)
+        outcome = await run_batch(plan, client, lambda _: None)
+    told = {name: row["response"] for name, row in answers(tmp_path / "out").items()}
+    assert {name for name, row in told.items() if row["status_code"] != 200} == {"long"}, told
+    assert (outcome.answered, outcome.failed, outcome.retries) == (len(asked), 1, 0)
+    assert told["long"]["body"]["error"]["param"] == "input"
+    own = LLM(str(tmp_path / "model"), "float32", num_kv_blocks=64)
+    vectors = [row["embedding"] for row in told["vectors"]["body"]["data"]]
+    for found, wanted in zip(vectors, own.embed(TEXTS, "mean"), strict=True):
+        assert found == pytest.approx(wanted, abs=1e-5)
+    scores = [row["score"] for row in told["score"]["body"]["data"]]
+    assert scores == pytest.approx(own.rerank(TEXTS[0], TEXTS), abs=1e-5)
+    best = told["rerank"]["body"]["results"][0]
+    assert best["relevance_score"] == pytest.approx(max(scores), abs=1e-6)
+
+
+async def test_vectors_wait_for_the_blocks_of_a_request_that_is_given_up(tmp_path: Path) -> None:
+    """64 blocks of 16 tokens: 900 find no room beside a request that holds 400 or more."""
+    async with engine_client(tmp_path, pooling_type="last") as client:
+        body = {"prompt": [7] * 400, "ignore_eos": True}
+        running = asyncio.create_task(client.post(URL, json={**body, "max_tokens": 600}))
+        assert (await client.post(URL, json={**body, "max_tokens": 1})).status_code == 200
+        asking = asyncio.create_task(client.post("/v1/embeddings", json={"input": [9] * 900}))
+        await client.post(URL, json={"prompt": [7], "max_tokens": 2})
+        running.cancel()
+        vectors = await asking
+        assert (vectors.status_code, len(vectors.json()["data"])) == (200, 1), vectors.text
+
+
 async def test_an_engines_request_that_is_given_up_leaves_it(tmp_path: Path) -> None:
     async with engine_client(tmp_path) as client:
         body = {"prompt": "abc", "max_tokens": 400, "ignore_eos": True}
@@ -262,3 +314,24 @@ def test_the_command_hands_over_and_tells_of_failures(
     assert (plan.source, plan.target, plan.concurrency) == (source, out, 7)
     assert (engine, url) == (None, "http://x:1")
     assert cli.main([*flags[:-1], "0"]) == 2
+
+
+def test_an_engine_of_its_own_gets_the_options_of_the_api(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the environment's of a router, though: a key would shut its own client out."""
+    called: list[tuple[EngineConfig, RouterConfig]] = []
+
+    def fake(_: object, engine: tuple[EngineConfig, RouterConfig], *others: object) -> int:
+        called.append(engine)
+        return 0
+
+    monkeypatch.setattr("deploy.batch.batch", fake)
+    monkeypatch.setenv("BATON_API_KEY", "k")
+    flags = ["batch", "in", "out", "--model", "m", "--num-kv-blocks", "7", "--reranker", "qwen3"]
+    assert cli.main([*flags, "--timeout-s", "9"]) == 0
+    ((engine, api),) = called
+    assert (engine.model, engine.num_kv_blocks) == ("m", 7)
+    assert (api.model, api.reranker, api.request_timeout_s, api.api_key) == ("m", "qwen3", 9.0, ())
+    alone = ["batch", "in", "out", "--model", "m", "--enable-auto-tool-choice"]
+    assert cli.main(alone) == 2, "it needs a parser"

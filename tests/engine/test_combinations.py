@@ -75,6 +75,10 @@ class Oracle:
         self, logits: Tensor, params: SamplingParams, prompt: list[int], output: list[int]
     ) -> Tensor:
         scores = logits.clone()
+        if params.allowed_token_ids:
+            allowed = list(params.allowed_token_ids)
+            scores = torch.full_like(logits, -math.inf)
+            scores[allowed] = logits[allowed]
         for *before, last in params.bad_words:
             if len(before) <= len(output) and output[len(output) - len(before) :] == before:
                 scores[last] = -math.inf
@@ -142,6 +146,7 @@ def some_params(draw: Random) -> SamplingParams:
         logit_bias=maybe(0.2, (), tuple((token, 3.0) for token in tokens(3))),
         bad_words=maybe(0.3, (), tuple((token,) for token in tokens(9)), (tokens(2), tokens(1))),
         stop_token_ids=maybe(0.3, (), tokens(40)),
+        allowed_token_ids=maybe(0.2, (), tokens(120)),
         ignore_eos=draw.random() < 0.5,
         logprobs=maybe(0.5, None, 0, 1, 5),
         prompt_logprobs=maybe(0.3, None, 0, 2),

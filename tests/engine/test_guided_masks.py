@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from baton.engine.guided import masks
 from baton.engine.interface import SequenceChunk
+from baton.sampling import SamplingParams
 
 
 class Bits:
@@ -56,4 +57,20 @@ def test_the_fast_ways_equal_the_plain_one(
     guide: Any = Bits(rows)
     chunk = SequenceChunk("r", (1,), 0, (), history=(1,), num_prompt=1, guide=guide)
     masks.apply(logits, [Row(chunk, 1, (9,) * drafts)])
+    assert torch.equal(logits, expected)
+
+
+@given(st.lists(st.integers(0, 63), min_size=1, max_size=70), st.integers(0, 3), st.booleans())
+def test_a_list_of_tokens_masks_every_row_of_its_chunk(
+    allowed: list[int], copies: int, fans_out: bool
+) -> None:
+    logits = torch.randn(copies + 3, 64, generator=torch.Generator().manual_seed(len(allowed)))
+    expected = logits.clone()
+    expected[1 : copies + 2, [id_ for id_ in range(64) if id_ not in allowed]] = -torch.inf
+    chunk = SequenceChunk(
+        "r", (1,), 0, (), history=(1,), num_prompt=1,
+        sample=SamplingParams(allowed_token_ids=tuple(allowed)),
+        fan_out=tuple(range(copies + 1)) if fans_out else (),
+    )  # fmt: skip
+    masks.apply(logits, [Row(chunk, 1, () if fans_out else (9,) * copies)])
     assert torch.equal(logits, expected)

@@ -31,6 +31,7 @@ PARAMS: Any = st.fixed_dictionaries(
         "bad_words": st.lists(st.lists(TOKENS, min_size=1, max_size=2).map(tuple)).map(tuple),
         "min_tokens": st.integers(0, 12),
         "stop_token_ids": st.lists(TOKENS, max_size=2).map(tuple),
+        "allowed_token_ids": st.lists(TOKENS, max_size=40).map(tuple),
         "logprobs": st.sampled_from([None, 0, 1, 5]),
     },
 )

@@ -133,12 +133,13 @@ async def test_every_field_travels() -> None:
     servicer = Servicer()
     params = SamplingParams(
         temperature=0.0, seed=5, max_tokens=9, logit_bias=((4, 1.5),), logprobs=0,
-        stop_token_ids=(3,), guided=GuidedDecoding("regex", "a+"),
+        stop_token_ids=(3,), bad_words=((7, 8), (9,)), guided=GuidedDecoding("regex", "a+"),
     )  # fmt: skip
     options = GenerateOptions(stop=("x",), model="tiny", cache_salt="s", priority=-1)
     async with serving(servicer) as address, AsyncClient(address, "key") as client:
         await client.generate([1, 2], params, options)
         await client.generate("hi")
+        await client.generate("hi", SamplingParams(allowed_token_ids=(4, 5)))
     sent, metadata = servicer.seen[0]
     assert metadata["authorization"] == "Bearer key"
     assert list(sent.token_ids.ids) == [1, 2]
@@ -146,12 +147,14 @@ async def test_every_field_travels() -> None:
     assert sent.HasField("temperature")
     assert (list(sent.stop), sent.model, sent.cache_salt, sent.priority) == (["x"], "tiny", "s", -1)
     assert (dict(sent.logit_bias), list(sent.stop_token_ids)) == ({4: 1.5}, [3])
+    assert [list(word.ids) for word in sent.bad_words] == [[7, 8], [9]]
     assert sent.HasField("logprobs")
     assert sent.guided.grammar == "a+"
     plain, _ = servicer.seen[1]
     assert plain.text == "hi"
     unset = ("seed", "logprobs", "temperature", "max_tokens", "n", "repetition_penalty")
     assert not any(plain.HasField(name) for name in unset), "the server's defaults hold"
+    assert list(servicer.seen[2][0].allowed_token_ids) == [4, 5]
 
 
 @pytest.mark.parametrize(

@@ -98,10 +98,14 @@ async def test_embeddings_of_every_kind_of_input() -> None:
         cut = {"input": list(range(5, 25)), "truncate_prompt_tokens": 3}
         await it.client.post("/v1/embeddings", json=cut)
         assert it.asked[-1].prompts == [(5, 6, 7)]
+        soon = {"input": "a", "priority": -3, "request_id": "mine"}
+        head = {"x-request-priority": "9"}
+        named = await it.client.post("/v1/embeddings", json=soon, headers=head)
+        assert (named.json()["id"], it.asked[-1].request.priority) == ("embd-mine", -3)
         await it.client.post("/v1/embeddings", json={**cut, "truncation_side": "left"})
         assert it.asked[-1].prompts == [(22, 23, 24)]
         page = (await it.client.get("/metrics")).text
-        assert 'baton_pooling_requests_total{model_name="tiny",outcome="ok"} 7.0' in page
+        assert 'baton_pooling_requests_total{model_name="tiny",outcome="ok"} 8.0' in page
 
 
 BAD_EMBEDDINGS: list[tuple[dict[str, Any], str]] = [
@@ -393,6 +397,32 @@ async def test_request_ids_are_echoed_and_make_the_replys_id() -> None:
     assert all(len(id_) <= 256 for id_ in ids)
 
 
+@pytest.mark.parametrize(
+    ("path", "prefix", "body"),
+    [
+        ("/v1/completions", "cmpl-", {"prompt": "a"}),
+        ("/v1/chat/completions", "chatcmpl-", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/responses", "resp_", {"input": "x"}),
+        ("/inference/v1/generate", "", {"token_ids": [5], "sampling_params": {}}),
+    ],
+)
+async def test_a_body_may_name_its_request(path: str, prefix: str, body: dict[str, Any]) -> None:
+    """vLLM's request_id: as if it had come in the head, which goes first."""
+    async with Front().client() as client:
+        named = await client.post(path, json={**body, "request_id": "order-66"})
+        assert named.headers["x-request-id"] == "order-66"
+        known = named.json().get("id") or named.json()["request_id"]
+        assert known.startswith(prefix)
+        assert prefix == "resp_" or known == f"{prefix}order-66"
+        head = {"x-request-id": "mine"}
+        both = await client.post(path, json={**body, "request_id": "order-66"}, headers=head)
+        assert both.headers["x-request-id"] == "mine"
+        for bad in ("a b", "x" * 129, 7):
+            refused = await client.post(path, json={**body, "request_id": bad})
+            assert refused.status_code == 400
+            assert refused.json()["error"]["param"] == "request_id"
+
+
 def test_who_is_meant_by_an_id() -> None:
     first, second = engine_id("chatcmpl-a-b", 0), engine_id("chatcmpl-a-b", 1)
     assert first != second
@@ -412,6 +442,14 @@ async def test_bad_words_and_cut_prompts() -> None:
         assert request.prompt_ids == tuple(whole[-2:])
         plain = tuple(TOKENIZER.encode("lazy", add_special_tokens=False))
         assert request.params.bad_words[0] == plain
+        ids = {"token_ids": whole, "sampling_params": {"truncate_prompt_tokens": 2}}
+        assert (await client.post("/inference/v1/generate", json=ids)).status_code == 200
+        assert front.dispatcher.requests.pop().prompt_ids == tuple(whole[-2:])
+        chat = {"messages": [{"role": "user", "content": "the quick fox"}]}
+        for cut in ({}, {"truncate_prompt_tokens": 3, "truncation_side": "right"}):
+            await client.post("/v1/chat/completions", json={**chat, **cut})
+        first, other = front.dispatcher.requests.pop(), front.dispatcher.requests.pop()
+        assert first.prompt_ids == other.prompt_ids[:3]
         body = {"prompt": "a" * 2000, "max_tokens": 8, "truncate_prompt_tokens": -1}
         assert (await client.post("/v1/completions", json=body)).status_code == 200
         assert len(front.dispatcher.requests[1].prompt_ids) == 120
@@ -421,7 +459,6 @@ async def test_bad_words_and_cut_prompts() -> None:
             ({"bad_words": [1]}, "bad_words[0]"),
             ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
             ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
-            ({"allowed_token_ids": [1]}, "allowed_token_ids"),
             ({"logits_processors": ["m.f"]}, "logits_processors"),
         ):
             reply = await client.post("/v1/completions", json={"prompt": "a", **bad})

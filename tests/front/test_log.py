@@ -33,6 +33,16 @@ def test_a_line_carries_process_request_and_message(stream: io.StringIO) -> None
     assert "router [-] x: idle" in second
 
 
+def test_a_request_may_be_named_later(stream: io.StringIO) -> None:
+    with log.request_context("drawn"):
+        log.bind_request("by-its-body")
+        logging.getLogger("x").info("inside")
+    logging.getLogger("x").info("outside")
+    first, second = stream.getvalue().splitlines()
+    assert "[by-its-body] x: inside" in first
+    assert "[-] x: outside" in second
+
+
 def test_a_message_cannot_forge_a_line(stream: io.StringIO) -> None:
     logging.getLogger("x").info("model %s", "a\nERROR fake \x1b[31m")
     assert stream.getvalue().count("\n") == 1

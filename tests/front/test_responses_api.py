@@ -243,12 +243,26 @@ async def test_tools_are_shown_to_the_template_as_a_chats() -> None:
     assert [item["type"] for item in found["output"]].count("function_call") == 1
 
 
+async def test_thoughts_may_be_left_out() -> None:
+    found = await post(front(), include_reasoning=False)
+    assert "reasoning" not in {item["type"] for item in found["output"]}
+
+
 async def test_effort_reaches_the_template() -> None:
     of = front("ok")
     await post(of, reasoning={"effort": "high"})
     assert prompt_of(of).endswith("EFFORThigh")
     await post(of, reasoning={"effort": "none"})
     assert "<think></think>" in prompt_of(of)
+    chat = {"messages": [{"role": "user", "content": "x"}], "reasoning_effort": "none"}
+    async with of.client() as client:
+        await client.post("/v1/chat/completions", json=chat)
+        assert "<think></think>" in prompt_of(of)
+        await client.post(
+            "/v1/chat/completions",
+            json={**chat, "chat_template_kwargs": {"enable_thinking": True}},
+        )
+        assert "<think></think>" not in prompt_of(of), "what is said by name goes first"
 
 
 async def test_sampling_fields_arrive() -> None:

@@ -316,6 +316,16 @@ async def test_an_idempotency_key_is_one_request(one: HeldRouter, two: HeldRoute
     assert two.dispatcher.epochs == []
 
 
+async def test_a_body_may_name_it(one: HeldRouter, two: HeldRouter) -> None:
+    body = {**CHAT, "request_id": "by-body"}
+    head = {"x-baton-resumable": "30"}
+    first = await one.http.post("/v1/chat/completions", json=body, headers=head)
+    assert first.headers["x-baton-request-id"] == first.headers["x-request-id"] == "by-body"
+    again = await two.http.get("/v1/requests/by-body/stream")
+    assert again.text == first.text
+    assert two.dispatcher.epochs == []
+
+
 async def test_the_same_name_with_another_body_is_refused(one: HeldRouter) -> None:
     await post(one, "/v1/chat/completions").done()
     other = await one.http.post("/v1/chat/completions", json={**CHAT, "seed": 6}, headers=HEADERS)

@@ -124,7 +124,8 @@ async def test_names_of_a_session_in_their_order() -> None:
     front = Front()
     async with front.client() as client:
         for headers, body in (
-            ({"x-session-id": "s"}, {"user": "u", "prompt_cache_key": "k"}),
+            ({"x-session-id": "s"}, {"user": "u", "prompt_cache_key": "k", "session_id": "i"}),
+            ({}, {"user": "u", "prompt_cache_key": "k", "session_id": "s"}),
             ({}, {"user": "u", "prompt_cache_key": "s"}),
             ({}, {"user": "s"}),
             ({}, {"user": "other"}),
@@ -132,8 +133,8 @@ async def test_names_of_a_session_in_their_order() -> None:
         ):
             await client.post(COMPLETIONS, json={**ASK, **body}, headers=headers)
     sessions = [trace.terms.session for trace in front.dispatcher.traces]
-    assert sessions[0] == sessions[1] == sessions[2] != sessions[3]
-    assert sessions[4] == b""
+    assert sessions[0] == sessions[1] == sessions[2] == sessions[3] != sessions[4]
+    assert sessions[5] == b""
 
 
 def test_terms_applied_to_a_request() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -207,6 +207,16 @@ async def test_bad_requests_name_their_field(
         assert not door.node.heard_of(SubmitDecode)
 
 
+@pytest.mark.parametrize("field", ["stop_token_ids", "allowed_token_ids", "bad_words"])
+async def test_ids_beyond_the_vocabulary_name_their_field(field: str) -> None:
+    ids = (5, 10**6)
+    given: dict[str, Any] = {field: (ids,) if field == "bad_words" else ids}
+    async with open_door() as door, door.client() as client:
+        with pytest.raises(InvalidRequest) as caught:
+            await client.generate("x", replace(GREEDY, **given))
+        assert caught.value.field == field
+
+
 async def test_several_samples_come_with_their_index_and_one_usage() -> None:
     params = SamplingParams(n=2, seed=1, max_tokens=3, prompt_logprobs=0)
     told = ((TokenLogprob(40, -0.5, 1),),)
@@ -231,8 +241,9 @@ async def test_several_samples_come_with_their_index_and_one_usage() -> None:
 
 async def test_beams_travel_with_their_options() -> None:
     params = SamplingParams(
-        n=2, beam_width=4, length_penalty=0.5, early_stopping="never", seed=0, max_tokens=3
-    )
+        n=2, beam_width=4, length_penalty=0.5, early_stopping="never", seed=0, max_tokens=3,
+        allowed_token_ids=(41, 42, 43, 44), bad_words=((40,), (39, 42)),
+    )  # fmt: skip
     async with open_door() as door, door.client() as client:
         reading = asyncio.create_task(client.generate([39, 40], params))
         request = (await door.node.hear(SubmitDecode)).request

@@ -104,7 +104,7 @@ async def test_token_ids_in_and_out(model: Path) -> None:
         assert len(ids) == 7
 
 
-async def test_cut_prompts_and_bad_words(model: Path) -> None:
+async def test_cut_prompts_and_tokens_that_may_or_may_not_come(model: Path) -> None:
     async with served(Plan(model)) as (_, client):
         ask = {"prompt": PROMPT, "max_tokens": 6, **GREEDY, "return_token_ids": True}
         cut = await post(client, "/v1/completions", **ask, truncate_prompt_tokens=5)
@@ -118,6 +118,15 @@ async def test_cut_prompts_and_bad_words(model: Path) -> None:
         index = words.index(bad)
         assert held["token_ids"][:index] == free["token_ids"][:index]
         assert free["token_ids"][index] not in held["token_ids"]
+        allowed = {7, 70, free["token_ids"][0]}
+        few = {**ask, "allowed_token_ids": sorted(allowed), "n": 3, "temperature": 1.0}
+        for search in (False, True):  # token 1 on the prefill node, the others on the decode node
+            reply = await post(client, "/v1/completions", **few, use_beam_search=search)
+            ids = [choice["token_ids"] for choice in reply["choices"]]
+            assert [len(each) for each in ids] == [6, 6, 6]
+            assert {token for each in ids for token in each} <= allowed
+        best = await post(client, "/v1/completions", **{**few, "n": 1, "temperature": 0})
+        assert best["choices"][0]["token_ids"][0] == free["token_ids"][0]
 
 
 async def test_adapters_are_models_by_name(model: Path, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ scores its softmax over yes and no. The prefill nodes do it, the decode node not
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from baton.reranking import answer_tokens, rerank_prompts
 from baton.tokenizer import Tokenizer
 from tests.system.processes import Processes, ServerProcess
-from tests.tiny_models import VOCAB_SIZE, make_tiny_model
+from tests.tiny_models import make_reranker
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow
@@ -33,23 +32,7 @@ DOCUMENTS = ["the hare", "on the other hand, one is not two", "no one rests in t
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Qwen3 in whose vocabulary yes and no are single tokens."""
-    path = make_tiny_model(
-        "qwen3",
-        tmp_path_factory.mktemp("qwen3"),
-        vocab_size=VOCAB_SIZE + 1,
-        max_position_embeddings=1024,
-    )
-    file = path / "tokenizer.json"
-    content = json.loads(file.read_text())
-    content["added_tokens"].append(
-        {
-            "id": VOCAB_SIZE, "content": "yes", "single_word": False, "lstrip": False,
-            "rstrip": False, "normalized": False, "special": False,
-        }
-    )  # fmt: skip
-    file.write_text(json.dumps(content))
-    return path
+    return make_reranker(tmp_path_factory.mktemp("qwen3"))
 
 
 @pytest.fixture(scope="module")

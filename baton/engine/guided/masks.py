@@ -1,7 +1,8 @@
-"""Masks on logits: what no grammar allows becomes -inf, before anything else looks at a row.
+"""Masks on logits: what a grammar, or a list of token ids, does not allow becomes -inf, before
+anything else looks at a row.
 
 So temperature, filters, penalties, bias and noise choose among what is allowed; min_tokens and bad
-words that would leave nothing yield to the grammar (penalties.py). Log probabilities are told of
+words that would leave nothing yield to it (penalties.py). Log probabilities are told of
 the logits before this.
 """
 
@@ -30,14 +31,18 @@ class AskedRows(Protocol):
 
 
 def apply(logits: Tensor, asked: Sequence[AskedRows]) -> None:
-    """Mask the rows of logits [N, vocab] float32 whose chunks have guides. Mutates them.
+    """Mask the rows of logits [N, vocab] float32 whose chunks have guides, or name the tokens that
+    they allow. Mutates them.
 
     A row of which nothing would be left keeps its logits: its guide says what went wrong, or nobody
     looks at it.
     """
     vocab_size = logits.shape[1]
     for one in asked:
-        guide = one.chunk.guide
+        guide, params = one.chunk.guide, one.chunk.sample
+        if params is not None and params.allowed_token_ids:  # then there is no guide
+            num_rows = max(len(one.chunk.fan_out), 1 + len(one.drafts))
+            _keep_only(logits[one.first : one.first + num_rows], params.allowed_token_ids)
         if guide is None:
             continue
         rows = np.zeros((1 + len(one.drafts), -(-vocab_size // 32)), np.int32)
@@ -46,6 +51,14 @@ def apply(logits: Tensor, asked: Sequence[AskedRows]) -> None:
         for index in range(count * copies):
             if rows[index // copies].any():
                 _mask(logits[one.first + index], rows[index // copies])
+
+
+def _keep_only(rows: Tensor, ids: Sequence[int]) -> None:
+    """rows [n, vocab] float32: -inf but for the tokens `ids`."""
+    allowed = torch.tensor(ids, dtype=torch.int64, device=rows.device)
+    kept = rows[:, allowed]
+    rows.fill_(-torch.inf)
+    rows[:, allowed] = kept
 
 
 def _mask(row: Tensor, words: np.ndarray) -> None:

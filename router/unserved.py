@@ -1,0 +1,73 @@
+"""Fields that other servers take and this one does not, refused by name: nothing that would change
+an answer is passed over in silence.
+
+Each table maps a field to the values that ask for nothing (None never asks) and to why it is
+refused. What is taken is in the bodies' structs; every field of vLLM's is in docs/http_api.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, TypeAlias
+
+from baton.errors import UnsupportedFeature
+
+Unserved: TypeAlias = Mapping[str, tuple[tuple[Any, ...], str]]
+
+_TEXT: Final = ": only text is served"
+_OWN_TRANSFERS: Final = ": the router arranges transfers itself"
+# Of every body that generates or is rendered.
+GENERATING: Final[Unserved] = {
+    "audio": ((), _TEXT),
+    "chat_template": ((), ": the server's is used (--chat-template)"),
+    "documents": (([],), ": put them into the messages"),
+    "ec_transfer_params": (({},), _OWN_TRANSFERS),
+    "function_call": (("none", "auto"), ": say tool_choice"),
+    "functions": (([],), ": say tools"),
+    "kv_transfer_params": (({},), _OWN_TRANSFERS),
+    "logits_processors": (([],), ": no code of clients runs here"),
+    "logprob_token_ids": (([],), ": say logprobs"),
+    "modalities": ((["text"],), _TEXT),
+    "prompt_embeds": (([],), ": send text or token ids"),
+    "repetition_detection": ((), ": say a penalty"),
+    "return_prompt_text": ((False,), ": return_token_ids tells the prompt's ids"),
+    "spaces_between_special_tokens": ((True,), ": the tokenizer says where spaces are"),
+    "suffix": (("",), ": text is written after the prompt only"),
+    "thinking_token_budget": ((-1,), ": how long a model thinks is its own choice"),
+    "vllm_xargs": (({},), ": there are no extensions that would read them"),
+    "watermarking": ((False,), ""),
+    "web_search_options": ((), ""),
+}
+# Of one API only: valid in the other.
+CHAT: Final[Unserved] = {"echo": ((False,), "")}
+COMPLETIONS: Final[Unserved] = {
+    "continue_final_message": ((False,), ""),
+    "tool_choice": (("none", "auto"), ""),
+    "tools": (([],), ""),
+    "top_logprobs": ((0,), ": logprobs is a number here"),
+}
+# Of embeddings, reranking and scores.
+POOLING: Final[Unserved] = {
+    "chat_template": ((), ": send text or token ids"),
+    "embed_dtype": (("float32",), ": numbers are float32"),
+    "endianness": (("native", "little"), ": base64 is little-endian"),
+    "messages": ((), ": send text or token ids"),
+    "padding": (("do_not_pad",), ": prompts are not padded"),
+}
+# Of reranking and scores, whose prompts are one question each.
+RERANKING: Final[Unserved] = {
+    **POOLING,
+    "chat_template_kwargs": (({},), ""),
+    "max_tokens_per_doc": ((0,), ": send shorter documents"),
+    "max_tokens_per_query": ((0,), ": send a shorter query"),
+    "truncate_prompt_tokens": ((), ": send shorter documents"),
+    "use_activation": ((True,), ": a score is a probability"),
+}
+
+
+def refuse(given: Mapping[str, Any], unserved: Unserved) -> None:
+    """Raise UnsupportedFeature for a field that asks for what is not served."""
+    for name, (harmless, why) in unserved.items():
+        value = given.get(name)
+        if value is not None and value not in harmless:
+            raise UnsupportedFeature(f"{name} is not supported by this server{why}", field=name)

@@ -77,6 +77,7 @@ def test_a_request_is_a_whole_one() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.redis
 async def test_streams_beside_slow_readers_are_measured(tmp_path: Path) -> None:
     if redis_binary() is None:

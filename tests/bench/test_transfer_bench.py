@@ -117,6 +117,7 @@ def test_every_way_names_a_lane(tmp_path: Path) -> None:
         assert make_way("stream tls", Timing(), certificates).name == "stream"
 
 
+@pytest.mark.long
 async def test_a_child_answers_refuses_and_ends() -> None:
     async with Link.spawn() as link:
         with pytest.raises(PeerError, match="KeyError"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import os
 import sys
 import tomllib
 from pathlib import Path
@@ -184,8 +185,27 @@ def test_unknown_task_lists_the_known_ones(
 def test_a_failing_command_does_not_hide_the_others(
     run: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    commands = [("first", ["false"]), ("second", ["true"])]
+    commands = [("first", ["sh", "-c", "echo why; exit 1"]), ("second", ["true"])]
     assert run.run_all(commands) == 1
-    shown = capsys.readouterr().err
-    assert "first: FAILED" in shown
-    assert "second: ok" in shown
+    shown = capsys.readouterr()
+    assert shown.out == "why\n"
+    assert "first: FAILED" in shown.err
+    assert "second: ok" in shown.err
+
+
+def test_two_commands_at_once_are_told_in_their_order(
+    run: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The first ends only once the second has begun."""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    commands = [("first", ["cat", str(fifo)]), ("second", ["sh", "-c", f"echo met > {fifo}"])]
+    assert run.run_all(commands, at_once=2) == 0
+    shown = capsys.readouterr()
+    assert shown.out == "met\n"
+    assert shown.err.index("first: ok") < shown.err.index("second: ok")
+
+
+def test_tasks_keep_what_python_compiles(run: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    assert "PYTHONDONTWRITEBYTECODE" not in run.task_environment()

@@ -138,6 +138,7 @@ def test_serves_survives_a_killed_node_and_stops_cleanly(up: Up) -> None:
     assert alive(pids) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("up", [["--colocated"]], indirect=True)
 def test_colocated_answers_its_first_question(up: Up) -> None:
     ready = json.loads(up.wait_line('"ready": true'))

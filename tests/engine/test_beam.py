@@ -130,7 +130,9 @@ def llm_of(path: str) -> LLM:
     return LLM(path, dtype="float32", block_size=4, num_kv_blocks=160, check_invariants=True)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", pytest.param("qwen3", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "kind", ["llama", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("gpt2", "qwen3"))]
+)
 @pytest.mark.parametrize("width", [2, 4])
 @pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 0.6, 1.0, 2.0])
 @pytest.mark.parametrize("early_stopping", ["false", "true", "never"])

@@ -223,9 +223,10 @@ def compare(
     "kind",
     [
         "llama",
-        "mistral",
-        pytest.param("gemma3_text", marks=pytest.mark.long),
-        pytest.param("deepseek_v3", marks=pytest.mark.long),
+        *(
+            pytest.param(kind, marks=pytest.mark.long)
+            for kind in ("mistral", "gemma3_text", "deepseek_v3")
+        ),
     ],
 )
 def test_any_combination_gives_the_oracles_tokens(kind: str, tmp_path: Path) -> None:

@@ -221,6 +221,7 @@ def compiled(folder: Path, *families: str) -> list[dict[str, int | str]]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.long
 def test_a_kernel_compiles_for_an_absent_gpu(tmp_path: Path) -> None:
     found = compiled(tmp_path, "elementwise")
     assert {each["kernel"] for each in found if each["registers"]} == KERNELS["elementwise"]

@@ -52,6 +52,12 @@ def llm(model: Path) -> LLM:
     return load(model)
 
 
+@pytest.fixture(scope="module")
+def undrafted(llm: LLM) -> list[list[GenerationOutput]]:
+    """What it answers to everything that is asked with drafts too."""
+    return ask_everything(llm)
+
+
 def persons(llm: LLM, count: int = 8, **params: Any) -> list[GenerationOutput]:
     """Sampled persons with seeds from 0 on, all at once; every one valid."""
     asked = [replace(SAMPLED, guided=PERSON, seed=seed, **params) for seed in range(count)]
@@ -142,9 +148,23 @@ def test_unguided_batch_mates_are_not_masked(llm: LLM) -> None:
 # ---- what must not change a token ----
 
 
+def ask_everything(llm: LLM) -> list[list[GenerationOutput]]:
+    """Sampled, greedy, several samples, thoughts before the grammar begins."""
+    thinking = [
+        replace(SAMPLED, guided=replace(PLATE, starts_after="e"), seed=seed, max_tokens=90)
+        for seed in range(4)
+    ]
+    return [
+        persons(llm, 4),
+        persons(llm, 2, temperature=0.0),
+        persons(llm, 2, n=3),
+        llm.generate(["x"] * 4, thinking),
+    ]
+
+
 @pytest.mark.parametrize("method", ["ngram", "draft", "another draft"])
 def test_speculation_gives_the_same_tokens(
-    model: Path, llm: LLM, method: str, tmp_path: Path
+    model: Path, undrafted: list[list[GenerationOutput]], method: str, tmp_path: Path
 ) -> None:
     """No draft model knows of grammars: what it guesses is cut, and verified under the masks."""
     guess: dict[str, Any] = {"speculative_method": method}
@@ -154,18 +174,7 @@ def test_speculation_gives_the_same_tokens(
         folder = wrong if other else model
         guess = {"speculative_method": "draft", "speculative_model": str(folder)}
     guessing = load(model, **guess)
-    asked: list[dict[str, Any]] = [
-        {"count": 4},
-        {"count": 2, "temperature": 0.0},
-        {"count": 2, "n": 3},
-    ]
-    for params in asked:
-        assert persons(guessing, **params) == persons(llm, **params)
-    thinking = [
-        replace(SAMPLED, guided=replace(PLATE, starts_after="e"), seed=seed, max_tokens=90)
-        for seed in range(4)
-    ]
-    assert guessing.generate(["x"] * 4, thinking) == llm.generate(["x"] * 4, thinking)
+    assert ask_everything(guessing) == undrafted
     stats = guessing.engine.stats
     assert stats.num_drafted_tokens > 0
     # Another model guesses right now and then, where a grammar leaves little choice.

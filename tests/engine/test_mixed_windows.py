@@ -6,13 +6,15 @@ freed) says the tokens; counters prove that blocks were freed, found, moved, sha
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from baton.engine.pooling import PoolingJob
-from baton.llm import LLM
+from baton.llm import LLM, GenerationOutput
 from baton.sampling import SamplingParams
 from tests.engine.driving import assert_all_free
 from tests.golden.random_models import save_random
@@ -21,6 +23,7 @@ from tests.system.references import prompts, transformers_tokens
 NUM_TOKENS = 30
 PROMPTS = [list(prompt) for prompt in prompts((61, 40, 75))]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+SPACIOUS: dict[str, Any] = {"block_size": 128, "num_kv_blocks": 64}
 SLIDING, FULL = "sliding_attention", "full_attention"
 # name -> (config, windows of its layer groups)
 MODELS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
@@ -58,7 +61,10 @@ class Golden:
     tokens: list[tuple[int, ...]]
 
 
-@pytest.fixture(scope="module", params=list(MODELS))
+@pytest.fixture(
+    scope="module",
+    params=["gemma2", "gemma3_text", pytest.param("gpt_oss", marks=pytest.mark.long)],
+)
 def golden(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Golden:
     config, windows = MODELS[request.param]
     path = save_random(tmp_path_factory.mktemp(request.param), request.param, **config)
@@ -79,7 +85,22 @@ def load(golden: Golden, **options: Any) -> LLM:
 
 def spacious(golden: Golden, **options: Any) -> LLM:
     """One block holds any sequence whole: no hole, no hit, no copy of less than everything."""
-    return LLM(golden.path, dtype="float32", block_size=128, num_kv_blocks=64, **options)
+    return LLM(golden.path, dtype="float32", **SPACIOUS, **options)
+
+
+@functools.cache
+def _of_spacious(
+    path: str, prompts: tuple[tuple[int, ...], ...], asked: SamplingParams
+) -> list[GenerationOutput]:
+    llm = LLM(path, dtype="float32", **SPACIOUS)
+    return llm.generate([list(prompt) for prompt in prompts], asked)
+
+
+def outputs_of_spacious(
+    golden: Golden, prompts: Sequence[Sequence[int]], asked: SamplingParams
+) -> list[GenerationOutput]:
+    """What such an engine says to several tests, computed once."""
+    return _of_spacious(golden.path, tuple(map(tuple, prompts)), asked)
 
 
 def tokens_of(llm: LLM, asked: SamplingParams = GREEDY) -> list[tuple[int, ...]]:
@@ -114,7 +135,7 @@ def test_preempted_requests_come_back(golden: Golden, mode: Any) -> None:
     asked = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
     llm = load(golden, num_kv_blocks=22 * len(golden.windows) + 4, preemption_mode=mode)
     stats = llm.engine.stats
-    assert llm.generate(short, asked) == spacious(golden).generate(short, asked)
+    assert llm.generate(short, asked) == outputs_of_spacious(golden, short, asked)
     assert stats.num_preemptions > 0
     assert (stats.num_swap_ins > 0) == (mode == "swap")
     assert stats.num_window_freed_blocks > 0
@@ -147,7 +168,8 @@ def test_drafts_change_nothing(golden: Golden, method: Any) -> None:
     asked = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS * 2, ignore_eos=True)
     done = tokens_of(llm, asked)
     assert [tokens[:NUM_TOKENS] for tokens in done] == golden.tokens
-    assert done == tokens_of(spacious(golden), asked)
+    expected = outputs_of_spacious(golden, PROMPTS, asked)
+    assert done == [tuple(out.token_ids) for out in expected]
     assert stats.num_drafted_tokens > 0
     assert stats.num_accepted_tokens > 0 or method == "ngram"
     assert stats.num_window_freed_blocks > 0
@@ -156,9 +178,10 @@ def test_drafts_change_nothing(golden: Golden, method: Any) -> None:
 
 def test_rounded_kv_keeps_its_scales_by_group(golden: Golden) -> None:
     llm = load(golden, kv_cache_dtype="int8")
-    assert tokens_of(llm) == tokens_of(spacious(golden, kv_cache_dtype="int8"))
+    expected = tokens_of(spacious(golden, kv_cache_dtype="int8"))
+    assert tokens_of(llm) == expected
     assert llm.engine.stats.num_window_freed_blocks > 0
-    assert tokens_of(llm) == tokens_of(spacious(golden, kv_cache_dtype="int8"))
+    assert tokens_of(llm) == expected
     assert llm.engine.stats.num_prefix_hit_tokens > 0
     assert_all_free(llm.engine)
 

@@ -55,7 +55,7 @@ def make_checkpoint(dtype: str, tmp_path_factory: pytest.TempPathFactory) -> Pat
     [  # each process costs seconds: both casts and both plain loads, each on one route and the cast
         # down, which has most to hold, on both
         ("float32", "bfloat16", "lean"),
-        ("float32", "bfloat16", "transformers"),
+        pytest.param("float32", "bfloat16", "transformers", marks=pytest.mark.long),
         pytest.param("bfloat16", "float32", "transformers", marks=pytest.mark.long),
         pytest.param("bfloat16", "bfloat16", "transformers", marks=pytest.mark.long),
         ("float32", "float32", "lean"),

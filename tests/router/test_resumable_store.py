@@ -8,7 +8,7 @@ import time
 from baton.request import RequestState
 from router.store.base import END_MARK, MAX_TRIES, LogEntry, Move, RequestStore, Swept, WriteStatus
 from tests.router.conftest import StoreMaker
-from tests.router.fakes import FakeClock
+from tests.router.fakes import PATIENCE_S, FakeClock
 
 S = RequestState
 W = WriteStatus
@@ -19,7 +19,7 @@ RESUMABLE = {"resumable": "1"}
 async def sweep_until(store: RequestStore, clock: FakeClock) -> list[Swept]:
     """Redis counts leases by its own TIME, so their end is waited for; the fake clock jumps."""
     clock.advance(2.5 * LEASE_S)
-    give_up = time.monotonic() + 5
+    give_up = time.monotonic() + PATIENCE_S
     while not (swept := await store.sweep()):
         assert time.monotonic() < give_up
     return swept

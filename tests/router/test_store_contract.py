@@ -11,7 +11,7 @@ import pytest
 from baton.request import TERMINAL, TRANSITIONS, RequestState
 from router.store.base import LOGGED, LogEntry, Move, RequestStore, Swept, WriteStatus
 from tests.router.conftest import StoreMaker
-from tests.router.fakes import FakeClock
+from tests.router.fakes import PATIENCE_S, FakeClock
 
 S = RequestState
 W = WriteStatus
@@ -189,7 +189,7 @@ async def test_a_beat_keeps_what_is_held_and_tells_what_is_not(
 async def sweep_until(store: RequestStore, clock: FakeClock, lease_s: float) -> list[Swept]:
     """Redis counts leases by its own TIME, so their end is waited for; the fake clock jumps."""
     clock.advance(2.5 * lease_s)
-    give_up = time.monotonic() + 5
+    give_up = time.monotonic() + PATIENCE_S
     while not (swept := await store.sweep()):
         assert time.monotonic() < give_up
     return swept

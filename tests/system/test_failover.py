@@ -251,6 +251,7 @@ async def test_decode_nodes_die_in_turn(tmp_path: Path, options: Body) -> None:
         assert (sum(s.num_accepted_tokens for s in stats) > 0) == ("decode" in options)
 
 
+@pytest.mark.long
 async def test_prefill_nodes_die_in_turn(tmp_path: Path) -> None:
     """While prompts are computed, and while their KV is on its way; then again on the other one.
 

@@ -22,7 +22,7 @@ from baton.client import AsyncClient
 from baton.sampling import SamplingParams
 from tests.system.processes import Processes
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 MODEL = Path(__file__).parents[2] / "demo_model"
 MAX_TOKENS = 48

@@ -132,6 +132,7 @@ def _by_choice(events: list[tuple[str, str, str]], name: str) -> dict[int, list[
     return found
 
 
+@pytest.mark.long
 async def test_a_router_killed_in_mid_stream(model: Path, tmp_path: Path, redis_url: str) -> None:
     async with deployment(model, tmp_path, redis_url) as d:
         plain = await d.ask(1, "undisturbed").done()

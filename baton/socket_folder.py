@@ -1,8 +1,9 @@
-"""A short-lived folder for Unix sockets, and the removal of those that a kill -9 left behind.
+"""A short-lived folder where processes meet, and the removal of those that a kill -9 left behind.
 
-A socket's path may have 107 bytes only, so it lives in the temporary directory and not among a
-run's data. Whoever made a folder holds a lock in it; the kernel drops the lock with the process.
+A Unix socket's path may have 107 bytes only, so it lives in the temporary directory and not among
+a run's data. Whoever made a folder holds a lock in it; the kernel drops the lock with the process.
 That also holds where pids mean nothing: they are used again, and containers may share /tmp.
+Whoever makes the next folder of that prefix removes those that nobody holds.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ LOCK: Final = "lock"
 
 class SocketFolder:
     """`path`, whose name begins with `prefix`, exists until `remove`, or until the process has
-    ended and another one cleans up."""
+    ended and another one makes its own."""
 
     def __init__(self, prefix: str) -> None:
+        remove_stale(prefix)
         self.path = Path(tempfile.mkdtemp(prefix=prefix))
         # It gets its name once it is locked: nobody finds one that is not.
         unnamed = self.path / "lock.new"

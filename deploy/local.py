@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Any
 
 from baton.errors import BatonError, ConfigError
-from baton.socket_folder import SocketFolder, remove_stale
+from baton.socket_folder import SocketFolder
 from deploy.plan import (
     DEFAULT_GRPC_PORT,
     DEFAULT_PORT,
@@ -183,7 +183,6 @@ class Cluster:
             text = "no Redis server found: request states live in the router's memory only"
             self._tell(Report("redis", text, trouble=True))
             return
-        remove_stale(SOCKET_PREFIX)
         self._socket_folder = SocketFolder(SOCKET_PREFIX)
         address = self._socket_folder.path / "redis.sock"
         data = self.run_dir / "redis"

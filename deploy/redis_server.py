@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,11 +20,13 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from baton.errors import ConfigError
+from baton.socket_folder import SocketFolder
 from deploy.process import Child, Exited, ProcessSpec, Ready
 
-START_TIMEOUT_S = 10.0
+START_TIMEOUT_S = 60.0  # it reads its append-only file first
 STOP_TIMEOUT_S = 5.0
 PING_TIMEOUT_S = 2.0
+SOCKET_PREFIX = "baton-redis-"
 
 
 def find_redis_binary() -> Path | None:
@@ -81,8 +82,8 @@ class RedisServer:
     def __init__(self, binary: Path, directory: Path, arguments: Sequence[str] = ()) -> None:
         """`arguments`: more of the server's own."""
         # A socket path may have 107 bytes only, so it does not live in `directory`.
-        self._socket_directory = Path(tempfile.mkdtemp(prefix="baton-redis-"))
-        socket = self._socket_directory / "redis.sock"
+        self._socket_folder = SocketFolder(SOCKET_PREFIX)
+        socket = self._socket_folder.path / "redis.sock"
         self.url = socket_url(socket)
         self._events: SimpleQueue[Ready | Exited] = SimpleQueue()
         spec = redis_spec(binary, directory, socket)
@@ -108,7 +109,7 @@ class RedisServer:
         if self._child is not None:
             self._child.stop(STOP_TIMEOUT_S)
             self._child = None
-        shutil.rmtree(self._socket_directory, ignore_errors=True)
+        self._socket_folder.remove()
 
     def kill(self) -> None:
         """kill -9, for tests; `start` brings it back with its data."""

@@ -22,7 +22,7 @@ from typing import Final
 
 from baton.errors import ConfigError, KVError, KVLost
 from baton.handles import LaneAddress
-from baton.socket_folder import SocketFolder, remove_stale
+from baton.socket_folder import SocketFolder
 from baton.timing import Timing
 from baton.tls import TlsFiles
 from kv_transfer.base import Serve
@@ -139,7 +139,6 @@ class StreamLane:
         listener = socket.socket(socket.AF_UNIX)
         try:
             if directory is None:
-                remove_stale(PRIVATE_PREFIX)
                 self._private = SocketFolder(PRIVATE_PREFIX)
                 directory = self._private.path
             else:

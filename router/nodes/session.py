@@ -281,12 +281,11 @@ class NodeSession:
         async with self._channel(options) as channel:
             async with asyncio.timeout(timing.connect_s):
                 await channel.channel_ready()
-            stub = node_pb2_grpc.NodeStub(channel)
-            call = stub.Session(metadata=proof)
+            call = node_pb2_grpc.NodeStub(channel).Session(metadata=proof)
             try:
                 yield call
-            finally:
-                call.cancel()
+            finally:  # `call.cancel()` does nothing once a write has failed in gRPC's core
+                call._cython_call.cancel("the session is over")
 
     def _channel(self, options: Sequence[tuple[str, int]]) -> Any:
         credentials = self._context.credentials

@@ -46,6 +46,11 @@ class Told:
         return len(self._lengths)
 
     @property
+    def num_tokens(self) -> int:
+        """Over all samples."""
+        return sum(self._lengths)
+
+    @property
     def all_ended(self) -> bool:
         """Every sample's end is in the log."""
         return all(self._ended)

@@ -354,7 +354,7 @@ class Runs:
         run.epoch = record.epoch
         self._start(run)
         run.wait_for_readers()
-        tokens = sum(len(token.event.token_ids) for token in log.told.tokens)
+        tokens = log.told.num_tokens
         self.stats.adopted += 1
         self.stats.adopted_tokens += tokens
         logger.info("request %s adopted: epoch %d, %d tokens", request_id, record.epoch, tokens)

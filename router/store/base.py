@@ -32,7 +32,7 @@ class WriteStatus(enum.StrEnum):
     GONE = "gone"  # no such record
     FENCED = "fenced"  # a newer epoch or another owner
     ILLEGAL = "illegal"  # not in TRANSITIONS
-    GAP = "gap"  # an append beyond the end of the log
+    GAP = "gap"  # an append beyond the end of the log, or an end that wants more of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,8 @@ class Move:
 
     `catch_up`: the writer skipped moves while the store was away, so the stored state may be an
     older one; then any non-terminal state may move on (the fences still hold).
+    `min_tokens`, `min_ends`: tokens, and ends of samples, that the log must have for an end: a
+    store that died may have forgotten the last of what it confirmed.
     """
 
     request_id: str
@@ -66,6 +68,8 @@ class Move:
     state: RequestState
     fields: Mapping[str, str] = field(default_factory=dict[str, str])
     catch_up: bool = False
+    min_tokens: int = 0
+    min_ends: int = 0
 
 
 @dataclass(frozen=True, slots=True)

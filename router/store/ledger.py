@@ -149,6 +149,9 @@ class RequestLedger:
         # One that was posted may fail yet: then this one has its place.
         behind = self.behind or self._posted > 0
         move = Move(self.request_id, self.epoch, state, fields, catch_up=behind)
+        if self.log is not None and state is RequestState.FINISHED:
+            told = self.log.told  # whoever asks again must be told as much
+            move = replace(move, min_tokens=told.num_tokens, min_ends=len(told.ended))
         self.state = state
         self._guard.close(self.request_id)
         if self.owes:
@@ -168,6 +171,7 @@ class RequestLedger:
         if self.log is not None and status is WriteStatus.OK:
             self.log.settle()
         elif self.log is not None:
+            logger.warning("request %s: the store answers its end with %s", self.request_id, status)
             self.log.lose()
 
     def logged(self, entries: Iterable[LogEntry]) -> None:

@@ -117,10 +117,13 @@ class MemoryStore:
         behind = move.catch_up and not row.state.terminal
         if not behind and (row.epoch != move.epoch or move.state not in TRANSITIONS[row.state]):
             return WriteStatus.ILLEGAL
+        logged = row.lengths.total()
+        if move.state.terminal and (logged < move.min_tokens or len(row.ended) < move.min_ends):
+            return WriteStatus.GAP
         self._enter(row, move.state, epoch)
         row.fields.update(move.fields)
         if move.state.terminal:
-            row.fields[LOGGED] = str(row.lengths.total())
+            row.fields[LOGGED] = str(logged)
         return WriteStatus.OK
 
     async def append(self, entries: Sequence[LogEntry]) -> list[WriteStatus]:

@@ -36,7 +36,8 @@ _QUEUED: Final = RequestState.QUEUED.value
 _CANCELLED: Final = RequestState.CANCELLED.value
 
 # KEYS: request, leases, events, states, log
-# ARGV: owner, epoch, new state, catch up (1|0), lease ms, terminal ttl ms, field, value, ...
+# ARGV: owner, epoch, new state, catch up (1|0), lease ms, terminal ttl ms, least tokens and ends in
+# the log of what ends, field, value, ...
 MOVE: Final = (
     lua_transitions()
     + _NOW
@@ -51,15 +52,19 @@ if state == new and stored == target then return 'ok' end
 if stored > epoch then return 'fenced' end
 local behind = ARGV[4] == '1' and not terminal[state]
 if not behind and (stored ~= epoch or not allowed[state][new]) then return 'illegal' end
+local logged, ends = 0, 0
+if terminal[new] then
+  for _, name in ipairs(redis.call('HKEYS', KEYS[1])) do
+    if string.find(name, '^n%d+$') then logged = logged + redis.call('HGET', KEYS[1], name) end
+    if string.find(name, '^z%d+$') then ends = ends + 1 end
+  end
+  if logged < tonumber(ARGV[7]) or ends < tonumber(ARGV[8]) then return 'gap' end
+end
 redis.call('HSET', KEYS[1], 'state', new, 'epoch', target, 'at', now)
-for i = 7, #ARGV, 2 do redis.call('HSET', KEYS[1], 'f:' .. ARGV[i], ARGV[i + 1]) end
+for i = 9, #ARGV, 2 do redis.call('HSET', KEYS[1], 'f:' .. ARGV[i], ARGV[i + 1]) end
 redis.call('HINCRBY', KEYS[4], state, -1)
 redis.call('HINCRBY', KEYS[4], new, 1)
 if terminal[new] then
-  local logged = 0
-  for _, name in ipairs(redis.call('HKEYS', KEYS[1])) do
-    if string.find(name, '^n%d+$') then logged = logged + redis.call('HGET', KEYS[1], name) end
-  end
   redis.call('HSET', KEYS[1], 'f:{LOGGED}', logged)
   redis.call('ZREM', KEYS[2], KEYS[1])
   redis.call('PEXPIRE', KEYS[1], ARGV[6])

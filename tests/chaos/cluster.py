@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +32,7 @@ from baton.failpoints import LOG_VARIABLE, VARIABLE
 from baton.handles import NodeRecord
 from baton.node.metrics_server import metrics_token
 from baton.redis_keys import LEASES, log_key, node_key, request_key
+from baton.socket_folder import SocketFolder
 from deploy.redis_server import RedisServer
 from tests.chaos.counts import Vitals, descriptors_of, tasks_in, threads_of
 from tests.chaos.hosts import Hosts
@@ -42,7 +41,7 @@ from tests.chaos.streams import DEADLINE_S, Spec, Stream
 from tests.system.processes import Processes, ServerProcess
 from tests.waiting import eventually
 
-HEAL_S = 90.0
+HEAL_S = 240.0  # six processes import torch, on a busy machine
 SECRET = "of-the-deployment-under-test-0123456789"  # nodes that are not on loopback want one
 FIRE_S = 30.0
 STOPPED = "T"
@@ -120,8 +119,7 @@ class Cluster:
     held: dict[int, Vitals] = field(default_factory=dict[int, Vitals])
     hosts: Hosts | None = None
     _redis_pid: int = 0  # of a Redis that is stopped
-    # A socket path may have 107 bytes only, so it does not live in `directory`.
-    _sockets: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="baton-chaos-")))
+    _sockets: SocketFolder = field(default_factory=lambda: SocketFolder("baton-chaos-sockets-"))
 
     async def __aenter__(self) -> Cluster:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -161,15 +159,13 @@ class Cluster:
             await proxy.__aexit__(kind, error, trace)
         if self.hosts is not None:
             self.hosts.down()
-        shutil.rmtree(self._sockets, ignore_errors=True)
-        if not self.redis_up:
-            self.start_redis()
+        self._sockets.remove()
 
     # ---- proxies ----
 
     @property
     def _redis_proxy(self) -> Path:
-        return self._sockets / "redis.sock"
+        return self._sockets.path / "redis.sock"
 
     async def _start_proxies(self) -> None:
         """One for each port of each node, named (node, kind), and ("redis", "store")."""
@@ -182,7 +178,7 @@ class Cluster:
             await proxy.__aenter__()
 
     def _proxied_flags(self, name: str) -> tuple[str, ...]:
-        flags = ["--advertise-host", FAR, "--kv-unix-dir", str(self._sockets)]
+        flags = ["--advertise-host", FAR, "--kv-unix-dir", str(self._sockets.path)]
         for kind, flag in PORT_FLAGS.items():
             place = self.proxies[name, kind].here
             assert isinstance(place, tuple), "nodes are reached by TCP"
@@ -411,13 +407,13 @@ class Cluster:
                 flags = (*flags, *self._proxied_flags(name))
             if self.hosts is not None:
                 flags += ("--host", self.hosts.address(name), "--insecure")
-                flags += ("--kv-unix-dir", str(self._sockets))
+                flags += ("--kv-unix-dir", str(self._sockets.path))
                 prefix = self.hosts.enter(name)
         server = await self._processes.start(MODULES[name[0]], name, flags, environ, prefix)
         if (self.layout.proxied or self.layout.hosts) and name not in ROUTERS:
             # Peers prefer the Unix socket of a node on their host; without it they take TCP.
             boot = str(server.ready["boot_id"])
-            for path in self._sockets.glob("*.sock"):
+            for path in self._sockets.path.glob("*.sock"):
                 if boot.startswith(path.stem):
                     path.unlink()
         return server

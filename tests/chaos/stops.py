@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from tests.chaos.cases import Case, World
-from tests.chaos.kills import EARLY, processes_of
+from tests.chaos.kills import EARLY, disarm_but, processes_of
 from tests.chaos.oracle import Broken, Terms, check_all
 from tests.chaos.streams import Stream, finish_all
 
@@ -66,7 +66,7 @@ async def zombie(world: World, stage: str, passage: int = 1) -> str:
     )
     stopped, line = await cluster.fired()
     proofs = [line, await cluster.stopped(stopped)]
-    cluster.disarm()
+    disarm_but(cluster, stage, stopped)
     await finish_all([beside, stream])
     proofs.append(f"woken after the end, {await cluster.stopped(stopped)}")
     if max(beside.retries, stream.retries) == 0:

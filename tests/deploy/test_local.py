@@ -280,8 +280,8 @@ def test_folders_of_the_dead_are_removed_and_no_others(
     )
     assert Path(dead.stdout.strip()).is_dir()
     (tmp_path / "baton-up-other").mkdir()  # just being made: its lock has no name yet
-    mine = SocketFolder("baton-up-")
-    assert remove_stale("baton-up-") == [Path(dead.stdout.strip())]
+    mine = SocketFolder("baton-up-")  # removes the dead one's
+    assert remove_stale("baton-up-") == []
     assert sorted(each.name for each in tmp_path.iterdir()) == sorted(
         [mine.path.name, "baton-up-other"]
     )

@@ -129,6 +129,22 @@ class DyingStore(CutStore):
         return await super().finish(move)
 
 
+class RestartingStore(CutStore):
+    """It is away when the first end is to be recorded. `ends`: what it answered to later ones."""
+
+    def __init__(self, inner: RequestStore) -> None:
+        super().__init__(inner)
+        self.ends: list[WriteStatus] = []
+        self._restarted = False
+
+    async def finish(self, move: Move) -> WriteStatus:
+        self.away |= not self._restarted
+        self._restarted = True
+        status = await super().finish(move)
+        self.ends.append(status)
+        return status
+
+
 def store_of(place: MemoryTables | str, owner: str) -> RequestStore:
     """The store of one router: in shared tables, or in the Redis of that URL."""
     if isinstance(place, str):

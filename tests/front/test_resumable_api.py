@@ -13,8 +13,16 @@ import redis
 from baton.errors import NodeLost
 from baton.request import RequestState
 from router.resumable.canonical import MAX_CANONICAL_BYTES, owner_digest, record_id
+from router.store.base import WriteStatus
 from router.store.memory_store import MemoryTables
-from tests.front.resumable import PATIENCE_S, DyingStore, HeldRouter, Reader, held_router
+from tests.front.resumable import (
+    PATIENCE_S,
+    DyingStore,
+    HeldRouter,
+    Reader,
+    RestartingStore,
+    held_router,
+)
 from tests.waiting import eventually
 
 NAME = "abc"
@@ -148,7 +156,7 @@ async def test_nobody_within_the_grace_ends_it(one: HeldRouter) -> None:
     await first.at_least(3)
     await first.leave()
     await eventually(lambda: _is(one, "cancelled"))
-    assert one.runs.num_live == 0
+    await eventually(lambda: _at_rest(one))
     assert one.runs.stats.abandoned == 1
     reader = again(one)
     events = await reader.done()
@@ -157,6 +165,10 @@ async def test_nobody_within_the_grace_ends_it(one: HeldRouter) -> None:
 
 async def _is(router: HeldRouter, state: str) -> bool:
     return await state_of(router) == state
+
+
+async def _at_rest(router: HeldRouter) -> bool:
+    return router.runs.num_live == 0
 
 
 async def test_a_follower_elsewhere_counts_as_a_reader(one: HeldRouter, two: HeldRouter) -> None:
@@ -388,6 +400,29 @@ async def test_what_was_logged_whole_needs_no_node(
     assert two.adopter.adopted == 1
     assert two.dispatcher.epochs == [], "nothing was left to compute"
     assert await again(two).done() == reader.events
+
+
+@pytest.mark.parametrize("forgets", [1, 5])
+async def test_a_store_that_forgot_the_last_of_a_log_records_no_end_of_it(forgets: int) -> None:
+    """Redis writes its file once a second: kill -9 may take what it confirmed. Whoever asks again
+    must not be told less than the first reader was."""
+    tables = MemoryTables()
+    async with held_router("one", tables, RestartingStore) as one:
+        assert isinstance(one.store, RestartingStore)
+        first = await post(one, "/v1/chat/completions").done()
+        [row] = tables.rows.values()
+        for entry in row.log[-forgets:]:
+            row.lengths[entry.sample] -= len(entry.token_ids)
+            row.ended.discard(entry.sample)
+        del row.log[-forgets:]
+        one.store.away = False
+        await eventually(lambda: _is(one, "finished"))
+        assert one.store.ends == [WriteStatus.GAP, WriteStatus.OK]
+        assert one.dispatcher.epochs == [1, 2]
+        told = await again(one).done()
+        assert [(id_, _normal(data, NAME)) for id_, _, data in told] == [
+            (id_, _normal(data, NAME)) for id_, _, data in first
+        ]
 
 
 async def test_a_failure_is_told_again(one: HeldRouter, two: HeldRouter) -> None:

@@ -121,6 +121,33 @@ async def test_block_events_make_the_prefix_index_and_a_gap_forgets() -> None:
         assert await tell(5, BlockEvent(BlockEventKind.CLEARED)) == set()
 
 
+async def test_a_session_whose_write_failed_is_over_for_the_node_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """gRPC takes such a call for done, and would leave it open in its core for ever."""
+    failed = asyncio.Event()
+
+    async def failing(call: Any, message: Any) -> None:
+        monkeypatch.undo()
+        failed.set()
+        call._cython_call.set_internal_error("scripted")
+        await call._raise_for_status()
+
+    async with fake_nodes("d") as (d,), running_router([d]) as router:
+        session = router.registry.session("boot-d")
+        assert session is not None
+        attachment, inbox = inbox_of()
+        session.attach(attachment)
+        monkeypatch.setattr("grpc.aio._call._StreamRequestMixin._write", failing)
+        session.send(AbortRequest("r", 1))
+        async with asyncio.timeout(PATIENCE_S):
+            await failed.wait()
+            d.say(tokens=(TokenEvent("r", 1, 0, (1,)),))
+            assert await inbox.get() == TokenEvent("r", 1, 0, (1,))
+            assert isinstance(await inbox.get(), SessionLost)
+            await d.left.wait()
+
+
 async def test_a_broken_session_tells_its_requests_and_comes_back() -> None:
     async with fake_nodes("d") as (d,), running_router([d]) as router:
         session = router.registry.session("boot-d")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from baton.request import TERMINAL, TRANSITIONS, RequestState
-from router.store.base import LOGGED, LogEntry, Move, RequestStore, Swept, WriteStatus
+from router.store.base import END_MARK, LOGGED, LogEntry, Move, RequestStore, Swept, WriteStatus
 from tests.router.conftest import StoreMaker
 from tests.router.fakes import PATIENCE_S, FakeClock
 
@@ -124,6 +124,27 @@ async def test_the_end_counts_the_log_once(make_store: StoreMaker) -> None:
         assert record.fields[LOGGED] == "4"
     counts = {state: count for state, count in (await store.counts()).items() if count}
     assert counts == {S.FINISHED: 1}, "one end"
+
+
+@pytest.mark.parametrize("more", [{"min_tokens": 4}, {"min_ends": 2}])
+async def test_an_end_may_ask_how_much_is_logged(
+    make_store: StoreMaker, more: dict[str, int]
+) -> None:
+    """A log that lacks what its writer saw confirmed gets no end; other states do not ask."""
+    store = make_store("r1")
+    await walk(store, "a")
+    await store.append([LogEntry("a", 1, 0, (11, 12)), LogEntry("a", 1, 0, (31,), 1, END_MARK)])
+    assert await write(store, "a", 1, S.DECODE, **more) is W.OK
+    for _ in range(2):
+        assert await write(store, "a", 1, S.FINISHED, **more, fields={"x": "1"}) is W.GAP
+    record = await store.read("a")
+    assert record is not None
+    assert (record.state, dict(record.fields)) == (S.DECODE, {})
+    await store.append([LogEntry("a", 1, 2, (13,), 0, END_MARK)])
+    assert await write(store, "a", 1, S.FINISHED, **more, fields={"x": "1"}) is W.OK
+    record = await store.read("a")
+    assert record is not None
+    assert dict(record.fields) == {"x": "1", LOGGED: "4"}
 
 
 async def test_catch_up_skips_states_but_no_fence(make_store: StoreMaker) -> None:

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Final, Protocol, TypeAlias
 
 from torch._C._distributed_c10d import FileStore
@@ -31,6 +30,7 @@ from baton.engine.tensor_parallel.messages import Gone, Kind, Link
 from baton.engine.tensor_parallel.place import RankPlace
 from baton.engine.tensor_parallel.pool import GroupArena, SharedMemory, make_memory
 from baton.errors import ConfigError, InternalError
+from baton.socket_folder import SocketFolder
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +38,7 @@ LOAD_DEADLINE_S: Final = 1800.0  # until all have read their weights
 STOP_S: Final = 10.0  # a rank that was told to end
 DEATH_S: Final = 1.0  # how long a failed collective waits for the death that explains it
 MODULE: Final = "baton.engine.tensor_parallel.worker"
+MEETING_PREFIX: Final = "baton-ranks-"  # of folders, in the temporary directory
 
 
 class Process(Protocol):
@@ -89,12 +90,12 @@ class Ranks:
         self,
         group: RankGroup,
         processes: Sequence[RankProcess],
-        directory: TemporaryDirectory[str],
+        meeting: SocketFolder,
         memory: int,
     ) -> None:
         self._group = group
         self.processes = tuple(processes)
-        self._directory = directory
+        self._meeting = meeting
         self._memory: int | None = memory
         # Of one thread: a garbage collection amid anything may close() us, see load_leader.
         self._lock = threading.RLock()
@@ -118,18 +119,18 @@ class Ranks:
         Raises ConfigError if a process cannot be started.
         """
         size, memory = config.tensor_parallel_size, make_memory()
-        directory = TemporaryDirectory(prefix="baton-ranks-")
+        meeting = SocketFolder(MEETING_PREFIX)
         processes: list[RankProcess] = []
         try:
             while len(processes) + 1 < size:
                 place = RankPlace(len(processes) + 1, size)
-                processes.append(start_rank(Start(config, place, directory.name, memory)))
+                processes.append(start_rank(Start(config, place, str(meeting.path), memory)))
         except (OSError, Gone) as error:
-            Ranks(group, processes, directory, memory).close()
+            Ranks(group, processes, meeting, memory).close()
             raise ConfigError(
                 f"a tensor-parallel rank cannot be started: {error}", field="tensor_parallel_size"
             ) from error
-        return Ranks(group, processes, directory, memory)
+        return Ranks(group, processes, meeting, memory)
 
     def on_lost(self, callback: Callable[[], None]) -> None:
         """Call it once, on any thread, when the group is lost; at once if it is by now."""
@@ -168,7 +169,7 @@ class Ranks:
         with self.fatal():
             for each in self.processes:
                 each.link.tell(Kind.POOL, {"num_blocks": num_blocks, "block_size": block_size})
-            group.connect(store(self._directory.name, group.place.size))
+            group.connect(store(str(self._meeting.path), group.place.size))
             for each in self.processes:
                 self._expect(each, Kind.READY)
                 each.link.limit(DEADLINE_S)
@@ -232,7 +233,7 @@ class Ranks:
         if self._memory is not None:
             os.close(self._memory)
             self._memory = None
-        self._directory.cleanup()
+        self._meeting.remove()
 
     def _expect(self, each: RankProcess, *kinds: Kind) -> tuple[Kind, dict[str, str]]:
         try:

@@ -135,9 +135,9 @@ class SamplingParams:
     @property
     def num_outputs(self) -> int:
         """Outputs that an engine tells of: every sample, or the n best beams."""
-        return self.n if self.beam_width else self.num_samples
+        return self.n if self.beam_width else max(self.n, self.best_of or 1)
 
     @property
     def width(self) -> int:
         """Most sequences at once."""
-        return self.beam_width or self.num_samples
+        return self.beam_width or max(self.n, self.best_of or 1)

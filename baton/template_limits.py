@@ -202,6 +202,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         self._look()
+        if operator == "+" and type(left) is str and type(right) is str:  # nearly all there are
+            self._fits(len(left) + len(right))
+            return left + right
         _check_binop(operator, left, right)
         return self._sized(super().call_binop(context, operator, left, right))
 

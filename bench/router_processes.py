@@ -73,16 +73,22 @@ async def program(
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
         )  # fmt: skip
-    assert process.stdout is not None, "it was given a pipe"
     try:
-        async with asyncio.timeout(START_S):
-            async for line in process.stdout:
-                if line.startswith(b"{"):
-                    yield Program(process.pid, json.loads(line))
-                    return
-        raise ConfigError(f"{module} did not start: {' '.join(flags)}")
+        ready = await asyncio.wait_for(_ready_line(process), START_S)
+        if ready is None:
+            raise ConfigError(f"{module} did not start: {' '.join(flags)}")
+        yield Program(process.pid, ready)
     finally:
         await _stop(process)
+
+
+async def _ready_line(process: asyncio.subprocess.Process) -> dict[str, Any] | None:
+    """The JSON line of a program that is ready; None if it ended without one."""
+    assert process.stdout is not None, "it was given a pipe"
+    async for line in process.stdout:
+        if line.startswith(b"{"):
+            return json.loads(line)
+    return None
 
 
 async def load(flags: Sequence[str], cores: Collection[int], out: Path) -> dict[str, Any]:

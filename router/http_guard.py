@@ -1,12 +1,12 @@
 """Limits around the HTTP parser: time for head and body, sizes and counts of headers, framing.
 
-uvicorn's h11 protocol alone keeps half a request open for ever, accepts Content-Length together
-with Transfer-Encoding, and bounds a head only when it arrives in pieces (httptools does none of
-it). Two parts, both composed, neither a parser (parsers that disagree let requests be smuggled):
+uvicorn's protocol alone keeps half a request open for ever, knows no limits of heads and asks for
+no Host. Three parts, all composed, one parser (parsers that disagree let requests be smuggled):
 
-    GuardedProtocol   wraps uvicorn's H11Protocol per connection: deadlines, send buffer, and who
-                      is told of its end (router/nodes/connection.py)
-    HeadGuard         ASGI middleware over the parsed head: sizes, counts, duplicate framing headers
+    BoundedParser     between uvicorn's HttpToolsProtocol and httptools (router/http_parser.py)
+    GuardedProtocol   wraps the two per connection: deadlines, send buffer, and who is told of its
+                      end (router/nodes/connection.py)
+    HeadGuard         ASGI middleware over the parsed head: sizes, counts, framing headers
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, cast
 
-import h11
+import httptools
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.config import Config
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from baton.tls import TlsFiles
+from router.http_parser import BoundedParser, Phase
 from router.nodes.connection import HANG_UP, HangUp
 from router.web_errors import http_error_response
 
@@ -34,7 +36,8 @@ _TIMEOUT_REPLY: Final = (
 SPARE_CONNECTIONS: Final = 64  # beyond the limit: told 503; more are not talked to
 MAX_METHOD_CHARS: Final = 16
 _SINGLE: Final = (
-    b"host", b"content-length", b"content-type", b"authorization", b"x-api-key", b"x-request-id"
+    b"host", b"content-length", b"transfer-encoding", b"content-type", b"authorization",
+    b"x-api-key", b"x-request-id",
 )  # fmt: skip
 
 
@@ -66,7 +69,6 @@ def uvicorn_settings(limits: HttpLimits, tls: TlsFiles | None = None) -> dict[st
     return encrypted | {
         "http": partial(GuardedProtocol, limits=limits),
         "ws": "none",
-        "h11_max_incomplete_event_size": limits.head_bytes,
         "timeout_keep_alive": limits.keep_alive_s,
         "limit_concurrency": limits.connections,
         "proxy_headers": False,
@@ -76,7 +78,7 @@ def uvicorn_settings(limits: HttpLimits, tls: TlsFiles | None = None) -> dict[st
 
 
 class GuardedProtocol(asyncio.Protocol):
-    """One connection. IDLE (no head yet) and SEND_BODY (no whole body yet) each have a deadline."""
+    """One connection. A head and a body that are not whole yet each have a deadline."""
 
     def __init__(
         self,
@@ -89,12 +91,14 @@ class GuardedProtocol(asyncio.Protocol):
     ) -> None:
         self._hang_up = HangUp()
         state = {**app_state, HANG_UP: self._hang_up}
-        self._inner = H11Protocol(config, server_state, state, _loop)
+        self._inner = HttpToolsProtocol(config, server_state, state, _loop)
+        self._parser = BoundedParser(self._inner, limits.head_bytes)
+        self._inner.parser = cast("httptools.HttpRequestParser", self._parser)
         self._loop = _loop if _loop is not None else asyncio.get_running_loop()
         self._limits = limits
         self._others = server_state.connections
         self._transport: asyncio.Transport | None = None
-        self._waits_for: object = None  # h11.IDLE or h11.SEND_BODY while a deadline runs
+        self._waits_for = Phase.NOTHING  # else a deadline runs
         self._deadline: asyncio.TimerHandle | None = None
         self._accepted = False
 
@@ -109,7 +113,7 @@ class GuardedProtocol(asyncio.Protocol):
         if raw is not None:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._limits.send_buffer_bytes)
         self._inner.connection_made(self._transport)
-        self._watch(first=True)
+        self._watch()
 
     def data_received(self, data: bytes) -> None:
         self._inner.data_received(data)
@@ -131,25 +135,24 @@ class GuardedProtocol(asyncio.Protocol):
     def resume_writing(self) -> None:
         self._inner.resume_writing()
 
-    def _watch(self, first: bool = False) -> None:
-        """Start, keep or stop the deadline by what the parser still waits for from the client."""
-        state = self._inner.conn.their_state
-        if state is h11.IDLE and not first and not self._inner.conn.trailing_data[0]:
-            state = None  # between two requests: uvicorn's keep-alive timer counts
-        if state is self._waits_for:
+    def _watch(self) -> None:
+        """Start, keep or stop the deadline by what is still to come from the client."""
+        phase = self._parser.phase
+        if phase is Phase.NOTHING and not self._parser.is_behind:
+            phase = Phase.HEAD  # bytes that began no request have stopped uvicorn's idle timer
+        if phase is self._waits_for:
             return
         self._stop()
-        if state is h11.IDLE:
-            self._start(state, self._limits.head_s)
-        elif state is h11.SEND_BODY:
-            self._start(state, self._limits.body_s)
+        if phase is not Phase.NOTHING:
+            self._start(phase)
 
-    def _start(self, state: object, seconds: float) -> None:
-        self._waits_for = state
+    def _start(self, phase: Phase) -> None:
+        self._waits_for = phase
+        seconds = self._limits.head_s if phase is Phase.HEAD else self._limits.body_s
         self._deadline = self._loop.call_later(seconds, self._expired)
 
     def _stop(self) -> None:
-        self._waits_for = None
+        self._waits_for = Phase.NOTHING
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
@@ -158,7 +161,10 @@ class GuardedProtocol(asyncio.Protocol):
         transport = self._transport
         if transport is None or transport.is_closing():
             return
-        if self._inner.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+        if self._parser.is_behind:
+            self._start(self._waits_for)  # it was not read meanwhile
+            return
+        if self._parser.may_answer:
             transport.write(_TIMEOUT_REPLY)
         transport.close()
 
@@ -196,13 +202,24 @@ class HeadGuard:
             return 431, "too many headers"
         if sum(sizes) > limits.head_bytes or max(sizes, default=0) > limits.header_bytes:
             return 431, "the headers are too large"
-        names = {name for name, _ in headers}
-        if b"content-length" in names and b"transfer-encoding" in names:
+        return _framing_fault(scope["http_version"], headers)
+
+
+def _framing_fault(version: str, headers: Sequence[tuple[bytes, bytes]]) -> tuple[int, str] | None:
+    """What another HTTP parser might understand otherwise."""
+    names = {name for name, _ in headers}
+    if version == "1.1" and b"host" not in names:
+        return 400, "no host header"
+    if b"transfer-encoding" in names:
+        if b"content-length" in names:
             return 400, "content-length together with transfer-encoding"
-        if len(names) == len(headers):
-            return None
-        every = [name for name, _ in headers]
-        for name in _SINGLE:
-            if every.count(name) > 1:
-                return 400, f"more than one {name.decode()} header"
+        codings = {value.lower() for name, value in headers if name == b"transfer-encoding"}
+        if codings != {b"chunked"}:
+            return 400, "no transfer-encoding but chunked is spoken here"
+    if len(names) == len(headers):
         return None
+    every = [name for name, _ in headers]
+    for name in _SINGLE:
+        if every.count(name) > 1:
+            return 400, f"more than one {name.decode()} header"
+    return None

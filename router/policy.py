@@ -311,6 +311,8 @@ def _blocks(node: NodeSnapshot, ask: Ask) -> int:
 
 
 def _prefer_unavoided(nodes: Sequence[NodeSnapshot], ask: Ask) -> Sequence[NodeSnapshot]:
+    if not ask.avoided:
+        return nodes
     return [node for node in nodes if node.boot_id not in ask.avoided] or nodes
 
 
@@ -332,6 +334,8 @@ def _pick(
     nodes: Sequence[NodeSnapshot], cost: Callable[[NodeSnapshot], float], tie: float
 ) -> NodeSnapshot:
     """One of the cheapest, by `tie`: routers with the same view do not all choose the same node."""
+    if len(nodes) == 1:
+        return nodes[0]
     costs = [(cost(node), node) for node in nodes]
     best = min(value for value, _ in costs)
     limit = best + SIMILAR * abs(best)

@@ -28,8 +28,13 @@ def _fault_of(content_type: str) -> str:
 
 def _check_head(request: HttpRequest) -> None:
     """Raise HTTPException (415) for bytes that are not JSON, or not in its own UTF-8."""
-    fault = _fault_of(request.headers.get("content-type", ""))
-    encoding = request.headers.get("content-encoding", "").strip().lower()
+    kind = encoding = ""
+    for name, value in request.scope["headers"]:  # Starlette's Headers decodes all of them
+        if name == b"content-type":
+            kind = value.decode("latin-1")
+        elif name == b"content-encoding":
+            encoding = value.decode("latin-1").strip().lower()
+    fault = _fault_of(kind)
     if encoding not in ("", "identity") and not fault.startswith("the content-type"):
         # RFC 9110, 15.5.16: says what would be understood.
         headers = {"accept-encoding": "identity"}

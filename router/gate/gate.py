@@ -191,7 +191,7 @@ class Gate:
         used = 0
         if trace.dispatched_at is not None:
             used = len(request.prompt_ids) + trace.output_tokens
-        finished = trace.outcome == RequestState.FINISHED.value
+        finished = trace.outcome == RequestState.FINISHED
         now = self._clock.monotonic()
         self.queue.release(entry.ticket, used, trace.output_tokens if finished else 0, now)
         served = self.stats.served
@@ -199,7 +199,7 @@ class Gate:
         if trace.terms.slo.ttft_s is not None and trace.first_token_at is not None:
             took_s = trace.first_token_at - (trace.admitted_at or request.arrival)
             self.margin.observe(took_s - entry.expected_s)
-        if trace.outcome != RequestState.CANCELLED.value:
+        if trace.outcome != RequestState.CANCELLED:
             self._count_slo(request, trace, finished)
         self.poke()
 

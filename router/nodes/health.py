@@ -127,6 +127,11 @@ class NodeHealth:
 
     # ---- judgement ----
 
+    @property
+    def holds_any(self) -> bool:
+        """Is some node in quarantine?"""
+        return self._clock.monotonic() < self._last_until
+
     def in_quarantine(self, keys: Iterable[str]) -> bool:
         now = self._clock.monotonic()
         return now < self._last_until and any(
@@ -135,7 +140,7 @@ class NodeHealth:
 
     def panicking(self, known: Callable[[], Sequence[Known]]) -> frozenset[Role]:
         """Roles whose quarantines are disregarded now. `known` is asked only if there are any."""
-        if self._clock.monotonic() >= self._last_until:
+        if not self.holds_any:
             self._panicking = frozenset()
             return self._panicking
         nodes = known()

@@ -158,10 +158,11 @@ class NodeRegistry:
     def snapshots(self) -> list[NodeSnapshot]:
         """The connected nodes, as of now."""
         health, panic = self.health, self.health.panicking(self._seen)
+        held = health.holds_any
         found: list[NodeSnapshot] = []
         for session, record in self._connected():
             snapshot = session.snapshot(record)
-            quarantined = record.role not in panic and health.in_quarantine(session.keys)
+            quarantined = held and record.role not in panic and health.in_quarantine(session.keys)
             if session.stalled or quarantined:
                 snapshot = replace(snapshot, shunned=True)
             found.append(snapshot)

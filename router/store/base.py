@@ -131,7 +131,8 @@ class RequestStore(Protocol):
         ...
 
     def post(self, move: Move, told: Told) -> None:
-        """`move` without waiting: writes take effect in the order in which they are asked for.
+        """`move` without waiting: it takes effect before what its request is asked next (but for
+        appends), alone or as one with those that follow.
 
         Raises nothing; `told` of the answer at once or later, once.
         """

@@ -46,6 +46,7 @@ from router.store.base import (
     Told,
     WriteStatus,
 )
+from router.store.posted import PostedMoves
 from router.store.redis_queue import ScriptQueue
 
 logger = logging.getLogger(__name__)
@@ -92,6 +93,7 @@ class RedisStore:
         self._follow = client.register_script(redis_scripts.FOLLOW)
         self._release = client.register_script(redis_scripts.RELEASE)
         self._scripts = ScriptQueue(client, timeout_s)
+        self._posted = PostedMoves(self._write_posted)
 
     @property
     def name(self) -> str:
@@ -103,6 +105,7 @@ class RedisStore:
             await reply
 
     async def stop(self) -> None:
+        self._posted.flush()
         await self._scripts.stop()
         await self._redis.aclose()
 
@@ -125,13 +128,15 @@ class RedisStore:
 
     def post(self, move: Move, told: Told) -> None:
         assert not move.state.terminal, "a terminal state is `finish`'s"
+        self._posted.hold(move, told)
 
+    def _write_posted(self, move: Move, told: Sequence[Told]) -> None:
         def settle(answer: bytes | Exception) -> None:
             if isinstance(answer, Exception):
-                told(self._failed(answer))
+                _tell(told, self._failed(answer))
             else:
                 self._reached()
-                told(_STATUS[answer])
+                _tell(told, _STATUS[answer])
 
         self._scripts.post(self._move, *self._moving(move), settle)
 
@@ -140,7 +145,14 @@ class RedisStore:
         return await self._write(move)
 
     async def _write(self, move: Move) -> WriteStatus:
-        return _STATUS[await self._run(self._move, *self._moving(move))]
+        move, told = self._posted.taken_along(move)
+        try:
+            status = _STATUS[await self._run(self._move, *self._moving(move))]
+        except StoreUnavailable as error:
+            _tell(told, error)
+            raise
+        _tell(told, status)
+        return status
 
     def _moving(self, move: Move) -> tuple[Sequence[str], Sequence[str | int]]:
         """MOVE's keys and arguments."""
@@ -189,6 +201,7 @@ class RedisStore:
         ]
 
     async def read(self, request_id: str) -> RequestRecord | None:
+        self._posted.flush()
         flat: list[bytes] = await self._run(self._read, [request_key(request_id)], [])
         raw = dict(zip(flat[::2], flat[1::2], strict=True))
         return _record(request_id, raw) if raw else None
@@ -215,6 +228,7 @@ class RedisStore:
         await self._run(self._follow, [request_key(request_id)], [])
 
     async def release(self, request_ids: Collection[str]) -> None:
+        self._posted.flush()  # what is written later renews a lease
         await self._run(self._release, [LEASES, *map(request_key, request_ids)], [self._owner])
 
     async def counts(self) -> dict[RequestState, int]:
@@ -255,6 +269,11 @@ class RedisStore:
         except (RedisError, OSError, TimeoutError) as error:
             raise self._failed(error) from error
         self._reached()
+
+
+def _tell(told: Sequence[Told], answer: WriteStatus | StoreUnavailable) -> None:
+    for each in told:
+        each(answer)
 
 
 def _flatten(fields: Mapping[str, str]) -> list[str]:

@@ -75,6 +75,51 @@ async def test_transitions_are_the_table(make_store: StoreMaker, old: S, new: S)
     assert counts == {record.state: 1}
 
 
+async def test_what_is_posted_is_written_before_what_is_asked_next(make_store: StoreMaker) -> None:
+    store, told = make_store("r1"), list[Any]()
+    await walk(store, "a")
+    await walk(store, "b")
+    store.post(Move("a", 1, S.PREFILL, {"prefill_node": "p"}), told.append)
+    store.post(Move("a", 1, S.TRANSFER, {"decode_node": "d"}), told.append)
+    store.post(Move("b", 1, S.DECODE, {"decode_node": "d"}), told.append)
+    record = await store.read("a")
+    assert record is not None
+    assert (record.state, record.epoch) == (S.TRANSFER, 1)
+    assert record.fields == {"prefill_node": "p", "decode_node": "d"}
+    store.post(Move("a", 1, S.DECODE), told.append)
+    assert await store.finish(Move("a", 1, S.FINISHED, {"output_tokens": "2"})) is W.OK
+    record = await store.read("a")
+    assert record is not None
+    assert record.state is S.FINISHED
+    assert record.fields.items() >= {"decode_node": "d", "output_tokens": "2"}.items()
+    assert told == [W.OK] * 4
+    counts = {state: count for state, count in (await store.counts()).items() if count}
+    assert counts == {S.FINISHED: 1, S.DECODE: 1}
+
+
+async def test_what_was_posted_keeps_nothing_that_is_released(make_store: StoreMaker) -> None:
+    one, two, told = make_store("r1"), make_store("r2"), list[Any]()
+    await walk(one, "a")
+    one.post(Move("a", 1, S.PREFILL), told.append)
+    await one.release(["a"])
+    assert told == [W.OK]
+    record = await two.read("a")
+    assert record is not None
+    assert record.state is S.PREFILL
+
+
+async def test_a_posted_move_is_fenced_as_any_other(make_store: StoreMaker) -> None:
+    store, told = make_store("r1"), list[Any]()
+    await walk(store, "a", S.PREFILL)
+    assert await store.move(Move("a", 1, S.QUEUED)) is W.OK
+    store.post(Move("a", 1, S.TRANSFER), told.append)
+    store.post(Move("a", 1, S.DECODE), told.append)
+    record = await store.read("a")
+    assert record is not None
+    assert (record.state, record.epoch) == (S.QUEUED, 2)
+    assert told == [W.FENCED] * 2
+
+
 async def test_failover_raises_the_epoch_and_fences_the_old_one(make_store: StoreMaker) -> None:
     store = make_store("r1")
     await walk(store, "a", S.PREFILL, S.TRANSFER)

@@ -82,9 +82,9 @@ ATTACKS = [
     Attack("a header without a colon", GET + b"abc\r\n\r\n"),
     Attack("a header without a name", GET + b": b\r\n\r\n"),
     # ---- other protocols
-    Attack("HTTP/0.9", b"GET /v1/models\r\n\r\n"),
+    Attack("HTTP/0.9", b"GET /v1/models\r\n\r\n", (505,)),
     Attack("HTTP/3.0", b"GET /v1/models HTTP/3.0\r\nhost: x\r\n\r\n", (505,)),
-    Attack("HTTP/2's preface", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", (505,)),
+    Attack("HTTP/2's preface", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"),
     Attack("a TLS hello", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc" + b"\x00" * 40, (400, 408)),
     Attack("random bytes", bytes(range(256)) * 4),
     Attack("an SSH client", b"SSH-2.0-OpenSSH_9.2\r\n\r\n"),

@@ -1,0 +1,66 @@
+"""PostedMoves: transitions that nobody waits for, held for a moment in which others may follow.
+
+A request is prefilled, transferred and decoded within milliseconds, or ended: the store is told
+where it has got to, once, with the fields of all. What somebody does wait for takes them along, so
+writes still take effect in the order in which they are asked for. Not here: how a move is written
+(router/store/redis_store.py). Event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from router.store.base import Move, Told
+
+HOLD_S: Final = 0.02
+
+
+@dataclass(slots=True)
+class _Held:
+    """One request's moves as one, and who is told of each."""
+
+    move: Move
+    told: list[Told]
+
+
+class PostedMoves:
+    """`write` is given the moves, and who is told of the answer."""
+
+    def __init__(self, write: Callable[[Move, Sequence[Told]], None]) -> None:
+        self._write = write
+        self._held: dict[str, _Held] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def hold(self, move: Move, told: Told) -> None:
+        """Write it soon, with whatever else comes of its request."""
+        held = self._held.get(move.request_id)
+        if held is None:
+            self._held[move.request_id] = _Held(move, [told])
+        else:
+            held.move = _after(held.move, move)
+            held.told.append(told)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(HOLD_S, self.flush)
+
+    def taken_along(self, move: Move) -> tuple[Move, Sequence[Told]]:
+        """`move` with what is held of its request, which its caller writes and tells of now."""
+        held = self._held.pop(move.request_id, None)
+        return (move, ()) if held is None else (_after(held.move, move), held.told)
+
+    def flush(self) -> None:
+        """Write all that is held."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        held, self._held = self._held, {}
+        for each in held.values():
+            self._write(each.move, each.told)
+
+
+def _after(earlier: Move, later: Move) -> Move:
+    """Both at once. The states between are skipped, as by one who catches up."""
+    fields = {**earlier.fields, **later.fields}
+    return Move(later.request_id, later.epoch, later.state, fields, catch_up=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from router.store.base import Move, Told
@@ -62,5 +62,4 @@ class PostedMoves:
 
 def _after(earlier: Move, later: Move) -> Move:
     """Both at once. The states between are skipped, as by one who catches up."""
-    fields = {**earlier.fields, **later.fields}
-    return Move(later.request_id, later.epoch, later.state, fields, catch_up=True)
+    return replace(later, fields={**earlier.fields, **later.fields}, catch_up=True)

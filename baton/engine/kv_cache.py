@@ -22,6 +22,7 @@ from typing import Final, TypeAlias
 
 import torch
 
+from baton.engine import huge_pages
 from baton.engine.layer_groups import LayerGroups, group_layers
 from baton.errors import ConfigError, InternalError
 from baton.kv_spec import LayerSpec
@@ -83,7 +84,7 @@ class KVArena:
         self._slots, self._scale_slots, self.page_bytes = _places(self.groups, block_size, dtype)
         self.num_bytes = num_blocks * self.page_bytes
         if memory is None:
-            place = torch.zeros(self.num_bytes, dtype=torch.uint8, device=device)
+            place = _memory(self.num_bytes, torch.device(device))
         else:
             place = memory(self.num_bytes, self.page_bytes)
         if place.numel() < self.num_bytes or place.dtype != torch.uint8:
@@ -178,6 +179,13 @@ def bytes_per_block(
     """Bytes of one block of KVArena over its group's layers, scales included."""
     groups = layers if isinstance(layers, LayerGroups) else group_layers(layers, dtype)
     return _places(groups, block_size, dtype)[2]
+
+
+def _memory(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Zeros, uint8."""
+    if device.type == "cpu":
+        return huge_pages.zeros(num_bytes, dtype=torch.uint8)
+    return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
 
 def _places(groups: LayerGroups, block_size: int, dtype: str) -> tuple[list[int], list[int], int]:

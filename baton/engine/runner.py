@@ -229,5 +229,7 @@ def _told(
 
 
 def _rows(tensor: Tensor, rows: Sequence[int]) -> Tensor:
-    """A copy of some rows of a tensor, also of none."""
+    """Some rows of a tensor: a copy of them, also of none."""
+    if not rows:
+        return tensor[:0]
     return tensor[torch.tensor(rows, dtype=torch.int64, device=tensor.device)]

@@ -12,6 +12,7 @@ from typing import Final
 
 import torch
 
+from baton.engine import huge_pages
 from baton.engine.kv_cache import KVArena, MakeMemory
 from baton.engine.memory import HostMemory
 from baton.errors import ConfigError
@@ -102,7 +103,7 @@ class PoolPlace:
             if not self._optional:
                 raise
             log.info("no KV lane shm: %s", error.message)
-            return torch.zeros(num_bytes, dtype=torch.uint8)
+            return huge_pages.zeros(num_bytes, dtype=torch.uint8)
         return self.shared.reach()
 
 

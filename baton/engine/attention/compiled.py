@@ -80,7 +80,7 @@ def known_layer(
     if spec.latent or keys.dtype != dtype or values.dtype != dtype:
         return None
     k_dim, v_dim = keys.shape[3], values.shape[3]
-    if k_dim % 32 or v_dim % 16 or max(k_dim, v_dim) > MAX_DIM or not v_dim:
+    if k_dim % 32 or v_dim % 32 or max(k_dim, v_dim) > MAX_DIM or not v_dim:
         return None
     if not (dense(keys[0]) and dense(values[0])):
         return None

@@ -1,11 +1,13 @@
 // Paged decode attention: one new token per row, read straight from the pool's blocks.
 //
-// A row's keys are taken in tiles of 16, in their order, each tile with all the KV heads of a task:
-// a token's heads lie side by side in the pool, so memory is read in order. Softmax goes along, as
-// in FlashAttention. What a row computes depends on its own keys alone. GQA: the query heads of one
-// KV head share what is loaded. How keys and values are stored is a Pool's (PlainPool; in
-// attention_int8.h Int8Pool): where a token lies, what asking memory for it touches, how its numbers
-// are read, and the factors of a tile's scores and weights.
+// A row's keys are taken in tiles of 16, in their order, each tile with all the KV heads of a task.
+// Softmax goes along, as in FlashAttention. What a row computes depends on its own keys alone. GQA:
+// the query heads of one KV head share what is loaded. Both products are dot products of bfloat16
+// pairs: of a key's neighbouring numbers, and of two keys' values, for which weights are rounded.
+// While a tile is read, the next one is asked of memory line by line: all at once, a core would
+// stand still until most of it is there. How keys and values are stored is a Pool's (PlainPool; in
+// attention_int8.h Int8Pool): where a token lies, how its numbers are asked of memory and read, and
+// the factors of a tile's scores and weights.
 #pragma once
 
 #include <omp.h>
@@ -20,7 +22,6 @@ namespace baton {
 
 constexpr int kTile = 16;       // keys at once
 constexpr int kMaxDim = 256;    // numbers per head
-constexpr int kAhead = 2;       // tiles between asking memory for keys and using them
 
 struct DecodeArgs {
   const bf16* q;          // [.., query_heads, k_dim]: row stride below
@@ -39,7 +40,8 @@ struct DecodeArgs {
   float scale, softcap;  // softcap 0: none
 };
 
-// Where one row is with one query head.
+// Where one row is with one query head. The sums lie as `weigh_values` makes them: of 32 numbers,
+// first 0-3, 8-11, 16-19 and 24-27, then the others.
 struct Running {
   float most, total;
   alignas(64) float sum[kMaxDim];
@@ -64,32 +66,28 @@ struct PlainPool {
             a.values + block * a.value_block + token * a.value_token};
   }
 
-  void touch(const Token& token, int64_t first_head, int64_t last_head) const {
-    for (int64_t head = first_head; head < last_head; ++head) {
-      ask(token.key + head * a.key_head, a.k_dim);
-      ask(token.value + head * a.value_head, a.v_dim);
-    }
-  }
+  // What lies beside a token's numbers: nothing.
+  static void ask_factors(const Token&) {}
+  static void ask_key(const Token& token, int64_t at) { ask(token.key + at); }
+  static void ask_value(const Token& token, int64_t at) { ask(token.value + at); }
 
   Factors factors(const Token*, int, int64_t) const { return {_mm512_set1_ps(a.scale)}; }
 
   static __m512bh key(const Token& token, int64_t at) { return load_pairs(token.key + at); }
 
-  static __m512 value(const Token& token, int64_t at) { return load_wide(token.value + at); }
+  static __m512bh value(const Token& token, int64_t at) { return load_pairs(token.value + at); }
 
  private:
-  static void ask(const bf16* from, int64_t numbers) {
-    for (int64_t at = 0; at < numbers; at += 32)
-      _mm_prefetch(reinterpret_cast<const char*>(from + at), _MM_HINT_T0);
+  static void ask(const void* from) {
+    _mm_prefetch(static_cast<const char*>(from), _MM_HINT_T0);
   }
 };
 
 template <class Pool>
 class DecodeRow {
  public:
-  DecodeRow(const Pool& pool, int64_t index, int64_t first_head, int64_t last_head,
-            std::vector<Running>& running)
-      : pool_(pool), a_(pool.a), index_(index), first_head_(first_head), last_head_(last_head),
+  DecodeRow(const Pool& pool, int64_t index, HeadRange kv, std::vector<Running>& running)
+      : pool_(pool), a_(pool.a), index_(index), first_head_(kv.first), last_head_(kv.last),
         group_(a_.query_heads / a_.kv_heads), running_(running) {}
 
   void run() {
@@ -103,13 +101,17 @@ class DecodeRow {
       each.total = a_.sinks ? 1.0f : 0.0f;
       std::fill_n(each.sum, a_.v_dim, 0.0f);
     }
+    const auto span = [&](int64_t at) {
+      return static_cast<int>(std::min<int64_t>(kTile, end - at));
+    };
+    for (int i = 0; i < span(begin); ++i) next_[i] = locate(begin + i);
     for (int64_t at = begin; at < end; at += kTile) {
-      const int count = static_cast<int>(std::min<int64_t>(kTile, end - at));
-      for (int i = 0; i < count; ++i) tile_[i] = locate(at + i);
-      const int64_t ahead = at + kAhead * kTile;
-      for (int64_t next = ahead; next < std::min(end, ahead + kTile); ++next)
-        pool_.touch(locate(next), first_head_, last_head_);
-      for (int64_t head = first_head_; head < last_head_; ++head) attend(head, count);
+      std::copy_n(next_, kTile, tile_);
+      for (int i = 0; i < span(at + kTile); ++i) {
+        next_[i] = locate(at + kTile + i);
+        Pool::ask_factors(next_[i]);
+      }
+      for (int64_t head = first_head_; head < last_head_; ++head) attend(head, span(at));
     }
     finish();
   }
@@ -142,7 +144,7 @@ class DecodeRow {
   template <int Heads, bool Full>
   void attend(Running* states, int64_t head, int64_t query_head, int count,
               const Factors& factors) {
-    alignas(64) float weights[Heads][kTile];
+    alignas(64) bf16 weights[Heads][kTile];
     float kept[Heads];
     __m512 score[Heads];
     scores<Heads, Full>(head, query_head, count, factors, score);
@@ -153,19 +155,44 @@ class DecodeRow {
       kept[h] = most == state.most ? 1.0f : std::exp(state.most - most);
       state.total = state.total * kept[h] + _mm512_reduce_add_ps(weight);
       state.most = most;
-      _mm512_store_ps(weights[h], factors.weighed(weight));
+      store_rounded(weights[h], factors.weighed(weight));
     }
+    weigh_values<Heads, Full>(states, head, count, weights, kept);
+  }
+
+  // sum = sum * kept + the tile's values by their weights.
+  template <int Heads, bool Full>
+  void weigh_values(Running* states, int64_t head, int count, const bf16 (*weights)[kTile],
+                    const float* kept) const {
     const int keys = Full ? kTile : count;
-    for (int64_t d = 0; d < a_.v_dim; d += 16) {
-      __m512 sum[Heads];
-      BATON_UNROLL for (int h = 0; h < Heads; ++h)
-        sum[h] = _mm512_mul_ps(_mm512_load_ps(states[h].sum + d), _mm512_set1_ps(kept[h]));
-      BATON_UNROLL for (int i = 0; i < keys; ++i) {
-        const __m512 value = Pool::value(tile_[i], head * a_.value_head + d);
-        BATON_UNROLL for (int h = 0; h < Heads; ++h)
-          sum[h] = _mm512_fmadd_ps(_mm512_set1_ps(weights[h][i]), value, sum[h]);
+    for (int64_t d = 0; d < a_.v_dim; d += 32) {
+      __m512 low[Heads], high[Heads];
+      BATON_UNROLL for (int h = 0; h < Heads; ++h) {
+        const __m512 each = _mm512_set1_ps(kept[h]);
+        low[h] = _mm512_mul_ps(_mm512_load_ps(states[h].sum + d), each);
+        high[h] = _mm512_mul_ps(_mm512_load_ps(states[h].sum + d + 16), each);
       }
-      BATON_UNROLL for (int h = 0; h < Heads; ++h) _mm512_store_ps(states[h].sum + d, sum[h]);
+      BATON_UNROLL for (int i = 0; i < keys; i += 2) {
+        const __m512i one = (__m512i)Pool::value(tile_[i], head * a_.value_head + d);
+        const __m512i other = !Full && i + 1 == keys  // nobody may have written there
+                                  ? _mm512_setzero_si512()
+                                  : (__m512i)Pool::value(tile_[i + 1], head * a_.value_head + d);
+        if (Full) {
+          Pool::ask_value(next_[i], head * a_.value_head + d);
+          Pool::ask_value(next_[i + 1], head * a_.value_head + d);
+        }
+        const auto first = (__m512bh)_mm512_unpacklo_epi16(one, other);
+        const auto second = (__m512bh)_mm512_unpackhi_epi16(one, other);
+        BATON_UNROLL for (int h = 0; h < Heads; ++h) {
+          const __m512bh pair = broadcast_pair(weights[h] + i);
+          low[h] = _mm512_dpbf16_ps(low[h], pair, first);
+          high[h] = _mm512_dpbf16_ps(high[h], pair, second);
+        }
+      }
+      BATON_UNROLL for (int h = 0; h < Heads; ++h) {
+        _mm512_store_ps(states[h].sum + d, low[h]);
+        _mm512_store_ps(states[h].sum + d + 16, high[h]);
+      }
     }
   }
 
@@ -186,6 +213,7 @@ class DecodeRow {
         BATON_UNROLL for (int i = 0; i < half; ++i) {
           if (!Full && from + i >= count) break;
           const __m512bh key = Pool::key(tile_[from + i], head * a_.key_head + d);
+          if (Full) Pool::ask_key(next_[from + i], head * a_.key_head + d);
           BATON_UNROLL for (int h = 0; h < Heads; ++h)
             part[h][i] = _mm512_dpbf16_ps(part[h][i], query[h], key);
         }
@@ -213,22 +241,37 @@ class DecodeRow {
     for (int64_t h = first_head_ * group_; h < last_head_ * group_; ++h) {
       const Running& each = running_[h - first_head_ * group_];
       const __m512 share = _mm512_set1_ps(1.0f / each.total);
-      for (int64_t d = 0; d < a_.v_dim; d += 16)
-        store_rounded(out + h * a_.v_dim + d, _mm512_mul_ps(_mm512_load_ps(each.sum + d), share));
+      for (int64_t d = 0; d < a_.v_dim; d += 32) {
+        const __m512 low = _mm512_mul_ps(_mm512_load_ps(each.sum + d), share);
+        const __m512 high = _mm512_mul_ps(_mm512_load_ps(each.sum + d + 16), share);
+        store_in_order(out + h * a_.v_dim + d, low, high);
+      }
     }
+  }
+
+  // 32 numbers, rounded, from the order of the sums.
+  static void store_in_order(bf16* to, __m512 low, __m512 high) {
+    const __m512i quads = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+    const auto both = (__m512i)_mm512_cvtne2ps_pbh(high, low);
+    _mm512_storeu_si512(to, _mm512_permutexvar_epi64(quads, both));
   }
 
   const Pool& pool_;
   const DecodeArgs& a_;
   const int64_t index_, first_head_, last_head_, group_;
   std::vector<Running>& running_;
-  Token tile_[kTile];
+  Token tile_[kTile];       // the keys at hand
+  Token next_[kTile] = {};  // those after them; where there are no more, these
 };
 
 // When rows are few, the KV heads of each are shared out too: into so many parts.
-inline int64_t parts_of(const DecodeArgs& a, int64_t threads) {
-  const int64_t parts = a.count >= 4 * threads ? 1 : (threads + a.count - 1) / a.count;
-  return std::min(a.kv_heads, parts);
+inline int64_t parts_of(int64_t rows, int64_t kv_heads, int64_t threads) {
+  const int64_t parts = rows >= 4 * threads ? 1 : (threads + rows - 1) / rows;
+  return std::min(kv_heads, parts);
+}
+
+inline HeadRange heads_of(int64_t part, int64_t parts, int64_t kv_heads) {
+  return {kv_heads * part / parts, kv_heads * (part + 1) / parts};
 }
 
 inline std::vector<Running> running_for(const DecodeArgs& a, int64_t parts) {
@@ -239,9 +282,8 @@ inline std::vector<Running> running_for(const DecodeArgs& a, int64_t parts) {
 template <class Pool>
 inline void attend_part(const Pool& pool, int64_t task, int64_t parts,
                         std::vector<Running>& running) {
-  const int64_t part = task % parts, heads = pool.a.kv_heads;
-  DecodeRow<Pool>(pool, task / parts, heads * part / parts, heads * (part + 1) / parts, running)
-      .run();
+  const HeadRange heads = heads_of(task % parts, parts, pool.a.kv_heads);
+  DecodeRow<Pool>(pool, task / parts, heads, running).run();
 }
 
 // Rows are shared out among the threads.
@@ -249,11 +291,11 @@ template <class Pool>
 inline void decode_attention(const Pool& pool) {
 #pragma omp parallel
   {
-    const int64_t parts = parts_of(pool.a, omp_get_num_threads());
-    std::vector<Running> running = running_for(pool.a, parts);
+    const DecodeArgs& a = pool.a;
+    const int64_t parts = parts_of(a.count, a.kv_heads, omp_get_num_threads());
+    std::vector<Running> running = running_for(a, parts);
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t task = 0; task < pool.a.count * parts; ++task)
-      attend_part(pool, task, parts, running);
+    for (int64_t task = 0; task < a.count * parts; ++task) attend_part(pool, task, parts, running);
   }
 }
 

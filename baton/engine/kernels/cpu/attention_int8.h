@@ -1,9 +1,8 @@
 // Paged decode attention over int8 keys and values, and how they get into the pool.
 //
-// As attention.h: a row's keys in tiles of 16, in their order, softmax along the way. A key's
-// numbers are widened to bfloat16, exactly, on their way into the products with the query; its
-// scale meets the score, a value's scale the weight. What a row computes depends on its own keys
-// alone.
+// As attention.h: a row's keys in tiles of 16, in their order, softmax along the way. Numbers are
+// widened to bfloat16, exactly, on their way into the products; a key's scale meets the score, a
+// value's scale the weight. What a row computes depends on its own keys alone.
 #pragma once
 
 #include "attention.h"
@@ -52,12 +51,13 @@ struct Int8Pool {
             s.value_scales + block * s.value_scale_block + token * s.value_scale_token};
   }
 
-  void touch(const Token& token, int64_t first_head, int64_t last_head) const {
-    ask(token.key, first_head * a.key_head, last_head * a.key_head);
-    ask(token.value, first_head * a.value_head, last_head * a.value_head);
-    _mm_prefetch(reinterpret_cast<const char*>(token.key_scale), _MM_HINT_T0);
-    _mm_prefetch(reinterpret_cast<const char*>(token.value_scale), _MM_HINT_T0);
+  static void ask_factors(const Token& token) {
+    ask(token.key_scale);
+    ask(token.value_scale);
   }
+
+  static void ask_key(const Token& token, int64_t at) { ask(token.key + at); }
+  static void ask_value(const Token& token, int64_t at) { ask(token.value + at); }
 
   Factors factors(const Token* tile, int count, int64_t head) const {
     alignas(64) float keys[kTile] = {}, values[kTile] = {};
@@ -70,12 +70,13 @@ struct Int8Pool {
 
   static __m512bh key(const Token& token, int64_t at) { return pairs_from_int8(token.key + at); }
 
-  static __m512 value(const Token& token, int64_t at) { return from_int8(token.value + at); }
+  static __m512bh value(const Token& token, int64_t at) {
+    return pairs_from_int8(token.value + at);
+  }
 
  private:
-  static void ask(const uint8_t* from, int64_t begin, int64_t end) {
-    for (int64_t at = begin; at < end; at += 64)
-      _mm_prefetch(reinterpret_cast<const char*>(from + at), _MM_HINT_T0);
+  static void ask(const void* from) {
+    _mm_prefetch(static_cast<const char*>(from), _MM_HINT_T0);
   }
 };
 

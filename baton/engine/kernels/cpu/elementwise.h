@@ -54,10 +54,11 @@ struct RotateArgs {
   float epsilon;
 };
 
-inline void rotate_row(const RotateArgs& a, int64_t row) {
+// Those heads of a row, counted over query heads, then key heads.
+inline void rotate_heads(const RotateArgs& a, int64_t row, HeadRange heads) {
   const int64_t width = (a.heads + 2 * a.kv_heads) * a.dim, half = a.dim / 2;
   const bf16 *cos = a.cos + row * half, *sin = a.sin + row * half;
-  for (int64_t head = 0; head < a.heads + a.kv_heads; ++head) {
+  for (int64_t head = heads.first; head < heads.last; ++head) {
     bf16* x = a.qkv + row * width + head * a.dim;
     const bf16* weight = head < a.heads ? a.query_norm : a.key_norm;
     if (weight != nullptr) normalize(x, weight, x, a.dim, a.epsilon);
@@ -73,7 +74,7 @@ inline void rotate_row(const RotateArgs& a, int64_t row) {
 inline void rotate(const RotateArgs& a) {
   const int64_t width = (a.heads + 2 * a.kv_heads) * a.dim;
 #pragma omp parallel for if (a.rows * width > kFewNumbers)
-  for (int64_t row = 0; row < a.rows; ++row) rotate_row(a, row);
+  for (int64_t row = 0; row < a.rows; ++row) rotate_heads(a, row, {0, a.heads + a.kv_heads});
 }
 
 // Numbers [from, until) of silu(gate) * up, all [size].

@@ -18,6 +18,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from baton.engine import huge_pages
 from baton.engine.kernels.cpu.build import CPU_FLAGS, CannotBuild, library_path
 from baton.engine.kernels.cpu.sampling import SamplingKernels
 
@@ -147,7 +148,8 @@ class CpuKernels:
         """weight [outputs, inputs] bfloat16, an even number of inputs -> panels for `linear`."""
         weight = weight.contiguous()
         outputs, inputs = weight.shape
-        panels = torch.empty(-(-outputs // PANEL), inputs // 2, PANEL, 2, dtype=torch.bfloat16)
+        shape = (-(-outputs // PANEL), inputs // 2, PANEL, 2)
+        panels = huge_pages.zeros(*shape, dtype=torch.bfloat16)
         self._pack(weight.data_ptr(), panels.data_ptr(), outputs, inputs)
         return panels
 

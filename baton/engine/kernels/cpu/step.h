@@ -1,7 +1,7 @@
-// A decode step of a dense decoder: every layer in one call, one parallel region, a barrier after
-// each phase of a layer.
+// A decode step of a dense decoder: every layer in one call, one parallel region, its phases shared
+// out among a team.
 //
-//   norm | qkv | rotate, store | attend | output | norm | gate, up | gate | down       x layers, norm
+//   norm | qkv | rotate, store, attend | output | norm | gate, up | gate | down       x layers, norm
 //
 // The phases are the other headers' own functions over the same units: a step's numbers are those
 // of their calls one by one, bit for bit. What is constant lies in StepLayer (the model's) and
@@ -60,76 +60,107 @@ struct StepArgs {
 
 class Step {
  public:
-  explicit Step(const StepArgs& args)
+  Step(const StepArgs& args, int64_t threads)
       : a_(args), width_((a_.heads + 2 * a_.kv_heads) * a_.dim), wide_(a_.scratch),
         narrow_(wide_ + a_.rows * std::max(width_, 2 * a_.inner)),
         delta_(narrow_ + a_.rows * std::max(a_.heads * a_.dim, a_.inner)), rows_(a_.rows),
-        tokens_(a_.rows) {
+        tokens_(a_.rows), team_(threads), parts_(parts_of(args.rows, args.kv_heads, threads)) {
     for (int64_t row = 0; row < a_.rows; ++row) {
       rows_[row] = row;
       tokens_[row] = a_.positions[row] + 1;
     }
   }
 
-  // What each of `threads` threads runs.
-  void run(int64_t threads) {
-    const int64_t parts = parts_of(attention(0), threads);
-    std::vector<Running> running = running_for(attention(0), parts);
+  // What each thread of the team runs.
+  void run(int64_t thread) {
+    Team::Member me(team_, thread);
+    std::vector<Running> running = running_for(attention(0), parts_);
     const bf16* delta = nullptr;
     for (int64_t index = 0; index < a_.num_layers; ++index) {
       const StepLayer& layer = a_.layers[index];
-      norm(threads, delta, layer.input_norm);
+      const Product qkv{layer.qkv, a_.out, wide_, a_.hidden, width_};
+      const Product output{layer.output, narrow_, delta_, a_.heads * a_.dim, a_.hidden};
+      const Product gate_up{layer.gate_up, a_.out, wide_, a_.hidden, 2 * a_.inner};
+      const Product down{layer.down, narrow_, delta_, a_.inner, a_.hidden};
+      norm(me, delta, layer.input_norm, coming(me, qkv));
       delta = delta_;
-      product(threads, layer.qkv, a_.out, wide_, a_.hidden, width_);
-      team_.share(threads, a_.rows, [&](int64_t row, int64_t) { place(index, row); });
-      const DecodeArgs attending = attention(index);
-      const PlainPool pool{attending};
-      team_.share(threads, a_.rows * parts,
-                  [&](int64_t task, int64_t) { attend_part(pool, task, parts, running); });
-      product(threads, layer.output, narrow_, delta_, a_.heads * a_.dim, a_.hidden);
-      norm(threads, delta, layer.mlp_norm);
-      product(threads, layer.gate_up, a_.out, wide_, a_.hidden, 2 * a_.inner);
-      gate(threads);
-      product(threads, layer.down, narrow_, delta_, a_.inner, a_.hidden);
+      multiply(me, qkv);
+      attend(me, index, running, coming(me, output));
+      multiply(me, output);
+      norm(me, delta, layer.mlp_norm, coming(me, gate_up));
+      multiply(me, gate_up);
+      gate(me, coming(me, down));
+      multiply(me, down);
     }
-    norm(threads, delta, a_.final_norm);
+    norm(me, delta, a_.final_norm, {});
   }
 
  private:
+  // y [rows, outputs] of x [rows, inputs].
+  struct Product {
+    const StepLinear& by;
+    const bf16* x;
+    bf16* y;
+    int64_t inputs, outputs;
+
+    int64_t panels() const { return (outputs + kPanel - 1) / kPanel; }
+    const bf16* panel(int64_t index) const { return by.panels + index * inputs * kPanel; }
+  };
+
   // residual += delta; out = its norm.
-  void norm(int64_t threads, const bf16* delta, const bf16* weight) {
-    team_.share(threads, a_.rows, [&](int64_t row, int64_t) {
+  void norm(Team::Member& me, const bf16* delta, const bf16* weight, Coming coming) {
+    const auto work = [&](int64_t row, int64_t) {
       const int64_t at = row * a_.hidden;
       add_norm_row(a_.residual + at, delta == nullptr ? nullptr : delta + at, weight, a_.out + at,
                    a_.hidden, a_.epsilon);
+    };
+    me.share(a_.rows, work, coming);
+  }
+
+  void multiply(Team::Member& me, const Product& of) {
+    const LinearArgs args{of.x, of.by.panels, of.by.bias, of.y, a_.rows, of.inputs, of.outputs};
+    const int64_t panels = of.panels(), slab = slab_of(of.inputs);
+    const int64_t units = (a_.rows + slab - 1) / slab * panels;
+    me.share(units, [&](int64_t unit, int64_t next) {
+      const int64_t from = unit / panels * slab;
+      multiply_panel(args, unit % panels, from, std::min(a_.rows, from + slab),
+                     next < units ? of.panel(next % panels) : nullptr);
     });
   }
 
-  void product(int64_t threads, const StepLinear& by, const bf16* x, bf16* y, int64_t inputs,
-               int64_t outputs) {
-    const LinearArgs args{x, by.panels, by.bias, y, a_.rows, inputs, outputs};
-    const int64_t panels = (outputs + kPanel - 1) / kPanel, slab = slab_of(inputs);
-    const int64_t units = (a_.rows + slab - 1) / slab * panels;
-    team_.share(threads, units, [&](int64_t unit, int64_t next) {
-      const int64_t from = unit / panels * slab;
-      multiply_panel(args, unit % panels, from, std::min(a_.rows, from + slab),
-                     next < units ? args.w + next % panels * inputs * kPanel : nullptr);
-    });
+  // The panel that this thread multiplies first.
+  static Coming coming(const Team::Member& me, const Product& of) {
+    const bf16* panel = of.panel(me.first_of(of.panels()));
+    return {reinterpret_cast<const char*>(panel), 2 * of.inputs * kPanel};
+  }
+
+  // Some KV heads of a row and their query heads: rotated, stored, attended.
+  void attend(Team::Member& me, int64_t index, std::vector<Running>& running, Coming coming) {
+    const DecodeArgs attending = attention(index);
+    const PlainPool pool{attending};
+    const auto work = [&](int64_t task, int64_t) {
+      place(index, task / parts_, heads_of(task % parts_, parts_, a_.kv_heads));
+      attend_part(pool, task, parts_, running);
+    };
+    me.share(a_.rows * parts_, work, coming);
   }
 
   // Queries and keys of a row rotated, its keys and values to their slot.
-  void place(int64_t index, int64_t row) {
+  void place(int64_t index, int64_t row, HeadRange kv) {
     const StepLayer& layer = a_.layers[index];
     const StepPool& pool = a_.pools[index];
-    rotate_row({wide_, a_.cos, a_.sin, layer.query_norm, layer.key_norm, a_.rows, a_.heads,
-                a_.kv_heads, a_.dim, a_.epsilon},
-               row);
-    const int64_t slot = a_.tables[pool.group].slots[row], numbers = a_.kv_heads * a_.dim;
+    const RotateArgs rotating{wide_, a_.cos, a_.sin, layer.query_norm, layer.key_norm, a_.rows,
+                              a_.heads, a_.kv_heads, a_.dim, a_.epsilon};
+    const int64_t group = a_.heads / a_.kv_heads;
+    rotate_heads(rotating, row, {kv.first * group, kv.last * group});
+    rotate_heads(rotating, row, {a_.heads + kv.first, a_.heads + kv.last});
+    const int64_t slot = a_.tables[pool.group].slots[row];
     const int64_t block = slot / a_.block_size, token = slot % a_.block_size;
-    const bf16* keys = wide_ + row * width_ + a_.heads * a_.dim;
-    std::memcpy(pool.keys + block * pool.key_block + token * pool.key_token, keys, 2 * numbers);
-    std::memcpy(pool.values + block * pool.value_block + token * pool.value_token, keys + numbers,
-                2 * numbers);
+    const int64_t from = kv.first * a_.dim, bytes = 2 * (kv.last - kv.first) * a_.dim;
+    const bf16* keys = wide_ + row * width_ + a_.heads * a_.dim + from;
+    std::memcpy(pool.keys + block * pool.key_block + token * pool.key_token + from, keys, bytes);
+    std::memcpy(pool.values + block * pool.value_block + token * pool.value_token + from,
+                keys + a_.kv_heads * a_.dim, bytes);
   }
 
   DecodeArgs attention(int64_t index) const {
@@ -164,15 +195,16 @@ class Step {
     return args;
   }
 
-  void gate(int64_t threads) {
+  void gate(Team::Member& me, Coming coming) {
     constexpr int64_t part = 512;  // numbers
     const int64_t parts = (a_.inner + part - 1) / part;
-    team_.share(threads, a_.rows * parts, [&](int64_t unit, int64_t) {
+    const auto work = [&](int64_t unit, int64_t) {
       const int64_t row = unit / parts, from = unit % parts * part;
       const bf16* each = wide_ + row * 2 * a_.inner;
       swiglu_part(each, each + a_.inner, narrow_ + row * a_.inner, from,
                   std::min(a_.inner, from + part));
-    });
+    };
+    me.share(a_.rows * parts, work, coming);
   }
 
   const StepArgs& a_;
@@ -180,12 +212,13 @@ class Step {
   bf16 *const wide_, *const narrow_, *const delta_;
   std::vector<int64_t> rows_, tokens_;
   Team team_;
+  const int64_t parts_;  // of a row's attention
 };
 
 inline void decode_step(const StepArgs& args) {
-  Step step(args);
+  Step step(args, omp_get_max_threads());
 #pragma omp parallel
-  step.run(omp_get_num_threads());
+  step.run(omp_get_thread_num());
 }
 
 }  // namespace baton

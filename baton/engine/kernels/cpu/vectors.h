@@ -13,6 +13,11 @@ namespace baton {
 
 using bf16 = uint16_t;  // the upper half of a float32
 
+// Heads [first, last).
+struct HeadRange {
+  int64_t first, last;
+};
+
 inline __m512bh load_pairs(const bf16* from) { return (__m512bh)_mm512_loadu_si512(from); }
 
 // Two neighbouring numbers of one row, in every pair of lanes.

@@ -6,7 +6,8 @@ Random weights of two real shapes, bfloat16, greedy, ends ignored, both in one p
 Beside each: the shares of the machine's own limits, measured in the same run: MBU = bytes that the
 row must read (weights, KV) over the read bandwidth, MFU = its FLOPs over the rate of a large matrix
 product, as baton/engine/work.py counts both. Integer weights are compared with transformers'
-bfloat16. --roofline draws the rows under the two limits (bench/roofline.py).
+bfloat16; their vocabulary head is rounded as --lm-head-quantization auto says: int8 beside int8 and
+int4, w8a8 beside w8a8. --roofline draws the rows under the two limits (bench/roofline.py).
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """What rounding costs and gains: `python -m bench.quantization [--model DIR]`.
 
-Every weight scheme and KV precision on one model, against float32 on the same tokens: the relative
-error of the logits (|a - b| / |b| over all entries), how often the greedy token is another one, the
-perplexity of the answers of the demo glossary (the questions as chat; only the answers count; the
-demo model knows them by heart), that of a text it never saw (this repository's LICENSE), the bytes
-of weights and of one token's KV, and the time of a decode step and of a prefill chunk.
+Every weight scheme, heads of each, and KV precision on one model, against float32 on the same
+tokens: the relative error of the logits (|a - b| / |b| over all entries), how often the greedy
+token is another one, the perplexity of the answers of the demo glossary (the questions as chat;
+only the answers count; the demo model knows them by heart), that of a text it never saw (this
+repository's LICENSE), the bytes of weights and of one token's KV, and the time of a decode step and
+of a prefill chunk.
 """
 
 from __future__ import annotations
@@ -34,10 +35,13 @@ ROOT = Path(__file__).resolve().parents[1]
 UNSEEN, UNSEEN_TOKENS = ROOT / "LICENSE", 1000
 GLOSSARY = ROOT / "tools" / "demo_corpus" / "en.md"
 BLOCK_SIZE = 32
-# (weights, KV): what is measured, in each dtype
+# (weights, head, KV): what is measured, in each dtype
 VARIANTS = (
-    ("none", "auto"), ("int8", "auto"), ("w8a8", "auto"), ("int4", "auto"), ("none", "int8"),
-    ("none", "fp8"), ("w8a8", "int8"),
+    ("none", "none", "auto"), ("none", "int8", "auto"), ("none", "w8a8", "auto"),
+    ("none", "int4", "auto"), ("int8", "none", "auto"), ("int8", "int8", "auto"),
+    ("int8", "int4", "auto"), ("w8a8", "none", "auto"), ("w8a8", "w8a8", "auto"),
+    ("int4", "none", "auto"), ("int4", "int8", "auto"), ("int4", "int4", "auto"),
+    ("none", "none", "int8"), ("none", "none", "fp8"), ("w8a8", "w8a8", "int8"),
 )  # fmt: skip
 
 
@@ -132,8 +136,11 @@ def measure(path: Path, dtypes: Sequence[str], every: int, repetitions: int) -> 
     reference, best = torch.cat(exact), torch.cat(exact).argmax(-1)
     rows: list[dict[str, Any]] = []
     for dtype in dtypes:
-        for weights, kv in VARIANTS:
-            model = load(path, dtype=dtype, quantization=weights, kv_cache_dtype=kv)
+        for weights, head, kv in VARIANTS:
+            model = load(
+                path, dtype=dtype, quantization=weights, lm_head_quantization=head,
+                kv_cache_dtype=kv,
+            )  # fmt: skip
             logits = all_logits(model, answers)
             flat = torch.cat(logits)
             info = model.loaded.info
@@ -141,6 +148,7 @@ def measure(path: Path, dtypes: Sequence[str], every: int, repetitions: int) -> 
                 {
                     "dtype": dtype,
                     "weights": weights,
+                    "head": head,
                     "KV": kv,
                     "logit error": float((flat - reference).norm() / reference.norm()),
                     "other greedy token": float((flat.argmax(-1) != best).float().mean()),

@@ -80,6 +80,7 @@ def rows(result: Estimate) -> list[tuple[str, str]]:
     stored = "" if r.stored_bytes is None else f" ({_size(r.stored_bytes)} in the files)"
     device = " per device" if r.tensor_parallel_size > 1 else ""
     quantized = f", matrices {r.quantization}" if r.quantization else ""
+    quantized += f", head {r.lm_head_quantization}" if r.lm_head_quantization else ""
     lines = [("parameters", _count(r.parameters))]
     if r.active_parameters != r.parameters:
         lines.append(("active per token", _count(r.active_parameters)))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from baton.config import option
-from baton.engine.config import parse_bytes
+from baton.engine.config import head_quantization, parse_bytes
 from baton.engine.layer_groups import group_layers
 from baton.engine.model_shape import ModelShape, StoredWeights
 from baton.errors import ConfigError
@@ -49,6 +49,9 @@ class EstimateOptions:
     flops: str | None = option(None, "its dense FLOP/s in the dtype used, as in 990T")
     dtype: str = option("auto", "data type of weights", choices=("auto", *WEIGHT_BYTES))
     quantization: str = option("none", "round matrices to", choices=("none", *QUANTIZED))
+    lm_head_quantization: str = option(
+        "auto", "round the head to (auto: as an engine would)", choices=("auto", "none", *QUANTIZED)
+    )
     kv_cache_dtype: str = option("auto", "data type of KV", choices=("auto", *DTYPE_BYTES))
     tensor_parallel_size: int = option(1, "devices that share every layer")
     gpu_memory_utilization: float = option(0.9, "share of memory for weights and KV together")
@@ -102,6 +105,7 @@ class Estimate:
     active_parameters: int
     dtype: str
     quantization: str | None
+    lm_head_quantization: str | None
     kv_cache_dtype: str
     tensor_parallel_size: int
     weight_bytes: int
@@ -130,14 +134,32 @@ class Precision:
     dtype: str
     stored: StoredWeights | None
     kv_dtype: str
+    head: StoredWeights | None = None
 
-    def weight_bytes(self, shape: ModelShape, parameters: int) -> int:
-        """Bytes of `parameters` of the model, of which all of its matrices may be narrow."""
+    def held_bytes(self, shape: ModelShape) -> int:
+        """Of all parameters; the rounded head of tied embeddings is a copy beside them."""
+        replaced = 0 if shape.tied else shape.embedding
+        return int(self._plain_head(shape, shape.parameters) + self._head(shape, replaced))
+
+    def read_bytes(self, shape: ModelShape) -> int:
+        """Of all that a step reads if it meets every expert."""
+        read = self._plain_head(shape, shape.read_parameters)
+        return int(read + self._head(shape, shape.embedding))
+
+    def _plain_head(self, shape: ModelShape, parameters: int) -> float:
+        """`parameters` of the model, of which all of its matrices may be narrow."""
         plain = WEIGHT_BYTES[self.dtype]
         if self.stored is None:
-            return int(parameters * plain)
+            return parameters * plain
         narrow = min(shape.matrices, parameters)
-        return int((parameters - narrow) * plain + narrow * self.stored.bytes_per_weight)
+        return (parameters - narrow) * plain + narrow * self.stored.bytes_per_weight
+
+    def _head(self, shape: ModelShape, replaced: int) -> float:
+        """What rounding the head adds, instead of `replaced` plain numbers."""
+        if self.head is None:
+            return 0.0
+        rounded = shape.embedding * self.head.bytes_per_weight
+        return rounded - replaced * WEIGHT_BYTES[self.dtype]
 
 
 def estimate(
@@ -159,7 +181,7 @@ def estimate(
     longest = shape.max_positions
     context = options.context or _cut(DEFAULT_CONTEXT, longest)
     kv_bytes = num_blocks = concurrency = None
-    weight_bytes = precision.weight_bytes(shape, shape.parameters) // tp
+    weight_bytes = precision.held_bytes(shape) // tp
     activations = _activation_bytes(shape, options, precision)
     groups = group_layers(specs, precision.kv_dtype)
     block_bytes = groups.page_bytes(options.block_size, precision.kv_dtype)
@@ -177,6 +199,7 @@ def estimate(
         active_parameters=shape.active_parameters,
         dtype=precision.dtype,
         quantization=precision.stored.method if precision.stored else None,
+        lm_head_quantization=precision.head.method if precision.head else None,
         kv_cache_dtype=precision.kv_dtype,
         tensor_parallel_size=tp,
         weight_bytes=weight_bytes,
@@ -248,7 +271,7 @@ def _decode(
 
 def _read_bytes(shape: ModelShape, precision: Precision, met: int) -> int:
     """Bytes of the `met` parameters: the others, not met, are matrices of experts."""
-    everything = precision.weight_bytes(shape, shape.read_parameters)
+    everything = precision.read_bytes(shape)
     missed = shape.read_parameters - met
     stored = precision.stored
     each = WEIGHT_BYTES[precision.dtype] if stored is None else stored.bytes_per_weight
@@ -281,7 +304,7 @@ def _drafts(shape: ModelShape, options: EstimateOptions) -> _Drafts:
     tp = options.tensor_parallel_size
     precision = _precision(shape, options)
     return _Drafts(
-        precision.weight_bytes(shape, shape.parameters) // tp,
+        precision.held_bytes(shape) // tp,
         _token_bytes(shape, precision, tp),
         _activation_bytes(shape, options, precision),
     )
@@ -300,7 +323,8 @@ def _precision(shape: ModelShape, options: EstimateOptions) -> Precision:
     if options.quantization != "none":
         stored = QUANTIZED[options.quantization]
     kv_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
-    return Precision(dtype, stored, kv_dtype)
+    head = head_quantization(options.lm_head_quantization, options.quantization)
+    return Precision(dtype, stored, kv_dtype, QUANTIZED.get(head))
 
 
 def _activation_bytes(shape: ModelShape, options: EstimateOptions, precision: Precision) -> int:

@@ -41,8 +41,9 @@ class Linears(Protocol):
         """Modules of one input as one layer, their outputs stacked in this order."""
         ...
 
-    def plain(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        """A layer of weights in hand, never quantized (the head): weight [out, in], bias [out]."""
+    def head(self, tied: Tensor | None) -> Linear:
+        """The product over the vocabulary, rounded if so configured: of the embedding [vocab, H] in
+        hand if it is tied to it, else of the checkpoint's own."""
         ...
 
 

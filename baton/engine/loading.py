@@ -22,7 +22,7 @@ from torch import Tensor
 from baton.engine.attention.base import AttentionLayer
 from baton.engine.batch import Batch
 from baton.engine.checkpoint import Checkpoint, digest, open_checkpoint
-from baton.engine.config import EngineConfig
+from baton.engine.config import EngineConfig, head_quantization
 from baton.engine.deterministic import FixedTiles, prove
 from baton.engine.interface import ModelInfo
 from baton.engine.lora import Adapter, parse_modules, read_adapter
@@ -30,6 +30,7 @@ from baton.engine.models.base import CausalModel
 from baton.engine.models.config import DecoderConfig, NotLean, decoder_config
 from baton.engine.models.decoder import Decoder, tensor_names
 from baton.engine.models.rope import position_limit, rope_rule
+from baton.engine.quantization import SCHEMES, Scheme
 from baton.engine.tensors import TensorReader
 from baton.engine.weights import Weights, open_weights
 from baton.errors import ConfigError, ModelRefused
@@ -62,6 +63,7 @@ class LoadedModel:
     weight_bytes: int
     deterministic: bool = False
     ranks: Ranks | None = None
+    rounded_head_bytes: int = 0  # of them, a head of integers
 
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
@@ -96,7 +98,8 @@ def load_model(config: EngineConfig, group: RankGroup | None = None) -> LoadedMo
     stated = position_limit(checkpoint.text_config)
     if stated is not None:  # refuse before reading gigabytes
         _max_model_len(config.max_model_len, stated)
-    impl, model, weight_bytes = _build(config, checkpoint, dtype, device, group)
+    built = _build(config, checkpoint, dtype, device, group)
+    model, weight_bytes = built.model, built.weight_bytes
     max_model_len = _max_model_len(config.max_model_len, stated or model.max_positions)
     adapters = [read_adapter(name, path, dtype, device) for name, path in modules.items()]
     for adapter in adapters:
@@ -105,26 +108,30 @@ def load_model(config: EngineConfig, group: RankGroup | None = None) -> LoadedMo
     rule = rope_rule(checkpoint.text_config)
     info = ModelInfo(
         name=config.model_name,
-        digest=_digest(checkpoint, adapters, config.quantization),
+        digest=_digest(checkpoint, adapters, config),
         layers=model.layers,
         rope=rule.text if rule else "none",
         vocab_size=model.vocab_size,
         max_model_len=max_model_len,
         eos_token_ids=checkpoint.eos_token_ids,
         kv_dtype=dtype_name if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
-        model_impl=impl,
+        model_impl=built.impl,
         adapters=tuple(modules),
     )
     logger.info(
         "loaded %s: %s route, %s on %s, %d layers, %.1f MB of weights, up to %d tokens",
-        info.name, impl, dtype_name, device, len(info.layers), weight_bytes / 1e6, max_model_len,
+        info.name, info.model_impl, dtype_name, device, len(info.layers), weight_bytes / 1e6,
+        max_model_len,
     )  # fmt: skip
     if isinstance(model, FixedTiles):
         prove(model, info, device)
-    return LoadedModel(info, model, device, dtype, weight_bytes, config.deterministic)
+    return LoadedModel(
+        info, model, device, dtype, weight_bytes, config.deterministic,
+        rounded_head_bytes=built.rounded_head_bytes,
+    )  # fmt: skip
 
 
-def _digest(checkpoint: Checkpoint, adapters: Sequence[Adapter], quantization: str) -> str:
+def _digest(checkpoint: Checkpoint, adapters: Sequence[Adapter], config: EngineConfig) -> str:
     """The checkpoint's digest, bound to the contents of the adapters if there are any, and to how
     its weights were rounded.
 
@@ -132,8 +139,10 @@ def _digest(checkpoint: Checkpoint, adapters: Sequence[Adapter], quantization: s
     """
     base = digest(checkpoint)
     named = sorted(f"{adapter.name}={adapter.digest}" for adapter in adapters)
-    if quantization != "none":
-        named.append(f"quantization {quantization}")
+    if config.quantization != "none":
+        named.append(f"quantization {config.quantization}")
+    if config.lm_head_quantization != "auto":
+        named.append(f"head {config.lm_head_quantization}")
     if not named:
         return base
     return hashlib.sha256("\n".join([base, *named]).encode()).hexdigest()
@@ -187,39 +196,58 @@ def _max_model_len(requested: int | None, known: int | None) -> int:
     return known if requested is None else requested
 
 
+@dataclass(frozen=True, slots=True)
+class _Built:
+    """A model by the route that was taken; see LoadedModel."""
+
+    impl: str
+    model: CausalModel
+    weight_bytes: int
+    rounded_head_bytes: int = 0
+
+
+def _rounds(config: EngineConfig) -> bool:
+    """Whether any weights are to be rounded here."""
+    return config.quantization != "none" or _head_scheme(config) is not None
+
+
+def _head_scheme(config: EngineConfig) -> Scheme | None:
+    asked = head_quantization(config.lm_head_quantization, config.quantization)
+    return next((scheme for scheme in SCHEMES if scheme == asked), None)
+
+
 def _build(
     config: EngineConfig,
     checkpoint: Checkpoint,
     dtype: torch.dtype,
     device: torch.device,
     group: RankGroup | None = None,
-) -> tuple[str, CausalModel, int]:
-    """(route taken, model, bytes of its weights)."""
+) -> _Built:
     if group is not None:
         return _build_rank(checkpoint, dtype, device, group)
     impl, quantized = config.model_impl, checkpoint.config.get("quantization_config")
     if impl != "transformers":
         reader = TensorReader(checkpoint.weight_files, dtype, device)
         scheme = None if config.quantization == "none" else config.quantization
-        weights = open_weights(reader, quantized, scheme, device)
+        weights = open_weights(reader, quantized, scheme, device, _head_scheme(config))
         try:
             lean = _lean_config(checkpoint, weights)
             decoder = Decoder(lean, weights.tensor, weights, config.deterministic)
             model = FixedTiles(decoder) if config.deterministic else decoder
-            return "lean", model, weights.num_bytes
+            return _Built("lean", model, weights.num_bytes, weights.rounded_head_bytes)
         except NotLean as reason:
             if impl == "lean":
                 raise ModelRefused(
                     f"the lean route cannot serve {checkpoint.path}: {reason}", field="model_impl"
                 ) from reason
             logger.info("universal route for %s: %s", checkpoint.path, reason)
-            if quantized is not None or scheme is not None:
+            if quantized is not None or _rounds(config):
                 raise ModelRefused(
                     f"quantized weights are served by the lean route alone, and it cannot serve "
                     f"{checkpoint.path}: {reason}",
                     field="quantization",
                 ) from reason
-    elif quantized is not None or config.quantization != "none":
+    elif quantized is not None or _rounds(config):
         raise ModelRefused(
             "quantized weights are served by the lean route alone, not with model_impl "
             "transformers",
@@ -230,7 +258,7 @@ def _build(
 
 def _build_rank(
     checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, group: RankGroup
-) -> tuple[str, CausalModel, int]:
+) -> _Built:
     """As _build, of one rank's share: the lean route with plain weights alone."""
     from baton.engine.tensor_parallel.rank import RankModel
 
@@ -248,7 +276,7 @@ def _build_rank(
             f"{reason}",
             field="tensor_parallel_size",
         ) from reason
-    return "lean", model, model.weight_bytes
+    return _Built("lean", model, model.weight_bytes)
 
 
 def _lean_config(checkpoint: Checkpoint, weights: Weights) -> DecoderConfig:
@@ -267,12 +295,12 @@ def _lean_config(checkpoint: Checkpoint, weights: Weights) -> DecoderConfig:
 
 def _build_universal(
     checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, deterministic: bool
-) -> tuple[str, CausalModel, int]:
+) -> _Built:
     # Imported here: transformers takes seconds, and the lean route must start without it.
     from baton.engine.models.universal import load_universal
 
     model = load_universal(checkpoint, dtype, device, deterministic)
     if not deterministic:
-        return "transformers", model, model.weight_bytes
+        return _Built("transformers", model, model.weight_bytes)
     tiles = FixedTiles(model, 1) if model.has_experts else FixedTiles(model)
-    return "transformers", tiles, model.weight_bytes
+    return _Built("transformers", tiles, model.weight_bytes)

@@ -52,4 +52,5 @@ def work_of(loaded: LoadedModel) -> ModelWork:
         loaded.weight_bytes,
         loaded.dtype.itemsize,
         layer_works(layers, values, heads, info.kv_dtype),
+        loaded.rounded_head_bytes,
     )

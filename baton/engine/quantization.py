@@ -37,6 +37,7 @@ Scheme = Literal["int8", "w8a8", "int4"]
 SCHEMES: Final = get_args(Scheme)
 GROUP_SIZES: Final = (64, 32)  # of int4 on load: the first that divides the inputs
 SLAB_BYTES: Final = 2 << 20  # widened weights that one product reads: they stay in the caches
+SLAB_OUTPUTS: Final = 8192  # rounded at once: float32 copies of a whole head would be gigabytes
 FEW_ROWS: Final = 8  # up to here ATen's int8 kernel beat widening (measured on AVX-512)
 FEW_ROWS_INT4: Final = 16  # the same for the int4 kernel
 INT4_KERNEL_GROUPS: Final = (32, 64, 128, 256)
@@ -98,9 +99,16 @@ def quantize(weight: Tensor, scheme: Scheme) -> IntWeight:
     """Round weight [out, in] to nearest:
     symmetric per output for int8, min to max per group for int4.
 
-    Raises ValueError if no group size divides the inputs (int4).
+    A slab of outputs at a time. Raises ValueError if no group size divides the inputs (int4).
     """
-    weight = weight.float()
+    slabs = [_quantize(slab.float(), scheme) for slab in weight.split(SLAB_OUTPUTS)]
+    whole = stack_weights(slabs)
+    assert whole is not None, "slabs of one weight have one format"
+    return whole
+
+
+def _quantize(weight: Tensor, scheme: Scheme) -> IntWeight:
+    """As `quantize`, weight in float32."""
     if scheme != "int4":
         scales = weight.abs().amax(1, keepdim=True).clamp_(min=1e-12) / 127
         values = (weight / scales).round_().clamp_(-127, 127).to(torch.int8)
@@ -207,8 +215,8 @@ class IntegerPanels:
 
     def __init__(self, kernels: IntegerKernels, weight: IntWeight, bias: Tensor | None) -> None:
         self._kernels = kernels
-        self._packed = kernels.pack(weight.values, weight.scales, weight.zeros, weight.bits)
-        self._bias = bias
+        self.packed = kernels.pack(weight.values, weight.scales, weight.zeros, weight.bits)
+        self.bias = bias
 
     @staticmethod
     def takes(weight: IntWeight) -> bool:
@@ -217,7 +225,7 @@ class IntegerPanels:
 
     def __call__(self, x: Tensor) -> Tensor:
         """See Linear."""
-        return self._kernels.linear(x, self._packed, self._bias)
+        return self._kernels.linear(x, self.packed, self.bias)
 
 
 class W8A8Panels:
@@ -225,8 +233,8 @@ class W8A8Panels:
 
     def __init__(self, kernels: IntegerKernels, weight: IntWeight, bias: Tensor | None) -> None:
         self._kernels = kernels
-        self._packed = kernels.pack_w8a8(weight.values, weight.scales.flatten())
-        self._bias = bias
+        self.packed = kernels.pack_w8a8(weight.values, weight.scales.flatten())
+        self.bias = bias
 
     @staticmethod
     def takes(weight: IntWeight) -> bool:
@@ -236,7 +244,7 @@ class W8A8Panels:
 
     def __call__(self, x: Tensor) -> Tensor:
         """See Linear."""
-        return self._kernels.w8a8_linear(x, self._packed, self._bias)
+        return self._kernels.w8a8_linear(x, self.packed, self.bias)
 
 
 class WidenedLinear:

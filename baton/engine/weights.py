@@ -3,16 +3,17 @@
     plain checkpoint                      -> plain layers
     plain checkpoint, --quantization      -> each linear layer quantized as it is read
     quantized checkpoint                  -> its integers in its own scheme; the rest plain
+    --lm-head-quantization                -> a head that is stored plain quantized as it is read
 
-Only the products of the blocks are ever quantized: embeddings, norms, routers and the head stay as
-they are (a head that the checkpoint itself stores quantized is widened once).
+Only products are ever quantized: embeddings, norms and routers stay as they are. The rounded head
+of tied embeddings is a copy: tokens are looked up in the table that was stored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -23,17 +24,21 @@ from baton.engine.quantized_checkpoint import Layout, layout_of, module_names
 from baton.engine.tensors import TensorReader
 from baton.errors import ConfigError, ModelRefused
 
+HEAD: Final = "lm_head"
+
 
 @dataclass(frozen=True, slots=True)
 class WeightFormats:
     """How layers are held: plain ones by `plain`, integer ones by `integers`.
 
-    `scheme`: what plain checkpoints are quantized to as they are read; None = not.
+    `scheme`: what plain checkpoints are quantized to as they are read, `head`: what a plain head
+    is; None = not.
     """
 
     plain: LinearFormat
     integers: QuantizedFormat
     scheme: Scheme | None
+    head: Scheme | None = None
 
 
 class Weights:
@@ -43,6 +48,7 @@ class Weights:
         self._reader, self._formats, self._layout = reader, formats, layout
         self._modules = module_names(reader.names, layout) if layout else frozenset[str]()
         self._tensor_bytes: dict[str, int] = {}  # by tensor name: a tied one counts once
+        self.rounded_head_bytes = 0  # of a head of integers, once it was read
         own = layout.tensors if layout else ()
         hidden = {f"{module}.{tensor}" for module in self._modules for tensor in own}
         # GPTQ's tools write a bias of zeros where the model has none.
@@ -84,26 +90,36 @@ class Weights:
         self._count(names, sum(sizes))
         return self._side_by_side(parts, bias)
 
+    def head(self, tied: Tensor | None) -> Linear:
+        """See Linears.head."""
+        weight = self._stored(HEAD) if tied is None else tied
+        if isinstance(weight, Tensor) and self._formats.head is not None:
+            weight = _rounded(HEAD, weight, self._formats.head, "lm_head_quantization")
+        if isinstance(weight, IntWeight):
+            self.rounded_head_bytes = weight.num_bytes
+            self._count((f"{HEAD}.weight",), weight.num_bytes)
+            return self._formats.integers(weight, None)
+        if tied is None:
+            self._count((f"{HEAD}.weight",), weight.nbytes)
+        return self.plain(weight, None)
+
     def plain(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        """See Linears.plain."""
+        """A layer of weights in hand, as they are: weight [out, in], bias [out]."""
         return self._formats.plain(weight, bias)
 
     def _weight(self, module: str) -> IntWeight | Tensor:
         """The weight of one module: the checkpoint's integers, or rounded here, or plain."""
-        if self._layout is not None:
-            if module in self._modules:
-                return self._layout.weight(module, self._reader)
-            return self._reader.read(f"{module}.weight")
-        weight = self._reader.read(f"{module}.weight")
-        if self._formats.scheme is None:
+        weight = self._stored(module)
+        scheme = self._formats.scheme
+        if isinstance(weight, IntWeight) or scheme is None:
             return weight
-        try:
-            return quantize(weight, self._formats.scheme)
-        except ValueError as error:
-            raise ModelRefused(
-                f"{module} cannot be quantized to {self._formats.scheme}: {error}",
-                field="quantization",
-            ) from error
+        return _rounded(module, weight, scheme, "quantization")
+
+    def _stored(self, module: str) -> IntWeight | Tensor:
+        """The weight of one module as the checkpoint has it."""
+        if self._layout is not None and module in self._modules:
+            return self._layout.weight(module, self._reader)
+        return self._reader.read(f"{module}.weight")
 
     def _side_by_side(self, parts: Sequence[IntWeight | Tensor], bias: Tensor | None) -> Linear:
         """Modules of one input in different formats (some are on the checkpoint's ignore list)."""
@@ -123,13 +139,24 @@ class Weights:
         self._tensor_bytes[names[0]] = num_bytes
 
 
+def _rounded(module: str, weight: Tensor, scheme: Scheme, field: str) -> IntWeight:
+    """`field`: the option that asked for it. Raises ModelRefused if the inputs make no groups."""
+    try:
+        return quantize(weight, scheme)
+    except ValueError as error:
+        raise ModelRefused(
+            f"{module} cannot be quantized to {scheme}: {error}", field=field
+        ) from error
+
+
 def open_weights(
     reader: TensorReader,
     quantization_config: Mapping[str, Any] | None,
     scheme: Scheme | None,
     device: torch.device,
+    head: Scheme | None = None,
 ) -> Weights:
-    """The weights behind `reader`; `scheme` None = as the checkpoint stores them.
+    """The weights behind `reader`; `scheme` and `head` None = as the checkpoint stores them.
 
     Raises ModelRefused for a quantized checkpoint whose layout is not understood, ConfigError for a
     scheme on top of one.
@@ -145,4 +172,4 @@ def open_weights(
             )
     integers = QuantizedFormat(reader.dtype, device)
     plain = choose_linear(reader.dtype, device)
-    return Weights(reader, WeightFormats(plain, integers, scheme), layout)
+    return Weights(reader, WeightFormats(plain, integers, scheme, head), layout)

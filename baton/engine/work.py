@@ -88,11 +88,14 @@ class ModelWork:
         weight_bytes: int,
         itemsize: int,
         layers: tuple[LayerWork, ...],
+        rounded_head_bytes: int = 0,
     ) -> ModelWork:
-        """`weight_bytes`: the whole model's, embedding and head (`itemsize` bytes a number)
-        included."""
-        head = counts.head * itemsize
-        inner = max(0, weight_bytes - head * (1 if counts.tied else 2))
+        """`weight_bytes`: the whole model's, embedding and head included. Both have `itemsize`
+        bytes a number, unless a head of its own was rounded to `rounded_head_bytes`."""
+        table = counts.head * itemsize
+        head = rounded_head_bytes or table
+        shared = counts.tied and not rounded_head_bytes
+        inner = max(0, weight_bytes - table - (0 if shared else head))
         in_layers = counts.dense + counts.experts
         share = counts.experts / in_layers if in_layers else 0.0
         return cls(counts, inner * (1 - share), inner * share, head, layers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from baton.engine.attention.compiled import CompiledAttention
 from baton.engine.batch import Step, flatten
 from baton.engine.interface import SequenceChunk
 from baton.engine.kernels.cpu.library import kernels
+from baton.engine.kernels.cpu.quantized import integer_kernels_for
 from baton.engine.kv_cache import KVArena
 from baton.engine.layer_groups import one_group
 from baton.engine.linear import Linear, PanelLinear, PlainLinear
@@ -23,9 +25,14 @@ from baton.engine.lora import Adapter, LowRank
 from baton.engine.models.config import DecoderConfig
 from baton.engine.models.decoder import Decoder
 from baton.engine.models.rope import RopeRule
+from baton.engine.quantization import SCHEMES, QuantizedFormat, Scheme, quantize
 from baton.kv_spec import HeldBlocks
+from tests.engine.quantized_models import make_quantized
+from tests.engine.running import Driver, load, relative_error
 
+CPU = torch.device("cpu")
 FOUND = kernels()
+INTEGERS = integer_kernels_for(torch.bfloat16, CPU)
 pytestmark = pytest.mark.skipif(FOUND is None, reason="this machine compiles no kernels")
 BLOCK = 16
 
@@ -36,6 +43,7 @@ class RandomWeights:
 
     shapes: dict[str, tuple[int, ...]]
     plain_outputs: bool = False  # products whose format the compiled step does not know
+    scheme: Scheme | None = None  # of rounded products
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(3))
 
     def __call__(self, name: str) -> Tensor:
@@ -48,23 +56,29 @@ class RandomWeights:
         bias = torch.randn(len(weight), generator=self.generator).bfloat16() if has_bias else None
         if self.plain_outputs and modules[0].endswith("o_proj"):
             return PlainLinear(weight, bias)
-        return self.plain(weight, bias)
-
-    def plain(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        if self.scheme is not None:
+            return QuantizedFormat(torch.bfloat16, CPU)(quantize(weight, self.scheme), bias)
         assert FOUND is not None
         return PanelLinear(FOUND, weight, bias)
+
+    def head(self, tied: Tensor | None) -> Linear:
+        assert FOUND is not None
+        assert tied is not None
+        return PanelLinear(FOUND, tied, None)
 
 
 def config_of(*, normed: bool = True, biased: bool = False, window: int = 0) -> DecoderConfig:
     return DecoderConfig(
-        vocab_size=50, max_positions=512, hidden_size=96, intermediate_size=80, num_layers=3,
+        vocab_size=50, max_positions=512, hidden_size=96, intermediate_size=160, num_layers=3,
         num_heads=6, num_kv_heads=2, head_dim=32, rms_norm_eps=1e-6, tied_embeddings=True,
         qkv_bias=biased, output_bias=biased, mlp_bias=biased, qk_norm=normed,
         windows=(0, window, 0), rope=RopeRule("default", 10000.0),
     )  # fmt: skip
 
 
-def decoder_of(config: DecoderConfig, *, plain_outputs: bool = False) -> Decoder:
+def decoder_of(
+    config: DecoderConfig, *, plain_outputs: bool = False, scheme: Scheme | None = None
+) -> Decoder:
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     queries, kv = config.num_heads * dim, config.num_kv_heads * dim
     weights = RandomWeights(
@@ -76,6 +90,7 @@ def decoder_of(config: DecoderConfig, *, plain_outputs: bool = False) -> Decoder
             "up_proj": (inner, hidden), "down_proj": (hidden, inner),
         },
         plain_outputs,
+        scheme,
     )  # fmt: skip
     return Decoder(config, weights, weights)
 
@@ -88,7 +103,7 @@ class Pool:
         self.starts = starts
         self.groups = one_group(config.layers)
         blocks = sum(start // BLOCK + 1 for start in starts)
-        self.arena = KVArena(self.groups, blocks, BLOCK, "bfloat16", torch.device("cpu"))
+        self.arena = KVArena(self.groups, blocks, BLOCK, "bfloat16", CPU)
         generator = torch.Generator().manual_seed(5)
         for layer in range(config.num_layers):
             for pool in self.arena.layer(layer):
@@ -108,7 +123,7 @@ class Pool:
                 str(index), [index + 7] * count, start, (HeldBlocks(ids),), adapter=named
             )
             chunks.append(chunk)
-        return flatten(chunks, self.attention, BLOCK, torch.device("cpu"))
+        return flatten(chunks, self.attention, BLOCK, CPU)
 
     def keys_and_values(self, layer: int) -> Tensor:
         return torch.stack(self.arena.layer(layer))
@@ -129,12 +144,15 @@ def hidden_of(decoder: Decoder, step: Step, by_layer: bool = False) -> Tensor:
     normed=st.booleans(),
     biased=st.booleans(),
     window=st.sampled_from([0, 20]),
+    scheme=st.sampled_from([None, *SCHEMES]),
 )
 def test_a_whole_step_is_its_layers_one_by_one(
-    starts: list[int], normed: bool, biased: bool, window: int
+    starts: list[int], normed: bool, biased: bool, window: int, scheme: Scheme | None
 ) -> None:
+    if scheme is not None and INTEGERS is None:
+        return
     config = config_of(normed=normed, biased=biased, window=window)
-    decoder = decoder_of(config)
+    decoder = decoder_of(config, scheme=scheme)
     assert decoder.step is not None
     ours, plain = Pool(config, starts), Pool(config, starts)
     got = hidden_of(decoder, ours.step())
@@ -147,9 +165,10 @@ def test_a_whole_step_is_its_layers_one_by_one(
         assert torch.equal(ours.keys_and_values(layer), plain.keys_and_values(layer))
 
 
-def test_threads_do_not_change_a_step() -> None:
+@pytest.mark.parametrize("scheme", [None, *SCHEMES])
+def test_threads_do_not_change_a_step(scheme: Scheme | None) -> None:
     config = config_of()
-    decoder = decoder_of(config)
+    decoder = decoder_of(config, scheme=scheme)
     threads = torch.get_num_threads()
     found: list[Tensor] = []
     try:
@@ -159,6 +178,20 @@ def test_threads_do_not_change_a_step() -> None:
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(one, found[0]) for one in found)
+
+
+@pytest.mark.skipif(INTEGERS is None, reason="no integer kernels on this machine")
+@pytest.mark.parametrize("name", ["w8a8", "w8a16", "w4a16", "gptq-asymmetric", "awq"])
+def test_checkpoints_of_integers_take_whole_steps(name: str, tmp_path: Path) -> None:
+    loaded = load(make_quantized(name, tmp_path)[0], dtype="bfloat16")
+    decoder = loaded.model
+    assert isinstance(decoder, Decoder)
+    assert decoder.step is not None
+    prompt = list(range(5, 17))
+    by_row = Driver(loaded).logits(prompt, range(2), [1] * len(prompt))
+    assert decoder.step.num_steps == len(prompt)
+    whole = Driver(loaded).logits(prompt, range(2), [len(prompt)])
+    assert relative_error(by_row, whole) < 0.05, "prefill attention rounds elsewhere"
 
 
 def test_a_step_with_several_rows_of_a_sequence_goes_layer_by_layer() -> None:

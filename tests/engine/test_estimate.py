@@ -186,8 +186,23 @@ def test_layers_with_a_window_beside_others_hold_blocks_of_their_own() -> None:
 )
 def test_quantization_shrinks_matrices_alone(quantization: str, per_weight: float) -> None:
     plain = 596_049_920 - 440_401_920
-    found = run(QWEN, quantization=quantization)
+    found = run(QWEN, quantization=quantization, lm_head_quantization="none")
     assert found.weight_bytes == int(plain * 2 + 440_401_920 * per_weight)
+
+
+def test_a_rounded_head_is_a_copy_if_tied_and_what_a_step_reads() -> None:
+    head, others = 151_936 * 1024, 596_049_920 - 440_401_920
+    found = run(QWEN, quantization="int4", bandwidth="1TB/s")
+    narrow = 440_401_920 * (0.5 + 2.5 / 128)
+    assert found.lm_head_quantization == "int8"
+    assert found.weight_bytes == int(others * 2 + narrow + head)
+    assert found.decode[0].weight_bytes == int((others - head) * 2 + narrow + head)
+    assert ", matrices int4, head int8" in dict(rows(found))["weights"]
+    untied = run(LLAMA, lm_head_quantization="int8", bandwidth="1TB/s")
+    assert untied.weight_bytes == 16_060_522_496 - 128_256 * 4096
+    plain = run(LLAMA, bandwidth="1TB/s").decode[0].weight_bytes
+    assert untied.decode[0].weight_bytes == plain - 128_256 * 4096
+    assert run(QWEN, quantization="fp8").lm_head_quantization is None
 
 
 def test_a_quantized_checkpoint_says_how_it_is_stored() -> None:

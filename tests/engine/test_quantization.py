@@ -7,7 +7,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from baton.engine import quantization
+from baton.engine.config import AUTO_HEADS
 from baton.engine.quantization import (
     Int4Linear,
     IntWeight,
@@ -172,12 +173,14 @@ def rounded_twin(path: Path, scheme: Scheme, dtype: torch.dtype = torch.float32)
     """A checkpoint whose products are plain, of the weights that `scheme` rounds to when they are
     read in `dtype`."""
     tensors = load_file(path / "model.safetensors")
-    plain = ("embed_tokens", "lm_head", "norm", "shared_expert_gate", "mlp.gate.", "moe.gate.")
+    plain = ("embed_tokens", "norm", "shared_expert_gate", "mlp.gate.", "moe.gate.")
+    head = cast(Scheme, AUTO_HEADS[scheme])
     twin = path.with_name(f"{path.name}-{scheme}-{dtype}")
     shutil.copytree(path, twin)
     for name, weight in tensors.items():
         if weight.dim() == 2 and not any(part in name for part in plain):
-            tensors[name] = quantize(weight.to(dtype), scheme).dequantized(torch.float32)
+            its = head if name == "lm_head.weight" else scheme
+            tensors[name] = quantize(weight.to(dtype), its).dequantized(torch.float32)
     save_file(tensors, twin / "model.safetensors", {"format": "pt"})
     return twin
 
@@ -238,7 +241,48 @@ def test_ignored_modules_stay_plain(name: str, tmp_path: Path) -> None:
     assert relative_error(found, expected) < (0.05 if name == "w8a8" else 2e-5)
 
 
-def test_a_quantized_head_is_widened(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("scheme", quantization.SCHEMES)
+def test_a_rounded_head(scheme: Scheme, tied: bool, tmp_path: Path) -> None:
+    """Plain layers: hidden states and KV stay exact, the logits are the rounded head's."""
+    path = make_tiny_model("llama", tmp_path, hidden_size=128, tie_word_embeddings=tied)
+    exact, rounded = load(path), load(path, lm_head_quantization=scheme)
+    stored = load_file(path / "model.safetensors")
+    weight = stored["model.embed_tokens.weight" if tied else "lm_head.weight"]
+    head = quantize(weight, scheme)
+    assert rounded.rounded_head_bytes == head.num_bytes
+    replaced = 0 if tied else weight.nbytes
+    assert rounded.weight_bytes == exact.weight_bytes - replaced + head.num_bytes
+    assert rounded.info.digest != exact.info.digest
+    hidden = torch.randn(7, 128, generator=torch.Generator().manual_seed(5))
+    twin = QuantizedFormat(torch.float32, CPU)(head, None)(hidden)
+    assert torch.equal(rounded.logits(hidden), twin)
+    found, expected = logits_of(rounded, PROMPT), logits_of(exact, PROMPT)
+    assert 0 < relative_error(found, expected) < LAYER_BOUND[scheme]
+
+
+def test_which_head_goes_with_which_weights(tmp_path: Path) -> None:
+    path = make_tiny_model("qwen3", tmp_path, hidden_size=128, intermediate_size=192)
+    assert load(path).rounded_head_bytes == 0
+    assert load(path, quantization="int4", lm_head_quantization="none").rounded_head_bytes == 0
+    eight = load(path, lm_head_quantization="int8").rounded_head_bytes
+    four = load(path, lm_head_quantization="int4").rounded_head_bytes
+    assert 0 < four < eight
+    for scheme in quantization.SCHEMES:  # of 8 bits beside all of them
+        assert load(path, quantization=scheme).rounded_head_bytes == eight
+    assert load(path, quantization="int8", lm_head_quantization="int4").rounded_head_bytes == four
+
+
+def test_a_plain_head_of_a_quantized_checkpoint_can_be_rounded(tmp_path: Path) -> None:
+    quantized, twin = make_quantized("awq", tmp_path)
+    assert load(quantized).rounded_head_bytes == 0
+    loaded = load(quantized, lm_head_quantization="int8")
+    assert loaded.rounded_head_bytes
+    expected = logits_of(load(twin, lm_head_quantization="int8"), PROMPT)
+    assert relative_error(logits_of(loaded, PROMPT), expected) < 2e-5
+
+
+def test_a_head_that_is_stored_quantized_is_served_as_it_is(tmp_path: Path) -> None:
     quantized, twin = make_quantized("gptq", tmp_path)
     tensors, plain = (
         load_file(quantized / "model.safetensors"),
@@ -247,6 +291,7 @@ def test_a_quantized_head_is_widened(tmp_path: Path) -> None:
     rounded = round_to_grid(tensors.pop("lm_head.weight"), 4, 32, symmetric=True)
     save_file(tensors | gptq(4)("lm_head", rounded), quantized / "model.safetensors")
     save_file(plain | {"lm_head.weight": rounded.weight}, twin / "model.safetensors")
+    assert load(quantized).rounded_head_bytes
     found, expected = logits_of(load(quantized), PROMPT), logits_of(load(twin), PROMPT)
     assert relative_error(found, expected) < 2e-5
 
@@ -316,6 +361,12 @@ def test_what_does_not_go_together(tmp_path: Path) -> None:
         load(quantized, model_impl="transformers")
     with pytest.raises(ModelRefused, match="lean route alone"):
         load(make_tiny_model("gpt2", tmp_path / "gpt2"), quantization="int8")
+    with pytest.raises(ModelRefused, match="lean route alone"):
+        load(tmp_path / "gpt2", lm_head_quantization="int8")
+    odd = make_tiny_model("llama", tmp_path / "narrow", hidden_size=72, head_dim=16)
+    with pytest.raises(ModelRefused, match="lm_head cannot be quantized") as refused:
+        load(odd, lm_head_quantization="int4")
+    assert refused.value.field == "lm_head_quantization"
     with pytest.raises(ModelRefused, match="cannot be quantized to int4"):
         load(make_tiny_model("llama", tmp_path / "odd", intermediate_size=72), quantization="int4")
     with pytest.raises(ConfigError, match="quantization must be one of"):

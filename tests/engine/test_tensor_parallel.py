@@ -255,6 +255,7 @@ def test_ranks_see_one_memory() -> None:
     [
         ("model_impl", {"model_impl": "transformers"}),
         ("quantization", {"quantization": "int8"}),
+        ("lm_head_quantization", {"lm_head_quantization": "int8"}),
         ("deterministic", {"deterministic": True}),
     ],
 )

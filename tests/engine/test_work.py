@@ -70,6 +70,13 @@ def test_a_chunk_that_does_not_sample_spares_the_head() -> None:
     assert work.step([]) == Work()
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_rounded_head_is_read_instead_of_the_table(tied: bool) -> None:
+    counts = ParameterCounts(dense=1000, head=200, tied=tied)
+    work = ModelWork.of(counts, 2 * 1200 + 210, 2, (), rounded_head_bytes=210)
+    assert work.step([chunk(0, 1, sample=SamplingParams(max_tokens=1))]).read_bytes == 2000 + 210
+
+
 def test_rows_meet_more_experts_but_each_its_share() -> None:
     counts = ParameterCounts(
         dense=100, head=0, experts=800, num_experts=8, experts_per_token=2

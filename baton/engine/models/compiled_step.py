@@ -27,6 +27,7 @@ from baton.engine.linear import Linear, PanelLinear
 from baton.engine.models.config import DecoderConfig
 from baton.engine.models.elementwise import CompiledElementwise, Elementwise
 from baton.engine.models.rope import Rotation
+from baton.engine.quantization import IntegerPanels, W8A8Panels
 
 DIM_MULTIPLE = 32  # of head dims: attention.h takes keys 32 numbers at a time
 
@@ -63,10 +64,15 @@ class CompiledStep:
 
 def step_linears(linears: Sequence[Linear]) -> list[StepLinear] | None:
     """The products of a layer as the step takes them; None if one has another format."""
-    panels = [linear for linear in linears if isinstance(linear, PanelLinear)]
-    if len(panels) < len(linears):
-        return None
-    return [StepLinear(linear.panels, linear.bias) for linear in panels]
+    held: list[StepLinear] = []
+    for linear in linears:
+        if isinstance(linear, PanelLinear):
+            held.append(StepLinear(linear.panels, linear.bias))
+        elif isinstance(linear, IntegerPanels | W8A8Panels):
+            held.append(StepLinear(linear.packed, linear.bias))
+        else:
+            return None
+    return held
 
 
 def compile_step(

@@ -148,8 +148,7 @@ class Decoder:
         # Decode steps in one call; None: layer by layer, as the sums of several ranks need it.
         parts = [None if shards else layer.step_layer() for layer in self._layers]
         self.step = compile_step(config, parts, self._final_norm, self._between)
-        head = self._embedding if config.tied_embeddings else read("lm_head.weight")
-        self._head = linears.plain(head, None)
+        self._head = linears.head(self._embedding if config.tied_embeddings else None)
         frequencies = inverse_frequencies(config.rope, config.head_dim)
         self._frequencies = frequencies.to(self._embedding.device)
         self._attention_factor = attention_factor(config.rope)

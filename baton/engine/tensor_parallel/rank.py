@@ -83,6 +83,10 @@ def refuse(config: EngineConfig) -> None:
     without = {
         "model_impl": (config.model_impl == "transformers", "model_impl transformers"),
         "quantization": (config.quantization != "none", f"quantization {config.quantization}"),
+        "lm_head_quantization": (
+            config.lm_head_quantization not in ("auto", "none"),
+            f"lm_head_quantization {config.lm_head_quantization}",
+        ),
         "deterministic": (config.deterministic, "deterministic"),
         "device": (choose_device(config.device).type != "cpu", "a GPU (--device cpu does)"),
     }

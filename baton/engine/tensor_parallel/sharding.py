@@ -182,9 +182,10 @@ class RankWeights:
             bias = torch.cat([self._slice(module, ".bias") for module in modules])
         return self._weights.plain(weight, bias)
 
-    def plain(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        """See Linears.plain."""
-        return self._weights.plain(weight, bias)
+    def head(self, tied: Tensor | None) -> Linear:
+        """See Linears.head."""
+        weight = self.tensor("lm_head.weight") if tied is None else tied
+        return self._weights.plain(weight, None)
 
     def _tensor(self, name: str) -> Tensor:
         whole = self._weights.tensor(name)

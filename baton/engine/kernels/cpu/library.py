@@ -23,7 +23,7 @@ from baton.engine.kernels.cpu.build import CPU_FLAGS, CannotBuild, library_path
 from baton.engine.kernels.cpu.sampling import SamplingKernels
 
 logger = logging.getLogger(__name__)
-VERSION: Final = 2  # of the structs below
+VERSION: Final = 3  # of the structs below
 PANEL: Final = 64  # outputs that are packed together
 SWITCH: Final = "BATON_CPU_KERNELS"  # "off": the torch twins serve
 

@@ -15,6 +15,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "linear.h"
@@ -29,7 +30,7 @@ constexpr int64_t kNarrow = 32;      // outputs of a panel
 constexpr int64_t kQuad = 4;         // inputs at once
 constexpr int kBlockRows = 12;       // rows at once by one panel: 24 registers accumulate
 constexpr int kBothRows = 6;         // up to here two panels go together
-constexpr int64_t kFarAhead = 4096;  // bytes between asking memory for lines and using them
+constexpr int64_t kFarAhead = 8192;  // bytes between asking memory for lines and using them
 
 struct IntegerArgs {
   const bf16* x;          // [rows, inputs]
@@ -97,13 +98,31 @@ struct Bytes {
   }
 };
 
-// A stream of lines is read once: it must be asked for early (also beyond the end of the panels,
-// which does nothing).
-template <int64_t Count>
-inline void ask_ahead(const void* lines) {
-  for (int64_t at = 0; at < Count; at += 64)
-    _mm_prefetch(static_cast<const char*>(lines) + kFarAhead + at, _MM_HINT_T0);
+// Asks for lines also beyond the end of the panels, which does nothing.
+inline void ask(const void* from, int64_t count) {
+  for (int64_t at = 0; at < count; at += 64)
+    _mm_prefetch(static_cast<const char*>(from) + at, _MM_HINT_T0);
 }
+
+// What a thread does at once: rows [from, until) by two panels, then those of `next`.
+struct IntegerUnit {
+  int64_t from, until, two, next;
+};
+
+// Weights come from memory once and must be asked for early: how far ahead of those that are read,
+// in bytes, up to the panel's last kFarAhead, and there, where the next panel's follow.
+struct Asking {
+  int64_t ahead, last;
+  // By rows from `row` on, until `until`, of a panel that `next` follows.
+  static Asking of(const IntegerUnit& unit, int64_t row, int64_t until, int64_t panel,
+                   int64_t next, int64_t panel_bytes) {
+    if (row == unit.from && until == unit.until)
+      return {kFarAhead, kFarAhead + (next - panel - 1) * panel_bytes};
+    // Several blocks of rows: the last asks for the next unit's, which then are all in the cache.
+    const int64_t ahead = until == unit.until ? 2 * (unit.next - unit.two) * panel_bytes : 0;
+    return {ahead, ahead};
+  }
+};
 
 // Where things lie in a panel, and what the rows' groups sum to.
 struct IntegerLayout {
@@ -119,6 +138,22 @@ struct IntegerWork {
   const IntegerLayout at;
   const float* sums;  // [rows, groups] of x, if there are zeros
 };
+
+// Up to 6 rows meet both panels of a unit at once, more one after the other. Calls work(number of
+// panels, the first, asking), the number being a constant.
+template <int M, class Work>
+void each_panels(const IntegerUnit& unit, int64_t row, int64_t until, int64_t panel_bytes,
+                 const Work& work) {
+  const int64_t first = 2 * unit.two, next = 2 * unit.next;
+  if constexpr (M <= kBothRows) {
+    work(std::integral_constant<int, 2>(), first,
+         Asking::of(unit, row, until, first, next, panel_bytes));
+  } else {
+    constexpr std::integral_constant<int, 1> one;
+    work(one, first, Asking::of(unit, row, until, first, first + 1, panel_bytes));
+    work(one, first + 1, Asking::of(unit, row, until, first + 1, next, panel_bytes));
+  }
+}
 
 inline __m512 load_half(const uint8_t* from) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
@@ -136,7 +171,8 @@ inline void store_outputs(const IntegerArgs& a, int64_t row, int64_t output, __m
 
 // M rows by P panels.
 template <class Source, int M, int P>
-BATON_INTEGERS void multiply_integers(const IntegerWork& work, int64_t row, int64_t panel) {
+BATON_INTEGERS void multiply_integers(const IntegerWork& work, int64_t row, int64_t panel,
+                                      Asking asking) {
   const IntegerArgs& a = work.a;
   const IntegerLayout& at = work.at;
   const Source source = Source::make();
@@ -151,15 +187,20 @@ BATON_INTEGERS void multiply_integers(const IntegerWork& work, int64_t row, int6
       head[p] = a.panels + (panel + p) * at.panel + g * at.group;
       lines[p] = head[p] + at.header;
     }
+    const int64_t left = at.panel - kFarAhead - g * at.group;  // before the last kFarAhead bytes
+    const int64_t turn = std::clamp<int64_t>((left - at.header) / Source::bytes, 0, at.quads);
+    int64_t ahead = left > 0 ? asking.ahead : asking.last;
+    for (int p = 0; p < P; ++p) ask(head[p] + ahead, at.header);
     __m512 sum[P][M][2];
     BATON_UNROLL for (int p = 0; p < P; ++p)
       BATON_UNROLL for (int m = 0; m < M; ++m)
         sum[p][m][0] = sum[p][m][1] = _mm512_setzero_ps();
     for (int64_t quad = 0; quad < at.quads; ++quad) {
+      if (quad == turn) ahead = asking.last;
       BATON_UNROLL for (int p = 0; p < P; ++p) {
         __m512bh w[4];
         source.load(lines[p] + quad * Source::bytes, w);
-        ask_ahead<Source::bytes>(lines[p] + quad * Source::bytes);
+        ask(lines[p] + quad * Source::bytes + ahead, Source::bytes);
         BATON_UNROLL for (int pair = 0; pair < 2; ++pair)
           BATON_UNROLL for (int m = 0; m < M; ++m) {
             const __m512bh two = broadcast_pair(x[m / 3] + (m % 3) * stride + 2 * pair);
@@ -189,68 +230,79 @@ BATON_INTEGERS void multiply_integers(const IntegerWork& work, int64_t row, int6
                       _mm512_load_ps(total[p][m] + 16 * half));
 }
 
-// `rows` rows, at most M of them, by two panels that lie side by side.
+// `rows` rows, at most M of them, by a unit's panels, which lie side by side.
 template <class Source, int M = kBlockRows>
-void multiply_block(const IntegerWork& work, int64_t row, int64_t rows, int64_t panel) {
+void multiply_block(const IntegerWork& work, const IntegerUnit& unit, int64_t row, int64_t rows) {
   if constexpr (M > 1)
-    if (rows < M) return multiply_block<Source, M - 1>(work, row, rows, panel);
-  if constexpr (M <= kBothRows) {
-    multiply_integers<Source, M, 2>(work, row, panel);
-  } else {
-    multiply_integers<Source, M, 1>(work, row, panel);
-    multiply_integers<Source, M, 1>(work, row, panel + 1);
+    if (rows < M) return multiply_block<Source, M - 1>(work, unit, row, rows);
+  each_panels<M>(unit, row, row + rows, work.at.panel,
+                 [&](auto count, int64_t panel, Asking asking) {
+                   multiply_integers<Source, M, count>(work, row, panel, asking);
+                 });
+}
+
+// Even blocks of rows [from, until): 16 are 8 and 8, not 12 and 4. Calls work(row, count).
+template <class Work>
+void each_row_block(int64_t from, int64_t until, const Work& work) {
+  int64_t parts = (until - from + kBlockRows - 1) / kBlockRows;
+  for (int64_t row = from; row < until; --parts) {
+    const int64_t count = (until - row + parts - 1) / parts;
+    work(row, count);
+    row += count;
   }
 }
 
-// Twos of panels are shared out among the threads; each two meets a slab of rows that fits the
-// cache, in even blocks: 16 rows are 8 and 8, not 12 and 4. Calls work(row, count, panel).
+// Panels lie in twos, which the threads share out; a slab of rows that fits the cache meets each.
+inline int64_t twos_of(int64_t outputs) { return (outputs + 2 * kNarrow - 1) / (2 * kNarrow); }
+
+inline int64_t integer_slab(int64_t row_bytes) {
+  return std::max<int64_t>(kBlockRows, kCached / row_bytes / kBlockRows * kBlockRows);
+}
+
 template <class Work>
-void each_block(int64_t rows, int64_t row_bytes, int64_t outputs, Work&& work) {
-  const int64_t twos = (outputs + 2 * kNarrow - 1) / (2 * kNarrow);
-  const int64_t slab = std::max<int64_t>(kBlockRows, kCached / row_bytes / kBlockRows * kBlockRows);
+void each_unit(int64_t rows, int64_t row_bytes, int64_t outputs, const Work& work) {
+  const int64_t twos = twos_of(outputs), slab = integer_slab(row_bytes);
 #pragma omp parallel if (rows * row_bytes * outputs > kFewProducts)
   {
     const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
     const int64_t first = twos * thread / threads, last = twos * (thread + 1) / threads;
-    for (int64_t from = 0; from < rows; from += slab) {
-      const int64_t until = std::min(rows, from + slab);
-      for (int64_t two = first; two < last; ++two) {
-        int64_t parts = (until - from + kBlockRows - 1) / kBlockRows;
-        for (int64_t row = from; row < until; --parts) {
-          const int64_t count = (until - row + parts - 1) / parts;
-          work(row, count, 2 * two);
-          row += count;
-        }
-      }
-    }
+    for (int64_t from = 0; from < rows; from += slab)
+      for (int64_t two = first; two < last; ++two)
+        work(IntegerUnit{from, std::min(rows, from + slab), two, two + 1});
   }
 }
 
-// What each group of a row adds up to, [rows, groups].
-inline std::vector<float> group_sums(const IntegerArgs& a) {
-  std::vector<float> sums(a.rows * a.groups);
+// What each group of a row adds up to, [groups].
+inline void sum_groups(const IntegerArgs& a, int64_t row, float* sums) {
   const int64_t size = a.inputs / a.groups;
-  for (int64_t at = 0; at < a.rows * a.groups; ++at) {
+  for (int64_t g = 0; g < a.groups; ++g) {
+    const bf16* x = a.x + row * a.inputs + g * size;
     __m512 sum = _mm512_setzero_ps();
     for (int64_t i = 0; i < size; i += 16) {
       const int64_t left = std::min<int64_t>(16, size - i);
       const __mmask16 lanes = static_cast<__mmask16>((1u << left) - 1);
-      sum = _mm512_add_ps(sum, widen(_mm256_maskz_loadu_epi16(lanes, a.x + at * size + i)));
+      sum = _mm512_add_ps(sum, widen(_mm256_maskz_loadu_epi16(lanes, x + i)));
     }
-    sums[at] = _mm512_reduce_add_ps(sum);
+    sums[g] = _mm512_reduce_add_ps(sum);
   }
-  return sums;
+}
+
+inline void multiply_unit(const IntegerWork& work, const IntegerUnit& unit) {
+  each_row_block(unit.from, unit.until, [&](int64_t row, int64_t count) {
+    if (work.a.bits == 4)
+      multiply_block<Nibbles>(work, unit, row, count);
+    else
+      multiply_block<Bytes>(work, unit, row, count);
+  });
 }
 
 inline void integer_linear(const IntegerArgs& a) {
-  const std::vector<float> sums = a.has_zeros ? group_sums(a) : std::vector<float>();
+  std::vector<float> sums(a.has_zeros ? a.rows * a.groups : 0);
+  if (a.has_zeros)
+    for (int64_t row = 0; row < a.rows; ++row) sum_groups(a, row, sums.data() + row * a.groups);
   const IntegerWork work{a, IntegerLayout(a), sums.data()};
-  each_block(a.rows, 2 * a.inputs, a.outputs, [&](int64_t row, int64_t count, int64_t panel) {
-    if (a.bits == 4)
-      multiply_block<Nibbles>(work, row, count, panel);
-    else
-      multiply_block<Bytes>(work, row, count, panel);
-  });
+  each_unit(a.rows, 2 * a.inputs, a.outputs,
+            [&](const IntegerUnit& unit) { multiply_unit(work, unit); });
 }
 
 struct IntegerPack {

@@ -15,6 +15,7 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "linear.h"
+#include "step_integers.h"
 #include "team.h"
 
 namespace baton {
@@ -22,6 +23,7 @@ namespace baton {
 struct StepLinear {
   const bf16* panels;
   const bf16* bias;  // or null
+  const StepIntegers* integers;  // instead of panels, or null
 };
 
 struct StepLayer {
@@ -64,7 +66,8 @@ class Step {
       : a_(args), width_((a_.heads + 2 * a_.kv_heads) * a_.dim), wide_(a_.scratch),
         narrow_(wide_ + a_.rows * std::max(width_, 2 * a_.inner)),
         delta_(narrow_ + a_.rows * std::max(a_.heads * a_.dim, a_.inner)), rows_(a_.rows),
-        tokens_(a_.rows), team_(threads), parts_(parts_of(args.rows, args.kv_heads, threads)) {
+        tokens_(a_.rows), team_(threads), parts_(parts_of(args.rows, args.kv_heads, threads)),
+        integers_(a_.rows, std::max({a_.hidden, a_.heads * a_.dim, a_.inner})) {
     for (int64_t row = 0; row < a_.rows; ++row) {
       rows_[row] = row;
       tokens_[row] = a_.positions[row] + 1;
@@ -119,6 +122,7 @@ class Step {
 
   void multiply(Team::Member& me, const Product& of) {
     const LinearArgs args{of.x, of.by.panels, of.by.bias, of.y, a_.rows, of.inputs, of.outputs};
+    if (of.by.integers != nullptr) return integers_.multiply(me, *of.by.integers, args);
     const int64_t panels = of.panels(), slab = slab_of(of.inputs);
     const int64_t units = (a_.rows + slab - 1) / slab * panels;
     me.share(units, [&](int64_t unit, int64_t next) {
@@ -130,6 +134,7 @@ class Step {
 
   // The panel that this thread multiplies first.
   static Coming coming(const Team::Member& me, const Product& of) {
+    if (of.by.integers != nullptr) return {};  // its rows come first
     const bf16* panel = of.panel(me.first_of(of.panels()));
     return {reinterpret_cast<const char*>(panel), 2 * of.inputs * kPanel};
   }
@@ -213,6 +218,7 @@ class Step {
   std::vector<int64_t> rows_, tokens_;
   Team team_;
   const int64_t parts_;  // of a row's attention
+  IntegerProducts integers_;
 };
 
 inline void decode_step(const StepArgs& args) {

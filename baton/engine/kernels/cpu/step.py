@@ -14,18 +14,29 @@ import torch
 from torch import Tensor
 
 from baton.engine.kernels.cpu.library import CpuKernels, DecodeLayer, HeadNorms
+from baton.engine.kernels.cpu.quantized import PackedInt8, PackedIntegers
 
 _POINTER = ctypes.c_void_p
 _SIZE = ctypes.c_int64
 
 
 class _StepLayer(ctypes.Structure):
-    """step.h's StepLayer, a StepLinear being two pointers."""
+    """step.h's StepLayer, a StepLinear being three pointers."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("input_norm", "mlp_norm", "query_norm", "key_norm")),
-        *((name, _POINTER) for name in ("qkv", "qkv_bias", "output", "output_bias")),
-        *((name, _POINTER) for name in ("gate_up", "gate_up_bias", "down", "down_bias")),
+        *((name + part, _POINTER)
+          for name in ("qkv", "output", "gate_up", "down")
+          for part in ("", "_bias", "_integers")),
+    )  # fmt: skip
+
+
+class _StepIntegers(ctypes.Structure):
+    """step_integers.h's StepIntegers."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("panels", "scales", "extra")),
+        *((name, _SIZE) for name in ("groups", "bits", "has_zeros")),
     )
 
 
@@ -61,9 +72,10 @@ class _StepArgs(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class StepLinear:
-    """A product's panels (CpuKernels.pack) and bias [outputs] bfloat16."""
+    """A product's weights, of bfloat16 (CpuKernels.pack) or integers, and bias [outputs]
+    bfloat16."""
 
-    panels: Tensor
+    weights: Tensor | PackedIntegers | PackedInt8
     bias: Tensor | None
 
 
@@ -159,7 +171,8 @@ class StepModel:
         self.sizes = sizes
         self._kept = (tuple(layers), final_norm)
         self._final_norm = final_norm.data_ptr()
-        self._layers = (_StepLayer * len(layers))(*map(_pointers, layers))
+        self._integers: list[_StepIntegers] = []
+        self._layers = (_StepLayer * len(layers))(*map(self._pointers, layers))
         self._call = kernels.library.baton_decode_step
         self._call.restype = None
 
@@ -191,16 +204,30 @@ class StepModel:
         self._call(ctypes.byref(args))
         return out
 
+    def _pointers(self, layer: StepLayer) -> _StepLayer:
+        norms = layer.head_norms
+        pointers = [
+            layer.input_norm.data_ptr(),
+            layer.mlp_norm.data_ptr(),
+            None if norms is None else norms.query.data_ptr(),
+            None if norms is None else norms.key.data_ptr(),
+        ]
+        for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
+            weights, bias = linear.weights, linear.bias
+            panels = integers = None
+            if isinstance(weights, Tensor):
+                panels = weights.data_ptr()
+            else:
+                self._integers.append(_integers(weights))
+                integers = ctypes.addressof(self._integers[-1])
+            pointers += [panels, None if bias is None else bias.data_ptr(), integers]
+        return _StepLayer(*pointers)
 
-def _pointers(layer: StepLayer) -> _StepLayer:
-    norms = layer.head_norms
-    pointers = [
-        layer.input_norm.data_ptr(),
-        layer.mlp_norm.data_ptr(),
-        None if norms is None else norms.query.data_ptr(),
-        None if norms is None else norms.key.data_ptr(),
-    ]
-    for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
-        pointers.append(linear.panels.data_ptr())
-        pointers.append(None if linear.bias is None else linear.bias.data_ptr())
-    return _StepLayer(*pointers)
+
+def _integers(weights: PackedIntegers | PackedInt8) -> _StepIntegers:
+    panels = weights.panels.data_ptr()
+    if isinstance(weights, PackedInt8):
+        return _StepIntegers(panels, weights.scales.data_ptr(), weights.extra.data_ptr(), 1, 8, 0)
+    return _StepIntegers(
+        panels, weights.peaks.data_ptr(), None, weights.groups, weights.bits, weights.has_zeros
+    )

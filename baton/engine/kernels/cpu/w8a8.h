@@ -61,18 +61,21 @@ inline void round_unsigned(const W8A8Args& a, int64_t row) {
 }
 
 template <int M, int P>
-BATON_INTEGERS void multiply_int8(const W8A8Args& a, int64_t row, int64_t panel) {
+BATON_INTEGERS void multiply_int8(const W8A8Args& a, int64_t row, int64_t panel, Asking asking) {
   const int64_t stride = a.quads * 4, size = a.quads * 4 * kNarrow;
   const uint8_t* x[(M + 2) / 3];
   for (int m = 0; m < M; m += 3) x[m / 3] = a.rounded + (row + m) * stride;
   __m512i sum[P][M][2];
   BATON_UNROLL for (int p = 0; p < P; ++p)
     BATON_UNROLL for (int m = 0; m < M; ++m) sum[p][m][0] = sum[p][m][1] = _mm512_setzero_si512();
+  const int64_t turn = std::max<int64_t>(0, size - kFarAhead) / (4 * kNarrow);
+  int64_t ahead = asking.ahead;
   for (int64_t quad = 0; quad < a.quads; ++quad) {
+    if (quad == turn) ahead = asking.last;
     BATON_UNROLL for (int p = 0; p < P; ++p) {
       const int8_t* w = a.panels + (panel + p) * size + quad * 4 * kNarrow;
       const __m512i w0 = _mm512_loadu_si512(w), w1 = _mm512_loadu_si512(w + 64);
-      ask_ahead<128>(w);
+      ask(w + ahead, 4 * kNarrow);
       BATON_UNROLL for (int m = 0; m < M; ++m) {
         int32_t four;
         std::memcpy(&four, x[m / 3] + (m % 3) * stride, sizeof four);
@@ -101,25 +104,28 @@ BATON_INTEGERS void multiply_int8(const W8A8Args& a, int64_t row, int64_t panel)
     }
 }
 
-// `rows` rows, at most M of them, by two panels that lie side by side.
+// `rows` rows, at most M of them, by a unit's panels, which lie side by side.
 template <int M = kBlockRows>
-void multiply_int8_block(const W8A8Args& a, int64_t row, int64_t rows, int64_t panel) {
+void multiply_int8_block(const W8A8Args& a, const IntegerUnit& unit, int64_t row, int64_t rows) {
   if constexpr (M > 1)
-    if (rows < M) return multiply_int8_block<M - 1>(a, row, rows, panel);
-  if constexpr (M <= kBothRows) {
-    multiply_int8<M, 2>(a, row, panel);
-  } else {
-    multiply_int8<M, 1>(a, row, panel);
-    multiply_int8<M, 1>(a, row, panel + 1);
-  }
+    if (rows < M) return multiply_int8_block<M - 1>(a, unit, row, rows);
+  const int64_t size = a.quads * 4 * kNarrow;
+  each_panels<M>(unit, row, row + rows, size, [&](auto count, int64_t panel, Asking asking) {
+    multiply_int8<M, count>(a, row, panel, asking);
+  });
+}
+
+inline void multiply_int8_unit(const W8A8Args& a, const IntegerUnit& unit) {
+  each_row_block(unit.from, unit.until, [&](int64_t row, int64_t count) {
+    multiply_int8_block(a, unit, row, count);
+  });
 }
 
 inline void w8a8_linear(const W8A8Args& a) {
 #pragma omp parallel for if (a.rows * a.inputs > kFewNumbers)
   for (int64_t row = 0; row < a.rows; ++row) round_unsigned(a, row);
-  each_block(a.rows, 4 * a.quads, a.outputs, [&](int64_t row, int64_t count, int64_t panel) {
-    multiply_int8_block(a, row, count, panel);
-  });
+  each_unit(a.rows, 4 * a.quads, a.outputs,
+            [&](const IntegerUnit& unit) { multiply_int8_unit(a, unit); });
 }
 
 // values [outputs, inputs] -> panels (zeros) and `extra`.

@@ -1,0 +1,71 @@
+// A step's products by integer weights: the units of quantized.h and w8a8.h, shared among a team.
+//
+// What units need of the rows is found once for a product, in a phase of its own: the rows rounded
+// to int8, or the sums that meet the zeros of the groups.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "quantized.h"
+#include "team.h"
+#include "w8a8.h"
+
+namespace baton {
+
+struct StepIntegers {
+  const uint8_t* panels;
+  const float* scales;   // [outputs]: IntegerArgs' peaks, W8A8Args' scales
+  const int32_t* extra;  // W8A8Args'; null: rows are not rounded
+  int64_t groups, bits, has_zeros;
+};
+
+class IntegerProducts {
+ public:
+  // `most`: inputs of a product.
+  IntegerProducts(int64_t rows, int64_t most)
+      : rows_(rows), room_(rows * quads_of(most)), row_scales_(rows) {}
+
+  // What each thread of a team runs for y = x W^T + b, x [rows, inputs], y [rows, outputs].
+  void multiply(Team::Member& me, const StepIntegers& by, const LinearArgs& like) {
+    if (by.extra != nullptr) {
+      const W8A8Args args{like.x, reinterpret_cast<const int8_t*>(by.panels), by.extra, by.scales,
+                          like.bias, like.y, reinterpret_cast<uint8_t*>(room_.data()),
+                          row_scales_.data(), rows_, like.inputs, like.outputs,
+                          quads_of(like.inputs)};
+      me.share(rows_, [&](int64_t row, int64_t) { round_unsigned(args, row); });
+      share_units(me, 4 * args.quads, like.outputs,
+                  [&](const IntegerUnit& unit) { multiply_int8_unit(args, unit); });
+      return;
+    }
+    const IntegerArgs args{like.x, by.panels, by.scales, like.bias, like.y, rows_, like.inputs,
+                           like.outputs, by.groups, by.bits, by.has_zeros};
+    const IntegerWork work{args, IntegerLayout(args), room_.data()};
+    if (by.has_zeros)
+      me.share(rows_, [&](int64_t row, int64_t) {
+        sum_groups(args, row, room_.data() + row * by.groups);
+      });
+    share_units(me, 2 * like.inputs, like.outputs,
+                [&](const IntegerUnit& unit) { multiply_unit(work, unit); });
+  }
+
+ private:
+  static int64_t quads_of(int64_t inputs) { return (inputs + kQuad - 1) / kQuad; }
+
+  template <class Work>
+  void share_units(Team::Member& me, int64_t row_bytes, int64_t outputs, const Work& work) {
+    const int64_t twos = twos_of(outputs), slab = integer_slab(row_bytes);
+    const int64_t units = (rows_ + slab - 1) / slab * twos;
+    me.share(units, [&](int64_t unit, int64_t next) {
+      const int64_t from = unit / twos * slab;
+      work(IntegerUnit{from, std::min(rows_, from + slab), unit % twos,
+                       next < units ? next % twos : twos});
+    });
+  }
+
+  const int64_t rows_;
+  std::vector<float> room_;  // a float per quad: 4 rounded numbers, or the sum of a group
+  std::vector<float> row_scales_;
+};
+
+}  // namespace baton

@@ -1,4 +1,4 @@
-"""The engine against transformers' `generate`, row by row: `python -m bench.engine [--json]`.
+"""The engine against transformers' `generate`, row by row: `baton bench engine [--json]`.
 
 Random weights of two real shapes, bfloat16, greedy, ends ignored, both in one process and in turn:
     prefill n        tokens of one prompt per second, its first new token included
@@ -7,7 +7,8 @@ Beside each: the shares of the machine's own limits, measured in the same run: M
 row must read (weights, KV) over the read bandwidth, MFU = its FLOPs over the rate of a large matrix
 product, as baton/engine/work.py counts both. Integer weights are compared with transformers'
 bfloat16; their vocabulary head is rounded as --lm-head-quantization auto says: int8 beside int8 and
-int4, w8a8 beside w8a8. --roofline draws the rows under the two limits (bench/roofline.py).
+int4, w8a8 beside w8a8. --peer CMD adds another engine to every round (bench/peer.py); it may be
+repeated. --roofline draws the rows under the two limits (bench/roofline.py).
 """
 
 from __future__ import annotations
@@ -16,25 +17,27 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from baton.engine.roofline import measure as measure_roof
 from baton.engine.work import Limits, Work
 from baton.llm import LLM
 from baton.sampling import SamplingParams
 from bench.engine_kit import Part, arguments_parser, prepare, random_prompt, tell
+from bench.models import LARGE, SMALL, write_checkpoint
+from bench.peer import Peer
 from bench.roofline import Point, Roofline, svg
-from bench.transfer_engine import write_model
 
 NEW_TOKENS: Final = 24  # of a decode row
 LIMITS_S: Final = 0.4  # for each of the two, beside every row
-LARGE, SMALL = "Qwen3-0.6B", "Llama-25M"
+OURS, THEIRS = "baton", "transformers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,22 +63,6 @@ ROWS: Final = (
     Row(LARGE, 512, 0, "w8a8"), Row(LARGE, 128, 1, "w8a8"), Row(LARGE, 128, 16, "w8a8"),
     Row(SMALL, 512), Row(SMALL, 128, 1), Row(SMALL, 128, 8), Row(SMALL, 128, 16),
 )  # fmt: skip
-
-
-def write_models(folder: Path) -> dict[str, Path]:
-    """Checkpoints of both shapes."""
-    large = write_model(folder / "large", vocab_size=151_936)
-    config = LlamaConfig(
-        vocab_size=8192, hidden_size=512, intermediate_size=1024, num_hidden_layers=8,
-        num_attention_heads=8, num_key_value_heads=4, head_dim=64, max_position_embeddings=4096,
-        dtype="bfloat16", eos_token_id=2,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    small = LlamaForCausalLM(config).bfloat16()
-    small.save_pretrained(folder / "small")  # pyright: ignore[reportUnknownMemberType]
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / "small" / name).write_bytes((large / name).read_bytes())
-    return {LARGE: large, SMALL: folder / "small"}
 
 
 Generate = Callable[[Sequence[list[int]], int], float]  # prompts, new tokens -> seconds
@@ -163,37 +150,84 @@ def pictures(rows: Sequence[dict[str, Any]], folder: Path) -> None:
         path.write_text(svg(picture))
 
 
-def measure(model: str, path: Path, rows: Sequence[Row], rounds: int) -> list[dict[str, Any]]:
-    """All rows of one model: medians over alternating rounds."""
+@dataclass(frozen=True, slots=True)
+class Against:
+    """What the engine is measured against: transformers and, by their commands, peers."""
+
+    rounds: int
+    peers: Sequence[str] = ()
+
+
+def measure(model: str, path: Path, rows: Sequence[Row], against: Against) -> list[dict[str, Any]]:
+    """All rows of one model: medians over alternating rounds. Raises PeerFailed, ConfigError."""
     found: list[dict[str, Any]] = []
     reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
     baseline = theirs(reference)
     vocab = reference.config.vocab_size
+    threads = torch.get_num_threads()
     for quantization in dict.fromkeys(row.quantization for row in rows):
-        llm = LLM(
-            model=str(path), dtype="bfloat16", quantization=quantization, num_kv_blocks=512,
-            enable_prefix_caching=False, threads=torch.get_num_threads(), measure_limits=False,
-        )  # fmt: skip
-        run = ours(llm)
-        for row in (row for row in rows if row.quantization == quantization):
-            rates: dict[str, list[float]] = {"baton": [], "transformers": []}
-            rate(run, row, vocab, 99)  # warm
-            limits = measure_roof(torch.device("cpu"), torch.bfloat16, LIMITS_S)
-            work = needs(llm, run, row, vocab)
-            for index in range(rounds):
-                rates["baton"].append(rate(run, row, vocab, index))
-                rates["transformers"].append(rate(baseline, row, vocab, index))
-            median = {name: statistics.median(values) for name, values in rates.items()}
-            found.append({
-                "model": model, "row": row.name, **median,
-                "ratio": median["baton"] / median["transformers"],
-                "baton min": min(rates["baton"]), "baton max": max(rates["baton"]),
-                **shares(row, median["baton"], work, limits),
-                "read GB/s": limits.read_bytes_per_s / 1e9,
-                "GEMM TFLOP/s": limits.flops_per_s / 1e12,
-            })  # fmt: skip
-            sys.stderr.write(f"{found[-1]}\n")
+        with ExitStack() as stack:
+            peers = [
+                stack.enter_context(Peer.start(command, path, quantization, threads))
+                for command in against.peers
+            ]
+            llm = LLM(
+                model=str(path), dtype="bfloat16", quantization=quantization, num_kv_blocks=512,
+                enable_prefix_caching=False, threads=threads, measure_limits=False,
+            )  # fmt: skip
+            runs = {OURS: ours(llm), THEIRS: baseline}
+            runs |= {peer.name: peer.generate for peer in peers if peer.unsupported is None}
+            for row in (row for row in rows if row.quantization == quantization):
+                for run in runs.values():
+                    rate(run, row, vocab, 99)  # warm
+                limits = measure_roof(torch.device("cpu"), torch.bfloat16, LIMITS_S)
+                work = needs(llm, runs[OURS], row, vocab)
+                rates = {name: list[float]() for name in runs}
+                for index in range(against.rounds):
+                    for name, run in runs.items():
+                        rates[name].append(rate(run, row, vocab, index))
+                found.append(
+                    {"model": model, "row": row.name}
+                    | compared(rates, [peer.name for peer in peers])
+                    | shares(row, statistics.median(rates[OURS]), work, limits)
+                    | {"read GB/s": limits.read_bytes_per_s / 1e9,
+                       "GEMM TFLOP/s": limits.flops_per_s / 1e12}
+                )  # fmt: skip
+                sys.stderr.write(f"{found[-1]}\n")
     return found
+
+
+def compared(rates: Mapping[str, Sequence[float]], peers: Sequence[str]) -> dict[str, Any]:
+    """Medians of every side, None of a peer that did not run, and ours over theirs."""
+    median = {name: statistics.median(values) for name, values in rates.items()}
+    ran = [median[name] for name in peers if name in median]
+    return {
+        OURS: median[OURS], THEIRS: median[THEIRS],
+        "ratio": median[OURS] / median[THEIRS],
+        "peers": {name: median.get(name) for name in peers},
+        "best peer's ratio": max(ran) / median[THEIRS] if ran else None,
+        "over best peer": median[OURS] / max(ran) if ran else None,
+        "baton min": min(rates[OURS]), "baton max": max(rates[OURS]),
+    }  # fmt: skip
+
+
+def tables(rows: Sequence[dict[str, Any]]) -> list[Part]:
+    """What fits a screen, a table per model: tokens per second, ratios and shares."""
+    shown = ("row", OURS, THEIRS, "ratio", "best peer's ratio", "over best peer", "MBU", "MFU")
+    parts: list[Part] = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        own = [row for row in rows if row["model"] == model]
+        parts.append(
+            Part(
+                f"{model}: tokens/s, ratios to transformers, shares of the machine's limits",
+                [
+                    {name: row[name] for name in shown[:3]} | row["peers"]
+                    | {name: row[name] for name in shown[3:] if row["peers"] or "peer" not in name}
+                    for row in own
+                ],
+            )
+        )  # fmt: skip
+    return parts
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -202,19 +236,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rows", default="", help="only rows that contain this, such as decode")
     parser.add_argument("--models", default=f"{LARGE},{SMALL}", help="of the two")
+    text = "another engine to measure in every round, such as one of bench/peers (repeatable)"
+    parser.add_argument("--peer", action="append", default=[], metavar="CMD", help=text)
+    parser.add_argument("--folder", type=Path, help="keep checkpoints, and what peers made of them")
     parser.add_argument("--roofline", type=Path, help="folder for a picture (SVG) per model")
     given = parser.parse_args(arguments)
     prepare(given)
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
-        paths = write_models(Path(folder))
+    with ExitStack() as stack:
+        folder = given.folder
+        if folder is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-bench-")))
         for model in given.models.split(","):
             asked = [row for row in ROWS if row.model == model and given.rows in row.name]
             if asked:
-                rows += measure(model, paths[model], asked, given.rounds)
+                path = write_checkpoint(model, folder)
+                rows += measure(model, path, asked, Against(given.rounds, given.peer))
     if given.roofline is not None:
         pictures(rows, given.roofline)
-    tell([Part("Against transformers' generate, tokens/s", rows)], given.json)
+    title = "Against transformers' generate, tokens/s"
+    tell([Part(title, rows)] if given.json else tables(rows), given.json)
     return 0
 
 

@@ -189,6 +189,8 @@ def tell(parts: Sequence[Part], as_json: bool) -> None:
 
 
 def _shown(value: object) -> str:
+    if value is None:
+        return "-"
     if isinstance(value, float):
         return f"{value:,.3g}" if abs(value) < 1000 else f"{value:,.0f}"
     return f"{value:,}" if isinstance(value, int) else str(value)

@@ -25,8 +25,9 @@ import torch
 
 from baton.engine.roofline import measure
 from baton.engine.work import Limits
-from bench.engine import LARGE, LIMITS_S, Generate, Row, needs, ours, rate, shares, write_models
+from bench.engine import LIMITS_S, Generate, Row, needs, ours, rate, shares
 from bench.engine_kit import Part, arguments_parser, prepare, tell
+from bench.models import LARGE, write_checkpoint
 
 NO_GPU: Final = 2
 NEW_TOKENS: Final = 128
@@ -194,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parts.append(Part("Decode attention, share of the copy rate", attention(device, limits)))
     if not given.no_engine:
         with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
-            path = write_models(Path(folder))[LARGE]
+            path = write_checkpoint(LARGE, Path(folder))
             shares = engine(path, limits, given.rounds, not given.no_peer)
             parts.append(Part("Engine", shares))
     tell(parts, given.json)

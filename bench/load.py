@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -33,6 +33,10 @@ class Target:
     temperature: float = 0.0
     ignore_eos: bool = True  # vLLM's extension: answers are exactly as long as planned
     headers: tuple[tuple[str, str], ...] = ()
+
+    def at(self, url: str) -> Target:
+        """The same requests, to another server."""
+        return replace(self, url=url)
 
 
 @dataclass(frozen=True, slots=True)

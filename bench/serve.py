@@ -3,9 +3,10 @@
 Against any OpenAI-compatible URL: TTFT, TPOT, ITL, throughput and goodput for given SLOs, as a
 table and as JSON; for Baton also the hand-over time. `--compare` starts `baton up` in two ways on
 the same cores, prefill and decode apart and `--colocated`, in alternating rounds, and prints the
-ratios. `--interference` and `--goodput` start it in both ways, too: long prompts beside running
-streams (serve_interference.py), recorded traces at rising rates (serve_goodput.py). What follows
-`--` goes to `baton up` as it is.
+ratios; `--peer CMD` and `--peer-url URL` add other systems' servers to every round
+(serve_peers.py). `--interference` and `--goodput` start it in both ways, too: long prompts beside
+running streams (serve_interference.py), recorded traces at rising rates (serve_goodput.py). What
+follows `--` goes to `baton up` as it is.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ from bench.measure import Slo, Summary, summarize
 from bench.recorded import Scaling, bundled
 from bench.serve_goodput import Sweep
 from bench.serve_interference import InterferencePlan
+from bench.serve_peers import label_of, peer_server
 from bench.sse import StreamError
 from bench.workload import WorkloadSpec, plan_requests
 
@@ -80,6 +83,10 @@ class ServeOptions:
     timeout_s: float = option(300.0, "longest silence of a server, seconds")
     json: Path | None = option(None, "also write the results to this file")
     compare: bool = option(False, "start Baton apart and colocated on the same cores, alternating")
+    peer: tuple[str, ...] = option(
+        (), "--compare with this server, too: a command with {port} in it (repeatable)"
+    )
+    peer_url: tuple[str, ...] = option((), "--compare with the server that runs there (repeatable)")
     rounds: int = option(3, "rounds of --compare, --interference and --goodput")
     interference: bool = option(
         False, "both ways: time per token of running streams while long prompts arrive, over idle"
@@ -120,8 +127,17 @@ class ServeOptions:
         return Slo(self.slo_ttft_ms / 1000, self.slo_tpot_ms / 1000)
 
     @property
+    def compares(self) -> bool:
+        return self.compare or bool(self.peer or self.peer_url)
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """Labels of the other systems."""
+        return tuple(label_of(each) for each in (*self.peer, *self.peer_url))
+
+    @property
     def starts_clusters(self) -> bool:
-        return self.compare or self.interference or self.goodput
+        return self.compares or self.interference or self.goodput
 
     def target(self, url: str) -> Target:
         return Target(
@@ -190,18 +206,44 @@ async def measure(options: ServeOptions, url: str, label: str, seed: int) -> Sum
     return summarize(label, run.samples, options.slo, run.handovers.mean_s)
 
 
+Start = Callable[[], AbstractAsyncContextManager[str]]
+"""Starts one of the compared systems and yields its URL."""
+
+
+def systems(options: ServeOptions, up_flags: Sequence[str]) -> dict[str, Start]:
+    """What a round of --compare measures, by label, in turn. Raises ConfigError for two alike."""
+
+    @asynccontextmanager
+    async def baton(flags: Sequence[str]) -> AsyncGenerator[str, None]:
+        async with cluster([*flags, *up_flags]) as ready:
+            yield str(ready["url"])
+
+    found: dict[str, Start] = {
+        label: lambda flags=flags: baton(flags) for label, flags in MODES.items()
+    }
+    for command in options.peer:
+        target = options.target("")
+        found[label_of(command)] = lambda command=command, target=target: peer_server(
+            command, target
+        )
+    for url in options.peer_url:
+        found[label_of(url)] = lambda url=url: nullcontext(url)
+    if len(found) < len(MODES) + len(options.peers):
+        raise ConfigError(f"two systems are called alike: {', '.join(options.peers)}", field="peer")
+    return found
+
+
 async def compare(
     options: ServeOptions, up_flags: Sequence[str], console: Console
 ) -> list[Summary]:
-    """Both modes, `rounds` times, alternating, so that drift of the machine hits both."""
+    """Every system, `rounds` times, alternating, so that drift of the machine hits all."""
     summaries: list[Summary] = []
+    compared = systems(options, up_flags)
     for index in range(options.rounds):
-        for label, flags in MODES.items():
+        for label, start in compared.items():
             console.print(f"round {index + 1} of {options.rounds}: {label} ...", style="dim")
-            async with cluster([*flags, *up_flags]) as ready:
-                summaries.append(
-                    await measure(options, str(ready["url"]), label, options.seed + index)
-                )
+            async with start() as url:
+                summaries.append(await measure(options, url, label, options.seed + index))
     return summaries
 
 
@@ -286,15 +328,17 @@ def figures(summary: Summary) -> dict[str, float]:
     return found
 
 
-def ratios(summaries: Sequence[Summary]) -> dict[str, dict[str, float]]:
-    """apart / colocated per quantity: median over rounds, and the spread (smallest, largest)."""
-    apart = [figures(each) for each in summaries if each.label == "apart"]
-    colocated = [figures(each) for each in summaries if each.label == "colocated"]
+def ratios(
+    summaries: Sequence[Summary], over: str = "apart", under: str = "colocated"
+) -> dict[str, dict[str, float]]:
+    """`over` / `under` per quantity: median over rounds, and the spread (smallest, largest)."""
+    upper = [figures(each) for each in summaries if each.label == over]
+    lower = [figures(each) for each in summaries if each.label == under]
     result: dict[str, dict[str, float]] = {}
     for name in COMPARED:
         values = [
             ours[name] / theirs[name]
-            for ours, theirs in zip(apart, colocated, strict=True)
+            for ours, theirs in zip(upper, lower, strict=True)
             if name in ours and theirs.get(name)
         ]
         if values:
@@ -341,10 +385,15 @@ def show(summaries: Sequence[Summary], options: ServeOptions, console: Console) 
     console.print("times in ms")
     console.print(table_of(summaries))
     result: dict[str, Any] = {"runs": [each.as_json() for each in summaries]}
-    if options.compare:
-        result["apart_over_colocated"] = ratios(summaries)
-        console.print("apart / colocated, per round (a time below 1: apart is faster)")
-        console.print(ratio_table(result["apart_over_colocated"]))
+    if options.compares:
+        pairs = [
+            ("apart", "colocated"),
+            *((mode, peer) for peer in options.peers for mode in MODES),
+        ]
+        for over, under in pairs:
+            found = result[f"{over}_over_{under}"] = ratios(summaries, over, under)
+            console.print(f"{over} / {under}, per round (a time below 1: {over} is faster)")
+            console.print(ratio_table(found))
     late = max(each.max_lateness_ms for each in summaries)
     if late > LATE_MS:
         text = f"the client fell {late:.0f} ms behind its plan: this machine is too busy to measure"
@@ -364,7 +413,8 @@ def parse(arguments: Sequence[str]) -> tuple[ServeOptions, list[str]]:
     options = load(ServeOptions, parser.parse_args(given))
     if passed_on and not options.starts_clusters:
         raise ConfigError(
-            "flags after -- are for `baton up` and need --compare, --interference or --goodput"
+            "flags after -- are for `baton up` and need --compare, --peer, --interference or"
+            " --goodput"
         )
     return options, passed_on
 
@@ -377,7 +427,7 @@ async def run(options: ServeOptions, up_flags: Sequence[str], console: Console) 
     if options.goodput:
         result["goodput"] = await sweep_rates(options, up_flags, console)
         console.print(goodput_table(result["goodput"]["compared"]))
-    if options.compare:
+    if options.compares:
         result |= show(await compare(options, up_flags, console), options, console)
     elif not options.starts_clusters:
         summaries = [await measure(options, options.url, "run", options.seed)]

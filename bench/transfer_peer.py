@@ -24,7 +24,11 @@ import xxhash
 from baton.clock import SystemClock
 from baton.cores import parse_cores, pin_process
 from baton.engine.engine import Engine
+from baton.engine.kernels.cpu.library import processor_flags
 from baton.engine.kernels.cpu.library import state as kernel_state
+from baton.engine.kernels.cpu.quantized import FLAGS as INTEGER_FLAGS
+from baton.engine.kernels.cpu.quantized import integer_kernels_for
+from baton.engine.kernels.gpu.support import state as gpu_kernel_state
 from baton.engine.kv_cache import KVArena
 from baton.errors import BatonError, ConfigError
 from baton.events import FirstToken
@@ -214,11 +218,13 @@ class Peer:
         return {"seconds": time.monotonic() - began}
 
     async def answer_facts(self) -> dict[str, Any]:
-        """What only a process with torch knows: its threads, and the lanes that there are."""
+        """What only a process with torch knows: its threads, kernels, GPU, and the lanes."""
         return {
             "torch": torch.__version__,
             "torch_threads": torch.get_num_threads(),
             "kernels": kernel_state(),
+            "integer_kernels": _integer_kernel_state(),
+            "gpu": _gpu_state(),
             "ways": all_ways(),
             "preferred": list(parse_lanes(NodeConfig().kv_lanes)),
         }
@@ -239,6 +245,22 @@ class Peer:
         for connector in self._connectors.values():
             await connector.stop()
         self._place.close()
+
+
+def _integer_kernel_state() -> str:
+    if integer_kernels_for(torch.bfloat16, torch.device("cpu")) is not None:
+        return "compiled, AVX-512 VNNI and VBMI"
+    if torch.cpu._is_amx_tile_supported():  # pyright: ignore[reportPrivateUsage]
+        return "torch's own serve: oneDNN multiplies in AMX tiles"
+    missing = ", ".join(sorted(INTEGER_FLAGS - processor_flags()))
+    return f"torch's own serve: {f'this processor has no {missing}' if missing else 'as above'}"
+
+
+def _gpu_state() -> str:
+    if not torch.cuda.is_available():
+        return gpu_kernel_state()
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return f"{', '.join(names)}; kernels: {gpu_kernel_state()}"
 
 
 def _told(handle: KVHandle) -> str:

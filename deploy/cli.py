@@ -5,7 +5,7 @@ baton router | prefill | decode  one process of a deployment (becomes `python -m
 baton chat | status              talk to a running router
 baton batch                      a file of requests, against a router or one engine here
 baton doctor                     KV lanes between two nodes, and what this machine is
-baton bench serve                measure one
+baton bench serve | engine       measure a server, or the engine in a process of its own
 baton convert                    safetensors for a checkpoint that has none
 baton estimate                   what a model needs, the best that a machine could do with it
 """
@@ -45,7 +45,7 @@ PROCESSES = {
     "convert": "baton.engine.convert",
     "estimate": "baton.engine.estimate",
 }
-BENCHMARKS = {"serve": "bench.serve"}
+BENCHMARKS = {"serve": "bench.serve", "engine": "bench.engine"}
 
 Handler = Callable[[argparse.Namespace], int]
 
@@ -73,7 +73,8 @@ def build_parser() -> argparse.ArgumentParser:
     commands.add_parser("convert", help=text, add_help=False)
     text = "memory, concurrency, ideal TTFT and TPOT of a model: --model DIR [--memory 80GB ...]"
     commands.add_parser("estimate", help=text, add_help=False)
-    commands.add_parser("bench", help="benchmarks: baton bench serve", add_help=False)
+    text = "benchmarks: baton bench serve (any server), baton bench engine (tokens/s, MBU, MFU)"
+    commands.add_parser("bench", help=text, add_help=False)
     return parser
 
 

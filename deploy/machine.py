@@ -1,4 +1,4 @@
-"""What `baton doctor` says of the machine it runs on: processor, memory, /dev/shm, Redis."""
+"""What `baton doctor` says of the machine: processor, memory, /dev/shm, Redis, kernels, GPU."""
 
 from __future__ import annotations
 
@@ -39,6 +39,8 @@ class MachineFacts:
     torch: str
     torch_threads: int
     kernels: str
+    integer_kernels: str
+    gpu: str
 
     def rows(self) -> Iterable[tuple[str, str]]:
         """For people."""
@@ -53,6 +55,8 @@ class MachineFacts:
         yield "Redis", self.redis
         yield "torch", f"{self.torch}, {self.torch_threads} threads"
         yield "CPU kernels", self.kernels
+        yield "integer weights", self.integer_kernels
+        yield "GPU", self.gpu
 
 
 async def machine_facts(redis_url: str, engine: Mapping[str, Any]) -> MachineFacts:
@@ -71,6 +75,8 @@ async def machine_facts(redis_url: str, engine: Mapping[str, Any]) -> MachineFac
         torch=engine["torch"],
         torch_threads=engine["torch_threads"],
         kernels=engine["kernels"],
+        integer_kernels=engine["integer_kernels"],
+        gpu=engine["gpu"],
     )
 
 

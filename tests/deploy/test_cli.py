@@ -125,6 +125,7 @@ def test_a_folder_that_is_no_model_is_refused(
         (["prefill", "--help"], ["-m", "prefill_node", "--help"]),
         (["decode"], ["-m", "decode_node"]),
         (["bench", "serve", "--rate", "2"], ["-m", "bench.serve", "--rate", "2"]),
+        (["bench", "engine", "--json"], ["-m", "bench.engine", "--json"]),
         (["convert", "dir"], ["-m", "baton.engine.convert", "dir"]),
         (["estimate", "--json"], ["-m", "baton.engine.estimate", "--json"]),
     ],

@@ -33,7 +33,10 @@ from deploy.machine import MachineFacts, copy_rate, machine_facts, processor, re
 from tests.node.fakes import DECODE, PREFILL, TIMING
 from tests.tiny_models import make_tiny_model
 
-FACTS = MachineFacts("A CPU", ("avx2",), 2, 9.5, 2 << 30, 1 << 30, "answers", "2.13", 1, "compiled")
+FACTS = MachineFacts(
+    "A CPU", ("avx2",), 2, 9.5, 2 << 30, 1 << 30, "answers", "2.13", 1, "compiled",
+    "torch's own serve: this processor has no avx512_vnni", "none: torch sees no GPU",
+)  # fmt: skip
 LANES = (
     LaneReport("shm", False, "no /dev/shm"),
     LaneReport("stream", True, "", 3.5, 0.4, chosen=True),
@@ -77,6 +80,8 @@ def test_the_tables_say_lanes_and_machine() -> None:
     assert "chosen" in row
     assert "A CPU, 2 cores" in text
     assert "1.1 of 2.1 GB free" in text
+    assert "this processor has no avx512_vnni" in text
+    assert "none: torch sees no GPU" in text
 
 
 def test_json_says_whether_anything_works() -> None:
@@ -85,12 +90,16 @@ def test_json_says_whether_anything_works() -> None:
 
 
 async def test_the_machine_is_looked_at() -> None:
-    engine = {"torch": "2.13", "torch_threads": 3, "kernels": "torch's own serve: no compiler"}
+    engine = {
+        "torch": "2.13", "torch_threads": 3, "kernels": "torch's own serve: no compiler",
+        "integer_kernels": "torch's own serve: as above", "gpu": "none: torch sees no GPU",
+    }  # fmt: skip
     facts = await machine_facts("", engine)
     assert facts.copy_gb_per_s > 0
     assert facts.cores > 0
     assert dict(facts.rows())["torch"] == "2.13, 3 threads"
     assert dict(facts.rows())["CPU kernels"] == "torch's own serve: no compiler"
+    assert dict(facts.rows())["GPU"] == "none: torch sees no GPU"
     assert copy_rate() > 0
 
 

@@ -1,0 +1,1 @@
+"""Other engines as peers of bench.engine; each runs in an environment of its own."""

@@ -1,0 +1,96 @@
+"""The peer's half of bench.peer's protocol: JSON lines, a question on stdin, an answer on stdout.
+
+    {"model": FOLDER, "quantization": "none", "threads": 2}       first, once
+        {"name": "Engine 1.2"}                                    it is loaded and ready
+        {"name": "Engine 1.2", "unsupported": "no int4 weights"}  its rows stay empty
+    {"prompts": [[5, 6], [7, 8]], "new_tokens": 24}               any number of times
+        {"seconds": 0.8, "new_tokens": [24, 24]}                  greedy, ends ignored, all at once
+    (end of input)                                                the peer ends
+
+`model` is a checkpoint in Hugging Face's format, `quantization` is none (bfloat16), int8, int4 or
+w8a8, `seconds` those of the engine's own call. {"error": "..."} answers what went wrong.
+Imports nothing but the standard library: it runs where Baton is not installed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+Generate = Callable[[Sequence[list[int]], int], Sequence[int]]
+"""Prompts and a number of new tokens -> how many each got."""
+
+
+class Unsupported(Exception):
+    """The engine does not have what was asked for; the message says what."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The first question."""
+
+    model: Path
+    quantization: str
+    threads: int
+
+    @property
+    def weights(self) -> str:
+        """int8 for w8a8, too: of engines that round activations by themselves."""
+        return "int8" if self.quantization == "w8a8" else self.quantization
+
+    def converted(self, ending: str, convert: Callable[[Path, str, Path], None]) -> Path:
+        """What `convert` made of the model and its weights: beside it, once for all runs. A
+        conversion that breaks off leaves another name."""
+        path = self.model.parent / f"{self.model.name}-{self.weights}{ending}"
+        if not path.exists():
+            unfinished = path.with_name(f".{path.name}")
+            convert(self.model, self.weights, unfinished)
+            unfinished.rename(path)
+        return path
+
+
+def serve(name: str, load: Callable[[Setup], Generate]) -> None:
+    """Answer questions until the input ends. stdout is kept for answers: what libraries print goes
+    to stderr."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    answer_all(name, load, sys.stdin, answers)
+
+
+def answer_all(
+    name: str, load: Callable[[Setup], Generate], questions: TextIO, answers: TextIO
+) -> None:
+    """One line of `answers` for each of `questions`; whatever fails is told and ends it."""
+    generate: Generate | None = None
+    for line in questions:
+        question = json.loads(line)
+        try:
+            if generate is None:
+                generate = load(_setup(question))
+                answer: dict[str, Any] = {"name": name}
+            else:
+                answer = _timed(generate, question)
+        except Unsupported as error:
+            answer = {"name": name, "unsupported": str(error)}
+        except Exception as error:  # noqa: BLE001 - whatever an engine raises is told, not lost
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+        if generate is None or "error" in answer:
+            return
+
+
+def _setup(question: dict[str, Any]) -> Setup:
+    return Setup(Path(question["model"]), question["quantization"], question["threads"])
+
+
+def _timed(generate: Generate, question: dict[str, Any]) -> dict[str, Any]:
+    began = time.perf_counter()
+    counts = generate(question["prompts"], question["new_tokens"])
+    return {"seconds": time.perf_counter() - began, "new_tokens": list(counts)}

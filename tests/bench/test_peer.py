@@ -1,0 +1,188 @@
+"""Peers of bench.engine: the protocol on both sides, with programs that play an engine."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from baton.errors import ConfigError
+from bench import engine, models
+from bench.engine import Against, Row, compared, measure, tables
+from bench.engine_kit import tell
+from bench.models import widen_tokenizer
+from bench.peer import Peer, PeerFailed
+from bench.peers.protocol import Generate, Setup, Unsupported, answer_all
+from tests.tiny_models import make_tiny_model
+
+ROOT = Path(__file__).resolve().parents[2]
+FAKE = f"{sys.executable} -m tests.bench.fake_peer"
+
+
+def told(load: object, *questions: dict[str, object]) -> list[dict[str, object]]:
+    answers = io.StringIO()
+    text = "".join(json.dumps(question) + "\n" for question in questions)
+    answer_all("Fake 1", load, io.StringIO(text), answers)  # type: ignore[arg-type]
+    return [json.loads(line) for line in answers.getvalue().splitlines()]
+
+
+SETUP = {"model": "/m", "quantization": "int8", "threads": 2}
+ASK = {"prompts": [[5, 6], [7]], "new_tokens": 3}
+
+
+def test_a_peer_answers_line_by_line() -> None:
+    asked: list[object] = []
+
+    def load(setup: Setup) -> Generate:
+        asked.append(setup)
+
+        def generate(prompts: Sequence[list[int]], new: int) -> Sequence[int]:
+            asked.append((prompts, new))
+            return [new] * len(prompts)
+
+        return generate
+
+    ready, once, again = told(load, SETUP, ASK, ASK)
+    assert ready == {"name": "Fake 1"}
+    assert asked == [Setup(Path("/m"), "int8", 2), ([[5, 6], [7]], 3), ([[5, 6], [7]], 3)]
+    for answer in (once, again):
+        assert answer["new_tokens"] == [3, 3]
+        assert float(str(answer["seconds"])) >= 0
+
+
+def test_a_peer_says_what_it_does_not_have_or_what_went_wrong() -> None:
+    def lacks(setup: Setup) -> Generate:
+        raise Unsupported(f"no {setup.quantization} weights")
+
+    def breaks(setup: Setup) -> Generate:
+        raise OSError("no such file")
+
+    assert told(lacks, SETUP, ASK) == [{"name": "Fake 1", "unsupported": "no int8 weights"}]
+    assert told(breaks, SETUP, ASK) == [{"error": "OSError: no such file"}]
+
+
+def test_weights_are_converted_once(tmp_path: Path) -> None:
+    made: list[tuple[Path, str]] = []
+
+    def convert(model: Path, weights: str, path: Path) -> None:
+        made.append((model, weights))
+        path.write_text("weights")
+        if weights == "int4":
+            raise OSError("no room")
+
+    model = tmp_path / "M"
+    for quantization in ("int8", "w8a8", "int8"):
+        path = Setup(model, quantization, 2).converted(".x", convert)
+        assert path == tmp_path / "M-int8.x"
+    assert made == [(model, "int8")]
+    with pytest.raises(OSError, match="no room"):
+        Setup(model, "int4", 2).converted(".x", convert)
+    assert not (tmp_path / "M-int4.x").exists()
+
+
+def test_a_running_peer_is_asked_and_ended() -> None:
+    with Peer.start(FAKE, Path("/m"), "none", 2) as peer:
+        assert (peer.name, peer.unsupported) == ("Fake 1.0", None)
+        assert peer.generate([[1, 2, 3], [4]], 8) == 0.25
+        process = peer._process
+    assert process.returncode == 0
+
+
+def test_weights_that_a_peer_lacks() -> None:
+    with Peer.start(FAKE, Path("/m"), "int4", 2) as peer:
+        assert peer.unsupported == "no int4 weights"
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (f"{FAKE} --fail", "OSError: the model is gone"),
+        (f"{FAKE} --silent", "answered nothing"),
+        (f"{FAKE} --noise", "answered 'a line of a library"),
+    ],
+)
+def test_a_peer_that_fails_is_told_in_its_own_words(command: str, said: str) -> None:
+    with pytest.raises(PeerFailed, match=said), Peer.start(command, Path("/m"), "none", 2):
+        pass
+
+
+def test_too_few_tokens_are_no_figure() -> None:
+    with (
+        Peer.start(f"{FAKE} --short", Path("/m"), "none", 2) as peer,
+        pytest.raises(PeerFailed, match="8 tokens each were asked for"),
+    ):
+        peer.generate([[1, 2]], 8)
+
+
+def test_a_program_that_is_not_there() -> None:
+    with (
+        pytest.raises(ConfigError, match="no-such-program"),
+        Peer.start("no-such-program", Path("/m"), "none", 2),
+    ):
+        pass
+
+
+def test_every_side_is_measured_and_the_best_peer_compared() -> None:
+    rates = {"baton": [9.0, 12.0, 11.0], "transformers": [4.0], "A": [8.0], "B": [5.5]}
+    row = compared(rates, ["A", "B", "C"])
+    assert (row["baton"], row["baton min"], row["baton max"]) == (11.0, 9.0, 12.0)
+    assert row["peers"] == {"A": 8.0, "B": 5.5, "C": None}
+    assert row["best peer's ratio"] == 2.0
+    assert row["over best peer"] == 11.0 / 8.0
+    assert compared(rates, ["C"])["over best peer"] is None
+
+
+def test_a_table_has_a_column_for_each_peer(capsys: pytest.CaptureFixture[str]) -> None:
+    rates = {"baton": [11.0], "transformers": [4.0], "A": [8.0]}
+    shares = {"MBU": 0.5, "MFU": 0.25}
+    row = {"model": "M", "row": "decode 1@8"}
+    (part,) = tables([row | compared(rates, ["A", "B"]) | shares])
+    assert list(part.rows[0]) == [
+        "row", "baton", "transformers", "A", "B", "ratio", "best peer's ratio", "over best peer",
+        "MBU", "MFU",
+    ]  # fmt: skip
+    (alone,) = tables([row | compared(rates, []) | shares])
+    assert list(alone.rows[0]) == ["row", "baton", "transformers", "ratio", "MBU", "MFU"]
+    tell([part], as_json=False)
+    assert " - " in capsys.readouterr().out
+
+
+def test_a_row_is_measured_beside_a_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_tiny_model("llama", tmp_path)
+    monkeypatch.setattr(engine, "NEW_TOKENS", 2)
+    monkeypatch.setattr(engine, "LIMITS_S", 0.01)
+    rows = [Row("m", 8), Row("m", 8, 2), Row("m", 8, 1, "int8")]
+    found = measure("m", path, rows, Against(1, [FAKE]))
+    assert [row["row"] for row in found] == ["prefill 8", "decode 2@8", "int8 decode 1@8"]
+    assert found[0]["peers"] == {"Fake 1.0": 8 / 0.25}
+    assert all(row["baton"] > 0 and row["over best peer"] > 0 for row in found)
+    assert all(row["MBU"] > 0 and row["MFU"] > 0 for row in found)
+
+
+def test_a_checkpoint_that_is_there_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[Path] = []
+
+    def write(path: Path) -> None:
+        path.mkdir()
+        written.append(path)
+
+    monkeypatch.setitem(models.WRITERS, "tiny", write)  # type: ignore[arg-type]
+    assert models.write_checkpoint("tiny", tmp_path) == tmp_path / "tiny"
+    assert models.write_checkpoint("tiny", tmp_path).is_dir()
+    assert len(written) == 1
+    assert list(tmp_path.iterdir()) == [tmp_path / "tiny"], "what is unfinished bears another name"
+
+
+def test_every_id_has_a_text(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes((ROOT / "demo_model" / "tokenizer.json").read_bytes())
+    before = json.loads(path.read_text())["model"]
+    widen_tokenizer(path, 5000)
+    after = json.loads(path.read_text())["model"]
+    assert sorted(after["vocab"].values()) == list(range(5000))
+    assert after["vocab"].items() >= before["vocab"].items()
+    assert after["merges"] == before["merges"]

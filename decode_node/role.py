@@ -34,7 +34,7 @@ from baton.node.pooling import PoolingDesk
 from baton.node.requests import NodeRequest
 from baton.node.role import RoleContext
 from baton.request import Request
-from decode_node.admission import FetchAdmission
+from decode_node.admission import FetchAdmission, FetchTicket
 from kv_transfer.base import HeldExport
 
 T = TypeVar("T")
@@ -127,23 +127,10 @@ class DecodeRole:
         ticket = self._admission.ticket(ready=entry.prefilled.is_set())
         try:
             await self._thread.call(lambda engine: engine.validate(request, Task.LOCAL))
-            connector = self._context.connector
-            precision, adopting = connector.precision_of(handle), connector.adopts(handle)
-
-            async def admitted() -> Reservation:
-                reservation = await ticket.admit(
-                    lambda: self._thread.call(
-                        lambda e: seat.reserve(e, handle.num_tokens, precision, adopting)
-                    )
-                )
-                FAILPOINTS.hit("d.reserved")
-                if connector.follows_prefill(handle):
-                    await entry.prefilled.wait()
-                return reservation
-
-            reservation = await self._while_leased(handle, request.epoch, admitted())
+            admitted = self._admitted(entry, handle, seat, ticket)
+            reservation = await self._while_leased(handle, request.epoch, admitted)
             entry.send(NodeStep(subscribed=(Subscribed(request.id, request.epoch),)))
-            fetched = await connector.fetch(
+            fetched = await self._context.connector.fetch(
                 handle,
                 request.epoch,
                 reservation.blocks,
@@ -156,6 +143,22 @@ class DecodeRole:
             ticket.release()
         self._context.observe_fetch(fetched.seconds)
         await self._thread.call(lambda engine: seat.add_computed(engine, fetched.first_tokens))
+
+    async def _admitted(
+        self, entry: NodeRequest, handle: KVHandle, seat: Seat, ticket: FetchTicket
+    ) -> Reservation:
+        """Blocks for the export, when it is time to fetch it: of a small one, after token 1."""
+        connector = self._context.connector
+        precision, adopting = connector.precision_of(handle), connector.adopts(handle)
+        reservation = await ticket.admit(
+            lambda: self._thread.call(
+                lambda engine: seat.reserve(engine, handle.num_tokens, precision, adopting)
+            )
+        )
+        FAILPOINTS.hit("d.reserved")
+        if connector.follows_prefill(handle):
+            await entry.prefilled.wait()
+        return reservation
 
     def _adoption(self, request_id: str, pages: Sequence[int], held: HeldExport) -> Adoption:
         context = self._context

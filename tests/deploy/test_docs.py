@@ -142,7 +142,7 @@ def test_flags_named_in_the_readme_exist() -> None:
         parser = argparse.ArgumentParser()
         add_options(parser, options)
         known += parser.format_help()
-    known += "--compare"
+    known += "--compare --peer"  # of `baton bench serve`
     for flag in re.findall(r"`(--[a-z-]+)", text):
         assert flag in known, flag
 

@@ -148,6 +148,7 @@ class KVLost(KVError):
 
 class KVCorrupt(KVError):
     code = "kv_corrupt"
+    lane: str = ""  # that it came over, once that is known
 
 
 class KVTimeout(KVError):

@@ -314,7 +314,7 @@ class _Connection:
             return frame
         damaged = bytearray(frame)
         damaged[-1] ^= 1
-        return damaged
+        return bytes(damaged)
 
     def _open(self, fetch: Fetch) -> ExporterEvent:
         shared = self._shared

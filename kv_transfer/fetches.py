@@ -211,8 +211,7 @@ class Fetches:
         try:
             return await self._fetch_parts(call, codec)
         except KVCorrupt as error:
-            lane, _ = self._common(ranks_of(call.handle)[0].endpoint)[0]
-            self._shared.stats.retried(lane.name)
+            self._shared.stats.retried(error.lane)
             log.warning("request %s: fetching again: %s", call.handle.request_id, error)
         return await self._fetch_parts(call, codec)
 
@@ -395,6 +394,9 @@ class Fetches:
                 finally:
                     progress.watched = False
             return finished.result()
+        except KVCorrupt as error:
+            error.lane = lane.name
+            raise
         except TimeoutError as error:
             raise KVTimeout(f"no progress for {progress_s} s on lane {lane.name}") from error
 

@@ -71,7 +71,12 @@ class GrpcLane:
         server = grpc.server(self._threads, options=server_options(self._timing))
 
         def transfer(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Buffer]:
-            return serve(self.name, _GrpcIncoming(requests, context, deadlines))
+            try:
+                yield from serve(self.name, _GrpcIncoming(requests, context, deadlines))
+            except GeneratorExit:
+                # The fetcher has left, or gRPC could not send: then it would be left waiting.
+                context.cancel()
+                raise
 
         handler = grpc.stream_stream_rpc_method_handler(
             transfer

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from baton.errors import KVLost
 from baton.handles import LaneAddress
-from kv_transfer.base import DirectWire, Lane, Remote, Serve, Span, Target, Wire
-from kv_transfer.frames import Kind, split
+from kv_transfer.base import DirectWire, Lane, Remote, ScatterWire, Serve, Span, Target, Wire
+from kv_transfer.frames import HEADER_BYTES, Kind, decode_header, payload_bytes, split
+
+SCATTERING = ("stream", "dist")  # lanes whose wires are base.ScatterWire
 
 Fault = Callable[
     [int, bytes], list[bytes]
@@ -58,48 +62,60 @@ def truncate(frame: bytes) -> list[bytes]:
     return [frame[:-3]]
 
 
-def swap_neighbours() -> Callable[[bytes], list[bytes]]:
-    """Reorder: hold the first frame back until the second has passed."""
-    held: list[bytes] = []
+class SwapOfLayer:
+    """A fault for DATA: one frame of `layer`, the first to come, is held back until the next one of
+    that layer has passed; all others pass as they are."""
 
-    def fault(frame: bytes) -> list[bytes]:
-        if not held:
-            held.append(frame)
+    def __init__(self, layer: int) -> None:
+        self._layer = layer
+        self._held: list[bytes] = []
+        self.holding = threading.Event()
+        self.swapped = threading.Event()
+
+    def __call__(self, frame: bytes) -> list[bytes]:
+        layer = decode_header(frame[:HEADER_BYTES], 0).header.layer
+        if layer != self._layer or self.swapped.is_set():
+            return [frame]
+        if not self._held:
+            self._held.append(frame)
+            self.holding.set()
             return []
-        frames = [frame, *held]
-        held.clear()
-        return frames
-
-    return fault
+        self.swapped.set()
+        return [frame, *self._held]
 
 
 class FaultyWire:
-    """base.Wire; faults see single frames, whatever the parcels they came in."""
+    """base.Wire; faults see single frames, whatever the parcels they came in. They are looked up at
+    each frame: a test may change them while a connection is kept."""
 
-    def __init__(self, inner: Wire, receiving: Fault, sending: Fault) -> None:
+    def __init__(self, inner: Wire, lane: FaultyLane) -> None:
         self.inner = inner
-        self._receiving = receiving
-        self._sending = sending
+        self.lane = lane
         self._num_received = 0
         self._num_sent = 0
         self._ready: list[bytes] = []
 
     def send(self, parcel: bytes) -> None:
         for frame in split(parcel):
-            frames = self._sending(self._num_sent, bytes(frame))
+            frames = self.lane.sending(self._num_sent, bytes(frame))
             self._num_sent += 1
             for out in frames:
                 self.inner.send(out)
 
     def receive(self) -> bytes | None:
         while not self._ready:
-            parcel = self.inner.receive()
-            if parcel is None:
+            frames = self._arriving()
+            if frames is None:
                 return None
-            for frame in split(parcel):
-                self._ready += self._receiving(self._num_received, bytes(frame))
+            for frame in frames:
+                self._ready += self.lane.receiving(self._num_received, frame)
                 self._num_received += 1
         return self._ready.pop(0)
+
+    def _arriving(self) -> list[bytes] | None:
+        """The next parcel as it comes, in frames."""
+        parcel = self.inner.receive()
+        return None if parcel is None else [bytes(frame) for frame in split(parcel)]
 
     def finish(self) -> None:
         self.inner.finish()
@@ -108,25 +124,73 @@ class FaultyWire:
         self.inner.cancel()
 
 
+class FaultyScatterWire(FaultyWire):
+    """base.ScatterWire: what faults leave of the frames is one run of bytes, as on a socket. Who
+    misses some of a frame takes them from the next one."""
+
+    def __init__(self, inner: ScatterWire, lane: FaultyLane) -> None:
+        super().__init__(inner, lane)
+        self._scatter = inner
+        self._rest = b""
+
+    def receive_header(self) -> bytes | None:
+        if not self._rest and not self._more():
+            return None
+        return self._take(HEADER_BYTES)
+
+    def receive_into(self, views: Sequence[memoryview]) -> None:
+        for view in views:
+            view[:] = self._take(len(view))
+        own = [isinstance(view.obj, bytearray) for view in views]
+        self.lane.num_in_pool += not all(own)  # what is looked at first lies in memory of its own
+
+    def _arriving(self) -> list[bytes] | None:
+        header = self._scatter.receive_header()
+        if header is None:
+            return None
+        payload = bytearray(payload_bytes(header))
+        self._scatter.receive_into([memoryview(payload)])
+        return [header + payload]
+
+    def _more(self) -> bool:
+        frame = self.receive()
+        self._rest += frame or b""
+        return frame is not None
+
+    def _take(self, num_bytes: int) -> bytes:
+        while len(self._rest) < num_bytes:
+            if not self._more():
+                raise KVLost("the peer left in mid-frame")
+        taken, self._rest = self._rest[:num_bytes], self._rest[num_bytes:]
+        return taken
+
+
 class FaultyDirectWire(FaultyWire):
     """base.DirectWire: what is pulled is not ours to damage."""
 
+    def __init__(self, inner: DirectWire, lane: FaultyLane) -> None:
+        super().__init__(inner, lane)
+        self._direct = inner
+
     def pull(self, span: Span, source: Remote, target: Target) -> None:
-        assert isinstance(self.inner, DirectWire)
-        self.inner.pull(span, source, target)
+        self._direct.pull(span, source, target)
 
     def settle(self) -> None:
-        assert isinstance(self.inner, DirectWire)
-        self.inner.settle()
+        self._direct.settle()
 
 
 @dataclass
 class FaultyLane:
-    """Wraps the fetching side of a lane; exporting passes through."""
+    """Wraps the fetching side of a lane; exporting passes through. Its wires can what the lane's
+    can, so that a fetcher goes its usual way with them.
+
+    `num_in_pool`: payloads that were received straight into a pool, which SCATTERING lanes do.
+    """
 
     inner: Lane
     receiving: Fault = intact
     sending: Fault = intact
+    num_in_pool: int = 0
 
     @property
     def name(self) -> str:
@@ -144,15 +208,11 @@ class FaultyLane:
 
     def open(self, address: LaneAddress) -> Wire:
         wire = self.inner.open(address)
-        kind = FaultyDirectWire if self.direct else FaultyWire
-        return kind(wire, self._on_receiving, self._on_sending)
-
-    # Looked up at each frame: a test may change them while a connection is kept.
-    def _on_receiving(self, index: int, frame: bytes) -> list[bytes]:
-        return self.receiving(index, frame)
-
-    def _on_sending(self, index: int, frame: bytes) -> list[bytes]:
-        return self.sending(index, frame)
+        if isinstance(wire, ScatterWire):
+            return FaultyScatterWire(wire, self)
+        return (
+            FaultyDirectWire(wire, self) if isinstance(wire, DirectWire) else FaultyWire(wire, self)
+        )
 
     def stop(self) -> None:
         self.inner.stop()

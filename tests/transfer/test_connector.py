@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Callable, Sequence
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 import grpc
 import pytest
@@ -14,6 +15,7 @@ from baton.handles import LaneAddress
 from baton.kv_spec import LayerSpec
 from baton.timing import Timing
 from kv_transfer.base import Incoming, KVConnector, Loan
+from kv_transfer.frames import Buffer
 from kv_transfer.grpc_stream import GrpcLane
 from kv_transfer.memory import MemoryFabric, MemoryLane
 from tests.block_lists import held
@@ -247,6 +249,24 @@ async def test_garbage_is_answered_with_an_error(start) -> None:
         assert answer[4] == 4  # ERR
         call.cancel()
     assert node.connector.stats.corrupt == 1
+
+
+async def test_what_grpc_cannot_send_ends_the_call() -> None:
+    """Both sides are told at once; nobody waits for a deadline."""
+    ended = threading.Event()
+
+    def serve(lane: str, peer: Incoming) -> Iterator[Buffer]:
+        peer.on_closed(ended.set)
+        yield bytearray(b"gRPC takes nothing but bytes")
+
+    lane = GrpcLane(Timing())
+    wire = lane.open(lane.start("0a" * 16, serve))
+    try:
+        receiving = asyncio.to_thread(wire.receive)
+        assert isinstance(await outcome(receiving), KVLost)
+        assert await asyncio.to_thread(ended.wait, PATIENCE_S)
+    finally:
+        await asyncio.to_thread(lane.stop)
 
 
 # ---- the memory lane ----------------------------------------------------------------------------

@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from baton.errors import KVCorrupt, KVLost, KVStale, KVTimeout
-from baton.kv_spec import LayerSpec
+from baton.errors import KVLost, KVStale, KVTimeout
 from baton.timing import Timing
 from kv_transfer.frames import Kind
 from kv_transfer.stats import TransferStats
@@ -19,7 +18,6 @@ from tests.transfer.cluster import (
     IMPATIENT,
     Cluster,
     frames_received,
-    transfer,
     transfer_despite,
 )
 from tests.transfer.conftest import KINDS, TWO_SIDED, WAYS
@@ -29,7 +27,6 @@ from tests.transfer.pools import (
     BOOT_E,
     PATIENCE_S,
     expect_bytes,
-    fill_random,
     fill_untouched,
     outcome,
     request_of,
@@ -113,19 +110,6 @@ async def test_an_unclaimed_export_is_freed_by_the_lease_watch(cluster: Cluster)
     p.clock.advance(0.05)
     await p.freed()
     assert p.released == [(handle, blocks, "the lease is over")]
-
-
-@pytest.mark.parametrize("cluster", WAYS, indirect=True)
-async def test_a_lost_ack_is_made_good_by_the_lease(cluster: Cluster) -> None:
-    lane = FaultyLane(cluster.new_lane(), sending=faults.on_every(Kind.ACK, faults.lose))
-    p, d = await cluster.pair(lane)
-    handle = p.connector.export(request_of(), 0, p.pick(16), 16)
-    p.finish(handle)
-    assert (await d.connector.fetch(handle, 1, d.pick(16))).num_tokens == 16
-    assert p.connector.active_exports == 1
-    p.clock.advance(p.timing.kv_lease_s)
-    p.connector.expire(p.clock.monotonic())
-    await p.freed()
 
 
 # ---- release -----------------------------------------------------------------------------------
@@ -301,95 +285,7 @@ async def test_a_slow_prefill_is_no_timeout(cluster: Cluster) -> None:
     await p.freed()
 
 
-# ---- damage on the way --------------------------------------------------------------------------
-DAMAGE = {
-    "flipped payload bit": faults.flip_bit,
-    "flipped header bit": lambda frame: faults.flip_bit(frame, 8 * 20 + 3),
-    "flipped magic bit": lambda frame: faults.flip_bit(frame, 2),
-    "truncated": faults.truncate,
-    "header only": lambda frame: [frame[:20]],
-    "lost": faults.lose,
-    "replayed": faults.repeat,
-}
-
-
-@pytest.mark.parametrize("cluster", WAYS, indirect=True)
-@pytest.mark.parametrize("damage", DAMAGE)
-async def test_damaged_once_is_fetched_again(cluster: Cluster, damage: str) -> None:
-    fault = faults.on_nth(Kind.DATA, 1, DAMAGE[damage])
-    p, d = await cluster.pair(FaultyLane(cluster.new_lane(), receiving=fault))
-    await transfer_despite(p, d)
-    assert d.connector.stats.retries == 1
-
-
-@pytest.mark.parametrize("cluster", WAYS, indirect=True)
-@pytest.mark.parametrize("damage", DAMAGE)
-async def test_damaged_twice_is_corrupt(cluster: Cluster, damage: str) -> None:
-    fault = faults.on_every(Kind.DATA, DAMAGE[damage])
-    p, d = await cluster.pair(FaultyLane(cluster.new_lane(), receiving=fault))
-    handle = p.connector.export(request_of(), 0, p.pick(40), 40)
-    p.finish(handle)
-    assert isinstance(await outcome(d.connector.fetch(handle, 1, d.pick(40))), KVCorrupt)
-    assert d.connector.stats.retries == 1
-    assert p.connector.active_exports == 1  # for somebody with a better link
-
-
-@pytest.mark.parametrize("cluster", WAYS, indirect=True)
-async def test_reordered_chunks_are_corrupt_or_right(cluster: Cluster) -> None:
-    """Two frames of one layer in the wrong order are refused, of two layers they are harmless."""
-
-    def swap() -> faults.Fault:
-        return faults.on_every(Kind.DATA, faults.swap_neighbours())
-
-    two = (LayerSpec(2, 8, 8),) * 2
-    p = await cluster.node(layers=two)
-    d = await cluster.node(
-        FaultyLane(cluster.new_lane(), receiving=swap()), boot_id=BOOT_D, layers=two
-    )
-    fill_random(p.arena, 2)
-    await transfer_despite(p, d)
-    assert d.connector.stats.retries == 0
-    wide = (LayerSpec(8, 128, 128),)
-    p3 = await cluster.node(boot_id="0f" * 16, layers=wide, num_blocks=80)
-    d3 = await cluster.node(
-        FaultyLane(cluster.new_lane(), receiving=swap()),
-        boot_id="1f" * 16, layers=wide, num_blocks=80,
-    )  # fmt: skip
-    handle = p3.connector.export(request_of(), 0, p3.pick(512), 512)
-    p3.finish(handle)
-    assert isinstance(await outcome(d3.connector.fetch(handle, 1, d3.pick(512))), KVCorrupt)
-
-
-@pytest.mark.parametrize("cluster", WAYS, indirect=True)
-async def test_a_lost_end_is_never_a_success(cluster: Cluster) -> None:
-    lane = FaultyLane(cluster.new_lane(), receiving=faults.on_every(Kind.END, faults.lose))
-    p, d = await cluster.pair(lane, timing=IMPATIENT)
-    handle = p.connector.export(request_of(), 0, p.pick(16), 16)
-    p.finish(handle)
-    assert isinstance(await outcome(d.connector.fetch(handle, 1, d.pick(16))), KVTimeout)
-    assert p.connector.active_exports == 1
-
-
-@pytest.mark.parametrize("cluster", WAYS, indirect=True)
-@pytest.mark.parametrize("kind", [Kind.DATA, Kind.END])
-async def test_frames_swapped_between_two_requests(cluster: Cluster, kind: Kind) -> None:
-    """The other request's frames are whole and authentic, and still refused."""
-    recorded: list[bytes] = []
-
-    def record(frame: bytes) -> list[bytes]:
-        recorded.append(frame)
-        return [frame]
-
-    lane = FaultyLane(cluster.new_lane(), receiving=faults.on_every(kind, record))
-    p, d = await cluster.pair(lane)
-    await transfer(p, d, 16)
-    foreign = iter(recorded * 2)
-    lane.receiving = faults.on_every(kind, lambda frame: [next(foreign)])
-    handle = p.connector.export(request_of("r2"), 0, p.pick(16, 5), 16)
-    p.finish(handle)
-    assert isinstance(await outcome(d.connector.fetch(handle, 1, d.pick(16))), KVCorrupt)
-
-
+# ---- damage on the way; of what the exporter says: test_fault_table.py --------------------------
 @pytest.mark.parametrize("cluster", WAYS, indirect=True)
 @pytest.mark.parametrize("kind", [Kind.HELLO, Kind.FETCH])
 async def test_a_damaged_question_is_asked_again(cluster: Cluster, kind: Kind) -> None:

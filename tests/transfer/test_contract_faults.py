@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -26,18 +26,21 @@ from tests.block_lists import held
 from tests.transfer import faults
 from tests.transfer.cluster import FIRST, Cluster, frames_received
 from tests.transfer.conftest import DIRECT, KINDS, WAYS
-from tests.transfer.faults import FaultyLane
+from tests.transfer.faults import SCATTERING, FaultyLane
 from tests.transfer.pools import (
     BOOT_D,
     BOOT_E,
     PATIENCE_S,
     Node,
+    expect_bytes,
     fill_random,
     outcome,
     request_of,
+    snapshot,
 )
 
 NUM_TOKENS = 60
+WIRES = (*WAYS, "stream-unix", "grpc")  # where frames pass a network, too
 SHORT = Timing(kv_progress_s=0.8)  # long enough for a handshake on a busy machine
 
 
@@ -116,11 +119,16 @@ class Stage:
         return Pooled(await self.cluster.node(boot_id=BOOT_E))
 
     async def succeeds(self, handle: KVHandle, epoch: int = 1, who: Pooled | None = None) -> None:
-        """A fetch by D (or `who`) brings P's bytes, and P's blocks are free."""
-        d = who or self.d
-        wanted = self.p.bytes_of(self.p.exported(handle))
-        assert d.bytes_of(await d.fetch(handle, epoch)) == wanted
-        await self.p.node.freed(self.p.node.connector.stats.exports)
+        """A fetch by D (or `who`) brings P's bytes and touches no others, P's blocks are free, and
+        a lane that scatters has put them straight into D's pool."""
+        p, d = self.p.node, who or self.d
+        source, before = self.p.exported(handle), snapshot(d.node.arena)
+        in_pool = self.lane.num_in_pool
+        target = await d.fetch(handle, epoch)
+        expect_bytes((p, source), (d.node, target), 0, NUM_TOKENS, before)
+        await p.freed(p.connector.stats.exports)
+        if p.lane.name in SCATTERING and d is self.d:
+            assert self.lane.num_in_pool - in_pool >= len(p.layers)
 
 
 @asynccontextmanager
@@ -248,7 +256,7 @@ async def test_a_cut_connection_costs_no_lease(cluster: Cluster) -> None:
 
 
 # ---- words that are lost ------------------------------------------------------------------------
-@pytest.mark.parametrize("cluster", WAYS, indirect=True)
+@pytest.mark.parametrize("cluster", WIRES, indirect=True)
 @pytest.mark.parametrize("kind", [Kind.END, Kind.ACK])
 async def test_a_lost_last_word(cluster: Cluster, kind: Kind) -> None:
     """END lost: not received, whatever has arrived; ACK lost: received, and the lease cleans up."""
@@ -288,19 +296,19 @@ async def test_a_lost_confirmation_is_no_success(cluster: Cluster) -> None:
 
 
 # ---- words of somebody else ---------------------------------------------------------------------
-SWAPS: dict[str, Callable[[Pooled], Kind]] = {
-    "blocks": lambda d: Kind.BLOCKS if d.node.lane.direct else Kind.DATA,
-    "end": lambda d: Kind.END,
-}
+SWAPS = [
+    (lane, kind)
+    for lane in WIRES
+    for kind in (Kind.DATA, Kind.END, Kind.BLOCKS)
+    if lane in DIRECT or kind is not Kind.BLOCKS
+]
 
 
-@pytest.mark.parametrize("cluster", WAYS, indirect=True)
-@pytest.mark.parametrize("swap", SWAPS)
-async def test_blocks_of_two_requests_are_swapped(cluster: Cluster, swap: str) -> None:
+@pytest.mark.parametrize(("cluster", "kind"), SWAPS, indirect=["cluster"])
+async def test_blocks_of_two_requests_are_swapped(cluster: Cluster, kind: Kind) -> None:
     """The other request's frames are authentic and whole; neither fetch takes them."""
     async with staged(cluster) as stage:
         p, d = stage.p, stage.d
-        kind = SWAPS[swap](d)
         recorded: list[bytes] = []
         stage.lane.receiving = faults.on_every(kind, lambda f: recorded.append(f) or [f])
         for handle in (p.export("r1"), p.export("r2")):
@@ -329,7 +337,7 @@ async def test_blocks_of_two_requests_are_swapped(cluster: Cluster, swap: str) -
         await p.node.freed(4)
 
 
-@pytest.mark.parametrize("cluster", WAYS, indirect=True)
+@pytest.mark.parametrize("cluster", WIRES, indirect=True)
 async def test_an_old_epochs_fetch_after_a_new_one(cluster: Cluster) -> None:
     """Also when it comes over the connection that the new one has just used."""
     async with staged(cluster) as stage:
@@ -348,7 +356,7 @@ async def test_an_old_epochs_fetch_after_a_new_one(cluster: Cluster) -> None:
         await ready.held.release()
 
 
-@pytest.mark.parametrize("cluster", WAYS, indirect=True)
+@pytest.mark.parametrize("cluster", WIRES, indirect=True)
 async def test_a_recorded_conversation_is_worth_nothing(cluster: Cluster) -> None:
     """The exporter's frames of one fetch, played to the next: another nonce, so another proof."""
     async with staged(cluster) as stage:

@@ -13,10 +13,11 @@ from baton.handles import KVHandle, LaneAddress
 from baton.timing import Timing
 from baton.tls import TlsFiles
 from kv_transfer.base import Incoming, Lane, Serve
-from kv_transfer.frames import Buffer
+from kv_transfer.frames import Buffer, Kind
 from kv_transfer.grpc_stream import GrpcLane
 from kv_transfer.stats import LaneStats
 from kv_transfer.stream import StreamLane, StreamOptions
+from tests.transfer import faults
 from tests.transfer.certificates import believing
 from tests.transfer.cluster import Cluster, transfer
 from tests.transfer.pools import (
@@ -141,6 +142,15 @@ async def test_a_lane_that_does_not_believe_us_gives_way(
     files = believing(stranger, tls)
     d = await start(nodes, BOOT_D, stream(replace(TCP_ONLY, tls=files)), grpc())
     await fetched_by_grpc(p, d, lambda handle: handle)
+
+
+async def test_a_retry_is_counted_on_the_lane_of_the_damage(nodes: Cluster) -> None:
+    damage = faults.on_nth(Kind.DATA, 0, faults.flip_bit)
+    p = await start(nodes, BOOT_P, stream(replace(TCP_ONLY, max_connections=0)), grpc())
+    d = await start(nodes, BOOT_D, stream(), faults.FaultyLane(grpc(), receiving=damage))
+    await fetched_by_grpc(p, d, lambda handle: handle)
+    lanes = d.connector.stats.lanes
+    assert (lanes["grpc"].corrupt, lanes["grpc"].retries, lanes["stream"].retries) == (1, 1, 0)
 
 
 async def test_the_only_lane_says_what_was_wrong(nodes: Cluster) -> None:

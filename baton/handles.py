@@ -73,6 +73,7 @@ class NodeLoad:
     kv_token_bytes: int = 0
     kv_received_bytes: int = 0  # verified
     kv_sent_bytes: int = 0
+    kv_adopted_bytes: int = 0  # read where they lie: neither sent nor received
     kv_fetches: int = 0  # that ended well
     kv_fetch_failures: int = 0
     preemptions: int = 0
@@ -88,6 +89,7 @@ class NodeLoad:
             self,
             kv_received_bytes=0,
             kv_sent_bytes=0,
+            kv_adopted_bytes=0,
             kv_fetches=0,
             kv_fetch_failures=0,
             preemptions=0,

@@ -1,11 +1,11 @@
 """KV transfer, measured: `python -m bench.transfer [--json] [--quick] [--lanes grpc,stream]`.
 
-Four parts, each in one run against its own baseline, several alternating rounds, medians and
-spreads; what a part should reach is printed beside it with pass or fail:
+Three parts (`--parts`), each in one run against its own baseline, several alternating rounds,
+medians and spreads; what a part should reach is printed beside it with pass or fail:
     throughput   224 MiB between two processes, per lane, against memcpy, sockets, a bare gRPC
     tail         a real engine: token 1 sampled -> decode may start, layer-wise and whole
     client       TTFT apart against local prefill, and token 2 against a decode step
-    overheads    what digests and mTLS cost
+What digests and mTLS cost (`overheads`) follows from the first two, if both were measured.
 docs/kv_transfer.md explains the figures, docs/log.md keeps them.
 """
 

@@ -60,14 +60,25 @@ class NodeAccess:
 
 @dataclass(frozen=True, slots=True)
 class LaneReport:
-    """One lane between the two. `latency_ms`: a hand-over of a few tokens."""
+    """One lane between the two. `latency_ms`: a hand-over of a few tokens. `gb_per_s` is of bytes
+    that were copied, None if none were; `adopted_bytes`: what one large hand-over left where it
+    lies, to be read there."""
 
     lane: str
     available: bool
     reason: str = ""
     gb_per_s: float | None = None
     latency_ms: float | None = None
+    adopted_bytes: int = 0
     chosen: bool = False
+
+    @classmethod
+    def measured(
+        cls, lane: str, small_s: float, large_s: float, copied: float, adopted: float
+    ) -> LaneReport:
+        """Of a small and a large hand-over, and the bytes of the large one."""
+        rate = copied / 1e9 / large_s if copied else None
+        return cls(lane, True, "", rate, small_s * 1e3, round(adopted))
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,17 +142,22 @@ async def probe_local(
         try:
             large = await _best_s(lambda way=way: _fetch_s(p, d, way, LARGE_TOKENS))
             small = await _best_s(lambda way=way: _fetch_s(p, d, way, SMALL_TOKENS))
+            copied = (await _fetch(p, d, way, LARGE_TOKENS))["bytes"]
         except PeerError as error:
             found.append(LaneReport(way, False, error.message))
         else:
-            rate = made["bytes"] / 1e9 / large
-            found.append(LaneReport(way, True, "", rate, small * 1e3))
+            adopted = made["bytes"] - copied
+            found.append(LaneReport.measured(way, small, large, copied, adopted))
     return choose(found, preferred)
 
 
-async def _fetch_s(p: Link, d: Link, way: str, tokens: int) -> float:
+async def _fetch(p: Link, d: Link, way: str, tokens: int) -> dict[str, Any]:
     export = await p.ask("export", way=way, tokens=tokens)
-    fetched = await d.ask("fetch", way=way, handle=export["handle"])
+    return await d.ask("fetch", way=way, handle=export["handle"])
+
+
+async def _fetch_s(p: Link, d: Link, way: str, tokens: int) -> float:
+    fetched = await _fetch(p, d, way, tokens)
     return fetched["ended_at"] - fetched["began_at"]
 
 
@@ -272,10 +288,12 @@ async def _probe_lane(p: ProbedNode, target: tuple[str, NodeAccess], name: str) 
         small = await _best_s(lambda: _hand_over_s(p, d, name, SMALL_TOKENS))
         large = await _best_s(lambda: _hand_over_s(p, d, name, tokens))
     async with ProbedNode.connect(*target) as d:
-        moved = d.record.load.kv_received_bytes - before.kv_received_bytes
+        after = d.record.load
     # All hand-overs moved the same bytes per token.
-    total = (REPEATS + 1) * (SMALL_TOKENS + tokens)
-    return LaneReport(name, True, "", moved * tokens / total / 1e9 / large, small * 1e3)
+    share = tokens / ((REPEATS + 1) * (SMALL_TOKENS + tokens))
+    copied = (after.kv_received_bytes - before.kv_received_bytes) * share
+    adopted = (after.kv_adopted_bytes - before.kv_adopted_bytes) * share
+    return LaneReport.measured(name, small, large, copied, adopted)
 
 
 async def _hand_over_s(p: ProbedNode, d: ProbedNode, lane: str, tokens: int) -> float:
@@ -324,8 +342,11 @@ def view(found: Diagnosis) -> RenderableType:
         if not lane.available:
             lanes.add_row(lane.lane, "-", "-", f"not available: {lane.reason}", style="dim")
             continue
-        note = "[green]chosen[/]" if lane.chosen else ""
-        lanes.add_row(lane.lane, f"{lane.gb_per_s:.2f}", f"{lane.latency_ms:.1f} ms", note)
+        rate = "in place" if lane.gb_per_s is None else f"{lane.gb_per_s:.2f}"
+        notes = ["[green]chosen[/]"] if lane.chosen else []
+        if lane.adopted_bytes:
+            notes.append(f"{lane.adopted_bytes / 1e6:.1f} MB read where they lie")
+        lanes.add_row(lane.lane, rate, f"{lane.latency_ms:.1f} ms", ", ".join(notes))
     facts = Table(title="This machine", box=box.SIMPLE, title_justify="left", show_header=False)
     for name, value in found.machine.rows():
         facts.add_row(name, value)

@@ -1,6 +1,7 @@
 #!/bin/sh
-# Tries the compose stack in real containers: everything healthy, a streamed answer, a decode node
-# killed in mid-stream that nobody notices, the restart policy, five nodes. Leaves nothing behind.
+# Tries the compose stack in real containers: everything healthy, a streamed answer, KV by lane shm,
+# a decode node killed in mid-stream that nobody notices, the restart policy, five nodes. Leaves
+# nothing behind.
 #
 #   deploy/try_compose.sh [--no-build]      needs docker, compose, curl, python3; DOCKER_HOST is heard
 #
@@ -10,6 +11,10 @@ cd "$(dirname "$0")/.."
 
 STREAM_TOKENS=${STREAM_TOKENS:-1500}
 PATIENCE_S=${PATIENCE_S:-180}
+# 43 tokens: more than one block, and full ones a decode node reads where they lie.
+PROMPT="PagedAttention keeps the keys and values of each token in blocks of a fixed size, which \
+need not lie one after the other. Who serves many requests at once wastes hardly any memory that \
+way, because a block"
 url=http://${BATON_HTTP_ADDRESS:-127.0.0.1:8000}
 export BATON_SECRET=try-compose-secret BATON_REDIS_PASSWORD=try-compose-password
 export BATON_API_KEY=try-compose-key COMPOSE_PROJECT_NAME=baton-try
@@ -54,7 +59,7 @@ metrics() { curl -fsS -H "Authorization: Bearer $BATON_API_KEY" "$url/metrics"; 
 ask() {
     curl -fsSN --max-time "$PATIENCE_S" "$url/v1/completions" -o "$1" \
         -H "Authorization: Bearer $BATON_API_KEY" -H 'Content-Type: application/json' \
-        -d '{"model": "baton-demo", "prompt": "PagedAttention is", "temperature": 0, "stream": true,
+        -d '{"model": "baton-demo", "prompt": "'"$PROMPT"'", "temperature": 0, "stream": true,
              "ignore_eos": true, "max_tokens": '"$STREAM_TOKENS"',
              "stream_options": {"include_usage": true}, "baton_timing": true}'
 }
@@ -83,6 +88,22 @@ container_of() {
         if docker logs "$each" 2>/dev/null | grep -q "\"node_id\": \"$1\""; then echo "$each"; fi
     done
 }
+# by_shm: hand-overs that the decode nodes took out of shared memory, and bytes that they read where
+# they lie. A node's own metrics are told to who knows the secret, inside the network.
+by_shm() {
+    for each in $(stack ps -q decode); do
+        docker exec -i "$each" python3 <<'PYTHON'
+import hmac, os, urllib.request
+
+token = hmac.digest(os.environb[b"BATON_SECRET"], b"metrics", "sha256").hex()
+headers = {"Authorization": f"Bearer {token}"}
+request = urllib.request.Request("http://127.0.0.1:9090/metrics", headers=headers)
+print(urllib.request.urlopen(request, timeout=10).read().decode())
+PYTHON
+    done | awk '/^baton_kv_lane_fetches_total.*lane="shm"/ { fetches += $NF }
+                /^baton_kv_lane_adopted_bytes_total.*lane="shm"/ { bytes += $NF }
+                END { printf "%d %d\n", fetches, bytes }'
+}
 
 say "building and starting: Redis, router, 1 prefill node, 2 decode nodes"
 how=--build
@@ -95,6 +116,11 @@ say "all 5 containers are healthy, 3 nodes are connected"
 ask "$folder/whole" || fail "a streamed answer"
 text "$folder/whole" >"$folder/whole.txt" || fail "the streamed answer is not whole"
 say "a streamed answer: $STREAM_TOKENS tokens, '$(head -c 50 "$folder/whole.txt" | tr '\n' ' ')...'"
+
+found=$(by_shm)
+[ "${found% *}" -ge 1 ] || fail "no KV came by lane shm: $found"
+[ "${found#* }" -ge 1 ] || fail "no KV was read where it lies: $found"
+say "between containers: ${found% *} hand-over by lane shm, ${found#* } bytes read where they lie"
 
 ask "$folder/killed" &
 asking=$!

@@ -71,6 +71,10 @@ class TransferStats:
         return sum(lane.bytes_received for lane in self._each())
 
     @property
+    def total_adopted(self) -> int:
+        return sum(lane.bytes_adopted for lane in self._each())
+
+    @property
     def total_failures(self) -> int:
         """Failed fetches of every code."""
         return sum(dict(self.failures).values())

@@ -170,6 +170,7 @@ loads = st.builds(
     draining=st.booleans(),
     kv_received_bytes=st.integers(0, 2**64 - 1),
     kv_sent_bytes=st.integers(0, 2**64 - 1),
+    kv_adopted_bytes=st.integers(0, 2**64 - 1),
     kv_fetches=st.integers(0, 2**64 - 1),
     kv_fetch_failures=st.integers(0, 2**64 - 1),
     preemptions=st.integers(0, 2**64 - 1),

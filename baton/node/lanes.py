@@ -24,7 +24,7 @@ from kv_transfer.grpc_stream import GrpcLane
 from kv_transfer.memory_map import map_of
 from kv_transfer.nixl import NixlLane, NixlPool
 from kv_transfer.shm import ShmLane
-from kv_transfer.shm_arena import ShmArena
+from kv_transfer.shm_arena import ShmArena, sweep
 from kv_transfer.stream import StreamLane, StreamOptions
 
 log = logging.getLogger(__name__)
@@ -97,6 +97,7 @@ class PoolPlace:
         """Raises ConfigError if the directory cannot hold it, unless that is optional."""
         try:
             if self._optional:
+                sweep(self._directory)  # a killed node's pool would count as taken
                 check_room(self._directory, num_bytes)
             self.shared = ShmArena(secrets.token_hex(16), num_bytes, page_bytes, self._directory)
         except ConfigError as error:
@@ -138,6 +139,13 @@ def _stream(settings: LaneSettings) -> Lane:
     return StreamLane(settings.timing, options)
 
 
+def _inner(settings: LaneSettings, name: str) -> Lane:
+    """What carries the frames of lane `name`, beside a lane `stream` of this node: a port and a
+    folder for sockets of its own, since a socket is called as the process is."""
+    folder = settings.unix_dir / name if settings.unix_dir is not None else None
+    return _stream(replace(settings, stream_port=0, unix_dir=folder))
+
+
 def _dist(settings: LaneSettings) -> Lane:
     if settings.tls is not None:
         raise ConfigError("KV lane dist knows no TLS; leave it out of --kv-lanes", field="kv_lanes")
@@ -154,9 +162,10 @@ def _shm(settings: LaneSettings) -> Lane:
     pool, shared = settings.pool, settings.shared
     if pool is None or shared is None:
         raise ConfigError("KV lane shm needs a KV pool in main memory", field="kv_lanes")
-    inner = _stream(replace(settings, stream_port=0))
     return ShmLane(
-        inner, shared, map_of(pool, shared.address, shared.place.num_bytes, pool.num_blocks)
+        _inner(settings, SHM),
+        shared,
+        map_of(pool, shared.address, shared.place.num_bytes, pool.num_blocks),
     )
 
 
@@ -173,7 +182,7 @@ def _nixl(settings: LaneSettings) -> Lane:
         map_of(settings.pool, memory.data_ptr(), memory.nbytes, settings.pool.num_blocks),
         settings.nixl_devices,
     )
-    return NixlLane(_stream(replace(settings, stream_port=0)), pool, settings.timing)
+    return NixlLane(_inner(settings, "nixl"), pool, settings.timing)
 
 
 MAKERS: Final[Mapping[str, Callable[[LaneSettings], Lane]]] = {

@@ -19,6 +19,7 @@ def with_counters(load: NodeLoad, stats: EngineStats, connector: Connector) -> N
         export_bytes=connector.export_bytes,
         kv_received_bytes=transfer.total_received,
         kv_sent_bytes=transfer.total_sent,
+        kv_adopted_bytes=transfer.total_adopted,
         kv_fetches=transfer.fetches,
         kv_fetch_failures=transfer.total_failures,
         preemptions=stats.num_preemptions,

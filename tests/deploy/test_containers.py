@@ -18,6 +18,7 @@ import yaml
 from baton.config import add_options, load
 from baton.engine.config import EngineConfig
 from baton.node.config import NodeConfig
+from baton.node.lanes import AUTO
 from deploy import healthcheck
 from router.config import RouterConfig
 
@@ -98,7 +99,9 @@ def test_command_lines_parse_and_may_start(service: str) -> None:
     assert described["build"]["target"] == service
     module, *flags = entrypoint(service)
     flags += [expand(word) for word in described["command"]]
-    environ = {name: expand(value) for name, value in described["environment"].items()}
+    # One without a value is handed on, and absent here.
+    given = {name: value for name, value in described["environment"].items() if value is not None}
+    environ = {name: expand(value) for name, value in given.items()}
     config, *engine = parse(module, flags, environ)
     config.check()  # a non-loopback bind with secret or key, and --insecure said aloud
     assert config.host == "0.0.0.0"
@@ -112,6 +115,27 @@ def test_command_lines_parse_and_may_start(service: str) -> None:
         assert config.advertise_host == "$HOSTNAME"
         assert engine[0].model == "/model"
         assert engine[0].model_name == "baton-demo"
+
+
+def test_nodes_of_one_host_share_memory_that_only_they_may_enter() -> None:
+    """One tmpfs for the KV pools and the sockets of every node, owned by the images' user: of no
+    other does lane shm take a pool. It is no condition: lanes over the network come after it."""
+    described = compose()
+    options = described["volumes"]["kv"]["driver_opts"]
+    assert options["type"] == "tmpfs"
+    mount = expand(options["o"]).split(",")
+    (user,) = [rest for stage, rest in instructions("USER") if stage == "node"]
+    assert {f"uid={user}", "mode=0700", "size=50%"} <= set(mount)
+    for service in ("prefill", "decode"):
+        module, *flags = entrypoint(service)
+        node = described["services"][service]
+        config = parse(module, flags + [expand(word) for word in node["command"]], {})[0]
+        shared = Path(config.kv_shm_dir)
+        assert f"kv:{shared}" in node["volumes"]
+        assert config.kv_unix_dir == str(shared)
+        assert config.kv_lanes == AUTO
+        assert config.kv_adopt
+    assert "kv:/run/kv" not in described["services"]["router"]["volumes"]
 
 
 def test_router_and_nodes_serve_the_same_model_name() -> None:

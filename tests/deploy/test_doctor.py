@@ -16,7 +16,7 @@ from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.errors import ConfigError, NodeLost
 from baton.node.config import NodeConfig
-from baton.node.lanes import LaneSettings, make_lanes, parse_lanes
+from baton.node.lanes import AUTO, LaneSettings, PoolPlace, make_lanes, parse_lanes
 from baton.node.main import Node, NodeProgram, Surroundings
 from deploy import cli
 from deploy.doctor import (
@@ -44,14 +44,18 @@ LANES = (
 )
 
 
-async def started(stack: AsyncExitStack, program: NodeProgram, model: Path) -> Node:
-    """A whole node in this process, with every lane that a node opens by default."""
+async def started(stack: AsyncExitStack, program: NodeProgram, model: Path, shared: Path) -> Node:
+    """A whole node in this process, with every lane of --kv-lanes auto."""
     config = EngineConfig(
         model=str(model), dtype="float32", block_size=16, num_kv_blocks=128, threads=1,
         enable_prefix_caching=False,
     )  # fmt: skip
-    engine = await asyncio.to_thread(Engine.load, config)
-    lanes = make_lanes(parse_lanes(NodeConfig().kv_lanes), LaneSettings(TIMING))
+    names = parse_lanes(AUTO)
+    place = PoolPlace(names, shared)
+    stack.callback(place.close)
+    engine = await asyncio.to_thread(Engine.load, config, memory=place.memory)
+    settings = LaneSettings(TIMING, unix_dir=shared, pool=engine.arena, shared=place.shared)
+    lanes = make_lanes(names, settings)
     node = Node(program, NodeConfig(), engine, Surroundings(TIMING, SystemClock(), lanes))
     await node.start()
     stack.push_async_callback(node.stop)
@@ -82,6 +86,21 @@ def test_the_tables_say_lanes_and_machine() -> None:
     assert "1.1 of 2.1 GB free" in text
     assert "this processor has no avx512_vnni" in text
     assert "none: torch sees no GPU" in text
+
+
+def test_bytes_that_stay_where_they_are_have_no_rate() -> None:
+    adopted = LaneReport.measured("shm", 0.0021, 0.004, 0, 16_777_216)
+    assert adopted == LaneReport("shm", True, "", None, 2.1, 16_777_216)
+    copied = LaneReport.measured("stream", 0.002, 0.004, 16_777_216, 0)
+    assert copied.gb_per_s == pytest.approx(4.194304)
+    text = shown(Diagnosis(("p", "d"), choose([adopted, copied], ["shm"]), FACTS))
+    shm, stream = (
+        next(each for each in text.splitlines() if name in each) for name in ("shm", "stream")
+    )
+    for words in ("in place", "2.1 ms", "chosen, 16.8 MB read where they lie"):
+        assert words in shm
+    assert "4.19" in stream
+    assert "lie" not in stream
 
 
 def test_json_says_whether_anything_works() -> None:
@@ -131,20 +150,29 @@ async def test_two_probes_find_the_lanes_of_this_machine() -> None:
 
 async def test_running_nodes_are_probed_lane_by_lane(tmp_path: Path) -> None:
     model = make_tiny_model("llama", tmp_path / "model")
+    shared = tmp_path / "shared"
+    shared.mkdir()
     async with AsyncExitStack() as stack:
-        p = await started(stack, PREFILL, model)
-        d = await started(stack, DECODE, model)
+        p = await started(stack, PREFILL, model, shared)
+        d = await started(stack, DECODE, model, shared)
         found = await probe_nodes(p.address, d.address, NodeAccess())
-        received = d.shell.connector.stats.bytes_received
+        stats, token_bytes = d.shell.connector.stats, d.shell.connector.bytes_of(1)
         with pytest.raises(ConfigError, match="--from is a decode node"):
             await probe_nodes(d.address, p.address, NodeAccess())
         for node in (p, d):
             assert node.shell.connector.active_exports == 0
-    assert [lane.lane for lane in found] == list(received)
-    assert all(lane.available for lane in found)
-    assert all((lane.gb_per_s or 0) > 0 and (lane.latency_ms or 0) > 0 for lane in found)
-    assert sum(lane.chosen for lane in found) == 1
-    assert d.shell.connector.stats.fetches == 8 * len(found)  # one to warm up, three that count
+    by_name = {lane.lane: lane for lane in found}
+    assert list(by_name) == ["shm", "stream", "grpc"]
+    assert all(lane.available and (lane.latency_ms or 0) > 0 for lane in found)
+    assert [lane.lane for lane in found if lane.chosen] == ["shm"]
+    # By shm nothing is copied: no rate of it, and the bytes are said by themselves.
+    assert {name: lane.gb_per_s is None for name, lane in by_name.items()} == {
+        "shm": True, "stream": False, "grpc": False,
+    }  # fmt: skip
+    assert {name: lane.adopted_bytes for name, lane in by_name.items() if lane.adopted_bytes} == {
+        "shm": (512 - 8) * token_bytes
+    }
+    assert stats.fetches == 8 * len(found)  # one to warm up, three that count
 
 
 async def test_nobody_there_is_said_so() -> None:

@@ -14,6 +14,7 @@ from baton.node import lanes as node_lanes
 from baton.node.config import NodeConfig
 from baton.node.lanes import AUTO, MAKERS, LaneSettings, PoolPlace, make_lanes, parse_lanes
 from baton.timing import Timing
+from kv_transfer.base import Lane
 from kv_transfer.grpc_stream import GrpcLane
 from kv_transfer.stream import StreamLane
 from tests.transfer.certificates import make_files
@@ -77,6 +78,48 @@ def test_auto_does_without_it_where_there_is_none(
     assert not list(tmp_path.iterdir()), "no file is left"
     with pytest.raises(ConfigError):  # who asks for it by name is told
         pool_at(PoolPlace(("shm",), tmp_path / "missing"))
+
+
+def test_the_pool_of_a_killed_node_takes_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It starts again, in a directory that its old pool had filled."""
+    left = tmp_path / f"baton-{'0a' * 16}"
+    left.touch(0o600)
+    empty = shutil.disk_usage(tmp_path)
+    full = empty._replace(free=0)
+    monkeypatch.setattr(node_lanes.shutil, "disk_usage", lambda _: full if left.exists() else empty)
+    place = PoolPlace(parse_lanes(AUTO), tmp_path, optional=True)
+    pool_at(place)
+    assert place.shared is not None
+    assert not left.exists()
+    place.close()
+
+
+def test_all_lanes_of_a_node_meet_others_in_one_directory(tmp_path: Path) -> None:
+    """Containers share one: pools, sockets of lane `stream`, sockets for the frames of `shm`. Who
+    has another one of that name, on another host, is not tempted by shm."""
+
+    def opened(directory: Path) -> tuple[PoolPlace, list[Lane]]:
+        place = PoolPlace(("shm", "stream"), directory)
+        arena = pool_at(place)
+        settings = LaneSettings(TIMING, unix_dir=directory, pool=arena, shared=place.shared)
+        return place, make_lanes(("shm", "stream"), settings)
+
+    (tmp_path / "elsewhere").mkdir()
+    p, d = opened(tmp_path), opened(tmp_path)
+    far = opened(tmp_path / "elsewhere")
+    addresses = [lane.start("0a" * 16, lambda name, peer: iter(())) for lane in p[1]]
+    try:
+        assert len(list(tmp_path.rglob("*.sock"))) == 2
+        assert [lane.reaches(at) for lane, at in zip(d[1], addresses, strict=True)] == [True, True]
+        assert not far[1][0].reaches(addresses[0])
+    finally:
+        for place, lanes in (p, d, far):
+            for lane in lanes:
+                lane.stop()
+            place.close()
+    assert not list(tmp_path.rglob("*.sock"))
 
 
 def test_settings_of_a_configuration(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from router.store import redis_scripts
 from router.store.base import LogEntry, Move, WriteStatus
 from router.store.redis_store import RedisStore, connect
 from tests.router.fakes import FakeClock, make_record
+from tests.router.test_aborts import Requests, routers
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 RULES = DEPLOY / "redis_users.acl"
@@ -102,6 +103,12 @@ async def test_nodes_announce_themselves_and_are_found(server: str) -> None:
     await client.aclose()
 
 
+async def test_a_router_asks_the_others_to_end_a_request(server: str) -> None:
+    url = f"unix://baton:p%40ss%3Aword@{server}"
+    async with routers(url, Requests(), Requests("there")) as (asked, _):
+        assert await asked.everywhere(["there"]) == ["there"]
+
+
 def test_nobody_else_is_let_in(server: str) -> None:
     for user, password in (("default", ""), ("baton", "wrong"), ("root", PASSWORD)):
         with client_of(server, user, password) as client, pytest.raises(redis.RedisError):
@@ -159,6 +166,7 @@ def test_every_command_of_our_scripts_is_allowed_and_hardly_another() -> None:
     assert {"hset", "zadd", "xadd", "time"} <= called
     allowed = set(re.findall(r" \+(\S+)", RULES.read_text()))
     outside = {
+        "blpop", "publish", "rpush", "subscribe", "unsubscribe",
         "ping", "auth", "hello", "select", "evalsha", "script|load", "scan", "mget", "set", "del",
         "hgetall", "xrange", "xread",
     }  # fmt: skip

@@ -102,6 +102,7 @@ class LaneTotals:
     fallbacks: int = 0  # conversations that went on to the next lane
     connections: int = 0
     reused_connections: int = 0
+    expired_leases: int = 0  # by the lane of the export's last FETCH; "none": nobody asked for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +234,7 @@ _LANE_COUNTERS: Final[tuple[tuple[str, str, Callable[[LaneTotals], float]], ...]
     ("baton_kv_lane_fallbacks", "Conversations that took the next lane", lambda t: t.fallbacks),
     ("baton_kv_lane_connections", "Connections opened from here", lambda t: t.connections),
     ("baton_kv_lane_reused_connections", "Taken up again", lambda t: t.reused_connections),
+    ("baton_kv_lane_expired_leases", "Exports nobody claimed", lambda t: t.expired_leases),
 )
 
 

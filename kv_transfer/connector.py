@@ -253,11 +253,12 @@ class Connector:
 
     def expire(self, now: float) -> int:
         """Release what has lapsed by `now` (monotonic seconds); how many. For the lease watch."""
-        count = self._table.expire(now)
-        if count:
-            self.stats.expired(count)
-            log.info("%d KV leases have ended unclaimed", count)
-        return count
+        lanes = self._table.expire(now)
+        for lane in lanes:
+            self.stats.expired(lane)
+        if lanes:
+            log.info("%d KV leases have ended unclaimed", len(lanes))
+        return len(lanes)
 
     async def _watch_leases(self) -> None:
         """Sleep until the next lease can end. Renewals only move that later, exports wake us."""

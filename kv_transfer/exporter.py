@@ -320,7 +320,7 @@ class _Connection:
         shared = self._shared
         try:
             reader = shared.table.open(
-                fetch.export_seq, fetch.secret, fetch.request_id, fetch.epoch
+                fetch.export_seq, fetch.secret, fetch.request_id, fetch.epoch, self._lane
             )
         except KVError as error:
             return Refused(failure_of(error))

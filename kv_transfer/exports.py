@@ -31,6 +31,7 @@ from baton.events import FirstToken
 from baton.handles import KVHandle
 from kv_transfer.base import Blocks, OnReleased
 from kv_transfer.leases import Leases
+from kv_transfer.stats import NO_LANE
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class Export:
     readers: int = 0  # reads in progress: the blocks must not be reused
     promises: dict[int, float] = field(default_factory=dict[int, float])  # epoch -> until
     acks: _Acks | None = None  # of a tensor-parallel fetcher
+    lane: str = NO_LANE  # on which it was last asked for
     end: KVError | None = None  # why it was released; what later reads raise
     freeing: bool = False  # somebody has been told to free it
     freed: Future[None] = field(default_factory=Future[None])
@@ -184,17 +186,18 @@ class ExportTable:
         self.expire(self._clock.monotonic())
         return [future for future in futures if future is not None]
 
-    def expire(self, now: float) -> int:
-        """Release every export whose lease has lapsed by `now`; how many. Free those that were kept
-        for promises alone, which are over."""
+    def expire(self, now: float) -> list[str]:
+        """Release every export whose lease has lapsed by `now`; the lane of each. Free those that
+        were kept for promises alone, which are over."""
         with self._lock:
             due = [seq for seq in self._leases.due(now) if seq in self._live]
+            lanes = [self._live[seq].lane for seq in due]
             kept = [export for export in self._draining.values() if self._freeable(export, now)]
         for seq in due:
             self.release(seq, KVStale("the lease is over"))
         for export in kept:
             self._free(export)
-        return len(due)
+        return lanes
 
     def next_expiry(self) -> float | None:
         """When `expire` has something to do, unless a lease is extended."""
@@ -216,13 +219,16 @@ class ExportTable:
             return sum(export.num_bytes for export in exports)
 
     # ---- reading side (verify_locked, begin_read and end_read: for Reader only) ----------------
-    def open(self, export_seq: int, secret: bytes, request_id: str, epoch: int) -> Reader:
+    def open(
+        self, export_seq: int, secret: bytes, request_id: str, epoch: int, lane: str = NO_LANE
+    ) -> Reader:
         """Begin to read. Raises KVStale for an unknown, released or lapsed export or an old epoch,
         KVRefused for a wrong secret."""
         with self._lock:
             export = self._admit(export_seq, secret, epoch)
             if export.handle.request_id != request_id:
                 raise KVStale(f"export {export_seq} is not of request {request_id}")
+            export.lane = lane
             return Reader(self, export, epoch)
 
     def renew(self, export_seq: int, secret: bytes, epoch: int) -> None:

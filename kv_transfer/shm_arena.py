@@ -95,7 +95,7 @@ class ShmArena:
         self._all = self._range.tensor()
         self._board = self._board_at(own)
         self._lock = threading.Lock()
-        self._attached: dict[str, Attached] = {}
+        self._attached: dict[ArenaPlace, Attached] = {}
         self._own_bytes = own
 
     @property
@@ -161,10 +161,10 @@ class ShmArena:
         Raises KVLost if it is not there (any more), KVRefused if it must not be mapped.
         """
         with self._lock:
-            peer = self._attached.get(place.name)
-            if peer is None or peer.place != place:
-                self._prune()
-                peer = self._attached[place.name] = self._map(place)
+            peer = self._attached.get(place)
+            if peer is None:
+                self._prune(place.name)
+                peer = self._attached[place] = self._map(place)
             peer.num_users += 1
             return peer
 
@@ -181,10 +181,10 @@ class ShmArena:
                     os.unlink(self.directory / self.place.name)
                 os.close(self._descriptor)
                 self._descriptor = -1
-                for name, peer in list(self._attached.items()):
+                for place, peer in list(self._attached.items()):
                     if peer.num_users == 0:
                         os.close(peer.descriptor)
-                        del self._attached[name]
+                        del self._attached[place]
 
     def _open(self, place: ArenaPlace) -> int:
         """A descriptor of a peer's file, checked to be what it was announced as."""
@@ -229,13 +229,14 @@ class ShmArena:
             raise KVRefused("no addresses left for another arena")
         return start
 
-    def _prune(self) -> None:
-        """Unmap what nobody uses and nobody can attach again."""
-        for name, peer in list(self._attached.items()):
-            if peer.num_users == 0 and not self.reaches(peer.place):
+    def _prune(self, name: str) -> None:
+        """Unmap what nobody uses and nobody can attach again, or what `name` said of itself before:
+        a peer that tells another size each time takes no more than one that does not."""
+        for place, peer in list(self._attached.items()):
+            if peer.num_users == 0 and (place.name == name or not self.reaches(place)):
                 self._range.unmap(peer.offset, peer.mapped_bytes)
                 os.close(peer.descriptor)
-                del self._attached[name]
+                del self._attached[place]
 
 
 def sweep(directory: Path) -> int:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+from typing import Final
+
+NO_LANE: Final = "none"  # stands for the lane of an export that nobody has asked for
 
 
 @dataclass(slots=True)
@@ -12,7 +15,7 @@ class LaneStats:
 
     `tail_seconds` sums, over `tails` acknowledged fetches, the time from "prefill complete" (or,
     for a late fetch, from its FETCH) to the ACK, as the exporter sees it; to END where the fetcher
-    adopts, however long it reads the pages then.
+    adopts, however long it reads the pages then. `expired` counts by the lane of the last FETCH.
     """
 
     bytes_sent: int = 0
@@ -29,6 +32,7 @@ class LaneStats:
     fallbacks: int = 0  # conversations that went on to the next lane
     connections: int = 0  # opened from here
     reused: int = 0  # conversations on a connection that was kept
+    expired: int = 0  # exports whose lease ended before anybody released them
 
 
 @dataclass(slots=True)
@@ -38,7 +42,6 @@ class TransferStats:
     lanes: dict[str, LaneStats] = field(default_factory=dict[str, LaneStats])
     failures: dict[str, int] = field(default_factory=dict[str, int])  # of fetches, by error code
     exports: int = 0
-    expired_leases: int = 0
     held_back: int = 0  # exports that found no room in the byte budget, counted at each look
     window_bytes: int = 0  # not fetched: no later token would have seen them
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -111,6 +114,10 @@ class TransferStats:
     def retries(self) -> int:
         return sum(lane.retries for lane in self._each())
 
+    @property
+    def expired_leases(self) -> int:
+        return sum(lane.expired for lane in self._each())
+
     # ---- what happened -------------------------------------------------------------------------
     def sent(self, lane: str, num_bytes: int) -> None:
         with self._lock:
@@ -167,9 +174,9 @@ class TransferStats:
         with self._lock:
             self.exports += 1
 
-    def expired(self, count: int) -> None:
+    def expired(self, lane: str) -> None:
         with self._lock:
-            self.expired_leases += count
+            self.lane(lane).expired += 1
 
     def no_room(self) -> None:
         with self._lock:

@@ -51,6 +51,7 @@ class Plan:
     shared: Path | None = None  # where pools lie whose pages are adopted; None: grpc, copies
     lanes: Sequence[str] = ()  # KV lanes, best first; () = shm and grpc, or grpc alone
     adopt: bool = True
+    wire_codec: str = "raw"
 
 
 @dataclass(slots=True)
@@ -193,7 +194,9 @@ async def _member(
     place = PoolPlace(names, plan.shared or Path("/dev/shm"))
     stack.callback(place.close)
     engine = Engine.load(engine_config, memory=place.memory)
-    config = NodeConfig(kv_lanes=",".join(names), kv_adopt=plan.adopt)
+    config = NodeConfig(
+        kv_lanes=",".join(names), kv_adopt=plan.adopt, kv_wire_codec=plan.wire_codec
+    )
     settings = LaneSettings(plan.timing, pool=engine.arena, shared=place.shared)
     lanes = make_lanes(names, settings)
     around = Surroundings(plan.timing, plan.clock, lanes)

@@ -103,4 +103,5 @@ def lane_totals(lane: LaneStats) -> LaneTotals:
         fallbacks=lane.fallbacks,
         connections=lane.connections,
         reused_connections=lane.reused,
+        expired_leases=lane.expired,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -79,6 +80,20 @@ def _edged(rng: random.Random, payload: bytes) -> bytes:
         value >>= 7
     varint.append(value)
     return payload[:at] + bytes(varint) + payload[at + rng.choice((0, 1, len(varint))) :]
+
+
+def numbers_changed(rng: random.Random, text: str) -> str:
+    """`text` with some of its numbers at an edge, or other characters instead."""
+    for _ in range(rng.choice((1, 1, 2))):
+        numbers = list(re.finditer(r"\d+", text))
+        if not numbers or rng.random() < 0.1:
+            at = rng.randrange(len(text) + 1)
+            text = text[:at] + rng.choice(("", "-", "[", "]", "1e9", "null", ",")) + text[at + 1 :]
+            continue
+        number = rng.choice(numbers)
+        value = rng.choice((*EDGES, int(number[0]) + 1, int(number[0]) - 1, 1 << 63))
+        text = text[: number.start()] + str(value) + text[number.end() :]
+    return text
 
 
 def reordered(rng: random.Random, frames: Sequence[bytes]) -> list[bytes]:

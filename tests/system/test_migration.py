@@ -80,13 +80,21 @@ async def move_all(c: Cluster) -> list[bool]:
     return await asyncio.gather(*(dispatcher.migrate(request_id) for request_id in found))
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("blocks", [({}, {}), ({"block_size": 16}, {"block_size": 8})])
+@pytest.mark.parametrize(
+    ("params", "sizes", "lane"),
+    [
+        (GREEDY, (16, 16), "grpc"),
+        (SAMPLED, (16, 16), "stream"),
+        (GREEDY, (16, 8), "shm"),
+        (SAMPLED, (16, 8), "grpc"),
+    ],
+    ids=["greedy", "sampled", "greedy other blocks", "sampled other blocks"],
+)
 async def test_streams_go_on_where_they_were(
-    model: Path, params: SamplingParams, blocks: tuple[dict[str, int], dict[str, int]]
+    model: Path, tmp_path: Path, params: SamplingParams, sizes: tuple[int, int], lane: str
 ) -> None:
-    options = [{"num_kv_blocks": 256, **one} for one in blocks]
-    async with cluster(Plan(model, decode=options)) as c:
+    options = [{"num_kv_blocks": 256, "block_size": size} for size in sizes]
+    async with cluster(Plan(model, decode=options, shared=tmp_path, lanes=(lane,))) as c:
         streams = started(c, params)
         for count in (5, 60):  # there, and back again
             for stream in streams:
@@ -103,6 +111,7 @@ async def test_streams_go_on_where_they_were(
         # One fetch per hand-over, and no prompt was computed but on the prefill node.
         fetches = sum(member.transfers.fetches for member in c.decode)
         assert fetches == stats.done + len(PROMPTS)
+        assert fetches == sum(member.transfers.lanes[lane].fetches for member in c.decode)
         assert sum(member.stats.num_prompt_tokens for member in c.decode) == 0
         assert num_prompt_tokens(c) == sum(map(len, PROMPTS))
         info = await c.client.server_info()

@@ -33,6 +33,7 @@ from kv_transfer.layout import ArenaMemory
 from kv_transfer.memory import MemoryFabric, MemoryLane
 from kv_transfer.shares import first_sent
 from kv_transfer.shm_arena import ShmArena
+from kv_transfer.stats import NO_LANE
 from kv_transfer.stream import StreamLane, StreamOptions
 from tests.transfer.direct_lanes import shm_lane
 from tests.transfer.faults import kind_of
@@ -210,8 +211,10 @@ class Exporting(Shadowed):
         table, loop = self.node.connector._table, asyncio.get_running_loop()
         admit = table.open
 
-        def spy(export_seq: int, secret: bytes, request_id: str, epoch: int) -> Reader:
-            reader = admit(export_seq, secret, request_id, epoch)
+        def spy(
+            export_seq: int, secret: bytes, request_id: str, epoch: int, lane: str = NO_LANE
+        ) -> Reader:
+            reader = admit(export_seq, secret, request_id, epoch, lane)
             loop.call_soon_threadsafe(self._on_admitted, export_seq, epoch)
             return reader
 

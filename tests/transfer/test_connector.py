@@ -13,11 +13,13 @@ import pytest
 from baton.errors import ConfigError, InternalError, KVLost, KVStale
 from baton.handles import LaneAddress
 from baton.kv_spec import LayerSpec
+from baton.node.metrics import lane_totals
 from baton.timing import Timing
 from kv_transfer.base import Incoming, KVConnector, Loan
 from kv_transfer.frames import Buffer
 from kv_transfer.grpc_stream import GrpcLane
 from kv_transfer.memory import MemoryFabric, MemoryLane
+from kv_transfer.stats import NO_LANE
 from tests.block_lists import held
 from tests.transfer.pools import (
     BOOT_D,
@@ -62,6 +64,24 @@ async def start() -> AsyncIterator[Callable]:
     yield start_node
     for node in nodes:
         await node.connector.stop()
+
+
+async def test_an_ended_lease_counts_for_the_lane_that_asked_last(start) -> None:
+    fabric = MemoryFabric()
+    p = await start(MemoryLane(fabric))
+    d = await start(MemoryLane(fabric), boot_id=BOOT_D)
+    handles = [p.connector.export(request_of(name), 0, p.pick(8), 8) for name in ("a", "b", "c")]
+    for handle in handles:
+        p.finish(handle)
+    await d.connector.fetch(handles[0], 1, d.pick(8))  # acknowledged: its lease ends no more
+    await d.connector.fetch(handles[1], 1, d.pick(8), hold=True)
+    await p.freed()
+    p.clock.advance(p.timing.kv_lease_s)
+    assert p.connector.expire(p.clock.monotonic()) == 2
+    lanes = p.connector.stats.lanes
+    assert {name: lane.expired for name, lane in lanes.items()} == {"memory": 1, NO_LANE: 1}
+    assert p.connector.stats.expired_leases == 2
+    assert lane_totals(lanes["memory"]).expired_leases == 1
 
 
 async def test_the_connector_is_what_the_nodes_expect(start) -> None:

@@ -244,7 +244,7 @@ class ExportTableMachine(RuleBasedStateMachine):
             self.released(seq)
         for seq in self.handles:
             self.settle(seq)
-        assert self.table.expire(self.clock.now) == len(lapsed)
+        assert len(self.table.expire(self.clock.now)) == len(lapsed)
 
     @precondition(lambda self: self.until)
     @rule()

@@ -177,6 +177,23 @@ def test_attaching_twice_maps_once(make: Callable[..., ShmArena]) -> None:
     assert ours.num_attached == 1
 
 
+def test_a_peer_that_tells_another_size_each_time_takes_no_more(
+    make: Callable[..., ShmArena],
+) -> None:
+    """And leaves what is in use where it is."""
+    ours, theirs = make(), make(BOOT_B)
+    theirs.memory().fill_(7)
+    used = ours.attach(theirs.place)
+    before = len(os.listdir("/proc/self/fd"))
+    for less in range(1, 9):
+        other = ours.attach(replace(theirs.place, num_bytes=theirs.place.num_bytes - less))
+        assert other.offset >= used.offset + used.mapped_bytes
+        ours.detach(other)
+    assert (ours.num_attached, len(os.listdir("/proc/self/fd"))) == (2, before + 1)
+    assert ours.attach(theirs.place) is used
+    assert bool((ours.foreign_bytes(used) == 7).all())
+
+
 @pytest.mark.parametrize(
     "name", ["", "../x", "baton-", "/etc/passwd", "baton-0b/../x", "baton-" + "0b" * 16 + ".new"]
 )

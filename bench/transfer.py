@@ -70,7 +70,7 @@ class Size:
     model: dict[str, Any]
 
 
-WHOLE: Final = Size(Shape(), 7, 1024, 3, ((64, 20), (512, 7), (1024, 5)), ((64, 100),), {})
+WHOLE: Final = Size(Shape(), 7, 1024, 3, ((64, 40), (512, 7), (1024, 5)), ((64, 100),), {})
 QUICK: Final = Size(
     Shape(tokens=128, layers=4), 2, 64, 1, ((32, 2),), ((32, 2),),
     {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512},

@@ -7,6 +7,7 @@ import io
 import json
 from contextlib import AsyncExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from rich.console import Console
@@ -150,9 +151,9 @@ async def test_two_probes_find_the_lanes_of_this_machine() -> None:
 
 async def test_running_nodes_are_probed_lane_by_lane(tmp_path: Path) -> None:
     model = make_tiny_model("llama", tmp_path / "model")
-    shared = tmp_path / "shared"
-    shared.mkdir()
     async with AsyncExitStack() as stack:
+        # A folder of pytest's is too deep for a socket.
+        shared = Path(stack.enter_context(TemporaryDirectory(prefix="baton-")))
         p = await started(stack, PREFILL, model, shared)
         d = await started(stack, DECODE, model, shared)
         found = await probe_nodes(p.address, d.address, NodeAccess())

@@ -140,7 +140,8 @@ async def test_release_waits_for_the_reader(cluster: Cluster) -> None:
     go_on.set()
     await asyncio.gather(*releases)
     assert [why for _, _, why in p.released] == ["aborted"]
-    assert isinstance(await outcome(fetch), KVStale)
+    # On `dist` the end of the pair may overtake the exporter's last word.
+    assert isinstance(await outcome(fetch), KVStale | KVLost)
     await p.connector.release(handle, "again")
     await p.freed()
 

@@ -7,8 +7,11 @@ import asyncio
 import hashlib
 import json
 import ssl
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import httpx
 import pytest
@@ -30,6 +33,9 @@ from tests.deploy.test_up import running
 from tests.node.fakes import DECODE, Setup, running_node
 from tests.security.test_tls import SECRET, http, options_of
 from tests.transfer.certificates import make_files
+from tests.waiting import WAIT_S
+
+T = TypeVar("T")
 
 MODEL = {"model": "m"}
 KEYS = '[[keys]]\nname = "alice"\nsha256 = "{}"\n'
@@ -251,6 +257,17 @@ def secured(tmp_path: Path, files: TlsFiles) -> list[str]:
     return ["--colocated", "--workers", "2", "--api-keys", str(keys), *pair]
 
 
+def until(answers: Iterator[T], last: T) -> list[T]:
+    """The answers before `last`: each worker finds the nodes by itself, and until then has none."""
+    before: list[T] = []
+    deadline = time.monotonic() + WAIT_S
+    while (answer := next(answers)) != last:
+        assert time.monotonic() < deadline, answer
+        before.append(answer)
+        time.sleep(0.05)
+    return before
+
+
 @pytest.mark.long
 @pytest.mark.redis
 def test_up_with_workers_keys_and_tls(tmp_path: Path, files: TlsFiles, secured: list[str]) -> None:
@@ -259,12 +276,15 @@ def test_up_with_workers_keys_and_tls(tmp_path: Path, files: TlsFiles, secured: 
         assert ready["url"].startswith("https://")
         assert ready["first_answer_s"], "".join(started.shown)
         trust = ssl.create_default_context(cafile=str(files.ca))
-        with httpx.Client(verify=trust, base_url=ready["url"], timeout=60.0) as client:
-            assert client.get("/v1/models").status_code == 401
+        with httpx.Client(verify=trust, base_url=ready["url"], timeout=60.0) as web:
+            assert web.get("/v1/models").status_code == 401
             alice = {"authorization": "Bearer alices"}
             body = {"prompt": "abc", "max_tokens": 4}
-            reply = client.post("/v1/completions", json=body, headers=alice)
-            assert reply.status_code == 200
+            statuses = iter(
+                lambda: web.post("/v1/completions", json=body, headers=alice).status_code, None
+            )
+            assert set(until(statuses, 200)) <= {503}
         arguments = trust_flags("--tls-ca", str(files.ca))
         with Client(ready["grpc"], "alices", tls=client_tls(arguments)) as client:
-            assert [node.node_id for node in client.server_info().nodes] == ["decode-0"]
+            nodes = iter(lambda: [node.node_id for node in client.server_info().nodes], None)
+            assert all(found == [] for found in until(nodes, ["decode-0"]))

@@ -262,9 +262,10 @@ class RawRouter:
         self._call.cancel()
 
     async def until(self, happened: Callable[[], object]) -> None:
-        """Read until `happened()`."""
-        while not happened():
-            await self.next_step()
+        """Read until `happened()`. Heartbeats come for ever: the bound is on all of them."""
+        async with asyncio.timeout(PATIENCE_S):
+            while not happened():
+                await self.next_step()
 
     async def until_load(self, wanted: Callable[[NodeLoad], bool]) -> None:
         await self.until(lambda: wanted(self.load))

@@ -143,9 +143,10 @@ async def test_a_dead_prefill_node_leaves_its_decode_node_healthy() -> None:
         await pair.to_d.until(lambda: pair.to_d.subscribed("r"))
         await pair.to_p.until_load(lambda load: load.stalled)
         assert await health_of(pair.d.node.address) == SERVING, "a peer's stall is no stall"
+        stopping = asyncio.create_task(pair.p.node.stop())  # and now it is gone, the gate closed:
+        failure = await pair.to_d.failure_of("r")  # else the KV might arrive before the end
         pair.p.runner.layer_gate.open()
-        await pair.p.node.stop()  # and now it is gone
-        failure = await pair.to_d.failure_of("r")
+        await stopping
         assert isinstance(error_from_code(failure.code, failure.message), KVError)
         assert await health_of(pair.d.node.address) == SERVING
         assert (await page_of(pair.d))[0] == 200

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from baton.errors import ConfigError
+from bench.children import stop
 
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 40.0
@@ -40,15 +41,9 @@ async def cluster(flags: Sequence[str]) -> AsyncGenerator[dict[str, Any], None]:
         drain = asyncio.create_task(_drain(process.stdout))
         yield ready
     finally:
-        if process.returncode is None:
-            process.send_signal(signal.SIGINT)
         if drain is None:
             drain = asyncio.create_task(_drain(process.stdout))
-        try:
-            await asyncio.wait_for(process.wait(), STOP_TIMEOUT_S)
-        except TimeoutError:
-            process.kill()
-            await process.wait()
+        await stop(process, STOP_TIMEOUT_S, signal.SIGINT)
         await drain
 
 

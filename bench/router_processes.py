@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from baton.errors import ConfigError
+from bench.children import stop
 
 START_S: Final = 60.0
 STOP_S: Final = 20.0
@@ -79,7 +80,7 @@ async def program(
             raise ConfigError(f"{module} did not start: {' '.join(flags)}")
         yield Program(process.pid, ready)
     finally:
-        await _stop(process)
+        await stop(process, STOP_S)
 
 
 async def _ready_line(process: asyncio.subprocess.Process) -> dict[str, Any] | None:
@@ -99,7 +100,7 @@ async def load(flags: Sequence[str], cores: Collection[int], out: Path) -> dict[
     try:
         status = await asyncio.wait_for(process.wait(), LOAD_S)
     finally:
-        await _stop(process)
+        await stop(process, STOP_S)
     if status != 0:
         raise ConfigError(f"the load generator ended with {status}")
     return json.loads(await asyncio.to_thread(out.read_text))
@@ -137,7 +138,7 @@ async def redis(folder: Path, cores: Collection[int]) -> AsyncGenerator[str | No
                     break
         yield f"unix://{path}"
     finally:
-        await _stop(process)
+        await stop(process, STOP_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,13 +188,3 @@ async def _answers(port: int) -> bool:
     text = await reader.read()
     writer.close()
     return text.count(b"baton_kv_blocks_total{") == 2
-
-
-async def _stop(process: asyncio.subprocess.Process) -> None:
-    if process.returncode is None:
-        process.terminate()
-        try:
-            await asyncio.wait_for(process.wait(), STOP_S)
-        except TimeoutError:
-            process.kill()
-            await process.wait()

@@ -221,11 +221,9 @@ def systems(options: ServeOptions, up_flags: Sequence[str]) -> dict[str, Start]:
     found: dict[str, Start] = {
         label: lambda flags=flags: baton(flags) for label, flags in MODES.items()
     }
+    target = options.target("")
     for command in options.peer:
-        target = options.target("")
-        found[label_of(command)] = lambda command=command, target=target: peer_server(
-            command, target
-        )
+        found[label_of(command)] = lambda command=command: peer_server(command, target)
     for url in options.peer_url:
         found[label_of(url)] = lambda url=url: nullcontext(url)
     if len(found) < len(MODES) + len(options.peers):

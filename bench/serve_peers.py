@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from baton.errors import ConfigError
+from bench.children import stop
 from bench.load import Target, find_model, open_client
 from bench.sse import StreamError
 
@@ -57,13 +58,7 @@ async def peer_server(command: str, target: Target) -> AsyncGenerator[str, None]
         await _wait_ready(process, target.at(url), command)
         yield url
     finally:
-        with contextlib.suppress(ProcessLookupError):  # it has ended by itself
-            process.terminate()
-        try:
-            await asyncio.wait_for(process.wait(), STOP_S)
-        except TimeoutError:
-            process.kill()
-            await process.wait()
+        await stop(process, STOP_S)
 
 
 async def _wait_ready(process: asyncio.subprocess.Process, target: Target, command: str) -> None:

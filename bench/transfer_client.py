@@ -31,6 +31,7 @@ from typing import Any, Final
 import httpx
 
 from baton.errors import ConfigError
+from bench.children import stop
 from bench.sse import parse_lines_async, text_of
 from bench.transfer_link import spread
 
@@ -91,13 +92,7 @@ async def process(module: str, *flags: str) -> AsyncGenerator[dict[str, Any], No
                 raise ConfigError(f"{module} ended: {log.read()[-2000:].decode(errors='replace')}")
             yield {**json.loads(line), "pid": running.pid}
         finally:
-            if running.returncode is None:
-                running.terminate()
-            try:
-                await asyncio.wait_for(running.wait(), STOP_S)
-            except TimeoutError:
-                running.kill()
-                await running.wait()
+            await stop(running, STOP_S)
 
 
 @asynccontextmanager

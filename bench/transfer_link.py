@@ -16,6 +16,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Final
 
 from baton.errors import BatonError, InternalError
+from bench.children import ended
 
 ANSWER_S: Final = 300.0  # the longest that one question may take; a model has to be loaded
 STOP_S: Final = 20.0
@@ -78,11 +79,7 @@ class Link:
         """End the child: by closing its input, at last by force. Idempotent."""
         assert self._process.stdin is not None, "it was given a pipe"
         self._process.stdin.close()
-        try:
-            await asyncio.wait_for(self._process.wait(), STOP_S)
-        except TimeoutError:
-            self._process.kill()
-            await self._process.wait()
+        await ended(self._process, STOP_S)
         await asyncio.wait([self._reader])
 
     async def _read(self) -> None:

@@ -25,12 +25,12 @@ def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
     What fills no page of 2 MiB, the end included, lies in ordinary ones; so does all where the
     kernel has no others.
     """
-    size = math.prod(shape) * dtype.itemsize
+    count = math.prod(shape)
+    size = count * dtype.itemsize
     if size < HUGE or sys.platform != "linux":
         return torch.zeros(*shape, dtype=dtype)
     area = mmap.mmap(-1, size + HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     start = -torch.frombuffer(area, dtype=torch.uint8).data_ptr() % HUGE
     with contextlib.suppress(OSError):
         area.madvise(mmap.MADV_HUGEPAGE, start, size // HUGE * HUGE)
-    count = math.prod(shape)
     return torch.frombuffer(area, dtype=dtype, count=count, offset=start).view(*shape)

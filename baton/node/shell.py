@@ -283,24 +283,24 @@ class NodeShell:
     def _change(self, message: AbortRequest | Prefilled | Migrate | StopSample) -> None:
         """What becomes of one request; nothing, if it is not here."""
         request_id, epoch = message.request_id, message.epoch
-        entry = self.requests.find_upto(request_id, epoch)
-        exact = self.requests.find(request_id, epoch)
+        if isinstance(message, AbortRequest):
+            self._forget_handed_on(message)
+        if (entry := self.requests.find_upto(request_id, epoch)) is None:
+            return
+        exact = entry.request.epoch == epoch
         match message:
             case AbortRequest():
-                if entry is not None:
-                    entry.cancel()
-                self._forget_handed_on(message)
-            case Prefilled():
-                if exact is not None:
-                    exact.prefilled.set()
-            case Migrate():
-                if exact is not None and not exact.leaving:
-                    exact.leaving = True
-                    self._spawn(self._hand_on(exact))
+                entry.cancel()
             case StopSample():
-                if entry is not None:
-                    entry.stop(message.sample)
-                    self.thread.post(lambda e: e.stop_sample(request_id, epoch, message.sample))
+                entry.stop(message.sample)
+                self.thread.post(lambda e: e.stop_sample(request_id, epoch, message.sample))
+            case Prefilled() if exact:
+                entry.prefilled.set()
+            case Migrate() if exact and not entry.leaving:
+                entry.leaving = True
+                self._spawn(self._hand_on(entry))
+            case _:
+                pass  # of a newer epoch, or it is leaving already
 
     def _submit(
         self, session: RouterSession, message: SubmitPrefill | SubmitDecode | SubmitPool

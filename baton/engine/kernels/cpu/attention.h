@@ -76,11 +76,6 @@ struct PlainPool {
   static __m512bh key(const Token& token, int64_t at) { return load_pairs(token.key + at); }
 
   static __m512bh value(const Token& token, int64_t at) { return load_pairs(token.value + at); }
-
- private:
-  static void ask(const void* from) {
-    _mm_prefetch(static_cast<const char*>(from), _MM_HINT_T0);
-  }
 };
 
 template <class Pool>

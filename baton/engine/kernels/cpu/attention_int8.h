@@ -73,11 +73,6 @@ struct Int8Pool {
   static __m512bh value(const Token& token, int64_t at) {
     return pairs_from_int8(token.value + at);
   }
-
- private:
-  static void ask(const void* from) {
-    _mm_prefetch(static_cast<const char*>(from), _MM_HINT_T0);
-  }
 };
 
 // Keys (or values) [rows, heads, dim] rounded to int8, a scale per head, into their slots.

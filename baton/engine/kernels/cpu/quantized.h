@@ -100,8 +100,7 @@ struct Bytes {
 
 // Asks for lines also beyond the end of the panels, which does nothing.
 inline void ask(const void* from, int64_t count) {
-  for (int64_t at = 0; at < count; at += 64)
-    _mm_prefetch(static_cast<const char*>(from) + at, _MM_HINT_T0);
+  for (int64_t at = 0; at < count; at += 64) ask(static_cast<const char*>(from) + at);
 }
 
 // What a thread does at once: rows [from, until) by two panels, then those of `next`.

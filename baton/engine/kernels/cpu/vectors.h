@@ -18,6 +18,11 @@ struct HeadRange {
   int64_t first, last;
 };
 
+// For a line of memory that will be read soon.
+inline void ask(const void* from) {
+  _mm_prefetch(static_cast<const char*>(from), _MM_HINT_T0);
+}
+
 inline __m512bh load_pairs(const bf16* from) { return (__m512bh)_mm512_loadu_si512(from); }
 
 // Two neighbouring numbers of one row, in every pair of lanes.

@@ -1,0 +1,26 @@
+"""How a benchmark ends the processes that it started: asked first, killed if they do not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+
+
+async def stop(
+    process: asyncio.subprocess.Process, patience_s: float, by: signal.Signals = signal.SIGTERM
+) -> None:
+    """Signal it, if it still runs, then `ended`."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+            process.send_signal(by)
+    await ended(process, patience_s)
+
+
+async def ended(process: asyncio.subprocess.Process, patience_s: float) -> None:
+    """Wait until it has ended; what takes longer than `patience_s` is killed."""
+    try:
+        await asyncio.wait_for(process.wait(), patience_s)
+    except TimeoutError:
+        process.kill()
+        await process.wait()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -234,12 +235,13 @@ class Fetches:
             part=memory.format.tp_size > 1,
             adopt=call.adopt,
         )
-        tasks = [
-            asyncio.create_task(
-                self._converse(self._data_threads, replace(wanted, handle=source), call.blocks)
-            )
+        conversations = [
+            self._converse(self._data_threads, replace(wanted, handle=source), call.blocks)
             for source in sources
         ]
+        if len(conversations) == 1:  # no turns of the loop for a task that nobody else waits for
+            return [await conversations[0]]
+        tasks = [asyncio.create_task(conversation) for conversation in conversations]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         finally:
@@ -378,27 +380,23 @@ class Fetches:
         self, threads: ThreadPoolExecutor, conversation: Conversation, lane: Lane
     ) -> Fetched:
         """Hold one conversation on a thread. However it ends, the thread has left the blocks."""
-        progress_s = self._timing.kv_progress_s
+        progress, patience_s = _Progress(), self._timing.kv_progress_s
+        running = threads.submit(conversation.run, progress.made)
+        finished = asyncio.wrap_future(running)
         try:
-            async with asyncio.timeout(None) as deadline:
-                progress = _Progress(asyncio.get_running_loop(), deadline, progress_s)
-                running = threads.submit(conversation.run, progress.made)
-                finished = asyncio.wrap_future(running)
-                try:
-                    await asyncio.wait([finished])
-                except asyncio.CancelledError:
-                    conversation.cancel()
-                    running.cancel()  # if it still waits for a thread
-                    await _settled(finished)
-                    raise
-                finally:
-                    progress.watched = False
+            if not await progress.until(finished, patience_s):
+                raise TimeoutError
             return finished.result()
         except KVCorrupt as error:
             error.lane = lane.name
             raise
         except TimeoutError as error:
-            raise KVTimeout(f"no progress for {progress_s} s on lane {lane.name}") from error
+            raise KVTimeout(f"no progress for {patience_s} s on lane {lane.name}") from error
+        finally:
+            if not finished.done():
+                conversation.cancel()
+                running.cancel()  # if it still waits for a thread
+                await _settled(finished)
 
 
 class _Held:
@@ -448,21 +446,23 @@ class _Held:
 
 @dataclass(slots=True)
 class _Progress:
-    """Moves a deadline of the event loop each time a data-plane thread gets on."""
+    """When a thread of the data plane last got on; None: it has not begun."""
 
-    loop: asyncio.AbstractEventLoop
-    deadline: asyncio.Timeout
-    progress_s: float
-    watched: bool = True
+    at: float | None = None
 
     def made(self) -> None:
-        """Any thread."""
-        with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody waits any more
-            self.loop.call_soon_threadsafe(self._extend)
+        """Any thread. Tells nobody: an event loop that wakes takes the interpreter from it."""
+        self.at = time.monotonic()
 
-    def _extend(self) -> None:
-        if self.watched and not self.deadline.expired():
-            self.deadline.reschedule(self.loop.time() + self.progress_s)
+    async def until(self, finished: asyncio.Future[Any], patience_s: float) -> bool:
+        """Wait for its end; False when it has not got on for so long."""
+        left_s = patience_s
+        while left_s > 0:
+            await asyncio.wait([finished], timeout=left_s)
+            if finished.done():
+                return True
+            left_s = patience_s - (0.0 if self.at is None else time.monotonic() - self.at)
+        return False
 
 
 async def _ended(task: asyncio.Task[None]) -> None:

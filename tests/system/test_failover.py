@@ -229,7 +229,7 @@ async def assert_counted_once(found: Kinds) -> None:
     "options",
     [
         {},
-        {"router": {"resume": "exact"}},
+        pytest.param({"router": {"resume": "exact"}}, marks=pytest.mark.long),
         pytest.param({"decode": {"speculative_method": "ngram"}}, marks=pytest.mark.long),
     ],
     ids=["fast", "exact", "speculation"],

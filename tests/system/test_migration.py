@@ -83,10 +83,10 @@ async def move_all(c: Cluster) -> list[bool]:
 @pytest.mark.parametrize(
     ("params", "sizes", "lane"),
     [
-        (GREEDY, (16, 16), "grpc"),
+        pytest.param(GREEDY, (16, 16), "grpc", marks=pytest.mark.long),
         (SAMPLED, (16, 16), "stream"),
         (GREEDY, (16, 8), "shm"),
-        (SAMPLED, (16, 8), "grpc"),
+        pytest.param(SAMPLED, (16, 8), "grpc", marks=pytest.mark.long),
     ],
     ids=["greedy", "sampled", "greedy other blocks", "sampled other blocks"],
 )

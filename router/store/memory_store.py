@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 from baton.clock import Clock
 from baton.request import TRANSITIONS, RequestState
@@ -31,6 +32,8 @@ from router.store.base import (
     WriteStatus,
 )
 
+MAX_PLAIN: Final = 4096  # ended requests that nobody can ask for again
+
 
 @dataclass(slots=True)
 class _Row:
@@ -48,11 +51,25 @@ class _Row:
     seen: float | None = None
     news: asyncio.Event = field(default_factory=asyncio.Event)  # replaced when it is set
 
+    @property
+    def resumable(self) -> bool:
+        return self.fields.get("resumable") == "1"
+
 
 @dataclass(slots=True)
 class MemoryTables:
     rows: dict[str, _Row] = field(default_factory=dict[str, _Row])
     counts: Counter[RequestState] = field(default_factory=Counter[RequestState])
+    plain: deque[str] = field(default_factory=deque[str])  # ended, in this order
+
+    def ended(self, request_id: str) -> None:
+        """A plain request's: the newest are kept, however many end before their time is over."""
+        self.plain.append(request_id)
+        if len(self.plain) > MAX_PLAIN:
+            oldest = self.plain.popleft()
+            row = self.rows.get(oldest)
+            if row is not None and row.state.terminal:
+                del self.rows[oldest]
 
 
 class MemoryStore:
@@ -120,7 +137,7 @@ class MemoryStore:
         logged = row.lengths.total()
         if move.state.terminal and (logged < move.min_tokens or len(row.ended) < move.min_ends):
             return WriteStatus.GAP
-        self._enter(row, move.state, epoch)
+        self._enter(move.request_id, row, move.state, epoch)
         row.fields.update(move.fields)
         if move.state.terminal:
             row.fields[LOGGED] = str(logged)
@@ -168,15 +185,15 @@ class MemoryStore:
             return []
         self._forget_expired(now)
         swept: list[Swept] = []
-        for request_id, row in self._tables.rows.items():
+        for request_id, row in list(self._tables.rows.items()):
             if len(swept) == limit:
                 break
             if row.state.terminal or row.lease_until > now:
                 continue
-            resumable = row.fields.get("resumable") == "1" and row.tries < MAX_TRIES
+            resumable = row.resumable and row.tries < MAX_TRIES
             state = RequestState.QUEUED if resumable else RequestState.CANCELLED
             row.tries += 1
-            self._enter(row, state, row.epoch + 1)
+            self._enter(request_id, row, state, row.epoch + 1)
             row.owner = ""
             swept.append(Swept(request_id, state, row.epoch))
         return swept
@@ -215,13 +232,15 @@ class MemoryStore:
     async def counts(self) -> dict[RequestState, int]:
         return dict(self._tables.counts)
 
-    def _enter(self, row: _Row, state: RequestState, epoch: int) -> None:
+    def _enter(self, request_id: str, row: _Row, state: RequestState, epoch: int) -> None:
         self._tables.counts[row.state] -= 1
         self._tables.counts[state] += 1
         row.state = state
         row.epoch = epoch
         if state.terminal:
             row.expires = self._clock.monotonic() + TERMINAL_TTL_S
+            if not row.resumable:
+                self._tables.ended(request_id)
         else:
             row.lease_until = self._lease_end()
 

@@ -8,8 +8,9 @@ itself; everything else shares the others. Parts:
                echo under the router's uvicorn settings
     tokens     streamed tokens per second, beside vLLM-style chunks by pydantic (no nodes behind)
     first      time to the first byte at a fixed rate: all of it is the router's and the wires'
-    streams    many streams at a steady pace, begun one after another: errors, lag of each token
-               behind the node's step, memory; then again beside clients that never read
+    streams    many streams at a steady pace, begun one after another, 256 at most on a decode node:
+               errors, lag of each token behind its node's step, memory; then again beside clients
+               that never read
 
 Machines are shared: next to each rate stands the rate per second of CPU time that the process took,
 which neighbours change little. docs/router.md explains the figures, docs/log.md keeps them.
@@ -40,6 +41,7 @@ from bench.router_processes import ClusterPlan, Program, cluster, load, program,
 PARTS: Final = ("requests", "tokens", "first", "streams")
 YARDSTICKS: Final = "bench.router_yardsticks"
 PACE_MS: Final = 100.0
+BATCH: Final = 256  # most streams of a decode node, as in real deployments
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +135,9 @@ async def streams(bench: Bench) -> dict[str, Any]:
 async def _lags(bench: Bench, **flags: int) -> dict[str, Any]:
     times = bench.folder / "steps.json"
     pace_ms = PACE_MS if not flags.get("slow") else PACE_MS / 5
-    async with cluster(replace(bench.plan, step_ms=pace_ms, times=times)) as server:
+    nodes = -(-flags["connections"] // BATCH)
+    plan = replace(bench.plan, step_ms=pace_ms, times=times, decode_nodes=nodes)
+    async with cluster(plan) as server:
         shape = {"words": 16, "ramp_s": flags["connections"] / RAMP, "with_times": True}
         found = await bench.ask(server, "streams", **shape, **flags)
     left = {  # (reply, position) -> when it left the node, which knows it as REPLY-NUMBER.RANDOM

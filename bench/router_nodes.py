@@ -1,10 +1,11 @@
-"""A prefill and a decode node that compute nothing: `python -m bench.router_nodes`.
+"""A prefill node and decode nodes that compute nothing: `python -m bench.router_nodes`.
 
 Real sessions (baton/node/service.py) in a process of their own, for bench/router.py. The prefill
 node answers a prompt with handle and token 1 in one message. The decode node answers with all its
 tokens at once, or with one token per running request and step, a message per step, as an engine's
-batch would: as fast as routers read, or every `--step-ms`. Prints one JSON line when ready. SIGTERM
-ends it; with --times it then writes when each step left, for the lag that a client sees.
+batch would: as fast as routers read, or every `--step-ms`, several decode nodes (`--decode-nodes`)
+one after the other. Prints one JSON line when ready. SIGTERM ends it; with --times it then writes
+when each step left, for the lag that a client sees.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -54,10 +55,12 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """`step_s` None: a request's tokens all at once; 0: a step as soon as routers have read."""
+    """`step_s` None: a request's tokens all at once; 0: a step as soon as routers have read.
+    `phase_s`: of the steps, in [0, step_s)."""
 
     step_s: float | None
     words: tuple[int, ...]
+    phase_s: float = 0.0
 
     def token(self, position: int) -> int:
         return self.words[position % len(self.words)]
@@ -75,11 +78,12 @@ class StepTimes:
 class InstantNode:
     """What stands behind a session: see the module. `pace.words`: its tokens. Event loop only."""
 
-    def __init__(self, role: Role, pace: Pace, times: StepTimes | None = None) -> None:
+    def __init__(self, role: Role, name: str, pace: Pace, times: StepTimes | None = None) -> None:
         self.config = NodeConfig(outbox_messages=100_000)
         self.timing = Timing()
         self.clock: Clock = SystemClock()
         self._role = role
+        self._name = name
         self._pace = pace
         self._times = times
         self._exports = 0
@@ -92,10 +96,9 @@ class InstantNode:
     # ---- for the service ----
 
     def record(self) -> NodeRecord:
-        node_id = f"fake-{self._role.value}"
         return NodeRecord(
-            node_id=node_id,
-            boot_id=f"boot-{node_id}",
+            node_id=self._name,
+            boot_id=f"boot-{self._name}",
             role=self._role,
             address=self.address,
             model="demo",
@@ -103,7 +106,7 @@ class InstantNode:
             block_size=16,
             max_model_len=2048,
             vocab_size=VOCAB_SIZE,
-            endpoint=self._endpoint(node_id),
+            endpoint=self._endpoint(),
             load=NodeLoad(free_blocks=100_000, total_blocks=100_000),
             eos_token_ids=(2,),
         )
@@ -131,15 +134,18 @@ class InstantNode:
 
     async def run(self) -> None:
         """Steps, until cancelled."""
-        step_s = self._pace.step_s or 0.0
+        step_s, due = self._pace.step_s or 0.0, 0.0
         while True:
             if not self._running:
                 self._work.clear()
                 await self._work.wait()
-            began = time.monotonic()
+            if step_s:
+                now = time.monotonic()
+                # Not earlier than a step after the last: timers may fire a moment too soon.
+                due = max(due + step_s, now + (self._pace.phase_s - now) % step_s)
+                await asyncio.sleep(due - now)
             self._step()
-            rest = began + step_s - time.monotonic()
-            await asyncio.sleep(max(0.0, rest))
+            await asyncio.sleep(0)
             while any(session.unread > UNREAD for session in self._sessions):  # noqa: ASYNC110
                 await asyncio.sleep(UNREAD_S)
 
@@ -220,17 +226,20 @@ class InstantNode:
             )
         )
 
-    def _endpoint(self, node_id: str) -> Endpoint:
+    def _endpoint(self) -> Endpoint:
         lanes = (LaneAddress("stream", "127.0.0.1:1"), LaneAddress("grpc", "127.0.0.1:1"))
-        return Endpoint(f"boot-{node_id}", "layout", PoolFormat(16, "bfloat16"), lanes)
+        return Endpoint(f"boot-{self._name}", "layout", PoolFormat(16, "bfloat16"), lanes)
 
 
-async def serve(pace: Pace, times_file: Path | None) -> None:
-    """Both nodes, until SIGTERM."""
+async def serve(pace: Pace, num_decode: int, times_file: Path | None) -> None:
+    """All nodes, until SIGTERM."""
     stopped = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
     times = StepTimes() if times_file is not None else None
-    nodes = [InstantNode(Role.PREFILL, pace), InstantNode(Role.DECODE, pace, times)]
+    nodes = [InstantNode(Role.PREFILL, "prefill", pace)]
+    for index in range(num_decode):
+        own = replace(pace, phase_s=(pace.step_s or 0.0) * index / num_decode)
+        nodes.append(InstantNode(Role.DECODE, f"decode-{index}", own, times))
     servers = [NodeServer(node) for node in nodes]
     for node, server in zip(nodes, servers, strict=True):
         node.address = f"127.0.0.1:{server.bind()}"
@@ -248,8 +257,8 @@ async def serve(pace: Pace, times_file: Path | None) -> None:
 
 
 def _announce(nodes: Sequence[InstantNode]) -> None:
-    prefill, decode = nodes
-    ready: dict[str, Any] = {"ready": True, "prefill": prefill.address, "decode": decode.address}
+    prefill, *decode = (node.address for node in nodes)
+    ready: dict[str, Any] = {"ready": True, "prefill": prefill, "decode": decode}
     sys.stdout.write(json.dumps(ready) + "\n")
     sys.stdout.flush()
 
@@ -264,12 +273,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.router_nodes")
     parser.add_argument("--step-ms", type=float, help="a token per step and request, so often")
     parser.add_argument("--model", type=Path, required=True, help="whose tokenizer to speak")
+    parser.add_argument("--decode-nodes", type=int, default=1)
     parser.add_argument("--times", type=Path, help="file for the times of all steps")
     given = parser.parse_args(arguments)
     step_s = None if given.step_ms is None else given.step_ms / 1000
     pace = Pace(step_s, some_words(Tokenizer.load(given.model)))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(pace, given.times))
+        runner.run(serve(pace, given.decode_nodes, given.times))
     return 0
 
 

@@ -143,8 +143,8 @@ async def redis(folder: Path, cores: Collection[int]) -> AsyncGenerator[str | No
 
 @dataclass(frozen=True, slots=True)
 class ClusterPlan:
-    """`step_ms` None: the decode node answers at once. `core`: the router's own; `others`: the rest
-    of the machine."""
+    """`step_ms` None: decode nodes answer at once. `core`: the router's own; `others`: the rest of
+    the machine."""
 
     model: Path
     core: int
@@ -153,38 +153,41 @@ class ClusterPlan:
     redis_url: str | None = None
     router_flags: tuple[str, ...] = ()
     times: Path | None = None
+    decode_nodes: int = 1
 
 
 @asynccontextmanager
 async def cluster(plan: ClusterPlan) -> AsyncGenerator[Program, None]:
-    """Fake nodes and a router connected to both; yields the router."""
+    """Fake nodes and a router connected to all; yields the router."""
     async with AsyncExitStack() as stack:
-        flags = ["--model", str(plan.model)]
+        flags = ["--model", str(plan.model), "--decode-nodes", str(plan.decode_nodes)]
         if plan.step_ms is not None:
             flags += ["--step-ms", str(plan.step_ms)]
         if plan.times is not None:
             flags += ["--times", str(plan.times)]
         nodes = await stack.enter_async_context(program("bench.router_nodes", flags, plan.others))
         given = ["--model", str(plan.model), "--port", "0", "--grpc-port", "0", "--drain-s", "0"]
-        given += ["--prefill-node", nodes.ready["prefill"], "--decode-node", nodes.ready["decode"]]
+        given += ["--prefill-node", nodes.ready["prefill"]]
+        for address in nodes.ready["decode"]:
+            given += ["--decode-node", address]
         given += ["--max-live-requests", "4096", "--log-level", "warning", *plan.router_flags]
         if plan.redis_url is not None:
             given += ["--redis-url", plan.redis_url]
         router = await stack.enter_async_context(program("router", given, {plan.core}))
-        await _ready(router.port)
+        await _ready(router.port, 1 + plan.decode_nodes)
         yield router
 
 
-async def _ready(port: int) -> None:
-    """Until both nodes have said hello."""
+async def _ready(port: int, num_nodes: int) -> None:
+    """Until all nodes have said hello."""
     async with asyncio.timeout(START_S):
-        while not await _answers(port):  # noqa: ASYNC110  HTTP has no other way
+        while await _known(port) < num_nodes:  # noqa: ASYNC110  HTTP has no other way
             await asyncio.sleep(0.1)
 
 
-async def _answers(port: int) -> bool:
+async def _known(port: int) -> int:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(b"GET /metrics HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
     text = await reader.read()
     writer.close()
-    return text.count(b"baton_kv_blocks_total{") == 2
+    return text.count(b"baton_kv_blocks_total{")

@@ -9,8 +9,10 @@ itself, and looks at sizes before it makes something large:
     calls, filters          no huge numbers as arguments (widths, counts), no huge strings as result
     + * ** % ~              refused before the result exists
 
-Time is that of the thread that renders: other threads may be busy. Not here: the sandbox itself
-(Jinja's), nor where templates come from (baton/chat_template.py).
+Time is that of the thread that renders, for other threads may be busy; but the clock of threads is
+slow to read, so it counts only from when the one on the wall says that time is up: at most twice as
+much is spent. Not here: the sandbox itself (Jinja's), nor where templates come from
+(baton/chat_template.py).
 """
 
 from __future__ import annotations
@@ -44,8 +46,11 @@ class OverBudget(Exception):
 
 
 class _Meter(threading.local):
-    """What the template that renders on this thread may still spend; `deadline` None: no limit."""
+    """What the template that renders on this thread may still spend, from `due` (on the wall's
+    clock, None: no limit) on by the thread's own clock: until `deadline`."""
 
+    seconds: float = 0.0
+    due: float | None = None
     deadline: float | None = None
     ticks: int = 0
     written: int = 0
@@ -100,9 +105,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return tree
 
     def start(self, seconds: float) -> None:
-        """This thread renders now, for at most so long."""
-        self._meter.deadline = time.thread_time() + seconds
-        self._meter.ticks = self._meter.written = 0
+        """This thread renders now, for so long."""
+        meter = self._meter
+        meter.seconds, meter.due, meter.deadline = seconds, time.monotonic() + seconds, None
+        meter.ticks = meter.written = 0
 
     # ---- what templates run into ----
 
@@ -114,9 +120,11 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def _look(self) -> None:
         meter = self._meter
         meter.ticks += 1
-        if meter.deadline is None or meter.ticks % TICKS_PER_LOOK:
+        if meter.due is None or meter.ticks % TICKS_PER_LOOK or time.monotonic() < meter.due:
             return
-        if time.thread_time() > meter.deadline:
+        if meter.deadline is None:
+            meter.deadline = time.thread_time() + meter.seconds
+        elif time.thread_time() > meter.deadline:
             raise OverBudget("it takes too long")
 
     def _count(self, num_chars: int) -> None:

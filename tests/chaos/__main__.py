@@ -57,7 +57,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--soak", type=float, default=0.0, metavar="MINUTES", help="the long run")
     parser.add_argument("--report", action="store_true", help="print the table of all cases")
     parser.add_argument("--logs", type=Path, help="keep the processes' logs in this folder")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    unknown = set(options.cases.split(",")) - set(FAMILIES)
+    if unknown:
+        parser.error(f"--cases: no {min(unknown)!r} among {', '.join(FAMILIES)}")
+    return options
 
 
 def selected(options: argparse.Namespace) -> list[Case]:

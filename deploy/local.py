@@ -130,16 +130,22 @@ class Cluster:
 
     @property
     def metrics(self) -> dict[str, str]:
-        """The URL of each member's Prometheus metrics, by the member's name; of each worker of the
-        router its own, where there are several."""
+        """The URL of each member's Prometheus metrics, by the member's name."""
         urls = {node.name: f"http://127.0.0.1:{node.metrics_port}" for node in self.plan.nodes}
+        return {name: f"{url}/metrics" for name, url in (urls | self.routers).items()}
+
+    @property
+    def routers(self) -> dict[str, str]:
+        """The URL of the router, by its name; of each of its workers its own, where there are
+        several."""
         scheme, host = self.url.partition("://")[0], reachable(self.options.host)
         router = self.members.get("router")
         own = [] if router is None else router.details.get("workers", [])
-        for index, address in enumerate(own):
-            urls[f"router-w{index}"] = f"{scheme}://{host}:{port_of(address)}"
-        urls |= {} if own else {"router": self.url}
-        return {name: f"{url}/metrics" for name, url in urls.items()}
+        urls = {
+            f"router-w{index}": f"{scheme}://{host}:{port_of(address)}"
+            for index, address in enumerate(own)
+        }
+        return urls or {"router": self.url}
 
     def request_stop(self) -> None:
         """`start` or `supervise` raises StopRequested soon. Any thread."""

@@ -277,15 +277,18 @@ def introduce(cluster: Cluster, console: Console, began: float) -> None:
 
 
 def first_question(cluster: Cluster, console: Console, began: float) -> tuple[str, float | None]:
-    """Wait for router and nodes; the model's name, and seconds from `began` to the first token.
+    """Wait for all routers and nodes; the model's name, and seconds from `began` to the first
+    token.
 
     Raises StreamError when they never become ready.
     """
     options = cluster.options
     trust = None if options.tls_cert is None else trusting(options.tls_cert)
+    for url in cluster.routers.values():
+        with ChatClient(url, options.api_key, trust) as client:
+            client.wait_ready(READY_TIMEOUT_S)
+            wait_for_nodes(client, cluster)
     with ChatClient(cluster.url, options.api_key, trust) as client:
-        client.wait_ready(READY_TIMEOUT_S)
-        wait_for_nodes(client, cluster)
         model = client.first_model()
         return model, warm_up(client, console, began) if options.warm_up else None
 

@@ -122,6 +122,12 @@ class Run:
     def id(self) -> str:
         return self.canonical.request.id
 
+    @property
+    def taken(self) -> bool:
+        """It was never begun: another router has a request of this id."""
+        failure = self.failure
+        return isinstance(failure, InvalidRequest) and failure.field == "request_id"
+
     def start(self, ended: Callable[[], object]) -> None:
         """Run it in a task of its own; `ended` is called when nothing of it is left to do. Its
         grace begins with `wait_for_readers`."""
@@ -134,6 +140,8 @@ class Run:
 
     async def accepted(self) -> None:
         """Until it is recorded, or has failed before that."""
+        if self.log.opened.is_set():
+            return
         waiter = asyncio.ensure_future(self.log.opened.wait())
         assert self._task is not None, "it was started"
         try:
@@ -298,9 +306,11 @@ class Runs:
         store = self._parts.store
         run = self._runs.get(request_id)
         if run is not None:
+            await run.accepted()
             if run.log.opened.is_set() and not store.holds_leases:
                 raise Unavailable(AWAY)  # it may be another router's by now
-            return _found(run)
+            if not run.taken:
+                return _found(run)
         record = await store.call(lambda store: store.read(request_id))
         self.check_open()
         canonical = None if record is None else canonical_of(record, self.clock)
@@ -311,7 +321,8 @@ class Runs:
     async def begin(
         self, canonical: Canonical, completion: Completion, fields: dict[str, str]
     ) -> Found:
-        """Take a new request on, or find it, if another router did in this moment.
+        """Take a new request on, or find it, if somebody asked for the same in this moment, here or
+        at another router.
 
         Returns when it is recorded, or refused: then its readers are told so. Raises
         UnsupportedFeature for what is not kept, Unavailable.
@@ -319,15 +330,16 @@ class Runs:
         if canonical.request.params.prompt_logprobs is not None:
             message = "log-probabilities of the prompt are not kept for resumable requests"
             raise UnsupportedFeature(message, field="prompt_logprobs")
-        run = Run(canonical, completion, _run_log(canonical, fields), self._parts)
-        self._parts.store.expect(run.id, run.log)
-        self._start(run)
+        rival = self._runs.get(canonical.request.id)
+        run = rival or Run(canonical, completion, _run_log(canonical, fields), self._parts)
+        if rival is None:
+            self._parts.store.expect(run.id, run.log)
+            self._start(run)
         await run.accepted()
         run.wait_for_readers()
-        failure = run.failure
-        if not (isinstance(failure, InvalidRequest) and failure.field == "request_id"):
-            self.stats.begun += run.log.opened.is_set()
-            return replace(_found(run), new=True)
+        if not run.taken:
+            self.stats.begun += rival is None and run.log.opened.is_set()
+            return replace(_found(run), new=rival is None)
         found = await self.find(canonical.owner, canonical.name)
         if found is None:
             raise Unavailable("the request was just taken by another router: ask again")

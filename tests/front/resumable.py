@@ -145,11 +145,11 @@ class RestartingStore(CutStore):
         return status
 
 
-def store_of(place: MemoryTables | str, owner: str) -> RequestStore:
+def store_of(place: MemoryTables | str, owner: str, timing: Timing = TIMING) -> RequestStore:
     """The store of one router: in shared tables, or in the Redis of that URL."""
     if isinstance(place, str):
-        return RedisStore(connect(place, 2.0), owner, TIMING, SystemClock(), 2.0)
-    return MemoryStore(owner, TIMING, SystemClock(), place)
+        return RedisStore(connect(place, 2.0), owner, timing, SystemClock(), 2.0)
+    return MemoryStore(owner, timing, SystemClock(), place)
 
 
 @dataclass
@@ -320,11 +320,12 @@ async def held_router(
     place: MemoryTables | str,
     kind: type[CutStore] = CutStore,
     answer: str = "abcdefghijk",
+    timing: Timing = TIMING,
     **config: Any,
 ) -> AsyncIterator[HeldRouter]:
     """A router called `name` over the store at `place`, on free ports of its own."""
-    clock, store = SystemClock(), kind(store_of(place, name))
-    guard = StoreGuard(store, TIMING)
+    clock, store = SystemClock(), kind(store_of(place, name, timing))
+    guard = StoreGuard(store, timing)
     dispatcher = LoggedDispatcher(guard, FakeDispatcher(answer=answer))
     metrics = RouterMetrics()
     runs = Runs(RunParts(dispatcher, guard, metrics, clock))

@@ -157,6 +157,9 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
             return completion, numbered
         services = self._services
         completion = await self._completion(message, request_id, context)
+        # Names of one key are not those of another, nor does it learn of them.
+        own_id = record_id(self._owner(context), request_id)
+        completion.request = replace(completion.request, id=own_id)
         meter = services.metrics.begin(completion.model, completion.request.arrival)
         deltas = completion.deltas(services.dispatcher, meter, services.clock)
         return completion, _all_fresh(deltas)

@@ -159,7 +159,7 @@ class Gate:
     def enter(self, request: Request, trace: RequestTrace) -> _Entry:
         """Admitted, or waiting. Raises what `admitted` says."""
         if request.id in self._entries:
-            raise InvalidRequest(f"request id {request.id!r} is in use", field="request_id")
+            raise InvalidRequest("this request id is in use", field="request_id")
         expected_s = self._expected_s(request, trace)
         wanted = self._wanted(request, trace, expected_s)
         now = self._clock.monotonic()

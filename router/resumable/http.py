@@ -148,6 +148,9 @@ class ResumableApi:
 
     async def _reply(self, found: Found, after: str | None, field: str) -> ResumedReply:
         canonical = found.canonical
+        if canonical.api not in self._handlers:
+            message = "this request was begun by gRPC: go on with it there"
+            raise UnsupportedFeature(message, field="request_id")
         scope: Scope = {"type": "http", "method": "POST", "path": canonical.api, "headers": []}
         pinned = Pin(canonical.name, canonical.created)
         reply = await self._call(canonical.api, scope, canonical.body, pinned)

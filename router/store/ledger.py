@@ -255,7 +255,7 @@ class StoreGuard:
             await self.release([request.id])  # swept in this moment: it is there to be adopted
             record = None
         if record is None:
-            raise InvalidRequest(f"request id {request.id!r} is in use", field="request_id")
+            raise InvalidRequest("this request id is in use", field="request_id")
         self._opened(ledger, record)
         return ledger
 

@@ -67,6 +67,17 @@ async def _has(events: list[GenerateEvent], count: int) -> bool:
     return len(events) >= count
 
 
+async def test_http_does_not_go_on_with_what_grpc_began(routers: list[HeldRouter]) -> None:
+    one, _ = routers
+    async with AsyncClient(one.grpc_address) as client:
+        await client.generate("hi", PARAMS, RESUMABLE)
+    reply = await one.http.get("/v1/requests/mine/stream")
+    assert reply.status_code == 400, reply.text
+    error = reply.json()["error"]
+    assert error["param"] == "request_id"
+    assert "gRPC" in error["message"]
+
+
 async def test_the_blocking_client_does_the_same(routers: list[HeldRouter]) -> None:
     one, two = routers
     one.dispatcher.held_at = 5

@@ -37,6 +37,7 @@ from protos import kv_pb2, node_pb2, serve_pb2
 from router.config import RouterConfig
 from router.grpc_api import GrpcServer
 from router.reading import MAX_BODY_BYTES
+from router.request_ids import names
 from tests.front.fakes import Front
 from tests.node.fakes import DECODE, PATIENCE_S, PREFILL, Setup, running_node
 
@@ -140,8 +141,21 @@ async def test_a_request_can_be_aborted_by_its_own_tenant_alone() -> None:
             assert not await other.abort("mine")
         assert aborted == []
         assert await owner.abort("mine")
-        assert aborted == ["mine"]
+        assert aborted == [front.dispatcher.requests[0].id]
         reading.cancel()
+
+
+async def test_a_request_id_of_one_key_is_not_anothers() -> None:
+    """Whoever guesses it can neither take it nor learn that it is there."""
+    front = Front(config=RouterConfig(api_key=("a", "b"), grpc_port=0))
+    options = GenerateOptions(request_id="job-1")
+    async with door(front) as address:
+        for key in ("a", "b", "a"):
+            async with AsyncClient(address, key) as client:
+                await client.generate("hello", SamplingParams(), options)
+    first, other, again = (request.id for request in front.dispatcher.requests)
+    assert first == again != other
+    assert all(names("job-1", each) for each in (first, other)), "an operator's name for both"
 
 
 # ---- nodes ----

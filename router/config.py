@@ -14,6 +14,7 @@ from baton.timing import Timing
 from baton.tls import TlsFiles
 from router.gate.keys import KeyRing
 from router.parsers.registry import REASONING_FORMATS, TOOL_FORMATS
+from router.resumable.kept import MAX_KEPT_MB
 
 # The options that say what an answer is like, wherever it is computed.
 API_OPTIONS: Final = frozenset({
@@ -128,6 +129,9 @@ class RouterConfig:
         " replayed in the same shapes, bit for bit (exact)",
         choices=get_args(Resume),
     )
+    max_resumable_mb: int = option(
+        MAX_KEPT_MB, "MiB of resumable requests' bodies that the store keeps for one key"
+    )
     receipts: bool = option(True, "tell clients that ask which nodes served them, and when")
     request_timeout_s: float = option(600.0, "deadline of a request that brings none, seconds")
     store_timeout_s: float = option(
@@ -150,7 +154,7 @@ class RouterConfig:
         for name, lowest in (
             ("port", 0), ("grpc_port", 0), ("max_live_requests", 1), ("local_prefill_tokens", 0),
             ("drain_s", 0), ("shutdown_s", 0), ("admin_port", 0), ("max_queued_requests", 0),
-            ("max_request_tokens", 1), ("workers", 1),
+            ("max_request_tokens", 1), ("workers", 1), ("max_resumable_mb", 1),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < lowest:

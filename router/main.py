@@ -155,7 +155,11 @@ class Router:
             else {},
             clock=clock,
             aborts=self.aborts,
-            runs=Runs(RunParts(dispatcher, self.guard, metrics, clock)),
+            runs=Runs(
+                RunParts(
+                    dispatcher, self.guard, metrics, clock, max_kept_mb=config.max_resumable_mb
+                )
+            ),
         )
         self.adopter = _adopter(self.services)
         self.migrator = _migrator(config, self.registry, self.services.dispatcher)

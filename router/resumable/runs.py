@@ -28,6 +28,7 @@ from router.completion import Completion
 from router.metrics import RouterMetrics
 from router.resumable.canonical import Canonical, canonical_of, record_id
 from router.resumable.follower import Follower
+from router.resumable.kept import MAX_KEPT_MB, KeptBodies
 from router.resumable.metrics import Reading, RunStats
 from router.resumable.replay import Told
 from router.resumable.run_log import RunLog
@@ -59,6 +60,7 @@ class RunParts:
     metrics: RouterMetrics
     clock: Clock
     stats: RunStats = field(default_factory=RunStats)
+    max_kept_mb: int = MAX_KEPT_MB  # of bodies, for each key
 
 
 class Source:
@@ -267,6 +269,7 @@ class Runs:
         self._parts = parts
         self._runs: dict[str, Run] = {}
         self._leaving: set[asyncio.Task[None]] = set()
+        self._kept = KeptBodies(parts.clock, parts.max_kept_mb << 20)
         self.readers = RouterMetrics()  # of replays: a request counts once, by its run
         self.builders: dict[str, Callable[[Canonical], Awaitable[Completion]]] = {}
         parts.store.watchers.append(self._after_heartbeat)
@@ -325,7 +328,7 @@ class Runs:
         at another router.
 
         Returns when it is recorded, or refused: then its readers are told so. Raises
-        UnsupportedFeature for what is not kept, Unavailable.
+        UnsupportedFeature for what is not kept, Overloaded if too much is, Unavailable.
         """
         if canonical.request.params.prompt_logprobs is not None:
             message = "log-probabilities of the prompt are not kept for resumable requests"
@@ -333,8 +336,9 @@ class Runs:
         rival = self._runs.get(canonical.request.id)
         run = rival or Run(canonical, completion, _run_log(canonical, fields), self._parts)
         if rival is None:
+            self._kept.begin(canonical.owner, len(canonical.body))
             self._parts.store.expect(run.id, run.log)
-            self._start(run)
+            self._start(run, lambda: self._kept.end(canonical.owner, len(canonical.body)))
         await run.accepted()
         run.wait_for_readers()
         if not run.taken:
@@ -380,8 +384,9 @@ class Runs:
 
     # ---- inside ----
 
-    def _start(self, run: Run) -> None:
+    def _start(self, run: Run, over: Callable[[], object] = lambda: None) -> None:
         def ended() -> None:
+            over()
             self._parts.store.forget(run.id)
             if self._runs.get(run.id) is run:
                 del self._runs[run.id]

@@ -22,6 +22,7 @@ from router.grpc_api import GrpcServer
 from router.http_guard import HttpLimits
 from router.metrics import RouterMetrics
 from router.resumable.adoption import Adopter
+from router.resumable.kept import MAX_KEPT_MB
 from router.resumable.runs import RunParts, Runs
 from router.services import RouterServices
 from router.store.base import (
@@ -321,6 +322,7 @@ async def held_router(
     kind: type[CutStore] = CutStore,
     answer: str = "abcdefghijk",
     timing: Timing = TIMING,
+    max_kept_mb: int = MAX_KEPT_MB,
     **config: Any,
 ) -> AsyncIterator[HeldRouter]:
     """A router called `name` over the store at `place`, on free ports of its own."""
@@ -328,7 +330,7 @@ async def held_router(
     guard = StoreGuard(store, timing)
     dispatcher = LoggedDispatcher(guard, FakeDispatcher(answer=answer))
     metrics = RouterMetrics()
-    runs = Runs(RunParts(dispatcher, guard, metrics, clock))
+    runs = Runs(RunParts(dispatcher, guard, metrics, clock, max_kept_mb=max_kept_mb))
     parts: dict[str, Any] = {
         "config": RouterConfig(request_timeout_s=20.0, grpc_port=0, **config),
         "dispatcher": dispatcher,

@@ -1,0 +1,61 @@
+"""KeptBodies: what the resumable requests of one key may take of the store's memory.
+
+The store keeps a request's body while it runs, and for TERMINAL_TTL_S afterwards for whoever comes
+again: without a bound one key could fill it, and nobody's log had room. Counted are the requests
+that this router began. Event loop only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Final
+
+from baton.clock import Clock
+from baton.errors import Overloaded
+from router.store.base import TERMINAL_TTL_S
+
+MAX_KEPT_MB: Final = 256
+
+
+@dataclass(slots=True)
+class _Owner:
+    """`ended`: (when the store forgets it, bytes), in this order."""
+
+    num_bytes: int = 0
+    ended: deque[tuple[float, int]] = field(default_factory=deque[tuple[float, int]])
+
+
+class KeptBodies:
+    """`max_bytes`: of each owner."""
+
+    def __init__(self, clock: Clock, max_bytes: int) -> None:
+        self._clock = clock
+        self._max_bytes = max_bytes
+        self._owners: dict[str, _Owner] = {}
+
+    def begin(self, owner: str, num_bytes: int) -> None:
+        """Another body is kept, until `end` and then for TERMINAL_TTL_S. Raises Overloaded."""
+        now = self._clock.monotonic()
+        self._forget(now)
+        held = self._owners.setdefault(owner, _Owner())
+        if held.num_bytes and held.num_bytes + num_bytes > self._max_bytes:
+            first = held.ended[0][0] - now if held.ended else TERMINAL_TTL_S
+            raise Overloaded(
+                f"{held.num_bytes >> 20} MiB of this key's resumable requests are kept already",
+                retry_after_s=max(1, math.ceil(first)),
+            )
+        held.num_bytes += num_bytes
+
+    def end(self, owner: str, num_bytes: int) -> None:
+        """A request of `begin` runs here no more."""
+        forgotten_at = self._clock.monotonic() + TERMINAL_TTL_S
+        self._owners[owner].ended.append((forgotten_at, num_bytes))
+
+    def _forget(self, now: float) -> None:
+        for owner, held in list(self._owners.items()):
+            while held.ended and held.ended[0][0] <= now:
+                held.num_bytes -= held.ended.popleft()[1]
+            if not held.num_bytes:
+                del self._owners[owner]

@@ -128,6 +128,15 @@ def test_only_the_converter_may_load_and_only_weights() -> None:
     assert len(safety.check_source(converter, "import torch\ntorch.load(x)")) == 1
 
 
+@pytest.mark.parametrize("path", safety.COMPARING)
+def test_secrets_are_compared_in_constant_time(path: str) -> None:
+    source = (Path(safety.__file__).parents[1] / path).read_text()
+    assert safety.check_source(Path(path), source) == []
+    weakened = source.replace("compare_digest(", "equal(", 1)
+    (finding,) = safety.check_source(Path(path), weakened)
+    assert "compare_digest" in finding.text
+
+
 def test_drift_names_changed_missing_and_stale_stubs() -> None:
     committed = {"a_pb2.py": "1", "b_pb2.py": "1", "old_pb2.py": "1"}
     fresh = {"a_pb2.py": "1", "b_pb2.py": "2", "new_pb2.py": "1"}

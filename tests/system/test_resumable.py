@@ -168,7 +168,7 @@ async def test_a_router_killed_in_mid_stream(model: Path, tmp_path: Path, redis_
 
 
 @pytest.mark.long
-async def test_two_readers_two_routers_one_history(
+async def test_two_readers_of_a_request_whose_router_leaves_in_order(
     model: Path, tmp_path: Path, redis_url: str
 ) -> None:
     """SIGTERM: the router gives its request up, the other one has it at once."""

@@ -34,12 +34,14 @@ class World:
 
 @dataclass(frozen=True)
 class Case:
-    """`run` injects, checks, and returns the proof that the fault happened; it raises if not."""
+    """`run` injects, checks, and returns the proof that the fault happened; it raises if not.
+    `skip`: why it cannot run here."""
 
     family: str
     name: str
     run: Callable[[World], Awaitable[str]]
     layout: Layout = PLAIN
+    skip: str = ""
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,21 @@ class Outcome:
     error: str = ""
 
     @property
+    def skipped(self) -> bool:
+        return bool(self.case.skip)
+
+    @property
     def ok(self) -> bool:
+        """Nothing says that it is broken; also of what was skipped."""
         return not self.error
+
+    @property
+    def word(self) -> str:
+        return "skipped" if self.skipped else "ok" if self.ok else "FAILED"
+
+    @property
+    def detail(self) -> str:
+        return self.case.skip or self.proof or self.error
 
 
 @dataclass(frozen=True)
@@ -66,8 +81,12 @@ class Ground:
 
 
 async def run_cases(ground: Ground, cases: Sequence[Case]) -> AsyncGenerator[Outcome, None]:
-    """Each case in its turn; a cluster that a failed case leaves behind is thrown away."""
-    left = list(cases)
+    """Each case in its turn; a cluster that a failed case leaves behind is thrown away. Those that
+    cannot run come first."""
+    for case in cases:
+        if case.skip:
+            yield Outcome(case, 0.0)
+    left = [case for case in cases if not case.skip]
     while left:
         layout = left[0].layout
         place = ground.directory / f"cluster-{len(cases) - len(left):03d}"

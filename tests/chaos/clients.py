@@ -1,4 +1,4 @@
-"""Clients that leave, do not read, or mean harm: nothing leaks, and nobody else notices.
+"""Clients that leave, dawdle, or mean harm: nothing leaks, and nobody else notices.
 
 Raw sockets, because a decent HTTP client would refuse to send most of this. Beside each case runs
 an honest stream, which must be untouched.
@@ -24,13 +24,10 @@ from tests.chaos.oracle import Broken, check_all
 
 LEAVERS = 2000
 AT_ONCE = 100
-SLOW_READERS = 200
-SLOW_S = 4.0
 DRIPPERS = 30
 DRIP_S = 0.25
 ANSWER_S = 20.0
 HEAD_S = 10.0  # router/http_guard.py's limit for a head
-MAX_GROWTH = 96 << 20  # bytes that the router may grow by
 RST = struct.pack("ii", 1, 0)
 Attack = Callable[[World], Awaitable[str]]
 
@@ -107,33 +104,7 @@ async def storm(world: World) -> str:
     return f"{LEAVERS} left: " + ", ".join(f"{n} {how}" for how, n in sorted(counts.items()))
 
 
-# ---- who does not read ----
-
-
-async def slow_readers(world: World) -> str:
-    """They ask for long streams and read a byte a time; the router's memory stays bounded."""
-    cluster = world.cluster
-    before = resident_bytes(cluster.pid("r0"))
-    data = completion(world.specs["greedy"].prompt, 400)
-    read = 0
-
-    async def creep() -> None:
-        nonlocal read
-        async with connection(cluster) as (reader, writer):
-            raw = writer.get_extra_info("socket")
-            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            writer.write(data)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(SLOW_S):
-                    while await reader.read(1):
-                        read += 1
-                        await asyncio.sleep(DRIP_S)
-
-    await asyncio.gather(*(creep() for _ in range(SLOW_READERS)))
-    grown = resident_bytes(cluster.pid("r0")) - before
-    if read == 0 or grown > MAX_GROWTH:
-        raise Broken(f"{read} bytes were read, the router grew by {grown >> 20} MiB")
-    return f"{SLOW_READERS} read {read} bytes in {SLOW_S:.0f} s, router +{grown >> 20} MiB"
+# ---- who hardly writes ----
 
 
 async def slowloris(world: World) -> str:
@@ -231,7 +202,6 @@ async def beside_an_honest_stream(world: World, attack: Attack) -> str:
 def client_cases() -> list[Case]:
     attacks: dict[str, Attack] = {
         "disconnect storm": storm,
-        "slow readers": slow_readers,
         "slowloris": slowloris,
         "header bombs": bombs,
         "hostile JSON": hostile_json,

@@ -18,10 +18,14 @@ KNOCK_S = 1.0
 SUBNETS = 250
 
 
-def possible() -> bool:
-    """Whether this machine lets us make hosts."""
-    tools = all(shutil.which(name) for name in ("ip", "bridge", "nsenter"))
-    return tools and os.geteuid() == 0 and _try("ip", "netns", "list")
+def obstacle() -> str:
+    """Why this machine does not let us make hosts; empty if it does."""
+    if os.geteuid() != 0:
+        return "needs root"
+    missing = [name for name in ("ip", "bridge", "nsenter") if shutil.which(name) is None]
+    if missing:
+        return f"needs {', '.join(missing)} on PATH"
+    return "" if _try("ip", "netns", "list") else "ip netns does not work here"
 
 
 def _try(*words: str) -> bool:

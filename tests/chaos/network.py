@@ -95,7 +95,7 @@ async def session_case(world: World, breakage: Breakage, role: str) -> str:
     await beside.at_least(EARLY)
     stream = cluster.begin(world.specs["beside"], "net")
     await stream.at_least(MID_STREAM)
-    node = (await cluster.request_fields(stream.request_id))[f"{role}_node"]
+    node = (await cluster.request_fields(stream.stored_id))[f"{role}_node"]
     proxies = [cluster.proxies[node, "session"]]
     before = count_faults(proxies)
     proof = await inflict(breakage, proxies)

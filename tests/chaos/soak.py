@@ -25,12 +25,16 @@ from tests.chaos.streams import Stream
 AT_ONCE = 4
 KILL_SHARE = 0.01  # of requests
 SAMPLE_S = 5.0
-WARM_UP = 0.25  # of the samples: pools, threads and arenas are made on demand
+# Of the samples. Pools, threads and arenas are made on demand, and a prefill node's allocator takes
+# some 20 MiB in its first 6,000 requests, most of that early, and then nothing more (docs/log.md).
+# Half an hour is about 2,000 requests: at half of that what is left of it is well below the limit.
+WARM_UP = 0.5
+JUDGED_MINUTES = 10.0  # of a shorter run one request more or less is most of a slope
 SURVIVORS = ("p0", "d0", "r0")
 VICTIMS = ("p1", "d1", "r1", "redis")
 KIB: Final = 1 << 10
-# Of a survivor, per minute; tasks come and go with requests, so short runs say little of them.
-LIMITS: Final[dict[str, float]] = {"KiB": 2048, "descriptors": 1.0, "threads": 1.0, "tasks": 1.0}
+# Of a survivor, per minute.
+LIMITS: Final[dict[str, float]] = {"KiB": 1024, "descriptors": 1.0, "threads": 1.0, "tasks": 1.0}
 
 
 @dataclass
@@ -118,6 +122,8 @@ async def soak(world: World, minutes: float) -> str:
     slopes = drift.slopes()
     shown = ", ".join(f"{name} {slope:+.2f} {what}" for (name, what), slope in slopes.items())
     told = f"{dict(run.counts)}; per minute: {shown}"
+    if minutes < JUDGED_MINUTES:
+        return f"{told}; too short to judge the slopes"
     if any(slope > LIMITS[what] for (_, what), slope in slopes.items()):
         raise Broken(f"something drifts: {told}")
     return told

@@ -38,7 +38,7 @@ async def pause(world: World, name: str, seconds: float) -> str:
     cluster = world.cluster
     streams, stream = await _under_way(world, "beside")
     target = (
-        name if name in ("r0", "redis") else (await cluster.request_fields(stream.request_id))[name]
+        name if name in ("r0", "redis") else (await cluster.request_fields(stream.stored_id))[name]
     )
     if target == "redis":
         before = await cluster.stop_redis()

@@ -16,9 +16,12 @@ from tests.chaos.cases import Case, World
 from tests.chaos.cluster import Cluster
 from tests.chaos.oracle import Broken, Terms, check_all
 from tests.chaos.streams import finish_all
+from tests.waiting import eventually
 
 MID_STREAM = 12
 AWAY_S = 2.0
+NOTICE_S = 10.0  # a stream is under way, and each of its tokens calls a script
+PAUSED_SHARE = 0.8  # at least, of the pause: the PING leaves after it has begun
 UNLOGGED = Terms(unlogged=True)
 STRICT = Terms()
 Trouble = Callable[[Cluster], Coroutine[Any, Any, str]]
@@ -53,8 +56,27 @@ async def cut_off(cluster: Cluster) -> str:
 
 
 async def without_scripts(cluster: Cluster) -> str:
-    await cluster.store.script_flush()
-    return "all scripts forgotten"
+    """At once with the counts before and after it, or the routers have loaded some again."""
+    refused = await _unknown_scripts(cluster)
+    async with cluster.store.pipeline(transaction=True) as calls:
+        calls.info("memory")
+        calls.script_flush()
+        calls.info("memory")
+        before, _, after = await calls.execute()
+    known, left = (held["number_of_cached_scripts"] for held in (before, after))
+    if not known or left:
+        raise Broken(f"Redis knew {known} scripts before the flush, {left} after it")
+
+    async def look() -> int:
+        return await _unknown_scripts(cluster) - refused
+
+    return f"{known} scripts forgotten, {await eventually(look, NOTICE_S)} calls answered NOSCRIPT"
+
+
+async def _unknown_scripts(cluster: Cluster) -> int:
+    """How many calls Redis has refused because it did not know their script."""
+    errors = await cluster.store.info("errorstats")
+    return int(errors.get("errorstat_NOSCRIPT", {"count": 0})["count"])
 
 
 async def _paused(cluster: Cluster, seconds: float) -> str:
@@ -62,7 +84,10 @@ async def _paused(cluster: Cluster, seconds: float) -> str:
     loop = asyncio.get_running_loop()
     before = loop.time()
     await cluster.store.ping()
-    return f"PING took {loop.time() - before:.1f} s"
+    took = loop.time() - before
+    if took < PAUSED_SHARE * seconds:
+        raise Broken(f"PING took {took:.2f} s: Redis was not paused for {seconds:g} s")
+    return f"PING took {took:.1f} s"
 
 
 async def full(cluster: Cluster) -> str:

@@ -130,7 +130,7 @@ class Stream:
     @property
     def stored_id(self) -> str:
         """What the request is called in Redis."""
-        return record_id(owner_digest([]), self.request_id) if self.resumable else self.request_id
+        return record_id(owner_digest([]), self.request_id)
 
     def start(self, client: AsyncClient) -> Stream:
         options = GenerateOptions(

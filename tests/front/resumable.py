@@ -22,7 +22,6 @@ from router.grpc_api import GrpcServer
 from router.http_guard import HttpLimits
 from router.metrics import RouterMetrics
 from router.resumable.adoption import Adopter
-from router.resumable.kept import MAX_KEPT_MB
 from router.resumable.runs import RunParts, Runs
 from router.services import RouterServices
 from router.store.base import (
@@ -322,7 +321,6 @@ async def held_router(
     kind: type[CutStore] = CutStore,
     answer: str = "abcdefghijk",
     timing: Timing = TIMING,
-    max_kept_mb: int = MAX_KEPT_MB,
     **config: Any,
 ) -> AsyncIterator[HeldRouter]:
     """A router called `name` over the store at `place`, on free ports of its own."""
@@ -330,9 +328,11 @@ async def held_router(
     guard = StoreGuard(store, timing)
     dispatcher = LoggedDispatcher(guard, FakeDispatcher(answer=answer))
     metrics = RouterMetrics()
-    runs = Runs(RunParts(dispatcher, guard, metrics, clock, max_kept_mb=max_kept_mb))
+    options = RouterConfig(request_timeout_s=20.0, grpc_port=0, **config)
+    kept_mb = options.max_resumable_mb
+    runs = Runs(RunParts(dispatcher, guard, metrics, clock, max_kept_mb=kept_mb))
     parts: dict[str, Any] = {
-        "config": RouterConfig(request_timeout_s=20.0, grpc_port=0, **config),
+        "config": options,
         "dispatcher": dispatcher,
         "registry": FakeRegistry(),
         "store": guard,

@@ -41,7 +41,7 @@ def test_one_that_is_larger_than_all_room_is_taken_alone() -> None:
 
 async def test_beyond_its_room_a_key_is_told_when_to_come_back() -> None:
     body = {"prompt": "a" * 300_000, "max_tokens": 4, "truncate_prompt_tokens": 8}
-    async with held_router("one", MemoryTables(), max_kept_mb=1) as router:
+    async with held_router("one", MemoryTables(), max_resumable_mb=1) as router:
 
         async def ask(name: str) -> httpx.Response:
             head = {"x-baton-resumable": "5", "x-request-id": name}

@@ -12,7 +12,6 @@ import redis
 
 from baton.errors import NodeLost
 from baton.request import RequestState
-from baton.timing import Timing
 from router.resumable.canonical import MAX_CANONICAL_BYTES, owner_digest, record_id
 from router.store.base import WriteStatus
 from router.store.memory_store import MemoryTables
@@ -327,28 +326,6 @@ async def test_an_idempotency_key_is_one_request(one: HeldRouter, two: HeldRoute
     assert other.json()["error"]["param"] == "idempotency-key"
     assert one.dispatcher.epochs == [1]
     assert two.dispatcher.epochs == []
-
-
-async def test_an_idempotency_key_used_many_times_at_once_is_one_request(
-    tables: MemoryTables | str,
-) -> None:
-    timing = Timing(heartbeat_s=0.1, router_lease_s=30.0)  # no router is to seem dead here
-    async with (
-        held_router("one", tables, timing=timing) as one,
-        held_router("two", tables, timing=timing) as two,
-    ):
-        for round_ in range(8):
-            key = {"x-baton-resumable": "30", "idempotency-key": f"race {round_}"}
-            replies = await asyncio.gather(
-                *(
-                    router.http.post("/v1/chat/completions", json=CHAT, headers=key)
-                    for router in (one, two) * 6
-                )
-            )
-            assert {reply.status_code for reply in replies} == {200}, {r.text for r in replies}
-            assert len({reply.text for reply in replies}) == 1
-            assert len(one.dispatcher.epochs) + len(two.dispatcher.epochs) == round_ + 1
-        assert one.runs.stats.begun + two.runs.stats.begun == 8
 
 
 async def test_a_body_may_name_it(one: HeldRouter, two: HeldRouter) -> None:

@@ -122,10 +122,10 @@ async def test_a_callers_deadline_travels_to_the_node_and_ends_the_request_there
         assert request.deadline - request.arrival < 2.0  # on this side of the wire
         with pytest.raises(DeadlineExceeded):
             await reading
-        assert (await door.node.hear(AbortRequest)).request_id == "late"
+        assert (await door.node.hear(AbortRequest)).request_id == request.id
 
         async def state() -> RequestState | None:
-            record = await door.router.store.read("late")
+            record = await door.router.store.read(request.id)
             return None if record is None or not record.state.terminal else record.state
 
         assert await eventually(state) in (RequestState.FAILED, RequestState.CANCELLED)
@@ -135,8 +135,8 @@ async def test_a_cancelled_call_aborts_on_the_node() -> None:
     async with open_door() as door, AsyncClient(door.address) as client:
         events = client.stream("hello", GREEDY, GenerateOptions(request_id="gone"))
         reading = asyncio.create_task(anext(events))
-        await door.node.hear(SubmitDecode)
+        request = (await door.node.hear(SubmitDecode)).request
         reading.cancel()
-        assert (await door.node.hear(AbortRequest)).request_id == "gone"
+        assert (await door.node.hear(AbortRequest)).request_id == request.id
         await asyncio.wait({reading})
         await events.aclose()

@@ -108,8 +108,8 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
 
     async def Abort(self, request: serve_pb2.AbortRequest, context: Any) -> serve_pb2.AbortReply:
         """End a request of the caller's tenant; those of others are not there."""
-        asked = (request.request_id, record_id(self._owner(context), request.request_id))
-        found = await self._services.aborts.everywhere(asked, domain=self._grant(context).domain)
+        own_id = record_id(self._owner(context), request.request_id)
+        found = await self._services.aborts.everywhere([own_id], domain=self._grant(context).domain)
         return serve_pb2.AbortReply(found=bool(found))
 
     async def Models(self, request: serve_pb2.ModelsRequest, context: Any) -> serve_pb2.ModelsReply:

@@ -76,16 +76,12 @@ async def prefill_lost(world: World, for_good: bool, *, keep_router: bool) -> st
 
 def partition_cases() -> list[Case]:
     """Skipped where hosts cannot be made."""
-    cases: list[Case] = []
+    cases: dict[str, Callable[[World], Awaitable[str]]] = {}
     for good, word in ((False, f"for {AWHILE_S:g} s"), (True, "until the end")):
-        cases += [
-            _case(f"decode node {word}", lambda w, g=good: decode_lost(w, g)),
-            _case(f"prefill node {word}", lambda w, g=good: prefill_lost(w, g, keep_router=False)),
-            _case(f"prefill from decode {word}",
-                  lambda w, g=good: prefill_lost(w, g, keep_router=True)),
-        ]  # fmt: skip
-    return cases
-
-
-def _case(name: str, run: Callable[[World], Awaitable[str]]) -> Case:
-    return Case("partition", name, run, HOSTS, skip=obstacle())
+        cases |= {
+            f"decode node {word}": lambda w, g=good: decode_lost(w, g),
+            f"prefill node {word}": lambda w, g=good: prefill_lost(w, g, keep_router=False),
+            f"prefill from decode {word}": lambda w, g=good: prefill_lost(w, g, keep_router=True),
+        }
+    skip = obstacle()
+    return [Case("partition", name, run, HOSTS, skip=skip) for name, run in cases.items()]

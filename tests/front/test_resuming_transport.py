@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -64,12 +65,21 @@ def break_connections(router: HeldRouter) -> None:
     run.told.cut()
 
 
-async def test_the_sdks_stream_survives_its_router() -> None:
+@asynccontextmanager
+async def in_mid_stream(
+    silence_s: float = 10.0,
+) -> AsyncIterator[tuple[HeldRouter, HeldRouter, Program]]:
+    """Two routers over one store; the first has told five tokens, and holds the others."""
     tables = MemoryTables()
     async with held_router("one", tables) as one, held_router("two", tables) as two:
         one.dispatcher.held_at = 5
-        program = Program([one, two])
+        program = Program([one, two], silence_s)
         await program.at_least(5)
+        yield one, two, program
+
+
+async def test_the_sdks_stream_survives_its_router() -> None:
+    async with in_mid_stream() as (one, two, program):
         await one.die()  # its lease ends, its connections break
         break_connections(one)
         await program.done()
@@ -83,11 +93,7 @@ async def test_the_sdks_stream_survives_its_router() -> None:
 
 async def test_a_stopped_router_is_left() -> None:
     """Its lease ends, and its connections stay open without a word."""
-    tables = MemoryTables()
-    async with held_router("one", tables) as one, held_router("two", tables) as two:
-        one.dispatcher.held_at = 5
-        program = Program([one, two], silence_s=0.2)
-        await program.at_least(5)
+    async with in_mid_stream(silence_s=0.2) as (one, two, program):
         await one.die()
         await program.done()
         assert two.dispatcher.epochs == [2]
@@ -96,11 +102,7 @@ async def test_a_stopped_router_is_left() -> None:
 
 async def test_a_request_without_news_is_waited_for() -> None:
     """Both routers are well: the stream goes from one to the other, and nothing else happens."""
-    tables = MemoryTables()
-    async with held_router("one", tables) as one, held_router("two", tables) as two:
-        one.dispatcher.held_at = 5
-        program = Program([one, two], silence_s=0.05)
-        await program.at_least(5)
+    async with in_mid_stream(silence_s=0.05) as (one, two, program):
 
         async def has_been_asked() -> bool:
             readings = [sum(each.runs.stats.readings.values()) for each in (one, two)]

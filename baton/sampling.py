@@ -138,6 +138,17 @@ class SamplingParams:
         return self.n if self.beam_width else max(self.n, self.best_of or 1)
 
     @property
+    def penalised(self) -> bool:
+        """Whether tokens that occurred before count for less (or more)."""
+        penalties = (self.frequency_penalty, self.presence_penalty)
+        return self.repetition_penalty != 1.0 or any(penalties)
+
+    @property
+    def remembers(self) -> bool:
+        """Whether a draw depends on the tokens before it."""
+        return self.penalised or bool(self.bad_words)
+
+    @property
     def width(self) -> int:
         """Most sequences at once."""
         return self.beam_width or max(self.n, self.best_of or 1)

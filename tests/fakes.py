@@ -6,6 +6,7 @@ from __future__ import annotations
 import zlib
 from array import array
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -109,6 +110,8 @@ class FakeRunner:
         self.batches: list[list[SequenceChunk]] = []
         self.fail_for: set[str] = set()  # ids of requests that break their step
         self.during: Callable[[], None] | None = None  # runs once, in the middle of the next step
+        self.late = False  # steps that run ahead do so at the last moment
+        self.ahead = False  # it is the step thread that runs: no hooks there
         self.clock: FakeClock | None = None
         self.seconds_per_step = 0.0
         self.seconds_per_copied_block = 0.0
@@ -134,7 +137,7 @@ class FakeRunner:
         if on_layer is not None:
             for layer in range(NUM_LAYERS):
                 on_layer(layer)
-        if self.during is not None:
+        if self.during is not None and not self.ahead:
             during, self.during = self.during, None
             during()
         return [ChunkResult(self._sample(c), self._prompt_logprobs(c)) for c in chunks]
@@ -186,7 +189,8 @@ class FakeRunner:
         if chunk.sample is None:
             return None
         known = chunk.start + len(chunk.token_ids) - chunk.num_drafts
-        assert list(chunk.history) == self._all_known(chunk, known)
+        if chunk.history or not self.ahead:
+            assert list(chunk.history) == self._all_known(chunk, known)
         if chunk.num_candidates:
             history = self._history(chunk, known)
             return Sampled((), candidates=candidates(history, chunk.num_candidates))
@@ -319,6 +323,47 @@ def model_info(max_model_len: int = 256, **changes: object) -> ModelInfo:
     return ModelInfo(**{**values, **changes})  # type: ignore[arg-type]
 
 
+class StepThread(Executor):
+    """Steps that run ahead, without a thread: each at once, or (`late`) when somebody waits."""
+
+    def __init__(self, runner: FakeRunner) -> None:
+        self._runner = runner
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future = Lazy(lambda: self._run(fn, args))
+        if not self._runner.late:
+            future.exception()
+        return future
+
+    def _run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> object:
+        self._runner.ahead = True
+        try:
+            return fn(*args)
+        finally:
+            self._runner.ahead = False
+
+
+class Lazy(Future[Any]):
+    """Computed when it is first asked for."""
+
+    def __init__(self, compute: Callable[[], object]) -> None:
+        super().__init__()
+        self._compute = compute
+
+    def result(self, timeout: float | None = None) -> Any:
+        self.exception()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        if not self.running() and not self.done():
+            self.set_running_or_notify_cancel()
+            try:
+                self.set_result(self._compute())
+            except BaseException as error:  # noqa: BLE001 - whoever asks is told
+                self.set_exception(error)
+        return super().exception(timeout)
+
+
 def fake_engine(
     num_blocks: int = 64,
     block_size: int = 4,
@@ -334,7 +379,10 @@ def fake_engine(
     runner = arena.runner = FakeRunner(num_blocks, block_size, arena.groups.windows)
     clock = FakeClock()
     runner.clock = clock
-    return Engine(config, runner, arena, info, hooks, clock), runner
+    engine = Engine(config, runner, arena, info, hooks, clock)
+    if engine.steps.ahead is not None:
+        engine.steps.ahead.thread = StepThread(runner)
+    return engine, runner
 
 
 def request(

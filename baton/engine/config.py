@@ -92,6 +92,9 @@ class EngineConfig:
     gpu_memory_utilization: float = option(0.9, "share of GPU memory for weights and KV together")
     max_num_seqs: int = option(64, "most requests that run at once")
     max_num_batched_tokens: int = option(2048, "most tokens that one step computes")
+    async_scheduling: bool = option(
+        False, "plan the next step while one runs, where that one only decodes"
+    )
     lora_modules: tuple[str, ...] = option(
         (), "LoRA adapters to serve, as NAME=DIR (repeatable; PEFT's format)"
     )

@@ -14,7 +14,7 @@ protobuf.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -24,9 +24,10 @@ from baton import block_hashes
 from baton.clock import Clock, SystemClock
 from baton.engine.adopted_pages import AdoptedPages
 from baton.engine.adoption import Adoption
+from baton.engine.announcements import Announcements
 from baton.engine.arrival import arrive, new_group
 from baton.engine.block_pool import BlockPool
-from baton.engine.block_tables import BlockTables, as_lists
+from baton.engine.block_tables import BlockTables
 from baton.engine.config import DEFAULT_BLOCK_SIZE, EngineConfig
 from baton.engine.departure import Departure, Leaving, departure_of
 from baton.engine.failing import doomed
@@ -38,11 +39,13 @@ from baton.engine.outputs import Outputs
 from baton.engine.pins import Pins
 from baton.engine.proposer import Proposer
 from baton.engine.replay import exact_chunk_of
+from baton.engine.run_ahead import RunAhead
 from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import RequestGroup
 from baton.engine.speculation import Drafter, load_draft, load_proposer
 from baton.engine.stats import EngineStats, KVUsage
 from baton.engine.step_plan import Limits, StepPlan
+from baton.engine.steps import Steps
 from baton.engine.swap import Swapper
 from baton.engine.usage import usage_of
 from baton.engine.validation import Bounds, validate
@@ -89,11 +92,9 @@ class Engine:
         self.arena = arena
         self.pool = BlockPool(arena.num_blocks, arena.block_size, config.enable_prefix_caching)
         self.stats = EngineStats()
-        self.pooler: Pooler | None = None  # for embeddings and reranking; load() makes it
         self.grammars: Grammars | None = None  # of guided requests; load() makes it
         self.ranks: Ranks | None = None  # other processes with shares of the model; load() has them
-        self._runner = runner
-        self._hooks = hooks
+        self._pooler: Pooler | None = None
         self._clock = clock or SystemClock()
         self._bounds = Bounds(
             max_len, self._model_len, info.vocab_size, config.max_num_seqs, arena.num_blocks,
@@ -106,7 +107,6 @@ class Engine:
         )
         limits = Limits(config.max_num_seqs, config.max_num_batched_tokens)
         self._scheduler = Scheduler(self._tables, swapper, limits, self.stats)
-        self._scheduler.ask_before_exports(self._may_export)
         self._outputs = Outputs(
             self._scheduler, self.stats, info.eos_token_ids, self._bounds.limit, self._left
         )
@@ -117,11 +117,18 @@ class Engine:
         )  # fmt: skip
         self._failed: list[RequestFailed] = []  # not yet taken
         self._pins = Pins(self._tables)
+        self._announcements = Announcements(self._pins)
+        self.set_hooks(hooks)
+        ahead = RunAhead(runner, max_len) if config.async_scheduling else None
+        self.steps = Steps(
+            self._scheduler, runner, self._announcements, ahead, config.check_invariants
+        )
         self._pending: list[TokenEvent] = []  # events that need no computing: the next step's
         self._dropped: list[RequestGroup] = []  # aborted while a step runs: freed at its end
         self._plan: StepPlan | None = None
         self._stepping = False
         self._stalled = False
+        self._ended = 0.0  # when the last step did
 
     @classmethod
     def load(
@@ -153,15 +160,22 @@ class Engine:
         engine = cls(config, meter, arena, info, hooks)
         meter.tell(engine.stats, config)
         engine.ranks, engine.grammars = model.ranks, grammars_of(config, info)
-        engine.pooler = Pooler(model, arena, config.max_num_batched_tokens, config.max_num_seqs)
+        engine._pooler = Pooler(model, arena, config.max_num_batched_tokens, config.max_num_seqs)
         proposer = load_proposer(engine.config, engine.info, draft)
         if proposer is not None:
             engine.set_proposer(proposer)
         return engine
 
+    @property
+    def pooler(self) -> Pooler | None:
+        """For embeddings and reranking, between steps; None without a model's own states."""
+        self.steps.wait()
+        return self._pooler
+
     def set_hooks(self, hooks: EngineHooks | None) -> None:
         """Before the first PREFILL request: hooks are made of this engine's arena, so after it."""
-        self._hooks = hooks
+        self._announcements.hooks = hooks
+        self._scheduler.ask_before_exports(self._announcements.may_admit)
 
     def set_proposer(self, proposer: Proposer) -> None:
         """Speculate: `proposer` guesses up to config.num_speculative_tokens for each decode row.
@@ -303,6 +317,7 @@ class Engine:
         group = self._by_id.get(request_id)
         if group is None:
             return None
+        self.steps.wait()
         departure = self._departure_of(group)
         if isinstance(departure, Leaving):
             self.stats.left(departure)
@@ -348,20 +363,22 @@ class Engine:
         self._plan = None
         self._fail_doomed()
         for request_id in self._adopted.take_over(self._scheduler.headroom()):
+            self.steps.wait()
             self._scheduler.give_way(self._by_id[request_id])
         self._stepping = True
         try:
-            self._plan = plan = self._scheduler.schedule()
-            self._announce(plan)
-            if self.config.check_invariants:
-                self._scheduler.prove_private(plan)
-            results = self._runner.run(plan.chunks, self._on_layer(plan)) if plan.rows else []
+            flight = self.steps.begin()
+            self._plan = plan = flight.plan
+            results = self.steps.end(flight)
             self._fail_doomed(plan)
             events = self._pending + self._outputs.take(plan, results)
         finally:
             self._end_step()
         if plan.rows:
-            self.stats.step_done(self._clock.monotonic() - started, plan.num_prefill_tokens)
+            began = self._ended if flight.behind else started
+            self._ended = self._clock.monotonic()
+            self.stats.step_done(self._ended - began, plan.num_prefill_tokens)
+            self.stats.num_steps_ahead += flight.behind
         if self.config.check_invariants:
             self.check()
         self._pending = []
@@ -396,7 +413,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether step() may have something to do."""
-        return bool(self._pending) or self._scheduler.has_work
+        return bool(self._pending) or self.steps.under_way or self._scheduler.has_work
 
     @property
     def stalled(self) -> bool:
@@ -446,35 +463,6 @@ class Engine:
         self.pool.check(owned)
 
     # ---- inside a step ----
-
-    def _announce(self, plan: StepPlan) -> None:
-        """Tell the hooks of new PREFILL requests, before any layer: the handle leaves at once."""
-        if self._hooks is None:
-            return
-        for group in plan.admitted:
-            if group.task is not Task.PREFILL:
-                continue
-            blocks = as_lists(group.leader.tables)
-            self.pin(blocks)
-            try:
-                self._hooks.admitted(group.request, blocks, len(group.leader.tokens))
-            except Exception:
-                self.unpin(blocks)  # no export exists that could return it
-                raise
-
-    def _may_export(self, num_tokens: int, num_pending: int) -> bool:
-        return self._hooks is None or self._hooks.may_admit(num_tokens, num_pending)
-
-    def _on_layer(self, plan: StepPlan) -> Callable[[int], None] | None:
-        hooks = self._hooks
-        progress = tuple(
-            (row.group.request.id, row.chunk.start + len(row.chunk.token_ids))
-            for row in plan.rows
-            if row.group.task is Task.PREFILL
-        )
-        if hooks is None or not progress:
-            return None
-        return lambda layer: hooks.layer_written(layer, progress)
 
     def _fail_doomed(self, plan: StepPlan | None = None) -> None:
         """End requests that cannot go on (failing.py), and drop what was sampled of them."""

@@ -46,6 +46,8 @@ class Outputs:
             raise InternalError(f"{len(results)} results for {len(plan.rows)} rows")
         events: list[TokenEvent] = []
         for row, result in zip(plan.rows, results, strict=True):
+            if row.gone:
+                continue  # it was planned before its end was known
             if (result.sampled is None) != (row.chunk.sample is None):
                 raise InternalError(f"{row.chunk.request_id}: tokens exactly where they are asked")
             row.group.note_prompt_logprobs(row.chunk.start, result.prompt_logprobs)

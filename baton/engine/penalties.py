@@ -104,7 +104,7 @@ def _penalise(logits: Tensor, draws: Mapping[int, Draw]) -> Cells:
     places: list[np.ndarray] = [np.empty((3, 0), np.int64)]  # row, token, occurrences in the output
     weights: list[np.ndarray] = [np.empty((3, 0), np.float32)]  # repetition, frequency, presence
     for row, draw in draws.items():
-        if not draw.penalised:
+        if not draw.params.penalised:
             continue
         params = draw.params
         ids, counts = _occurrences(draw)

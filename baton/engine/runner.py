@@ -181,7 +181,7 @@ def draws_of(chunk: SequenceChunk) -> tuple[Draw, ...]:
         return (first,)
     drafts = chunk.token_ids[len(chunk.token_ids) - chunk.num_drafts :]
     later = (
-        replace(first, position=chunk.position + i, ahead=drafts[:i] if first.remembers else ())
+        replace(first, position=chunk.position + i, ahead=drafts[:i] if params.remembers else ())
         for i in range(1, len(drafts) + 1)
     )
     return (first, *later)

@@ -72,23 +72,10 @@ class Draw:
         return 0 < p.top_k < vocab_size or p.top_p < 1.0 or p.min_p > 0.0
 
     @property
-    def penalised(self) -> bool:
-        """Whether tokens that occurred before count for less (or more)."""
-        p = self.params
-        return (
-            p.repetition_penalty != 1.0 or p.frequency_penalty != 0.0 or p.presence_penalty != 0.0
-        )
-
-    @property
-    def remembers(self) -> bool:
-        """Whether the outcome depends on the tokens before it."""
-        return self.penalised or bool(self.params.bad_words)
-
-    @property
     def altered(self) -> bool:
         """Whether the logits change before a token is chosen: see penalties.py."""
         p = self.params
-        return self.remembers or bool(p.logit_bias) or self.position < p.min_tokens
+        return p.remembers or bool(p.logit_bias) or self.position < p.min_tokens
 
     @property
     def key(self) -> int:

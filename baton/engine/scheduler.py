@@ -30,14 +30,14 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Final, TypeAlias
 
 from baton.engine.adoption import Adoption
 from baton.engine.block_tables import BlockTables, Taken, as_lists, count_blocks
 from baton.engine.interface import Reservation, SequenceChunk, Task
-from baton.engine.sequence import RequestGroup, SequenceState, shared_tokens
+from baton.engine.sequence import RequestGroup, SequenceState, Table, shared_tokens
 from baton.engine.speculation import Drafter
 from baton.engine.stats import EngineStats
 from baton.engine.step_plan import Limits, Row, StepPlan
@@ -72,6 +72,8 @@ class Scheduler:
         self._may_export: MayExport = lambda num_tokens, num_pending: True
         self._reservations: dict[Reservation, Taken] = {}
         self._num_reserved = 0
+        self._flying: set[SequenceState] = set()
+        self._held: list[list[Table]] = []  # of who ended, but is part of a step under way
         self._overtakes = 0  # reservations granted past the present head of waiting
         self.short_of_room = False  # the last step found no blocks, or no export room, for somebody
 
@@ -109,6 +111,18 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._waiting or self._swapped or self._ready or self._running)
 
+    @property
+    def steady(self) -> bool:
+        """Whether the next step can be planned while one runs: nobody drafts, exports or reads what
+        others lend, and everybody who runs will find the blocks of one more token."""
+        if self._drafter is not None or self._swapped or self._tables.adoptions:
+            return False
+        running = [*self._running, *self._ready]
+        if any(group.task is Task.PREFILL for group in (*running, *self._waiting)):
+            return False
+        tables = self._tables.num_groups * sum(len(group.sequences) for group in running)
+        return 2 * tables <= self._pool.num_free
+
     def groups(self) -> list[RequestGroup]:
         return [*self._waiting, *self._swapped, *self._ready, *self._running]
 
@@ -122,6 +136,8 @@ class Scheduler:
         """
         self._swapper.check(self._swapped)
         owned = count_blocks(self.sequences())
+        for tables in self._held:
+            owned.update(block for table in tables for block in table.blocks)
         for taken in self._reservations.values():
             for table in taken.tables:
                 owned.update(table.blocks)
@@ -159,7 +175,7 @@ class Scheduler:
             if group in queue:
                 queue.remove(group)
                 for sequence in group.sequences:
-                    self._tables.release(sequence)
+                    self._release(sequence)
                 if queue is self._swapped:
                     self._swapper.drop(group)
                 if self._drafter is not None:
@@ -173,7 +189,7 @@ class Scheduler:
             self.remove(group)
             return True
         group.sequences.remove(sequence)
-        self._tables.release(sequence)
+        self._release(sequence)
         return False
 
     def branch(self, group: RequestGroup, parents: Sequence[SequenceState]) -> None:
@@ -196,7 +212,7 @@ class Scheduler:
             beams.append(child)
         for sequence in group.sequences:
             if sequence not in used:
-                self._tables.release(sequence)
+                self._release(sequence)
         group.sequences = beams
 
     def reserve(
@@ -262,6 +278,13 @@ class Scheduler:
         self.short_of_room |= plan.num_preempted > 0 or bool(self._swapped)
         return plan
 
+    def fly(self, sequences: Iterable[SequenceState]) -> None:
+        """The step under way computes these (run_ahead.py): blocks that they give back are nobody's
+        before the next call. Those that were held for the step before go back now."""
+        held, self._held, self._flying = self._held, [], set(sequences)
+        for tables in held:
+            self._tables.give_back(tables)
+
     def give_way(self, group: RequestGroup) -> None:
         """Preempt `group`, running or ready: somebody else's blocks that it reads are due."""
         if group in self._ready:
@@ -293,6 +316,12 @@ class Scheduler:
                 self._tables.prove_private(row.sequence, end)
 
     # ---- inside ----
+
+    def _release(self, sequence: SequenceState) -> None:
+        if sequence in self._flying:
+            self._held.append(sequence.tables)
+            sequence.tables = []
+        self._tables.release(sequence)
 
     def _slots_for(self, group: RequestGroup) -> bool:
         used = sum(running.width for running in self._running)
@@ -343,7 +372,7 @@ class Scheduler:
             insort(self._swapped, group, key=attrgetter("key"))
             return
         for sequence in group.sequences:
-            self._tables.release(sequence)
+            self._release(sequence)
             sequence.candidates = None  # computed again
         _follow(group)
         insort(self._waiting, group, key=attrgetter("key"))

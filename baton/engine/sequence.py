@@ -176,9 +176,14 @@ class SequenceState:
         # A grammar allows its end only where it may end, and then nothing can follow.
         if token in eos_token_ids and (params.guided is not None or not params.ignore_eos):
             return FinishReason.STOP, token
-        if num_outputs >= params.max_tokens or self.num_prompt + num_outputs >= max_len:
+        if self.full(num_outputs, max_len):
             return FinishReason.LENGTH, None
         return None, None
+
+    def full(self, num_outputs: int, max_len: int) -> bool:
+        """Whether so many outputs are all that it may have."""
+        params = self.request.params
+        return num_outputs >= params.max_tokens or self.num_prompt + num_outputs >= max_len
 
 
 @dataclass(eq=False, slots=True)

@@ -23,6 +23,7 @@ class EngineStats:
     num_left_behind_tokens: int = 0  # of these: KV that stayed, to be computed again there
     departures: dict[str, int] = field(default_factory=dict[str, int])  # by departure.Leaving
     num_steps: int = 0
+    num_steps_ahead: int = 0  # of these, planned while the one before ran
     num_preemptions: int = 0  # of either kind: swapped out, or to be recomputed
     num_swap_outs: int = 0  # requests
     num_swap_ins: int = 0

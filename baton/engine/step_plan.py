@@ -16,6 +16,11 @@ class Row:
     sequence: SequenceState
     chunk: SequenceChunk
 
+    @property
+    def gone(self) -> bool:
+        """Its sequence ended, or lost its place, after the step was planned."""
+        return not any(table.blocks for table in self.sequence.tables)
+
 
 @dataclass(slots=True)
 class StepPlan:

@@ -62,18 +62,19 @@ class Life:
 
 class EngineMachine(RuleBasedStateMachine):
     @initialize(
-        num_blocks=st.integers(6, 14),
+        num_blocks=st.sampled_from((6, 9, 14, 60)),
         step=st.tuples(st.integers(1, 4), st.integers(0, 12)),
         options=st.fixed_dictionaries(
             {
                 "enable_prefix_caching": st.booleans(),
                 "preemption_mode": st.sampled_from(("auto", "swap", "recompute")),
                 "num_speculative_tokens": st.integers(1, 5),
+                "async_scheduling": st.booleans(),
             }
         ),
         windows=st.sampled_from(WINDOWS),
         most_exported=st.sampled_from((None, None, 20)),
-        odds=st.tuples(st.sampled_from((None, 0, 3, 10)), st.booleans()),
+        odds=st.tuples(st.sampled_from((None, 0, 3, 10)), st.booleans(), st.booleans()),
     )
     def start(
         self,
@@ -82,11 +83,11 @@ class EngineMachine(RuleBasedStateMachine):
         options: dict[str, object],
         windows: tuple[int, ...],
         most_exported: int | None,
-        odds: tuple[int | None, bool],
+        odds: tuple[int | None, bool, bool],
     ) -> None:
         """`step`: sequences, and tokens beyond. `windows`: one layer each. `odds`: of ten drafts
-        so many are wrong (None: no drafts); whether time passes."""
-        (max_num_seqs, extra), (spoilt, ticks) = step, odds
+        so many are wrong (None: no drafts); whether time passes; whether steps ahead run late."""
+        (max_num_seqs, extra), (spoilt, ticks, late) = step, odds
         self.hooks = FakeHooks(most_tokens=most_exported)
         layers = tuple(LayerSpec(1, 2, 2, window=window) for window in windows)
         num_groups = group_layers(layers, "float32").num_groups
@@ -100,6 +101,7 @@ class EngineMachine(RuleBasedStateMachine):
             **options,
         )
         self.window = self.runner.window
+        self.runner.late = late
         self.runner.seconds_per_step = self.runner.seconds_per_copied_block = float(ticks)
         if spoilt is not None:  # with a window all are wrong: the proposer knows of none
             self.engine.set_proposer(
@@ -430,6 +432,7 @@ class EngineMachine(RuleBasedStateMachine):
         scheduler = self.engine._scheduler
         victims = [group for group in scheduler._running if group.task is Task.LOCAL]
         if victims:
+            self.engine.steps.wait()  # as give_way() is never called beside a step
             scheduler._preempt(data.draw(st.sampled_from(victims)))
 
     @precondition(lambda self: self.unpinned < len(self.hooks.admissions))

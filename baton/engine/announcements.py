@@ -1,0 +1,49 @@
+"""Announcements: what a prefill node's hooks are told of a step: who was admitted, which layer is
+written. Hooks can be set once; without any, nothing is told and every export has room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from baton.engine.block_tables import as_lists
+from baton.engine.interface import EngineHooks, Task
+from baton.engine.pins import Pins
+from baton.engine.step_plan import StepPlan
+
+
+class Announcements:
+    def __init__(self, pins: Pins) -> None:
+        self.hooks: EngineHooks | None = None
+        self._pins = pins
+
+    def admitted(self, plan: StepPlan) -> None:
+        """Tell of new PREFILL requests, before any layer: the handle leaves at once. Pins their
+        blocks."""
+        if self.hooks is None:
+            return
+        for group in plan.admitted:
+            if group.task is not Task.PREFILL:
+                continue
+            blocks = as_lists(group.leader.tables)
+            self._pins.pin(blocks)
+            try:
+                self.hooks.admitted(group.request, blocks, len(group.leader.tokens))
+            except Exception:
+                self._pins.unpin(blocks)  # no export exists that could return it
+                raise
+
+    def may_admit(self, num_tokens: int, num_pending: int) -> bool:
+        """See EngineHooks.may_admit."""
+        return self.hooks is None or self.hooks.may_admit(num_tokens, num_pending)
+
+    def on_layer(self, plan: StepPlan) -> Callable[[int], None] | None:
+        """What the runner calls after each layer of `plan`, if anybody wants to know."""
+        hooks = self.hooks
+        progress = tuple(
+            (row.group.request.id, row.chunk.start + len(row.chunk.token_ids))
+            for row in plan.rows
+            if row.group.task is Task.PREFILL
+        )
+        if hooks is None or not progress:
+            return None
+        return lambda layer: hooks.layer_written(layer, progress)

@@ -43,7 +43,7 @@ from baton.client_values import (
 from baton.errors import BatonError, DeadlineExceeded, Unavailable, error_from_code
 from baton.reconnect import Attempts, addresses_of, draw_request_id
 from baton.sampling import SamplingParams
-from baton.timing import Timing, channel_options
+from baton.timing import CLIENT_TIMING, Timing, channel_options
 from baton.tls import ClientTls
 from protos import serve_pb2, serve_pb2_grpc
 
@@ -84,10 +84,6 @@ _METHODS: Final[dict[str, Callable[[Any], Any]]] = {
 
 # What gRPC (1.76 to 1.85) says when no connection came about, before any server's word.
 _NOBODY_THERE: Final = "failed to connect to all addresses"
-
-
-# A client may be far away or busy: it asks less often than nodes ask each other, and waits longer.
-CLIENT_TIMING: Final = Timing(ping_interval_s=10.0, ping_timeout_s=10.0)
 
 
 class Client:

@@ -26,6 +26,11 @@ class Timing:
     request_s: float = 600.0  # default deadline of a request
 
 
+# Between clients and routers. A client may be far away or busy: pings are rarer than between
+# Baton's own processes, and answers to them may take longer.
+CLIENT_TIMING: Final = Timing(ping_interval_s=10.0, ping_timeout_s=10.0)
+
+
 def channel_options(timing: Timing) -> list[tuple[str, int]]:
     """gRPC channel options: keepalive alone takes 60 s to notice a stopped peer, the ping timeout
     makes it ~1.1 s."""

@@ -22,7 +22,7 @@ LONGEST_PAUSE_S = 5.0
 class Resuming(httpx.BaseTransport):
     """`grace_s`: a request is kept so long unread, and routers that do not serve are asked so long.
 
-    `silence_s`: once a stream has begun, a connection without a word for so long counts as broken.
+    `silence_s`: after so long without a word the next router is asked, which tells the same answer.
     """
 
     def __init__(self, routers: Sequence[str], grace_s: int = 60, silence_s: float = 10.0) -> None:
@@ -38,18 +38,15 @@ class Resuming(httpx.BaseTransport):
         timeouts = _timeouts(request)
         wait_s = timeouts.get("read")
         patience_s = math.inf if wait_s is None else max(wait_s, self._grace_s)
-        first = self.send(request, wait_s, patience_s)
-        # The first word may take as long as the caller bears: the request may wait for its turn.
         silence_s = self._silence_s if wait_s is None else min(wait_s, self._silence_s)
+        first = self.send(request, silence_s, patience_s)
         stream = Events(self, request, first, silence_s, patience_s)
         return httpx.Response(first.status_code, headers=first.headers, stream=stream)
 
     def close(self) -> None:
         self._http.close()
 
-    def send(
-        self, request: httpx.Request, wait_s: float | None, patience_s: float
-    ) -> httpx.Response:
+    def send(self, request: httpx.Request, wait_s: float, patience_s: float) -> httpx.Response:
         """Ask one router after the other until one answers, waiting `wait_s` for each.
 
         One that takes the request and says nothing may be stopped, or its request may have no news:
@@ -64,9 +61,8 @@ class Resuming(httpx.BaseTransport):
             router = min(due, key=due.__getitem__)
             time.sleep(max(0.0, due[router] - now))
             _turn(request, router)
-            if wait_s is not None:
-                longer_s = wait_s * 2 ** (num_silent // len(due))
-                _timeouts(request)["read"] = min(longer_s, max(wait_s, impatient - now))
+            longer_s = wait_s * 2 ** (num_silent // len(due))
+            _timeouts(request)["read"] = min(longer_s, max(wait_s, impatient - now))
             pause_s = pauses[router]
             outcome: httpx.Response | httpx.TransportError
             try:

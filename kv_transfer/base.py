@@ -351,6 +351,10 @@ class LendingLane(Protocol):
         """Tell those who use pages of our own pool whether we are short of them. Any thread."""
         ...
 
+    def let_go(self) -> None:
+        """Of the memory of peers that have died, where nobody uses it. Any thread, now and then."""
+        ...
+
     def lends(self, address: LaneAddress) -> bool:
         """Whether that pool's pages are laid out as ours are."""
         ...

@@ -114,9 +114,9 @@ class Connector:
             burst_bytes=options.burst_bytes,
             small_bytes=options.small_bytes,
         )
-        wires = WirePool(self.clock, IDLE_FACTOR * self.timing.kv_progress_s)
+        self._wires = WirePool(self.clock, IDLE_FACTOR * self.timing.kv_progress_s)
         self._fetches = Fetches(
-            Fetcher(identity, memory, self.stats, wires),
+            Fetcher(identity, memory, self.stats, self._wires),
             self.lanes,
             self.timing,
             self.clock,
@@ -279,6 +279,13 @@ class Connector:
             for lane in self.lanes:
                 if isinstance(lane, LendingLane):
                     lane.want_back(wanted or self._draining)
+
+    def let_go(self) -> None:
+        """Of old connections and of the memory of peers that have died. For the heartbeat."""
+        self._wires.drop_old()
+        for lane in self.lanes:
+            if isinstance(lane, LendingLane):
+                lane.let_go()
 
     def drain(self) -> None:
         """From now on blocks are wanted back. Any thread."""

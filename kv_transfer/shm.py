@@ -92,6 +92,9 @@ class ShmLane:
     def want_back(self, wanted: bool) -> None:
         self._arena.want_back(wanted)
 
+    def let_go(self) -> None:
+        self._arena.let_go()
+
     def stop(self) -> None:
         """The arena stays: who made it closes it."""
         self._inner.stop()

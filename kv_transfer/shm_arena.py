@@ -169,9 +169,19 @@ class ShmArena:
             return peer
 
     def detach(self, peer: Attached) -> None:
-        """One user less. An unused file stays mapped, for the next one, until it is unlinked."""
+        """One user less. An unused file stays mapped, for the next one, while its owner lives."""
         with self._lock:
             peer.num_users -= 1
+
+    def let_go(self) -> int:
+        """Unmap the files of dead owners that nobody uses; how many. Until then their memory counts
+        against whoever comes in their place."""
+        with self._lock:
+            unused = [peer for peer in self._attached.values() if peer.num_users == 0]
+            dead = [peer for peer in unused if self.orphaned(peer)]
+            for peer in dead:
+                self._unmap(peer)
+        return len(dead)
 
     def close(self) -> None:
         """Unlink the file and let go of it; the memory stays while tensors are left. Idempotent."""
@@ -234,9 +244,12 @@ class ShmArena:
         a peer that tells another size each time takes no more than one that does not."""
         for place, peer in list(self._attached.items()):
             if peer.num_users == 0 and (place.name == name or not self.reaches(place)):
-                self._range.unmap(peer.offset, peer.mapped_bytes)
-                os.close(peer.descriptor)
-                del self._attached[place]
+                self._unmap(peer)
+
+    def _unmap(self, peer: Attached) -> None:
+        self._range.unmap(peer.offset, peer.mapped_bytes)
+        os.close(peer.descriptor)
+        del self._attached[peer.place]
 
 
 def sweep(directory: Path) -> int:

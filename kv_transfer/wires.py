@@ -60,6 +60,13 @@ class WirePool:
                 idle.append(kept)
         _finish(dropped)
 
+    def drop_old(self) -> None:
+        """Those that have lain here too long; without it they lie here until the next conversation,
+        and what they hold of a peer that has died with them."""
+        with self._lock:
+            dropped = self._prune()
+        _finish(dropped)
+
     def close(self) -> None:
         """Drop all, and all that come later. Idempotent."""
         with self._lock:

@@ -27,7 +27,7 @@ from baton.errors import ConfigError, InvalidRequest, ModelNotFound, Unavailable
 from baton.log import request_context
 from baton.request import Request
 from baton.sampling import SamplingParams
-from baton.timing import server_options
+from baton.timing import CLIENT_TIMING, channel_options, server_options
 from baton.wire_checks import one_of
 from baton.wire_guided import guided_from_wire
 from protos import serve_pb2, serve_pb2_grpc
@@ -351,7 +351,8 @@ class GrpcServer:
 
 
 def _server_options(config: RouterConfig) -> list[tuple[str, int]]:
-    own = dict(server_options(config.timing))
+    # Clients are pinged as they ping, and may ping as often as Baton's own processes do.
+    own = dict(server_options(config.timing)) | dict(channel_options(CLIENT_TIMING))
     own["grpc.so_reuseport"] = int(config.reuse_port)
     own["grpc.max_receive_message_length"] = MAX_BODY_BYTES  # as HTTP's
     # A connection grown old is left when its calls are over: none is held open for ever.

@@ -176,6 +176,7 @@ class Node:
 
     async def _beat(self) -> None:
         self.shell.ask_engine()
+        self.shell.connector.let_go()
         if self._registry is not None:
             await self._registry.announce(self.shell.record())
         healthy = not (self.shell.progress.stalled or self.shell.draining)

@@ -23,12 +23,13 @@ from rich.table import Table
 from deploy.redis_server import find_redis_binary
 from tests.chaos.cases import Case, Ground, Outcome, run_cases
 from tests.chaos.clients import client_cases
-from tests.chaos.doubles import double_cases
+from tests.chaos.doubles import double_cases, pair_cases
 from tests.chaos.faults import fault_cases
 from tests.chaos.kills import kill_cases
 from tests.chaos.network import network_cases
 from tests.chaos.partitions import partition_cases
 from tests.chaos.pool import pool_cases
+from tests.chaos.rolling import rolling_cases
 from tests.chaos.slow_readers import slow_reader_cases
 from tests.chaos.soak import soak_cases
 from tests.chaos.stops import stop_cases
@@ -36,9 +37,11 @@ from tests.chaos.store_faults import redis_cases
 from tests.chaos.streams import chaos_model, make_specs
 
 LOG_COLUMNS = 160
+ELSEWHERE = "not here: the compose stack in containers (deploy/try_compose.sh, which needs docker)"
 FAMILIES: dict[str, Callable[[argparse.Namespace], list[Case]]] = {
     "kill": lambda options: kill_cases(),
     "double": lambda options: double_cases(options.count),
+    "pair": lambda options: pair_cases(),
     "stop": lambda options: stop_cases(),
     "network": lambda options: network_cases(),
     "redis": lambda options: redis_cases(),
@@ -46,6 +49,7 @@ FAMILIES: dict[str, Callable[[argparse.Namespace], list[Case]]] = {
     "pool": lambda options: pool_cases(),
     "partition": lambda options: partition_cases(),
     "fault": lambda options: fault_cases(),
+    "rolling": lambda options: rolling_cases(),
     "soak": lambda options: soak_cases(options.soak),
 }
 
@@ -133,6 +137,7 @@ def main(argv: Sequence[str]) -> int:
         outcomes = asyncio.run(run(options, directory, console))
     if options.report:
         console.print(table(outcomes))
+        console.print(ELSEWHERE)
     seconds = time.monotonic() - began
     console.print(f"seed {options.seed}: {summary(outcomes)} in {seconds:.0f} s")
     return 0 if all(outcome.ok for outcome in outcomes) else 1

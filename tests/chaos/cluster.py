@@ -133,7 +133,7 @@ class Cluster:
         self._processes = Processes(self.model, self.directory, url)
         self.store = aredis.Redis.from_url(self.redis.url)
         await self.store.flushall()
-        self._client: AsyncClient | None = None
+        self.clients: dict[str, AsyncClient] = {}  # of each router
         self._http = httpx.AsyncClient(trust_env=False, timeout=10.0)
         try:
             await self.heal()
@@ -150,8 +150,8 @@ class Cluster:
     ) -> None:
         self.wake_redis()
         self.wake_all()
-        if self._client is not None:
-            await self._client.close()
+        for client in self.clients.values():
+            await client.close()
         await self._http.aclose()
         await self.store.aclose()
         await self._processes.__aexit__(kind, error, trace)
@@ -191,6 +191,10 @@ class Cluster:
     def names(self) -> tuple[str, ...]:
         return (*self.layout.nodes, *self.layout.routers)
 
+    def nodes_of(self, letter: str) -> tuple[str, ...]:
+        """Of a role, by its letter (ROLES)."""
+        return tuple(name for name in self.layout.nodes if name[0] == letter)
+
     def alive(self, name: str) -> bool:
         server = self.servers.get(name)
         return server is not None and server.process.returncode is None
@@ -207,15 +211,29 @@ class Cluster:
     async def kill(self, name: str) -> str:
         """kill -9 of a process or of "redis"; returns the proof."""
         if name == "redis":
-            info = await self.store.info("server")
+            pid = await self.redis_pid()
             self.redis.kill()
             self.redis_up = False
-            pid = int(info["process_id"])
             assert not runs(pid), "Redis outlived kill -9"
             return f"redis pid {pid} gone"
         server = self.servers[name]
         await server.kill()
         return f"{name} pid {server.process.pid} status -9"
+
+    async def redis_pid(self) -> int:
+        return int((await self.store.info("server"))["process_id"])
+
+    async def end_redis(self) -> None:
+        """SIGTERM: it writes down what it has, and goes."""
+        pid = await self.redis_pid()
+        self.redis_up = False
+        os.kill(pid, signal.SIGTERM)
+
+        async def gone() -> bool:
+            return not runs(pid)  # its reader has waited for it
+
+        await eventually(gone)
+        self.redis.kill()
 
     def start_redis(self) -> None:
         self.redis.start()
@@ -223,7 +241,7 @@ class Cluster:
 
     async def stop_redis(self) -> str:
         """SIGSTOP; returns the proof. Nothing of the store works before `wake_redis`."""
-        self._redis_pid = int((await self.store.info("server"))["process_id"])
+        self._redis_pid = await self.redis_pid()
         os.kill(self._redis_pid, signal.SIGSTOP)
 
         async def look() -> bool:
@@ -294,8 +312,7 @@ class Cluster:
 
     @property
     def client(self) -> AsyncClient:
-        assert self._client is not None, "r0 runs"
-        return self._client
+        return self.clients["r0"]
 
     def begin(
         self,
@@ -309,16 +326,24 @@ class Cluster:
         self.count += 1
         request_id = f"{label}-{self.count:05d}"
         stream = Stream(spec, request_id, deadline_s=deadline_s, resumable=resumable)
-        return stream.start_at(self._addresses) if resumable else stream.start(self.client)
+        return stream.start_at(self.addresses) if resumable else stream.start(self.client)
 
     def ask_again(self, stream: Stream) -> Stream:
         """A resumable request that has ended, from its start, of the last router."""
         again = Stream(stream.spec, stream.request_id, deadline_s=stream.deadline_s, resumable=True)
-        return again.start_at(self._addresses[-1:])
+        if stream.http is not None:
+            return again.start_http(self.urls[-1:], streamed=stream.http.streamed)
+        return again.start_at(self.addresses[-1:])
 
     @property
-    def _addresses(self) -> list[str]:
+    def addresses(self) -> list[str]:
+        """Of the routers, for gRPC."""
         return [str(self.servers[name].ready["grpc_address"]) for name in self.layout.routers]
+
+    @property
+    def urls(self) -> list[str]:
+        """Of the routers, for HTTP."""
+        return [f"http://{self.servers[name].address}" for name in self.layout.routers]
 
     async def request_fields(self, request_id: str) -> dict[str, str]:
         """The request's record in Redis; empty when there is none, or no Redis."""
@@ -385,13 +410,29 @@ class Cluster:
                 dead, await asyncio.gather(*(self._start(name) for name in dead)), strict=True
             ):
                 self.servers[name] = server
-            if "r0" in dead:
-                if self._client is not None:
-                    await self._client.close()
-                self._client = AsyncClient(str(self.servers["r0"].ready["grpc_address"]))
+            for name in dead:
+                if name in ROUTERS:
+                    await self._connect(name)
             await eventually(self._whole, HEAL_S)
 
-    async def _start(self, name: str) -> ServerProcess:
+    async def _connect(self, name: str) -> None:
+        """To a router, perhaps at another port than its predecessor's."""
+        if name in self.clients:
+            await self.clients[name].close()
+        self.clients[name] = AsyncClient(str(self.servers[name].ready["grpc_address"]))
+
+    async def succeed(self, name: str) -> None:
+        """A process in the place of one that has ended, at its addresses, known to everybody."""
+        ready = self.servers[name].ready
+        flags: list[str] = []
+        if name in ROUTERS:
+            for flag, key in (("--port", "address"), ("--grpc-port", "grpc_address")):
+                flags += [flag, str(ready[key]).rpartition(":")[2]]
+        self.servers[name] = await self._start(name, flags)
+        await eventually(self._whole, HEAL_S)
+
+    async def _start(self, name: str, more: Sequence[str] = ()) -> ServerProcess:
+        """`more`: flags beyond those of its layout."""
         environ = {
             VARIABLE: f"@{self._plan(name)}",
             LOG_VARIABLE: str(self._proof(name)),
@@ -409,6 +450,7 @@ class Cluster:
                 flags += ("--host", self.hosts.address(name), "--insecure")
                 flags += ("--kv-unix-dir", str(self._sockets.path))
                 prefix = self.hosts.enter(name)
+        flags = (*flags, *more)
         server = await self._processes.start(MODULES[name[0]], name, flags, environ, prefix)
         if (self.layout.proxied or self.layout.hosts) and name not in ROUTERS:
             # Peers prefer the Unix socket of a node on their host; without it they take TCP.
@@ -419,14 +461,15 @@ class Cluster:
         return server
 
     async def _whole(self) -> bool:
+        """Every node is there as it runs now, and every router knows all of them."""
+        boots = {name: self.servers[name].ready["boot_id"] for name in self.layout.nodes}
+        told = {name: record.boot_id for name, record in (await self.records()).items()}
         try:
-            info = await self.client.server_info()
+            known = [await self.clients[name].server_info() for name in self.layout.routers]
         except BatonError:
             return False
-        boots = {name: self.servers[name].ready["boot_id"] for name in self.layout.nodes}
-        records = await self.records()
-        told = {name: record.boot_id for name, record in records.items()}
-        return told == boots and {node.node_id for node in info.nodes} == set(boots)
+        names = [{node.node_id for node in info.nodes if not node.draining} for info in known]
+        return told == boots and all(each == set(boots) for each in names)
 
 
 def _replace(path: Path, text: str) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 _NUMBER: Final = re.compile(r":\[\d+\]$")  # socket:[4711]; anon_inode:[eventpoll] keeps its kind
+_ARENA: Final = re.compile(r"^.*/baton-[0-9a-f]{32}$")  # a dead peer's says "(deleted)" behind it
 _TASK: Final = re.compile(r'^baton_asyncio_tasks\{of="([^"]*)"\} (\S+)$', re.MULTILINE)
 
 
@@ -29,12 +30,12 @@ class Vitals:
 
 
 def descriptors_of(pid: int) -> Counter[str]:
-    """By kind: "socket", "pipe", "anon_inode:[eventpoll]", or a file's name."""
+    """By kind: "socket", "pipe", "anon_inode:[eventpoll]", "arena", or a file's name."""
     kinds: Counter[str] = Counter()
     place = Path(f"/proc/{pid}/fd")
     for name in os.listdir(place):
         try:
-            kinds[_NUMBER.sub("", os.readlink(place / name))] += 1
+            kinds[_ARENA.sub("arena", _NUMBER.sub("", os.readlink(place / name)))] += 1
         except FileNotFoundError:
             continue  # closed meanwhile
     return kinds

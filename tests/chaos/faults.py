@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from baton.failpoints import DATA_STAGES, STAGES
 from tests.chaos.cases import Case, World
 from tests.chaos.cluster import PLAIN, Cluster, Layout
-from tests.chaos.kills import EARLY, KINDS, PASSAGES, WHERE, processes_of
+from tests.chaos.kills import EARLY, KINDS, PASSAGES, processes_of
 from tests.chaos.oracle import Broken, Terms, check_all
 from tests.chaos.streams import Stream, finish_all
 
@@ -29,7 +29,7 @@ async def happens_at(world: World, stage: str, action: str, terms: Terms) -> str
     before = await refused(cluster) if damaged else {}
     beside = cluster.begin(world.specs["beside"], "beside")
     await beside.at_least(EARLY)
-    cluster.arm(processes_of(stage), f"{stage}:{PASSAGES.get(stage, 1)}:{action}")
+    cluster.arm(processes_of(cluster, stage), f"{stage}:{PASSAGES.get(stage, 1)}:{action}")
     stream = cluster.begin(world.specs[world.draw.choice(KINDS)], "fault")
     _, line = await cluster.fired()
     cluster.disarm()
@@ -49,7 +49,10 @@ async def refused(cluster: Cluster) -> dict[str, float]:
     names = [
         f'baton_kv_lane_{what}_total{{lane="{lane}"}}' for what in ("corrupt_frames", "retries")
     ]
-    return {name: sum([await cluster.metric(node, name) for node in WHERE["d"]]) for name in names}
+    return {
+        name: sum([await cluster.metric(node, name) for node in cluster.nodes_of("d")])
+        for name in names
+    }
 
 
 async def check_noticed(

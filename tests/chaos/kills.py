@@ -12,9 +12,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from baton.failpoints import STAGES
+from baton.failpoints import DATA_STAGES, STAGES
 from tests.chaos.cases import Case, World
-from tests.chaos.cluster import ROLES, Cluster
+from tests.chaos.cluster import PLAIN, ROLES, Cluster, Layout
 from tests.chaos.oracle import Terms, check_all
 from tests.chaos.streams import Stream
 
@@ -24,20 +24,23 @@ NUM_BESIDE = 2
 EARLY = 4  # tokens that the streams beside have shown when the fault comes
 # Passages of stages that many steps make: the fault comes in mid-stream.
 PASSAGES = {"p.mid_chunk": 4, "d.step_n": 8, "sampled_not_logged": 6, "logged_not_sent": 6}
-WHERE = {"p": ("p0", "p1"), "kv": ("p0", "p1"), "d": ("d0", "d1")}
+READERS = ("prefill", "decode")  # of each other's memory, over lane shm
+SHM = Layout(lanes="shm")
+COPIED = Layout(lanes="shm", node_flags=("--no-kv-adopt",))  # pages read in place send no DATA
+WHERE = {"p": "p", "kv": "p", "d": "d"}  # the role whose nodes pass a stage
 IN_ROUTER = ("accepted", "logged", "sampled_not_logged", "logged_not_sent", "finishing")
 
 
-def processes_of(stage: str) -> tuple[str, ...]:
+def processes_of(cluster: Cluster, stage: str) -> tuple[str, ...]:
     """Those that may pass a stage."""
-    return ("r0",) if stage in IN_ROUTER else WHERE[stage.partition(".")[0]]
+    return ("r0",) if stage in IN_ROUTER else cluster.nodes_of(WHERE[stage.partition(".")[0]])
 
 
 def disarm_but(cluster: Cluster, stage: str, stopped: str) -> None:
     """Only the first that has come to the stage stays stopped: on a slow machine the other, busy
     with the streams beside, may have come there before it was told not to."""
     cluster.disarm()
-    for name in processes_of(stage):
+    for name in processes_of(cluster, stage):
         if name != stopped:
             cluster.wake(name)
 
@@ -54,7 +57,7 @@ async def victim_of(
     if stopped.startswith(letter):
         return stopped
     fields = await cluster.request_fields(stream.stored_id)
-    return fields.get(f"{victim}_node") or draw.choice((f"{letter}0", f"{letter}1"))
+    return fields.get(f"{victim}_node") or draw.choice(cluster.nodes_of(letter))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,7 @@ async def strike(world: World, blow: Blow, name: str) -> Struck:
     ]
     for stream in beside:
         await stream.at_least(EARLY)
-    cluster.arm(processes_of(blow.stage), f"{blow.stage}:{blow.passage}:stop")
+    cluster.arm(processes_of(cluster, blow.stage), f"{blow.stage}:{blow.passage}:stop")
     stream = cluster.begin(world.specs[blow.kind], name, resumable=blow.resumable)
     stopped, line = await cluster.fired()
     proofs = [line, await cluster.stopped(stopped)]
@@ -114,12 +117,15 @@ async def kill_at(world: World, victim: str, stage: str) -> str:
     return "; ".join([*struck.proofs, told])
 
 
-def _case(victim: str, stage: str) -> Case:
+def _case(victim: str, stage: str, layout: Layout = PLAIN, over: str = "") -> Case:
     async def run(world: World) -> str:
         return await kill_at(world, victim, stage)
 
-    return Case("kill", f"{victim} at {stage}", run)
+    return Case("kill", f"{victim} at {stage}{over}", run, layout)
 
 
 def kill_cases() -> list[Case]:
-    return [_case(victim, stage) for victim in VICTIMS for stage in STAGES]
+    cases = [_case(victim, stage) for victim in VICTIMS for stage in STAGES]
+    for layout, stages in ((COPIED, DATA_STAGES), (SHM, ("kv.last", "kv.acked"))):
+        cases += [_case(each, stage, layout, " over shm") for each in READERS for stage in stages]
+    return cases

@@ -60,7 +60,7 @@ async def zombie(world: World, stage: str, passage: int = 1) -> str:
     cluster = world.cluster
     beside = cluster.begin(world.specs["beside"], "beside")
     await beside.at_least(EARLY)
-    cluster.arm(processes_of(stage), f"{stage}:{passage}:stop")
+    cluster.arm(processes_of(cluster, stage), f"{stage}:{passage}:stop")
     stream = cluster.begin(
         world.specs[world.draw.choice(("greedy", "seeded", "samples"))], "zombie"
     )

@@ -18,6 +18,7 @@ from baton.errors import BatonError
 from baton.llm import LLM
 from baton.sampling import SamplingParams
 from router.resumable.canonical import owner_digest, record_id
+from tests.chaos.http_calls import HttpCall, http_events
 from tests.system.references import Tokens, prompts
 from tests.tiny_models import make_tiny_model
 
@@ -118,6 +119,8 @@ class Stream:
     retries: int = 0
     deadline_s: float = DEADLINE_S
     resumable: bool = False
+    http: HttpCall | None = None  # what it was begun with, if that was HTTP
+    plain_id: str = ""  # of a plain request over HTTP: a router draws a part of it
     usage: Usage | None = None
     started: float = 0.0
     ended: float = 0.0
@@ -130,7 +133,7 @@ class Stream:
     @property
     def stored_id(self) -> str:
         """What the request is called in Redis."""
-        return record_id(owner_digest([]), self.request_id)
+        return self.plain_id or record_id(owner_digest([]), self.request_id)
 
     def start(self, client: AsyncClient) -> Stream:
         options = GenerateOptions(
@@ -139,7 +142,17 @@ class Stream:
             cache_salt=self.request_id,
             resumable_s=GRACE_S if self.resumable else 0,
         )
-        events = client.stream(self.spec.prompt, self.spec.params, options)
+        return self._begin(client.stream(self.spec.prompt, self.spec.params, options))
+
+    def start_http(self, routers: Sequence[str], *, streamed: bool) -> Stream:
+        """At the first of these routers (base URLs)."""
+        spec, grace_s = self.spec, GRACE_S if self.resumable else 0
+        self.http = HttpCall(
+            self.request_id, spec.prompt, spec.params, routers, streamed, self.deadline_s, grace_s
+        )
+        return self._begin(http_events(self.http))
+
+    def _begin(self, events: AsyncGenerator[GenerateEvent, None]) -> Stream:
         self.started = time.monotonic()
         self._task = asyncio.create_task(self._read(events), name=self.request_id)
         return self

@@ -12,7 +12,7 @@ import pytest
 from baton.client import GenerateEvent, Usage
 from baton.errors import Unavailable
 from baton.sampling import SamplingParams
-from tests.chaos.cluster import Cluster
+from tests.chaos.cluster import PLAIN, Cluster
 from tests.chaos.doubles import second_victim
 from tests.chaos.kills import kill_cases
 from tests.chaos.oracle import Broken, Terms, check_log, check_stream
@@ -130,7 +130,8 @@ async def test_a_record_without_an_end_is_seen() -> None:
 
 def test_all_stages_of_all_victims_are_cases() -> None:
     cases = kill_cases()
-    assert len(cases) == len({case.name for case in cases}) == 60
+    assert len(cases) == len({case.name for case in cases}) == 68
+    assert sum(case.layout == PLAIN for case in cases) == 60
 
 
 def test_a_second_victim_has_another_role() -> None:

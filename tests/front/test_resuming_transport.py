@@ -100,6 +100,19 @@ async def test_a_stopped_router_is_left() -> None:
     assert program.text == ANSWER
 
 
+async def test_a_router_that_is_stopped_before_its_first_word_is_left() -> None:
+    """Not even a status came, and the SDK would wait for ten minutes."""
+    tables = MemoryTables()
+    async with held_router("one", tables) as one, held_router("two", tables) as two:
+        one.dispatcher.held_at = 0
+        program = Program([one, two], silence_s=0.2)
+        await one.dispatcher.holding.wait()
+        await one.die()
+        await program.done()
+        assert two.dispatcher.epochs == [2]
+    assert program.text == ANSWER
+
+
 async def test_a_request_without_news_is_waited_for() -> None:
     """Both routers are well: the stream goes from one to the other, and nothing else happens."""
     async with in_mid_stream(silence_s=0.05) as (one, two, program):

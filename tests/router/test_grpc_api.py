@@ -31,11 +31,14 @@ from baton.handles import Role
 from baton.messages import AbortRequest, SubmitDecode
 from baton.request import FinishReason, RequestState
 from baton.sampling import SamplingParams
+from baton.timing import Timing
 from router.aborts import Aborts
 from router.config import RouterConfig
 from router.grpc_api import GrpcServer
 from router.metrics import RouterMetrics
 from router.services import RouterServices
+from tests.chaos.cluster import free_ports
+from tests.chaos.proxy import Fault, FaultProxy, Way
 from tests.front.fakes import CHAT_TEMPLATE, EOS, TOKENIZER
 from tests.router.fakes import PATIENCE_S, FakeNode, FakeRouter, make_record, running_router
 
@@ -54,13 +57,18 @@ class Door:
 
 @contextlib.asynccontextmanager
 async def open_door(
-    *keys: str, connected: bool = True, defaults: SamplingDefaults | None = None
+    *keys: str,
+    connected: bool = True,
+    defaults: SamplingDefaults | None = None,
+    timing: Timing | None = None,
 ) -> AsyncIterator[Door]:
     node = FakeNode(make_record("d", Role.DECODE, vocab_size=TOKENIZER.vocab_size))
     await node.start()
     nodes = [node] if connected else []
     async with running_router(nodes) as router:
-        config = RouterConfig(api_key=keys, grpc_port=0, request_timeout_s=20.0)
+        config = RouterConfig(
+            api_key=keys, grpc_port=0, request_timeout_s=20.0, timing=timing or Timing()
+        )
         server = GrpcServer(
             RouterServices(
                 config=config,
@@ -145,6 +153,25 @@ async def test_text_in_text_out() -> None:
         assert usage is not None
         assert usage.prompt_tokens == len(request.prompt_ids)
         assert usage.completion_tokens == len(ids) + 2
+
+
+async def test_a_client_that_answers_no_pings_for_a_moment_keeps_its_stream() -> None:
+    """It may be busy, or far away: it is not one of Baton's own processes, which are given up."""
+    timing = Timing(ping_interval_s=0.1, ping_timeout_s=0.1)
+    async with open_door(timing=timing) as door:
+        host, _, port = door.address.partition(":")
+        [free] = free_ports(1)
+        async with (
+            FaultProxy((host, free), (host, int(port))) as proxy,
+            AsyncClient(f"{host}:{free}") as client,
+        ):
+            reading = asyncio.create_task(collect(client, "hello"))
+            request = (await door.node.hear(SubmitDecode)).request
+            await proxy.set(Fault.STALL, Way.UP)
+            await asyncio.sleep(5 * (timing.ping_interval_s + timing.ping_timeout_s))
+            await proxy.set(Fault.NONE)
+            door.node.finish(request, 0, EOS)
+            assert (await reading)[-1].finish_reason == "length"
 
 
 async def test_a_stop_string_ends_it_and_aborts_the_node() -> None:

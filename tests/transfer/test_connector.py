@@ -41,6 +41,9 @@ class Lending(MemoryLane):
         super().__init__(MemoryFabric())
         self.told: list[bool] = []
 
+    def let_go(self) -> None:
+        pass
+
     def want_back(self, wanted: bool) -> None:
         self.told.append(wanted)
 

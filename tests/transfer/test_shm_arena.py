@@ -161,6 +161,23 @@ def test_a_killed_owner_takes_nothing_away_and_is_swept(
     assert ours.num_attached == 1  # the dead one has made room
 
 
+def test_the_memory_of_a_dead_peer_is_let_go_once_nobody_uses_it(
+    make: Callable[..., ShmArena], child: tuple[subprocess.Popen[str], ArenaPlace]
+) -> None:
+    process, place = child
+    arena = make()
+    peer, living = arena.attach(place), arena.attach(make("0c" * 16).place)
+    arena.detach(living)
+    assert arena.let_go() == 0, "both owners live"
+    process.kill()
+    process.wait()
+    assert arena.let_go() == 0, "its pages are still read"
+    arena.detach(peer)
+    assert arena.let_go() == 1
+    assert arena.num_attached == 1
+    sweep(arena.directory)
+
+
 def test_a_new_arena_sweeps_first(
     make: Callable[..., ShmArena], child: tuple[subprocess.Popen[str], ArenaPlace], tmp_path: Path
 ) -> None:

@@ -78,6 +78,17 @@ def test_idle_ones_are_dropped_in_time(pool: WirePool, clock: FakeClock) -> None
     assert kept.wire is young
 
 
+def test_nobody_has_to_come_for_the_old_ones_to_go(pool: WirePool, clock: FakeClock) -> None:
+    """They may hold what a dead peer has left: memory, over lane shm."""
+    wire = FakeWire()
+    pool.give(KEY, wire, HELLO)
+    pool.drop_old()
+    assert not wire.finished
+    clock.advance(IDLE_S)
+    pool.drop_old()
+    assert wire.finished == 1
+
+
 def test_no_more_than_a_few_are_kept(pool: WirePool) -> None:
     wires = [FakeWire() for _ in range(KEPT_PER_PEER + 2)]
     for wire in wires:

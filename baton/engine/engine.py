@@ -160,7 +160,7 @@ class Engine:
         engine = cls(config, meter, arena, info, hooks)
         meter.tell(engine.stats, config)
         engine.ranks, engine.grammars = model.ranks, grammars_of(config, info)
-        engine._pooler = Pooler(model, arena, config.max_num_batched_tokens, config.max_num_seqs)
+        engine.pooler = Pooler(model, arena, config.max_num_batched_tokens, config.max_num_seqs)
         proposer = load_proposer(engine.config, engine.info, draft)
         if proposer is not None:
             engine.set_proposer(proposer)
@@ -171,6 +171,10 @@ class Engine:
         """For embeddings and reranking, between steps; None without a model's own states."""
         self.steps.wait()
         return self._pooler
+
+    @pooler.setter
+    def pooler(self, pooler: Pooler | None) -> None:
+        self._pooler = pooler
 
     def set_hooks(self, hooks: EngineHooks | None) -> None:
         """Before the first PREFILL request: hooks are made of this engine's arena, so after it."""

@@ -9,6 +9,7 @@ Conventions are vLLM's: temperature 0 = greedy, top_k 0 or -1 = off, min_p 0 = o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Final, Literal
 
 from baton.errors import InvalidRequest
@@ -37,6 +38,7 @@ MAX_LOGIT_BIAS: Final = 1024
 MAX_ALLOWED_TOKEN_IDS: Final = 4096
 MAX_BIAS: Final = 100
 _NUMBERS: Final = (int, float)
+_bounded: Final = attrgetter(*BOUNDS)  # one call for all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +91,8 @@ class SamplingParams:
     guided: GuidedDecoding | None = None
 
     def __post_init__(self) -> None:
-        for name, (low, high) in BOUNDS.items():
-            value: Any = getattr(self, name)
+        values: tuple[Any, ...] = _bounded(self)
+        for value, (name, (low, high)) in zip(values, BOUNDS.items(), strict=True):
             if value is None:
                 continue
             if type(value) not in _NUMBERS and (

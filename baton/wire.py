@@ -9,6 +9,7 @@ milliseconds. Not here: KV frames (kv_transfer/), the public API (router/grpc_ap
 from __future__ import annotations
 
 from dataclasses import asdict, fields
+from operator import attrgetter
 from typing import Any, Final, Literal, cast
 
 from google.protobuf.message import DecodeError
@@ -74,13 +75,15 @@ _PLAIN_PARAMS: Final = (
 _SCALAR_PARAMS: Final = (
     *_PLAIN_PARAMS, "best_of", "early_stopping", "stop_token_ids", "allowed_token_ids",
 )  # fmt: skip
+_scalars: Final = attrgetter(*_SCALAR_PARAMS)  # one call for all of them
 
 
 def sampling_to_wire(params: SamplingParams) -> node_pb2.SamplingParams:
     if params.seed is None:
         raise InvalidRequest("the seed must be drawn before a request travels", field="seed")
     # What is zero or empty is so on the wire without being said.
-    values = {name: value for name in _SCALAR_PARAMS if (value := getattr(params, name))}
+    scalars = zip(_SCALAR_PARAMS, _scalars(params), strict=True)
+    values = {name: value for name, value in scalars if value}
     message = node_pb2.SamplingParams(
         **values, logprobs=params.logprobs, prompt_logprobs=params.prompt_logprobs
     )
@@ -278,7 +281,8 @@ def router_message_to_wire(value: messages.RouterMessage, clock: Clock) -> node_
             submit = node_pb2.Submit(request=request, pool=pool_task_to_wire(value))
             return node_pb2.RouterMessage(submit=submit)
         case messages.Prefilled():
-            return node_pb2.RouterMessage(prefilled=node_pb2.Prefilled(**asdict(value)))
+            prefilled = node_pb2.Prefilled(request_id=value.request_id, epoch=value.epoch)
+            return node_pb2.RouterMessage(prefilled=prefilled)
         case messages.AbortRequest():
             return node_pb2.RouterMessage(abort=node_pb2.Abort(**asdict(value)))
         case messages.RenewExport():

@@ -7,7 +7,7 @@ ends its connections.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import asynccontextmanager
 
 from starlette.applications import Starlette
@@ -89,14 +89,14 @@ class RequestIds:
         noted = note_request_id(scope)
         status = 499  # nothing was sent: the client went away
 
-        async def send_with_id(message: Message) -> None:
+        def send_with_id(message: Message) -> Awaitable[None]:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 known = known_id(scope).encode()  # a body may have named it by now
                 headers = [*message.get("headers", ()), (b"x-request-id", known)]
                 message = {**message, "headers": headers}
-            await send(message)
+            return send(message)
 
         with request_context(noted):
             try:

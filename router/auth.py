@@ -7,7 +7,7 @@ in the scope.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -29,10 +29,12 @@ class ApiKeyGuard:
         self._app = app
         self._keys = keys if isinstance(keys, KeyRing) else KeyRing.load(keys)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["type"] == "lifespan" or not len(self._keys) or self._admits(scope):
-            await self._app(scope, receive, send)
-            return
+            return self._app(scope, receive, send)
+        return self._refuse(scope, receive, send)
+
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             error = Unauthenticated(
                 "missing or wrong API key (Authorization: Bearer ..., or x-api-key)"

@@ -2,7 +2,7 @@
 
 Read `Journey.travel` first.
 
-    QUEUED     recorded; a prefill node P and a decode node D are picked
+    QUEUED     recorded, or on its way to the store; a prefill node P and a decode node D are picked
     PREFILL    P computes the prompt
     TRANSFER   P's KV handle arrived, long before the KV: D gets handle and request and
                fetches while P computes; token 1 comes from P and is shown as it arrives
@@ -224,11 +224,9 @@ class Journey:
     async def travel(self, opened: list[RequestLedger]) -> None:
         """From QUEUED to the last token. `opened` gets the ledger, for whoever records the end."""
         FAILPOINTS.hit("accepted")
-        ledger = await self._parts.store.open(self._request, description(self._request))
+        ledger = await self._parts.store.enter(self._request, description(self._request))
         opened.append(ledger)
-        FAILPOINTS.hit("logged")
         self._parts.retries.begin()
-        self._trace.queued_at = self._clock.monotonic()
         while not self._output.finished:
             try:
                 await self._attempt(ledger)
@@ -267,15 +265,24 @@ class Journey:
             trace.dispatched_at = self._clock.monotonic()
         known = len(self._request.known_ids)
         if route.prefill is None:
-            ledger.post(RequestState.DECODE, decode_node=route.decode.node_id)
             self._legs.begin_decode(
                 route.decode, SubmitDecode(self._request), known - route.decode_cached
             )
+            await self._accepted(ledger)
+            ledger.post(RequestState.DECODE, decode_node=route.decode.node_id)
         else:
-            ledger.post(RequestState.PREFILL, prefill_node=route.prefill.node_id)
             self._legs.begin_prefill(
                 route.prefill, SubmitPrefill(self._request), known - route.prefill_cached
             )
+            await self._accepted(ledger)
+            ledger.post(RequestState.PREFILL, prefill_node=route.prefill.node_id)
+
+    async def _accepted(self, ledger: RequestLedger) -> None:
+        """Nothing of the request is shown before its record is there; its prefill need not wait."""
+        await ledger.accepted()
+        if self._trace.queued_at is None:
+            FAILPOINTS.hit("logged")
+            self._trace.queued_at = self._clock.monotonic()
 
     async def _hand_over(self, ledger: RequestLedger) -> None:
         """Give handle and request to a decode node, which subscribes while the prefill runs."""

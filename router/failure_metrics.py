@@ -42,7 +42,7 @@ class _Failures(Collector):
         for name, text, count in (
             ("baton_store_outages", "Times the store went away", store.outages),
             ("baton_store_skipped", "Calls not made, or failed, with it away", store.skipped),
-            ("baton_store_refused", "Writes answered by a fence or a gap", store.refused),
+            ("baton_store_refused", "Requests fenced or gapped in the store", store.refused),
             ("baton_store_late_requests", "Requests that caught up", late.requests),
             ("baton_store_late_tokens", "Tokens logged after an outage", late.tokens),
             ("baton_store_dropped_tokens", "Tokens that no log will have", late.dropped),

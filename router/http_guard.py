@@ -1,9 +1,10 @@
 """Limits around the HTTP parser: time for head and body, sizes and counts of headers, framing.
 
 uvicorn's protocol alone keeps half a request open for ever, knows no limits of heads and asks for
-no Host. Three parts, all composed, one parser (parsers that disagree let requests be smuggled):
+no Host. Four parts, all composed, one parser (parsers that disagree let requests be smuggled):
 
     BoundedParser     between uvicorn's HttpToolsProtocol and httptools (router/http_parser.py)
+    HeadFirst         between uvicorn's HttpToolsProtocol and the transport (router/http_writes.py)
     GuardedProtocol   wraps the two per connection: deadlines, send buffer, and who is told of its
                       end (router/nodes/connection.py)
     HeadGuard         ASGI middleware over the parsed head: sizes, counts, framing headers
@@ -14,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, cast
@@ -27,6 +28,7 @@ from uvicorn.server import ServerState
 
 from baton.tls import TlsFiles
 from router.http_parser import BoundedParser, Phase
+from router.http_writes import HeadFirst
 from router.nodes.connection import HANG_UP, HangUp
 from router.web_errors import http_error_response
 
@@ -69,6 +71,7 @@ def uvicorn_settings(limits: HttpLimits, tls: TlsFiles | None = None) -> dict[st
     return encrypted | {
         "http": partial(GuardedProtocol, limits=limits),
         "ws": "none",
+        "interface": "asgi3",  # uvicorn's guess wants a coroutine function
         "timeout_keep_alive": limits.keep_alive_s,
         "limit_concurrency": limits.connections,
         "proxy_headers": False,
@@ -104,14 +107,15 @@ class GuardedProtocol(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports do not inherit from asyncio's: no isinstance here.
-        self._transport = cast("asyncio.Transport", transport)
+        raw = cast("asyncio.Transport", transport)
+        self._transport = HeadFirst(raw, self._loop)
         if len(self._others) >= self._limits.connections + SPARE_CONNECTIONS:
             self._transport.abort()  # before it costs anything
             return
         self._accepted = True
-        raw = transport.get_extra_info("socket")
-        if raw is not None:
-            raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._limits.send_buffer_bytes)
+        sock = raw.get_extra_info("socket")
+        if sock is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._limits.send_buffer_bytes)
         self._inner.connection_made(self._transport)
         self._watch()
 
@@ -176,15 +180,13 @@ class HeadGuard:
         self._app = app
         self._limits = limits
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            fault = self._fault(scope)
-            if fault is not None:
-                response = http_error_response(*fault)
-                response.headers["connection"] = "close"
-                await response(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        fault = self._fault(scope) if scope["type"] == "http" else None
+        if fault is None:
+            return self._app(scope, receive, send)
+        response = http_error_response(*fault)
+        response.headers["connection"] = "close"
+        return response(scope, receive, send)
 
     def _fault(self, scope: Scope) -> tuple[int, str] | None:
         """(status, message) of what is wrong with the head, None if nothing is."""

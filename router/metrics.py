@@ -28,7 +28,7 @@ from baton.sampling import SamplingParams
 from router.nodes.migration import MigrationStats
 from router.store.tallies import Counter, Histogram
 from router.trace import RequestTrace
-from router.vllm_metrics import Finished, NodeInfo, VllmMetrics
+from router.vllm_metrics import Finished, NodeInfo, VllmMetrics, VllmOfModel
 
 _MODEL: Final = "model_name"
 # Own name -> vLLM's names for the same thing (its newer and older ones).
@@ -52,7 +52,8 @@ _ALIASES: Final[dict[str, tuple[str, ...]]] = {
 class _OfModel:
     """What every request of one model touches: labels are looked up once."""
 
-    def __init__(self, by: _Instruments, model: str) -> None:
+    def __init__(self, by: _Instruments, vllm: VllmMetrics, model: str) -> None:
+        self.vllm = VllmOfModel(vllm, model)
         self.first_token = by.first_token.labels(model)
         self.inter_token = by.inter_token.labels(model)
         self.per_token = by.per_token.labels(model)
@@ -142,7 +143,7 @@ class RouterMetrics:
     def of_model(self, model: str) -> _OfModel:
         found = self._models.get(model)
         if found is None:
-            found = self._models[model] = _OfModel(self.instruments, model)
+            found = self._models[model] = _OfModel(self.instruments, self.vllm, model)
         return found
 
     def pooled(self, model: str, tokens: int, outcome: str) -> None:
@@ -200,8 +201,7 @@ class RequestMeter:
         if outcome not in ("stop", "length"):
             by.failure.labels(model, outcome).inc()
             return
-        self._metrics.vllm.ended(
-            model,
+        mine.vllm.ended(
             Finished(
                 self.params, prompt_tokens, self._tokens, self._arrival, trace.dispatched_at,
                 self._first, max(self._last.values(), default=self._arrival),

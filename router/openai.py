@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Final, Literal, TypeVar, cast
 
 import msgspec
@@ -187,11 +188,8 @@ def sampling_params(
     """
     asked = _asked_of_chat(body) if isinstance(body, ChatBody) else _asked_of_completion(body)
     given = asked.max_tokens
-    values: dict[str, Any] = dict(defaults)
-    for name in _PLAIN_FIELDS:
-        value = getattr(body, name)
-        if value is not None:
-            values[name] = value
+    plain = zip(_PLAIN_FIELDS, _plain(body), strict=True)
+    values: dict[str, Any] = {**defaults, **{name: it for name, it in plain if it is not None}}
     values |= fan_out(body)
     if given is not None:
         values["max_tokens"] = given
@@ -219,6 +217,7 @@ _PLAIN_FIELDS: Final = (
     "n", "best_of", "temperature", "top_p", "top_k", "min_p", "min_tokens", "ignore_eos",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "length_penalty",
 )  # fmt: skip
+_plain: Final = attrgetter(*_PLAIN_FIELDS)
 
 
 @dataclass(frozen=True, slots=True)

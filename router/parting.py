@@ -7,6 +7,8 @@ its way on.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
+
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.services import Lifecycle
@@ -19,11 +21,11 @@ class Parting:
         self._app = app
         self._lifecycle = lifecycle
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_with_farewell(message: Message) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        def send_with_farewell(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start" and self._lifecycle.draining:
                 headers = [it for it in message.get("headers", ()) if it[0] != b"connection"]
                 message = {**message, "headers": [*headers, (b"connection", b"close")]}
-            await send(message)
+            return send(message)
 
-        await self._app(scope, receive, send_with_farewell if scope["type"] == "http" else send)
+        return self._app(scope, receive, send_with_farewell if scope["type"] == "http" else send)

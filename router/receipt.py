@@ -66,13 +66,11 @@ def receipts_of(completions: Sequence[Completion]) -> Any:
     return receipts[0] if len(receipts) == 1 else receipts or None
 
 
-def with_receipt(
-    body: bytes, completions: Sequence[Completion]
-) -> tuple[bytes, dict[str, str] | None]:
+def with_receipt(body: bytes, completions: Sequence[Completion]) -> tuple[bytes, dict[str, str]]:
     """A whole JSON answer with `baton_timing` at its end, and its headers."""
     receipts = receipts_of(completions)
     if receipts is None:
-        return body, None
+        return body, {}
     told = orjson.dumps(receipts)
     assert body.endswith(b"}"), "an answer is an object with fields"
     whole = body[:-1] + b',"baton_timing":' + told + b"}"

@@ -67,6 +67,8 @@ RERANKING: Final[Unserved] = {
 
 def refuse(given: Mapping[str, Any], unserved: Unserved) -> None:
     """Raise UnsupportedFeature for a field that asks for what is not served."""
+    if unserved.keys().isdisjoint(given):
+        return
     for name, (harmless, why) in unserved.items():
         value = given.get(name)
         if value is not None and value not in harmless:

@@ -45,6 +45,36 @@ class Finished:
     last: float
 
 
+class VllmOfModel:
+    """The same of one model: labels are looked up once."""
+
+    def __init__(self, by: VllmMetrics, model: str) -> None:
+        self._prompt = by.prompt.labels(model)
+        self._output = by.output.labels(model)
+        self._most = by.most.labels(model)
+        self._n = by.n.labels(model)
+        self._max_tokens = by.max_tokens.labels(model)
+        self._prefill = by.prefill.labels(model)
+        self._decode = by.decode.labels(model)
+        self._inference = by.inference.labels(model)
+
+    def ended(self, done: Finished) -> None:
+        """Count one request."""
+        self._prompt.observe(done.prompt_tokens)
+        self._output.observe(done.output_tokens)
+        samples = 1
+        if done.params is not None:
+            samples = done.params.n
+            self._n.observe(samples)
+            self._max_tokens.observe(done.params.max_tokens)
+        self._most.observe(-(-done.output_tokens // samples))
+        began = done.arrival if done.dispatched is None else done.dispatched
+        if done.first is not None:
+            self._prefill.observe(max(0.0, done.first - began))
+            self._decode.observe(max(0.0, done.last - done.first))
+            self._inference.observe(max(0.0, done.last - began))
+
+
 class VllmMetrics:
     """The histograms of requests, registered in `registry`."""
 
@@ -52,40 +82,24 @@ class VllmMetrics:
         def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
             return Histogram(f"vllm:{name}", text, [_MODEL], buckets=buckets, registry=registry)
 
-        self._prompt = histogram("request_prompt_tokens", "Tokens of a prompt", TOKEN_BUCKETS)
-        self._output = histogram("request_generation_tokens", "Tokens generated", TOKEN_BUCKETS)
-        self._most = histogram(
+        self.prompt = histogram("request_prompt_tokens", "Tokens of a prompt", TOKEN_BUCKETS)
+        self.output = histogram("request_generation_tokens", "Tokens generated", TOKEN_BUCKETS)
+        self.most = histogram(
             "request_max_num_generation_tokens", "Tokens of a request's output", TOKEN_BUCKETS
         )
-        self._n = histogram("request_params_n", "Samples asked for", N_BUCKETS)
-        self._max_tokens = histogram(
+        self.n = histogram("request_params_n", "Samples asked for", N_BUCKETS)
+        self.max_tokens = histogram(
             "request_params_max_tokens", "Most tokens asked for", TOKEN_BUCKETS
         )
-        self._prefill = histogram(
+        self.prefill = histogram(
             "request_prefill_time_seconds", "From a node to token 1", TTFT_BUCKETS
         )
-        self._decode = histogram(
+        self.decode = histogram(
             "request_decode_time_seconds", "From token 1 to the last", E2E_BUCKETS
         )
-        self._inference = histogram(
+        self.inference = histogram(
             "request_inference_time_seconds", "From a node to the last token", E2E_BUCKETS
         )
-
-    def ended(self, model: str, done: Finished) -> None:
-        """Count one request."""
-        self._prompt.labels(model).observe(done.prompt_tokens)
-        self._output.labels(model).observe(done.output_tokens)
-        samples = 1
-        if done.params is not None:
-            samples = done.params.n
-            self._n.labels(model).observe(samples)
-            self._max_tokens.labels(model).observe(done.params.max_tokens)
-        self._most.labels(model).observe(-(-done.output_tokens // samples))
-        began = done.arrival if done.dispatched is None else done.dispatched
-        if done.first is not None:
-            self._prefill.labels(model).observe(max(0.0, done.first - began))
-            self._decode.labels(model).observe(max(0.0, done.last - done.first))
-            self._inference.labels(model).observe(max(0.0, done.last - began))
 
 
 def watch(services: RouterServices) -> None:

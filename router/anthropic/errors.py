@@ -8,6 +8,7 @@ Anthropic's SDK looks for it.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from typing import Any, Final, cast
 
 import orjson
@@ -37,10 +38,12 @@ class AnthropicErrors:
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["type"] != "http" or not speaks_anthropic(scope["path"]):
-            await self._app(scope, receive, send)
-            return
+            return self._app(scope, receive, send)
+        return self._translate(scope, receive, send)
+
+    async def _translate(self, scope: Scope, receive: Receive, send: Send) -> None:
         start: Message | None = None  # of a failure, until its body is whole
         body = bytearray()
 

@@ -42,9 +42,11 @@ def has_room(
     prefillers, decoders = _by_role(nodes)
     if not decoders:
         return True
-    return _prefill_room(prompt_tokens, prefillers, way, prefill_window_s) and _decode_room(
-        prompt_tokens, decoders, way.tokens + sum(queued_tokens(node) for node in prefillers)
-    )
+    queued = [queued_tokens(node) for node in prefillers]
+    on_way = way.tokens + sum(queued)
+    if not _prefill_room(prompt_tokens, prefillers, queued, way, prefill_window_s):
+        return False
+    return _decode_room(prompt_tokens, decoders, on_way)
 
 
 def has_prefill_room(
@@ -52,22 +54,29 @@ def has_prefill_room(
 ) -> bool:
     """The same of inputs whose vectors are wanted: nothing is decoded."""
     prefillers, _ = _by_role(nodes)
-    return not prefillers or _prefill_room(tokens, prefillers, way, prefill_window_s)
+    queued = [queued_tokens(node) for node in prefillers]
+    return not prefillers or _prefill_room(tokens, prefillers, queued, way, prefill_window_s)
 
 
 def _by_role(
     nodes: Sequence[NodeSnapshot],
 ) -> tuple[list[NodeSnapshot], list[NodeSnapshot]]:
     """Nodes that compute prompts, and those that decode; may be the same."""
-    usable = [node for node in nodes if node.takes_requests]
-    decoders = [node for node in usable if node.role is Role.DECODE]
-    return [node for node in usable if node.role is Role.PREFILL] or decoders, decoders
+    prefillers: list[NodeSnapshot] = []
+    decoders: list[NodeSnapshot] = []
+    for node in nodes:
+        if node.takes_requests:
+            (decoders if node.role is Role.DECODE else prefillers).append(node)
+    return prefillers or decoders, decoders
 
 
 def _prefill_room(
-    prompt_tokens: int, nodes: Sequence[NodeSnapshot], way: OnTheWay, window_s: float
+    prompt_tokens: int,
+    nodes: Sequence[NodeSnapshot],
+    queued: Sequence[int],
+    way: OnTheWay,
+    window_s: float,
 ) -> bool:
-    queued = [queued_tokens(node) for node in nodes]
     if way.requests < queued.count(0):
         return True
     window = 0.0
@@ -80,15 +89,19 @@ def _prefill_room(
 
 
 def _decode_room(prompt_tokens: int, nodes: Sequence[NodeSnapshot], on_way: int) -> bool:
-    if any(requests_on(node) == 0 for node in nodes) and on_way == 0:
-        return True
-    if all(is_full(node) for node in nodes):
+    free = total = 0
+    full = told = True
+    for node in nodes:
+        if on_way == 0 and requests_on(node) == 0:
+            return True
+        load, size = node.load, node.block_size
+        full = full and is_full(node)
+        told = told and load.total_blocks > 0
+        free += load.free_blocks * size
+        total += load.total_blocks * size
+    if full:
         return False
-    if any(node.load.total_blocks == 0 for node in nodes):
-        return True
-    free = sum(node.load.free_blocks * node.block_size for node in nodes)
-    total = sum(node.load.total_blocks * node.block_size for node in nodes)
-    return prompt_tokens + on_way <= free + AHEAD * total
+    return not told or prompt_tokens + on_way <= free + AHEAD * total
 
 
 def widest(nodes: Sequence[NodeSnapshot]) -> int | None:

@@ -25,21 +25,24 @@ class DirectRoutes:
         self._app = app
         self._posts = dict(posts)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         handler = None
         if scope["type"] == "http" and scope["method"] == "POST":
             handler = self._posts.get(scope["path"])
         if handler is None:
-            await self._app(scope, receive, send)
-            return
-        request = HttpRequest(scope, receive, send)
-        try:
-            reply = await handler(request)
-        except HTTPException as error:
-            reply = await on_http_exception(request, error)
-        except BatonError as error:
-            reply = await on_baton_error(request, error)
-        except Exception as error:
-            await (await on_baton_error(request, error))(scope, receive, send)
-            raise  # the server's log wants it, too
-        await reply(scope, receive, send)
+            return self._app(scope, receive, send)
+        return _answer(handler, scope, receive, send)
+
+
+async def _answer(handler: Handler, scope: Scope, receive: Receive, send: Send) -> None:
+    request = HttpRequest(scope, receive, send)
+    try:
+        reply = await handler(request)
+    except HTTPException as error:
+        reply = await on_http_exception(request, error)
+    except BatonError as error:
+        reply = await on_baton_error(request, error)
+    except Exception as error:
+        await (await on_baton_error(request, error))(scope, receive, send)
+        raise  # the server's log wants it, too
+    await reply(scope, receive, send)

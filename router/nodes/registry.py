@@ -158,12 +158,12 @@ class NodeRegistry:
     def snapshots(self) -> list[NodeSnapshot]:
         """The connected nodes, as of now."""
         health, panic = self.health, self.health.panicking(self._seen)
-        held = health.holds_any
+        if not health.holds_any:
+            return [session.snapshot(record) for session, record in self._connected()]
         found: list[NodeSnapshot] = []
         for session, record in self._connected():
             snapshot = session.snapshot(record)
-            quarantined = held and record.role not in panic and health.in_quarantine(session.keys)
-            if session.stalled or quarantined:
+            if record.role not in panic and health.in_quarantine(session.keys):
                 snapshot = replace(snapshot, shunned=True)
             found.append(snapshot)
         return found

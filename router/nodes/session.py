@@ -117,8 +117,8 @@ class NodeSession:
         self._drained = False  # the node has said its last words
         self._snapshot: NodeSnapshot | None = None  # None: something has changed since
         self._doubted = False  # it hung, and nothing has been heard of its engine since
-        clock, stall_s = context.clock, context.timing.stall_s
-        self._watchdog = Watchdog(clock, stall_s, lambda: bool(self._attached))
+        stall_s = context.timing.stall_s
+        self._watchdog = Watchdog(context.clock, stall_s, lambda: bool(self._attached))
         self.prefix = PrefixIndex()
 
     # ---- what it knows ----
@@ -190,6 +190,7 @@ class NodeSession:
                 unreported_tokens=self.unreported_tokens,
                 adapters=record.adapters,
                 max_num_seqs=record.max_num_seqs,
+                shunned=self.stalled,
             )
         return self._snapshot
 
@@ -199,7 +200,8 @@ class NodeSession:
         """Route a request's events. Raises NodeLost when the session is down."""
         if not self._connected:
             raise NodeLost(f"node {self.address} is not connected")
-        self.detach(attachment.request_id)
+        if attachment.request_id in self._attached:
+            self.detach(attachment.request_id)
         self._snapshot = None
         if not self._attached:
             self._watchdog.began()
@@ -345,7 +347,7 @@ class NodeSession:
             steps.put_nowait(self._hangs(f"silent for {self._context.timing.stall_s:g} s"))
 
     def _hangs(self, how: str) -> NodeLost:
-        self._doubted = True
+        self._doubted, self._snapshot = True, None
         return NodeLost(f"the node makes no progress: {how}")
 
     async def _take_all(self, batch: Sequence[NodeStep | BaseException | None]) -> bool:
@@ -453,9 +455,8 @@ class NodeSession:
         was_connected, self._connected = self._connected, False
         self.prefix.clear()
         attached, self._attached = list(self._attached.values()), {}
-        self._assigned_tokens = 0
+        self._assigned_tokens = self._unreported_tokens = 0
         self._unreported.clear()
-        self._unreported_tokens = 0
         self._snapshot = None
         node_id = self.address if self._record is None else self._record.node_id
         if was_connected:

@@ -98,6 +98,7 @@ class Swept:
 
 
 Told = Callable[[WriteStatus | StoreUnavailable], None]
+Claimed = Callable[[int | StoreUnavailable | None], None]
 
 
 class RequestStore(Protocol):
@@ -123,6 +124,13 @@ class RequestStore(Protocol):
         """Own a request: a new one becomes QUEUED at epoch 1, an ownerless one is adopted.
 
         None: the id belongs to somebody else, or is in use already.
+        """
+        ...
+
+    def post_claim(self, request_id: str, fields: Mapping[str, str], told: Claimed) -> None:
+        """`claim` without waiting: it takes effect before what its request is asked next.
+
+        Raises nothing; `told` the epoch, or None, at once or later, once.
         """
         ...
 

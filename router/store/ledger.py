@@ -44,7 +44,7 @@ class StoreStats:
     away: bool = False
     outages: int = 0
     skipped: int = 0  # calls not made, or failed, because the store was away
-    refused: int = 0  # writes that the store answered with a fence, a gap, an unknown record
+    refused: int = 0  # requests whose write it answered with a fence, a gap, an unknown record
 
 
 def description(request: Request) -> dict[str, str]:
@@ -59,9 +59,9 @@ def description(request: Request) -> dict[str, str]:
 class RequestLedger:
     """State and epoch of one request: the truth while its router lives, written through.
 
-    `recorded`: the store has a record and it is ours. `behind`: a write was skipped. `refused`: the
-    store does not take its writes any more, so nothing is owed. `owed`: what to tell it.
-    `log`: of a resumable request, which shows nothing that is not logged.
+    `recorded`: the store has a record and it is ours; while it is `claiming`, on its way. `behind`:
+    a write was skipped. `refused`: the store does not take its writes any more, so nothing is owed.
+    `owed`: what to tell it. `log`: of a resumable request, which shows nothing that is not logged.
     """
 
     def __init__(
@@ -76,13 +76,42 @@ class RequestLedger:
         self.state = RequestState.QUEUED
         self.epoch = 1
         self.recorded = False
+        self.claiming = False
         self.behind = False
         self.refused = False
         self.log = log
         self.owed = Owed(dict(fields)) if log is None else log.owed
+        self._in_use = False  # the store has such a request already
+        self._claimed: asyncio.Future[None] | None = None  # its journey waits for the record
         self._posted = 0  # moves that the store has not answered
         self._appending: list[TokenEvent] = []  # on their way into the log
         self._appended: asyncio.Event | None = None  # set when nothing is, for who waits
+
+    def began(self) -> None:
+        """Its claim goes out now: whatever it asks of the store comes behind that."""
+        self.recorded = self.claiming = True
+
+    def claimed(self, epoch: int | None, *, in_use: bool = False) -> None:
+        """How the claim was answered; no epoch: it was not, or the id is `in_use`."""
+        self.claiming, self.recorded = False, epoch is not None
+        self._in_use = self.refused = in_use
+        if epoch is not None:
+            self.epoch = epoch
+            self.owed.fields.clear()  # the claim has said them
+        if self._claimed is not None and not self._claimed.done():
+            self._claimed.set_result(None)
+
+    async def accepted(self) -> None:
+        """Until the record is there, or the store is away. Raises InvalidRequest for an id that is
+        in use."""
+        await self._claim_over()
+        if self._in_use:
+            raise IdInUse()
+
+    async def _claim_over(self) -> None:
+        if self.claiming:
+            self._claimed = asyncio.get_running_loop().create_future()
+            await self._claimed  # the store's answers have a deadline
 
     def appends(self, event: TokenEvent) -> None:
         """`event` goes into the log now; `append_over` when the store has answered."""
@@ -145,6 +174,7 @@ class RequestLedger:
 
     async def finish(self, state: RequestState, **fields: str) -> None:
         """The terminal state; afterwards the ledger is closed. Raises IllegalTransition."""
+        await self._claim_over()
         check_transition(self.state, state)
         # One that was posted may fail yet: then this one has its place.
         behind = self.behind or self._posted > 0
@@ -189,17 +219,25 @@ class RequestLedger:
         if status is None:
             self.behind = True
         elif status is not WriteStatus.OK:
-            self._guard.stats.refused += 1
+            known, self.behind, self.refused = self.refused, True, True
             self._guard.catch_up.forget(self)
             if self.log is not None:
                 self.log.lose()
             # A resumable request is given up: whoever sweeps it goes on from its log.
             gone = self.log is not None or status in (WriteStatus.GONE, WriteStatus.FENCED)
-            self.recorded = not gone
-            self.behind = self.refused = True
-            logger.warning(
-                "request %s: the store answers %s, goes on unlogged", self.request_id, status
-            )
+            self.recorded = self.recorded and not gone
+            if not known:  # else one that was on its way
+                self._guard.stats.refused += 1
+                logger.warning(
+                    "request %s: the store answers %s, goes on unlogged", self.request_id, status
+                )
+
+
+class IdInUse(InvalidRequest):
+    """Another request has this id."""
+
+    def __init__(self) -> None:
+        super().__init__("this request id is in use", field="request_id")
 
 
 class StoreGuard:
@@ -255,9 +293,28 @@ class StoreGuard:
             await self.release([request.id])  # swept in this moment: it is there to be adopted
             record = None
         if record is None:
-            raise InvalidRequest("this request id is in use", field="request_id")
+            raise IdInUse()
         self._opened(ledger, record)
         return ledger
+
+    async def enter(self, request: Request, fields: dict[str, str]) -> RequestLedger:
+        """`open`, but the record of a plain request is only on its way: `ledger.accepted` waits for
+        it, and raises what `open` does."""
+        if self.stats.away or request.id in self._expected:
+            return await self.open(request, fields)
+        ledger = self._open[request.id] = RequestLedger(self, request.id, fields)
+        ledger.began()
+        self._store.post_claim(request.id, fields, lambda answer: self._claimed(ledger, answer))
+        return ledger
+
+    def _claimed(self, ledger: RequestLedger, answer: int | StoreUnavailable | None) -> None:
+        if isinstance(answer, StoreUnavailable):
+            self._lose(answer)
+            ledger.claimed(None)  # it goes on unlogged
+            return
+        ledger.claimed(answer, in_use=answer is None)
+        if answer is None:
+            self.close(ledger.request_id)
 
     def _unlogged(self, ledger: RequestLedger) -> RequestLedger:
         """What becomes of a request that cannot be recorded: a plain one goes on, and is told
@@ -346,8 +403,9 @@ class StoreGuard:
             self.stats.skipped += 1
             return None
         try:
-            return await self.reach(work)
-        except StoreUnavailable:
+            return await work(self._store)
+        except StoreUnavailable as error:
+            self._lose(error)
             return None
 
     async def reach(self, work: Callable[[RequestStore], Awaitable[T]]) -> T:
@@ -376,7 +434,7 @@ class StoreGuard:
 
     async def beat(self) -> None:
         """One heartbeat: keep what is held, settle what ended meanwhile, sweep what others left."""
-        held = [ledger.request_id for ledger in self._open.values() if ledger.recorded]
+        held = [it.request_id for it in self._open.values() if it.recorded and not it.claiming]
         # An end that is still to be told needs its lease, too: its tokens may be among the untold.
         held += [i for i, (ledger, _) in self._unsettled.items() if ledger.recorded]
         swept: Sequence[Swept] = ()

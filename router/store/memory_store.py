@@ -24,6 +24,7 @@ from router.store.base import (
     NO_FIELDS,
     SWEEP_LIMIT,
     TERMINAL_TTL_S,
+    Claimed,
     LogEntry,
     Move,
     RequestRecord,
@@ -95,6 +96,14 @@ class MemoryStore:
     async def claim(
         self, request_id: str, fields: Mapping[str, str] = NO_FIELDS
     ) -> RequestRecord | None:
+        row = self._claim(request_id, fields)
+        return None if row is None else self._record(request_id, row)
+
+    def post_claim(self, request_id: str, fields: Mapping[str, str], told: Claimed) -> None:
+        row = self._claim(request_id, fields)
+        told(None if row is None else row.epoch)
+
+    def _claim(self, request_id: str, fields: Mapping[str, str]) -> _Row | None:
         row = self._row(request_id)
         if row is None:
             row = _Row(RequestState.QUEUED, 1, self._owner, self._lease_end())
@@ -106,7 +115,7 @@ class MemoryStore:
         row.owner = self._owner
         row.lease_until = self._lease_end()
         row.fields.update(fields)
-        return self._record(request_id, row)
+        return row
 
     async def move(self, move: Move) -> WriteStatus:
         assert not move.state.terminal, "a terminal state is `finish`'s"

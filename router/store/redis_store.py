@@ -39,6 +39,7 @@ from router.store.base import (
     NO_FIELDS,
     SWEEP_LIMIT,
     TERMINAL_TTL_S,
+    Claimed,
     LogEntry,
     Move,
     RequestRecord,
@@ -112,15 +113,25 @@ class RedisStore:
     async def claim(
         self, request_id: str, fields: Mapping[str, str] = NO_FIELDS
     ) -> RequestRecord | None:
-        key = request_key(request_id)
-        flat: list[bytes] = await self._run(
-            self._claim,
-            [key, LEASES, EVENTS, STATES],
-            [self._owner, self._lease_ms, *_flatten(fields)],
-        )
-        if not flat:
-            return None
-        return _record(request_id, dict(zip(flat[::2], flat[1::2], strict=True)))
+        flat: list[bytes] = await self._run(self._claim, *self._claiming(request_id, fields))
+        return _record(request_id, _pairs(flat)) if flat else None
+
+    def post_claim(self, request_id: str, fields: Mapping[str, str], told: Claimed) -> None:
+        def settle(answer: list[bytes] | Exception) -> None:
+            if isinstance(answer, Exception):
+                told(self._failed(answer))
+            else:
+                self._reached()
+                told(int(_pairs(answer)[b"epoch"]) if answer else None)
+
+        self._scripts.post(self._claim, *self._claiming(request_id, fields), settle)
+
+    def _claiming(
+        self, request_id: str, fields: Mapping[str, str]
+    ) -> tuple[Sequence[str], Sequence[str | int]]:
+        """CLAIM's keys and arguments."""
+        keys = (request_key(request_id), LEASES, EVENTS, STATES)
+        return keys, (self._owner, self._lease_ms, *_flatten(fields))
 
     async def move(self, move: Move) -> WriteStatus:
         assert not move.state.terminal, "a terminal state is `finish`'s"
@@ -203,8 +214,7 @@ class RedisStore:
     async def read(self, request_id: str) -> RequestRecord | None:
         self._posted.flush()
         flat: list[bytes] = await self._run(self._read, [request_key(request_id)], [])
-        raw = dict(zip(flat[::2], flat[1::2], strict=True))
-        return _record(request_id, raw) if raw else None
+        return _record(request_id, _pairs(flat)) if flat else None
 
     async def read_log(self, request_id: str) -> list[LogEntry]:
         async with self._call():
@@ -290,6 +300,10 @@ def _entry(request_id: str, row: Mapping[bytes, bytes]) -> LogEntry:
         sample=int(row[b"s"]),
         more=row.get(b"m", b"").decode(),
     )
+
+
+def _pairs(flat: Sequence[bytes]) -> dict[bytes, bytes]:
+    return dict(zip(flat[::2], flat[1::2], strict=True))
 
 
 def _record(request_id: str, raw: Mapping[bytes, Any]) -> RequestRecord:

@@ -40,7 +40,8 @@ class TokenLog:
                 ledger.append_over(event)
         for index, (ledger, _) in enumerate(logged):
             entry, status = entries[index], None if statuses is None else statuses[index]
-            if status is WriteStatus.GAP:
+            unclaimed = status is WriteStatus.GONE and not ledger.recorded
+            if status is WriteStatus.GAP or unclaimed:
                 status = None  # what is missing failed just now: both are told with a heartbeat
             ledger.took(status)
             if status is WriteStatus.OK:

@@ -27,6 +27,7 @@ from router.services import RouterServices
 from router.store.base import (
     NO_FIELDS,
     SWEEP_LIMIT,
+    Claimed,
     LogEntry,
     Move,
     RequestRecord,
@@ -78,6 +79,12 @@ class CutStore:
         self, request_id: str, fields: Mapping[str, str] = NO_FIELDS
     ) -> RequestRecord | None:
         return await self._reached().claim(request_id, fields)
+
+    def post_claim(self, request_id: str, fields: Mapping[str, str], told: Claimed) -> None:
+        if self.away:
+            told(StoreUnavailable("cut off"))
+        else:
+            self._inner.post_claim(request_id, fields, told)
 
     async def move(self, move: Move) -> WriteStatus:
         return await self._reached().move(move)

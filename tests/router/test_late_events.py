@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
@@ -15,7 +15,7 @@ from baton.request import FinishReason, RequestState
 from router.failure_metrics import Watched, watch_failures
 from router.metrics import RouterMetrics
 from router.retry_budget import RetryBudget
-from router.store.base import LOGGED, LogEntry, WriteStatus
+from router.store.base import LOGGED, Claimed, LogEntry, WriteStatus
 from router.store.memory_store import MemoryStore
 from tests.router.clients import Client, cluster, first_of, state_of
 from tests.router.fakes import (
@@ -44,8 +44,43 @@ class SlowStore(MemoryStore):
         return statuses
 
 
+class SlowRecords(MemoryStore):
+    """Records at once, says so when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__("router", FAST, SystemClock())
+        self.answers: list[Callable[[], None]] = []
+
+    def post_claim(self, request_id: str, fields: Mapping[str, str], told: Claimed) -> None:
+        super().post_claim(
+            request_id, fields, lambda answer: self.answers.append(lambda: told(answer))
+        )
+
+
+async def test_a_prefill_begins_before_the_record_is_there_and_shows_nothing() -> None:
+    store = SlowRecords()
+    async with fake_nodes("p", "d") as (p, d), running_router([p, d], store) as router:
+        client = Client(router, make_request())
+        prefill = await p.hear(SubmitPrefill)
+        p.export(prefill.request)
+        p.tokens(prefill.request, 0, 41)
+        await eventually(lambda: logged_is(router, [41]), PATIENCE_S)
+        assert client.trace.first_token_at is None
+        assert not d.heard_of(SubmitDecode)
+        store.answers[0]()
+        assert (await client.next()).token_ids == (41,)
+        decode = await d.hear(SubmitDecode)
+        d.subscribe(decode.request)
+        d.finish(decode.request, 1, 42)
+        assert await client.done() == [41, 42]
+
+
 async def logged(router: FakeRouter) -> list[int]:
     return [token for entry in await router.store.read_log("r") for token in entry.token_ids]
+
+
+async def logged_is(router: FakeRouter, tokens: list[int]) -> bool:
+    return await logged(router) == tokens
 
 
 async def late_events(router: FakeRouter, count: int) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from baton.request import FinishReason, RequestState
 from deploy.redis_server import RedisServer, find_redis_binary
 from router.resumable.replay import Told as Shown
 from router.resumable.run_log import RunLog
-from router.store.base import LogEntry, Move, Told, WriteStatus
+from router.store.base import Claimed, LogEntry, Move, Told, WriteStatus
 from router.store.catch_up import CatchUp
 from router.store.ledger import StoreGuard
 from router.store.memory_store import MemoryStore
@@ -41,6 +41,14 @@ class FlakyStore(MemoryStore):
     async def claim(self, *args: object, **kwargs: object):  # type: ignore[no-untyped-def]
         self._reach()
         return await super().claim(*args, **kwargs)  # type: ignore[arg-type]
+
+    def post_claim(self, request_id: str, fields: Mapping[str, str], told: Claimed) -> None:
+        try:
+            self._reach()
+        except StoreUnavailable as error:
+            told(error)
+        else:
+            super().post_claim(request_id, fields, told)
 
     async def move(self, move: Move) -> WriteStatus:
         self._reach()
@@ -232,6 +240,82 @@ async def test_the_ledger_keeps_the_table_and_the_ids() -> None:
         await ledger.move(S.DECODE)
     with pytest.raises(InvalidRequest):
         await guard.open(make_request("a"), {})
+
+
+class SlowClaims(FlakyStore):
+    """Claims are told when the test says so; the rest at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.claims: list[Callable[[], None]] = []
+
+    def post_claim(self, request_id: str, fields: Mapping[str, str], told: Claimed) -> None:
+        self.claims.append(lambda: super(SlowClaims, self).post_claim(request_id, fields, told))
+
+
+async def test_a_record_that_is_on_its_way_is_waited_for() -> None:
+    store = SlowClaims()
+    guard = StoreGuard(store, FAST)
+    ledger = await guard.enter(make_request("a"), {"seed": "1"})
+    waiting = asyncio.create_task(ledger.accepted())
+    await guard.beat()
+    assert (ledger.recorded, ledger.refused) == (True, False), "a heartbeat may overtake a claim"
+    assert not waiting.done()
+    store.claims[0]()
+    await waiting
+    await ledger.move(S.PREFILL)
+    record = await store.read("a")
+    assert record is not None
+    assert (record.state, record.fields) == (S.PREFILL, {"seed": "1"})
+
+
+async def test_a_request_that_leaves_before_its_record_is_there_is_ended_in_the_store() -> None:
+    store = SlowClaims()
+    guard = StoreGuard(store, FAST)
+    ledger = await guard.enter(make_request("a"), {})
+    waiting = asyncio.create_task(ledger.accepted())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    ending = asyncio.create_task(ledger.finish(S.CANCELLED))
+    await asyncio.sleep(0)
+    store.claims[0]()
+    await ending
+    record = await store.read("a")
+    assert record is not None
+    assert record.state is S.CANCELLED
+
+
+async def test_a_claim_that_fails_is_made_later() -> None:
+    store = SlowClaims()
+    guard = StoreGuard(store, FAST)
+    ledger = await guard.enter(make_request("a"), {"seed": "1"})
+    store.away = True
+    await TokenLog(guard).append([tokens("a", 0, 1)])  # it was on its way behind the claim
+    store.claims[0]()
+    await ledger.accepted()
+    assert (ledger.recorded, guard.stats.away) == (False, True)
+    store.away = False
+    await guard.beat()
+    record = await store.read("a")
+    assert record is not None
+    assert record.fields == {"seed": "1"}
+    assert [entry.token_ids for entry in await store.read_log("a")] == [(1,)]
+
+
+async def test_an_id_in_use_is_refused_when_the_store_says_so() -> None:
+    store = SlowClaims()
+    guard = StoreGuard(store, FAST)
+    assert await store.claim("a") is not None
+    assert await store.move(Move("a", 1, S.PREFILL)) is WriteStatus.OK
+    ledger = await guard.enter(make_request("a"), {})
+    store.claims[0]()
+    with pytest.raises(InvalidRequest):
+        await ledger.accepted()
+    await ledger.finish(S.FAILED)
+    record = await store.read("a")
+    assert record is not None
+    assert record.state is S.PREFILL, "it is somebody else's"
+    assert guard.ledger("a") is None
 
 
 async def test_an_append_that_fails_late_is_still_told_first() -> None:

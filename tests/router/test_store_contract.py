@@ -61,6 +61,18 @@ async def test_a_claimed_id_belongs_to_one_router(make_store: StoreMaker) -> Non
     assert await one.claim("a") is None  # in use
 
 
+async def test_a_posted_claim_comes_before_what_is_asked_next(make_store: StoreMaker) -> None:
+    one, two, told = make_store("r1"), make_store("r2"), list[Any]()
+    one.post_claim("a", {"seed": "7"}, told.append)
+    assert await one.append([LogEntry("a", 1, 0, (1, 2))]) == [W.OK]
+    record = await one.read("a")
+    assert record is not None
+    assert (record.state, record.owner, record.fields) == (S.QUEUED, "r1", {"seed": "7"})
+    two.post_claim("a", {}, told.append)
+    await two.read("a")
+    assert told == [1, None]
+
+
 @pytest.mark.parametrize(("old", "new"), list(itertools.product(S, S)))
 async def test_transitions_are_the_table(make_store: StoreMaker, old: S, new: S) -> None:
     store = make_store("r1")

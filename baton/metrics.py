@@ -59,6 +59,7 @@ class EngineTotals:
     """What an engine has counted since its start."""
 
     steps: int = 0
+    steps_ahead: int = 0  # planned while the one before ran
     prefill_chunks: int = 0  # computed; more than one per prompt = chunked prefill
     prompt_tokens: int = 0  # computed, prefix hits excluded
     generation_tokens: int = 0
@@ -289,6 +290,7 @@ def _counters(now: NodeSnapshot) -> Iterable[tuple[str, str, float]]:
         ("vllm:spec_decode_num_accepted_tokens", "Of these, right", engine.accepted_tokens),
         ("baton_replayed_tokens", "Output tokens computed again", engine.replayed_tokens),
         ("baton_engine_steps", "Engine steps", engine.steps),
+        ("baton_engine_steps_ahead", "Of these, planned ahead", engine.steps_ahead),
         ("baton_engine_busy_seconds", "Time in engine steps", engine.busy_seconds),
         ("baton_read_bytes", "Weights and KV that steps had to read", engine.read_bytes),
         ("baton_flops", "Floating-point operations of steps", engine.flops),

@@ -41,6 +41,7 @@ def snapshot(
         load=load,
         engine=EngineTotals(
             steps=stats.num_steps,
+            steps_ahead=stats.num_steps_ahead,
             prefill_chunks=stats.num_prefill_chunks,
             prompt_tokens=stats.num_prompt_tokens,
             generation_tokens=stats.num_generated_tokens,

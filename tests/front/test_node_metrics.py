@@ -23,6 +23,7 @@ def test_a_scrape_shows_the_snapshot_of_that_moment() -> None:
             NodeLoad(running=3, waiting=2, free_blocks=1, total_blocks=4, draining=True),
             EngineTotals(
                 steps=totals["steps"],
+                steps_ahead=1,
                 prompt_tokens=8,
                 generation_tokens=3,
                 pooled_tokens=12,
@@ -46,6 +47,7 @@ def test_a_scrape_shows_the_snapshot_of_that_moment() -> None:
     lost = 'model_name="tiny",node="decode-0",outcome="kv_lost",role="decode"'
     for expected in (
         f"baton_engine_steps_total{{{node}}} 7.0",
+        f"baton_engine_steps_ahead_total{{{node}}} 1.0",
         f"vllm:num_requests_running{{{node}}} 3.0",
         f"vllm:iteration_tokens_total_count{{{node}}} 7.0",
         f"vllm:iteration_tokens_total_sum{{{node}}} 11.0",

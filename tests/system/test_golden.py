@@ -190,6 +190,19 @@ async def test_different_block_sizes_on_prefill_and_decode(
         assert_handed_over(c)
 
 
+async def test_steps_planned_while_one_runs_change_no_token(
+    golden: Callable[[str], Golden],
+) -> None:
+    """On D; P, which exports, plans none so."""
+    expected = golden("llama")
+    options = {"async_scheduling": True}
+    async with cluster(Plan(expected.model, [options], [options])) as c:
+        assert await run(c, rounds=2) == [expected.tokens] * 2
+        assert c.decode[0].stats.num_steps_ahead > 0
+        assert c.prefill[0].stats.num_steps_ahead == 0
+        assert_handed_over(c)
+
+
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 async def test_sampled_tokens_depend_on_the_seed_alone(
     golden: Callable[[str], Golden], kind: str

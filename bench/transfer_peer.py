@@ -24,9 +24,9 @@ import xxhash
 from baton.clock import SystemClock
 from baton.cores import parse_cores, pin_process
 from baton.engine.engine import Engine
-from baton.engine.kernels.cpu.library import processor_flags
+from baton.engine.kernels.cpu.build import missing
+from baton.engine.kernels.cpu.library import kernels
 from baton.engine.kernels.cpu.library import state as kernel_state
-from baton.engine.kernels.cpu.quantized import FLAGS as INTEGER_FLAGS
 from baton.engine.kernels.cpu.quantized import integer_kernels_for
 from baton.engine.kernels.gpu.support import state as gpu_kernel_state
 from baton.engine.kv_cache import KVArena
@@ -248,12 +248,15 @@ class Peer:
 
 
 def _integer_kernel_state() -> str:
+    compiled = kernels()
+    if compiled is None:
+        return "torch's own serve: as above"
     if integer_kernels_for(torch.bfloat16, torch.device("cpu")) is not None:
-        return "compiled, AVX-512 VNNI and VBMI"
+        return "compiled, as above"
     if torch.cpu._is_amx_tile_supported():  # pyright: ignore[reportPrivateUsage]
         return "torch's own serve: oneDNN multiplies in AMX tiles"
-    missing = ", ".join(sorted(INTEGER_FLAGS - processor_flags()))
-    return f"torch's own serve: {f'this processor has no {missing}' if missing else 'as above'}"
+    lacking = ", ".join(missing(compiled.instructions.integer_flags))
+    return f"torch's own serve: this processor has no {lacking}"
 
 
 def _gpu_state() -> str:

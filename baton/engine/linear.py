@@ -1,8 +1,9 @@
 """The one seam for weight formats: how x W^T + b is done, chosen once at start.
 
 `choose_linear` is about plain weights. float32 and everything on a GPU: `functional.linear`.
-bfloat16 on a CPU: weights in panels for our own kernel, where it was compiled, else reordered for
-oneDNN, which was 1.4-1.8x `functional.linear` at 4-32 rows. Integer weights: quantization.py.
+bfloat16 on a CPU: weights in panels for our own kernel (AVX-512, AVX2), where it was compiled, but
+with AMX or without a compiler reordered for oneDNN, 1.4-1.8x `functional.linear` at 4-32 rows.
+Integer weights: quantization.py.
 `Linears` is what a model asks for its layers; which format each gets is not the model's business.
 """
 

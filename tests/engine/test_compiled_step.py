@@ -16,7 +16,7 @@ from torch import Tensor
 from baton.engine.attention.compiled import CompiledAttention
 from baton.engine.batch import Step, flatten
 from baton.engine.interface import SequenceChunk
-from baton.engine.kernels.cpu.library import kernels
+from baton.engine.kernels.cpu.library import CpuKernels, kernels
 from baton.engine.kernels.cpu.quantized import integer_kernels_for
 from baton.engine.kv_cache import KVArena
 from baton.engine.layer_groups import one_group
@@ -31,10 +31,19 @@ from tests.engine.quantized_models import make_quantized
 from tests.engine.running import Driver, load, relative_error
 
 CPU = torch.device("cpu")
-FOUND = kernels()
-INTEGERS = integer_kernels_for(torch.bfloat16, CPU)
-pytestmark = pytest.mark.skipif(FOUND is None, reason="this machine compiles no kernels")
+pytestmark = pytest.mark.usefixtures("cpu_kernels")  # each instruction set's in turn
 BLOCK = 16
+
+
+def serving() -> CpuKernels:
+    found = kernels()
+    assert found is not None
+    return found
+
+
+def needs_kernels_of(scheme: Scheme | None) -> None:
+    if scheme is not None and integer_kernels_for(torch.bfloat16, CPU) is None:
+        pytest.skip("no integer kernels here")
 
 
 @dataclass(frozen=True)
@@ -58,13 +67,11 @@ class RandomWeights:
             return PlainLinear(weight, bias)
         if self.scheme is not None:
             return QuantizedFormat(torch.bfloat16, CPU)(quantize(weight, self.scheme), bias)
-        assert FOUND is not None
-        return PanelLinear(FOUND, weight, bias)
+        return PanelLinear(serving(), weight, bias)
 
     def head(self, tied: Tensor | None) -> Linear:
-        assert FOUND is not None
         assert tied is not None
-        return PanelLinear(FOUND, tied, None)
+        return PanelLinear(serving(), tied, None)
 
 
 def config_of(*, normed: bool = True, biased: bool = False, window: int = 0) -> DecoderConfig:
@@ -99,7 +106,6 @@ class Pool:
     """A pool whose sequences have histories of noise, and steps over it."""
 
     def __init__(self, config: DecoderConfig, starts: Sequence[int]) -> None:
-        assert FOUND is not None
         self.starts = starts
         self.groups = one_group(config.layers)
         blocks = sum(start // BLOCK + 1 for start in starts)
@@ -108,7 +114,7 @@ class Pool:
         for layer in range(config.num_layers):
             for pool in self.arena.layer(layer):
                 pool.copy_(torch.randn(pool.shape, generator=generator))
-        self.attention = CompiledAttention(self.arena, config.attention_layers, FOUND)
+        self.attention = CompiledAttention(self.arena, config.attention_layers, serving())
 
     def step(self, rows: int = 1, adapter: str = "") -> Step:
         """One more token of each sequence; `rows` of the last one."""
@@ -149,7 +155,7 @@ def hidden_of(decoder: Decoder, step: Step, by_layer: bool = False) -> Tensor:
 def test_a_whole_step_is_its_layers_one_by_one(
     starts: list[int], normed: bool, biased: bool, window: int, scheme: Scheme | None
 ) -> None:
-    if scheme is not None and INTEGERS is None:
+    if scheme is not None and integer_kernels_for(torch.bfloat16, CPU) is None:
         return
     config = config_of(normed=normed, biased=biased, window=window)
     decoder = decoder_of(config, scheme=scheme)
@@ -167,6 +173,7 @@ def test_a_whole_step_is_its_layers_one_by_one(
 
 @pytest.mark.parametrize("scheme", [None, *SCHEMES])
 def test_threads_do_not_change_a_step(scheme: Scheme | None) -> None:
+    needs_kernels_of(scheme)
     config = config_of()
     decoder = decoder_of(config, scheme=scheme)
     threads = torch.get_num_threads()
@@ -180,9 +187,9 @@ def test_threads_do_not_change_a_step(scheme: Scheme | None) -> None:
     assert all(torch.equal(one, found[0]) for one in found)
 
 
-@pytest.mark.skipif(INTEGERS is None, reason="no integer kernels on this machine")
 @pytest.mark.parametrize("name", ["w8a8", "w8a16", "w4a16", "gptq-asymmetric", "awq"])
 def test_checkpoints_of_integers_take_whole_steps(name: str, tmp_path: Path) -> None:
+    needs_kernels_of("int8")
     loaded = load(make_quantized(name, tmp_path)[0], dtype="bfloat16")
     decoder = loaded.model
     assert isinstance(decoder, Decoder)

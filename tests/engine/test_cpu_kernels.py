@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,23 +21,16 @@ from baton.engine.attention.compiled import CompiledAttention
 from baton.engine.attention.torch_cpu import TorchAttention
 from baton.engine.batch import Step, flatten
 from baton.engine.interface import SequenceChunk
-from baton.engine.kernels.cpu import build
-from baton.engine.kernels.cpu.build import CannotBuild
-from baton.engine.kernels.cpu.library import SWITCH, CpuKernels, HeadNorms, kernels
+from baton.engine.kernels.cpu import build, library
+from baton.engine.kernels.cpu.build import INSTRUCTION_SETS, CannotBuild, InstructionSet
+from baton.engine.kernels.cpu.library import SWITCH, CpuKernels, HeadNorms
 from baton.engine.kv_cache import KVArena
 from baton.engine.layer_groups import one_group
 from baton.engine.models.elementwise import CompiledElementwise, TorchElementwise
 from baton.engine.models.rope import Rotation
 from baton.kv_spec import HeldBlocks, LayerSpec
 
-FOUND = kernels()
-needs_kernels = pytest.mark.skipif(FOUND is None, reason="this machine compiles no kernels")
-
-
-@pytest.fixture
-def compiled() -> CpuKernels:
-    assert FOUND is not None
-    return FOUND
+ANY = InstructionSet("any", "any processor's", (), (), ())
 
 
 def noise(seed: int, *shape: int) -> Tensor:
@@ -47,7 +42,6 @@ def close(ours: Tensor, exact: Tensor) -> bool:
     return torch.allclose(ours.float(), exact, rtol=2e-2, atol=2e-2 * exact.abs().max().item())
 
 
-@needs_kernels
 @settings(max_examples=40)
 @given(
     rows=st.integers(1, 20),
@@ -55,36 +49,34 @@ def close(ours: Tensor, exact: Tensor) -> bool:
     outputs=st.integers(1, 200),
     biased=st.booleans(),
 )
-def test_linear_is_torchs(rows: int, inputs: int, outputs: int, biased: bool) -> None:
-    assert FOUND is not None
+def test_linear_is_torchs(
+    cpu_kernels: CpuKernels, rows: int, inputs: int, outputs: int, biased: bool
+) -> None:
     x, weight = noise(1, rows, inputs), noise(2, outputs, inputs)
     bias = noise(3, outputs) if biased else None
-    y = FOUND.linear(x, FOUND.pack(weight), bias, outputs)
+    y = cpu_kernels.linear(x, cpu_kernels.pack(weight), bias, outputs)
     exact = functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
     assert close(y, exact)
 
 
-@needs_kernels
-def test_a_row_of_linear_depends_on_no_other(compiled: CpuKernels) -> None:
+def test_a_row_of_linear_depends_on_no_other(cpu_kernels: CpuKernels) -> None:
     x, weight = noise(4, 600, 384), noise(5, 130, 384)
-    panels = compiled.pack(weight)
-    whole = compiled.linear(x, panels, None, 130)
+    panels = cpu_kernels.pack(weight)
+    whole = cpu_kernels.linear(x, panels, None, 130)
     for first, last in ((0, 1), (3, 10), (5, 18), (20, 35), (590, 600)):
-        assert torch.equal(compiled.linear(x[first:last], panels, None, 130), whole[first:last])
+        assert torch.equal(cpu_kernels.linear(x[first:last], panels, None, 130), whole[first:last])
 
 
-@needs_kernels
-def test_a_slice_of_a_wider_tensor_is_read_right(compiled: CpuKernels) -> None:
+def test_a_slice_of_a_wider_tensor_is_read_right(cpu_kernels: CpuKernels) -> None:
     wide, weight = noise(6, 3, 96), noise(7, 64, 32)
     part = wide[:, 32:64]
-    y = compiled.linear(part, compiled.pack(weight), None, 64)
+    y = cpu_kernels.linear(part, cpu_kernels.pack(weight), None, 64)
     assert close(y, part.float() @ weight.float().T)
 
 
-@needs_kernels
 @pytest.mark.parametrize("normed", [True, False])
-def test_what_stands_between_products_is_torchs(compiled: CpuKernels, normed: bool) -> None:
-    ours, plain = CompiledElementwise(compiled), TorchElementwise()
+def test_what_stands_between_products_is_torchs(cpu_kernels: CpuKernels, normed: bool) -> None:
+    ours, plain = CompiledElementwise(cpu_kernels), TorchElementwise()
     residual, delta, weight = noise(8, 5, 96), noise(9, 5, 96), noise(10, 96)
     sums, normal = ours.add_norm(residual.clone(), delta, weight, 1e-6)
     exact = plain.add_norm(residual.float(), delta.float(), weight.float(), 1e-6)
@@ -152,11 +144,9 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@needs_kernels
 @settings(max_examples=40)
 @given(case=cases())
-def test_attention_is_torchs(case: Case) -> None:
-    assert FOUND is not None
+def test_attention_is_torchs(cpu_kernels: CpuKernels, case: Case) -> None:
     starts, size, dim = case.starts, case.size, case.dim
     rows = [1] * (len(starts) - 1) + [case.last]
     totals = [start + count for start, count in zip(starts, rows, strict=True)]
@@ -165,7 +155,7 @@ def test_attention_is_torchs(case: Case) -> None:
     arena = KVArena(one_group(layers), blocks, size, "bfloat16", torch.device("cpu"))
     drawn = noise(15, case.query_heads).float() if case.sinks else None
     spec = AttentionLayer(case.query_heads, dim**-0.5, case.window, case.softcap, drawn)
-    ours, plain = CompiledAttention(arena, [spec], FOUND), TorchAttention(arena, [spec])
+    ours, plain = CompiledAttention(arena, [spec], cpu_kernels), TorchAttention(arena, [spec])
     # What nobody wrote must not matter.
     keys, values = arena.layer(0)
     keys.fill_(torch.nan)
@@ -181,23 +171,21 @@ def test_attention_is_torchs(case: Case) -> None:
     assert close(got, want.float())
 
 
-@needs_kernels
-def test_every_count_of_rows_gives_what_each_row_gives_alone(compiled: CpuKernels) -> None:
+def test_every_count_of_rows_gives_what_each_row_gives_alone(cpu_kernels: CpuKernels) -> None:
     # 96 outputs: a panel and a half, so that a group's second half has a neighbour to harm.
     x, weight = noise(21, 40, 48), noise(22, 96, 48)
-    panels = compiled.pack(weight)
-    alone = torch.cat([compiled.linear(row[None], panels, None, 96) for row in x])
+    panels = cpu_kernels.pack(weight)
+    alone = torch.cat([cpu_kernels.linear(row[None], panels, None, 96) for row in x])
     assert close(alone, x.float() @ weight.float().T)
     for rows in range(1, len(x) + 1):
-        assert torch.equal(compiled.linear(x[:rows], panels, None, 96), alone[:rows])
+        assert torch.equal(cpu_kernels.linear(x[:rows], panels, None, 96), alone[:rows])
 
 
-@needs_kernels
 @pytest.mark.parametrize("window", [0, 30])
-def test_a_prompts_rows_do_not_depend_on_its_chunks(compiled: CpuKernels, window: int) -> None:
+def test_a_prompts_rows_do_not_depend_on_its_chunks(cpu_kernels: CpuKernels, window: int) -> None:
     layers = (LayerSpec(2, 64, 64),)
     arena = KVArena(one_group(layers), 10, 16, "bfloat16", torch.device("cpu"))
-    attention = CompiledAttention(arena, [AttentionLayer(6, 0.125, window)], compiled)
+    attention = CompiledAttention(arena, [AttentionLayer(6, 0.125, window)], cpu_kernels)
     whole = step_of(attention, [0], [150], 16)
     attention.write(0, noise(23, 150, 2, 64), noise(24, 150, 2, 64), whole.batch.tables[0].slots)
     q = noise(25, 150, 6, 64)
@@ -216,7 +204,7 @@ def test_a_machine_without_a_compiler_is_served_by_torch(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(CannotBuild, match="compiler"):
-        build.library_path()
+        build.library_path(ANY)
     asked = (
         "import torch; cpu = torch.device('cpu');"
         "from baton.engine.kernels.cpu.library import kernels;"
@@ -228,6 +216,59 @@ def test_a_machine_without_a_compiler_is_served_by_torch(
     subprocess.run([sys.executable, "-c", asked], check=True, env={SWITCH: "off"}, timeout=60)
 
 
+@pytest.mark.parametrize(
+    ("asked", "processor", "served", "reason"),
+    [
+        (None, ("old", "new"), "new", "compiled, New"),
+        (None, ("old",), "old", "compiled, Old (New: this processor has no new)"),
+        ("old", ("old", "new"), "old", "compiled, Old (BATON_CPU_KERNELS is old)"),
+        ("new", ("old",), None, "BATON_CPU_KERNELS is new; New: this processor has no new"),
+        ("sse", ("old",), None, "BATON_CPU_KERNELS is sse, which is none of new, old, off"),
+        ("off", ("old",), None, "BATON_CPU_KERNELS is off"),
+        (None, (), None, "New: this processor has no new; Old: this processor has no old"),
+    ],
+)
+def test_the_best_instruction_set_serves_or_the_one_asked_for(
+    asked: str | None,
+    processor: tuple[str, ...],
+    served: str | None,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[InstructionSet] = []
+
+    def make(instructions: InstructionSet) -> SimpleNamespace:
+        if lacking := build.missing(instructions.cpu_flags):
+            raise CannotBuild(f"this processor has no {', '.join(lacking)}")
+        made.append(instructions)
+        return SimpleNamespace(instructions=instructions)
+
+    sets = [InstructionSet(name, name.title(), (name,), (), ()) for name in ("new", "old")]
+    monkeypatch.setattr(library, "INSTRUCTION_SETS", sets)
+    monkeypatch.setattr(library, "CpuKernels", make)
+    monkeypatch.setattr(build, "processor_flags", lambda: frozenset(processor))
+    found, told = library.choose(asked)
+    assert [each.name for each in made] == ([served] if served else [])
+    assert (found is None) == (served is None)
+    assert reason in told
+    assert found is not None or told.startswith("torch's own serve (")
+
+
+def test_avx2_kernels_hold_no_larger_instruction() -> None:
+    """The compiler's own word for it: no register of 512 bits."""
+    avx2 = next(each for each in INSTRUCTION_SETS if each.name == "avx2")
+    try:
+        path = build.library_path(avx2)
+    except CannotBuild as error:
+        pytest.skip(str(error))
+    objdump = shutil.which("objdump")
+    if objdump is None:
+        pytest.skip("no objdump")
+    code = subprocess.run([objdump, "-d", path], capture_output=True, text=True, check=True).stdout
+    assert "ymm" in code
+    assert "zmm" not in code
+
+
 def test_a_compiler_that_fails_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken = tmp_path / "broken-cc"
     broken.write_text("#!/bin/sh\necho no such flag >&2\nexit 1\n")
@@ -235,5 +276,5 @@ def test_a_compiler_that_fails_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setenv("CXX", str(broken))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(CannotBuild, match="no such flag"):
-        build.library_path()
+        build.library_path(ANY)
     assert not list((tmp_path / "baton" / "kernels").iterdir())

@@ -17,7 +17,7 @@ from baton.engine.attention.compiled_int8 import CompiledInt8Attention
 from baton.engine.attention.torch_cpu import TorchAttention
 from baton.engine.batch import Batch, flatten
 from baton.engine.interface import SequenceChunk
-from baton.engine.kernels.cpu.int8_kv import int8_kv_kernels_for
+from baton.engine.kernels.cpu.int8_kv import Int8KVKernels, int8_kv_kernels_for
 from baton.engine.kv_cache import KVArena
 from baton.engine.layer_groups import one_group
 from baton.kv_spec import HeldBlocks, LayerSpec
@@ -25,8 +25,13 @@ from tests.engine.running import Driver, load, relative_error
 from tests.tiny_models import make_tiny_model
 
 CPU = torch.device("cpu")
-FOUND = int8_kv_kernels_for(torch.bfloat16, CPU)
-needs_kernels = pytest.mark.skipif(FOUND is None, reason="this machine compiles no kernels")
+pytestmark = pytest.mark.usefixtures("cpu_kernels")  # each instruction set's in turn
+
+
+def serving() -> Int8KVKernels:
+    found = int8_kv_kernels_for(torch.bfloat16, CPU)
+    assert found is not None
+    return found
 
 
 def noise(seed: int, *shape: int) -> Tensor:
@@ -76,7 +81,6 @@ class Pools:
     """The same history in two pools of int8: one written and read by the kernels, one by torch."""
 
     def __init__(self, case: Case) -> None:
-        assert FOUND is not None
         self.case = case
         self._totals = [s + n for s, n in zip(case.starts, case.rows, strict=True)]
         blocks = sum(-(-total // case.size) for total in self._totals)
@@ -84,7 +88,7 @@ class Pools:
         sinks = noise(1, case.query_heads).float() if case.sinks else None
         spec = AttentionLayer(case.query_heads, case.k_dim**-0.5, case.window, case.softcap, sinks)
         self.arenas = [KVArena(groups, blocks, case.size, "int8", CPU) for _ in range(2)]
-        self.ours = CompiledInt8Attention(self.arenas[0], [spec], FOUND)
+        self.ours = CompiledInt8Attention(self.arenas[0], [spec], serving())
         self.plain = TorchAttention(self.arenas[1], [spec])
         total = sum(self._totals)
         stored = (
@@ -116,7 +120,6 @@ class Pools:
         return flatten(chunks, attention, self.case.size, CPU).batch
 
 
-@needs_kernels
 @settings(max_examples=40)
 @given(case=cases())
 def test_int8_decode_attention_is_torchs(case: Case) -> None:
@@ -135,7 +138,6 @@ def test_int8_decode_attention_is_torchs(case: Case) -> None:
     assert torch.allclose(got.float(), want, rtol=2e-2, atol=2e-2 * want.abs().max().item())
 
 
-@needs_kernels
 def test_a_decode_row_depends_on_its_own_keys_alone() -> None:
     case = Case([70, 33, 1, 90, 16, 7, 50, 64, 80], False, 4, 2, 64, 64, 16, 0, None, False)
     pools = Pools(case)
@@ -146,7 +148,6 @@ def test_a_decode_row_depends_on_its_own_keys_alone() -> None:
         assert torch.equal(pools.ours.attend(0, q[row : row + 1], batch)[0], whole[row])
 
 
-@needs_kernels
 def test_a_model_with_int8_kv_is_served_by_the_kernels(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton.engine import quantization
-from baton.engine.kernels.cpu.quantized import IntegerKernels, integer_kernels_for
+from baton.engine.kernels.cpu.build import missing
+from baton.engine.kernels.cpu.library import CpuKernels
+from baton.engine.kernels.cpu.quantized import IntegerKernels
 from baton.engine.quantization import (
     IntegerPanels,
     IntWeight,
@@ -25,16 +27,16 @@ from baton.engine.quantization import (
 from tests.engine.running import relative_error
 
 CPU = torch.device("cpu")
-FOUND = integer_kernels_for(torch.bfloat16, CPU)
-needs_kernels = pytest.mark.skipif(FOUND is None, reason="no integer kernels on this machine")
 # A result is rounded to bfloat16 (0.0017 measured) and its scales to 11 bits; nothing else is.
 BOUND = 0.0025
 
 
-@pytest.fixture
-def compiled() -> IntegerKernels:
-    assert FOUND is not None
-    return FOUND
+@pytest.fixture(scope="module")
+def compiled(cpu_kernels: CpuKernels) -> IntegerKernels:
+    """Each instruction set's in turn."""
+    if lacking := missing(cpu_kernels.instructions.integer_flags):
+        pytest.skip(f"this processor has no {', '.join(lacking)}")
+    return IntegerKernels(cpu_kernels)
 
 
 def noise(seed: int, *shape: int) -> Tensor:
@@ -53,29 +55,26 @@ def integers(bits: Literal[4, 8], shape: tuple[int, int], groups: int, *, zeros:
     return IntWeight(bits, values, scales, shifts)
 
 
-@needs_kernels
 @settings(max_examples=60)
 @given(
     bits=st.sampled_from([4, 8]),
     rows=st.integers(1, 33),
     outputs=st.integers(1, 200),
     grouping=st.tuples(st.integers(1, 5), st.sampled_from([4, 12, 32, 64, 128])),
-    zeros=st.booleans(),
-    biased=st.booleans(),
+    extras=st.tuples(st.booleans(), st.booleans()),
 )
 def test_integer_panels_are_the_dequantized_twin(
+    compiled: IntegerKernels,
     bits: Literal[4, 8],
     rows: int,
     outputs: int,
     grouping: tuple[int, int],
-    zeros: bool,
-    biased: bool,
+    extras: tuple[bool, bool],
 ) -> None:
-    assert FOUND is not None
-    groups, size = grouping
+    (groups, size), (zeros, biased) = grouping, extras
     weight = integers(bits, (outputs, groups * size), groups, zeros=zeros)
     x, bias = noise(1, rows, groups * size), noise(2, outputs) if biased else None
-    y = IntegerPanels(FOUND, weight, bias)(x)
+    y = IntegerPanels(compiled, weight, bias)(x)
     wide_bias = None if bias is None else bias.float()
     twin = functional.linear(x.float(), weight.dequantized(torch.float32), wide_bias)
     assert y.shape == twin.shape
@@ -86,7 +85,6 @@ def test_integer_panels_are_the_dequantized_twin(
         assert relative_error(y, twin) < 2 * BOUND
 
 
-@needs_kernels
 @pytest.mark.parametrize("scheme", quantization.SCHEMES)
 def test_real_weights_lose_only_the_last_bits(
     compiled: IntegerKernels, scheme: quantization.Scheme
@@ -102,7 +100,6 @@ def test_real_weights_lose_only_the_last_bits(
         assert relative_error(layer(x), twin) < BOUND
 
 
-@needs_kernels
 @settings(max_examples=40)
 @given(
     rows=st.integers(1, 33),
@@ -111,9 +108,8 @@ def test_real_weights_lose_only_the_last_bits(
     biased=st.booleans(),
 )
 def test_w8a8_panels_are_the_plain_twin_exactly(
-    rows: int, inputs: int, outputs: int, biased: bool
+    compiled: IntegerKernels, rows: int, inputs: int, outputs: int, biased: bool
 ) -> None:
-    assert FOUND is not None
     generator = torch.Generator().manual_seed(inputs)
     values = torch.randint(-128, 128, (outputs, inputs), generator=generator).to(torch.int8)
     values[0], values[-1] = -128, 127  # the greatest sums
@@ -121,11 +117,10 @@ def test_w8a8_panels_are_the_plain_twin_exactly(
     weight = IntWeight(8, values, scales, int8_activations=True)
     x, bias = noise(6, rows, inputs), noise(7, outputs) if biased else None
     x[0] = 3.0
-    y = W8A8Panels(FOUND, weight, bias)(x)
+    y = W8A8Panels(compiled, weight, bias)(x)
     assert torch.equal(y, W8A8Linear(weight, bias, int_product=False)(x))
 
 
-@needs_kernels
 @pytest.mark.parametrize("scheme", quantization.SCHEMES)
 def test_a_row_depends_on_no_other(compiled: IntegerKernels, scheme: quantization.Scheme) -> None:
     layer = QuantizedFormat(torch.bfloat16, CPU)(quantize(noise(8, 150, 384), scheme), None)
@@ -137,7 +132,6 @@ def test_a_row_depends_on_no_other(compiled: IntegerKernels, scheme: quantizatio
         assert torch.equal(layer(x[first:last]), whole[first:last])
 
 
-@needs_kernels
 def test_rows_of_a_wider_tensor_and_rows_without_numbers(compiled: IntegerKernels) -> None:
     weight, wide = quantize(noise(10, 70, 64), "w8a8"), noise(11, 3, 256)
     layer = W8A8Panels(compiled, weight, None)
@@ -154,13 +148,11 @@ def test_rows_of_a_wider_tensor_and_rows_without_numbers(compiled: IntegerKernel
         assert each(zeros)[1].isnan().all()
 
 
-@needs_kernels
 def test_weights_of_zeros_are_zeros(compiled: IntegerKernels) -> None:
     weight = IntWeight(8, torch.zeros(5, 8, dtype=torch.int8), torch.zeros(5, 2))
     assert not IntegerPanels(compiled, weight, None)(noise(12, 3, 8)).any()
 
 
-@needs_kernels
 def test_what_the_kernels_do_not_know_is_torchs(compiled: IntegerKernels) -> None:
     made = QuantizedFormat(torch.bfloat16, CPU)
     odd = IntWeight(8, torch.ones(8, 6, dtype=torch.int8), torch.ones(8, 1))
@@ -170,7 +162,6 @@ def test_what_the_kernels_do_not_know_is_torchs(compiled: IntegerKernels) -> Non
     assert QuantizedFormat(torch.float32, CPU)(quantize(noise(13, 64, 64), "int8"), None)
 
 
-@needs_kernels
 def test_kernels_that_are_wrong_are_not_used(
     compiled: IntegerKernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:

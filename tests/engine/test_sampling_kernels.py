@@ -11,14 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.engine import sampler
-from baton.engine.kernels.cpu.library import kernels
+from baton.engine.kernels.cpu.library import CpuKernels
 from baton.engine.kernels.cpu.sampling import SamplingKernels
 from baton.engine.sampler import Draw, sample, sample_plainly
 from baton.errors import InternalError
 from baton.sampling import SamplingParams
-
-COMPILED = kernels()
-needs_kernels = pytest.mark.skipif(COMPILED is None, reason="no compiled kernels here")
 
 
 def draw_of(temperature: float, seed: int, position: int = 0, **params: Any) -> Draw:
@@ -55,7 +52,7 @@ def rows(draw: st.DrawFn) -> tuple[torch.Tensor, list[Draw]]:
     return logits, draws
 
 
-@needs_kernels
+@pytest.mark.usefixtures("cpu_kernels")
 @settings(deadline=None, max_examples=150)
 @given(rows())
 def test_the_twin_draws_the_same_tokens(given_rows: tuple[torch.Tensor, list[Draw]]) -> None:
@@ -63,7 +60,7 @@ def test_the_twin_draws_the_same_tokens(given_rows: tuple[torch.Tensor, list[Dra
     assert sample(logits, draws) == sample_plainly(logits, draws)
 
 
-@needs_kernels
+@pytest.mark.usefixtures("cpu_kernels")
 def test_a_large_vocabulary() -> None:
     generator = torch.Generator().manual_seed(5)
     logits = torch.randn(4, 151_936, generator=generator) * 2
@@ -71,47 +68,41 @@ def test_a_large_vocabulary() -> None:
     assert sample(logits, draws) == sample_plainly(logits, draws)
 
 
-@needs_kernels
-def test_the_kernel_decides_nearly_every_row_itself() -> None:
-    assert COMPILED is not None
+def test_the_kernel_decides_nearly_every_row_itself(cpu_kernels: CpuKernels) -> None:
     logits = torch.zeros(64, 3000)
-    highest, ids = COMPILED.sampling.highest(logits)
+    highest, ids = cpu_kernels.sampling.highest(logits)
     assert ids.tolist() == [0] * 64, "the lowest id on ties"
-    won = COMPILED.sampling.race(logits, highest, [1.0] * 64, list(range(64)))
+    won = cpu_kernels.sampling.race(logits, highest, [1.0] * 64, list(range(64)))
     assert None not in won
     assert len(set(won)) > 32
 
 
-@needs_kernels
 @pytest.mark.parametrize("count", [1, 5, 128, 999, 1000])
 @pytest.mark.parametrize("order", ["random", "rising", "falling", "ties"])
-def test_the_highest_of_a_row(count: int, order: str) -> None:
-    assert COMPILED is not None
+def test_the_highest_of_a_row(cpu_kernels: CpuKernels, count: int, order: str) -> None:
     logits = torch.randn(2, 1000, generator=torch.Generator().manual_seed(8))
     if order == "ties":
         logits = logits.round()
     elif order != "random":
         logits = logits.sort(descending=order == "falling").values
-    values, ids = COMPILED.sampling.top(logits, count)
+    values, ids = cpu_kernels.sampling.top(logits, count)
     assert torch.equal(logits.gather(1, ids), values)
     assert torch.equal(values.sort(descending=True).values, logits.topk(count).values)
     assert all(len(set(row)) == count for row in ids.tolist())
 
 
-@needs_kernels
-def test_a_row_with_little_left_is_filled_up() -> None:
-    assert COMPILED is not None
+def test_a_row_with_little_left_is_filled_up(cpu_kernels: CpuKernels) -> None:
     logits = torch.full((1, 300), -torch.inf)
     logits[0, 7], logits[0, 299] = 1.0, 2.0
-    values, ids = COMPILED.sampling.top(logits, 4)
+    values, ids = cpu_kernels.sampling.top(logits, 4)
     assert sorted(zip(values[0].tolist(), ids[0].tolist(), strict=True)) == [
         (-math.inf, 0), (-math.inf, 0), (1.0, 7), (2.0, 299),
     ]  # fmt: skip
     with pytest.raises(ValueError, match="no 301 highest"):
-        COMPILED.sampling.top(logits, 301)
+        cpu_kernels.sampling.top(logits, 301)
 
 
-@needs_kernels
+@pytest.mark.usefixtures("cpu_kernels")
 def test_a_row_s_part_of_a_larger_tensor() -> None:
     wide = torch.randn(3, 200, generator=torch.Generator().manual_seed(1))
     part = wide[:, 40:160]
@@ -154,10 +145,8 @@ def test_no_token_of_nothing(choose: Any) -> None:
         choose(torch.full((1, 40), -torch.inf), [draw_of(1.0, 1)])
 
 
-@needs_kernels
-def test_what_the_kernels_do_not_take_is_refused() -> None:
-    assert COMPILED is not None
-    compiled: SamplingKernels = COMPILED.sampling
+def test_what_the_kernels_do_not_take_is_refused(cpu_kernels: CpuKernels) -> None:
+    compiled: SamplingKernels = cpu_kernels.sampling
     with pytest.raises(ValueError, match="float32"):
         compiled.highest(torch.zeros(2, 3, dtype=torch.float64))
     with pytest.raises(ValueError, match="float32"):

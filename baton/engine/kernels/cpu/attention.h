@@ -1,19 +1,22 @@
 // Paged decode attention: one new token per row, read straight from the pool's blocks.
 //
-// A row's keys are taken in tiles of 16, in their order, each tile with all the KV heads of a task.
-// Softmax goes along, as in FlashAttention. What a row computes depends on its own keys alone. GQA:
-// the query heads of one KV head share what is loaded. Both products are dot products of bfloat16
-// pairs: of a key's neighbouring numbers, and of two keys' values, for which weights are rounded.
-// While a tile is read, the next one is asked of memory line by line: all at once, a core would
-// stand still until most of it is there. How keys and values are stored is a Pool's (PlainPool; in
-// attention_int8.h Int8Pool): where a token lies, how its numbers are asked of memory and read, and
-// the factors of a tile's scores and weights.
+// A row's keys are taken in tiles of 16, in their order, each tile with all the KV heads of a task:
+// all scores, the weights of 16 query heads at once, all values. Softmax goes along, as in
+// FlashAttention. What a row computes depends on its own keys alone. GQA: the query heads of one KV
+// head share what is loaded. Both products are dot products of bfloat16 pairs: of a key's
+// neighbouring numbers, and of two keys' values, for which weights are rounded.
+// Memory is read in halves of a tile, all heads of 8 keys and then of the next 8, which are asked
+// for meanwhile, line by line: with more at once the first would have left the core's cache before
+// they are needed, and a core that asks for all in one go stands still. How keys and values are
+// stored is a Pool's (PlainPool; in attention_int8.h Int8Pool): where a token lies, how its numbers
+// are asked of memory and read, and the factors of a tile's scores and weights.
 #pragma once
 
 #include <omp.h>
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 #include <vector>
 
 #include "vectors.h"
@@ -21,6 +24,8 @@
 namespace baton {
 
 constexpr int kTile = 16;       // keys at once
+constexpr int kHalf = 8;        // keys that are read together
+constexpr int kLanes = 16;      // query heads at once
 constexpr int kMaxDim = 256;    // numbers per head
 
 struct DecodeArgs {
@@ -40,23 +45,17 @@ struct DecodeArgs {
   float scale, softcap;  // softcap 0: none
 };
 
-// Where one row is with one query head. The sums lie as `weigh_values` makes them: of 32 numbers,
-// first 0-3, 8-11, 16-19 and 24-27, then the others.
+// Where one row is with up to 16 query heads, a lane each. The sums lie as `weigh_values` makes
+// them: of 32 numbers, first 0-3, 8-11, 16-19 and 24-27, then the others.
 struct Running {
-  float most, total;
-  alignas(64) float sum[kMaxDim];
+  Floats most, total;
+  alignas(64) float sum[kLanes][kMaxDim];
 };
 
 // Keys and values in bfloat16.
 struct PlainPool {
   struct Token {
     const bf16 *key, *value;
-  };
-
-  // Of a tile's keys, by one KV head.
-  struct Factors {
-    __m512 score;
-    __m512 weighed(__m512 weights) const { return weights; }
   };
 
   const DecodeArgs& a;
@@ -71,192 +70,226 @@ struct PlainPool {
   static void ask_key(const Token& token, int64_t at) { ask(token.key + at); }
   static void ask_value(const Token& token, int64_t at) { ask(token.value + at); }
 
-  Factors factors(const Token*, int, int64_t) const { return {_mm512_set1_ps(a.scale)}; }
+  // Of a tile's scores by a KV head; and its weights as its values meet them.
+  Floats scales(const Token*, int64_t) const { return broadcast(a.scale); }
+  Floats weighed(const Token*, int64_t, Floats weights) const { return weights; }
 
-  static __m512bh key(const Token& token, int64_t at) { return load_pairs(token.key + at); }
+  static Pairs key(const Token& token, int64_t at) { return load_pairs(token.key + at); }
 
-  static __m512bh value(const Token& token, int64_t at) { return load_pairs(token.value + at); }
+  static Line value(const Token& token, int64_t at) { return load_line(token.value + at); }
 };
 
 template <class Pool>
 class DecodeRow {
  public:
   DecodeRow(const Pool& pool, int64_t index, HeadRange kv, std::vector<Running>& running)
-      : pool_(pool), a_(pool.a), index_(index), first_head_(kv.first), last_head_(kv.last),
-        group_(a_.query_heads / a_.kv_heads), running_(running) {}
+      : pool_(pool), a_(pool.a), index_(index), group_(a_.query_heads / a_.kv_heads),
+        first_(kv.first * group_), last_(kv.last * group_), running_(running) {}
 
   void run() {
     const int64_t end = a_.tokens[index_];
     const int64_t begin = a_.window > 0 ? std::max<int64_t>(0, end - a_.window) : 0;
-    const int64_t heads = (last_head_ - first_head_) * group_;
-    for (int64_t h = 0; h < heads; ++h) {
-      Running& each = running_[h];
-      // A sink is a key of its own without a value.
-      each.most = a_.sinks ? a_.sinks[first_head_ * group_ + h] : -INFINITY;
-      each.total = a_.sinks ? 1.0f : 0.0f;
-      std::fill_n(each.sum, a_.v_dim, 0.0f);
-    }
-    const auto span = [&](int64_t at) {
-      return static_cast<int>(std::min<int64_t>(kTile, end - at));
-    };
-    for (int i = 0; i < span(begin); ++i) next_[i] = locate(begin + i);
+    start();
+    locate(begin, end, 0, kTile);
     for (int64_t at = begin; at < end; at += kTile) {
-      std::copy_n(next_, kTile, tile_);
-      for (int i = 0; i < span(at + kTile); ++i) {
-        next_[i] = locate(at + kTile + i);
-        Pool::ask_factors(next_[i]);
-      }
-      for (int64_t head = first_head_; head < last_head_; ++head) attend(head, span(at));
+      locate(at + kTile, end, kTile, kTile);
+      const Lanes exist = lanes_of(end - at);
+      for (int64_t from = first_; from < last_; from += kLanes)
+        attend(running_[(from - first_) / kLanes], from, std::min(last_, from + kLanes), exist);
+      std::copy_n(tile_ + kTile, kTile, tile_);
     }
     finish();
   }
 
  private:
   using Token = typename Pool::Token;
-  using Factors = typename Pool::Factors;
 
-  Token locate(int64_t at) const {
+  void start() {
+    for (int64_t from = first_; from < last_; from += kLanes) {
+      Running& state = running_[(from - first_) / kLanes];
+      // A sink is a key of its own without a value.
+      state.most = broadcast(-INFINITY);
+      if (a_.sinks) state.most = load(a_.sinks + from, lanes_of(last_ - from));
+      state.total = broadcast(a_.sinks ? 1.0f : 0.0f);
+      for (auto& sum : state.sum) std::fill_n(sum, a_.v_dim, 0.0f);
+    }
+  }
+
+  // `count` keys from `key` on, to tile_ + index; beyond the end the last one again, which then has
+  // no weight.
+  void locate(int64_t key, int64_t end, int index, int count) {
     const int64_t* table = a_.tables + a_.spans[index_] * a_.width;
-    return pool_.at(table[at / a_.block_size - a_.first[index_]], at % a_.block_size);
-  }
-
-  void attend(int64_t head, int count) {
-    const Factors factors = pool_.factors(tile_, count, head);
-    for (int64_t g = 0; g < group_; g += 2) {
-      Running* states = &running_[(head - first_head_) * group_ + g];
-      const int64_t query_head = head * group_ + g;
-      if (count < kTile)  // once per row: a loop that the compiler cannot unroll
-        for (int64_t i = 0; i < std::min<int64_t>(2, group_ - g); ++i)
-          attend<1, false>(states + i, head, query_head + i, count, factors);
-      else if (g + 1 < group_)
-        attend<2, true>(states, head, query_head, count, factors);
-      else
-        attend<1, true>(states, head, query_head, count, factors);
+    for (int i = index; i < index + count; ++i, ++key) {
+      const int64_t at = std::min(key, end - 1);
+      tile_[i] = pool_.at(table[at / a_.block_size - a_.first[index_]], at % a_.block_size);
+      Pool::ask_factors(tile_[i]);
     }
   }
 
-  // `Heads` query heads of one KV head. `Full`: the tile has all its keys, a number known here.
-  template <int Heads, bool Full>
-  void attend(Running* states, int64_t head, int64_t query_head, int count,
-              const Factors& factors) {
-    alignas(64) bf16 weights[Heads][kTile];
-    float kept[Heads];
-    __m512 score[Heads];
-    scores<Heads, Full>(head, query_head, count, factors, score);
-    for (int h = 0; h < Heads; ++h) {
-      Running& state = states[h];
-      const float most = std::max(state.most, _mm512_reduce_max_ps(score[h]));
-      const __m512 weight = exponential(_mm512_sub_ps(score[h], _mm512_set1_ps(most)));
-      kept[h] = most == state.most ? 1.0f : std::exp(state.most - most);
-      state.total = state.total * kept[h] + _mm512_reduce_add_ps(weight);
-      state.most = most;
-      store_rounded(weights[h], factors.weighed(weight));
+  // Query heads [from, until), two of one KV head together: `work(count, head, lane)`.
+  template <class Work>
+  void by_pairs(int64_t from, int64_t until, const Work& work) const {
+    for (int64_t query = from; query < until;) {
+      const int64_t head = query / group_, end = std::min(until, (head + 1) * group_);
+      for (; query + 1 < end; query += 2)
+        work(std::integral_constant<int, 2>(), head, query - from);
+      if (query < end) work(std::integral_constant<int, 1>(), head, query++ - from);
     }
-    weigh_values<Heads, Full>(states, head, count, weights, kept);
   }
 
-  // sum = sum * kept + the tile's values by their weights.
-  template <int Heads, bool Full>
-  void weigh_values(Running* states, int64_t head, int count, const bf16 (*weights)[kTile],
-                    const float* kept) const {
-    const int keys = Full ? kTile : count;
-    for (int64_t d = 0; d < a_.v_dim; d += 32) {
-      __m512 low[Heads], high[Heads];
-      BATON_UNROLL for (int h = 0; h < Heads; ++h) {
-        const __m512 each = _mm512_set1_ps(kept[h]);
-        low[h] = _mm512_mul_ps(_mm512_load_ps(states[h].sum + d), each);
-        high[h] = _mm512_mul_ps(_mm512_load_ps(states[h].sum + d + 16), each);
+  // Query heads [from, until) by the tile.
+  void attend(Running& state, int64_t from, int64_t until, Lanes exist) {
+    Floats score[kLanes];
+    for (int64_t lane = until - from; lane < kLanes; ++lane) score[lane] = broadcast(0.0f);
+    scores(from, until, exist, score);
+    const Floats most = higher(state.most, across_each(score, higher));
+    const Floats worth = exponential(state.most - most);  // of what was so far
+    alignas(64) float highest[kLanes], kept[kLanes];
+    store(highest, most);
+    store(kept, worth);
+    for (int64_t lane = 0; lane < until - from; ++lane)
+      score[lane] = exponential(score[lane] - broadcast(highest[lane]));
+    state.total = multiply_add(state.total, worth, across_each(score, added));
+    state.most = most;
+    values(state, from, until, score, kept);
+  }
+
+  // Scaled and capped; -inf for keys that do not exist.
+  void scores(int64_t from, int64_t until, Lanes exist, Floats* score) const {
+    const bf16* q = a_.q + a_.rows[index_] * a_.q_stride + from * a_.k_dim;
+    Floats quarters[kLanes][4];
+    for (int half = 0; half < kTile; half += kHalf)
+      by_pairs(from, until, [&](auto heads, int64_t head, int64_t lane) {
+        for (int at = half; at < half + kHalf; at += 4)
+          products<heads>(q + lane * a_.k_dim, head, at, quarters + lane);
+      });
+    by_pairs(from, until, [&](auto heads, int64_t head, int64_t first) {
+      const Floats scales = pool_.scales(tile_, head);
+      for (int64_t lane = first; lane < first + heads; ++lane) {
+        Floats each = across_quarters(quarters[lane], added) * scales;
+        if (a_.softcap > 0.0f) each = capped(each);
+        score[lane] = select(exist, each, broadcast(-INFINITY));
       }
-      BATON_UNROLL for (int i = 0; i < keys; i += 2) {
-        const __m512i one = (__m512i)Pool::value(tile_[i], head * a_.value_head + d);
-        const __m512i other = !Full && i + 1 == keys  // nobody may have written there
-                                  ? _mm512_setzero_si512()
-                                  : (__m512i)Pool::value(tile_[i + 1], head * a_.value_head + d);
-        if (Full) {
-          Pool::ask_value(next_[i], head * a_.value_head + d);
-          Pool::ask_value(next_[i + 1], head * a_.value_head + d);
-        }
-        const auto first = (__m512bh)_mm512_unpacklo_epi16(one, other);
-        const auto second = (__m512bh)_mm512_unpackhi_epi16(one, other);
-        BATON_UNROLL for (int h = 0; h < Heads; ++h) {
-          const __m512bh pair = broadcast_pair(weights[h] + i);
-          low[h] = _mm512_dpbf16_ps(low[h], pair, first);
-          high[h] = _mm512_dpbf16_ps(high[h], pair, second);
-        }
-      }
-      BATON_UNROLL for (int h = 0; h < Heads; ++h) {
-        _mm512_store_ps(states[h].sum + d, low[h]);
-        _mm512_store_ps(states[h].sum + d + 16, high[h]);
-      }
-    }
+    });
   }
 
-  // Query heads by the tile's keys, scaled and capped; -inf for keys that do not exist.
-  template <int Heads, bool Full>
-  void scores(int64_t head, int64_t query_head, int count, const Factors& factors,
-              __m512* score) const {
-    const bf16* q = a_.q + a_.rows[index_] * a_.q_stride + query_head * a_.k_dim;
-    __m512 sums[Heads][kTile];
-    constexpr int half = kTile / 2;  // 16 accumulators of two heads stay in registers
-    for (int from = 0; from < kTile; from += half) {
-      __m512 part[Heads][half];
-      BATON_UNROLL for (int h = 0; h < Heads; ++h)
-        BATON_UNROLL for (int i = 0; i < half; ++i) part[h][i] = _mm512_setzero_ps();
-      for (int64_t d = 0; d < a_.k_dim; d += 32) {
-        __m512bh query[Heads];
-        BATON_UNROLL for (int h = 0; h < Heads; ++h) query[h] = load_pairs(q + h * a_.k_dim + d);
-        BATON_UNROLL for (int i = 0; i < half; ++i) {
-          if (!Full && from + i >= count) break;
-          const __m512bh key = Pool::key(tile_[from + i], head * a_.key_head + d);
-          if (Full) Pool::ask_key(next_[from + i], head * a_.key_head + d);
-          BATON_UNROLL for (int h = 0; h < Heads; ++h)
-            part[h][i] = _mm512_dpbf16_ps(part[h][i], query[h], key);
-        }
-      }
-      BATON_UNROLL for (int h = 0; h < Heads; ++h)
-        BATON_UNROLL for (int i = 0; i < half; ++i) sums[h][from + i] = part[h][i];
-    }
-    const __mmask16 exist = static_cast<__mmask16>((1u << count) - 1);
-    for (int h = 0; h < Heads; ++h) {
-      __m512 each = _mm512_mul_ps(sum_each(sums[h]), factors.score);
-      if (a_.softcap > 0.0f) each = capped(each);
-      score[h] = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), exist, each);
-    }
+  // Some query heads of one KV head by 4 keys from `at` on: a quarter of each head's scores.
+  template <int Heads>
+  void products(const bf16* q, int64_t head, int at, Floats (*quarters)[4]) const {
+    Floats part[Heads][4];
+    BATON_UNROLL for (int i = 0; i < 4; i += kKeysAtOnce)
+      multiply_keys<Heads>(q, head, at + i, part, i);
+    BATON_UNROLL for (int h = 0; h < Heads; ++h)
+      quarters[h][at / 4] = across_four(part[h], added);
   }
 
-  __m512 capped(__m512 scores) const {
+  // kKeysAtOnce keys from `at` on, to part[..][first] and on: their products lane by lane.
+  template <int Heads>
+  void multiply_keys(const bf16* q, int64_t head, int at, Floats (*part)[4], int first) const {
+    const Token *tile = tile_ + at, *next = tile_ + at + kHalf;
+    Floats sum[Heads][kKeysAtOnce];
+    BATON_UNROLL for (int h = 0; h < Heads; ++h)
+      BATON_UNROLL for (int i = 0; i < kKeysAtOnce; ++i) sum[h][i] = broadcast(0.0f);
+    for (int64_t d = 0; d < a_.k_dim; d += 32) {
+      Pairs query[Heads];
+      BATON_UNROLL for (int h = 0; h < Heads; ++h) query[h] = load_pairs(q + h * a_.k_dim + d);
+      BATON_UNROLL for (int i = 0; i < kKeysAtOnce; ++i) {
+        const Pairs key = Pool::key(tile[i], head * a_.key_head + d);
+        Pool::ask_key(next[i], head * a_.key_head + d);
+        BATON_UNROLL for (int h = 0; h < Heads; ++h) sum[h][i] = dot(sum[h][i], query[h], key);
+      }
+    }
+    BATON_UNROLL for (int h = 0; h < Heads; ++h)
+      BATON_UNROLL for (int i = 0; i < kKeysAtOnce; ++i) part[h][first + i] = sum[h][i];
+  }
+
+  Floats capped(Floats scores) const {
     alignas(64) float each[kTile];
-    _mm512_store_ps(each, scores);
+    store(each, scores);
     for (float& one : each) one = a_.softcap * std::tanh(one / a_.softcap);
-    return _mm512_load_ps(each);
+    return load(each);
+  }
+
+  // The tile's values by their weights, to the sums; `kept`: what these are worth.
+  void values(Running& state, int64_t from, int64_t until, const Floats* weight,
+              float* kept) const {
+    alignas(64) bf16 rounded[kLanes][kTile];
+    by_pairs(from, until, [&](auto heads, int64_t head, int64_t lane) {
+      for (int h = 0; h < heads; ++h)
+        store_rounded(rounded[lane + h], pool_.weighed(tile_, head, weight[lane + h]));
+    });
+    for (int at = 0; at < kTile; at += kHalf) {
+      by_pairs(from, until, [&](auto heads, int64_t head, int64_t lane) {
+        int64_t d = 0;
+        if constexpr (kValueParts > 1) {
+          for (; d + 128 <= a_.v_dim; d += 128)
+            add_values<heads, 4>(state.sum + lane, head, d, at, rounded + lane, kept + lane);
+          for (; d + 64 <= a_.v_dim; d += 64)
+            add_values<heads, 2>(state.sum + lane, head, d, at, rounded + lane, kept + lane);
+        }
+        for (; d < a_.v_dim; d += 32)
+          add_values<heads, 1>(state.sum + lane, head, d, at, rounded + lane, kept + lane);
+      });
+      std::fill_n(kept, kLanes, 1.0f);
+    }
+  }
+
+  // sum = sum * kept + the values of 8 keys from `at` on: 32 * Parts numbers from `d` on.
+  template <int Heads, int Parts>
+  void add_values(float (*sum)[kMaxDim], int64_t head, int64_t d, int at,
+                  const bf16 (*weights)[kTile], const float* kept) const {
+    Floats low[Heads][Parts], high[Heads][Parts];
+    BATON_UNROLL for (int h = 0; h < Heads; ++h) {
+      const Floats each = broadcast(kept[h]);
+      BATON_UNROLL for (int p = 0; p < Parts; ++p) {
+        low[h][p] = load(sum[h] + d + 32 * p) * each;
+        high[h][p] = load(sum[h] + d + 32 * p + 16) * each;
+      }
+    }
+    for (int i = at; i < at + kHalf; i += 2) {
+      Pair pair[Heads];
+      BATON_UNROLL for (int h = 0; h < Heads; ++h) pair[h] = broadcast_pair(weights[h] + i);
+      BATON_UNROLL for (int p = 0; p < Parts; ++p) {
+        const int64_t number = head * a_.value_head + d + 32 * p;
+        const Line one = Pool::value(tile_[i], number);
+        const Line other = Pool::value(tile_[i + 1], number);
+        Pool::ask_value(tile_[i + kHalf], number);
+        Pool::ask_value(tile_[i + 1 + kHalf], number);
+        const Pairs first = interleave_first(one, other);
+        const Pairs second = interleave_second(one, other);
+        BATON_UNROLL for (int h = 0; h < Heads; ++h) {
+          low[h][p] = dot(low[h][p], pair[h], first);
+          high[h][p] = dot(high[h][p], pair[h], second);
+        }
+      }
+    }
+    BATON_UNROLL for (int h = 0; h < Heads; ++h)
+      BATON_UNROLL for (int p = 0; p < Parts; ++p) {
+        store(sum[h] + d + 32 * p, low[h][p]);
+        store(sum[h] + d + 32 * p + 16, high[h][p]);
+      }
   }
 
   void finish() const {
     bf16* out = a_.out + a_.rows[index_] * a_.query_heads * a_.v_dim;
-    for (int64_t h = first_head_ * group_; h < last_head_ * group_; ++h) {
-      const Running& each = running_[h - first_head_ * group_];
-      const __m512 share = _mm512_set1_ps(1.0f / each.total);
+    for (int64_t query = first_; query < last_; ++query) {
+      const Running& state = running_[(query - first_) / kLanes];
+      const int64_t lane = (query - first_) % kLanes;
+      alignas(64) float total[kLanes];
+      store(total, state.total);
+      const Floats share = broadcast(1.0f / total[lane]);
       for (int64_t d = 0; d < a_.v_dim; d += 32) {
-        const __m512 low = _mm512_mul_ps(_mm512_load_ps(each.sum + d), share);
-        const __m512 high = _mm512_mul_ps(_mm512_load_ps(each.sum + d + 16), share);
-        store_in_order(out + h * a_.v_dim + d, low, high);
+        store_interleaved(out + query * a_.v_dim + d, load(state.sum[lane] + d) * share,
+                          load(state.sum[lane] + d + 16) * share);
       }
     }
   }
 
-  // 32 numbers, rounded, from the order of the sums.
-  static void store_in_order(bf16* to, __m512 low, __m512 high) {
-    const __m512i quads = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
-    const auto both = (__m512i)_mm512_cvtne2ps_pbh(high, low);
-    _mm512_storeu_si512(to, _mm512_permutexvar_epi64(quads, both));
-  }
-
   const Pool& pool_;
   const DecodeArgs& a_;
-  const int64_t index_, first_head_, last_head_, group_;
+  const int64_t index_, group_, first_, last_;  // query heads [first, last)
   std::vector<Running>& running_;
-  Token tile_[kTile];       // the keys at hand
-  Token next_[kTile] = {};  // those after them; where there are no more, these
+  Token tile_[2 * kTile];  // the keys at hand, and those after them
 };
 
 // When rows are few, the KV heads of each are shared out too: into so many parts.
@@ -270,7 +303,7 @@ inline HeadRange heads_of(int64_t part, int64_t parts, int64_t kv_heads) {
 }
 
 inline std::vector<Running> running_for(const DecodeArgs& a, int64_t parts) {
-  return std::vector<Running>((a.kv_heads / parts + 1) * (a.query_heads / a.kv_heads));
+  return std::vector<Running>((a.kv_heads / parts + 1) * (a.query_heads / a.kv_heads) / kLanes + 1);
 }
 
 // Part `task` % parts of row `task` / parts.

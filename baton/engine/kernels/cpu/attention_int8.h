@@ -6,19 +6,9 @@
 #pragma once
 
 #include "attention.h"
-#include "w8a8.h"
+#include "elementwise.h"
 
 namespace baton {
-
-inline __m512 from_int8(const uint8_t* at) {
-  const __m128i numbers = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
-  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(numbers));
-}
-
-// 32 numbers as bfloat16, exactly, in their order.
-inline __m512bh pairs_from_int8(const uint8_t* at) {
-  return _mm512_cvtne2ps_pbh(from_int8(at + 16), from_int8(at));
-}
 
 // base: keys and values are bytes; strides in numbers.
 struct Int8DecodeArgs {
@@ -32,11 +22,6 @@ struct Int8Pool {
   struct Token {
     const uint8_t *key, *value;
     const float *key_scale, *value_scale;
-  };
-
-  struct Factors {
-    __m512 score, weight;
-    __m512 weighed(__m512 weights) const { return _mm512_mul_ps(weights, weight); }
   };
 
   const Int8DecodeArgs& s;
@@ -59,20 +44,20 @@ struct Int8Pool {
   static void ask_key(const Token& token, int64_t at) { ask(token.key + at); }
   static void ask_value(const Token& token, int64_t at) { ask(token.value + at); }
 
-  Factors factors(const Token* tile, int count, int64_t head) const {
-    alignas(64) float keys[kTile] = {}, values[kTile] = {};
-    for (int i = 0; i < count; ++i) {
-      keys[i] = tile[i].key_scale[head];
-      values[i] = tile[i].value_scale[head];
-    }
-    return {_mm512_mul_ps(_mm512_load_ps(keys), _mm512_set1_ps(a.scale)), _mm512_load_ps(values)};
+  Floats scales(const Token* tile, int64_t head) const {
+    alignas(64) float each[kTile];
+    for (int i = 0; i < kTile; ++i) each[i] = tile[i].key_scale[head];
+    return load(each) * broadcast(a.scale);
   }
 
-  static __m512bh key(const Token& token, int64_t at) { return pairs_from_int8(token.key + at); }
-
-  static __m512bh value(const Token& token, int64_t at) {
-    return pairs_from_int8(token.value + at);
+  Floats weighed(const Token* tile, int64_t head, Floats weights) const {
+    alignas(64) float each[kTile];
+    for (int i = 0; i < kTile; ++i) each[i] = tile[i].value_scale[head];
+    return weights * load(each);
   }
+
+  static Pairs key(const Token& token, int64_t at) { return pairs_of(widen_int8(token.key + at)); }
+  static Line value(const Token& token, int64_t at) { return widen_int8(token.value + at); }
 };
 
 // Keys (or values) [rows, heads, dim] rounded to int8, a scale per head, into their slots.

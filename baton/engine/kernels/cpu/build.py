@@ -1,11 +1,13 @@
-"""Compile the CPU kernels once per machine, and find them again.
+"""Compile the CPU kernels once per machine and instruction set, and find them again.
 
-The library lies in the user's cache, named by a digest of what it was made of: the sources, the
-flags, the compiler. Not here: what the kernels do (*.h), how they are called (library.py).
+One source tree serves every instruction set: vectors.h is its vocabulary. A library lies in the
+user's cache, named by a digest of what it was made of: the sources, the flags, the compiler. Not
+here: what the kernels do (*.h), how they are called (library.py).
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import os
@@ -14,34 +16,75 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 logger = logging.getLogger(__name__)
 SOURCES: Final = Path(__file__).parent
 COMPILE_S: Final = 600.0  # ten seconds on a quiet machine
-# What every kernel needs of the processor; /proc/cpuinfo's names.
-CPU_FLAGS: Final = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "fma")
-_FLAGS: Final = (
-    "-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", "-mavx512f",
-    "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma", "-mprefer-vector-width=512",
+
+
+@dataclass(frozen=True, slots=True)
+class InstructionSet:
+    """What a library is compiled for."""
+
+    name: str  # as BATON_CPU_KERNELS says it
+    title: str
+    cpu_flags: tuple[str, ...]  # that every kernel needs; /proc/cpuinfo's names
+    integer_flags: tuple[str, ...]  # that those of integer weights need beside them
+    compiler_flags: tuple[str, ...]
+
+
+INSTRUCTION_SETS: Final = (  # the best first
+    InstructionSet(
+        "avx512",
+        "AVX-512 with bfloat16 products",
+        ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "fma"),
+        ("avx512_vnni", "avx512vbmi"),
+        ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma",
+         "-mprefer-vector-width=512"),
+    ),
+    InstructionSet(
+        "avx2", "AVX2 with FMA", ("avx2", "fma", "f16c"), (), ("-mavx2", "-mfma", "-mf16c")
+    ),
 )  # fmt: skip
+_FLAGS: Final = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno")
 
 
 class CannotBuild(Exception):
     """Why there are no kernels here; the plain torch twins serve."""
 
 
-def library_path() -> Path:
-    """The compiled library, made now if it is not there yet. Raises CannotBuild."""
-    compiler = _compiler()
-    digest = hashlib.sha256("\0".join([*compiler, *_FLAGS]).encode())
+def library_path(instructions: InstructionSet) -> Path:
+    """The library compiled for them, made now if it is not there yet. Raises CannotBuild."""
+    if lacking := missing(instructions.cpu_flags):
+        raise CannotBuild(f"this processor has no {', '.join(lacking)}")
+    command = [*_compiler(), *_FLAGS, *instructions.compiler_flags]
+    digest = hashlib.sha256("\0".join(command).encode())
     for source in sorted(SOURCES.glob("*.[hc]*")):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
-    path = _cache() / f"baton-cpu-{digest.hexdigest()[:20]}.so"
+    path = _cache() / f"baton-cpu-{instructions.name}-{digest.hexdigest()[:20]}.so"
     if not path.exists():
-        _compile(compiler, path)
+        _compile(command, path)
     return path
+
+
+def missing(flags: Sequence[str]) -> list[str]:
+    """Those that this processor has not."""
+    return [flag for flag in flags if flag not in processor_flags()]
+
+
+@functools.cache
+def processor_flags() -> frozenset[str]:
+    """What the processor can do, by /proc/cpuinfo's names; empty where there is no such file."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return frozenset()
+    lines = (line for line in text.splitlines() if line.startswith("flags"))
+    return frozenset(next(lines, "").split())
 
 
 def _compiler() -> list[str]:
@@ -58,19 +101,19 @@ def _cache() -> Path:
     return Path(base) / "baton" / "kernels"
 
 
-def _compile(compiler: list[str], path: Path) -> None:
+def _compile(command: list[str], path: Path) -> None:
     """Into a file of its own, renamed when whole: processes that start together do not meet."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             made = Path(folder) / path.name
-            command = [*compiler, *_FLAGS, str(SOURCES / "kernels.cpp"), "-o", str(made)]
             done = subprocess.run(
-                command, capture_output=True, text=True, timeout=COMPILE_S, check=False
-            )
+                [*command, str(SOURCES / "kernels.cpp"), "-o", str(made)],
+                capture_output=True, text=True, timeout=COMPILE_S, check=False,
+            )  # fmt: skip
             if done.returncode != 0:
-                raise CannotBuild(f"{compiler[0]} failed: {done.stderr.strip()[:300]}")
+                raise CannotBuild(f"{command[0]} failed: {done.stderr.strip()[:300]}")
             made.replace(path)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise CannotBuild(f"{compiler[0]} failed: {error}") from error
+        raise CannotBuild(f"{command[0]} failed: {error}") from error
     logger.info("compiled the CPU kernels: %s", path)

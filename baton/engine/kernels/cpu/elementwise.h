@@ -1,5 +1,6 @@
 // What stands between the products, over bfloat16 rows, computed in float32 and rounded once:
-// residual + RMSNorm, RMSNorm and rotation of heads, SwiGLU, rows into slots. A row is one thread's.
+// residual + RMSNorm, RMSNorm and rotation of heads, SwiGLU, rows to int8, rows into slots. A row is
+// one thread's.
 #pragma once
 
 #include <omp.h>
@@ -13,18 +14,18 @@ namespace baton {
 constexpr int64_t kFewNumbers = 1 << 15;  // below, waking a second thread takes longer
 
 inline float mean_square(const bf16* x, int64_t count) {
-  __m512 sum = _mm512_setzero_ps();
+  Floats sum = broadcast(0.0f);
   for (int64_t i = 0; i < count; i += 16) {
-    const __m512 each = load_wide(x + i);
-    sum = _mm512_fmadd_ps(each, each, sum);
+    const Floats each = load_wide(x + i);
+    sum = multiply_add(each, each, sum);
   }
-  return _mm512_reduce_add_ps(sum) / static_cast<float>(count);
+  return sum_of(sum) / static_cast<float>(count);
 }
 
 inline void normalize(const bf16* x, const bf16* weight, bf16* y, int64_t count, float epsilon) {
-  const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(mean_square(x, count) + epsilon));
+  const Floats scale = broadcast(1.0f / std::sqrt(mean_square(x, count) + epsilon));
   for (int64_t i = 0; i < count; i += 16)
-    store_rounded(y + i, _mm512_mul_ps(_mm512_mul_ps(load_wide(x + i), scale), load_wide(weight + i)));
+    store_rounded(y + i, load_wide(x + i) * scale * load_wide(weight + i));
 }
 
 // x += delta (unless null), rounded; y = RMSNorm(x) * weight. All [size].
@@ -32,7 +33,7 @@ inline void add_norm_row(bf16* x, const bf16* delta, const bf16* weight, bf16* y
                          float epsilon) {
   if (delta != nullptr)
     for (int64_t i = 0; i < size; i += 16)
-      store_rounded(x + i, _mm512_add_ps(load_wide(x + i), load_wide(delta + i)));
+      store_rounded(x + i, load_wide(x + i) + load_wide(delta + i));
   normalize(x, weight, y, size, epsilon);
 }
 
@@ -63,10 +64,10 @@ inline void rotate_heads(const RotateArgs& a, int64_t row, HeadRange heads) {
     const bf16* weight = head < a.heads ? a.query_norm : a.key_norm;
     if (weight != nullptr) normalize(x, weight, x, a.dim, a.epsilon);
     for (int64_t i = 0; i < half; i += 16) {
-      const __m512 first = load_wide(x + i), second = load_wide(x + half + i);
-      const __m512 c = load_wide(cos + i), s = load_wide(sin + i);
-      store_rounded(x + i, _mm512_fmsub_ps(first, c, _mm512_mul_ps(second, s)));
-      store_rounded(x + half + i, _mm512_fmadd_ps(second, c, _mm512_mul_ps(first, s)));
+      const Floats first = load_wide(x + i), second = load_wide(x + half + i);
+      const Floats c = load_wide(cos + i), s = load_wide(sin + i);
+      store_rounded(x + i, multiply_subtract(first, c, second * s));
+      store_rounded(x + half + i, multiply_add(second, c, first * s));
     }
   }
 }
@@ -79,11 +80,10 @@ inline void rotate(const RotateArgs& a) {
 
 // Numbers [from, until) of silu(gate) * up, all [size].
 inline void swiglu_part(const bf16* gate, const bf16* up, bf16* y, int64_t from, int64_t until) {
-  const __m512 one = _mm512_set1_ps(1.0f), zero = _mm512_setzero_ps();
+  const Floats one = broadcast(1.0f), zero = broadcast(0.0f);
   for (int64_t i = from; i < until; i += 16) {
-    const __m512 g = load_wide(gate + i);
-    const __m512 below = _mm512_add_ps(one, exponential(_mm512_sub_ps(zero, g)));
-    store_rounded(y + i, _mm512_mul_ps(_mm512_div_ps(g, below), load_wide(up + i)));
+    const Floats g = load_wide(gate + i);
+    store_rounded(y + i, g / (one + exponential(zero - g)) * load_wide(up + i));
   }
 }
 
@@ -94,6 +94,28 @@ inline void swiglu(const bf16* gate_up, bf16* y, int64_t rows, int64_t size) {
     const bf16* gate = gate_up + row * 2 * size;
     swiglu_part(gate, gate + size, y + row * size, 0, size);
   }
+}
+
+// The greatest magnitude, NaN if there is one.
+inline float greatest(const bf16* x, int64_t count) {
+  Floats most = broadcast(1e-12f);
+  Lanes odd = 0;
+  for (int64_t i = 0; i < count; i += 16) {
+    const Floats each = load_wide(x + i, lanes_of(count - i));
+    odd |= unordered(each);
+    most = max(most, absolute(each));
+  }
+  return odd ? NAN : most_of(most);
+}
+
+// x to int8, to nearest even; returns the scale.
+inline float round_row(const bf16* x, int8_t* to, int64_t count) {
+  const float scale = greatest(x, count) / 127.0f;
+  for (int64_t i = 0; i < count; i += 16) {
+    const Lanes lanes = lanes_of(count - i);
+    store_int8(to + i, load_wide(x + i, lanes) / broadcast(scale), lanes);
+  }
+  return scale;
 }
 
 // Rows of `bytes` each, `stride` bytes apart, to their slots: block slot / size, token slot % size.

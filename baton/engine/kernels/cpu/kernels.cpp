@@ -17,6 +17,9 @@ extern "C" {
 // Raised with every change of a struct or a signature: a stale library is not called.
 int baton_kernels_version() { return 3; }
 
+// Outputs of a panel of `baton_pack`.
+int64_t baton_panel() { return baton::kPanel; }
+
 void baton_pack(const bf16* weight, bf16* panels, int64_t outputs, int64_t inputs) {
   baton::pack(weight, panels, outputs, inputs);
 }

@@ -12,20 +12,23 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from baton.engine import huge_pages
-from baton.engine.kernels.cpu.build import CPU_FLAGS, CannotBuild, library_path
+from baton.engine.kernels.cpu.build import (
+    INSTRUCTION_SETS,
+    CannotBuild,
+    InstructionSet,
+    library_path,
+)
 from baton.engine.kernels.cpu.sampling import SamplingKernels
 
 logger = logging.getLogger(__name__)
 VERSION: Final = 3  # of the structs below
-PANEL: Final = 64  # outputs that are packed together
-SWITCH: Final = "BATON_CPU_KERNELS"  # "off": the torch twins serve
+SWITCH: Final = "BATON_CPU_KERNELS"  # an instruction set's name; "off": the torch twins serve
 
 _POINTER = ctypes.c_void_p
 _SIZE = ctypes.c_int64
@@ -122,12 +125,16 @@ class DecodeLayer:
 class CpuKernels:
     """The library's functions. Stateless; safe from any thread."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, instructions: InstructionSet) -> None:
+        """Compiles them, if that was not done before. Raises CannotBuild."""
+        path = library_path(instructions)
         library = ctypes.CDLL(str(path))
         if library.baton_kernels_version() != VERSION:
             raise CannotBuild(f"{path} is of another version")
+        self.instructions = instructions
         self.library = library  # for those who declare their functions themselves (step.py)
         self.sampling = SamplingKernels(library)
+        self._panel = library.baton_panel()  # outputs that are packed together
         self._pack = library.baton_pack
         self._pack.argtypes = (_POINTER, _POINTER, _SIZE, _SIZE)
         self._add_norm = library.baton_add_norm
@@ -148,7 +155,7 @@ class CpuKernels:
         """weight [outputs, inputs] bfloat16, an even number of inputs -> panels for `linear`."""
         weight = weight.contiguous()
         outputs, inputs = weight.shape
-        shape = (-(-outputs // PANEL), inputs // 2, PANEL, 2)
+        shape = (-(-outputs // self._panel), inputs // 2, self._panel, 2)
         panels = huge_pages.zeros(*shape, dtype=torch.bfloat16)
         self._pack(weight.data_ptr(), panels.data_ptr(), outputs, inputs)
         return panels
@@ -257,31 +264,28 @@ def state() -> str:
 
 @functools.cache
 def _found() -> tuple[CpuKernels | None, str]:
-    found: CpuKernels | None = None
-    try:
-        if os.environ.get(SWITCH) == "off":
-            raise CannotBuild(f"{SWITCH} is off")
-        missing = _missing_flags()
-        if missing:
-            raise CannotBuild(f"this processor has no {', '.join(missing)}")
-        found = CpuKernels(library_path())
-        told = "compiled, AVX-512 with bfloat16 products"
-    except (CannotBuild, OSError) as error:
-        told = f"torch's own serve: {error}"
+    found, told = choose(os.environ.get(SWITCH))
     logger.info("CPU kernels: %s", told)
     return found, told
 
 
-def _missing_flags() -> Sequence[str]:
-    present = processor_flags()
-    return [flag for flag in CPU_FLAGS if flag not in present] if present else ["/proc/cpuinfo"]
+def choose(asked: str | None) -> tuple[CpuKernels | None, str]:
+    """The kernels of the instruction set of that name, None = of the best that can be had; and for
+    people which they are, and why no better ones."""
+    candidates, reasons = list(INSTRUCTION_SETS), list[str]()
+    if asked is not None:
+        candidates = [each for each in INSTRUCTION_SETS if each.name == asked]
+        reasons = [f"{SWITCH} is {asked}"]
+        if not candidates and asked != "off":
+            names = ", ".join(each.name for each in INSTRUCTION_SETS)
+            reasons = [f"{SWITCH} is {asked}, which is none of {names}, off"]
+    for instructions in candidates:
+        try:
+            return CpuKernels(instructions), _told(f"compiled, {instructions.title}", reasons)
+        except (CannotBuild, OSError) as error:
+            reasons.append(f"{instructions.title}: {error}")
+    return None, _told("torch's own serve", reasons)
 
 
-def processor_flags() -> frozenset[str]:
-    """What the processor can do, by /proc/cpuinfo's names; empty where there is no such file."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return frozenset()
-    lines = (line for line in text.splitlines() if line.startswith("flags"))
-    return frozenset(next(lines, "").split())
+def _told(what: str, reasons: Sequence[str]) -> str:
+    return f"{what} ({'; '.join(reasons)})" if reasons else what

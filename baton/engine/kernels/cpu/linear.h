@@ -1,8 +1,8 @@
 // y = x W^T + b for bfloat16, accumulated in float32, from weights packed in panels.
 //
-// A panel holds 64 outputs: [inputs / 2][64][2], so one vector holds a pair of inputs of 16 outputs
-// and no sum runs across lanes. An output adds its inputs in their order, two at a time, whatever
-// the number of rows: what a row computes depends on no other row.
+// A panel holds 64 outputs, with AVX2 32: [inputs / 2][64][2], so one vector holds a pair of inputs of
+// 16 outputs and no sum runs across lanes. An output adds its inputs in their order, two at a time,
+// whatever the number of rows: what a row computes depends on no other row.
 #pragma once
 
 #include <omp.h>
@@ -13,9 +13,7 @@
 
 namespace baton {
 
-constexpr int64_t kPanel = 64;     // outputs of a panel
-constexpr int64_t kRows = 6;       // by a panel at once: 24 of 32 vector registers accumulate
-constexpr int64_t kHalfRows = 8;   // by half a panel
+constexpr int64_t kPanel = 16 * kPanelVectors;  // outputs of a panel
 constexpr int64_t kCached = 384 << 10;  // bytes of x that stay in a core's cache beside a panel
 constexpr int64_t kFewProducts = 1 << 16;  // below, waking a second thread takes longer
 
@@ -40,68 +38,72 @@ inline void multiply(const LinearArgs& a, int64_t row, int64_t from, Ahead ahead
   const bf16* w = a.w + from / kPanel * a.inputs * kPanel + 2 * (from % kPanel);
   // Rows 0 and 4: what lies between is within reach of an address.
   const bf16* x[2] = {a.x + row * a.inputs, a.x + (row + 4) * a.inputs};
-  __m512 sum[M][V];
+  Floats sum[M][V];
   BATON_UNROLL for (int m = 0; m < M; ++m)
-    BATON_UNROLL for (int j = 0; j < V; ++j) sum[m][j] = _mm512_setzero_ps();
+    BATON_UNROLL for (int j = 0; j < V; ++j) sum[m][j] = broadcast(0.0f);
   for (int64_t k = 0; k < a.inputs; k += 2, w += 2 * kPanel) {
-    __m512bh weights[V];
+    Pairs weights[V];
     BATON_UNROLL for (int j = 0; j < V; ++j) weights[j] = load_pairs(w + 32 * j);
     for (int line = 0; line < ahead.lines; ++line, ahead.from += 64)
       _mm_prefetch(ahead.from, _MM_HINT_T1);
     BATON_UNROLL for (int m = 0; m < M; ++m) {
-      const __m512bh pair = broadcast_pair(x[m / 4] + m % 4 * a.inputs + k);
+      const Pair pair = broadcast_pair(x[m / 4] + m % 4 * a.inputs + k);
       BATON_UNROLL for (int j = 0; j < V; ++j)
-        sum[m][j] = _mm512_dpbf16_ps(sum[m][j], pair, weights[j]);
+        sum[m][j] = dot(sum[m][j], pair, weights[j]);
     }
   }
   for (int j = 0; j < V; ++j) {
-    const int64_t at = from + 16 * j, left = std::clamp<int64_t>(a.outputs - at, 0, 16);
-    const __mmask16 lanes = static_cast<__mmask16>((1u << left) - 1);
-    __m512 bias = _mm512_setzero_ps();
-    if (a.bias != nullptr) bias = widen(_mm256_maskz_loadu_epi16(lanes, a.bias + at));
+    const int64_t at = from + 16 * j;
+    const Lanes lanes = lanes_of(std::max<int64_t>(0, a.outputs - at));
+    Floats bias = broadcast(0.0f);
+    if (a.bias != nullptr) bias = load_wide(a.bias + at, lanes);
     BATON_UNROLL for (int m = 0; m < M; ++m)
-      store_rounded(a.y + (row + m) * a.outputs + at, _mm512_add_ps(sum[m][j], bias), lanes);
+      store_rounded(a.y + (row + m) * a.outputs + at, sum[m][j] + bias, lanes);
   }
 }
 
-// Up to 6 rows by a panel (V = 4), up to 8 by half of one (V = 2).
+// Up to kRows rows by a panel, up to kHalfRows by half of one.
 template <int V>
 inline void multiply_rows(const LinearArgs& a, int64_t row, int64_t rows, int64_t from,
                           Ahead ahead) {
-  constexpr int most = V == 4 ? kRows : kHalfRows;
+  constexpr int most = V == kPanelVectors ? kRows : kHalfRows;
   switch (rows) {
     case 1: return multiply<1, V>(a, row, from, ahead);
-    case 2: return multiply<2, V>(a, row, from, ahead);
-    case 3: return multiply<3, V>(a, row, from, ahead);
-    case 4: return multiply<4, V>(a, row, from, ahead);
-    case 5: return multiply<5, V>(a, row, from, ahead);
-    case 6: return multiply<6, V>(a, row, from, ahead);
+    case 2: return multiply<std::min(2, most), V>(a, row, from, ahead);
+    case 3: return multiply<std::min(3, most), V>(a, row, from, ahead);
+    case 4: return multiply<std::min(4, most), V>(a, row, from, ahead);
+    case 5: return multiply<std::min(5, most), V>(a, row, from, ahead);
+    case 6: return multiply<std::min(6, most), V>(a, row, from, ahead);
     case 7: return multiply<std::min(7, most), V>(a, row, from, ahead);
     default: return multiply<most, V>(a, row, from, ahead);
   }
 }
 
-// Groups of up to 6 rows take a panel at once. 7 or 8, and twice as many, take its halves instead:
-// its weights come from afar and are read half as often. Beyond, arithmetic is what takes time.
+// Groups of up to kRows rows take a panel at once. A few more, and twice as many, take its halves
+// instead: its weights come from afar and are read half as often. Beyond, arithmetic is what takes
+// time, and kManyRows is what does most of it.
 inline void multiply_panel(const LinearArgs& a, int64_t panel, int64_t from, int64_t until,
                            const bf16* next) {
   const int64_t rows = until - from;
-  const int64_t most = rows <= 2 * kHalfRows ? kHalfRows : kRows;
+  const int64_t most = rows <= 2 * kHalfRows ? kHalfRows : kManyRows;
   // Evenly: 10 rows are 5 and 5, not 8 and 2.
   const int64_t groups = (rows + most - 1) / most;
   const int64_t halves = (rows + groups - 1) / groups > kRows ? 2 : 1;
   const int64_t passes = groups * halves;
   Ahead ahead{reinterpret_cast<const char*>(next), 0};
-  if (next != nullptr && passes <= 4) ahead.lines = static_cast<int>((4 + passes - 1) / passes);
+  if (next != nullptr && passes <= kAskingPasses)
+    ahead.lines = static_cast<int>((kPanelVectors + passes - 1) / passes);
+  const char* const last = ahead.from + 2 * kPanel * a.inputs;
   for (int64_t half = 0; half < halves; ++half) {
     int64_t parts = groups;
     for (int64_t row = from; row < until; --parts) {
       const int64_t count = (until - row + parts - 1) / parts;
       if (halves == 1)
-        multiply_rows<4>(a, row, count, panel * kPanel, ahead);
+        multiply_rows<kPanelVectors>(a, row, count, panel * kPanel, ahead);
       else
-        multiply_rows<2>(a, row, count, panel * kPanel + half * (kPanel / 2), ahead);
+        multiply_rows<kPanelVectors / 2>(a, row, count, panel * kPanel + half * (kPanel / 2), ahead);
       ahead.from += ahead.lines * 32 * a.inputs;
+      if (ahead.from >= last) ahead.lines = 0;
       row += count;
     }
   }
@@ -109,7 +111,7 @@ inline void multiply_panel(const LinearArgs& a, int64_t panel, int64_t from, int
 
 // Rows that meet one panel after the other while they stay in the cache.
 inline int64_t slab_of(int64_t inputs) {
-  return std::max<int64_t>(kRows, kCached / (2 * inputs) / kRows * kRows);
+  return std::max<int64_t>(kManyRows, kCached / (2 * inputs) / kManyRows * kManyRows);
 }
 
 // Panels are shared out among the threads; a slab of rows that fits the cache meets them in turn.

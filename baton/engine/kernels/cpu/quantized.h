@@ -21,15 +21,16 @@
 #include "linear.h"
 #include "vectors.h"
 
-// What these functions need beyond the library's flags; quantized.py asks the processor for it.
-#define BATON_INTEGERS __attribute__((target("avx512vnni,avx512vbmi")))
+#ifdef __AVX512BF16__
+#include "integers_avx512.h"
+#else
+#include "integers_avx2.h"
+#endif
 
 namespace baton {
 
 constexpr int64_t kNarrow = 32;      // outputs of a panel
 constexpr int64_t kQuad = 4;         // inputs at once
-constexpr int kBlockRows = 12;       // rows at once by one panel: 24 registers accumulate
-constexpr int kBothRows = 6;         // up to here two panels go together
 constexpr int64_t kFarAhead = 8192;  // bytes between asking memory for lines and using them
 
 struct IntegerArgs {
@@ -39,63 +40,6 @@ struct IntegerArgs {
   const bf16* bias;       // [outputs], or null
   bf16* y;                // [rows, outputs]
   int64_t rows, inputs, outputs, groups, bits, has_zeros;
-};
-
-// How lines become pairs of bfloat16: w[2 * pair + half] holds 16 outputs.
-struct Nibbles {
-  static constexpr int64_t bytes = 64;  // of a quad
-  const __m512i table;
-  static Nibbles make() {
-    alignas(64) bf16 numbers[32];  // twice: the fifth bit of an index is the next nibble's
-    for (int n = 0; n < 32; ++n) {
-      const float number = static_cast<float>(n % 16 - 8);
-      uint32_t word;
-      std::memcpy(&word, &number, sizeof word);
-      numbers[n] = static_cast<bf16>(word >> 16);
-    }
-    return {_mm512_load_si512(numbers)};
-  }
-  void load(const uint8_t* at, __m512bh w[4]) const {
-    const __m512i line = _mm512_loadu_si512(at);
-    w[0] = (__m512bh)_mm512_permutexvar_epi16(line, table);
-    w[1] = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(line, 4), table);
-    w[2] = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(line, 8), table);
-    w[3] = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(line, 12), table);
-  }
-};
-
-// Bytes become bfloat16 by tables of the magnitudes 0..127, low and high bytes apart. The code of a
-// number is its sign and magnitude; the free one, -0, is -128 and shares its place with 0.
-struct Bytes {
-  static constexpr int64_t bytes = 128;
-  const __m512i low[2], high[2], sign;
-  static Bytes make() {
-    alignas(64) uint8_t low[128], high[128];
-    for (int m = 0; m < 128; ++m) {
-      const float number = static_cast<float>(m == 0 ? 128 : m);
-      uint32_t word;
-      std::memcpy(&word, &number, sizeof word);
-      low[m] = static_cast<uint8_t>(word >> 16);
-      high[m] = static_cast<uint8_t>(word >> 24);
-    }
-    return {{_mm512_load_si512(low), _mm512_load_si512(low + 64)},
-            {_mm512_load_si512(high), _mm512_load_si512(high + 64)},
-            _mm512_set1_epi8(-128)};
-  }
-  static uint8_t code(int number) {
-    return static_cast<uint8_t>(number >= 0 ? number : 0x80 | (-number & 0x7f));
-  }
-  BATON_INTEGERS void load(const uint8_t* at, __m512bh w[4]) const {
-    BATON_UNROLL for (int pair = 0; pair < 2; ++pair) {
-      const __m512i codes = _mm512_loadu_si512(at + 64 * pair);
-      const __mmask64 some = _mm512_test_epi8_mask(codes, codes);
-      const __m512i lower = _mm512_permutex2var_epi8(low[0], codes, low[1]);
-      __m512i upper = _mm512_maskz_permutex2var_epi8(some, high[0], codes, high[1]);
-      upper = _mm512_ternarylogic_epi32(upper, codes, sign, 0xf8);  // upper | codes & sign
-      w[2 * pair] = (__m512bh)_mm512_unpacklo_epi8(lower, upper);
-      w[2 * pair + 1] = (__m512bh)_mm512_unpackhi_epi8(lower, upper);
-    }
-  }
 };
 
 // Asks for lines also beyond the end of the panels, which does nothing.
@@ -154,31 +98,26 @@ void each_panels(const IntegerUnit& unit, int64_t row, int64_t until, int64_t pa
   }
 }
 
-inline __m512 load_half(const uint8_t* from) {
-  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+inline void store_outputs(const IntegerArgs& a, int64_t row, int64_t output, Floats sum) {
+  const Lanes lanes = lanes_of(std::max<int64_t>(0, a.outputs - output));
+  if (lanes == 0) return;
+  Floats bias = broadcast(0.0f);
+  if (a.bias != nullptr) bias = load_wide(a.bias + output, lanes);
+  const Floats peak = load(a.peaks + output, lanes);
+  store_rounded(a.y + row * a.outputs + output, multiply_add(sum, peak, bias), lanes);
 }
 
-inline void store_outputs(const IntegerArgs& a, int64_t row, int64_t output, __m512 sum) {
-  const int64_t left = std::clamp<int64_t>(a.outputs - output, 0, 16);
-  if (left == 0) return;
-  const __mmask16 lanes = static_cast<__mmask16>((1u << left) - 1);
-  __m512 bias = _mm512_setzero_ps();
-  if (a.bias != nullptr) bias = widen(_mm256_maskz_loadu_epi16(lanes, a.bias + output));
-  const __m512 peak = _mm512_maskz_loadu_ps(lanes, a.peaks + output);
-  store_rounded(a.y + row * a.outputs + output, _mm512_fmadd_ps(sum, peak, bias), lanes);
-}
-
-// M rows by P panels.
-template <class Source, int M, int P>
-BATON_INTEGERS void multiply_integers(const IntegerWork& work, int64_t row, int64_t panel,
-                                      Asking asking) {
+// M rows by P panels: outputs from 16 * half on, of H halves.
+template <class Source, int M, int P, int H>
+BATON_VNNI void multiply_integers(const IntegerWork& work, int64_t row, int64_t panel,
+                                  Asking asking, int half) {
   const IntegerArgs& a = work.a;
   const IntegerLayout& at = work.at;
   const Source source = Source::make();
   const int64_t stride = a.inputs;
   const bf16* x[(M + 2) / 3];  // every third row: the others are one and two strides away
   for (int m = 0; m < M; m += 3) x[m / 3] = a.x + (row + m) * stride;
-  alignas(64) float total[P][M][kNarrow] = {};
+  alignas(64) float total[P][M][16 * H] = {};
   for (int64_t g = 0; g < a.groups; ++g) {
     const uint8_t* head[P];
     const uint8_t* lines[P];
@@ -190,43 +129,44 @@ BATON_INTEGERS void multiply_integers(const IntegerWork& work, int64_t row, int6
     const int64_t turn = std::clamp<int64_t>((left - at.header) / Source::bytes, 0, at.quads);
     int64_t ahead = left > 0 ? asking.ahead : asking.last;
     for (int p = 0; p < P; ++p) ask(head[p] + ahead, at.header);
-    __m512 sum[P][M][2];
+    Floats sum[P][M][H];
     BATON_UNROLL for (int p = 0; p < P; ++p)
       BATON_UNROLL for (int m = 0; m < M; ++m)
-        sum[p][m][0] = sum[p][m][1] = _mm512_setzero_ps();
+        BATON_UNROLL for (int h = 0; h < H; ++h) sum[p][m][h] = broadcast(0.0f);
     for (int64_t quad = 0; quad < at.quads; ++quad) {
       if (quad == turn) ahead = asking.last;
       BATON_UNROLL for (int p = 0; p < P; ++p) {
-        __m512bh w[4];
-        source.load(lines[p] + quad * Source::bytes, w);
+        Pairs w[2 * H];  // the first pair's halves, the second's
+        source.template load<H>(lines[p] + quad * Source::bytes, half, w);
         ask(lines[p] + quad * Source::bytes + ahead, Source::bytes);
         BATON_UNROLL for (int pair = 0; pair < 2; ++pair)
           BATON_UNROLL for (int m = 0; m < M; ++m) {
-            const __m512bh two = broadcast_pair(x[m / 3] + (m % 3) * stride + 2 * pair);
-            sum[p][m][0] = _mm512_dpbf16_ps(sum[p][m][0], two, w[2 * pair]);
-            sum[p][m][1] = _mm512_dpbf16_ps(sum[p][m][1], two, w[2 * pair + 1]);
+            const Pair two = broadcast_pair(x[m / 3] + kQuad * quad + (m % 3) * stride + 2 * pair);
+            BATON_UNROLL for (int h = 0; h < H; ++h)
+              sum[p][m][h] = dot(sum[p][m][h], two, w[H * pair + h]);
           }
       }
-      BATON_UNROLL for (int i = 0; i < (M + 2) / 3; ++i) x[i] += kQuad;
     }
+    BATON_UNROLL for (int i = 0; i < (M + 2) / 3; ++i) x[i] += kQuad * at.quads;
     BATON_UNROLL for (int p = 0; p < P; ++p)
-      BATON_UNROLL for (int half = 0; half < 2; ++half) {
-        const __m512 scale = load_half(head[p] + 32 * half);
-        const __m512 zero = a.has_zeros ? load_half(head[p] + 64 + 32 * half) : _mm512_setzero_ps();
+      BATON_UNROLL for (int h = 0; h < H; ++h) {
+        const uint8_t* factors = head[p] + 32 * (half + h);
+        const Floats scale = load_half(factors);
+        const Floats zero = a.has_zeros ? load_half(factors + 64) : broadcast(0.0f);
         BATON_UNROLL for (int m = 0; m < M; ++m) {
-          __m512 part = sum[p][m][half];
+          Floats part = sum[p][m][h];
           if (a.has_zeros)
-            part = _mm512_fnmadd_ps(_mm512_set1_ps(work.sums[(row + m) * a.groups + g]), zero, part);
-          float* to = total[p][m] + 16 * half;
-          _mm512_store_ps(to, _mm512_fmadd_ps(part, scale, _mm512_load_ps(to)));
+            part = subtract_product(part, broadcast(work.sums[(row + m) * a.groups + g]), zero);
+          float* to = total[p][m] + 16 * h;
+          store(to, multiply_add(part, scale, load(to)));
         }
       }
   }
   for (int p = 0; p < P; ++p)
     for (int m = 0; m < M; ++m)
-      for (int half = 0; half < 2; ++half)
-        store_outputs(a, row + m, (panel + p) * kNarrow + 16 * half,
-                      _mm512_load_ps(total[p][m] + 16 * half));
+      for (int h = 0; h < H; ++h)
+        store_outputs(a, row + m, (panel + p) * kNarrow + 16 * (half + h),
+                      load(total[p][m] + 16 * h));
 }
 
 // `rows` rows, at most M of them, by a unit's panels, which lie side by side.
@@ -236,7 +176,9 @@ void multiply_block(const IntegerWork& work, const IntegerUnit& unit, int64_t ro
     if (rows < M) return multiply_block<Source, M - 1>(work, unit, row, rows);
   each_panels<M>(unit, row, row + rows, work.at.panel,
                  [&](auto count, int64_t panel, Asking asking) {
-                   multiply_integers<Source, M, count>(work, row, panel, asking);
+                   constexpr int halves = halves_of(M);
+                   for (int half = 0; half < 2; half += halves)
+                     multiply_integers<Source, M, count, halves>(work, row, panel, asking, half);
                  });
 }
 
@@ -276,13 +218,9 @@ inline void sum_groups(const IntegerArgs& a, int64_t row, float* sums) {
   const int64_t size = a.inputs / a.groups;
   for (int64_t g = 0; g < a.groups; ++g) {
     const bf16* x = a.x + row * a.inputs + g * size;
-    __m512 sum = _mm512_setzero_ps();
-    for (int64_t i = 0; i < size; i += 16) {
-      const int64_t left = std::min<int64_t>(16, size - i);
-      const __mmask16 lanes = static_cast<__mmask16>((1u << left) - 1);
-      sum = _mm512_add_ps(sum, widen(_mm256_maskz_loadu_epi16(lanes, x + i)));
-    }
-    sums[g] = _mm512_reduce_add_ps(sum);
+    Floats sum = broadcast(0.0f);
+    for (int64_t i = 0; i < size; i += 16) sum = sum + load_wide(x + i, lanes_of(size - i));
+    sums[g] = sum_of(sum);
   }
 }
 

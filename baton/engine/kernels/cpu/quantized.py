@@ -1,8 +1,8 @@
 """The compiled CPU products of integer weights (quantized.h, w8a8.h) as Python calls.
 
 `integer_kernels_for` says whether this machine has them: the library of library.py, a processor
-that multiplies and shuffles bytes (FLAGS) and none with AMX, whose products are oneDNN's. Every
-shape is checked by who makes the layers (quantization.py).
+with the few instructions more that they need of AVX-512, and without AMX, whose products are
+oneDNN's. Every shape is checked by who makes the layers (quantization.py).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
-from baton.engine.kernels.cpu.library import CpuKernels, kernels_for, processor_flags
+from baton.engine.kernels.cpu.build import missing
+from baton.engine.kernels.cpu.library import CpuKernels, kernels_for
 
 logger = logging.getLogger(__name__)
-FLAGS: Final = frozenset({"avx512_vnni", "avx512vbmi"})  # beside build.CPU_FLAGS
 NARROW: Final = 32  # outputs of a panel; panels come in twos
 QUAD: Final = 4  # inputs that are packed together: a group holds a multiple of them
 LINE: Final = 64  # bytes
@@ -161,8 +161,7 @@ def integer_kernels_for(dtype: torch.dtype, device: torch.device) -> IntegerKern
     compiled = kernels_for(dtype, device)
     if compiled is None or torch.cpu._is_amx_tile_supported():
         return None
-    missing = FLAGS - processor_flags()
-    if missing:
-        logger.info("integer weights: torch's kernels, no %s here", ", ".join(sorted(missing)))
+    if lacking := missing(compiled.instructions.integer_flags):
+        logger.info("integer weights: torch's kernels, no %s here", ", ".join(lacking))
         return None
     return IntegerKernels(compiled)

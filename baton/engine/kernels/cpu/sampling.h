@@ -52,30 +52,26 @@ struct TopArgs {
   int64_t rows, size, stride, count;
 };
 
-inline __mmask16 lanes_of(int64_t left) {
-  return left >= 16 ? 0xffff : static_cast<__mmask16>((1u << left) - 1);
-}
-
 // The maximum of n numbers, NaN if one is.
 inline float highest_of(const float* from, int64_t n) {
-  const __m512 lowest = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
-  __m512 most[4] = {lowest, lowest, lowest, lowest};
-  __mmask16 odd = 0;
+  const Floats lowest = broadcast(-std::numeric_limits<float>::infinity());
+  Floats most[4] = {lowest, lowest, lowest, lowest};
+  Lanes odd = 0;
   int64_t i = 0;
   for (; i + 64 <= n; i += 64)
     for (int j = 0; j < 4; ++j) {
-      const __m512 x = _mm512_loadu_ps(from + i + 16 * j);
-      odd |= _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-      most[j] = _mm512_max_ps(most[j], x);
+      const Floats x = load(from + i + 16 * j);
+      odd |= unordered(x);
+      most[j] = max(most[j], x);
     }
   for (; i < n; i += 16) {
-    const __m512 x = _mm512_mask_loadu_ps(lowest, lanes_of(n - i), from + i);
-    odd |= _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-    most[0] = _mm512_max_ps(most[0], x);
+    const Lanes lanes = lanes_of(n - i);
+    const Floats x = select(lanes, load(from + i, lanes), lowest);
+    odd |= unordered(x);
+    most[0] = max(most[0], x);
   }
   if (odd) return std::numeric_limits<float>::quiet_NaN();
-  return _mm512_reduce_max_ps(
-      _mm512_max_ps(_mm512_max_ps(most[0], most[1]), _mm512_max_ps(most[2], most[3])));
+  return most_of(max(max(most[0], most[1]), max(most[2], most[3])));
 }
 
 inline void highest_of_row(const HighestArgs& a, int64_t row) {
@@ -97,10 +93,10 @@ inline void highest_of_row(const HighestArgs& a, int64_t row) {
 }
 
 // SplitMix64's output function.
-inline __m512i mixed(__m512i z) {
-  z = _mm512_mullo_epi64(_mm512_xor_si512(z, _mm512_srli_epi64(z, 30)), _mm512_set1_epi64(kMix1));
-  z = _mm512_mullo_epi64(_mm512_xor_si512(z, _mm512_srli_epi64(z, 27)), _mm512_set1_epi64(kMix2));
-  return _mm512_xor_si512(z, _mm512_srli_epi64(z, 31));
+inline Longs mixed(Longs z) {
+  z = (z ^ (z >> 30)) * kMix1;
+  z = (z ^ (z >> 27)) * kMix2;
+  return z ^ (z >> 31);
 }
 
 inline uint64_t mixed(uint64_t z) {
@@ -138,43 +134,35 @@ inline void race_of_row(const RaceArgs& a, int64_t row) {
   const float* logits = a.logits + row * a.stride;
   const float highest = a.highest[row], temperature = a.temperatures[row];
   const uint64_t key = a.keys[row];
-  const __m512 top = _mm512_set1_ps(highest), divisor = _mm512_set1_ps(temperature);
-  const __m512 inverse = _mm512_set1_ps(1.0f / temperature);
+  const Floats top = broadcast(highest), divisor = broadcast(temperature);
+  const Floats inverse = broadcast(1.0f / temperature);
   // 2^x as its own bits: x + 127 in the exponent, and 1 + fraction >= 2^fraction.
-  const __m512 scale = _mm512_set1_ps(1.44269504f * 0x1p23f), one = _mm512_set1_ps(127 * 0x1p23f);
-  const __m512i odds = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-  const __m512i step = _mm512_set1_epi64(static_cast<int64_t>(16 * kGolden));
-  __m512i low = _mm512_setzero_si512();
-  {
-    alignas(64) uint64_t first[8];
-    for (int i = 0; i < 8; ++i) first[i] = key + (static_cast<uint64_t>(i) + 1) * kGolden;
-    low = _mm512_load_si512(first);
-  }
-  const __m512i eight = _mm512_set1_epi64(static_cast<int64_t>(8 * kGolden));
+  const Floats scale = broadcast(1.44269504f * 0x1p23f), one = broadcast(127 * 0x1p23f);
+  Longs counters;  // of the first tokens of 16; what the hashes are of
+  for (int i = 0; i < kLongs; ++i) counters[i] = key + (static_cast<uint64_t>(i) + 1) * kGolden;
   Leaders found;
   // T, rounded up, in units of 2^-32; the bound's own rounding is less than its last factor.
-  __m512 limit = _mm512_set1_ps(std::numeric_limits<float>::infinity());
-  for (int64_t at = 0; at < a.size; at += 16, low = _mm512_add_epi64(low, step)) {
-    const __mmask16 lanes = lanes_of(a.size - at);
-    const __m512 x = _mm512_maskz_loadu_ps(lanes, logits + at);
-    const __m512 s = _mm512_mul_ps(_mm512_sub_ps(x, top), inverse);
-    const __m512 power = _mm512_max_ps(_mm512_fmadd_ps(s, scale, one), _mm512_setzero_ps());
-    const __m512 bound = _mm512_castsi512_ps(_mm512_cvtps_epi32(power));
+  Floats limit = broadcast(std::numeric_limits<float>::infinity());
+  for (int64_t at = 0; at < a.size; at += 16, counters += 16 * kGolden) {
+    const Lanes lanes = lanes_of(a.size - at);
+    const Floats x = load(logits + at, lanes);
+    const Floats s = (x - top) * inverse;
+    const Floats bound = power_bound(max(multiply_add(s, scale, one), broadcast(0.0f)));
     // The upper half of each hash: u in [h, h + 1) / 2^32.
-    const __m512i hashes = _mm512_permutex2var_epi32(mixed(low), odds,
-                                                     mixed(_mm512_add_epi64(low, eight)));
-    const __m512 rest =
-        _mm512_cvtepu32_ps(_mm512_xor_si512(hashes, _mm512_set1_epi32(-1)));  // <= (1 - u) 2^32
-    unsigned passed = _mm512_mask_cmp_ps_mask(lanes, rest, _mm512_mul_ps(limit, bound), _CMP_LE_OQ);
+    Longs hashes[16 / kLongs];
+    BATON_UNROLL for (int i = 0; i < 16 / kLongs; ++i)
+      hashes[i] = mixed(counters + static_cast<uint64_t>(i * kLongs) * kGolden);
+    const Floats rest = upper_complements(hashes);  // <= (1 - u) 2^32
+    unsigned passed = lanes & less_equal(rest, limit * bound);
     if (passed == 0) continue;
     alignas(64) float exact[16];
-    _mm512_store_ps(exact, _mm512_div_ps(_mm512_sub_ps(x, top), divisor));
+    store(exact, (x - top) / divisor);
     for (; passed; passed &= passed - 1) {
       const int lane = __builtin_ctz(passed);
       if (std::isinf(exact[lane])) continue;
       found.meet(at + lane, clock_of(key, at + lane, exact[lane]));
     }
-    limit = _mm512_set1_ps(static_cast<float>(found.best) * 0x1p32f * 1.001f);
+    limit = broadcast(static_cast<float>(found.best) * 0x1p32f * 1.001f);
   }
   a.ids[row] = found.winner();
 }
@@ -198,16 +186,13 @@ inline void top_of_row(const TopArgs& a, int64_t row) {
     for (int64_t i = 0; i < held; ++i) values[i] = all[i].first, ids[i] = all[i].second;
     lowest = all[a.count - 1].first;
   };
-  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   for (int64_t at = 0; at < a.size; at += 16) {
-    const __mmask16 lanes = lanes_of(a.size - at);
-    const __m512 x = _mm512_maskz_loadu_ps(lanes, logits + at);
-    const __mmask16 above = _mm512_mask_cmp_ps_mask(lanes, x, _mm512_set1_ps(lowest), _CMP_GT_OQ);
+    const Lanes lanes = lanes_of(a.size - at);
+    const Floats x = load(logits + at, lanes);
+    const Lanes above = lanes & greater(x, broadcast(lowest));
     if (above == 0) continue;
-    _mm512_mask_compressstoreu_ps(values.data() + held, above, x);
-    _mm512_mask_compressstoreu_epi32(
-        ids.data() + held, above,
-        _mm512_add_epi32(lane, _mm512_set1_epi32(static_cast<int32_t>(at))));
+    store_selected(values.data() + held, above, x);
+    store_selected_ids(ids.data() + held, above, static_cast<int32_t>(at));
     held += __builtin_popcount(above);
     if (held > room) leave();
   }

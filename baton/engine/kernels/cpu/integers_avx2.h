@@ -1,0 +1,119 @@
+// What quantized.h and w8a8.h ask of AVX2 beyond vectors.h: integers become float32 by arithmetic, and
+// bytes are multiplied as words, because products of bytes would be cut off at 16 bits.
+#pragma once
+
+#include "vectors.h"
+
+namespace baton {
+
+#define BATON_VNNI  // no more than the library's flags
+
+constexpr int kBlockRows = 4;  // rows at once by half a panel: 8 registers accumulate
+constexpr int kBothRows = 1;   // up to here two panels go together
+
+// Of a panel that some rows take at once.
+constexpr int halves_of(int rows) { return rows == 1 ? 2 : 1; }
+
+using Ints = Line;  // 16 int32
+
+// Four uint8 as words, the same in every lane: the first and third, the others.
+struct Quad {
+  __m256i even, odd;
+};
+
+inline Ints load_ints(const int32_t* from, Lanes lanes) {
+  const Line mask = mask_of(lanes);
+  return {_mm256_maskload_epi32(from, mask.low), _mm256_maskload_epi32(from + 8, mask.high)};
+}
+
+inline Floats difference(Ints a, Ints b) {
+  return {_mm256_cvtepi32_ps(_mm256_sub_epi32(a.low, b.low)),
+          _mm256_cvtepi32_ps(_mm256_sub_epi32(a.high, b.high))};
+}
+
+inline Quad broadcast_quad(const uint8_t* from) {
+  int32_t four;
+  std::memcpy(&four, from, sizeof four);
+  const __m256i each = _mm256_set1_epi32(four);
+  return {_mm256_and_si256(each, _mm256_set1_epi16(0xff)), _mm256_srli_epi16(each, 8)};
+}
+
+inline __m256i dot(__m256i sum, Quad x, __m256i w) {
+  const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(w, 8), 8);
+  const __m256i odd = _mm256_srai_epi16(w, 8);
+  sum = _mm256_add_epi32(sum, _mm256_madd_epi16(even, x.even));
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(odd, x.odd));
+}
+
+// sum + the products of each lane's four uint8 and four int8, exactly.
+inline Ints dot(Ints sum, Quad x, Line w) {
+  return {dot(sum.low, x, w.low), dot(sum.high, x, w.high)};
+}
+
+// A nibble becomes the lowest bits of a float32 whose last bit is worth what the nibble's place is.
+struct Nibbles {
+  static constexpr int64_t bytes = 64;  // of a quad
+  static Nibbles make() { return {}; }
+
+  // The first pair of outputs 16 * half, of H halves; the second.
+  template <int H>
+  void load(const uint8_t* at, int half, Pairs w[2 * H]) const {
+    const Line even = load_line(at);
+    const Line odd = {_mm256_srli_epi32(even.low, 16), _mm256_srli_epi32(even.high, 16)};
+    BATON_UNROLL for (int pair = 0; pair < 2; ++pair)
+      BATON_UNROLL for (int h = 0; h < H; ++h) {
+        const int nibble = 2 * pair + half + h;
+        w[H * pair + h] = {{number(even.low, nibble), number(even.high, nibble)},
+                           {number(odd.low, nibble), number(odd.high, nibble)}};
+      }
+  }
+
+ private:
+  static __m256 number(__m256i words, int nibble) {
+    // 2^(23 - 4 * nibble): its last bit is 2^(-4 * nibble).
+    const int power = (127 + 23 - 4 * nibble) << 23;
+    const __m256i part = _mm256_and_si256(words, _mm256_set1_epi32(15 << (4 * nibble)));
+    const __m256 raised = _mm256_castsi256_ps(_mm256_or_si256(part, _mm256_set1_epi32(power)));
+    return raised - _mm256_set1_ps(static_cast<float>(1 << (23 - 4 * nibble)) + 8.0f);
+  }
+};
+
+// A byte is moved to the upper end of a lane of its own, and down again by its sign.
+struct Bytes {
+  static constexpr int64_t bytes = 128;
+  const __m256i places[2][2];  // by half, by input of a pair
+
+  static Bytes make() {
+    return {{{places_of(0), places_of(1)}, {places_of(8), places_of(9)}}};
+  }
+
+  static uint8_t code(int number) { return static_cast<uint8_t>(number); }
+
+  template <int H>
+  void load(const uint8_t* at, int half, Pairs w[2 * H]) const {
+    BATON_UNROLL for (int pair = 0; pair < 2; ++pair) {
+      const Line line = load_line(at + 64 * pair);
+      BATON_UNROLL for (int h = 0; h < H; ++h) {
+        const __m256i *even = &places[half + h][0], *odd = &places[half + h][1];
+        w[H * pair + h] = {{number(line.low, *even), number(line.high, *even)},
+                           {number(line.low, *odd), number(line.high, *odd)}};
+      }
+    }
+  }
+
+ private:
+  static __m256 number(__m256i line, __m256i place) {
+    return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_shuffle_epi8(line, place), 24));
+  }
+
+  // Bytes `first`, and every second after it, to the fourth byte of each lane, the others zeros.
+  static __m256i places_of(int first) {
+    const auto place = [&](int lane) {
+      return static_cast<int>(0x00808080u | static_cast<unsigned>(first + 2 * lane) << 24);
+    };
+    return _mm256_setr_epi32(place(0), place(1), place(2), place(3), place(0), place(1), place(2),
+                             place(3));
+  }
+};
+
+}  // namespace baton

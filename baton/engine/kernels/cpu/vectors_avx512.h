@@ -1,0 +1,218 @@
+// vectors.h's vocabulary in AVX-512 with products of bfloat16: a vector is a register, of 32.
+#pragma once
+
+namespace baton {
+
+using Floats = __m512;
+using Line = __m512i;
+using Pairs = __m512bh;
+using Pair = __m512bh;
+using Longs = uint64_t __attribute__((vector_size(64)));
+constexpr int kLongs = 8;
+
+// linear.h
+constexpr int kPanelVectors = 4;  // of a panel
+constexpr int kRows = 6;          // by a panel at once: 24 registers accumulate
+constexpr int kHalfRows = 8;      // by half a panel
+constexpr int kManyRows = kRows;  // at once where there are many
+constexpr int kAskingPasses = 4;  // so many over a panel ask for the next one's lines
+// attention.h
+constexpr int kKeysAtOnce = 4;  // by two query heads: 8 registers accumulate
+constexpr int kValueParts = 4;  // of 32 numbers at once, by two query heads: 16 do
+// prefill.h
+constexpr int kQueries = 6;        // at once by kQueryVectors: 24 registers accumulate
+constexpr int kQueryVectors = 4;
+
+inline Floats broadcast(float value) { return _mm512_set1_ps(value); }
+inline Floats load(const float* from) { return _mm512_loadu_ps(from); }
+inline void store(float* to, Floats values) { _mm512_storeu_ps(to, values); }
+inline Line load_line(const void* from) { return _mm512_loadu_si512(from); }
+inline void store_line(void* to, Line line) { _mm512_storeu_si512(to, line); }
+
+// Zeros in the other lanes, which are not read.
+inline Floats load(const float* from, Lanes lanes) { return _mm512_maskz_loadu_ps(lanes, from); }
+
+inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+inline Floats multiply_subtract(Floats a, Floats b, Floats c) { return _mm512_fmsub_ps(a, b, c); }
+inline Floats subtract_product(Floats c, Floats a, Floats b) { return _mm512_fnmadd_ps(a, b, c); }
+inline Floats absolute(Floats values) { return _mm512_abs_ps(values); }
+inline Floats max(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+inline float sum_of(Floats values) { return _mm512_reduce_add_ps(values); }
+inline float most_of(Floats values) { return _mm512_reduce_max_ps(values); }
+
+inline Lanes unordered(Floats values) { return _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q); }
+inline Lanes less_equal(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_LE_OQ); }
+inline Lanes greater(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
+
+// `a` in those lanes, `b` in the others.
+inline Floats select(Lanes lanes, Floats a, Floats b) {
+  return _mm512_mask_mov_ps(b, lanes, a);
+}
+
+// Those lanes side by side; nothing is written behind them.
+inline void store_selected(float* to, Lanes lanes, Floats values) {
+  _mm512_mask_compressstoreu_ps(to, lanes, values);
+}
+
+// Likewise the lanes' numbers, counted from `first` on.
+inline void store_selected_ids(int32_t* to, Lanes lanes, int32_t first) {
+  const __m512i count = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  _mm512_mask_compressstoreu_epi32(to, lanes, _mm512_add_epi32(count, _mm512_set1_epi32(first)));
+}
+
+inline Pairs pairs_of(Line line) { return (Pairs)line; }
+inline Pairs load_pairs(const bf16* from) { return pairs_of(load_line(from)); }
+
+// Two neighbouring numbers of one row, in every pair of lanes.
+inline Pair broadcast_pair(const bf16* from) {
+  int32_t pair;
+  std::memcpy(&pair, from, sizeof pair);
+  return (Pair)_mm512_set1_epi32(pair);
+}
+
+inline Floats dot(Floats sum, Pairs a, Pairs b) { return _mm512_dpbf16_ps(sum, a, b); }
+
+// 32 numbers of `even` and `odd` as pairs, half of them each: numbers 0-3, 8-11, 16-19 and 24-27,
+// and the others.
+inline Pairs interleave_first(Line even, Line odd) {
+  return (Pairs)_mm512_unpacklo_epi16(even, odd);
+}
+
+inline Pairs interleave_second(Line even, Line odd) {
+  return (Pairs)_mm512_unpackhi_epi16(even, odd);
+}
+
+// 32 sums that lie so, rounded, in the numbers' order.
+inline void store_interleaved(bf16* to, Floats first, Floats second) {
+  const __m512i quads = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+  const auto both = (__m512i)_mm512_cvtne2ps_pbh(second, first);
+  _mm512_storeu_si512(to, _mm512_permutexvar_epi64(quads, both));
+}
+
+inline Floats widen(__m256i numbers) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(numbers), 16));
+}
+
+inline Floats load_wide(const bf16* from) {
+  return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+}
+
+inline Floats load_wide(const bf16* from, Lanes lanes) {
+  return widen(_mm256_maskz_loadu_epi16(lanes, from));
+}
+
+// From float16.
+inline Floats load_half(const void* from) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(from)));
+}
+
+// 32 int8 as bfloat16, exactly.
+inline Line widen_int8(const void* from) {
+  const auto* halves = static_cast<const __m128i*>(from);
+  const auto wide = [](__m128i numbers) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(numbers)); };
+  return (Line)_mm512_cvtne2ps_pbh(wide(_mm_loadu_si128(halves + 1)), wide(_mm_loadu_si128(halves)));
+}
+
+// To nearest even, as int8, those lanes only.
+inline void store_int8(int8_t* to, Floats values, Lanes lanes) {
+  _mm_mask_storeu_epi8(to, lanes, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(values)));
+}
+
+// Rounded to nearest even, as torch rounds.
+inline void store_rounded(bf16* to, Floats values) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(values));
+}
+
+// Of those lanes only.
+inline void store_rounded(bf16* to, Floats values, Lanes lanes) {
+  _mm256_mask_storeu_epi16(to, lanes, (__m256i)_mm512_cvtneps_pbh(values));
+}
+
+// e^x to about 2 ulp; 0 below -87 (also for -inf).
+inline Floats exponential(Floats x) {
+  const __mmask16 tiny = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_LT_OQ);
+  const __m512 scaled = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f));
+  const __m512 whole =
+      _mm512_roundscale_ps(scaled, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  // x - whole * ln 2, in two parts: the first is exact.
+  __m512 rest = _mm512_fnmadd_ps(whole, _mm512_set1_ps(0.693359375f), x);
+  rest = _mm512_fnmadd_ps(whole, _mm512_set1_ps(-2.12194440e-4f), rest);
+  __m512 sum = _mm512_set1_ps(1.9875691500e-4f);
+  for (float term : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f,
+                     5.0000001201e-1f})
+    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(term));
+  sum = _mm512_fmadd_ps(sum, _mm512_mul_ps(rest, rest), _mm512_add_ps(rest, _mm512_set1_ps(1.0f)));
+  return _mm512_maskz_mov_ps(_knot_mask16(tiny), _mm512_scalef_ps(sum, whole));
+}
+
+// 2^(x - 127) or a little more, for x >= 0 in units of 2^-23: x as its own bits.
+inline Floats power_bound(Floats x) { return _mm512_castsi512_ps(_mm512_cvtps_epi32(x)); }
+
+// 2^32 - 1 - the upper half of each of 16 numbers, to float32's precision.
+inline Floats upper_complements(const Longs each[16 / kLongs]) {
+  const __m512i odds = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+  const __m512i upper = _mm512_permutex2var_epi32((__m512i)each[0], odds, (__m512i)each[1]);
+  return _mm512_cvtepu32_ps(_mm512_xor_si512(upper, _mm512_set1_epi32(-1)));
+}
+
+// A quarter of a sum along each of 16 rows: of 4 rows, four numbers of each that are left to add.
+template <class Combine>
+inline __m512 across_four(const __m512* rows, const Combine& combine) {
+  __m512d half[2];
+  for (int i = 0; i < 2; ++i)
+    half[i] = _mm512_castps_pd(combine(_mm512_unpacklo_ps(rows[2 * i], rows[2 * i + 1]),
+                                       _mm512_unpackhi_ps(rows[2 * i], rows[2 * i + 1])));
+  return combine(_mm512_castpd_ps(_mm512_unpacklo_pd(half[0], half[1])),
+                 _mm512_castpd_ps(_mm512_unpackhi_pd(half[0], half[1])));
+}
+
+// Four quarters -> lane i: the whole of row i.
+template <class Combine>
+inline __m512 across_quarters(const __m512* quarters, const Combine& combine) {
+  __m512 half[2];
+  for (int i = 0; i < 2; ++i)
+    half[i] = combine(_mm512_shuffle_f32x4(quarters[2 * i], quarters[2 * i + 1], 0x88),
+                      _mm512_shuffle_f32x4(quarters[2 * i], quarters[2 * i + 1], 0xdd));
+  return combine(_mm512_shuffle_f32x4(half[0], half[1], 0x88),
+                 _mm512_shuffle_f32x4(half[0], half[1], 0xdd));
+}
+
+// Lane i of the result: all numbers of rows[i] combined. A tree, the same for every row.
+template <class Combine>
+inline __m512 across_each(const __m512 rows[16], const Combine& combine) {
+  __m512 quarters[4];
+  for (int i = 0; i < 4; ++i) quarters[i] = across_four(rows + 4 * i, combine);
+  return across_quarters(quarters, combine);
+}
+
+// 16 numbers of `even` and `odd` as pairs, in their order.
+inline Line pair_up(const bf16* even, const bf16* odd) {
+  const __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)even));
+  const __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)odd));
+  return _mm512_or_si512(low, _mm512_slli_epi32(high, 16));
+}
+
+// 16 vectors of 16 pairs each -> pair by pair.
+inline void transpose_pairs(Line rows[16]) {
+  __m512i a[16], b[16];
+  for (int i = 0; i < 8; ++i) {
+    a[2 * i] = _mm512_unpacklo_epi32(rows[2 * i], rows[2 * i + 1]);
+    a[2 * i + 1] = _mm512_unpackhi_epi32(rows[2 * i], rows[2 * i + 1]);
+  }
+  for (int i = 0; i < 4; ++i)
+    for (int j = 0; j < 2; ++j) {
+      b[4 * i + 2 * j] = _mm512_unpacklo_epi64(a[4 * i + j], a[4 * i + 2 + j]);
+      b[4 * i + 2 * j + 1] = _mm512_unpackhi_epi64(a[4 * i + j], a[4 * i + 2 + j]);
+    }
+  for (int i = 0; i < 2; ++i)
+    for (int j = 0; j < 4; ++j) {
+      a[8 * i + j] = _mm512_shuffle_i32x4(b[8 * i + j], b[8 * i + 4 + j], 0x88);
+      a[8 * i + 4 + j] = _mm512_shuffle_i32x4(b[8 * i + j], b[8 * i + 4 + j], 0xdd);
+    }
+  for (int j = 0; j < 8; ++j) {
+    rows[j] = _mm512_shuffle_i32x4(a[j], a[8 + j], 0x88);
+    rows[8 + j] = _mm512_shuffle_i32x4(a[j], a[8 + j], 0xdd);
+  }
+}
+
+}  // namespace baton

@@ -118,7 +118,7 @@ class Cluster:
 
 
 def _pace(engine: Engine, seen: Callable[[], list[int]]) -> None:
-    runner = engine._runner  # pyright: ignore[reportPrivateUsage]
+    runner = engine.steps.runner
     run, told, steps_since = runner.run, 0, 0
     never = threading.Event()
 
@@ -135,7 +135,7 @@ def _pace(engine: Engine, seen: Callable[[], list[int]]) -> None:
 
 
 def _hold(engine: Engine, num_steps: int, go_on: threading.Event) -> None:
-    runner = engine._runner  # pyright: ignore[reportPrivateUsage]
+    runner = engine.steps.runner
     run, done = runner.run, 0
 
     def held(*arguments: Any) -> Any:

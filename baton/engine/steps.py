@@ -21,7 +21,7 @@ class Steps:
         check: bool,
     ) -> None:
         self._scheduler = scheduler
-        self._runner = runner
+        self.runner = runner
         self._announcements = announcements
         self.ahead = ahead
         self._check = check
@@ -68,7 +68,7 @@ class Steps:
         plan = self._plan()
         if self.ahead is None or not self._foresees(plan):
             on_layer = self._announcements.on_layer(plan)
-            run = self._runner.run
+            run = self.runner.run
             return Flight(plan, lambda: run(plan.chunks, on_layer) if plan.rows else [])
         flight = self.ahead.start(plan)
         self._scheduler.fly(row.sequence for row in plan.rows)

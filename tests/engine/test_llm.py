@@ -182,7 +182,7 @@ def test_four_samples_are_four_draws_keyed_by_their_index(model: str) -> None:
 
 def alone(llm: LLM, prompt: list[int], params: SamplingParams, index: int) -> tuple[int, ...]:
     """Tokens of one sample, each computed by a forward of the whole text through the runner."""
-    pool, runner = llm.engine.pool, llm.engine._runner
+    pool, runner = llm.engine.pool, llm.engine.steps.runner
     tokens = list(prompt)
     blocks = pool.allocate(pool.blocks_for(len(prompt) + params.max_tokens))
     assert blocks is not None

@@ -57,7 +57,7 @@ def promises(member: Member) -> list[Any]:
 
 def in_step(member: Member, number: int, action: Callable[[], None]) -> None:
     """Do `action` on the engine thread in the middle of the `number`th step from now."""
-    runner, count = member.engine._runner, 0
+    runner, count = member.engine.steps.runner, 0
     inner = runner.run
 
     def run(*arguments: Any) -> Any:
@@ -163,7 +163,7 @@ async def test_a_full_exporter_gets_its_pages_back_at_once(
     async with cluster(here) as c:
         (prefill,), (decode,) = c.prefill, c.decode
         wanted, computed = threading.Event(), threading.Event()
-        runner = prefill.engine._runner
+        runner = prefill.engine.steps.runner
         inner, seen = runner.run, list[int]()
 
         def run(chunks: Any, on_layer: Any) -> Any:

@@ -150,7 +150,7 @@ async def test_stopped_while_d_decodes_in_its_pages(
     async with case(model, tmp_path, "shm,stream", adopt=True) as x:
         (decode,), (other,) = x.c.decode, x.c.prefill
         stopped, exporters = threading.Event(), exporters_of(decode, monkeypatch)
-        runner = decode.engine._runner
+        runner = decode.engine.steps.runner
         inner = runner.run
 
         def run(*arguments: Any) -> Any:

@@ -87,6 +87,15 @@ class Case:
     async def request_fields(self) -> dict[str, str]:
         return await fields_of(self.redis, "{pd}:req:*")
 
+    async def recorded(self, role: str) -> str:
+        """The node of that role ("prefill_node", "decode_node") in the record, once it is there:
+        a router tells where a request has got to within a moment, not at once."""
+
+        async def look() -> str:
+            return (await self.request_fields()).get(role, "")
+
+        return await eventually(look)
+
     async def prefilling(self) -> str | None:
         """The node that computes the request's prompt; None while there is no request."""
         if not await self.redis.exists(LEASES):
@@ -193,7 +202,7 @@ async def test_decode_node_killed_in_mid_stream(
     async with case(model, tmp_path, redis_url, 1, 2) as c:
         stream = Stream(c.client)
         await stream.at_least(10)
-        victim = (await c.request_fields())["decode_node"]
+        victim = await c.recorded("decode_node")
         await c.server(victim).kill()
         assert len(stream.tokens) < len(model.expected), "the kill came too late to prove anything"
         last = await stream.finish()
@@ -211,7 +220,7 @@ async def test_decode_node_killed_with_four_samples(
     async with case(model, tmp_path, redis_url, 1, 2) as c:
         samples = Samples(c.client, PROMPT, params)
         await samples.at_least(10)
-        victim = (await c.request_fields())["decode_node"]
+        victim = await c.recorded("decode_node")
         await c.server(victim).kill()
         assert not any(samples.ended), "the kill came too late to prove anything"
         assert await samples.whole() == [sample.token_ids for sample in output.outputs]
@@ -241,7 +250,7 @@ async def test_prefill_node_killed_while_kv_moves(
     async with case(model, tmp_path, redis_url, 2, 1) as c:
         stream = Stream(c.client)
         await eventually(lambda: metric(c.decode[0], "baton_kv_transfer_fetching"))
-        victim = (await c.request_fields())["prefill_node"]
+        victim = await c.recorded("prefill_node")
         await c.server(victim).kill()
         assert stream.tokens == [], "the kill came too late to prove anything"
         last = await stream.finish()
@@ -268,7 +277,7 @@ async def test_prefill_node_killed_between_token_1_and_the_end_of_its_kv(
         try:
             assert stream.tokens == [], "the prefill was over before D could be stopped"
             await stream.at_least(1)
-            victim = c.server((await c.request_fields())["prefill_node"])
+            victim = c.server(await c.recorded("prefill_node"))
             assert await metric(victim, "baton_kv_transfer_active_exports") == 1
             await victim.kill()
             assert len(stream.tokens) == 1, "D was stopped: nobody could decode"

@@ -96,7 +96,7 @@ async def test_a_stopped_decode_node_is_left_and_fenced(
     async with case(model, tmp_path, redis_url, 1, 2) as c:
         stream = Stream(c.client)
         await stream.at_least(10)
-        victim = c.server((await c.request_fields())["decode_node"])
+        victim = c.server(await c.recorded("decode_node"))
         stopped_at = stop(victim)
         try:
             lost = asyncio.create_task(noticed(c))
@@ -124,7 +124,7 @@ async def test_a_prefill_node_stopped_in_mid_prompt_is_left(
     async with case(model, tmp_path, redis_url, 2, 1) as c:
         stream = Stream(c.client)
         await eventually(lambda: metric(c.decode[0], "baton_kv_transfer_fetching"))
-        victim = c.server((await c.request_fields())["prefill_node"])
+        victim = c.server(await c.recorded("prefill_node"))
         stopped_at = stop(victim)
         try:
             assert stream.tokens == [], "the stop came too late to prove anything"

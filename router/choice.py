@@ -6,6 +6,7 @@ Boots that refused it are not used again; those that failed it only when nobody 
 from __future__ import annotations
 
 import random
+from typing import Final
 
 from baton.errors import BatonError, Unavailable
 from baton.request import Request
@@ -14,6 +15,8 @@ from router.policy import Ask, NodeSnapshot, PolicySettings, Route, choose_decod
 from router.scores import scores_of
 from router.sessions import SessionMap, tie_of
 from router.trace import RequestTrace
+
+MAX_LOST: Final = 1  # hand-overs of one request whose KV is lost on the way, before it needs none
 
 
 class NodeChoice:
@@ -32,6 +35,7 @@ class NodeChoice:
         self._trace = trace
         self._excluded: set[str] = set()
         self._avoided: set[str] = set()
+        self._num_lost = 0
         self._refusal: BatonError | None = None
         self._model_digest: str | None = None
 
@@ -43,6 +47,12 @@ class NodeChoice:
     def avoid(self, boot_id: str) -> None:
         """That node failed it, or is to be left alone."""
         self._avoided.add(boot_id)
+
+    def lost_kv(self, boot_id: str) -> None:
+        """KV was lost on the way from that node: another exporter avoids both, node and way. Who
+        loses it there again has the prompt computed where it decodes."""
+        self.avoid(boot_id)
+        self._num_lost += 1
 
     def route(self, request: Request) -> Route:
         """Nodes for a whole journey. Raises Unavailable, ContextLengthExceeded."""
@@ -108,6 +118,7 @@ class NodeChoice:
             session_boot=self._session_boot(),
             slo=self._trace.terms.slo,
             width=request.params.width,
+            local=self._num_lost > MAX_LOST,
         )
 
     def _session_boot(self) -> str:

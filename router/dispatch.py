@@ -395,11 +395,11 @@ class Journey:
         if not event.retryable or leg is None:
             raise error
         if isinstance(error, KVError):
-            # Whoever was to blame, the exporter or the way from it: another exporter avoids both.
-            exporter = self._legs.prefill
+            exporter, lost = self._legs.prefill, isinstance(error, KVLost)
             if exporter is not None:
-                self._nodes.avoid(exporter.node.boot_id)
-            raise HopFailed(error, death=isinstance(error, KVLost))
+                note = self._nodes.lost_kv if lost else self._nodes.avoid
+                note(exporter.node.boot_id)
+            raise HopFailed(error, death=lost)
         if isinstance(error, GivenBack):
             self._nodes.avoid(leg.node.boot_id)
             self._end_move("given back")

@@ -65,6 +65,7 @@ class Ask:
     `excluded` boots must not serve it (they refused); `avoided` ones only if nobody else can (they
     failed it). `model_digest`: the model that it began with, None at first. `session_boot`: the
     decode node that served its session, "" for none. `width`: sequences that decode at once.
+    `local`: its KV was lost on the way too often, so the decode node computes the prompt.
     """
 
     known_ids: tuple[int, ...]
@@ -76,6 +77,7 @@ class Ask:
     session_boot: str = ""
     slo: Slo = ANY
     width: int = 1
+    local: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,7 @@ def choose_route(
     cached = prefix_lengths(ask, usable) if settings.prefix_weight else {}
     layouts = {node.fingerprint for node in decoders}
     prefillers = [n for n in usable if n.role is Role.PREFILL and n.fingerprint in layouts]
-    if not prefillers:
+    if not prefillers or ask.local:
         decode = pick_decode(ask, decoders, settings, tie, cached)
         return Route(decode, decode_cached=cached.get(decode.boot_id, 0))
     prefill = _pick(

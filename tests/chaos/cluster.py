@@ -24,6 +24,8 @@ from typing import Any
 
 import httpx
 import redis.asyncio as aredis
+from redis.asyncio.retry import Retry
+from redis.backoff import ConstantBackoff
 
 from baton import wire
 from baton.client import AsyncClient
@@ -131,7 +133,8 @@ class Cluster:
             self.hosts = Hosts(self.layout.nodes)
             self.hosts.up()
         self._processes = Processes(self.model, self.directory, url)
-        self.store = aredis.Redis.from_url(self.redis.url)
+        # Asked again where Redis was killed since: its connections are dead.
+        self.store = aredis.Redis.from_url(self.redis.url, retry=Retry(ConstantBackoff(0.1), 30))
         await self.store.flushall()
         self.clients: dict[str, AsyncClient] = {}  # of each router
         self._http = httpx.AsyncClient(trust_env=False, timeout=10.0)
@@ -351,6 +354,14 @@ class Cluster:
             return {}
         raw: dict[bytes, bytes] = await self._ask(self.store.hgetall(request_key(request_id)))
         return {key.decode().removeprefix("f:"): value.decode() for key, value in raw.items()}
+
+    async def recorded(self, request_id: str, role: str) -> str:
+        """The node of that role in its record, once it is there: routers tell within a moment."""
+
+        async def look() -> str:
+            return (await self.request_fields(request_id)).get(role, "")
+
+        return await eventually(look)
 
     async def log_rows(self, request_id: str) -> list[dict[str, str]]:
         rows: list[Any] = await self._ask(self.store.xrange(log_key(request_id)))

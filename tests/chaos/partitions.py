@@ -51,7 +51,7 @@ async def decode_lost(world: World, for_good: bool) -> str:
     cluster = world.cluster
     stream = cluster.begin(world.specs["beside"], "parted")
     await stream.at_least(MID_STREAM)
-    node = (await cluster.request_fields(stream.stored_id))["decode_node"]
+    node = await cluster.recorded(stream.stored_id, "decode_node")
     _hosts(world).cut(node)
     return await _end(world, [stream], await _proof(world, node), for_good)
 

@@ -189,6 +189,25 @@ async def test_a_stale_export_is_prefilled_again_on_the_only_node() -> None:
         assert client.trace.node_deaths == 0
 
 
+async def test_kv_that_is_lost_on_every_way_is_computed_where_it_decodes() -> None:
+    async with cluster("p1", "p2", "d") as (router, (*prefillers, d)):
+        client = Client(router, make_request())
+        for epoch in (1, 2):
+            p = await first_of(prefillers, SubmitPrefill)
+            prefillers.remove(p)
+            prefill = await p.hear(SubmitPrefill)
+            assert prefill.request.epoch == epoch
+            p.export(prefill.request, seq=epoch)
+            decode = await d.hear(SubmitDecode)
+            p.tokens(prefill.request, epoch - 1, 40 + epoch)
+            await client.next()
+            d.fail(decode.request, "kv_lost", retryable=True)
+        decode = await d.hear(SubmitDecode)
+        assert (decode.request.epoch, decode.handle) == (3, None)
+        d.finish(decode.request, 2, 43)
+        assert await client.done() == [41, 42, 43]
+
+
 async def test_a_request_that_kills_three_nodes_has_failed() -> None:
     async with cluster("d1", "d2", "d3", "d4") as (router, nodes):
         client = Client(router, make_request())

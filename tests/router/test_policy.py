@@ -145,6 +145,10 @@ def test_no_prefill_node_means_local_prefill() -> None:
         names([])
 
 
+def test_whose_kv_is_lost_on_every_way_is_prefilled_where_it_decodes() -> None:
+    assert names([node("p1"), node("d1")], Ask(PROMPT, local=True)) == (None, "d1")
+
+
 def test_a_pair_shares_its_kv_layout() -> None:
     alien = replace(node("p1"), fingerprint="other")
     assert names([alien, node("p2", waiting_tokens=900), node("d")]) == ("p2", "d")

@@ -1,5 +1,5 @@
 """Announcements: what a prefill node's hooks are told of a step: who was admitted, which layer is
-written. Hooks can be set once; without any, nothing is told and every export has room."""
+written. Without any hooks, nothing is told and every export has room."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from baton.engine.step_plan import StepPlan
 
 
 class Announcements:
-    def __init__(self, pins: Pins) -> None:
-        self.hooks: EngineHooks | None = None
+    def __init__(self, pins: Pins, hooks: EngineHooks | None) -> None:
+        self.hooks = hooks
         self._pins = pins
 
     def admitted(self, plan: StepPlan) -> None:

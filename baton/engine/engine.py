@@ -117,8 +117,8 @@ class Engine:
         )  # fmt: skip
         self._failed: list[RequestFailed] = []  # not yet taken
         self._pins = Pins(self._tables)
-        self._announcements = Announcements(self._pins)
-        self.set_hooks(hooks)
+        self._announcements = Announcements(self._pins, hooks)
+        self._scheduler.ask_before_exports(self._announcements.may_admit)
         ahead = RunAhead(runner, max_len) if config.async_scheduling else None
         self.steps = Steps(
             self._scheduler, runner, self._announcements, ahead, config.check_invariants
@@ -179,7 +179,6 @@ class Engine:
     def set_hooks(self, hooks: EngineHooks | None) -> None:
         """Before the first PREFILL request: hooks are made of this engine's arena, so after it."""
         self._announcements.hooks = hooks
-        self._scheduler.ask_before_exports(self._announcements.may_admit)
 
     def set_proposer(self, proposer: Proposer) -> None:
         """Speculate: `proposer` guesses up to config.num_speculative_tokens for each decode row.

@@ -56,10 +56,11 @@ class RunAhead:
 
     def start(self, plan: StepPlan, before: Flight | None = None) -> Flight:
         """Run `plan`, after `before` and with the tokens that this one draws."""
-        drawn = {} if before is None else _rows_by_sequence(before.plan)
+        rows = () if before is None else before.plan.rows
+        drawn = {row.sequence: index for index, row in enumerate(rows)}
         chunks = [_own(row.chunk) for row in plan.rows]
         pending = {
-            index: drawn[id(row.sequence)]
+            index: drawn[row.sequence]
             for index, row in enumerate(plan.rows)
             if row.chunk.token_ids[-1] == PENDING
         }
@@ -114,10 +115,6 @@ def _draws_one(row: Row) -> bool:
         and not chunk.sample.remembers
         and not any(sequence.following for sequence in group.sequences)
     )
-
-
-def _rows_by_sequence(plan: StepPlan) -> dict[int, int]:
-    return {id(row.sequence): index for index, row in enumerate(plan.rows)}
 
 
 def _own(chunk: SequenceChunk) -> SequenceChunk:

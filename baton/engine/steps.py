@@ -76,7 +76,7 @@ class Steps:
 
     def _plan_behind(self, ahead: RunAhead, flight: Flight) -> Flight | None:
         with ahead.foreseen(flight.plan):
-            plan = self._plan() if self._scheduler.steady else StepPlan()
+            plan = self._plan()
         return ahead.start(plan, flight) if plan.rows else None
 
     def _foresees(self, plan: StepPlan) -> bool:

@@ -52,7 +52,15 @@ inline Lanes lanes_of(int64_t left) {
 
 namespace baton {
 
-// What numbers are combined by (across_each).
+// Lane i of the result: all numbers of rows[i] combined. A tree, the same for every row.
+template <class Combine>
+inline Floats across_each(const Floats rows[16], const Combine& combine) {
+  Floats quarters[4];
+  for (int i = 0; i < 4; ++i) quarters[i] = across_four(rows + 4 * i, combine);
+  return across_quarters(quarters, combine);
+}
+
+// What they are combined by.
 constexpr auto added = [](auto one, auto other) { return one + other; };
 constexpr auto higher = [](auto one, auto other) { return max(one, other); };
 

@@ -351,14 +351,6 @@ inline Floats across_quarters(const Floats* quarters, const Combine& combine) {
   return {half[0], half[1]};
 }
 
-// Lane i of the result: all numbers of rows[i] combined. A tree, the same for every row.
-template <class Combine>
-inline Floats across_each(const Floats rows[16], const Combine& combine) {
-  Floats quarters[4];
-  for (int i = 0; i < 4; ++i) quarters[i] = across_four(rows + 4 * i, combine);
-  return across_quarters(quarters, combine);
-}
-
 // 16 numbers of `even` and `odd` as pairs, in their order.
 inline Line pair_up(const bf16* even, const bf16* odd) {
   const auto both = [](__m128i low, __m128i high) {

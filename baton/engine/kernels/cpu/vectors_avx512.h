@@ -177,14 +177,6 @@ inline __m512 across_quarters(const __m512* quarters, const Combine& combine) {
                  _mm512_shuffle_f32x4(half[0], half[1], 0xdd));
 }
 
-// Lane i of the result: all numbers of rows[i] combined. A tree, the same for every row.
-template <class Combine>
-inline __m512 across_each(const __m512 rows[16], const Combine& combine) {
-  __m512 quarters[4];
-  for (int i = 0; i < 4; ++i) quarters[i] = across_four(rows + 4 * i, combine);
-  return across_quarters(quarters, combine);
-}
-
 // 16 numbers of `even` and `odd` as pairs, in their order.
 inline Line pair_up(const bf16* even, const bf16* odd) {
   const __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)even));

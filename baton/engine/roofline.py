@@ -1,9 +1,10 @@
 """The machine's limits, measured: how fast it reads memory, how fast it multiplies matrices.
 
-Both with the threads in use, in a fraction of a second; what was found is kept until the machine
-boots again, per set of cores, threads and dtype, and processes that start together measure one
-after the other. Measured beside other work the limits come out too low: who knows them better says
-them (--memory-bandwidth, --peak-flops). Not here: what a step needs of them (work.py).
+Both with the threads in use, in a fraction of a second; products by torch and by the engine's own
+layers, of which the faster counts. What was found is kept until the machine boots again, per set of
+cores, threads and dtype, and processes that start together measure one after the other. Measured
+beside other work the limits come out too low: who knows them better says them (--memory-bandwidth,
+--peak-flops). Not here: what a step needs of them (work.py).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Final
 import torch
 
 from baton.engine.config import EngineConfig
+from baton.engine.linear import choose_linear
 from baton.engine.work import Limits
 
 log = logging.getLogger(__name__)
@@ -64,12 +66,17 @@ def measure(device: torch.device, dtype: torch.dtype, budget_s: float = BUDGET_S
         read = 2 * source.nbytes / _fastest(lambda: target.copy_(source), device, budget_s)
     else:
         read = source.nbytes / _fastest(source.sum, device, budget_s)
-    flops = 0.0
+    flops, make_layer = 0.0, choose_linear(dtype, device)
     until = time.perf_counter() + budget_s
     for size in SIZES[kind]:
         a = torch.full((size, size), 0.5, dtype=dtype, device=device)
         b = torch.full((size, size), 0.25, dtype=dtype, device=device)
-        seconds = _fastest(lambda a=a, b=b: a @ b, device, budget_s / len(SIZES[kind]))
+        layer = make_layer(b, None)
+        share_s = budget_s / len(SIZES[kind]) / 2
+        seconds = min(
+            _fastest(lambda a=a, b=b: a @ b, device, share_s),
+            _fastest(lambda a=a, layer=layer: layer(a), device, share_s),
+        )
         flops = max(flops, 2 * size**3 / seconds)
         # The next one takes eight times as long, twice.
         if time.perf_counter() + 16 * seconds > until:

@@ -226,6 +226,9 @@ def test_a_machine_without_a_compiler_is_served_by_torch(
         ("sse", ("old",), None, "BATON_CPU_KERNELS is sse, which is none of new, old, off"),
         ("off", ("old",), None, "BATON_CPU_KERNELS is off"),
         (None, (), None, "New: this processor has no new; Old: this processor has no old"),
+        (None, ("old", "new", "slow"), "old", "compiled, Old (New: slow on this processor)"),
+        ("new", ("old", "new", "slow"), "new", "compiled, New (BATON_CPU_KERNELS is new)"),
+        (None, ("old", "slow"), "old", "compiled, Old (New: this processor has no new)"),
     ],
 )
 def test_the_best_instruction_set_serves_or_the_one_asked_for(
@@ -243,10 +246,14 @@ def test_the_best_instruction_set_serves_or_the_one_asked_for(
         made.append(instructions)
         return SimpleNamespace(instructions=instructions)
 
-    sets = [InstructionSet(name, name.title(), (name,), (), ()) for name in ("new", "old")]
+    sets = [
+        InstructionSet("new", "New", ("new",), (), (), slow_on=("slow",)),
+        InstructionSet("old", "Old", ("old",), (), ()),
+    ]
     monkeypatch.setattr(library, "INSTRUCTION_SETS", sets)
     monkeypatch.setattr(library, "CpuKernels", make)
-    monkeypatch.setattr(build, "processor_flags", lambda: frozenset(processor))
+    # The processor's flags and its vendor at once.
+    monkeypatch.setattr(build, "processor_words", lambda field: frozenset(processor))
     found, told = library.choose(asked)
     assert [each.name for each in made] == ([served] if served else [])
     assert (found is None) == (served is None)

@@ -4,7 +4,7 @@
 // all scores, the weights of 16 query heads at once, all values. Softmax goes along, as in
 // FlashAttention. What a row computes depends on its own keys alone. GQA: the query heads of one KV
 // head share what is loaded. Both products are dot products of bfloat16 pairs: of a key's
-// neighbouring numbers, and of two keys' values, for which weights are rounded.
+// neighbouring numbers, and of two keys' values, by weights as factors.
 // Memory is read in halves of a tile, all heads of 8 keys and then of the next 8, which are asked
 // for meanwhile, line by line: with more at once the first would have left the core's cache before
 // they are needed, and a core that asks for all in one go stands still. How keys and values are
@@ -45,8 +45,8 @@ struct DecodeArgs {
   float scale, softcap;  // softcap 0: none
 };
 
-// Where one row is with up to 16 query heads, a lane each. The sums lie as `weigh_values` makes
-// them: of 32 numbers, first 0-3, 8-11, 16-19 and 24-27, then the others.
+// Where one row is with up to 16 query heads, a lane each. Of 32 sums lie first those of
+// `interleave_first`, then those of `interleave_second`.
 struct Running {
   Floats most, total;
   alignas(64) float sum[kLanes][kMaxDim];
@@ -213,22 +213,22 @@ class DecodeRow {
   // The tile's values by their weights, to the sums; `kept`: what these are worth.
   void values(Running& state, int64_t from, int64_t until, const Floats* weight,
               float* kept) const {
-    alignas(64) bf16 rounded[kLanes][kTile];
+    alignas(64) Factor factors[kLanes][kTile];
     by_pairs(from, until, [&](auto heads, int64_t head, int64_t lane) {
       for (int h = 0; h < heads; ++h)
-        store_rounded(rounded[lane + h], pool_.weighed(tile_, head, weight[lane + h]));
+        store_factors(factors[lane + h], pool_.weighed(tile_, head, weight[lane + h]));
     });
     for (int at = 0; at < kTile; at += kHalf) {
       by_pairs(from, until, [&](auto heads, int64_t head, int64_t lane) {
         int64_t d = 0;
         if constexpr (kValueParts > 1) {
           for (; d + 128 <= a_.v_dim; d += 128)
-            add_values<heads, 4>(state.sum + lane, head, d, at, rounded + lane, kept + lane);
+            add_values<heads, 4>(state.sum + lane, head, d, at, factors + lane, kept + lane);
           for (; d + 64 <= a_.v_dim; d += 64)
-            add_values<heads, 2>(state.sum + lane, head, d, at, rounded + lane, kept + lane);
+            add_values<heads, 2>(state.sum + lane, head, d, at, factors + lane, kept + lane);
         }
         for (; d < a_.v_dim; d += 32)
-          add_values<heads, 1>(state.sum + lane, head, d, at, rounded + lane, kept + lane);
+          add_values<heads, 1>(state.sum + lane, head, d, at, factors + lane, kept + lane);
       });
       std::fill_n(kept, kLanes, 1.0f);
     }
@@ -237,7 +237,7 @@ class DecodeRow {
   // sum = sum * kept + the values of 8 keys from `at` on: 32 * Parts numbers from `d` on.
   template <int Heads, int Parts>
   void add_values(float (*sum)[kMaxDim], int64_t head, int64_t d, int at,
-                  const bf16 (*weights)[kTile], const float* kept) const {
+                  const Factor (*weights)[kTile], const float* kept) const {
     Floats low[Heads][Parts], high[Heads][Parts];
     BATON_UNROLL for (int h = 0; h < Heads; ++h) {
       const Floats each = broadcast(kept[h]);

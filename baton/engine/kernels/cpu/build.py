@@ -35,15 +35,26 @@ class InstructionSet:
     cpu_flags: tuple[str, ...]  # that every kernel needs; /proc/cpuinfo's names
     integer_flags: tuple[str, ...]  # that those of integer weights need beside them
     compiler_flags: tuple[str, ...]
+    slow_on: tuple[str, ...] = ()  # vendors whose processors do better by the next one
 
 
 INSTRUCTION_SETS: Final = (  # the best first
     InstructionSet(
-        "avx512",
+        "avx512bf16",
         "AVX-512 with bfloat16 products",
         ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "fma"),
         ("avx512_vnni", "avx512vbmi"),
         ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma",
+         "-mprefer-vector-width=512"),
+        # One product of pairs takes as long as four float32 ones of half the size (docs/log.md).
+        slow_on=("GenuineIntel",),
+    ),
+    InstructionSet(
+        "avx512",
+        "AVX-512",
+        ("avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"),
+        ("avx512_vnni",),
+        ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma",
          "-mprefer-vector-width=512"),
     ),
     InstructionSet(
@@ -76,15 +87,26 @@ def missing(flags: Sequence[str]) -> list[str]:
     return [flag for flag in flags if flag not in processor_flags()]
 
 
-@functools.cache
+def is_slow(instructions: InstructionSet) -> bool:
+    """Whether this processor has them and does better without."""
+    slow = not processor_words("vendor_id").isdisjoint(instructions.slow_on)
+    return slow and not missing(instructions.cpu_flags)
+
+
 def processor_flags() -> frozenset[str]:
-    """What the processor can do, by /proc/cpuinfo's names; empty where there is no such file."""
+    """What the processor can do, by /proc/cpuinfo's names."""
+    return processor_words("flags")
+
+
+@functools.cache
+def processor_words(field: str) -> frozenset[str]:
+    """What /proc/cpuinfo says of the first processor; empty where there is no such file."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return frozenset()
-    lines = (line for line in text.splitlines() if line.startswith("flags"))
-    return frozenset(next(lines, "").split())
+    lines = (line for line in text.splitlines() if line.startswith(field))
+    return frozenset(next(lines, "").partition(":")[2].split())
 
 
 def _compiler() -> list[str]:

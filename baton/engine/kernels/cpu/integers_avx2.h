@@ -55,17 +55,16 @@ struct Nibbles {
   static constexpr int64_t bytes = 64;  // of a quad
   static Nibbles make() { return {}; }
 
-  // The first pair of outputs 16 * half, of H halves; the second.
+  // A pair of a quad's inputs, of 16 * H outputs from 16 * half on.
   template <int H>
-  void load(const uint8_t* at, int half, Pairs w[2 * H]) const {
+  void load(const uint8_t* at, int half, int pair, Pairs w[H]) const {
     const Line even = load_line(at);
     const Line odd = {_mm256_srli_epi32(even.low, 16), _mm256_srli_epi32(even.high, 16)};
-    BATON_UNROLL for (int pair = 0; pair < 2; ++pair)
-      BATON_UNROLL for (int h = 0; h < H; ++h) {
-        const int nibble = 2 * pair + half + h;
-        w[H * pair + h] = {{number(even.low, nibble), number(even.high, nibble)},
-                           {number(odd.low, nibble), number(odd.high, nibble)}};
-      }
+    BATON_UNROLL for (int h = 0; h < H; ++h) {
+      const int nibble = 2 * pair + half + h;
+      w[h] = {{number(even.low, nibble), number(even.high, nibble)},
+              {number(odd.low, nibble), number(odd.high, nibble)}};
+    }
   }
 
  private:
@@ -89,15 +88,15 @@ struct Bytes {
 
   static uint8_t code(int number) { return static_cast<uint8_t>(number); }
 
+  static int64_t place(int64_t output, int64_t input) { return place_in_turns(output, input); }
+
   template <int H>
-  void load(const uint8_t* at, int half, Pairs w[2 * H]) const {
-    BATON_UNROLL for (int pair = 0; pair < 2; ++pair) {
-      const Line line = load_line(at + 64 * pair);
-      BATON_UNROLL for (int h = 0; h < H; ++h) {
-        const __m256i *even = &places[half + h][0], *odd = &places[half + h][1];
-        w[H * pair + h] = {{number(line.low, *even), number(line.high, *even)},
-                           {number(line.low, *odd), number(line.high, *odd)}};
-      }
+  void load(const uint8_t* at, int half, int pair, Pairs w[H]) const {
+    const Line line = load_line(at + 64 * pair);
+    BATON_UNROLL for (int h = 0; h < H; ++h) {
+      const __m256i *even = &places[half + h][0], *odd = &places[half + h][1];
+      w[h] = {{number(line.low, *even), number(line.high, *even)},
+              {number(line.low, *odd), number(line.high, *odd)}};
     }
   }
 

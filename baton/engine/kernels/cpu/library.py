@@ -22,6 +22,7 @@ from baton.engine.kernels.cpu.build import (
     INSTRUCTION_SETS,
     CannotBuild,
     InstructionSet,
+    is_slow,
     library_path,
 )
 from baton.engine.kernels.cpu.sampling import SamplingKernels
@@ -272,7 +273,10 @@ def _found() -> tuple[CpuKernels | None, str]:
 def choose(asked: str | None) -> tuple[CpuKernels | None, str]:
     """The kernels of the instruction set of that name, None = of the best that can be had; and for
     people which they are, and why no better ones."""
-    candidates, reasons = list(INSTRUCTION_SETS), list[str]()
+    candidates = [each for each in INSTRUCTION_SETS if not is_slow(each)]
+    reasons = [
+        f"{each.title}: slow on this processor" for each in INSTRUCTION_SETS if is_slow(each)
+    ]
     if asked is not None:
         candidates = [each for each in INSTRUCTION_SETS if each.name == asked]
         reasons = [f"{SWITCH} is {asked}"]

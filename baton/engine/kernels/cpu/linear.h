@@ -9,6 +9,7 @@
 
 #include <algorithm>
 
+#include "factors.h"
 #include "vectors.h"
 
 namespace baton {
@@ -32,12 +33,20 @@ struct Ahead {
   int lines = 0;
 };
 
-// M rows of x by V times 16 outputs of a panel, from output `from` of all on.
+// Rows that meet panels together, and the first one's factors.
+struct Slab {
+  const Factor* x;
+  int64_t from, until;
+};
+
+// M rows of a slab by V times 16 outputs of a panel, from output `from` of all on.
 template <int M, int V>
-inline void multiply(const LinearArgs& a, int64_t row, int64_t from, Ahead ahead) {
+inline void multiply(const LinearArgs& a, const Slab& slab, int64_t row, int64_t from,
+                     Ahead ahead) {
   const bf16* w = a.w + from / kPanel * a.inputs * kPanel + 2 * (from % kPanel);
-  // Rows 0 and 4: what lies between is within reach of an address.
-  const bf16* x[2] = {a.x + row * a.inputs, a.x + (row + 4) * a.inputs};
+  // Every fourth row: what lies between is within reach of an address.
+  const Factor* x[(M + 3) / 4];
+  for (int m = 0; m < M; m += 4) x[m / 4] = slab.x + (row - slab.from + m) * a.inputs;
   Floats sum[M][V];
   BATON_UNROLL for (int m = 0; m < M; ++m)
     BATON_UNROLL for (int j = 0; j < V; ++j) sum[m][j] = broadcast(0.0f);
@@ -62,29 +71,21 @@ inline void multiply(const LinearArgs& a, int64_t row, int64_t from, Ahead ahead
   }
 }
 
-// Up to kRows rows by a panel, up to kHalfRows by half of one.
-template <int V>
-inline void multiply_rows(const LinearArgs& a, int64_t row, int64_t rows, int64_t from,
-                          Ahead ahead) {
-  constexpr int most = V == kPanelVectors ? kRows : kHalfRows;
-  switch (rows) {
-    case 1: return multiply<1, V>(a, row, from, ahead);
-    case 2: return multiply<std::min(2, most), V>(a, row, from, ahead);
-    case 3: return multiply<std::min(3, most), V>(a, row, from, ahead);
-    case 4: return multiply<std::min(4, most), V>(a, row, from, ahead);
-    case 5: return multiply<std::min(5, most), V>(a, row, from, ahead);
-    case 6: return multiply<std::min(6, most), V>(a, row, from, ahead);
-    case 7: return multiply<std::min(7, most), V>(a, row, from, ahead);
-    default: return multiply<most, V>(a, row, from, ahead);
-  }
+// Up to M rows by V vectors of a panel.
+template <int M, int V>
+inline void multiply_rows(const LinearArgs& a, const Slab& slab, int64_t row, int64_t rows,
+                          int64_t from, Ahead ahead) {
+  if constexpr (M > 1)
+    if (rows < M) return multiply_rows<M - 1, V>(a, slab, row, rows, from, ahead);
+  multiply<M, V>(a, slab, row, from, ahead);
 }
 
 // Groups of up to kRows rows take a panel at once. A few more, and twice as many, take its halves
 // instead: its weights come from afar and are read half as often. Beyond, arithmetic is what takes
 // time, and kManyRows is what does most of it.
-inline void multiply_panel(const LinearArgs& a, int64_t panel, int64_t from, int64_t until,
+inline void multiply_panel(const LinearArgs& a, const Slab& slab, int64_t panel,
                            const bf16* next) {
-  const int64_t rows = until - from;
+  const int64_t rows = slab.until - slab.from;
   const int64_t most = rows <= 2 * kHalfRows ? kHalfRows : kManyRows;
   // Evenly: 10 rows are 5 and 5, not 8 and 2.
   const int64_t groups = (rows + most - 1) / most;
@@ -96,12 +97,13 @@ inline void multiply_panel(const LinearArgs& a, int64_t panel, int64_t from, int
   const char* const last = ahead.from + 2 * kPanel * a.inputs;
   for (int64_t half = 0; half < halves; ++half) {
     int64_t parts = groups;
-    for (int64_t row = from; row < until; --parts) {
-      const int64_t count = (until - row + parts - 1) / parts;
+    for (int64_t row = slab.from; row < slab.until; --parts) {
+      const int64_t count = (slab.until - row + parts - 1) / parts;
       if (halves == 1)
-        multiply_rows<kPanelVectors>(a, row, count, panel * kPanel, ahead);
+        multiply_rows<kRows, kPanelVectors>(a, slab, row, count, panel * kPanel, ahead);
       else
-        multiply_rows<kPanelVectors / 2>(a, row, count, panel * kPanel + half * (kPanel / 2), ahead);
+        multiply_rows<kHalfRows, kPanelVectors / 2>(
+            a, slab, row, count, panel * kPanel + half * (kPanel / 2), ahead);
       ahead.from += ahead.lines * 32 * a.inputs;
       if (ahead.from >= last) ahead.lines = 0;
       row += count;
@@ -109,23 +111,28 @@ inline void multiply_panel(const LinearArgs& a, int64_t panel, int64_t from, int
   }
 }
 
-// Rows that meet one panel after the other while they stay in the cache.
+// How many rows meet one panel after the other while they stay in the cache.
 inline int64_t slab_of(int64_t inputs) {
-  return std::max<int64_t>(kManyRows, kCached / (2 * inputs) / kManyRows * kManyRows);
+  const int64_t bytes = sizeof(Factor) * inputs;
+  return std::max<int64_t>(kManyRows, kCached / bytes / kManyRows * kManyRows);
 }
 
 // Panels are shared out among the threads; a slab of rows that fits the cache meets them in turn.
 inline void linear(const LinearArgs& a) {
   const int64_t panels = (a.outputs + kPanel - 1) / kPanel;
-  const int64_t slab = slab_of(a.inputs);
+  const int64_t height = slab_of(a.inputs);
 #pragma omp parallel if (a.rows * a.inputs * a.outputs > kFewProducts)
   {
     const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
     const int64_t first = panels * thread / threads, last = panels * (thread + 1) / threads;
-    for (int64_t from = 0; from < a.rows; from += slab)
+    Factors factors(a.x, a.inputs);
+    for (int64_t from = 0; from < a.rows; from += height) {
+      const int64_t until = std::min(a.rows, from + height);
+      const Slab slab{factors.of(from, until), from, until};
       for (int64_t panel = first; panel < last; ++panel)
-        multiply_panel(a, panel, from, std::min(a.rows, from + slab),
+        multiply_panel(a, slab, panel,
                        panel + 1 < last ? a.w + (panel + 1) * a.inputs * kPanel : nullptr);
+    }
   }
 }
 

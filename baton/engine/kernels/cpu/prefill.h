@@ -2,8 +2,8 @@
 //
 // A task is a KV head of some query rows: its keys are taken in tiles of 64, each repacked once for
 // all those rows so that both products are dot products of bfloat16 pairs whose sums stay in their
-// lanes, as in linear.h. Softmax goes along, as in FlashAttention; its weights are rounded to
-// bfloat16 for the second product. Tiles begin at multiples of 64 of the sequence, and a tile that
+// lanes, as in linear.h. Softmax goes along, as in FlashAttention; its weights are
+// factors of the second product. Tiles begin at multiples of 64 of the sequence, and a tile that
 // a row does not see changes nothing of it: what a row computes depends on its own keys alone,
 // not on where its chunk began.
 #pragma once
@@ -54,7 +54,7 @@ class PrefillTask {
   PrefillTask(const PrefillArgs& args, int64_t height)
       : a_(args), height_(height), group_(args.query_heads / args.kv_heads),
         wide_((args.v_dim + kKeys - 1) / kKeys * kKeys), key_pairs_(args.k_dim * kKeys),
-        value_pairs_(wide_ * kKeys), sums_(height * group_ * wide_), most_(height * group_),
+        value_pairs_(wide_ * kKeys), query_factors_(height * group_ * args.k_dim), sums_(height * group_ * wide_), most_(height * group_),
         total_(height * group_) {}
 
   // Rows [from, from + height) of a span, by one KV head.
@@ -68,6 +68,7 @@ class PrefillTask {
     const int64_t begin = a_.window > 0 ? std::max<int64_t>(0, position_ - a_.window + 1) : 0;
     queries_ = rows * group_;
     for (int64_t m = 0; m < queries_; ++m) {
+      load_query(m);
       // A sink is a key of its own without a value.
       most_[m] = a_.sinks ? a_.sinks[head * group_ + m % group_] : -INFINITY;
       total_[m] = a_.sinks ? 1.0f : 0.0f;
@@ -88,8 +89,13 @@ class PrefillTask {
  private:
   int64_t position(int64_t m) const { return position_ + m / group_; }
 
-  const bf16* query(int64_t m) const {
-    return a_.q + (row_ + m / group_) * a_.q_stride + (head_ * group_ + m % group_) * a_.k_dim;
+  const Factor* query(int64_t m) const { return query_factors_.data() + m * a_.k_dim; }
+
+  void load_query(int64_t m) {
+    const bf16* from =
+        a_.q + (row_ + m / group_) * a_.q_stride + (head_ * group_ + m % group_) * a_.k_dim;
+    for (int64_t d = 0; d < a_.k_dim; d += 16)
+      store_factors(&query_factors_[m * a_.k_dim + d], load_wide(from + d));
   }
 
   bool sees(int64_t m, int64_t count, int64_t at) const {
@@ -124,23 +130,14 @@ class PrefillTask {
         store_line(&value_pairs_[i * wide_ + 2 * d], pair_up(value[i] + d, value[i + 1] + d));
   }
 
+  // Queries [m, m + count) by the tile, at most M of them.
+  template <int M = kQueries>
   void attend(int64_t m, int64_t count, int64_t at) {
-    switch (count) {
-      case 1: return attend<1>(m, at);
-      case 2: return attend<2>(m, at);
-      case 3: return attend<3>(m, at);
-      case 4: return attend<4>(m, at);
-      case 5: return attend<std::min(5, kQueries)>(m, at);
-      default: return attend<kQueries>(m, at);
-    }
-  }
-
-  // Queries [m, m + M) by the tile.
-  template <int M>
-  void attend(int64_t m, int64_t at) {
-    alignas(64) bf16 weights[M][kKeys];
+    if constexpr (M > 1)
+      if (count < M) return attend<M - 1>(m, count, at);
+    alignas(64) Factor weights[M][kKeys];
     float kept[M];
-    const bf16* x[M];
+    const Factor* x[M];
     Floats sum[M][4];
     BATON_UNROLL for (int i = 0; i < M; ++i) {
       x[i] = query(m + i);
@@ -164,7 +161,7 @@ class PrefillTask {
 
   // sum += x [M, inputs] by 64 columns of w [inputs / 2, columns, 2].
   template <int M>
-  static void multiply_pairs(const bf16* const* x, const bf16* w, int64_t columns, int64_t inputs,
+  static void multiply_pairs(const Factor* const* x, const bf16* w, int64_t columns, int64_t inputs,
                              Floats (*sum)[4]) {
     BATON_UNROLL for (int from = 0; from < 4; from += kQueryVectors)
       multiply_columns<M>(x, w + 32 * from, columns, inputs, sum, from);
@@ -172,7 +169,7 @@ class PrefillTask {
 
   // The same of 16 * kQueryVectors columns, vectors `from` on of the sums.
   template <int M>
-  static void multiply_columns(const bf16* const* x, const bf16* w, int64_t columns,
+  static void multiply_columns(const Factor* const* x, const bf16* w, int64_t columns,
                                int64_t inputs, Floats (*sum)[4], int from) {
     Floats local[M][kQueryVectors];
     BATON_UNROLL for (int i = 0; i < M; ++i)
@@ -191,7 +188,7 @@ class PrefillTask {
   }
 
   // A query's products -> its keys' weights; what its sums so far are worth from now on.
-  float weigh(int64_t m, int64_t at, const Floats products[4], bf16* weights) {
+  float weigh(int64_t m, int64_t at, const Floats products[4], Factor* weights) {
     const Floats lowest = broadcast(-INFINITY);
     const uint64_t visible = visible_keys(position(m), at);
     Floats score[4];
@@ -211,7 +208,7 @@ class PrefillTask {
     for (int j = 0; j < 4; ++j) {
       const Floats weight = exponential(score[j] - from);
       total = total + weight;
-      store_rounded(weights + 16 * j, weight);
+      store_factors(weights + 16 * j, weight);
     }
     const float kept = most == before ? 1.0f : std::exp(before - most);
     total_[m] = total_[m] * kept + sum_of(total);
@@ -245,6 +242,7 @@ class PrefillTask {
   const int64_t height_, group_, wide_;  // `wide_`: v_dim, filled up with zeros to whole tiles
   std::vector<bf16> key_pairs_;    // [k_dim / 2, 64, 2]
   std::vector<bf16> value_pairs_;  // [32, wide, 2]
+  std::vector<Factor> query_factors_;  // [queries, k_dim]
   std::vector<float> sums_;        // [queries, wide]
   std::vector<float> most_, total_;
   int64_t span_ = 0, head_ = 0, row_ = 0, position_ = 0, queries_ = 0;

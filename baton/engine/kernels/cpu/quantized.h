@@ -5,8 +5,9 @@
 //     y[o] = peak[o] * sum over g of scale[o, g] * (sum of q x - zero[o, g] * sum of x) + b[o]
 //
 // A panel holds 32 outputs, one stream that is read once: group after group [scales: 32 float16]
-// [zeros: 32 float16, if any] [lines]. A line of 64 bytes: 8 bits, two inputs of 32 outputs; 4 bits,
-// four inputs, nibble n of its words being inputs 2 * (n / 2) + 0, 1 of outputs 16 * (n % 2) + 0..15.
+// [zeros: 32 float16, if any] [lines]. A line of 64 bytes: 8 bits, two inputs of 32 outputs, where
+// Bytes::place says; 4 bits, four inputs, nibble n of its words being inputs 2 * (n / 2) + 0, 1 of
+// outputs 16 * (n % 2) + 0..15.
 // Every block of rows widens for itself, in registers: a widened copy in the cache, shared by the
 // blocks, was no faster (docs/quantization.md). An output adds its inputs in their order, two at a time,
 // whatever the number of rows: what a row computes depends on no other row.
@@ -21,7 +22,18 @@
 #include "linear.h"
 #include "vectors.h"
 
-#ifdef __AVX512BF16__
+namespace baton {
+
+// Where a pair's 64 bytes hold an input of an output: byte 2 * (output % 16) + input % 2 of one of two
+// vectors, which lie in turns of 8.
+inline int64_t place_in_turns(int64_t output, int64_t input) {
+  const int64_t byte = 2 * (output % 16);
+  return byte / 8 * 16 + output / 16 * 8 + byte % 8 + input % 2;
+}
+
+}  // namespace baton
+
+#ifdef __AVX512F__
 #include "integers_avx512.h"
 #else
 #include "integers_avx2.h"
@@ -51,6 +63,7 @@ inline void ask(const void* from, int64_t count) {
 struct IntegerUnit {
   int64_t from, until, two, next;
 };
+
 
 // Weights come from memory once and must be asked for early: how far ahead of those that are read,
 // in bytes, up to the panel's last kFarAhead, and there, where the next panel's follow.
@@ -109,14 +122,14 @@ inline void store_outputs(const IntegerArgs& a, int64_t row, int64_t output, Flo
 
 // M rows by P panels: outputs from 16 * half on, of H halves.
 template <class Source, int M, int P, int H>
-BATON_VNNI void multiply_integers(const IntegerWork& work, int64_t row, int64_t panel,
-                                  Asking asking, int half) {
+BATON_VNNI void multiply_integers(const IntegerWork& work, const Slab& slab, int64_t row,
+                                  int64_t panel, Asking asking, int half) {
   const IntegerArgs& a = work.a;
   const IntegerLayout& at = work.at;
   const Source source = Source::make();
   const int64_t stride = a.inputs;
-  const bf16* x[(M + 2) / 3];  // every third row: the others are one and two strides away
-  for (int m = 0; m < M; m += 3) x[m / 3] = a.x + (row + m) * stride;
+  const Factor* x[(M + 2) / 3];  // every third row: the others are one and two strides away
+  for (int m = 0; m < M; m += 3) x[m / 3] = slab.x + (row - slab.from + m) * stride;
   alignas(64) float total[P][M][16 * H] = {};
   for (int64_t g = 0; g < a.groups; ++g) {
     const uint8_t* head[P];
@@ -136,15 +149,16 @@ BATON_VNNI void multiply_integers(const IntegerWork& work, int64_t row, int64_t 
     for (int64_t quad = 0; quad < at.quads; ++quad) {
       if (quad == turn) ahead = asking.last;
       BATON_UNROLL for (int p = 0; p < P; ++p) {
-        Pairs w[2 * H];  // the first pair's halves, the second's
-        source.template load<H>(lines[p] + quad * Source::bytes, half, w);
         ask(lines[p] + quad * Source::bytes + ahead, Source::bytes);
-        BATON_UNROLL for (int pair = 0; pair < 2; ++pair)
+        BATON_UNROLL for (int pair = 0; pair < 2; ++pair) {
+          Pairs w[H];
+          source.template load<H>(lines[p] + quad * Source::bytes, half, pair, w);
           BATON_UNROLL for (int m = 0; m < M; ++m) {
             const Pair two = broadcast_pair(x[m / 3] + kQuad * quad + (m % 3) * stride + 2 * pair);
             BATON_UNROLL for (int h = 0; h < H; ++h)
-              sum[p][m][h] = dot(sum[p][m][h], two, w[H * pair + h]);
+              sum[p][m][h] = dot(sum[p][m][h], two, w[h]);
           }
+        }
       }
     }
     BATON_UNROLL for (int i = 0; i < (M + 2) / 3; ++i) x[i] += kQuad * at.quads;
@@ -171,14 +185,15 @@ BATON_VNNI void multiply_integers(const IntegerWork& work, int64_t row, int64_t 
 
 // `rows` rows, at most M of them, by a unit's panels, which lie side by side.
 template <class Source, int M = kBlockRows>
-void multiply_block(const IntegerWork& work, const IntegerUnit& unit, int64_t row, int64_t rows) {
+void multiply_block(const IntegerWork& work, const Slab& slab, const IntegerUnit& unit,
+                    int64_t row, int64_t rows) {
   if constexpr (M > 1)
-    if (rows < M) return multiply_block<Source, M - 1>(work, unit, row, rows);
+    if (rows < M) return multiply_block<Source, M - 1>(work, slab, unit, row, rows);
   each_panels<M>(unit, row, row + rows, work.at.panel,
                  [&](auto count, int64_t panel, Asking asking) {
                    constexpr int halves = halves_of(M);
                    for (int half = 0; half < 2; half += halves)
-                     multiply_integers<Source, M, count, halves>(work, row, panel, asking, half);
+                     multiply_integers<Source, M, count, halves>(work, slab, row, panel, asking, half);
                  });
 }
 
@@ -200,13 +215,15 @@ inline int64_t integer_slab(int64_t row_bytes) {
   return std::max<int64_t>(kBlockRows, kCached / row_bytes / kBlockRows * kBlockRows);
 }
 
-template <class Work>
-void each_unit(int64_t rows, int64_t row_bytes, int64_t outputs, const Work& work) {
+// `start()`: what a thread does with its units.
+template <class Start>
+void each_unit(int64_t rows, int64_t row_bytes, int64_t outputs, const Start& start) {
   const int64_t twos = twos_of(outputs), slab = integer_slab(row_bytes);
 #pragma omp parallel if (rows * row_bytes * outputs > kFewProducts)
   {
     const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
     const int64_t first = twos * thread / threads, last = twos * (thread + 1) / threads;
+    auto work = start();
     for (int64_t from = 0; from < rows; from += slab)
       for (int64_t two = first; two < last; ++two)
         work(IntegerUnit{from, std::min(rows, from + slab), two, two + 1});
@@ -224,12 +241,13 @@ inline void sum_groups(const IntegerArgs& a, int64_t row, float* sums) {
   }
 }
 
-inline void multiply_unit(const IntegerWork& work, const IntegerUnit& unit) {
+inline void multiply_unit(const IntegerWork& work, Factors& factors, const IntegerUnit& unit) {
+  const Slab slab{factors.of(unit.from, unit.until), unit.from, unit.until};
   each_row_block(unit.from, unit.until, [&](int64_t row, int64_t count) {
     if (work.a.bits == 4)
-      multiply_block<Nibbles>(work, unit, row, count);
+      multiply_block<Nibbles>(work, slab, unit, row, count);
     else
-      multiply_block<Bytes>(work, unit, row, count);
+      multiply_block<Bytes>(work, slab, unit, row, count);
   });
 }
 
@@ -238,8 +256,11 @@ inline void integer_linear(const IntegerArgs& a) {
   if (a.has_zeros)
     for (int64_t row = 0; row < a.rows; ++row) sum_groups(a, row, sums.data() + row * a.groups);
   const IntegerWork work{a, IntegerLayout(a), sums.data()};
-  each_unit(a.rows, 2 * a.inputs, a.outputs,
-            [&](const IntegerUnit& unit) { multiply_unit(work, unit); });
+  each_unit(a.rows, sizeof(Factor) * a.inputs, a.outputs, [&] {
+    return [&work, factors = Factors(a.x, a.inputs)](const IntegerUnit& unit) mutable {
+      multiply_unit(work, factors, unit);
+    };
+  });
 }
 
 struct IntegerPack {
@@ -266,11 +287,8 @@ inline void pack_integers(const IntegerPack& a) {
       const int8_t* from = a.values + output * a.inputs + g * size;
       for (int64_t i = 0; i < size; i += 2) {
         if (a.bits == 8) {
-          // Word 2 * (o % 16) + input % 2 of one of two vectors, which lie in turns of 8.
-          const int64_t word = 2 * (o % 16);
-          uint8_t* pair = to + i / 2 * 64 + word / 8 * 16 + o / 16 * 8 + word % 8;
-          pair[0] = Bytes::code(from[i]);
-          pair[1] = Bytes::code(from[i + 1]);
+          for (int64_t at = i; at < i + 2; ++at)
+            to[at / 2 * 64 + Bytes::place(o, at)] = Bytes::code(from[at]);
           continue;
         }
         // Word 2 * (o % 16) + input % 2, nibble 2 * (pair of the quad) + o / 16.

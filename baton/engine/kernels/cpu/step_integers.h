@@ -45,8 +45,9 @@ class IntegerProducts {
       me.share(rows_, [&](int64_t row, int64_t) {
         sum_groups(args, row, room_.data() + row * by.groups);
       });
-    share_units(me, 2 * like.inputs, like.outputs,
-                [&](const IntegerUnit& unit) { multiply_unit(work, unit); });
+    Factors factors(like.x, like.inputs);
+    share_units(me, sizeof(Factor) * like.inputs, like.outputs,
+                [&](const IntegerUnit& unit) { multiply_unit(work, factors, unit); });
   }
 
  private:

@@ -6,7 +6,8 @@
 //   Floats   16 float32, with + - * / lane by lane
 //   Line     64 bytes as they lie in memory
 //   Pairs    16 pairs of neighbouring bfloat16, ready for `dot`: sum + even * even + odd * odd
-//   Pair     one such pair, the same in every lane
+//   Factor   a number of what they are multiplied by: bfloat16, or float32 where products are
+//   Pair     two neighbouring Factors, the same in every lane
 //   Lanes    a set of lanes, lane i being bit i
 //   Longs    kLongs uint64, with + ^ * >> of the language
 //
@@ -44,7 +45,7 @@ inline Lanes lanes_of(int64_t left) {
 
 }  // namespace baton
 
-#ifdef __AVX512BF16__
+#ifdef __AVX512F__
 #include "vectors_avx512.h"
 #else
 #include "vectors_avx2.h"

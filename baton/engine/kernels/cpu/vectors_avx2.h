@@ -29,6 +29,7 @@ struct Pair {
   __m256 even, odd;
 };
 
+using Factor = float;
 using Longs = uint64_t __attribute__((vector_size(32)));
 constexpr int kLongs = 4;
 
@@ -169,11 +170,8 @@ inline Pairs pairs_of(Line line) {
 inline Pairs load_pairs(const bf16* from) { return pairs_of(load_line(from)); }
 
 // Two neighbouring numbers of one row, in every pair of lanes.
-inline Pair broadcast_pair(const bf16* from) {
-  int32_t pair;
-  std::memcpy(&pair, from, sizeof pair);
-  const __m256i both = _mm256_set1_epi32(pair);
-  return {even_of(both), odd_of(both)};
+inline Pair broadcast_pair(const Factor* from) {
+  return {_mm256_set1_ps(from[0]), _mm256_set1_ps(from[1])};
 }
 
 inline Floats dot(Floats sum, Pairs a, Pairs b) {
@@ -277,6 +275,9 @@ inline void store_interleaved(bf16* to, Floats first, Floats second) {
   _mm256_storeu_si256(halves, _mm256_packus_epi32(rounded(first.low), rounded(second.low)));
   _mm256_storeu_si256(halves + 1, _mm256_packus_epi32(rounded(first.high), rounded(second.high)));
 }
+
+// As factors of a product, which need no rounding.
+inline void store_factors(Factor* to, Floats values) { store(to, values); }
 
 inline __m256 exponential(__m256 x) {
   const auto of = [](float value) { return _mm256_set1_ps(value); };

@@ -1,27 +1,13 @@
-// vectors.h's vocabulary in AVX-512 with products of bfloat16: a vector is a register, of 32.
+// vectors.h's vocabulary in AVX-512: a vector is a register, of 32. What products need is in
+// products_bf16.h, or in products_wide.h for processors that have none of bfloat16 or slow ones.
 #pragma once
 
 namespace baton {
 
 using Floats = __m512;
 using Line = __m512i;
-using Pairs = __m512bh;
-using Pair = __m512bh;
 using Longs = uint64_t __attribute__((vector_size(64)));
 constexpr int kLongs = 8;
-
-// linear.h
-constexpr int kPanelVectors = 4;  // of a panel
-constexpr int kRows = 6;          // by a panel at once: 24 registers accumulate
-constexpr int kHalfRows = 8;      // by half a panel
-constexpr int kManyRows = kRows;  // at once where there are many
-constexpr int kAskingPasses = 4;  // so many over a panel ask for the next one's lines
-// attention.h
-constexpr int kKeysAtOnce = 4;  // by two query heads: 8 registers accumulate
-constexpr int kValueParts = 4;  // of 32 numbers at once, by two query heads: 16 do
-// prefill.h
-constexpr int kQueries = 6;        // at once by kQueryVectors: 24 registers accumulate
-constexpr int kQueryVectors = 4;
 
 inline Floats broadcast(float value) { return _mm512_set1_ps(value); }
 inline Floats load(const float* from) { return _mm512_loadu_ps(from); }
@@ -60,35 +46,6 @@ inline void store_selected_ids(int32_t* to, Lanes lanes, int32_t first) {
   _mm512_mask_compressstoreu_epi32(to, lanes, _mm512_add_epi32(count, _mm512_set1_epi32(first)));
 }
 
-inline Pairs pairs_of(Line line) { return (Pairs)line; }
-inline Pairs load_pairs(const bf16* from) { return pairs_of(load_line(from)); }
-
-// Two neighbouring numbers of one row, in every pair of lanes.
-inline Pair broadcast_pair(const bf16* from) {
-  int32_t pair;
-  std::memcpy(&pair, from, sizeof pair);
-  return (Pair)_mm512_set1_epi32(pair);
-}
-
-inline Floats dot(Floats sum, Pairs a, Pairs b) { return _mm512_dpbf16_ps(sum, a, b); }
-
-// 32 numbers of `even` and `odd` as pairs, half of them each: numbers 0-3, 8-11, 16-19 and 24-27,
-// and the others.
-inline Pairs interleave_first(Line even, Line odd) {
-  return (Pairs)_mm512_unpacklo_epi16(even, odd);
-}
-
-inline Pairs interleave_second(Line even, Line odd) {
-  return (Pairs)_mm512_unpackhi_epi16(even, odd);
-}
-
-// 32 sums that lie so, rounded, in the numbers' order.
-inline void store_interleaved(bf16* to, Floats first, Floats second) {
-  const __m512i quads = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
-  const auto both = (__m512i)_mm512_cvtne2ps_pbh(second, first);
-  _mm512_storeu_si512(to, _mm512_permutexvar_epi64(quads, both));
-}
-
 inline Floats widen(__m256i numbers) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(numbers), 16));
 }
@@ -106,26 +63,9 @@ inline Floats load_half(const void* from) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(from)));
 }
 
-// 32 int8 as bfloat16, exactly.
-inline Line widen_int8(const void* from) {
-  const auto* halves = static_cast<const __m128i*>(from);
-  const auto wide = [](__m128i numbers) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(numbers)); };
-  return (Line)_mm512_cvtne2ps_pbh(wide(_mm_loadu_si128(halves + 1)), wide(_mm_loadu_si128(halves)));
-}
-
 // To nearest even, as int8, those lanes only.
 inline void store_int8(int8_t* to, Floats values, Lanes lanes) {
   _mm_mask_storeu_epi8(to, lanes, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(values)));
-}
-
-// Rounded to nearest even, as torch rounds.
-inline void store_rounded(bf16* to, Floats values) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(values));
-}
-
-// Of those lanes only.
-inline void store_rounded(bf16* to, Floats values, Lanes lanes) {
-  _mm256_mask_storeu_epi16(to, lanes, (__m256i)_mm512_cvtneps_pbh(values));
 }
 
 // e^x to about 2 ulp; 0 below -87 (also for -inf).
@@ -208,3 +148,9 @@ inline void transpose_pairs(Line rows[16]) {
 }
 
 }  // namespace baton
+
+#ifdef __AVX512BF16__
+#include "products_bf16.h"
+#else
+#include "products_wide.h"
+#endif

@@ -100,7 +100,7 @@ inline void w8a8_linear(const W8A8Args& a) {
 #pragma omp parallel for if (a.rows * a.inputs > kFewNumbers)
   for (int64_t row = 0; row < a.rows; ++row) round_unsigned(a, row);
   each_unit(a.rows, 4 * a.quads, a.outputs,
-            [&](const IntegerUnit& unit) { multiply_int8_unit(a, unit); });
+            [&] { return [&](const IntegerUnit& unit) { multiply_int8_unit(a, unit); }; });
 }
 
 // values [outputs, inputs] -> panels (zeros) and `extra`.

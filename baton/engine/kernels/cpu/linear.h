@@ -10,6 +10,7 @@
 #include <algorithm>
 
 #include "factors.h"
+#include "team.h"
 #include "vectors.h"
 
 namespace baton {
@@ -117,23 +118,31 @@ inline int64_t slab_of(int64_t inputs) {
   return std::max<int64_t>(kManyRows, kCached / bytes / kManyRows * kManyRows);
 }
 
-// Panels are shared out among the threads; a slab of rows that fits the cache meets them in turn.
-inline void linear(const LinearArgs& a) {
-  const int64_t panels = (a.outputs + kPanel - 1) / kPanel;
-  const int64_t height = slab_of(a.inputs);
-#pragma omp parallel if (a.rows * a.inputs * a.outputs > kFewProducts)
+// What a thread of a team does for a product: slabs of rows meet one panel after the other.
+inline void share_linear(Team::Member& me, const LinearArgs& a) {
+  const int64_t panels = (a.outputs + kPanel - 1) / kPanel, height = slab_of(a.inputs);
+  const int64_t units = (a.rows + height - 1) / height * panels;
+  Factors factors(a.x, a.inputs);
+  me.share(units, [&](int64_t unit, int64_t next) {
+    const int64_t from = unit / panels * height, until = std::min(a.rows, from + height);
+    multiply_panel(a, {factors.of(from, until), from, until}, unit % panels,
+                   next < units ? a.w + next % panels * a.inputs * kPanel : nullptr);
+  });
+}
+
+// work(member), by all threads together if so many products of numbers are worth it.
+template <class Work>
+void in_team(int64_t products, const Work& work) {
+  Team team(omp_get_max_threads());
+#pragma omp parallel if (products > kFewProducts)
   {
-    const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
-    const int64_t first = panels * thread / threads, last = panels * (thread + 1) / threads;
-    Factors factors(a.x, a.inputs);
-    for (int64_t from = 0; from < a.rows; from += height) {
-      const int64_t until = std::min(a.rows, from + height);
-      const Slab slab{factors.of(from, until), from, until};
-      for (int64_t panel = first; panel < last; ++panel)
-        multiply_panel(a, slab, panel,
-                       panel + 1 < last ? a.w + (panel + 1) * a.inputs * kPanel : nullptr);
-    }
+    Team::Member me(team, omp_get_thread_num());
+    work(me);
   }
+}
+
+inline void linear(const LinearArgs& a) {
+  in_team(a.rows * a.inputs * a.outputs, [&](Team::Member& me) { share_linear(me, a); });
 }
 
 // weight [outputs, inputs] -> panels, the last one filled up with zeros.

@@ -208,26 +208,24 @@ void each_row_block(int64_t from, int64_t until, const Work& work) {
   }
 }
 
-// Panels lie in twos, which the threads share out; a slab of rows that fits the cache meets each.
+// Panels lie in twos; a slab of rows that fits the cache meets one after the other.
 inline int64_t twos_of(int64_t outputs) { return (outputs + 2 * kNarrow - 1) / (2 * kNarrow); }
 
 inline int64_t integer_slab(int64_t row_bytes) {
   return std::max<int64_t>(kBlockRows, kCached / row_bytes / kBlockRows * kBlockRows);
 }
 
-// `start()`: what a thread does with its units.
-template <class Start>
-void each_unit(int64_t rows, int64_t row_bytes, int64_t outputs, const Start& start) {
+// What a thread of a team does for a product of rows of so many bytes: work(unit) for its units.
+template <class Work>
+void share_units(Team::Member& me, int64_t rows, int64_t row_bytes, int64_t outputs,
+                 const Work& work) {
   const int64_t twos = twos_of(outputs), slab = integer_slab(row_bytes);
-#pragma omp parallel if (rows * row_bytes * outputs > kFewProducts)
-  {
-    const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
-    const int64_t first = twos * thread / threads, last = twos * (thread + 1) / threads;
-    auto work = start();
-    for (int64_t from = 0; from < rows; from += slab)
-      for (int64_t two = first; two < last; ++two)
-        work(IntegerUnit{from, std::min(rows, from + slab), two, two + 1});
-  }
+  const int64_t units = (rows + slab - 1) / slab * twos;
+  me.share(units, [&](int64_t unit, int64_t next) {
+    const int64_t from = unit / twos * slab;
+    work(IntegerUnit{from, std::min(rows, from + slab), unit % twos,
+                     next < units ? next % twos : twos});
+  });
 }
 
 // What each group of a row adds up to, [groups].
@@ -251,16 +249,20 @@ inline void multiply_unit(const IntegerWork& work, Factors& factors, const Integ
   });
 }
 
+// What a thread of a team does for a product.
+inline void share_integer_linear(Team::Member& me, const IntegerWork& work) {
+  Factors factors(work.a.x, work.a.inputs);
+  share_units(me, work.a.rows, sizeof(Factor) * work.a.inputs, work.a.outputs,
+              [&](const IntegerUnit& unit) { multiply_unit(work, factors, unit); });
+}
+
 inline void integer_linear(const IntegerArgs& a) {
   std::vector<float> sums(a.has_zeros ? a.rows * a.groups : 0);
   if (a.has_zeros)
     for (int64_t row = 0; row < a.rows; ++row) sum_groups(a, row, sums.data() + row * a.groups);
   const IntegerWork work{a, IntegerLayout(a), sums.data()};
-  each_unit(a.rows, sizeof(Factor) * a.inputs, a.outputs, [&] {
-    return [&work, factors = Factors(a.x, a.inputs)](const IntegerUnit& unit) mutable {
-      multiply_unit(work, factors, unit);
-    };
-  });
+  in_team(a.rows * a.inputs * a.outputs,
+          [&](Team::Member& me) { share_integer_linear(me, work); });
 }
 
 struct IntegerPack {

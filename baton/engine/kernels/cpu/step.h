@@ -122,15 +122,10 @@ class Step {
 
   void multiply(Team::Member& me, const Product& of) {
     const LinearArgs args{of.x, of.by.panels, of.by.bias, of.y, a_.rows, of.inputs, of.outputs};
-    if (of.by.integers != nullptr) return integers_.multiply(me, *of.by.integers, args);
-    const int64_t panels = of.panels(), height = slab_of(of.inputs);
-    const int64_t units = (a_.rows + height - 1) / height * panels;
-    Factors factors(of.x, of.inputs);
-    me.share(units, [&](int64_t unit, int64_t next) {
-      const int64_t from = unit / panels * height, until = std::min(a_.rows, from + height);
-      multiply_panel(args, {factors.of(from, until), from, until}, unit % panels,
-                     next < units ? of.panel(next % panels) : nullptr);
-    });
+    if (of.by.integers != nullptr)
+      integers_.multiply(me, *of.by.integers, args);
+    else
+      share_linear(me, args);
   }
 
   // The panel that this thread multiplies first.

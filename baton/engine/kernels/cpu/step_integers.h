@@ -33,10 +33,7 @@ class IntegerProducts {
                           like.bias, like.y, reinterpret_cast<uint8_t*>(room_.data()),
                           row_scales_.data(), rows_, like.inputs, like.outputs,
                           quads_of(like.inputs)};
-      me.share(rows_, [&](int64_t row, int64_t) { round_unsigned(args, row); });
-      share_units(me, 4 * args.quads, like.outputs,
-                  [&](const IntegerUnit& unit) { multiply_int8_unit(args, unit); });
-      return;
+      return share_w8a8_linear(me, args);
     }
     const IntegerArgs args{like.x, by.panels, by.scales, like.bias, like.y, rows_, like.inputs,
                            like.outputs, by.groups, by.bits, by.has_zeros};
@@ -45,24 +42,11 @@ class IntegerProducts {
       me.share(rows_, [&](int64_t row, int64_t) {
         sum_groups(args, row, room_.data() + row * by.groups);
       });
-    Factors factors(like.x, like.inputs);
-    share_units(me, sizeof(Factor) * like.inputs, like.outputs,
-                [&](const IntegerUnit& unit) { multiply_unit(work, factors, unit); });
+    share_integer_linear(me, work);
   }
 
  private:
   static int64_t quads_of(int64_t inputs) { return (inputs + kQuad - 1) / kQuad; }
-
-  template <class Work>
-  void share_units(Team::Member& me, int64_t row_bytes, int64_t outputs, const Work& work) {
-    const int64_t twos = twos_of(outputs), slab = integer_slab(row_bytes);
-    const int64_t units = (rows_ + slab - 1) / slab * twos;
-    me.share(units, [&](int64_t unit, int64_t next) {
-      const int64_t from = unit / twos * slab;
-      work(IntegerUnit{from, std::min(rows_, from + slab), unit % twos,
-                       next < units ? next % twos : twos});
-    });
-  }
 
   const int64_t rows_;
   std::vector<float> room_;  // a float per quad: 4 rounded numbers, or the sum of a group

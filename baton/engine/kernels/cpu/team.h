@@ -45,6 +45,7 @@ class Team {
     // all units are done.
     template <class Work>
     void share(int64_t units, const Work& work, Coming coming = {}) {
+      if (units == 0) return;  // there would be no last one to end the phase
       for (Taken mine; team_.take(phase_, units, thread_, mine);) {
         work(mine.unit, mine.next);
         team_.finish(phase_, units);

@@ -96,11 +96,15 @@ inline void multiply_int8_unit(const W8A8Args& a, const IntegerUnit& unit) {
   });
 }
 
+// What a thread of a team does for a product.
+inline void share_w8a8_linear(Team::Member& me, const W8A8Args& a) {
+  me.share(a.rows, [&](int64_t row, int64_t) { round_unsigned(a, row); });
+  share_units(me, a.rows, 4 * a.quads, a.outputs,
+              [&](const IntegerUnit& unit) { multiply_int8_unit(a, unit); });
+}
+
 inline void w8a8_linear(const W8A8Args& a) {
-#pragma omp parallel for if (a.rows * a.inputs > kFewNumbers)
-  for (int64_t row = 0; row < a.rows; ++row) round_unsigned(a, row);
-  each_unit(a.rows, 4 * a.quads, a.outputs,
-            [&] { return [&](const IntegerUnit& unit) { multiply_int8_unit(a, unit); }; });
+  in_team(a.rows * a.inputs * a.outputs, [&](Team::Member& me) { share_w8a8_linear(me, a); });
 }
 
 // values [outputs, inputs] -> panels (zeros) and `extra`.

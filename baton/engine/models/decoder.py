@@ -30,8 +30,13 @@ from baton.engine.lora import (
 )
 from baton.engine.models.compiled_step import compile_step, step_linears
 from baton.engine.models.config import DecoderConfig, ExpertsConfig
-from baton.engine.models.elementwise import Elementwise, choose_elementwise
+from baton.engine.models.elementwise import (
+    CompiledElementwise,
+    Elementwise,
+    choose_elementwise,
+)
 from baton.engine.models.experts import Expert, Experts, SharedExpert
+from baton.engine.models.experts_cpu import compiled
 from baton.engine.models.rope import Rotation, attention_factor, inverse_frequencies
 from baton.engine.models.shards import Shards, Whole
 from baton.engine.work import ParameterCounts
@@ -352,6 +357,8 @@ class _Builder:
             shared=shared,
             fixed_shapes=self.fixed_shapes,
         )
+        if isinstance(self.between, CompiledElementwise):
+            return compiled(layer, self.between.kernels)
         if not triton_serves(layer.router.device):
             return layer
         from baton.engine.models.experts_gpu import stacked  # imports triton

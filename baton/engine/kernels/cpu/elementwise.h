@@ -5,8 +5,10 @@
 
 #include <omp.h>
 
+#include <algorithm>
 #include <cmath>
 
+#include "team.h"
 #include "vectors.h"
 
 namespace baton {
@@ -85,6 +87,19 @@ inline void swiglu_part(const bf16* gate, const bf16* up, bf16* y, int64_t from,
     const Floats g = load_wide(gate + i);
     store_rounded(y + i, g / (one + exponential(zero - g)) * load_wide(up + i));
   }
+}
+
+// What a thread of a team does for gate_up [rows, 2 * size] -> y [rows, size].
+inline void share_swiglu(Team::Member& me, const bf16* gate_up, bf16* y, int64_t rows, int64_t size,
+                         Coming coming = {}) {
+  constexpr int64_t part = 512;  // numbers
+  const int64_t parts = (size + part - 1) / part;
+  const auto work = [&](int64_t unit, int64_t) {
+    const int64_t row = unit / parts, from = unit % parts * part;
+    const bf16* gate = gate_up + row * 2 * size;
+    swiglu_part(gate, gate + size, y + row * size, from, std::min(size, from + part));
+  };
+  me.share(rows * parts, work, coming);
 }
 
 // gate_up [rows, 2 * size] -> silu(gate) * up [rows, size].

@@ -3,6 +3,7 @@
 #include "attention.h"
 #include "attention_int8.h"
 #include "elementwise.h"
+#include "experts.h"
 #include "linear.h"
 #include "prefill.h"
 #include "quantized.h"
@@ -15,7 +16,7 @@ using baton::bf16;
 extern "C" {
 
 // Raised with every change of a struct or a signature: a stale library is not called.
-int baton_kernels_version() { return 3; }
+int baton_kernels_version() { return 4; }
 
 // Outputs of a panel of `baton_pack`.
 int64_t baton_panel() { return baton::kPanel; }
@@ -67,6 +68,8 @@ void baton_decode_attention_int8(const baton::Int8DecodeArgs* args) {
 void baton_store_int8(const baton::Int8StoreArgs* args) { baton::store_int8(*args); }
 
 void baton_prefill_attention(const baton::PrefillArgs* args) { baton::prefill_attention(*args); }
+
+void baton_experts(const baton::ExpertsArgs* args) { baton::mix_experts(*args); }
 
 void baton_decode_step(const baton::StepArgs* args) { baton::decode_step(*args); }
 }

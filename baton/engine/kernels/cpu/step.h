@@ -20,12 +20,6 @@
 
 namespace baton {
 
-struct StepLinear {
-  const bf16* panels;
-  const bf16* bias;  // or null
-  const StepIntegers* integers;  // instead of panels, or null
-};
-
 struct StepLayer {
   const bf16 *input_norm, *mlp_norm, *query_norm, *key_norm;  // the last two may be null
   StepLinear qkv, output, gate_up, down;
@@ -197,15 +191,7 @@ class Step {
   }
 
   void gate(Team::Member& me, Coming coming) {
-    constexpr int64_t part = 512;  // numbers
-    const int64_t parts = (a_.inner + part - 1) / part;
-    const auto work = [&](int64_t unit, int64_t) {
-      const int64_t row = unit / parts, from = unit % parts * part;
-      const bf16* each = wide_ + row * 2 * a_.inner;
-      swiglu_part(each, each + a_.inner, narrow_ + row * a_.inner, from,
-                  std::min(a_.inner, from + part));
-    };
-    me.share(a_.rows * parts, work, coming);
+    share_swiglu(me, wide_, narrow_, a_.rows, a_.inner, coming);
   }
 
   const StepArgs& a_;

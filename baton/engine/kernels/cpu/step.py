@@ -20,15 +20,19 @@ _POINTER = ctypes.c_void_p
 _SIZE = ctypes.c_int64
 
 
+class _StepLinear(ctypes.Structure):
+    """step_integers.h's StepLinear."""
+
+    _fields_ = tuple((name, _POINTER) for name in ("panels", "bias", "integers"))
+
+
 class _StepLayer(ctypes.Structure):
-    """step.h's StepLayer, a StepLinear being three pointers."""
+    """step.h's StepLayer."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("input_norm", "mlp_norm", "query_norm", "key_norm")),
-        *((name + part, _POINTER)
-          for name in ("qkv", "output", "gate_up", "down")
-          for part in ("", "_bias", "_integers")),
-    )  # fmt: skip
+        ("linears", _StepLinear * 4),  # qkv, output, gate_up, down
+    )
 
 
 class _StepIntegers(ctypes.Structure):
@@ -77,6 +81,25 @@ class StepLinear:
 
     weights: Tensor | PackedIntegers | PackedInt8
     bias: Tensor | None
+
+
+class StepLinears:
+    """Some products' weights as C has them, one StepLinear after the other at `address`."""
+
+    def __init__(self, linears: Sequence[StepLinear]) -> None:
+        self._kept = tuple(linears)
+        self._integers = [_integers(each.weights) for each in linears]
+        self.array = (_StepLinear * len(linears))(*map(self._pointers, linears, self._integers))
+        self.address = ctypes.addressof(self.array)
+
+    @staticmethod
+    def _pointers(linear: StepLinear, integers: _StepIntegers | None) -> _StepLinear:
+        weights, bias = linear.weights, linear.bias
+        return _StepLinear(
+            weights.data_ptr() if isinstance(weights, Tensor) else None,
+            None if bias is None else bias.data_ptr(),
+            None if integers is None else ctypes.addressof(integers),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +194,10 @@ class StepModel:
         self.sizes = sizes
         self._kept = (tuple(layers), final_norm)
         self._final_norm = final_norm.data_ptr()
-        self._integers: list[_StepIntegers] = []
-        self._layers = (_StepLayer * len(layers))(*map(self._pointers, layers))
+        self._linears = [
+            StepLinears((layer.qkv, layer.output, layer.gate_up, layer.down)) for layer in layers
+        ]
+        self._layers = (_StepLayer * len(layers))(*map(self._pointers, layers, self._linears))
         self._call = kernels.library.baton_decode_step
         self._call.restype = None
 
@@ -204,27 +229,21 @@ class StepModel:
         self._call(ctypes.byref(args))
         return out
 
-    def _pointers(self, layer: StepLayer) -> _StepLayer:
+    @staticmethod
+    def _pointers(layer: StepLayer, linears: StepLinears) -> _StepLayer:
         norms = layer.head_norms
-        pointers = [
+        return _StepLayer(
             layer.input_norm.data_ptr(),
             layer.mlp_norm.data_ptr(),
             None if norms is None else norms.query.data_ptr(),
             None if norms is None else norms.key.data_ptr(),
-        ]
-        for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
-            weights, bias = linear.weights, linear.bias
-            panels = integers = None
-            if isinstance(weights, Tensor):
-                panels = weights.data_ptr()
-            else:
-                self._integers.append(_integers(weights))
-                integers = ctypes.addressof(self._integers[-1])
-            pointers += [panels, None if bias is None else bias.data_ptr(), integers]
-        return _StepLayer(*pointers)
+            linears.array,
+        )
 
 
-def _integers(weights: PackedIntegers | PackedInt8) -> _StepIntegers:
+def _integers(weights: Tensor | PackedIntegers | PackedInt8) -> _StepIntegers | None:
+    if isinstance(weights, Tensor):
+        return None
     panels = weights.panels.data_ptr()
     if isinstance(weights, PackedInt8):
         return _StepIntegers(panels, weights.scales.data_ptr(), weights.extra.data_ptr(), 1, 8, 0)

@@ -20,6 +20,12 @@ struct StepIntegers {
   int64_t groups, bits, has_zeros;
 };
 
+struct StepLinear {
+  const bf16* panels;
+  const bf16* bias;  // or null
+  const StepIntegers* integers;  // instead of panels, or null
+};
+
 class IntegerProducts {
  public:
   // `most`: inputs of a product.

@@ -1,0 +1,60 @@
+"""A mixture's experts in one compiled call (experts.h): their constants, and the call.
+
+Not here: which mixtures are taken so (models/experts_cpu.py), whom a row chooses and how its
+choices are mixed (models/experts.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from baton.engine.kernels.cpu.library import CpuKernels
+from baton.engine.kernels.cpu.step import StepLinear, StepLinears
+
+_POINTER = ctypes.c_void_p
+_SIZE = ctypes.c_int64
+
+
+class _ExpertsArgs(ctypes.Structure):
+    """experts.h's ExpertsArgs."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("gate_ups", "downs", "x", "chosen", "y", "scratch")),
+        *((name, _SIZE) for name in ("rows", "hidden", "inner", "experts", "per_token")),
+    )
+
+
+class ExpertKernels:
+    """The weights of a layer's experts, ready to be taken in one call. Safe from any thread."""
+
+    def __init__(
+        self,
+        kernels: CpuKernels,
+        gate_ups: Sequence[StepLinear],
+        downs: Sequence[StepLinear],
+        inner: int,
+    ) -> None:
+        """One of each per expert: [H] -> [2 * inner], [inner] -> [H], without biases, all
+        gate_ups of one format and all downs; H and inner multiples of 16."""
+        self._gate_ups, self._downs = StepLinears(gate_ups), StepLinears(downs)
+        self._inner, self._count = inner, len(downs)
+        self._call = kernels.library.baton_experts
+        self._call.restype = None
+
+    def __call__(self, hidden: Tensor, chosen: Tensor) -> Tensor:
+        """hidden [T, H] bfloat16, chosen [T, K] int64 -> what each choice of each row says,
+        [T, K, H]."""
+        hidden, chosen = hidden.contiguous(), chosen.contiguous()
+        (rows, size), per_token = hidden.shape, chosen.shape[1]
+        y = torch.empty(rows, per_token, size, dtype=torch.bfloat16)
+        room = torch.empty(rows * per_token * (2 * size + 3 * self._inner), dtype=torch.bfloat16)
+        args = _ExpertsArgs(
+            self._gate_ups.address, self._downs.address, hidden.data_ptr(), chosen.data_ptr(),
+            y.data_ptr(), room.data_ptr(), rows, size, self._inner, self._count, per_token,
+        )  # fmt: skip
+        self._call(ctypes.byref(args))
+        return y

@@ -1,0 +1,141 @@
+"""A mixture's experts in one compiled call: bit for bit each expert's own products."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from baton.engine.kernels.cpu import library
+from baton.engine.kernels.cpu.experts import ExpertKernels
+from baton.engine.kernels.cpu.library import CpuKernels
+from baton.engine.kernels.cpu.quantized import integer_kernels_for
+from baton.engine.linear import Linear, PanelLinear, PlainLinear
+from baton.engine.models.experts import Expert, Experts
+from baton.engine.models.experts_cpu import compiled
+from baton.engine.quantization import SCHEMES, QuantizedFormat, Scheme, quantize
+from tests.engine.running import Driver, load, relative_error
+from tests.golden.random_models import save_random
+
+CPU = torch.device("cpu")
+HIDDEN, INNER, COUNT = 96, 160, 5
+
+
+def noise(*shape: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(*shape, generator=generator) / math.sqrt(shape[-1])).bfloat16()
+
+
+def held(kernels: CpuKernels, weight: Tensor, scheme: Scheme | None) -> Linear:
+    if scheme is None:
+        return PanelLinear(kernels, weight, None)
+    if integer_kernels_for(torch.bfloat16, CPU) is None:
+        pytest.skip("no integer kernels here")
+    return QuantizedFormat(torch.bfloat16, CPU)(quantize(weight, scheme), None)
+
+
+def mixture(kernels: CpuKernels, scheme: Scheme | None, per_token: int = 2) -> Experts:
+    experts = tuple(
+        Expert(
+            held(kernels, noise(2 * INNER, HIDDEN, seed=index), scheme),
+            held(kernels, noise(HIDDEN, INNER, seed=100 + index), scheme),
+        )
+        for index in range(COUNT)
+    )
+    return Experts(noise(COUNT, HIDDEN, seed=200), experts, per_token, True, None)
+
+
+def one_by_one(kernels: CpuKernels, layer: Experts, hidden: Tensor, chosen: Tensor) -> Tensor:
+    """Each choice of each row alone."""
+    answers = torch.empty(*chosen.shape, hidden.shape[1], dtype=hidden.dtype)
+    for row in range(chosen.shape[0]):
+        for choice, index in enumerate(chosen[row].tolist()):
+            expert = layer.experts[index]
+            wide = expert.gate_up(hidden[row : row + 1])
+            answers[row, choice] = expert.down(kernels.swiglu(wide))[0]
+    return answers
+
+
+@pytest.mark.parametrize("scheme", [None, *SCHEMES])
+@settings(max_examples=8, deadline=None)
+@given(
+    rows=st.sampled_from([1, 2, 7, 13, 30, 70]),
+    per_token=st.integers(1, 3),
+    favourites=st.integers(1, COUNT),
+    seed=st.integers(0, 1000),
+)
+def test_every_choice_gets_its_experts_answer(
+    cpu_kernels: CpuKernels,
+    scheme: Scheme | None,
+    rows: int,
+    per_token: int,
+    favourites: int,
+    seed: int,
+) -> None:
+    layer = mixture(cpu_kernels, scheme)
+    together = compiled(layer, cpu_kernels).together
+    assert isinstance(together, ExpertKernels)
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.randint(0, favourites, (rows, per_token), generator=generator)
+    hidden = noise(rows, HIDDEN, seed=seed)
+    answers = together(hidden, chosen)
+    assert torch.equal(answers, one_by_one(cpu_kernels, layer, hidden, chosen))
+
+
+def test_a_layer_says_what_torch_says(cpu_kernels: CpuKernels) -> None:
+    layer = mixture(cpu_kernels, None)
+    hidden = noise(40, HIDDEN, seed=7)
+    theirs = replace(
+        layer,
+        experts=tuple(
+            Expert(
+                PlainLinear(noise(2 * INNER, HIDDEN, seed=index), None),
+                PlainLinear(noise(HIDDEN, INNER, seed=100 + index), None),
+            )
+            for index in range(COUNT)
+        ),
+    )
+    ours = compiled(layer, cpu_kernels)
+    assert relative_error(ours(hidden, ()), theirs(hidden, ())) < 0.02
+    assert compiled(layer, cpu_kernels)(hidden[:0], ()).shape == (0, HIDDEN)
+
+
+def test_other_formats_stay_as_they_are(cpu_kernels: CpuKernels) -> None:
+    layer = mixture(cpu_kernels, None)
+    first, *rest = layer.experts
+    plain = PlainLinear(noise(HIDDEN, INNER, seed=1), None)
+    biased = PanelLinear(cpu_kernels, noise(HIDDEN, INNER, seed=1), torch.ones(HIDDEN).bfloat16())
+    narrow = Expert(
+        PanelLinear(cpu_kernels, noise(2 * 24, HIDDEN, seed=1), None),
+        PanelLinear(cpu_kernels, noise(HIDDEN, 24, seed=1), None),
+    )
+    for experts in (
+        (Expert(first.gate_up, plain), *rest),
+        (Expert(first.gate_up, biased), *rest),
+        (narrow,) * COUNT,
+    ):
+        other = replace(layer, experts=experts)
+        assert compiled(other, cpu_kernels) is other
+    fixed = replace(layer, fixed_shapes=True)
+    assert compiled(fixed, cpu_kernels) is fixed
+
+
+def test_a_loaded_model_takes_them_together(cpu_kernels: CpuKernels, tmp_path: Path) -> None:
+    path = save_random(tmp_path, "mixtral", num_local_experts=4, head_dim=32)
+    ids = list(range(3, 40))
+    with mock.patch.object(
+        ExpertKernels, "__call__", autospec=True, side_effect=ExpertKernels.__call__
+    ) as called:
+        model = load(path, dtype="bfloat16")
+        ours = Driver(model).logits(ids, range(8), [len(ids)])
+    assert called.call_count == len(model.info.layers)
+    with mock.patch.object(library, "_found", return_value=(None, "")):
+        theirs = Driver(load(path, dtype="bfloat16")).logits(ids, range(8), [len(ids)])
+    assert relative_error(ours, theirs) < 0.05

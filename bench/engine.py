@@ -35,7 +35,8 @@ from bench.models import LARGE, SMALL, write_checkpoint
 from bench.peer import Peer
 from bench.roofline import Point, Roofline, svg
 
-NEW_TOKENS: Final = 24  # of a decode row
+NEW_TOKENS: Final = 24  # of a decode row of a short context
+TRIES: Final = 3  # where a disturbed prefill hides what its decode steps took
 LIMITS_S: Final = 0.4  # for each of the two, beside every row
 OURS, THEIRS = "baton", "transformers"
 
@@ -101,8 +102,12 @@ def rate(run: Generate, row: Row, vocab: int, seed: int, new: int = NEW_TOKENS) 
     prompts = [random_prompt(row.context, seed * 1000 + i, vocab) for i in range(max(1, row.batch))]
     if not row.batch:
         return row.context / run(prompts, 1)
-    first = run(prompts, 1)
-    return row.batch * new / max(1e-9, run(prompts, new + 1) - first)
+    new *= max(1, row.context // 512)  # beside a long prefill few tokens would be noise
+    for _ in range(TRIES):
+        first = run(prompts, 1)
+        if (seconds := run(prompts, new + 1) - first) > 0:
+            return row.batch * new / seconds
+    raise RuntimeError(f"{row.name}: {new} tokens more took no longer, {TRIES} times")
 
 
 def needs(llm: LLM, run: Generate, row: Row, vocab: int) -> Work:

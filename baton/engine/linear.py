@@ -13,7 +13,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -30,6 +30,21 @@ class Linear(Protocol):
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, in] -> [T, out], both in the model's dtype."""
         ...
+
+
+@runtime_checkable
+class WideLinear(Linear, Protocol):
+    """One whose format can leave its sums unrounded."""
+
+    def wide(self, x: Tensor) -> Tensor:
+        """x [T, in] -> [T, out] float32."""
+        ...
+
+
+def in_float32(linear: Linear, x: Tensor) -> Tensor:
+    """x [T, in] -> [T, out] float32, unrounded where the format has them so: a second pass over a
+    vocabulary's width takes as long as choosing from it."""
+    return linear.wide(x) if isinstance(linear, WideLinear) else linear(x).float()
 
 
 LinearFormat = Callable[[Tensor, Tensor | None], Linear]  # (weight [out, in], bias [out]) -> Linear
@@ -84,6 +99,10 @@ class PanelLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """See Linear."""
         return self._kernels.linear(x, self.panels, self.bias, self._outputs)
+
+    def wide(self, x: Tensor) -> Tensor:
+        """See WideLinear."""
+        return self._kernels.linear(x, self.panels, self.bias, self._outputs, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)

@@ -227,6 +227,10 @@ class IntegerPanels:
         """See Linear."""
         return self._kernels.linear(x, self.packed, self.bias)
 
+    def wide(self, x: Tensor) -> Tensor:
+        """See WideLinear."""
+        return self._kernels.linear(x, self.packed, self.bias, torch.float32)
+
 
 class W8A8Panels:
     """W8A8Linear with the compiled kernel (kernels/cpu/w8a8.h): the same numbers, bit by bit."""
@@ -245,6 +249,10 @@ class W8A8Panels:
     def __call__(self, x: Tensor) -> Tensor:
         """See Linear."""
         return self._kernels.w8a8_linear(x, self.packed, self.bias)
+
+    def wide(self, x: Tensor) -> Tensor:
+        """See WideLinear."""
+        return self._kernels.w8a8_linear(x, self.packed, self.bias, torch.float32)
 
 
 class WidenedLinear:

@@ -22,7 +22,7 @@ def main() -> None:
         else:
             got = question["new_tokens"] - (given == ["--short"])
             counts = [got] * len(question["prompts"])
-            answer = json.dumps({"seconds": 0.25, "new_tokens": counts})
+            answer = json.dumps({"seconds": 0.25 * max(counts), "new_tokens": counts})
         sys.stdout.write(answer + "\n")
         sys.stdout.flush()
 

@@ -87,7 +87,7 @@ def test_weights_are_converted_once(tmp_path: Path) -> None:
 def test_a_running_peer_is_asked_and_ended() -> None:
     with Peer.start(FAKE, Path("/m"), "none", 2) as peer:
         assert (peer.name, peer.unsupported) == ("Fake 1.0", None)
-        assert peer.generate([[1, 2, 3], [4]], 8) == 0.25
+        assert peer.generate([[1, 2, 3], [4]], 8) == 8 * 0.25
         process = peer._process
     assert process.returncode == 0
 
@@ -161,6 +161,11 @@ def test_a_row_is_measured_beside_a_peer(tmp_path: Path, monkeypatch: pytest.Mon
     assert found[0]["peers"] == {"Fake 1.0": 8 / 0.25}
     assert all(row["baton"] > 0 and row["over best peer"] > 0 for row in found)
     assert all(row["MBU"] > 0 and row["MFU"] > 0 for row in found)
+
+
+def test_tokens_that_cost_nothing_are_no_figure() -> None:
+    with pytest.raises(RuntimeError, match="decode 2@8: 24 tokens more took no longer"):
+        engine.rate(lambda prompts, new: 0.25, Row("m", 8, 2), 100, 0)
 
 
 def test_a_checkpoint_that_is_there_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

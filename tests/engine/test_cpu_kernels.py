@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -54,9 +55,24 @@ def test_linear_is_torchs(
 ) -> None:
     x, weight = noise(1, rows, inputs), noise(2, outputs, inputs)
     bias = noise(3, outputs) if biased else None
-    y = cpu_kernels.linear(x, cpu_kernels.pack(weight), bias, outputs)
+    panels = cpu_kernels.pack(weight)
+    y = cpu_kernels.linear(x, panels, bias, outputs)
+    assert torch.equal(unrounded(cpu_kernels, x, panels, bias, outputs).bfloat16(), y)
     exact = functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
     assert close(y, exact)
+
+
+def unrounded(
+    kernels: CpuKernels, x: Tensor, panels: Tensor, bias: Tensor | None, outputs: int
+) -> Tensor:
+    """In float32; nothing is written beside it."""
+    around = torch.full((x.shape[0] + 2, outputs), 7.0)
+    with mock.patch.object(torch, "empty", return_value=around[1:-1]):
+        y = kernels.linear(x, panels, bias, outputs, torch.float32)
+    assert y.data_ptr() == around[1:].data_ptr()
+    assert (around[0] == 7.0).all()
+    assert (around[-1] == 7.0).all()
+    return y
 
 
 def test_a_row_of_linear_depends_on_no_other(cpu_kernels: CpuKernels) -> None:

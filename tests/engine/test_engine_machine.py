@@ -417,6 +417,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.runner.fail_for = {name}
         try:
             self.step()
+            while self.engine.steps.under_way:  # what fails ahead is told when its turn has come
+                self.step()
         except RuntimeError:
             self.note_failed()
             failed = [asked.id for asked in self.engine.fail_step()]

@@ -15,6 +15,7 @@ from baton.engine import quantization
 from baton.engine.kernels.cpu.build import missing
 from baton.engine.kernels.cpu.library import CpuKernels
 from baton.engine.kernels.cpu.quantized import IntegerKernels
+from baton.engine.linear import in_float32
 from baton.engine.quantization import (
     IntegerPanels,
     IntWeight,
@@ -74,7 +75,9 @@ def test_integer_panels_are_the_dequantized_twin(
     (groups, size), (zeros, biased) = grouping, extras
     weight = integers(bits, (outputs, groups * size), groups, zeros=zeros)
     x, bias = noise(1, rows, groups * size), noise(2, outputs) if biased else None
-    y = IntegerPanels(compiled, weight, bias)(x)
+    layer = IntegerPanels(compiled, weight, bias)
+    y = layer(x)
+    assert torch.equal(in_float32(layer, x).bfloat16(), y)
     wide_bias = None if bias is None else bias.float()
     twin = functional.linear(x.float(), weight.dequantized(torch.float32), wide_bias)
     assert y.shape == twin.shape
@@ -117,7 +120,9 @@ def test_w8a8_panels_are_the_plain_twin_exactly(
     weight = IntWeight(8, values, scales, int8_activations=True)
     x, bias = noise(6, rows, inputs), noise(7, outputs) if biased else None
     x[0] = 3.0
-    y = W8A8Panels(compiled, weight, bias)(x)
+    layer = W8A8Panels(compiled, weight, bias)
+    y = layer(x)
+    assert torch.equal(in_float32(layer, x).bfloat16(), y)
     assert torch.equal(y, W8A8Linear(weight, bias, int_product=False)(x))
 
 

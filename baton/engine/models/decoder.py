@@ -19,7 +19,7 @@ from baton.engine.batch import Batch
 from baton.engine.kernels.cpu.library import HeadNorms
 from baton.engine.kernels.cpu.step import StepLayer
 from baton.engine.kernels.gpu.support import triton_serves
-from baton.engine.linear import Linear, Linears
+from baton.engine.linear import Linear, Linears, in_float32
 from baton.engine.lora import (
     Adapter,
     AdapterRows,
@@ -218,7 +218,7 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, H] -> [N, vocab] float32."""
-        return self._shards.gather(self._head(hidden)).float()
+        return self._shards.gather(in_float32(self._head, hidden))
 
     def _heads(
         self,

@@ -28,7 +28,7 @@ from baton.engine.kernels.cpu.build import (
 from baton.engine.kernels.cpu.sampling import SamplingKernels
 
 logger = logging.getLogger(__name__)
-VERSION: Final = 4  # of the structs below
+VERSION: Final = 5  # of the structs below
 SWITCH: Final = "BATON_CPU_KERNELS"  # an instruction set's name; "off": the torch twins serve
 
 _POINTER = ctypes.c_void_p
@@ -41,6 +41,7 @@ class _LinearArgs(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("x", "w", "bias", "y")),
         *((name, _SIZE) for name in ("rows", "inputs", "outputs")),
+        ("wide", _POINTER),
     )
 
 
@@ -161,14 +162,21 @@ class CpuKernels:
         self._pack(weight.data_ptr(), panels.data_ptr(), outputs, inputs)
         return panels
 
-    def linear(self, x: Tensor, panels: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
-        """x [T, inputs] bfloat16 -> [T, outputs] bfloat16; see linear.h."""
+    def linear(
+        self,
+        x: Tensor,
+        panels: Tensor,
+        bias: Tensor | None,
+        outputs: int,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> Tensor:
+        """x [T, inputs] bfloat16 -> [T, outputs] bfloat16, or float32 unrounded; see linear.h."""
         x = x.contiguous()
         rows, inputs = x.shape
-        y = torch.empty(rows, outputs, dtype=torch.bfloat16)
+        y = torch.empty(rows, outputs, dtype=dtype)
         args = _LinearArgs(
             x.data_ptr(), panels.data_ptr(), None if bias is None else bias.data_ptr(),
-            y.data_ptr(), rows, inputs, outputs,
+            y.data_ptr(), rows, inputs, outputs, wide_pointer(y),
         )  # fmt: skip
         self._linear(ctypes.byref(args))
         return y
@@ -225,6 +233,11 @@ class CpuKernels:
     ) -> None:
         """Fill `batch`'s rows of out [T, query_heads, v_dim] from q [T, query_heads, k_dim]."""
         self._decode(ctypes.byref(decode_args(q, out, layer, batch)))
+
+
+def wide_pointer(y: Tensor) -> int | None:
+    """`wide` of a product's arguments: its outputs, if they are float32."""
+    return y.data_ptr() if y.dtype == torch.float32 else None
 
 
 def decode_args(q: Tensor, out: Tensor, layer: DecodeLayer, batch: DecodeRows) -> DecodeArgs:

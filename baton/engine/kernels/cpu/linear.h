@@ -25,6 +25,7 @@ struct LinearArgs {
   const bf16* bias;  // [outputs], or null
   bf16* y;           // [rows, outputs]
   int64_t rows, inputs, outputs;
+  float* wide = nullptr;  // [rows, outputs], instead of y
 };
 
 // Weights that come next, asked of memory while these are multiplied: `lines` cache lines with
@@ -68,7 +69,7 @@ inline void multiply(const LinearArgs& a, const Slab& slab, int64_t row, int64_t
     Floats bias = broadcast(0.0f);
     if (a.bias != nullptr) bias = load_wide(a.bias + at, lanes);
     BATON_UNROLL for (int m = 0; m < M; ++m)
-      store_rounded(a.y + (row + m) * a.outputs + at, sum[m][j] + bias, lanes);
+      store_output(a, (row + m) * a.outputs + at, sum[m][j] + bias, lanes);
   }
 }
 

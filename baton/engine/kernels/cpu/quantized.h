@@ -52,6 +52,7 @@ struct IntegerArgs {
   const bf16* bias;       // [outputs], or null
   bf16* y;                // [rows, outputs]
   int64_t rows, inputs, outputs, groups, bits, has_zeros;
+  float* wide = nullptr;  // [rows, outputs], instead of y
 };
 
 // Asks for lines also beyond the end of the panels, which does nothing.
@@ -117,7 +118,7 @@ inline void store_outputs(const IntegerArgs& a, int64_t row, int64_t output, Flo
   Floats bias = broadcast(0.0f);
   if (a.bias != nullptr) bias = load_wide(a.bias + output, lanes);
   const Floats peak = load(a.peaks + output, lanes);
-  store_rounded(a.y + row * a.outputs + output, multiply_add(sum, peak, bias), lanes);
+  store_output(a, row * a.outputs + output, multiply_add(sum, peak, bias), lanes);
 }
 
 // M rows by P panels: outputs from 16 * half on, of H halves.

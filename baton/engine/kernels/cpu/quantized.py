@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.kernels.cpu.build import missing
-from baton.engine.kernels.cpu.library import CpuKernels, kernels_for
+from baton.engine.kernels.cpu.library import CpuKernels, kernels_for, wide_pointer
 
 logger = logging.getLogger(__name__)
 NARROW: Final = 32  # outputs of a panel; panels come in twos
@@ -35,6 +35,7 @@ class _IntegerArgs(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("x", "panels", "peaks", "bias", "y")),
         *((name, _SIZE) for name in ("rows", "inputs", "outputs", "groups", "bits", "has_zeros")),
+        ("wide", _POINTER),
     )
 
 
@@ -54,6 +55,7 @@ class _W8A8Args(ctypes.Structure):
         *((n, _POINTER) for n in ("x", "panels", "extra", "scales", "bias", "y")),
         *((n, _POINTER) for n in ("rounded", "row_scales")),
         *((n, _SIZE) for n in ("rows", "inputs", "outputs", "quads")),
+        ("wide", _POINTER),
     )
 
 
@@ -113,15 +115,23 @@ class IntegerKernels:
         self._pack(ctypes.byref(args))
         return PackedIntegers(panels, peaks, inputs, groups, bits, zeros is not None)
 
-    def linear(self, x: Tensor, weight: PackedIntegers, bias: Tensor | None) -> Tensor:
-        """x [T, inputs] bfloat16 -> [T, outputs] bfloat16; see quantized.h."""
+    def linear(
+        self,
+        x: Tensor,
+        weight: PackedIntegers,
+        bias: Tensor | None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> Tensor:
+        """x [T, inputs] bfloat16 -> [T, outputs] bfloat16, or float32 unrounded; see
+        quantized.h."""
         x = x.contiguous()
         rows, outputs = x.shape[0], weight.peaks.shape[0]
-        y = torch.empty(rows, outputs, dtype=torch.bfloat16)
+        y = torch.empty(rows, outputs, dtype=dtype)
         args = _IntegerArgs(
             x.data_ptr(), weight.panels.data_ptr(), weight.peaks.data_ptr(),
             None if bias is None else bias.data_ptr(), y.data_ptr(),
             rows, weight.inputs, outputs, weight.groups, weight.bits, weight.has_zeros,
+            wide_pointer(y),
         )  # fmt: skip
         self._linear(ctypes.byref(args))
         return y
@@ -136,17 +146,25 @@ class IntegerKernels:
         self._pack_w8a8(values.data_ptr(), panels.data_ptr(), extra.data_ptr(), outputs, inputs)
         return PackedInt8(panels, extra, scales.float().contiguous(), inputs)
 
-    def w8a8_linear(self, x: Tensor, weight: PackedInt8, bias: Tensor | None) -> Tensor:
-        """x [T, inputs] bfloat16, rounded per row, -> [T, outputs] bfloat16; see w8a8.h."""
+    def w8a8_linear(
+        self,
+        x: Tensor,
+        weight: PackedInt8,
+        bias: Tensor | None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> Tensor:
+        """x [T, inputs] bfloat16, rounded per row, -> [T, outputs] bfloat16, or float32 unrounded;
+        see w8a8.h."""
         x = x.contiguous()
         rows, outputs, quads = x.shape[0], weight.scales.shape[0], weight.panels.shape[1]
-        y = torch.empty(rows, outputs, dtype=torch.bfloat16)
+        y = torch.empty(rows, outputs, dtype=dtype)
         rounded = torch.empty(rows, quads, QUAD, dtype=torch.uint8)
         row_scales = torch.empty(rows, dtype=torch.float32)
         args = _W8A8Args(
             x.data_ptr(), weight.panels.data_ptr(), weight.extra.data_ptr(),
             weight.scales.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr(),
             rounded.data_ptr(), row_scales.data_ptr(), rows, weight.inputs, outputs, quads,
+            wide_pointer(y),
         )  # fmt: skip
         self._w8a8(ctypes.byref(args))
         return y

@@ -61,6 +61,15 @@ inline Floats across_each(const Floats rows[16], const Combine& combine) {
   return across_quarters(quarters, combine);
 }
 
+// Outputs of a product: float32 to `wide`, or rounded to `y` if that is null.
+template <class Args>
+inline void store_output(const Args& a, int64_t at, Floats values, Lanes lanes) {
+  if (a.wide != nullptr)
+    store(a.wide + at, values, lanes);
+  else
+    store_rounded(a.y + at, values, lanes);
+}
+
 // What they are combined by.
 constexpr auto added = [](auto one, auto other) { return one + other; };
 constexpr auto higher = [](auto one, auto other) { return max(one, other); };

@@ -77,6 +77,13 @@ inline Lanes lanes_of(__m256 low, __m256 high) {
   return static_cast<Lanes>(_mm256_movemask_ps(low) | _mm256_movemask_ps(high) << 8);
 }
 
+// Of those lanes only.
+inline void store(float* to, Floats values, Lanes lanes) {
+  const Line mask = mask_of(lanes);
+  _mm256_maskstore_ps(to, mask.low, values.low);
+  _mm256_maskstore_ps(to + 8, mask.high, values.high);
+}
+
 // Zeros in the other lanes, which are not read.
 inline Floats load(const float* from, Lanes lanes) {
   if (lanes == 0xffff) return load(from);

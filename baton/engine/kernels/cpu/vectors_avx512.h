@@ -15,6 +15,11 @@ inline void store(float* to, Floats values) { _mm512_storeu_ps(to, values); }
 inline Line load_line(const void* from) { return _mm512_loadu_si512(from); }
 inline void store_line(void* to, Line line) { _mm512_storeu_si512(to, line); }
 
+// Of those lanes only.
+inline void store(float* to, Floats values, Lanes lanes) {
+  _mm512_mask_storeu_ps(to, lanes, values);
+}
+
 // Zeros in the other lanes, which are not read.
 inline Floats load(const float* from, Lanes lanes) { return _mm512_maskz_loadu_ps(lanes, from); }
 

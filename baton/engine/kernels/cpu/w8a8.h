@@ -26,6 +26,7 @@ struct W8A8Args {
   uint8_t* rounded;      // room for [rows, 4 * quads]
   float* row_scales;     // room for [rows]
   int64_t rows, inputs, outputs, quads;
+  float* wide = nullptr;  // [rows, outputs], instead of y
 };
 
 inline void round_unsigned(const W8A8Args& a, int64_t row) {
@@ -72,7 +73,7 @@ BATON_VNNI void multiply_int8(const W8A8Args& a, int64_t row, int64_t panel, Ask
       BATON_UNROLL for (int m = 0; m < M; ++m) {
         Floats y = difference(sum[p][m][h], extra) * broadcast(a.row_scales[row + m]) * scale;
         if (a.bias != nullptr) y = y + load_wide(a.bias + output, lanes);
-        store_rounded(a.y + (row + m) * a.outputs + output, y, lanes);
+        store_output(a, (row + m) * a.outputs + output, y, lanes);
       }
     }
 }

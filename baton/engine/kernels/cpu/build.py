@@ -84,18 +84,13 @@ def library_path(instructions: InstructionSet) -> Path:
 
 def missing(flags: Sequence[str]) -> list[str]:
     """Those that this processor has not."""
-    return [flag for flag in flags if flag not in processor_flags()]
+    return [flag for flag in flags if flag not in processor_words("flags")]
 
 
 def is_slow(instructions: InstructionSet) -> bool:
     """Whether this processor has them and does better without."""
     slow = not processor_words("vendor_id").isdisjoint(instructions.slow_on)
     return slow and not missing(instructions.cpu_flags)
-
-
-def processor_flags() -> frozenset[str]:
-    """What the processor can do, by /proc/cpuinfo's names."""
-    return processor_words("flags")
 
 
 @functools.cache

@@ -28,7 +28,7 @@ from baton.engine.kernels.cpu.build import (
 from baton.engine.kernels.cpu.sampling import SamplingKernels
 
 logger = logging.getLogger(__name__)
-VERSION: Final = 5  # of the structs below
+VERSION: Final = 6  # of the structs below
 SWITCH: Final = "BATON_CPU_KERNELS"  # an instruction set's name; "off": the torch twins serve
 
 _POINTER = ctypes.c_void_p

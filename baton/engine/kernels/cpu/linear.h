@@ -113,22 +113,36 @@ inline void multiply_panel(const LinearArgs& a, const Slab& slab, int64_t panel,
   }
 }
 
-// How many rows meet one panel after the other while they stay in the cache.
-inline int64_t slab_of(int64_t inputs) {
-  const int64_t bytes = sizeof(Factor) * inputs;
-  return std::max<int64_t>(kManyRows, kCached / bytes / kManyRows * kManyRows);
+// How many rows of so many bytes meet one panel after the other while they stay in the cache; of
+// those that are multiplied `block` at once.
+inline int64_t slab_of(int64_t row_bytes, int64_t block) {
+  return std::max<int64_t>(block, kCached / row_bytes / block * block);
 }
 
-// What a thread of a team does for a product: slabs of rows meet one panel after the other.
-inline void share_linear(Team::Member& me, const LinearArgs& a) {
-  const int64_t panels = (a.outputs + kPanel - 1) / kPanel, height = slab_of(a.inputs);
-  const int64_t units = (a.rows + height - 1) / height * panels;
-  Factors factors(a.x, a.inputs);
+// What a thread of a team does for a product of rows in slabs of `height`: work(from, until, panel,
+// next) for its units, rows [from, until) by a panel; next: the panel after it, `panels` = none.
+template <class Work>
+void share_slabs(Team::Member& me, int64_t rows, int64_t height, int64_t panels,
+                 const Work& work) {
+  const int64_t units = (rows + height - 1) / height * panels;
   me.share(units, [&](int64_t unit, int64_t next) {
-    const int64_t from = unit / panels * height, until = std::min(a.rows, from + height);
-    multiply_panel(a, {factors.of(from, until), from, until}, unit % panels,
-                   next < units ? a.w + next % panels * a.inputs * kPanel : nullptr);
+    const int64_t from = unit / panels * height;
+    work(from, std::min(rows, from + height), unit % panels, next < units ? next % panels : panels);
   });
+}
+
+inline int64_t panels_of(int64_t outputs) { return (outputs + kPanel - 1) / kPanel; }
+
+inline int64_t linear_slab(int64_t inputs) { return slab_of(sizeof(Factor) * inputs, kManyRows); }
+
+inline void share_linear(Team::Member& me, const LinearArgs& a) {
+  const int64_t panels = panels_of(a.outputs);
+  Factors factors(a.x, a.inputs);
+  share_slabs(me, a.rows, linear_slab(a.inputs), panels,
+              [&](int64_t from, int64_t until, int64_t panel, int64_t next) {
+                multiply_panel(a, {factors.of(from, until), from, until}, panel,
+                               next < panels ? a.w + next * a.inputs * kPanel : nullptr);
+              });
 }
 
 // work(member), by all threads together if so many products of numbers are worth it.

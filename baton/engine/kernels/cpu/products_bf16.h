@@ -8,20 +8,15 @@ using Pairs = __m512bh;
 using Pair = __m512bh;
 
 // linear.h
-constexpr int kPanelVectors = 4;  // of a panel
 constexpr int kRows = 6;          // by a panel at once: 24 registers accumulate
 constexpr int kHalfRows = 8;      // by half a panel
 constexpr int kManyRows = kRows;  // at once where there are many
 constexpr int kAskingPasses = 4;  // so many over a panel ask for the next one's lines
-// attention.h
-constexpr int kKeysAtOnce = 4;  // by two query heads: 8 registers accumulate
-constexpr int kValueParts = 4;  // of 32 numbers at once, by two query heads: 16 do
 // prefill.h
 constexpr int kQueries = 6;        // at once by kQueryVectors: 24 registers accumulate
 constexpr int kQueryVectors = 4;
 
 inline Pairs pairs_of(Line line) { return (Pairs)line; }
-inline Pairs load_pairs(const bf16* from) { return pairs_of(load_line(from)); }
 
 // Two neighbouring numbers of one row, in every pair of lanes.
 inline Pair broadcast_pair(const bf16* from) {

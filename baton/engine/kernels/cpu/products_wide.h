@@ -14,14 +14,10 @@ struct Pairs {
 using Pair = Pairs;
 
 // linear.h
-constexpr int kPanelVectors = 4;      // of a panel
 constexpr int kRows = 4;              // by a panel at once: 16 registers accumulate, 8 hold weights
 constexpr int kHalfRows = 12;         // by half a panel: 24 do, 4 hold weights
 constexpr int kManyRows = kHalfRows;  // at once where there are many
 constexpr int kAskingPasses = 256;    // so many over a panel ask for the next one's lines
-// attention.h
-constexpr int kKeysAtOnce = 4;  // by two query heads: 8 registers accumulate
-constexpr int kValueParts = 4;  // of 32 numbers at once, by two query heads: 16 do
 // prefill.h
 constexpr int kQueries = 12;      // at once by kQueryVectors: 24 registers accumulate
 constexpr int kQueryVectors = 2;
@@ -34,7 +30,6 @@ inline __m512 odd_of(Line pairs) {
 }
 
 inline Pairs pairs_of(Line line) { return {even_of(line), odd_of(line)}; }
-inline Pairs load_pairs(const bf16* from) { return pairs_of(load_line(from)); }
 
 // Two neighbouring numbers of one row, in every pair of lanes.
 inline Pair broadcast_pair(const Factor* from) { return {broadcast(from[0]), broadcast(from[1])}; }

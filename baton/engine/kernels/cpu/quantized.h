@@ -65,7 +65,6 @@ struct IntegerUnit {
   int64_t from, until, two, next;
 };
 
-
 // Weights come from memory once and must be asked for early: how far ahead of those that are read,
 // in bytes, up to the panel's last kFarAhead, and there, where the next panel's follow.
 struct Asking {
@@ -194,7 +193,8 @@ void multiply_block(const IntegerWork& work, const Slab& slab, const IntegerUnit
                  [&](auto count, int64_t panel, Asking asking) {
                    constexpr int halves = halves_of(M);
                    for (int half = 0; half < 2; half += halves)
-                     multiply_integers<Source, M, count, halves>(work, slab, row, panel, asking, half);
+                     multiply_integers<Source, M, count, halves>(work, slab, row, panel, asking,
+                                                                 half);
                  });
 }
 
@@ -212,21 +212,14 @@ void each_row_block(int64_t from, int64_t until, const Work& work) {
 // Panels lie in twos; a slab of rows that fits the cache meets one after the other.
 inline int64_t twos_of(int64_t outputs) { return (outputs + 2 * kNarrow - 1) / (2 * kNarrow); }
 
-inline int64_t integer_slab(int64_t row_bytes) {
-  return std::max<int64_t>(kBlockRows, kCached / row_bytes / kBlockRows * kBlockRows);
-}
-
 // What a thread of a team does for a product of rows of so many bytes: work(unit) for its units.
 template <class Work>
 void share_units(Team::Member& me, int64_t rows, int64_t row_bytes, int64_t outputs,
                  const Work& work) {
-  const int64_t twos = twos_of(outputs), slab = integer_slab(row_bytes);
-  const int64_t units = (rows + slab - 1) / slab * twos;
-  me.share(units, [&](int64_t unit, int64_t next) {
-    const int64_t from = unit / twos * slab;
-    work(IntegerUnit{from, std::min(rows, from + slab), unit % twos,
-                     next < units ? next % twos : twos});
-  });
+  share_slabs(me, rows, slab_of(row_bytes, kBlockRows), twos_of(outputs),
+              [&](int64_t from, int64_t until, int64_t two, int64_t next) {
+                work(IntegerUnit{from, until, two, next});
+              });
 }
 
 // What each group of a row adds up to, [groups].
@@ -250,20 +243,16 @@ inline void multiply_unit(const IntegerWork& work, Factors& factors, const Integ
   });
 }
 
-// What a thread of a team does for a product.
-inline void share_integer_linear(Team::Member& me, const IntegerWork& work) {
-  Factors factors(work.a.x, work.a.inputs);
-  share_units(me, work.a.rows, sizeof(Factor) * work.a.inputs, work.a.outputs,
-              [&](const IntegerUnit& unit) { multiply_unit(work, factors, unit); });
-}
-
 inline void integer_linear(const IntegerArgs& a) {
   std::vector<float> sums(a.has_zeros ? a.rows * a.groups : 0);
   if (a.has_zeros)
     for (int64_t row = 0; row < a.rows; ++row) sum_groups(a, row, sums.data() + row * a.groups);
   const IntegerWork work{a, IntegerLayout(a), sums.data()};
-  in_team(a.rows * a.inputs * a.outputs,
-          [&](Team::Member& me) { share_integer_linear(me, work); });
+  in_team(a.rows * a.inputs * a.outputs, [&](Team::Member& me) {
+    Factors factors(a.x, a.inputs);
+    share_units(me, a.rows, sizeof(Factor) * a.inputs, a.outputs,
+                [&](const IntegerUnit& unit) { multiply_unit(work, factors, unit); });
+  });
 }
 
 struct IntegerPack {

@@ -100,7 +100,6 @@ class Step {
     bf16* y;
     int64_t inputs, outputs;
 
-    int64_t panels() const { return (outputs + kPanel - 1) / kPanel; }
     const bf16* panel(int64_t index) const { return by.panels + index * inputs * kPanel; }
   };
 
@@ -125,7 +124,7 @@ class Step {
   // The panel that this thread multiplies first.
   static Coming coming(const Team::Member& me, const Product& of) {
     if (of.by.integers != nullptr) return {};  // its rows come first
-    const bf16* panel = of.panel(me.first_of(of.panels()));
+    const bf16* panel = of.panel(me.first_of(panels_of(of.outputs)));
     return {reinterpret_cast<const char*>(panel), 2 * of.inputs * kPanel};
   }
 

@@ -34,25 +34,52 @@ class IntegerProducts {
 
   // What each thread of a team runs for y = x W^T + b, x [rows, inputs], y [rows, outputs].
   void multiply(Team::Member& me, const StepIntegers& by, const LinearArgs& like) {
+    prepare(me, by, like);
+    Factors factors(like.x, like.inputs);
+    share_units(me, rows_, row_bytes(by, like), like.outputs, [&](const IntegerUnit& unit) {
+      multiply_unit(by, like, factors, unit);
+    });
+  }
+
+  // Its two parts: what is found of the rows, once for all weights of one format,
+  void prepare(Team::Member& me, const StepIntegers& by, const LinearArgs& like) {
     if (by.extra != nullptr) {
-      const W8A8Args args{like.x, reinterpret_cast<const int8_t*>(by.panels), by.extra, by.scales,
-                          like.bias, like.y, reinterpret_cast<uint8_t*>(room_.data()),
-                          row_scales_.data(), rows_, like.inputs, like.outputs,
-                          quads_of(like.inputs)};
-      return share_w8a8_linear(me, args);
-    }
-    const IntegerArgs args{like.x, by.panels, by.scales, like.bias, like.y, rows_, like.inputs,
-                           like.outputs, by.groups, by.bits, by.has_zeros};
-    const IntegerWork work{args, IntegerLayout(args), room_.data()};
-    if (by.has_zeros)
+      const W8A8Args args = rounding(by, like);
+      me.share(rows_, [&](int64_t row, int64_t) { round_unsigned(args, row); });
+    } else if (by.has_zeros) {
+      const IntegerArgs args = widening(by, like);
       me.share(rows_, [&](int64_t row, int64_t) {
         sum_groups(args, row, room_.data() + row * by.groups);
       });
-    share_integer_linear(me, work);
+    }
+  }
+
+  // and a unit of it.
+  void multiply_unit(const StepIntegers& by, const LinearArgs& like, Factors& factors,
+                     const IntegerUnit& unit) {
+    if (by.extra != nullptr) return multiply_int8_unit(rounding(by, like), unit);
+    const IntegerArgs args = widening(by, like);
+    baton::multiply_unit({args, IntegerLayout(args), room_.data()}, factors, unit);
+  }
+
+  // Of a row, as units read it.
+  static int64_t row_bytes(const StepIntegers& by, const LinearArgs& like) {
+    return by.extra != nullptr ? 4 * quads_of(like.inputs) : sizeof(Factor) * like.inputs;
   }
 
  private:
   static int64_t quads_of(int64_t inputs) { return (inputs + kQuad - 1) / kQuad; }
+
+  W8A8Args rounding(const StepIntegers& by, const LinearArgs& like) {
+    return {like.x, reinterpret_cast<const int8_t*>(by.panels), by.extra, by.scales, like.bias,
+            like.y, reinterpret_cast<uint8_t*>(room_.data()), row_scales_.data(), rows_,
+            like.inputs, like.outputs, quads_of(like.inputs)};
+  }
+
+  IntegerArgs widening(const StepIntegers& by, const LinearArgs& like) const {
+    return {like.x, by.panels, by.scales, like.bias, like.y, rows_, like.inputs, like.outputs,
+            by.groups, by.bits, by.has_zeros};
+  }
 
   const int64_t rows_;
   std::vector<float> room_;  // a float per quad: 4 rounded numbers, or the sum of a group

@@ -61,6 +61,8 @@ inline Floats across_each(const Floats rows[16], const Combine& combine) {
   return across_quarters(quarters, combine);
 }
 
+inline Pairs load_pairs(const bf16* from) { return pairs_of(load_line(from)); }
+
 // Outputs of a product: float32 to `wide`, or rounded to `y` if that is null.
 template <class Args>
 inline void store_output(const Args& a, int64_t at, Floats values, Lanes lanes) {

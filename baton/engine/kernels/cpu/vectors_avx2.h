@@ -174,7 +174,6 @@ inline Pairs pairs_of(Line line) {
   return {{even_of(line.low), even_of(line.high)}, {odd_of(line.low), odd_of(line.high)}};
 }
 
-inline Pairs load_pairs(const bf16* from) { return pairs_of(load_line(from)); }
 
 // Two neighbouring numbers of one row, in every pair of lanes.
 inline Pair broadcast_pair(const Factor* from) {

@@ -9,6 +9,12 @@ using Line = __m512i;
 using Longs = uint64_t __attribute__((vector_size(64)));
 constexpr int kLongs = 8;
 
+// linear.h
+constexpr int kPanelVectors = 4;  // of a panel
+// attention.h
+constexpr int kKeysAtOnce = 4;  // by two query heads: 8 registers accumulate
+constexpr int kValueParts = 4;  // of 32 numbers at once, by two query heads: 16 do
+
 inline Floats broadcast(float value) { return _mm512_set1_ps(value); }
 inline Floats load(const float* from) { return _mm512_loadu_ps(from); }
 inline void store(float* to, Floats values) { _mm512_storeu_ps(to, values); }

@@ -97,15 +97,12 @@ inline void multiply_int8_unit(const W8A8Args& a, const IntegerUnit& unit) {
   });
 }
 
-// What a thread of a team does for a product.
-inline void share_w8a8_linear(Team::Member& me, const W8A8Args& a) {
-  me.share(a.rows, [&](int64_t row, int64_t) { round_unsigned(a, row); });
-  share_units(me, a.rows, 4 * a.quads, a.outputs,
-              [&](const IntegerUnit& unit) { multiply_int8_unit(a, unit); });
-}
-
 inline void w8a8_linear(const W8A8Args& a) {
-  in_team(a.rows * a.inputs * a.outputs, [&](Team::Member& me) { share_w8a8_linear(me, a); });
+  in_team(a.rows * a.inputs * a.outputs, [&](Team::Member& me) {
+    me.share(a.rows, [&](int64_t row, int64_t) { round_unsigned(a, row); });
+    share_units(me, a.rows, 4 * a.quads, a.outputs,
+                [&](const IntegerUnit& unit) { multiply_int8_unit(a, unit); });
+  });
 }
 
 // values [outputs, inputs] -> panels (zeros) and `extra`.

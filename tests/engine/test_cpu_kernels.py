@@ -32,6 +32,7 @@ from baton.engine.models.rope import Rotation
 from baton.kv_spec import HeldBlocks, LayerSpec
 
 ANY = InstructionSet("any", "any processor's", (), (), ())
+LENGTHS = st.one_of(st.integers(0, 90), st.integers(91, 600))  # beyond 128 keys: several stretches
 
 
 def noise(seed: int, *shape: int) -> Tensor:
@@ -148,13 +149,13 @@ class Case:
 def cases(draw: st.DrawFn) -> Case:
     query_heads, kv_heads = draw(st.sampled_from([(4, 4), (4, 2), (6, 2), (8, 1), (3, 1)]))
     return Case(
-        starts=draw(st.lists(st.integers(0, 90), min_size=1, max_size=5)),
+        starts=draw(st.lists(LENGTHS, min_size=1, max_size=5)),
         last=draw(st.sampled_from([1, 2, 9, 70, 200])),
         query_heads=query_heads,
         kv_heads=kv_heads,
         dim=draw(st.sampled_from([32, 64, 96, 128])),
         size=draw(st.sampled_from([8, 16, 32])),
-        window=draw(st.sampled_from([0, 0, 5, 40])),
+        window=draw(st.sampled_from([0, 0, 5, 40, 200])),
         softcap=draw(st.sampled_from([None, None, 20.0])),
         sinks=draw(st.booleans()),
     )
@@ -185,6 +186,33 @@ def test_attention_is_torchs(cpu_kernels: CpuKernels, case: Case) -> None:
     want = plain.attend(0, q, step_of(plain, starts, rows, size).batch)
     assert not got.isnan().any()
     assert close(got, want.float())
+
+
+@pytest.mark.parametrize("window", [0, 300])
+def test_a_row_is_the_same_whoever_attends_it(cpu_kernels: CpuKernels, window: int) -> None:
+    """Alone it is split among the threads, beside many it is one thread's; 5,000 keys are more than
+    32 stretches of 128."""
+    starts = [5000, 0, 127, 128, 700] + [90] * 20
+    totals = [start + 1 for start in starts]
+    arena = KVArena(one_group((LayerSpec(2, 64, 64),)), 600, 16, "bfloat16", torch.device("cpu"))
+    spec = AttentionLayer(6, 0.125, window, None, noise(31, 6).float())
+    attention = CompiledAttention(arena, [spec], cpu_kernels)
+    history = step_of(attention, [0] * len(starts), totals, 16)
+    stored = noise(32, sum(totals), 2, 64), noise(33, sum(totals), 2, 64)
+    attention.write(0, *stored, history.batch.tables[0].slots)
+    q = noise(34, len(starts), 6, 64)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        want = attention.attend(0, q, step_of(attention, starts, [1] * len(starts), 16).batch)
+        for count in (1, 2, 3, 7):
+            torch.set_num_threads(count)
+            for rows in (1, 2, 5, len(starts)):
+                # The first sequences' blocks are the same in every step.
+                few = step_of(attention, starts[:rows], [1] * rows, 16)
+                assert torch.equal(attention.attend(0, q[:rows], few.batch), want[:rows])
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_every_count_of_rows_gives_what_each_row_gives_alone(cpu_kernels: CpuKernels) -> None:

@@ -1,10 +1,12 @@
 // Paged decode attention: one new token per row, read straight from the pool's blocks.
 //
-// A row's keys are taken in tiles of 16, in their order, each tile with all the KV heads of a task:
-// all scores, the weights of 16 query heads at once, all values. Softmax goes along, as in
-// FlashAttention. What a row computes depends on its own keys alone. GQA: the query heads of one KV
-// head share what is loaded. Both products are dot products of bfloat16 pairs: of a key's
-// neighbouring numbers, and of two keys' values, by weights as factors.
+// A row's keys are taken in stretches, and these in tiles of 16, in their order, each tile with all
+// the KV heads of a task: all scores, the weights of 16 query heads at once, all values. Softmax goes
+// along a stretch, as in FlashAttention; then the stretches are put together, in their order. What a
+// row computes depends on its own keys alone: also how long its stretches are. Who computes which is
+// told in attention_tasks.h. GQA: the query heads of one KV head share what is loaded. Both products
+// are dot products of bfloat16 pairs: of a key's neighbouring numbers, and of two keys' values, by
+// weights as factors.
 // Memory is read in halves of a tile, all heads of 8 keys and then of the next 8, which are asked
 // for meanwhile, line by line: with more at once the first would have left the core's cache before
 // they are needed, and a core that asks for all in one go stands still. How keys and values are
@@ -12,12 +14,9 @@
 // are asked of memory and read, and the factors of a tile's scores and weights.
 #pragma once
 
-#include <omp.h>
-
 #include <algorithm>
 #include <cmath>
 #include <type_traits>
-#include <vector>
 
 #include "vectors.h"
 
@@ -27,6 +26,8 @@ constexpr int kTile = 16;       // keys at once
 constexpr int kHalf = 8;        // keys that are read together
 constexpr int kLanes = 16;      // query heads at once
 constexpr int kMaxDim = 256;    // numbers per head
+constexpr int64_t kStretch = 128;    // keys, at least: a KV head's share of a task must be worth it
+constexpr int64_t kStretches = 32;   // of a row, at most
 
 struct DecodeArgs {
   const bf16* q;          // [.., query_heads, k_dim]: row stride below
@@ -45,7 +46,21 @@ struct DecodeArgs {
   float scale, softcap;  // softcap 0: none
 };
 
-// Where one row is with up to 16 query heads, a lane each. Of 32 sums lie first those of
+// The keys that a row attends: [begin, end), in stretches.
+struct Stretches {
+  int64_t begin, end, size;
+
+  Stretches(const DecodeArgs& a, int64_t row)
+      : begin(a.window > 0 ? std::max<int64_t>(0, a.tokens[row] - a.window) : 0),
+        end(a.tokens[row]) {
+    const int64_t least = (end - begin + kStretches - 1) / kStretches;
+    size = std::max(kStretch, (least + kTile - 1) / kTile * kTile);
+  }
+
+  int64_t count() const { return (end - begin + size - 1) / size; }
+};
+
+// Where a stretch is with up to 16 query heads, a lane each. Of 32 sums lie first those of
 // `interleave_first`, then those of `interleave_second`.
 struct Running {
   Floats most, total;
@@ -79,40 +94,80 @@ struct PlainPool {
   static Line value(const Token& token, int64_t at) { return load_line(token.value + at); }
 };
 
+// Some KV heads of a row with their query heads, a Running for each 16 of these.
 template <class Pool>
 class DecodeRow {
  public:
-  DecodeRow(const Pool& pool, int64_t index, HeadRange kv, std::vector<Running>& running)
+  DecodeRow(const Pool& pool, int64_t index, HeadRange kv)
       : pool_(pool), a_(pool.a), index_(index), group_(a_.query_heads / a_.kv_heads),
-        first_(kv.first * group_), last_(kv.last * group_), running_(running) {}
+        first_(kv.first * group_), last_(kv.last * group_), keys_(pool.a, index) {}
 
-  void run() {
-    const int64_t end = a_.tokens[index_];
-    const int64_t begin = a_.window > 0 ? std::max<int64_t>(0, end - a_.window) : 0;
-    start();
-    locate(begin, end, 0, kTile);
+  // One stretch, from nothing. `on`: this thread goes on with the next one.
+  void attend(int64_t stretch, bool on, Running* states) {
+    const int64_t begin = keys_.begin + stretch * keys_.size;
+    const int64_t end = std::min(keys_.end, begin + keys_.size);
+    const int64_t asked = on ? keys_.end : end;
+    start(states, stretch == 0 ? a_.sinks : nullptr);
+    locate(begin, asked, 0, kTile);
     for (int64_t at = begin; at < end; at += kTile) {
-      locate(at + kTile, end, kTile, kTile);
+      locate(at + kTile, asked, kTile, kTile);
       const Lanes exist = lanes_of(end - at);
       for (int64_t from = first_; from < last_; from += kLanes)
-        attend(running_[(from - first_) / kLanes], from, std::min(last_, from + kLanes), exist);
+        attend(states[(from - first_) / kLanes], from, std::min(last_, from + kLanes), exist);
       std::copy_n(tile_ + kTile, kTile, tile_);
     }
-    finish();
+  }
+
+  // The next stretch, to those before it.
+  void add(Running* states, const Running* next) const {
+    for (int64_t from = first_; from < last_; from += kLanes)
+      add(*states++, *next++, std::min<int64_t>(kLanes, last_ - from));
+  }
+
+  // What all stretches come to.
+  void finish(const Running* states) const {
+    bf16* out = a_.out + a_.rows[index_] * a_.query_heads * a_.v_dim;
+    for (int64_t query = first_; query < last_; ++query) {
+      const Running& state = states[(query - first_) / kLanes];
+      const int64_t lane = (query - first_) % kLanes;
+      alignas(64) float total[kLanes];
+      store(total, state.total);
+      const Floats share = broadcast(1.0f / total[lane]);
+      for (int64_t d = 0; d < a_.v_dim; d += 32) {
+        store_interleaved(out + query * a_.v_dim + d, load(state.sum[lane] + d) * share,
+                          load(state.sum[lane] + d + 16) * share);
+      }
+    }
   }
 
  private:
   using Token = typename Pool::Token;
 
-  void start() {
+  void start(Running* states, const float* sinks) const {
     for (int64_t from = first_; from < last_; from += kLanes) {
-      Running& state = running_[(from - first_) / kLanes];
+      Running& state = states[(from - first_) / kLanes];
       // A sink is a key of its own without a value.
       state.most = broadcast(-INFINITY);
-      if (a_.sinks) state.most = load(a_.sinks + from, lanes_of(last_ - from));
-      state.total = broadcast(a_.sinks ? 1.0f : 0.0f);
+      if (sinks) state.most = load(sinks + from, lanes_of(last_ - from));
+      state.total = broadcast(sinks ? 1.0f : 0.0f);
       for (auto& sum : state.sum) std::fill_n(sum, a_.v_dim, 0.0f);
     }
+  }
+
+  void add(Running& state, const Running& next, int64_t heads) const {
+    const Floats most = max(state.most, next.most);
+    const Floats here = exponential(state.most - most), there = exponential(next.most - most);
+    alignas(64) float kept[kLanes], added[kLanes];
+    store(kept, here);
+    store(added, there);
+    state.total = multiply_add(state.total, here, next.total * there);
+    state.most = most;
+    for (int64_t lane = 0; lane < heads; ++lane)
+      for (int64_t d = 0; d < a_.v_dim; d += 16) {
+        const Floats more = load(next.sum[lane] + d) * broadcast(added[lane]);
+        store(state.sum[lane] + d,
+              multiply_add(load(state.sum[lane] + d), broadcast(kept[lane]), more));
+      }
   }
 
   // `count` keys from `key` on, to tile_ + index; beyond the end the last one again, which then has
@@ -270,61 +325,11 @@ class DecodeRow {
       }
   }
 
-  void finish() const {
-    bf16* out = a_.out + a_.rows[index_] * a_.query_heads * a_.v_dim;
-    for (int64_t query = first_; query < last_; ++query) {
-      const Running& state = running_[(query - first_) / kLanes];
-      const int64_t lane = (query - first_) % kLanes;
-      alignas(64) float total[kLanes];
-      store(total, state.total);
-      const Floats share = broadcast(1.0f / total[lane]);
-      for (int64_t d = 0; d < a_.v_dim; d += 32) {
-        store_interleaved(out + query * a_.v_dim + d, load(state.sum[lane] + d) * share,
-                          load(state.sum[lane] + d + 16) * share);
-      }
-    }
-  }
-
   const Pool& pool_;
   const DecodeArgs& a_;
   const int64_t index_, group_, first_, last_;  // query heads [first, last)
-  std::vector<Running>& running_;
+  const Stretches keys_;
   Token tile_[2 * kTile];  // the keys at hand, and those after them
 };
-
-// When rows are few, the KV heads of each are shared out too: into so many parts.
-inline int64_t parts_of(int64_t rows, int64_t kv_heads, int64_t threads) {
-  const int64_t parts = rows >= 4 * threads ? 1 : (threads + rows - 1) / rows;
-  return std::min(kv_heads, parts);
-}
-
-inline HeadRange heads_of(int64_t part, int64_t parts, int64_t kv_heads) {
-  return {kv_heads * part / parts, kv_heads * (part + 1) / parts};
-}
-
-inline std::vector<Running> running_for(const DecodeArgs& a, int64_t parts) {
-  return std::vector<Running>((a.kv_heads / parts + 1) * (a.query_heads / a.kv_heads) / kLanes + 1);
-}
-
-// Part `task` % parts of row `task` / parts.
-template <class Pool>
-inline void attend_part(const Pool& pool, int64_t task, int64_t parts,
-                        std::vector<Running>& running) {
-  const HeadRange heads = heads_of(task % parts, parts, pool.a.kv_heads);
-  DecodeRow<Pool>(pool, task / parts, heads, running).run();
-}
-
-// Rows are shared out among the threads.
-template <class Pool>
-inline void decode_attention(const Pool& pool) {
-#pragma omp parallel
-  {
-    const DecodeArgs& a = pool.a;
-    const int64_t parts = parts_of(a.count, a.kv_heads, omp_get_num_threads());
-    std::vector<Running> running = running_for(a, parts);
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t task = 0; task < a.count * parts; ++task) attend_part(pool, task, parts, running);
-  }
-}
 
 }  // namespace baton

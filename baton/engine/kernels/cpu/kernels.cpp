@@ -1,7 +1,7 @@
 // The kernels' C interface, one function each, called through ctypes by library.py: pointers and
 // sizes as the structs of the headers say, nothing checked here, no exception leaves.
-#include "attention.h"
 #include "attention_int8.h"
+#include "attention_tasks.h"
 #include "elementwise.h"
 #include "experts.h"
 #include "linear.h"

@@ -10,9 +10,10 @@
 
 #include <omp.h>
 
+#include <deque>
 #include <vector>
 
-#include "attention.h"
+#include "attention_tasks.h"
 #include "elementwise.h"
 #include "linear.h"
 #include "step_integers.h"
@@ -60,18 +61,28 @@ class Step {
       : a_(args), width_((a_.heads + 2 * a_.kv_heads) * a_.dim), wide_(a_.scratch),
         narrow_(wide_ + a_.rows * std::max(width_, 2 * a_.inner)),
         delta_(narrow_ + a_.rows * std::max(a_.heads * a_.dim, a_.inner)), rows_(a_.rows),
-        tokens_(a_.rows), team_(threads), parts_(parts_of(args.rows, args.kv_heads, threads)),
+        tokens_(a_.rows), team_(threads),
         integers_(a_.rows, std::max({a_.hidden, a_.heads * a_.dim, a_.inner})) {
     for (int64_t row = 0; row < a_.rows; ++row) {
       rows_[row] = row;
       tokens_[row] = a_.positions[row] + 1;
     }
+    int64_t states = 0;
+    for (int64_t layer = 0; layer < a_.num_layers; ++layer) {
+      const DecodeArgs attending = attention(layer);
+      if (tasks_of(attending.window) != nullptr) continue;
+      tasks_.emplace_back(attending, threads);
+      states = std::max(states, tasks_.back().num_states());
+    }
+    states_ = states_for(states);
   }
 
   // What each thread of the team runs.
   void run(int64_t thread) {
     Team::Member me(team_, thread);
-    std::vector<Running> running = running_for(attention(0), parts_);
+    int64_t num_own = 0;
+    for (const DecodeTasks& tasks : tasks_) num_own = std::max(num_own, tasks.num_own());
+    std::vector<Running> own(num_own);
     const bf16* delta = nullptr;
     for (int64_t index = 0; index < a_.num_layers; ++index) {
       const StepLayer& layer = a_.layers[index];
@@ -82,7 +93,7 @@ class Step {
       norm(me, delta, layer.input_norm, coming(me, qkv));
       delta = delta_;
       multiply(me, qkv);
-      attend(me, index, running, coming(me, output));
+      attend(me, index, own.data(), coming(me, output));
       multiply(me, output);
       norm(me, delta, layer.mlp_norm, coming(me, gate_up));
       multiply(me, gate_up);
@@ -128,15 +139,30 @@ class Step {
     return {reinterpret_cast<const char*>(panel), 2 * of.inputs * kPanel};
   }
 
-  // Some KV heads of a row and their query heads: rotated, stored, attended.
-  void attend(Team::Member& me, int64_t index, std::vector<Running>& running, Coming coming) {
+  // Some KV heads of a row and their query heads: rotated, stored, attended. Of a row that several
+  // threads attend, the first two before the third.
+  void attend(Team::Member& me, int64_t index, Running* own, Coming coming) {
     const DecodeArgs attending = attention(index);
     const PlainPool pool{attending};
-    const auto work = [&](int64_t task, int64_t) {
-      place(index, task / parts_, heads_of(task % parts_, parts_, a_.kv_heads));
-      attend_part(pool, task, parts_, running);
+    DecodeTasks& tasks = *tasks_of(attending.window);
+    const auto place_part = [&](int64_t row, int64_t part) {
+      place(index, row, tasks.heads(part));
     };
-    me.share(a_.rows * parts_, work, coming);
+    if (tasks.split())
+      me.share(a_.rows * tasks.parts(), [&](int64_t unit, int64_t) {
+        place_part(unit / tasks.parts(), unit % tasks.parts());
+      });
+    const auto work = [&](int64_t task, int64_t next) {
+      if (!tasks.split()) place_part(tasks.at(task).row, tasks.at(task).part);
+      tasks.run(pool, task, next, states_, own);
+    };
+    me.share(tasks.count(), work, coming);
+  }
+
+  DecodeTasks* tasks_of(int64_t window) {
+    for (DecodeTasks& tasks : tasks_)
+      if (tasks.window() == window) return &tasks;
+    return nullptr;
   }
 
   // Queries and keys of a row rotated, its keys and values to their slot.
@@ -198,7 +224,8 @@ class Step {
   bf16 *const wide_, *const narrow_, *const delta_;
   std::vector<int64_t> rows_, tokens_;
   Team team_;
-  const int64_t parts_;  // of a row's attention
+  std::deque<DecodeTasks> tasks_;  // by window
+  Running* states_;
   IntegerProducts integers_;
 };
 

@@ -11,12 +11,13 @@ import pytest
 
 from baton.engine.config import EngineConfig
 from baton.engine.interface import SequenceChunk
+from baton.engine.kernels.cpu.library import kernels
 from baton.engine.loading import load_model
 from baton.engine.meter import work_of
 from baton.engine.work import Limits
 from baton.llm import LLM
 from baton.sampling import SamplingParams
-from bench import engine_memory, engine_overhead, engine_swap, engine_throughput
+from bench import engine_attention, engine_memory, engine_overhead, engine_swap, engine_throughput
 from bench.engine import Row, needs, ours, pictures, shares
 from bench.engine_kit import (
     InstantRunner,
@@ -159,6 +160,17 @@ def test_the_cost_of_tokens(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = engine_overhead.measure_outside(kind, 2, 4)
     assert (whole["sequences"], whole["steps"]) == (2, 4)
     assert whole["5 %"] <= whole["step us"] <= whole["95 %"]
+
+
+def test_attention_s_share_of_the_read_bandwidth() -> None:
+    cpu_kernels = kernels()
+    if cpu_kernels is None:
+        pytest.skip("no compiled kernels on this machine")
+    case = engine_attention.Case(40, rows=2)
+    row = engine_attention.measure(cpu_kernels, case, 1, 2)
+    assert (row["context"], row["rows"], row["block"]) == (40, 2, 16)
+    assert 0 < row["least"] == row["share"] == row["most"]
+    assert row["share"] == pytest.approx(row["GB/s"] / row["read GB/s"])
 
 
 def test_a_row_s_needs_are_what_the_engine_counts(tmp_path: Path) -> None:

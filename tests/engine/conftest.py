@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 
 from baton.engine.kernels.cpu import library
-from baton.engine.kernels.cpu.build import INSTRUCTION_SETS, CannotBuild
+from baton.engine.kernels.cpu.build import INSTRUCTION_SETS, CannotBuild, CompilerFailed
 from baton.engine.kernels.cpu.library import CpuKernels
 
 
@@ -17,6 +17,8 @@ def cpu_kernels(request: pytest.FixtureRequest) -> Iterator[CpuKernels]:
     """Each instruction set's kernels in turn, which meanwhile serve the engine."""
     try:
         found = CpuKernels(request.param)
+    except CompilerFailed:
+        raise
     except CannotBuild as error:
         pytest.skip(str(error))
     with mock.patch.object(library, "_found", return_value=(found, "")):

@@ -68,6 +68,10 @@ class CannotBuild(Exception):
     """Why there are no kernels here; the plain torch twins serve."""
 
 
+class CompilerFailed(CannotBuild):
+    """There is a compiler, and it said no."""
+
+
 def library_path(instructions: InstructionSet) -> Path:
     """The library compiled for them, made now if it is not there yet. Raises CannotBuild."""
     if lacking := missing(instructions.cpu_flags):
@@ -129,8 +133,8 @@ def _compile(command: list[str], path: Path) -> None:
                 capture_output=True, text=True, timeout=COMPILE_S, check=False,
             )  # fmt: skip
             if done.returncode != 0:
-                raise CannotBuild(f"{command[0]} failed: {done.stderr.strip()[:300]}")
+                raise CompilerFailed(f"{command[0]} failed: {done.stderr.strip()[:300]}")
             made.replace(path)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise CannotBuild(f"{command[0]} failed: {error}") from error
+        raise CompilerFailed(f"{command[0]} failed: {error}") from error
     logger.info("compiled the CPU kernels: %s", path)

@@ -1,0 +1,110 @@
+"""Decode attention alone: `python -m bench.engine_attention --threads 2`.
+
+The compiled kernel over the blocks of a large pool, scattered, 16 query and 8 KV heads of 128 in
+bfloat16: bytes of KV read per second, as a share of the read bandwidth that is measured in the same
+round. Calls follow each other as the layers of a step do, over other blocks each time, so that
+nothing lies in a cache. "call": what a call costs that has a single key; a step's phases do not pay
+it. Leave OMP_WAIT_POLICY alone: under PASSIVE every call wakes sleeping threads.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from baton.engine import huge_pages
+from baton.engine.kernels.cpu.library import CpuKernels, DecodeLayer, DecodeRows, kernels
+from baton.engine.roofline import measure as measure_roof
+from bench.engine_kit import Part, arguments_parser, prepare, tell
+
+QUERY_HEADS: Final = 16
+KV_HEADS: Final = 8
+DIM: Final = 128
+BYTES_PER_KEY: Final = 2 * 2 * KV_HEADS * DIM
+LIMITS_S: Final = 0.15
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Rows of so many keys each, in blocks of so many."""
+
+    context: int
+    rows: int = 1
+    block_size: int = 16
+
+
+CASES: Final = (
+    Case(1024), Case(2048), Case(4096), Case(8192), Case(4096, block_size=128),
+    Case(1024, 8), Case(4096, 8),
+)  # fmt: skip
+
+
+class Calls:
+    """As many calls in a row as the pool has blocks for."""
+
+    def __init__(self, compiled: CpuKernels, case: Case, pool_mb: int) -> None:
+        rows, size = case.rows, case.block_size
+        width = -(-case.context // size)
+        self.num_bytes = rows * case.context * BYTES_PER_KEY
+        self.count = max(1, (pool_mb << 20) // (rows * width * size * BYTES_PER_KEY))
+        blocks = self.count * rows * width
+        self._compiled = compiled
+        pool = huge_pages.zeros(2, blocks, size, KV_HEADS, DIM, dtype=torch.bfloat16)
+        pool.view(torch.int16).fill_(0x3C00)  # touches every page
+        self._layer = DecodeLayer(pool[0], pool[1], DIM**-0.5)
+        self._q = torch.randn(rows, QUERY_HEADS, DIM).bfloat16()
+        self._out = torch.empty_like(self._q)
+        tables = torch.randperm(blocks).view(self.count, rows, width)
+        numbers = torch.arange(rows)
+        self._steps = [
+            DecodeRows(
+                numbers, numbers, torch.full((rows,), case.context), 0 * numbers, table.contiguous()
+            )
+            for table in tables
+        ]
+
+    def seconds(self) -> float:
+        """Of one call, on average."""
+        began = time.perf_counter()
+        for step in self._steps:
+            self._compiled.decode_attention(self._q, self._out, self._layer, step)
+        return (time.perf_counter() - began) / self.count
+
+
+def measure(compiled: CpuKernels, case: Case, rounds: int, pool_mb: int) -> dict[str, Any]:
+    """Medians over alternating rounds."""
+    calls, empty = Calls(compiled, case, pool_mb), Calls(compiled, Case(1, case.rows), 1)
+    rates, limits, idle = list[float](), list[float](), list[float]()
+    calls.seconds()
+    for _ in range(rounds):
+        rates.append(calls.num_bytes / calls.seconds())
+        idle.append(empty.seconds())
+        limits.append(measure_roof(torch.device("cpu"), torch.bfloat16, LIMITS_S).read_bytes_per_s)
+    shares = [rate / limit for rate, limit in zip(rates, limits, strict=True)]
+    return {
+        "context": case.context, "rows": case.rows, "block": case.block_size,
+        "GB/s": statistics.median(rates) / 1e9, "read GB/s": statistics.median(limits) / 1e9,
+        "share": statistics.median(shares), "least": min(shares), "most": max(shares),
+        "call µs": statistics.median(idle) * 1e6,
+    }  # fmt: skip
+
+
+def main() -> int:
+    """Entry point."""
+    given = arguments_parser("engine_attention", __doc__).parse_args()
+    prepare(given)
+    compiled = kernels()
+    if compiled is None:
+        raise SystemExit("no compiled kernels here: `baton doctor` says why")
+    rounds = 15 if given.full else 5
+    rows = [measure(compiled, case, rounds, 700) for case in CASES]
+    tell([Part("Decode attention: share of the read bandwidth", rows)], given.json)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -5,7 +5,7 @@ load generator of raw sockets asks (bench/router_load.py), Redis is real. The ro
 itself; everything else shares the others. Parts:
 
     requests   not streamed, answers per second, with and without Redis, beside a bare Starlette
-               echo under the router's uvicorn settings
+               echo under the router's uvicorn settings, and one that asks two nodes over gRPC
     tokens     streamed tokens per second, beside vLLM-style chunks by pydantic (no nodes behind)
     first      time to the first byte at a fixed rate: all of it is the router's and the wires'
     streams    many streams at a steady pace, begun one after another, 256 at most on a decode node:
@@ -25,7 +25,8 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -84,22 +85,37 @@ class Bench:
 
 
 async def requests(bench: Bench) -> dict[str, Any]:
-    """Alternating rounds, medians: echo, router with Redis, router without."""
-    rows: dict[str, list[dict[str, Any]]] = {"echo": [], "router": [], "router, no Redis": []}
+    """Alternating rounds, medians: echo, relay, router with Redis, router without."""
+    names = ("echo", "relay", "router", "router, no Redis")
+    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     shape = {"seconds": bench.size.seconds, "connections": 32, "words": 16, "tokens": 16}
     for _ in range(bench.size.rounds):
         async with program(YARDSTICKS, [], {bench.plan.core}) as server:
             rows["echo"].append(await bench.ask(server, "whole", path="/echo", **shape))
+        async with relay(bench.plan) as server:
+            rows["relay"].append(await bench.ask(server, "whole", path="/relay", **shape))
         async with cluster(bench.plan) as server:
             rows["router"].append(await bench.ask(server, "whole", **shape))
         async with cluster(replace(bench.plan, redis_url=None)) as server:
             rows["router, no Redis"].append(await bench.ask(server, "whole", **shape))
     found = {name: _medians(runs, "answers") for name, runs in rows.items()}
-    for name in ("router", "router, no Redis"):
+    for name in names[1:]:
         found[name]["over_echo"] = found[name]["rate"] / found["echo"]["rate"]
         per_cpu = found[name]["per_cpu_s"] / found["echo"]["per_cpu_s"]
         found[name]["over_echo_per_cpu_s"] = per_cpu
     return found
+
+
+@asynccontextmanager
+async def relay(plan: ClusterPlan) -> AsyncGenerator[Program, None]:
+    """The least that a request costs whoever asks two nodes over gRPC."""
+    async with AsyncExitStack() as stack:
+        nodes = [
+            await stack.enter_async_context(program("bench.router_relay", [], plan.others))
+            for _ in range(2)
+        ]
+        flags = [word for node in nodes for word in ("--relay-node", str(node.ready["address"]))]
+        yield await stack.enter_async_context(program(YARDSTICKS, flags, {plan.core}))
 
 
 async def tokens(bench: Bench) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """What a router is held against: `python -m bench.router_yardsticks`, one plain Starlette program.
 
     POST /echo                  reads the body and sends it back: what uvicorn and Starlette cost
+    POST /relay                 sends the body through two open gRPC streams, one after the other,
+                                and back to the client: nothing else of what a router does
     POST /v1/chat/completions   streams tokens as vLLM's server does: a queue per request, a
                                 pydantic object per token, Starlette's StreamingResponse
 
@@ -10,15 +12,18 @@ Source: vllm/entrypoints/openai/serving_chat.py, chat_completion_stream_generato
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import socket
 import sys
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Final
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import Any, Final
 
+import grpc
 import uvicorn
 import uvloop
 from pydantic import BaseModel, Field
@@ -27,6 +32,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from bench.router_relay import NUMBER_BYTES, STEP
 from router.http_guard import HttpLimits, uvicorn_settings
 
 WORDS: Final = tuple(f" word{index}" for index in range(64))
@@ -85,7 +91,35 @@ class Engine:
             await asyncio.sleep(0)
 
 
-def build_app(engine: Engine) -> Starlette:
+class Relay:
+    """Bodies through a stream to a node of bench/router_relay.py and back, each under a number."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.aio.insecure_channel(address)
+        self._stream: Any = self._channel.stream_stream(STEP)()
+        self._numbers = itertools.count()
+        self._waiting: dict[bytes, asyncio.Future[bytes]] = {}
+
+    async def ask(self, body: bytes) -> bytes:
+        number = next(self._numbers).to_bytes(NUMBER_BYTES, "big")
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        await self._stream.write(number + body)
+        return await answer
+
+    async def run(self) -> None:
+        while (message := await self._stream.read()) is not grpc.aio.EOF:
+            self._waiting.pop(message[:NUMBER_BYTES]).set_result(message[NUMBER_BYTES:])
+
+
+def build_app(engine: Engine, nodes: Sequence[str]) -> Starlette:
+    relays: list[Relay] = []
+
+    async def relay(request: Request) -> Response:
+        body = await request.body()
+        for each in relays:
+            body = await each.ask(body)
+        return Response(body, media_type="application/json")
+
     async def echo(request: Request) -> Response:
         return Response(await request.body(), media_type="application/json")
 
@@ -109,23 +143,30 @@ def build_app(engine: Engine) -> Starlette:
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        task = asyncio.create_task(engine.run())
+        relays.extend(Relay(address) for address in nodes)
+        tasks = [asyncio.create_task(each.run()) for each in (engine, *relays)]
         yield
-        task.cancel()
+        for task in tasks:
+            task.cancel()
 
     routes = [
         Route("/echo", echo, methods=["POST"]),
+        Route("/relay", relay, methods=["POST"]),
         Route("/v1/chat/completions", chat, methods=["POST"]),
     ]
     return Starlette(routes=routes, lifespan=lifespan)
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.router_yardsticks")
+    parser.add_argument("--relay-node", action="append", default=[], help="of /relay, in order")
+    given = parser.parse_args()
     listener = socket.create_server(("127.0.0.1", 0))
     ready = {"ready": True, "address": f"127.0.0.1:{listener.getsockname()[1]}"}
     sys.stdout.write(json.dumps(ready) + "\n")
     sys.stdout.flush()
-    config = uvicorn.Config(build_app(Engine()), log_config=None, **uvicorn_settings(HttpLimits()))
+    app = build_app(Engine(), given.relay_node)
+    config = uvicorn.Config(app, log_config=None, **uvicorn_settings(HttpLimits()))
     server = uvicorn.Server(config)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(server.serve([listener]))

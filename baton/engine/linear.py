@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton.engine.kernels.cpu.library import CpuKernels, kernels_for
+from baton.engine.kernels.cpu.library import CpuKernels, product_kernels_for
 
 logger = logging.getLogger(__name__)
 
@@ -118,8 +118,8 @@ class SideBySide:
 
 def choose_linear(dtype: torch.dtype, device: torch.device) -> LinearFormat:
     """The fastest format that works here for this dtype; tried on a small product, logged."""
-    compiled = kernels_for(dtype, device)
-    if compiled is not None and not torch.cpu._is_amx_tile_supported():
+    compiled = product_kernels_for(dtype, device)
+    if compiled is not None:
         logger.info("linear layers: bfloat16 weights in panels, compiled kernel")
         return functools.partial(_in_panels, compiled)
     if device.type == "cpu" and dtype == torch.bfloat16 and _packing_works():

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from unittest import mock
 
 import pytest
 
 from baton.engine.kernels.cpu import library
-from baton.engine.kernels.cpu.build import INSTRUCTION_SETS, CannotBuild, CompilerFailed
+from baton.engine.kernels.cpu.build import INSTRUCTION_SETS, CannotBuild, CompilerFailed, missing
 from baton.engine.kernels.cpu.library import CpuKernels
 
+_SETS = {each.name: each for each in INSTRUCTION_SETS}
+# AMX's kernels on any processor with AVX-512: tiles.h's instructions as the manual defines them.
+EMULATED_TILES = replace(
+    _SETS["avx512"],
+    name="tiles",
+    title="AVX-512 with emulated tiles",
+    compiler_flags=(*_SETS["avx512"].compiler_flags, "-DBATON_EMULATED_TILES"),
+    tiles=True,
+)
 
-@pytest.fixture(scope="module", params=INSTRUCTION_SETS, ids=lambda each: each.name)
+
+_HERE = [each for each in INSTRUCTION_SETS if not (each.tiles and missing(each.cpu_flags))]
+
+
+@pytest.fixture(scope="module", params=(*_HERE, EMULATED_TILES), ids=lambda each: each.name)
 def cpu_kernels(request: pytest.FixtureRequest) -> Iterator[CpuKernels]:
     """Each instruction set's kernels in turn, which meanwhile serve the engine."""
     try:

@@ -30,8 +30,8 @@ from baton.kv_spec import HeldBlocks
 from tests.engine.quantized_models import make_quantized
 from tests.engine.running import Driver, load, relative_error
 
-CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("cpu_kernels")  # each instruction set's in turn
+CPU = torch.device("cpu")
 BLOCK = 16
 
 

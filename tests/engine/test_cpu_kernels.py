@@ -47,7 +47,10 @@ def close(ours: Tensor, exact: Tensor) -> bool:
 @settings(max_examples=40)
 @given(
     rows=st.integers(1, 20),
-    inputs=st.integers(1, 90).map(lambda n: 2 * n),
+    inputs=st.one_of(
+        st.integers(1, 90).map(lambda n: 2 * n),
+        st.integers(1, 6).map(lambda n: 32 * n),  # which tiles take
+    ),
     outputs=st.integers(1, 200),
     biased=st.booleans(),
 )
@@ -215,9 +218,12 @@ def test_a_row_is_the_same_whoever_attends_it(cpu_kernels: CpuKernels, window: i
         torch.set_num_threads(threads)
 
 
-def test_every_count_of_rows_gives_what_each_row_gives_alone(cpu_kernels: CpuKernels) -> None:
+@pytest.mark.parametrize("inputs", [48, 96])  # tiles take the second
+def test_every_count_of_rows_gives_what_each_row_gives_alone(
+    cpu_kernels: CpuKernels, inputs: int
+) -> None:
     # 96 outputs: a panel and a half, so that a group's second half has a neighbour to harm.
-    x, weight = noise(21, 40, 48), noise(22, 96, 48)
+    x, weight = noise(21, 40, inputs), noise(22, 96, inputs)
     panels = cpu_kernels.pack(weight)
     alone = torch.cat([cpu_kernels.linear(row[None], panels, None, 96) for row in x])
     assert close(alone, x.float() @ weight.float().T)
@@ -267,12 +273,14 @@ def test_a_machine_without_a_compiler_is_served_by_torch(
         (None, ("old",), "old", "compiled, Old (New: this processor has no new)"),
         ("old", ("old", "new"), "old", "compiled, Old (BATON_CPU_KERNELS is old)"),
         ("new", ("old",), None, "BATON_CPU_KERNELS is new; New: this processor has no new"),
-        ("sse", ("old",), None, "BATON_CPU_KERNELS is sse, which is none of new, old, off"),
+        ("sse", ("old",), None, "BATON_CPU_KERNELS is sse, which is none of rare, new, old, off"),
         ("off", ("old",), None, "BATON_CPU_KERNELS is off"),
         (None, (), None, "New: this processor has no new; Old: this processor has no old"),
         (None, ("old", "new", "slow"), "old", "compiled, Old (New: slow on this processor)"),
         ("new", ("old", "new", "slow"), "new", "compiled, New (BATON_CPU_KERNELS is new)"),
         (None, ("old", "slow"), "old", "compiled, Old (New: this processor has no new)"),
+        (None, ("old", "rare"), "old", "Rare: only where BATON_CPU_KERNELS is rare"),
+        ("rare", ("old", "rare"), "rare", "compiled, Rare (BATON_CPU_KERNELS is rare)"),
     ],
 )
 def test_the_best_instruction_set_serves_or_the_one_asked_for(
@@ -291,6 +299,7 @@ def test_the_best_instruction_set_serves_or_the_one_asked_for(
         return SimpleNamespace(instructions=instructions)
 
     sets = [
+        InstructionSet("rare", "Rare", ("rare",), (), (), by_name=True),
         InstructionSet("new", "New", ("new",), (), (), slow_on=("slow",)),
         InstructionSet("old", "Old", ("old",), (), ()),
     ]
@@ -303,6 +312,20 @@ def test_the_best_instruction_set_serves_or_the_one_asked_for(
     assert (found is None) == (served is None)
     assert reason in told
     assert found is not None or told.startswith("torch's own serve (")
+
+
+def test_amx_s_kernels_compile_and_multiply_by_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the processor has none: what they compute is tested by emulated tiles."""
+    amx = next(each for each in INSTRUCTION_SETS if each.name == "amx")
+    monkeypatch.setattr(build, "missing", lambda flags: [])
+    if shutil.which("objdump") is None:
+        pytest.skip("no objdump")
+    path = build.library_path(amx)
+    listing = subprocess.run(
+        ["objdump", "-d", str(path)], capture_output=True, text=True, check=True, timeout=120
+    ).stdout
+    for instruction in ("tdpbf16ps", "tdpbusd", "ldtilecfg", "tilerelease"):
+        assert instruction in listing
 
 
 def test_avx2_kernels_hold_no_larger_instruction() -> None:

@@ -24,8 +24,8 @@ from baton.kv_spec import HeldBlocks, LayerSpec
 from tests.engine.running import Driver, load, relative_error
 from tests.tiny_models import make_tiny_model
 
-CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("cpu_kernels")  # each instruction set's in turn
+CPU = torch.device("cpu")
 
 
 def serving() -> Int8KVKernels:

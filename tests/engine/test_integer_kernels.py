@@ -106,7 +106,7 @@ def test_real_weights_lose_only_the_last_bits(
 @settings(max_examples=40)
 @given(
     rows=st.integers(1, 33),
-    inputs=st.integers(1, 300),
+    inputs=st.one_of(st.integers(1, 300), st.sampled_from([64, 128, 192])),  # which tiles take
     outputs=st.integers(1, 140),
     biased=st.booleans(),
 )

@@ -24,6 +24,10 @@ from typing import Final
 logger = logging.getLogger(__name__)
 SOURCES: Final = Path(__file__).parent
 COMPILE_S: Final = 600.0  # ten seconds on a quiet machine
+_AVX512: Final = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "fma")
+_AVX512_COMPILER: Final = (
+    "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mprefer-vector-width=512",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,27 +40,30 @@ class InstructionSet:
     integer_flags: tuple[str, ...]  # that those of integer weights need beside them
     compiler_flags: tuple[str, ...]
     slow_on: tuple[str, ...] = ()  # vendors whose processors do better by the next one
+    tiles: bool = False  # multiplies by AMX's
+    by_name: bool = False  # never chosen unasked: nobody has run it on such a processor
 
 
 INSTRUCTION_SETS: Final = (  # the best first
     InstructionSet(
+        "amx",
+        "AMX",
+        ("amx_tile", "amx_bf16", "amx_int8", *_AVX512),
+        ("avx512_vnni",),
+        (*_AVX512_COMPILER, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+        tiles=True,
+        by_name=True,
+    ),
+    InstructionSet(
         "avx512bf16",
         "AVX-512 with bfloat16 products",
-        ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "fma"),
+        (*_AVX512, "avx512_bf16"),
         ("avx512_vnni", "avx512vbmi"),
-        ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma",
-         "-mprefer-vector-width=512"),
+        (*_AVX512_COMPILER, "-mavx512bf16"),
         # One product of pairs takes as long as four float32 ones of half the size (docs/log.md).
         slow_on=("GenuineIntel",),
     ),
-    InstructionSet(
-        "avx512",
-        "AVX-512",
-        ("avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"),
-        ("avx512_vnni",),
-        ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma",
-         "-mprefer-vector-width=512"),
-    ),
+    InstructionSet("avx512", "AVX-512", _AVX512, ("avx512_vnni",), _AVX512_COMPILER),
     InstructionSet(
         "avx2", "AVX2 with FMA", ("avx2", "fma", "f16c"), (), ("-mavx2", "-mfma", "-mf16c")
     ),

@@ -75,22 +75,22 @@ class Mixture {
 
   // y = x W^T, each row by its expert's weights.
   void multiply(Team::Member& me, const StepLinear* by, const LinearArgs& like) {
-    Factors factors(like.x, like.inputs);
     if (by->integers != nullptr) {
       integers_.prepare(me, *by->integers, like);
+      Rows rows = integers_.rows_of(*by->integers, like);
       const int64_t height = slab_of(IntegerProducts::row_bytes(*by->integers, like), kBlockRows);
       return share(me, by, twos_of(like.outputs), height, [&](const Unit& unit, const Unit*) {
         // What follows is the same expert's, where there is more of it.
-        integers_.multiply_unit(*unit.by->integers, like, factors,
+        integers_.multiply_unit(*unit.by->integers, like, rows,
                                 {unit.from, unit.until, unit.index, unit.index + 1});
       });
     }
+    Rows rows(like.x, like.inputs);
     share(me, by, panels_of(like.outputs), linear_slab(like.inputs),
           [&](const Unit& unit, const Unit* next) {
             LinearArgs args = like;
             args.w = unit.by->panels;
-            multiply_panel(args, {factors.of(unit.from, unit.until), unit.from, unit.until},
-                           unit.index,
+            multiply_panel(args, rows, unit.from, unit.until, unit.index,
                            next ? next->by->panels + next->index * like.inputs * kPanel : nullptr);
           });
   }

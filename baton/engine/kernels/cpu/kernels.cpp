@@ -1,5 +1,10 @@
 // The kernels' C interface, one function each, called through ctypes by library.py: pointers and
 // sizes as the structs of the headers say, nothing checked here, no exception leaves.
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cerrno>
+
 #include "attention_int8.h"
 #include "attention_tasks.h"
 #include "elementwise.h"
@@ -16,7 +21,17 @@ using baton::bf16;
 extern "C" {
 
 // Raised with every change of a struct or a signature: a stale library is not called.
-int baton_kernels_version() { return 6; }
+int baton_kernels_version() { return 7; }
+
+// Asks the kernel for what this process may only use once it has: AMX's tiles, for all its threads. 0,
+// or an errno.
+int baton_permit() {
+#ifdef __AMX_TILE__
+  constexpr int kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  if (syscall(SYS_arch_prctl, kRequest, kTileData) != 0) return errno;
+#endif
+  return 0;
+}
 
 // Outputs of a panel of `baton_pack`.
 int64_t baton_panel() { return baton::kPanel; }

@@ -24,11 +24,12 @@ from baton.engine.kernels.cpu.build import (
     InstructionSet,
     is_slow,
     library_path,
+    missing,
 )
 from baton.engine.kernels.cpu.sampling import SamplingKernels
 
 logger = logging.getLogger(__name__)
-VERSION: Final = 6  # of the structs below
+VERSION: Final = 7  # of the structs below
 SWITCH: Final = "BATON_CPU_KERNELS"  # an instruction set's name; "off": the torch twins serve
 
 _POINTER = ctypes.c_void_p
@@ -133,6 +134,8 @@ class CpuKernels:
         library = ctypes.CDLL(str(path))
         if library.baton_kernels_version() != VERSION:
             raise CannotBuild(f"{path} is of another version")
+        if refused := library.baton_permit():
+            raise CannotBuild(f"the kernel does not let processes use it: {os.strerror(refused)}")
         self.instructions = instructions
         self.library = library  # for those who declare their functions themselves (step.py)
         self.sampling = SamplingKernels(library)
@@ -271,6 +274,14 @@ def kernels_for(dtype: torch.dtype, device: torch.device) -> CpuKernels | None:
     return kernels() if device.type == "cpu" and dtype == torch.bfloat16 else None
 
 
+def product_kernels_for(dtype: torch.dtype, device: torch.device) -> CpuKernels | None:
+    """Likewise for products with weights: without tiles they are no match for oneDNN's where the
+    processor has AMX."""
+    found = kernels_for(dtype, device)
+    tiles = found is not None and found.instructions.tiles
+    return found if tiles or not torch.cpu._is_amx_tile_supported() else None
+
+
 def state() -> str:
     """What serves on this machine, and why; for people."""
     return _found()[1]
@@ -286,9 +297,14 @@ def _found() -> tuple[CpuKernels | None, str]:
 def choose(asked: str | None) -> tuple[CpuKernels | None, str]:
     """The kernels of the instruction set of that name, None = of the best that can be had; and for
     people which they are, and why no better ones."""
-    candidates = [each for each in INSTRUCTION_SETS if not is_slow(each)]
+    candidates = [each for each in INSTRUCTION_SETS if not is_slow(each) and not each.by_name]
     reasons = [
         f"{each.title}: slow on this processor" for each in INSTRUCTION_SETS if is_slow(each)
+    ]
+    reasons += [
+        f"{each.title}: only where {SWITCH} is {each.name}"
+        for each in INSTRUCTION_SETS
+        if each.by_name and not missing(each.cpu_flags)
     ]
     if asked is not None:
         candidates = [each for each in INSTRUCTION_SETS if each.name == asked]

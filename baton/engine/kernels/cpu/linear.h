@@ -1,8 +1,8 @@
 // y = x W^T + b for bfloat16, accumulated in float32, from weights packed in panels.
 //
 // A panel holds 64 outputs, with AVX2 32: [inputs / 2][64][2], so one vector holds a pair of inputs of
-// 16 outputs and no sum runs across lanes. An output adds its inputs in their order, two at a time,
-// whatever the number of rows: what a row computes depends on no other row.
+// 16 outputs and no sum runs across lanes. An output adds its inputs in their order, two at a time (in
+// tiles 32), whatever the number of rows: what a row computes depends on no other row.
 #pragma once
 
 #include <omp.h>
@@ -11,6 +11,7 @@
 
 #include "factors.h"
 #include "team.h"
+#include "tiles.h"
 #include "vectors.h"
 
 namespace baton {
@@ -33,6 +34,15 @@ struct LinearArgs {
 struct Ahead {
   const char* from = nullptr;
   int lines = 0;
+};
+
+// The rows of a product as one thread takes them.
+struct Rows {
+  Factors factors;
+  TiledRows tiled;
+
+  // x [.., inputs].
+  Rows(const bf16* x, int64_t inputs) : factors(x, inputs), tiled(x, 2 * inputs) {}
 };
 
 // Rows that meet panels together, and the first one's factors.
@@ -82,11 +92,47 @@ inline void multiply_rows(const LinearArgs& a, const Slab& slab, int64_t row, in
   multiply<M, V>(a, slab, row, from, ahead);
 }
 
+#ifdef BATON_TILES
+// Rows [from, until), tiled, by a panel: halves of it, whose weights 32 rows after the other meet.
+inline void multiply_tiled(const LinearArgs& a, const uint8_t* rows, int64_t from, int64_t until,
+                           int64_t panel, const bf16* next) {
+  constexpr int64_t kLine = 4 * kPanel;  // bytes of a pair of inputs
+  const TilesInUse tiles;
+  const int64_t steps = a.inputs / kTilePairs;
+  const auto* panels = reinterpret_cast<const uint8_t*>(a.w + panel * a.inputs * kPanel);
+  for (int64_t half = 0; half < kPanel / kTiledRows; ++half)
+    each_tiled_rows(rows, steps * kTileSize, from, until, [&](const uint8_t* x, int64_t groups,
+                                                              int64_t row, int64_t count) {
+      const auto weights = [&](int64_t step, int which) {
+        const int64_t at = step * kTileRows * kLine + (2 * half + which) * kTileBytes;
+        if (next != nullptr && row == from)
+          for (int64_t line = 0; line < kTileRows; ++line)
+            _mm_prefetch(reinterpret_cast<const char*>(next) + at + line * kLine, _MM_HINT_T1);
+        return TiledWeights{panels + at, kLine};
+      };
+      alignas(64) float sums[4][16][16];
+      multiply_steps<TileProduct::kPairs>(x, groups, steps * kTileSize, 0, steps, weights, sums);
+      for (int64_t j = 0; j < 2; ++j) {
+        const int64_t at = panel * kPanel + half * kTiledRows + 16 * j;
+        const Lanes lanes = lanes_of(std::max<int64_t>(0, a.outputs - at));
+        Floats bias = broadcast(0.0f);
+        if (a.bias != nullptr) bias = load_wide(a.bias + at, lanes);
+        for (int64_t m = 0; m < count; ++m)
+          store_output(a, (row + m) * a.outputs + at,
+                       load(sums[m / 16 * 2 + j][m % 16]) + bias, lanes);
+      }
+    });
+}
+#endif
+
+// Whether tiles take products of so many inputs.
+inline bool tiles_take(int64_t inputs) { return kTiles && inputs % kTilePairs == 0; }
+
 // Groups of up to kRows rows take a panel at once. A few more, and twice as many, take its halves
 // instead: its weights come from afar and are read half as often. Beyond, arithmetic is what takes
 // time, and kManyRows is what does most of it.
-inline void multiply_panel(const LinearArgs& a, const Slab& slab, int64_t panel,
-                           const bf16* next) {
+inline void multiply_slab(const LinearArgs& a, const Slab& slab, int64_t panel,
+                          const bf16* next) {
   const int64_t rows = slab.until - slab.from;
   const int64_t most = rows <= 2 * kHalfRows ? kHalfRows : kManyRows;
   // Evenly: 10 rows are 5 and 5, not 8 and 2.
@@ -113,6 +159,16 @@ inline void multiply_panel(const LinearArgs& a, const Slab& slab, int64_t panel,
   }
 }
 
+// Rows [from, until) by a panel; `next`: the one after it, or null.
+inline void multiply_panel(const LinearArgs& a, Rows& rows, int64_t from, int64_t until,
+                           int64_t panel, const bf16* next) {
+#ifdef BATON_TILES
+  if (tiles_take(a.inputs))
+    return multiply_tiled(a, rows.tiled.of(from, until), from, until, panel, next);
+#endif
+  multiply_slab(a, {rows.factors.of(from, until), from, until}, panel, next);
+}
+
 // How many rows of so many bytes meet one panel after the other while they stay in the cache; of
 // those that are multiplied `block` at once.
 inline int64_t slab_of(int64_t row_bytes, int64_t block) {
@@ -133,14 +189,17 @@ void share_slabs(Team::Member& me, int64_t rows, int64_t height, int64_t panels,
 
 inline int64_t panels_of(int64_t outputs) { return (outputs + kPanel - 1) / kPanel; }
 
-inline int64_t linear_slab(int64_t inputs) { return slab_of(sizeof(Factor) * inputs, kManyRows); }
+inline int64_t linear_slab(int64_t inputs) {
+  if (tiles_take(inputs)) return slab_of(2 * inputs, kTiledRows);
+  return slab_of(sizeof(Factor) * inputs, kManyRows);
+}
 
 inline void share_linear(Team::Member& me, const LinearArgs& a) {
   const int64_t panels = panels_of(a.outputs);
-  Factors factors(a.x, a.inputs);
+  Rows rows(a.x, a.inputs);
   share_slabs(me, a.rows, linear_slab(a.inputs), panels,
               [&](int64_t from, int64_t until, int64_t panel, int64_t next) {
-                multiply_panel(a, {factors.of(from, until), from, until}, panel,
+                multiply_panel(a, rows, from, until, panel,
                                next < panels ? a.w + next * a.inputs * kPanel : nullptr);
               });
 }

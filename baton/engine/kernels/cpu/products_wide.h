@@ -31,6 +31,13 @@ inline __m512 odd_of(Line pairs) {
 
 inline Pairs pairs_of(Line line) { return {even_of(line), odd_of(line)}; }
 
+// Pairs that are exact in bfloat16, as they lie in memory.
+inline Line joined(Pairs pairs) {
+  const Line upper = _mm512_and_si512(_mm512_castps_si512(pairs.odd),
+                                      _mm512_set1_epi32(static_cast<int>(0xffff0000)));
+  return _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(pairs.even), 16), upper);
+}
+
 // Two neighbouring numbers of one row, in every pair of lanes.
 inline Pair broadcast_pair(const Factor* from) { return {broadcast(from[0]), broadcast(from[1])}; }
 

@@ -1,8 +1,8 @@
 """The compiled CPU products of integer weights (quantized.h, w8a8.h) as Python calls.
 
 `integer_kernels_for` says whether this machine has them: the library of library.py, a processor
-with the few instructions more that they need of AVX-512, and without AMX, whose products are
-oneDNN's. Every shape is checked by who makes the layers (quantization.py).
+with the few instructions more that they need of AVX-512, and its products are its own
+(library.product_kernels_for). Every shape is checked by who makes the layers (quantization.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.kernels.cpu.build import missing
-from baton.engine.kernels.cpu.library import CpuKernels, kernels_for, wide_pointer
+from baton.engine.kernels.cpu.library import CpuKernels, product_kernels_for, wide_pointer
 
 logger = logging.getLogger(__name__)
 NARROW: Final = 32  # outputs of a panel; panels come in twos
@@ -176,8 +176,8 @@ def _panels(outputs: int) -> int:
 
 def integer_kernels_for(dtype: torch.dtype, device: torch.device) -> IntegerKernels | None:
     """The kernels, where tensors of this kind are what they take and they are the fastest."""
-    compiled = kernels_for(dtype, device)
-    if compiled is None or torch.cpu._is_amx_tile_supported():
+    compiled = product_kernels_for(dtype, device)
+    if compiled is None:
         return None
     if lacking := missing(compiled.instructions.integer_flags):
         logger.info("integer weights: torch's kernels, no %s here", ", ".join(lacking))

@@ -35,9 +35,9 @@ class IntegerProducts {
   // What each thread of a team runs for y = x W^T + b, x [rows, inputs], y [rows, outputs].
   void multiply(Team::Member& me, const StepIntegers& by, const LinearArgs& like) {
     prepare(me, by, like);
-    Factors factors(like.x, like.inputs);
+    Rows rows = rows_of(by, like);
     share_units(me, rows_, row_bytes(by, like), like.outputs, [&](const IntegerUnit& unit) {
-      multiply_unit(by, like, factors, unit);
+      multiply_unit(by, like, rows, unit);
     });
   }
 
@@ -55,11 +55,18 @@ class IntegerProducts {
   }
 
   // and a unit of it.
-  void multiply_unit(const StepIntegers& by, const LinearArgs& like, Factors& factors,
+  void multiply_unit(const StepIntegers& by, const LinearArgs& like, Rows& rows,
                      const IntegerUnit& unit) {
-    if (by.extra != nullptr) return multiply_int8_unit(rounding(by, like), unit);
+    if (by.extra != nullptr) return multiply_int8_unit(rounding(by, like), rows.tiled, unit);
     const IntegerArgs args = widening(by, like);
-    baton::multiply_unit({args, IntegerLayout(args), room_.data()}, factors, unit);
+    baton::multiply_unit({args, IntegerLayout(args), room_.data()}, rows, unit);
+  }
+
+  // The rows as a thread's units take them.
+  Rows rows_of(const StepIntegers& by, const LinearArgs& like) {
+    Rows rows(like.x, like.inputs);
+    if (by.extra != nullptr) rows.tiled = rounded_rows(rounding(by, like));
+    return rows;
   }
 
   // Of a row, as units read it.

@@ -91,7 +91,49 @@ void multiply_int8_block(const W8A8Args& a, const IntegerUnit& unit, int64_t row
   });
 }
 
-inline void multiply_int8_unit(const W8A8Args& a, const IntegerUnit& unit) {
+#ifdef BATON_TILES
+constexpr int64_t kFewTiled = 8;  // rows: below, arithmetic is not what takes time
+
+// The rows of a unit, tiled as they were rounded, by its panels.
+inline void multiply_int8_tiled(const W8A8Args& a, const uint8_t* rows, const IntegerUnit& unit) {
+  const TilesInUse tiles;
+  constexpr int64_t kLine = 4 * kNarrow;  // bytes of four inputs
+  const int64_t steps = a.quads / kTileRows, size = a.quads * kLine;
+  for (int64_t panel = 2 * unit.two; panel < 2 * unit.two + 2; ++panel)
+    each_tiled_rows(rows, steps * kTileSize, unit.from, unit.until,
+                    [&](const uint8_t* x, int64_t groups, int64_t row, int64_t count) {
+      const auto weights = [&](int64_t step, int which) {
+        const int8_t* at = a.panels + panel * size + step * kTileRows * kLine + which * kTileBytes;
+        if (row == unit.from && which == 0) ask(at + kFarAhead, kTileRows * kLine);
+        return TiledWeights{at, kLine};
+      };
+      alignas(64) int32_t sums[4][16][16];
+      multiply_steps<TileProduct::kBytes>(x, groups, steps * kTileSize, 0, steps, weights, sums);
+      for (int64_t j = 0; j < 2; ++j) {
+        const int64_t output = panel * kNarrow + 16 * j;
+        const Lanes lanes = lanes_of(std::max<int64_t>(0, a.outputs - output));
+        if (lanes == 0) continue;
+        const Ints extra = load_ints(a.extra + output, lanes);
+        const Floats scale = load(a.scales + output, lanes);
+        for (int64_t m = 0; m < count; ++m) {
+          const Ints sum = load_ints(sums[m / 16 * 2 + j][m % 16], 0xffff);
+          Floats y = difference(sum, extra) * broadcast(a.row_scales[row + m]) * scale;
+          if (a.bias != nullptr) y = y + load_wide(a.bias + output, lanes);
+          store_output(a, (row + m) * a.outputs + output, y, lanes);
+        }
+      }
+    });
+}
+#endif
+
+// Rows as `round_unsigned` leaves them, for a unit's tiles.
+inline TiledRows rounded_rows(const W8A8Args& a) { return {a.rounded, 4 * a.quads}; }
+
+inline void multiply_int8_unit(const W8A8Args& a, TiledRows& rows, const IntegerUnit& unit) {
+#ifdef BATON_TILES
+  if (unit.until - unit.from >= kFewTiled && a.quads % kTileRows == 0)
+    return multiply_int8_tiled(a, rows.of(unit.from, unit.until), unit);
+#endif
   each_row_block(unit.from, unit.until, [&](int64_t row, int64_t count) {
     multiply_int8_block(a, unit, row, count);
   });
@@ -100,8 +142,9 @@ inline void multiply_int8_unit(const W8A8Args& a, const IntegerUnit& unit) {
 inline void w8a8_linear(const W8A8Args& a) {
   in_team(a.rows * a.inputs * a.outputs, [&](Team::Member& me) {
     me.share(a.rows, [&](int64_t row, int64_t) { round_unsigned(a, row); });
+    TiledRows rows = rounded_rows(a);
     share_units(me, a.rows, 4 * a.quads, a.outputs,
-                [&](const IntegerUnit& unit) { multiply_int8_unit(a, unit); });
+                [&](const IntegerUnit& unit) { multiply_int8_unit(a, rows, unit); });
   });
 }
 

@@ -77,7 +77,7 @@ class Mixture {
   void multiply(Team::Member& me, const StepLinear* by, const LinearArgs& like) {
     if (by->integers != nullptr) {
       integers_.prepare(me, *by->integers, like);
-      Rows rows = integers_.rows_of(*by->integers, like);
+      IntegerRows rows = integers_.rows_of(*by->integers, like);
       const int64_t height = slab_of(IntegerProducts::row_bytes(*by->integers, like), kBlockRows);
       return share(me, by, twos_of(like.outputs), height, [&](const Unit& unit, const Unit*) {
         // What follows is the same expert's, where there is more of it.

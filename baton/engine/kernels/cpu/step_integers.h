@@ -35,7 +35,7 @@ class IntegerProducts {
   // What each thread of a team runs for y = x W^T + b, x [rows, inputs], y [rows, outputs].
   void multiply(Team::Member& me, const StepIntegers& by, const LinearArgs& like) {
     prepare(me, by, like);
-    Rows rows = rows_of(by, like);
+    IntegerRows rows = rows_of(by, like);
     share_units(me, rows_, row_bytes(by, like), like.outputs, [&](const IntegerUnit& unit) {
       multiply_unit(by, like, rows, unit);
     });
@@ -46,8 +46,7 @@ class IntegerProducts {
     if (by.extra != nullptr) {
       const W8A8Args args = rounding(by, like);
       me.share(rows_, [&](int64_t row, int64_t) { round_unsigned(args, row); });
-    } else if (by.has_zeros) {
-      const IntegerArgs args = widening(by, like);
+    } else if (const IntegerArgs args = widening(by, like); needs_sums(args)) {
       me.share(rows_, [&](int64_t row, int64_t) {
         sum_groups(args, row, room_.data() + row * by.groups);
       });
@@ -55,7 +54,7 @@ class IntegerProducts {
   }
 
   // and a unit of it.
-  void multiply_unit(const StepIntegers& by, const LinearArgs& like, Rows& rows,
+  void multiply_unit(const StepIntegers& by, const LinearArgs& like, IntegerRows& rows,
                      const IntegerUnit& unit) {
     if (by.extra != nullptr) return multiply_int8_unit(rounding(by, like), rows.tiled, unit);
     const IntegerArgs args = widening(by, like);
@@ -63,15 +62,15 @@ class IntegerProducts {
   }
 
   // The rows as a thread's units take them.
-  Rows rows_of(const StepIntegers& by, const LinearArgs& like) {
-    Rows rows(like.x, like.inputs);
+  IntegerRows rows_of(const StepIntegers& by, const LinearArgs& like) {
+    IntegerRows rows(like.x, like.inputs);
     if (by.extra != nullptr) rows.tiled = rounded_rows(rounding(by, like));
     return rows;
   }
 
   // Of a row, as units read it.
   static int64_t row_bytes(const StepIntegers& by, const LinearArgs& like) {
-    return by.extra != nullptr ? 4 * quads_of(like.inputs) : sizeof(Factor) * like.inputs;
+    return by.extra != nullptr ? 4 * quads_of(like.inputs) : integer_row_bytes(like.inputs);
   }
 
  private:

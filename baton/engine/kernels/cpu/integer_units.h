@@ -1,0 +1,137 @@
+// Integer weights in panels: how they lie, who takes which, and where outputs go.
+//
+// A panel holds 32 outputs, one stream that is read once: group after group [scales: 32 float16]
+// [zeros: 32 float16, if any] [lines]. A line of 64 bytes: 8 bits, two inputs of 32 outputs, where
+// Bytes::place says; 4 bits, four inputs, nibble n of its words being inputs 2 * (n / 2) + 0, 1 of
+// outputs 16 * (n % 2) + 0..15.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "linear.h"
+#include "vectors.h"
+
+namespace baton {
+
+// Where a pair's 64 bytes hold an input of an output: byte 2 * (output % 16) + input % 2 of one of two
+// vectors, which lie in turns of 8.
+inline int64_t place_in_turns(int64_t output, int64_t input) {
+  const int64_t byte = 2 * (output % 16);
+  return byte / 8 * 16 + output / 16 * 8 + byte % 8 + input % 2;
+}
+
+}  // namespace baton
+
+#ifdef __AVX512F__
+#include "integers_avx512.h"
+#else
+#include "integers_avx2.h"
+#endif
+
+namespace baton {
+
+constexpr int64_t kNarrow = 32;      // outputs of a panel
+constexpr int64_t kQuad = 4;         // inputs at once
+constexpr int64_t kFarAhead = 8192;  // bytes between asking memory for lines and using them
+
+struct IntegerArgs {
+  const bf16* x;          // [rows, inputs]
+  const uint8_t* panels;  // an even number of them
+  const float* peaks;     // [outputs]
+  const bf16* bias;       // [outputs], or null
+  bf16* y;                // [rows, outputs]
+  int64_t rows, inputs, outputs, groups, bits, has_zeros;
+  float* wide = nullptr;  // [rows, outputs], instead of y
+};
+
+// Asks for lines also beyond the end of the panels, which does nothing.
+inline void ask(const void* from, int64_t count) {
+  for (int64_t at = 0; at < count; at += 64) ask(static_cast<const char*>(from) + at);
+}
+
+// What a thread does at once: rows [from, until) by two panels, then those of `next`.
+struct IntegerUnit {
+  int64_t from, until, two, next;
+};
+
+// Weights come from memory once and must be asked for early: how far ahead of those that are read,
+// in bytes, up to the panel's last kFarAhead, and there, where the next panel's follow.
+struct Asking {
+  int64_t ahead, last;
+  // By rows from `row` on, until `until`, of a panel that `next` follows.
+  static Asking of(const IntegerUnit& unit, int64_t row, int64_t until, int64_t panel,
+                   int64_t next, int64_t panel_bytes) {
+    if (row == unit.from && until == unit.until)
+      return {kFarAhead, kFarAhead + (next - panel - 1) * panel_bytes};
+    // Several blocks of rows: the last asks for the next unit's, which then are all in the cache.
+    const int64_t ahead = until == unit.until ? 2 * (unit.next - unit.two) * panel_bytes : 0;
+    return {ahead, ahead};
+  }
+};
+
+// Where things lie in a panel, and what the rows' groups sum to.
+struct IntegerLayout {
+  int64_t quads, header, group, panel;  // quads of a group; bytes
+  explicit IntegerLayout(const IntegerArgs& a)
+      : quads(a.inputs / a.groups / kQuad), header(a.has_zeros ? 128 : 64),
+        group(header + quads * (a.bits == 4 ? Nibbles::bytes : Bytes::bytes)),
+        panel(a.groups * group) {}
+};
+
+struct IntegerWork {
+  const IntegerArgs& a;
+  const IntegerLayout at;
+  const float* sums;  // [rows, groups] of x, if there are zeros
+};
+
+// Up to 6 rows meet both panels of a unit at once, more one after the other. Calls work(number of
+// panels, the first, asking), the number being a constant.
+template <int M, class Work>
+void each_panels(const IntegerUnit& unit, int64_t row, int64_t until, int64_t panel_bytes,
+                 const Work& work) {
+  const int64_t first = 2 * unit.two, next = 2 * unit.next;
+  if constexpr (M <= kBothRows) {
+    work(std::integral_constant<int, 2>(), first,
+         Asking::of(unit, row, until, first, next, panel_bytes));
+  } else {
+    constexpr std::integral_constant<int, 1> one;
+    work(one, first, Asking::of(unit, row, until, first, first + 1, panel_bytes));
+    work(one, first + 1, Asking::of(unit, row, until, first + 1, next, panel_bytes));
+  }
+}
+
+inline void store_outputs(const IntegerArgs& a, int64_t row, int64_t output, Floats sum) {
+  const Lanes lanes = lanes_of(std::max<int64_t>(0, a.outputs - output));
+  if (lanes == 0) return;
+  Floats bias = broadcast(0.0f);
+  if (a.bias != nullptr) bias = load_wide(a.bias + output, lanes);
+  const Floats peak = load(a.peaks + output, lanes);
+  store_output(a, row * a.outputs + output, multiply_add(sum, peak, bias), lanes);
+}
+
+// Even blocks of rows [from, until): 16 are 8 and 8, not 12 and 4. Calls work(row, count).
+template <class Work>
+void each_row_block(int64_t from, int64_t until, const Work& work) {
+  int64_t parts = (until - from + kBlockRows - 1) / kBlockRows;
+  for (int64_t row = from; row < until; --parts) {
+    const int64_t count = (until - row + parts - 1) / parts;
+    work(row, count);
+    row += count;
+  }
+}
+
+// Panels lie in twos; a slab of rows that fits the cache meets one after the other.
+inline int64_t twos_of(int64_t outputs) { return (outputs + 2 * kNarrow - 1) / (2 * kNarrow); }
+
+// What a thread of a team does for a product of rows of so many bytes: work(unit) for its units.
+template <class Work>
+void share_units(Team::Member& me, int64_t rows, int64_t row_bytes, int64_t outputs,
+                 const Work& work) {
+  share_slabs(me, rows, slab_of(row_bytes, kBlockRows), twos_of(outputs),
+              [&](int64_t from, int64_t until, int64_t two, int64_t next) {
+                work(IntegerUnit{from, until, two, next});
+              });
+}
+
+}  // namespace baton

@@ -99,11 +99,13 @@ class Relay:
         self._stream: Any = self._channel.stream_stream(STEP)()
         self._numbers = itertools.count()
         self._waiting: dict[bytes, asyncio.Future[bytes]] = {}
+        self._writing = asyncio.Lock()  # a stream takes one message at a time
 
     async def ask(self, body: bytes) -> bytes:
         number = next(self._numbers).to_bytes(NUMBER_BYTES, "big")
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
-        await self._stream.write(number + body)
+        async with self._writing:
+            await self._stream.write(number + body)
         return await answer
 
     async def run(self) -> None:

@@ -153,6 +153,23 @@ def test_rows_of_a_wider_tensor_and_rows_without_numbers(compiled: IntegerKernel
         assert each(zeros)[1].isnan().all()
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_greatest_sums_and_rows_of_a_few_great_numbers(
+    compiled: IntegerKernels, bits: Literal[4, 8]
+) -> None:
+    """As integers no sum may overflow; and numbers a thousand times the others drown none."""
+    low = -(1 << bits - 1)
+    values = torch.full((40, 512), low, dtype=torch.int8)
+    values[20:] = -low - 1
+    layer = IntegerPanels(compiled, IntWeight(bits, values, torch.ones(40, 1)), None)
+    equal = torch.full((2, 512), 3.0).bfloat16()
+    assert torch.equal(layer(equal).float(), (equal.float() @ values.float().T).bfloat16().float())
+    weight, x = integers(bits, (40, 512), 4, zeros=True), noise(15, 9, 512)
+    x[:, 7::128] *= 1000
+    twin = functional.linear(x.float(), weight.dequantized(torch.float32))
+    assert relative_error(IntegerPanels(compiled, weight, None)(x), twin) < BOUND
+
+
 def test_weights_of_zeros_are_zeros(compiled: IntegerKernels) -> None:
     weight = IntWeight(8, torch.zeros(5, 8, dtype=torch.int8), torch.zeros(5, 2))
     assert not IntegerPanels(compiled, weight, None)(noise(12, 3, 8)).any()

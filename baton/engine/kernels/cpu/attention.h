@@ -9,9 +9,10 @@
 // weights as factors.
 // Memory is read in halves of a tile, all heads of 8 keys and then of the next 8, which are asked
 // for meanwhile, line by line: with more at once the first would have left the core's cache before
-// they are needed, and a core that asks for all in one go stands still. How keys and values are
-// stored is a Pool's (PlainPool; in attention_int8.h Int8Pool): where a token lies, how its numbers
-// are asked of memory and read, and the factors of a tile's scores and weights.
+// they are needed, and a core that asks for all in one go stands still. They are asked into a core's
+// second cache: the first takes some 16 lines at a time, too few where blocks are scattered. How keys
+// and values are stored is a Pool's (PlainPool; in attention_int8.h Int8Pool): where a token lies, how
+// its numbers are asked of memory and read, and the factors of a tile's scores and weights.
 #pragma once
 
 #include <algorithm>
@@ -82,8 +83,8 @@ struct PlainPool {
 
   // What lies beside a token's numbers: nothing.
   static void ask_factors(const Token&) {}
-  static void ask_key(const Token& token, int64_t at) { ask(token.key + at); }
-  static void ask_value(const Token& token, int64_t at) { ask(token.value + at); }
+  static void ask_key(const Token& token, int64_t at) { ask_early(token.key + at); }
+  static void ask_value(const Token& token, int64_t at) { ask_early(token.value + at); }
 
   // Of a tile's scores by a KV head; and its weights as its values meet them.
   Floats scales(const Token*, int64_t) const { return broadcast(a.scale); }

@@ -35,8 +35,9 @@ class DecodeTasks {
       rows_[row].units = split ? of.count() : 1;
       units += rows_[row].units;
     }
-    const int64_t wanted = units < kTasks * threads ? (threads + units - 1) / units : 1;
-    parts_ = threads > 1 ? std::min(kv_heads_, wanted) : 1;
+    parts_ = 1;
+    if (units > 0 && units < kTasks * threads)
+      parts_ = std::min(kv_heads_, (threads + units - 1) / units);
     const int64_t heads = (kv_heads_ + parts_ - 1) / parts_ * (a.query_heads / kv_heads_);
     states_ = (heads + kLanes - 1) / kLanes;
     for (Row& row : rows_) {

@@ -20,10 +20,11 @@ inline Floats as_floats(Ints numbers) { return _mm512_cvtepi32_ps(numbers); }
 
 // x / scale to nearest even; returns what they add up to, exactly up to 512 of them.
 inline float round_words(const bf16* x, int16_t* to, int64_t count, float scale) {
+  const Floats times = broadcast(1.0f / scale);
   Floats sum = broadcast(0.0f);
   for (int64_t i = 0; i < count; i += 16) {
     const Lanes lanes = lanes_of(count - i);
-    const Ints each = _mm512_cvtps_epi32(load_wide(x + i, lanes) / broadcast(scale));
+    const Ints each = _mm512_cvtps_epi32(load_wide(x + i, lanes) * times);
     _mm256_mask_storeu_epi16(to + i, lanes, _mm512_cvtsepi32_epi16(each));
     sum = sum + as_floats(each);
   }

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "factors.h"
 #include "team.h"
 
 namespace baton {
@@ -120,28 +121,16 @@ class DecodeTasks {
   std::vector<std::atomic<int64_t>> through_;  // [rows, parts] stretches
 };
 
-// At least so many states, of the calling thread: memory of this size comes from the kernel page by
-// page.
-inline Running* states_for(int64_t count) {
-  static thread_local std::vector<Running> states;
-  if (static_cast<int64_t>(states.size()) < count) states.resize(count);
-  return states.data();
-}
-
 template <class Pool>
 inline void decode_attention(const Pool& pool) {
-  const int64_t threads = omp_get_max_threads();
-  DecodeTasks tasks(pool.a, threads);
-  Running* const states = states_for(tasks.num_states());
-  Team team(threads);
-#pragma omp parallel
-  {
-    Team::Member me(team, omp_get_thread_num());
+  DecodeTasks tasks(pool.a, omp_get_max_threads());
+  Running* const states = kept_room<DecodeTasks, Running>(tasks.num_states());
+  in_team(true, [&](Team::Member& me) {
     std::vector<Running> own(tasks.num_own());
     me.share(tasks.count(), [&](int64_t index, int64_t next) {
       tasks.run(pool, index, next, states, own.data());
     });
-  }
+  });
 }
 
 }  // namespace baton

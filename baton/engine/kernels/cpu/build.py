@@ -25,9 +25,7 @@ logger = logging.getLogger(__name__)
 SOURCES: Final = Path(__file__).parent
 COMPILE_S: Final = 600.0  # ten seconds on a quiet machine
 _AVX512: Final = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "fma")
-_AVX512_COMPILER: Final = (
-    "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mprefer-vector-width=512",
-)  # fmt: skip
+_AVX512_COMPILER: Final = (*(f"-m{flag}" for flag in _AVX512), "-mprefer-vector-width=512")
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,7 +128,7 @@ class Mixture {
 
 inline void mix_experts(const ExpertsArgs& args) {
   Mixture mixture(args);
-  in_team(args.rows * args.per_token * args.hidden * args.inner,
+  in_team(worth(args.rows * args.per_token * args.hidden * args.inner),
           [&](Team::Member& me) { mixture.run(me); });
 }
 

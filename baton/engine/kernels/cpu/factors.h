@@ -10,6 +10,15 @@
 
 namespace baton {
 
+// Room for `count` numbers, of the calling thread, for one use, which `Use` names. Kept for the next
+// call: memory of this size comes from the kernel, page by page.
+template <class Use, class Number>
+inline Number* kept_room(int64_t count) {
+  static thread_local std::vector<Number> room;
+  if (static_cast<int64_t>(room.size()) < count) room.resize(count);
+  return room.data();
+}
+
 // Rows as numbers of that kind: themselves, or a copy of one thread's.
 template <class Number>
 class RowsAs {
@@ -22,24 +31,17 @@ class RowsAs {
     if constexpr (std::is_same_v<Number, bf16>) {
       return x_ + from * size_;
     } else {
-      if (from_ != from || until_ != until) widen(from, until);
-      return room().data();
+      Number* const to = kept_room<RowsAs, Number>((until - from) * size_ + 15);
+      if (from_ != from || until_ != until) widen(to, from, until);
+      return to;
     }
   }
 
  private:
-  // Kept for the next ones: memory of this size comes from the kernel, page by page.
-  static std::vector<Number>& room() {
-    static thread_local std::vector<Number> numbers;
-    return numbers;
-  }
-
-  void widen(int64_t from, int64_t until) {
+  void widen(Number* to, int64_t from, int64_t until) {
     const int64_t count = (until - from) * size_;
-    std::vector<Number>& to = room();
-    if (static_cast<int64_t>(to.size()) < count + 15) to.resize(count + 15);
     for (int64_t i = 0; i < count; i += 16)
-      store_factors(to.data() + i, load_wide(x_ + from * size_ + i, lanes_of(count - i)));
+      store_factors(to + i, load_wide(x_ + from * size_ + i, lanes_of(count - i)));
     from_ = from;
     until_ = until;
   }

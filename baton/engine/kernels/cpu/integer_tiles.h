@@ -1,8 +1,6 @@
 // Integer weights by AMX's tiles: a unit widens its panels to bfloat16 once, for all its rows.
 #pragma once
 
-#include <vector>
-
 #include "integer_units.h"
 #include "tiles.h"
 
@@ -30,13 +28,6 @@ BATON_VNNI void widen_panel(const IntegerWork& work, int64_t panel, uint8_t* to)
   }
 }
 
-// Kept for the next ones: memory of this size comes from the kernel, page by page.
-inline uint8_t* widened_room(int64_t bytes) {
-  static thread_local std::vector<uint8_t> room;
-  if (static_cast<int64_t>(room.size()) < bytes) room.resize(bytes);
-  return room.data();
-}
-
 // The rows of a unit, tiled, by its panels.
 template <class Source>
 void multiply_integers_tiled(const IntegerWork& work, const uint8_t* rows,
@@ -45,7 +36,7 @@ void multiply_integers_tiled(const IntegerWork& work, const uint8_t* rows,
   const TilesInUse tiles;
   const int64_t size = a.inputs / a.groups, group = a.inputs / kTilePairs * kTileSize;
   constexpr int64_t kLine = 2 * kTileBytes;  // of a pair of inputs
-  uint8_t* const widened = widened_room(a.inputs / 2 * kLine);
+  uint8_t* const widened = kept_room<IntegerWork, uint8_t>(a.inputs / 2 * kLine);
   for (int64_t panel = 2 * unit.two; panel < 2 * unit.two + 2; ++panel) {
     widen_panel<Source>(work, panel, widened);
     const auto weights = [&](int64_t step, int which) {
@@ -58,10 +49,9 @@ void multiply_integers_tiled(const IntegerWork& work, const uint8_t* rows,
         alignas(64) float sums[4][16][16];
         const int64_t first = g * size / kTilePairs, until = (g + 1) * size / kTilePairs;
         multiply_steps<TileProduct::kPairs>(x, groups, group, first, until, weights, sums);
-        const uint8_t* factors = a.panels + panel * work.at.panel + g * work.at.group;
+        const uint8_t* head = work.head(panel, g);
         for (int64_t j = 0; j < 2; ++j) {
-          const Floats scale = load_half(factors + 32 * j);
-          const Floats zero = a.has_zeros ? load_half(factors + 32 * j + 64) : broadcast(0.0f);
+          const Floats scale = load_half(head + 32 * j), zero = work.zero(head, j);
           for (int64_t m = 0; m < count; ++m) {
             Floats part = load(sums[m / 16 * 2 + j][m % 16]);
             if (a.has_zeros)

@@ -83,6 +83,35 @@ struct IntegerWork {
   const IntegerArgs& a;
   const IntegerLayout at;
   const float* sums;  // [rows, groups] of x, if there are zeros
+
+  // Where a panel's group begins, and the zeros of 16 of its outputs.
+  const uint8_t* head(int64_t panel, int64_t group) const {
+    return a.panels + panel * at.panel + group * at.group;
+  }
+  Floats zero(const uint8_t* head, int64_t which) const {
+    return a.has_zeros ? load_half(head + 64 + 32 * which) : broadcast(0.0f);
+  }
+};
+
+// A group of P panels that are read side by side, its quads in order.
+template <class Source, int P>
+struct GroupLines {
+  const uint8_t* head[P];
+  const uint8_t* lines[P];
+  int64_t turn, ahead, last;  // from quad `turn` on memory is asked for `last` ahead
+
+  GroupLines(const IntegerWork& work, int64_t panel, int64_t group, Asking asking) {
+    const IntegerLayout& at = work.at;
+    for (int p = 0; p < P; ++p) {
+      head[p] = work.head(panel + p, group);
+      lines[p] = head[p] + at.header;
+    }
+    const int64_t left = at.panel - kFarAhead - group * at.group;  // before the last kFarAhead bytes
+    turn = std::clamp<int64_t>((left - at.header) / Source::bytes, 0, at.quads);
+    ahead = left > 0 ? asking.ahead : asking.last;
+    last = asking.last;
+    for (int p = 0; p < P; ++p) ask(head[p] + ahead, at.header);
+  }
 };
 
 // Up to 6 rows meet both panels of a unit at once, more one after the other. Calls work(number of

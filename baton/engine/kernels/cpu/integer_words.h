@@ -7,22 +7,20 @@
 #pragma once
 
 #include <cstdint>
-#include <vector>
 
 #include "elementwise.h"
 #include "integer_units.h"
 
 namespace baton {
 
+#ifdef BATON_WORDS
+
+constexpr bool kWords = true;
 constexpr int64_t kChunkQuads = 32;  // of a chunk: 128 * 32,767 * 128 is less than 2^31
 
 inline int64_t chunks_of(const IntegerLayout& at) {
   return (at.quads + kChunkQuads - 1) / kChunkQuads;
 }
-
-#ifdef BATON_WORDS
-
-constexpr bool kWords = true;
 
 // Rows [from, until) as words, side by side, with what each chunk's are to be multiplied by and what
 // they add up to.
@@ -40,42 +38,27 @@ class WordRows {
 
   // Rows [from, until), until others are asked for; always of one layout.
   WordSlab of(int64_t from, int64_t until, const IntegerLayout& at) {
-    Room& room = kept();
     const int64_t size = kQuad * at.quads, chunks = inputs_ / size * chunks_of(at);
-    if (from_ != from || until_ != until) round(room, from, until, size, chunks);
-    return {room.words.data(), room.scales.data(), room.sums.data(), from, until, chunks};
+    int16_t* const words = kept_room<WordRows, int16_t>((until - from) * inputs_);
+    float* const scales = kept_room<WordRows, float>(2 * (until - from) * chunks);
+    float* const sums = scales + (until - from) * chunks;
+    if (from_ != from || until_ != until) round(from, until, size, words, scales, sums);
+    return {words, scales, sums, from, until, chunks};
   }
 
  private:
-  // Kept for the next ones: memory of this size comes from the kernel, page by page.
-  struct Room {
-    std::vector<int16_t> words;
-    std::vector<float> scales, sums;
-  };
-
-  static Room& kept() {
-    static thread_local Room room;
-    return room;
-  }
-
-  void round(Room& room, int64_t from, int64_t until, int64_t size, int64_t chunks) {
-    const size_t rows = until - from;
-    if (room.words.size() < rows * inputs_) room.words.resize(rows * inputs_);
-    if (room.scales.size() < rows * chunks) {
-      room.scales.resize(rows * chunks);
-      room.sums.resize(rows * chunks);
-    }
-    int16_t* to = room.words.data();
-    int64_t chunk = 0;
+  // `size`: inputs of a group.
+  void round(int64_t from, int64_t until, int64_t size, int16_t* words, float* scales,
+             float* sums) {
     for (int64_t row = from; row < until; ++row)
       for (int64_t group = 0; group < inputs_; group += size)
-        for (int64_t at = group; at < group + size; at += kQuad * kChunkQuads, ++chunk) {
+        for (int64_t at = group; at < group + size; at += kQuad * kChunkQuads) {
           const int64_t count = std::min(kQuad * kChunkQuads, group + size - at);
           const bf16* x = x_ + row * inputs_ + at;
           const float scale = greatest(x, count) / 32767.0f;
-          room.scales[chunk] = scale;
-          room.sums[chunk] = round_words(x, to, count, scale);
-          to += count;
+          *scales++ = scale;
+          *sums++ = round_words(x, words, count, scale);
+          words += count;
         }
     from_ = from;
     until_ = until;
@@ -97,16 +80,7 @@ BATON_VNNI void multiply_integers(const IntegerWork& work, const WordSlab& slab,
   int64_t chunk = (row - slab.from) * slab.chunks;
   alignas(64) float total[P][M][16 * H] = {};
   for (int64_t g = 0; g < a.groups; ++g) {
-    const uint8_t* head[P];
-    const uint8_t* lines[P];
-    for (int p = 0; p < P; ++p) {
-      head[p] = a.panels + (panel + p) * at.panel + g * at.group;
-      lines[p] = head[p] + at.header;
-    }
-    const int64_t left = at.panel - kFarAhead - g * at.group;  // before the last kFarAhead bytes
-    const int64_t turn = std::clamp<int64_t>((left - at.header) / Source::bytes, 0, at.quads);
-    int64_t ahead = left > 0 ? asking.ahead : asking.last;
-    for (int p = 0; p < P; ++p) ask(head[p] + ahead, at.header);
+    GroupLines<Source, P> of(work, panel, g, asking);
     for (int64_t begin = 0; begin < at.quads; begin += kChunkQuads, ++chunk) {
       const int64_t end = std::min(at.quads, begin + kChunkQuads);
       Ints sum[P][M][H];
@@ -114,10 +88,10 @@ BATON_VNNI void multiply_integers(const IntegerWork& work, const WordSlab& slab,
         BATON_UNROLL for (int m = 0; m < M; ++m)
           BATON_UNROLL for (int h = 0; h < H; ++h) sum[p][m][h] = Ints{};
       for (int64_t quad = begin; quad < end; ++quad) {
-        if (quad == turn) ahead = asking.last;
+        if (quad == of.turn) of.ahead = of.last;
         BATON_UNROLL for (int p = 0; p < P; ++p) {
-          const uint8_t* line = lines[p] + quad * Source::bytes;
-          ask(line + ahead, Source::bytes);
+          const uint8_t* line = of.lines[p] + quad * Source::bytes;
+          ask(line + of.ahead, Source::bytes);
           BATON_UNROLL for (int pair = 0; pair < 2; ++pair) {
             Line w[H];
             Source::template words<H>(line, half, pair, w);
@@ -134,17 +108,15 @@ BATON_VNNI void multiply_integers(const IntegerWork& work, const WordSlab& slab,
       }
       BATON_UNROLL for (int p = 0; p < P; ++p)
         BATON_UNROLL for (int h = 0; h < H; ++h) {
-          const uint8_t* factors = head[p] + 32 * (half + h);
-          const Floats scale = load_half(factors);
-          Floats zero = broadcast(Source::higher);
-          if (a.has_zeros) zero = zero + load_half(factors + 64);
+          const Floats scale = load_half(of.head[p] + 32 * (half + h));
+          const Floats zero = work.zero(of.head[p], half + h) + broadcast(Source::higher);
           BATON_UNROLL for (int m = 0; m < M; ++m) {
-            const int64_t of = chunk + m * slab.chunks;
+            const int64_t index = chunk + m * slab.chunks;
             Floats part = as_floats(sum[p][m][h]);
             if (Source::higher != 0.0f || a.has_zeros)
-              part = subtract_product(part, broadcast(slab.sums[of]), zero);
+              part = subtract_product(part, broadcast(slab.sums[index]), zero);
             float* to = total[p][m] + 16 * h;
-            store(to, multiply_add(part * broadcast(slab.scales[of]), scale, load(to)));
+            store(to, multiply_add(part * broadcast(slab.scales[index]), scale, load(to)));
           }
         }
     }

@@ -51,6 +51,22 @@ struct Slab {
   int64_t from, until;
 };
 
+// 16 outputs from `at` on, of any row: sums with their bias.
+struct Outputs {
+  const LinearArgs& a;
+  const int64_t at;
+  const Lanes lanes;
+  const Floats bias;
+
+  Outputs(const LinearArgs& args, int64_t first)
+      : a(args), at(first), lanes(lanes_of(std::max<int64_t>(0, a.outputs - at))),
+        bias(a.bias != nullptr ? load_wide(a.bias + at, lanes) : broadcast(0.0f)) {}
+
+  void store(int64_t row, Floats sum) const {
+    store_output(a, row * a.outputs + at, sum + bias, lanes);
+  }
+};
+
 // M rows of a slab by V times 16 outputs of a panel, from output `from` of all on.
 template <int M, int V>
 inline void multiply(const LinearArgs& a, const Slab& slab, int64_t row, int64_t from,
@@ -74,12 +90,8 @@ inline void multiply(const LinearArgs& a, const Slab& slab, int64_t row, int64_t
     }
   }
   for (int j = 0; j < V; ++j) {
-    const int64_t at = from + 16 * j;
-    const Lanes lanes = lanes_of(std::max<int64_t>(0, a.outputs - at));
-    Floats bias = broadcast(0.0f);
-    if (a.bias != nullptr) bias = load_wide(a.bias + at, lanes);
-    BATON_UNROLL for (int m = 0; m < M; ++m)
-      store_output(a, (row + m) * a.outputs + at, sum[m][j] + bias, lanes);
+    const Outputs outputs(a, from + 16 * j);
+    BATON_UNROLL for (int m = 0; m < M; ++m) outputs.store(row + m, sum[m][j]);
   }
 }
 
@@ -113,13 +125,9 @@ inline void multiply_tiled(const LinearArgs& a, const uint8_t* rows, int64_t fro
       alignas(64) float sums[4][16][16];
       multiply_steps<TileProduct::kPairs>(x, groups, steps * kTileSize, 0, steps, weights, sums);
       for (int64_t j = 0; j < 2; ++j) {
-        const int64_t at = panel * kPanel + half * kTiledRows + 16 * j;
-        const Lanes lanes = lanes_of(std::max<int64_t>(0, a.outputs - at));
-        Floats bias = broadcast(0.0f);
-        if (a.bias != nullptr) bias = load_wide(a.bias + at, lanes);
+        const Outputs outputs(a, panel * kPanel + half * kTiledRows + 16 * j);
         for (int64_t m = 0; m < count; ++m)
-          store_output(a, (row + m) * a.outputs + at,
-                       load(sums[m / 16 * 2 + j][m % 16]) + bias, lanes);
+          outputs.store(row + m, load(sums[m / 16 * 2 + j][m % 16]));
       }
     });
 }
@@ -204,19 +212,11 @@ inline void share_linear(Team::Member& me, const LinearArgs& a) {
               });
 }
 
-// work(member), by all threads together if so many products of numbers are worth it.
-template <class Work>
-void in_team(int64_t products, const Work& work) {
-  Team team(omp_get_max_threads());
-#pragma omp parallel if (products > kFewProducts)
-  {
-    Team::Member me(team, omp_get_thread_num());
-    work(me);
-  }
-}
+// Whether so many products of numbers are worth a team.
+inline bool worth(int64_t products) { return products > kFewProducts; }
 
 inline void linear(const LinearArgs& a) {
-  in_team(a.rows * a.inputs * a.outputs, [&](Team::Member& me) { share_linear(me, a); });
+  in_team(worth(a.rows * a.inputs * a.outputs), [&](Team::Member& me) { share_linear(me, a); });
 }
 
 // weight [outputs, inputs] -> panels, the last one filled up with zeros.

@@ -33,27 +33,19 @@ BATON_VNNI void multiply_integers(const IntegerWork& work, const Slab& slab, int
   for (int m = 0; m < M; m += 3) x[m / 3] = slab.x + (row - slab.from + m) * stride;
   alignas(64) float total[P][M][16 * H] = {};
   for (int64_t g = 0; g < a.groups; ++g) {
-    const uint8_t* head[P];
-    const uint8_t* lines[P];
-    for (int p = 0; p < P; ++p) {
-      head[p] = a.panels + (panel + p) * at.panel + g * at.group;
-      lines[p] = head[p] + at.header;
-    }
-    const int64_t left = at.panel - kFarAhead - g * at.group;  // before the last kFarAhead bytes
-    const int64_t turn = std::clamp<int64_t>((left - at.header) / Source::bytes, 0, at.quads);
-    int64_t ahead = left > 0 ? asking.ahead : asking.last;
-    for (int p = 0; p < P; ++p) ask(head[p] + ahead, at.header);
+    GroupLines<Source, P> of(work, panel, g, asking);
     Floats sum[P][M][H];
     BATON_UNROLL for (int p = 0; p < P; ++p)
       BATON_UNROLL for (int m = 0; m < M; ++m)
         BATON_UNROLL for (int h = 0; h < H; ++h) sum[p][m][h] = broadcast(0.0f);
     for (int64_t quad = 0; quad < at.quads; ++quad) {
-      if (quad == turn) ahead = asking.last;
+      if (quad == of.turn) of.ahead = of.last;
       BATON_UNROLL for (int p = 0; p < P; ++p) {
-        ask(lines[p] + quad * Source::bytes + ahead, Source::bytes);
+        const uint8_t* line = of.lines[p] + quad * Source::bytes;
+        ask(line + of.ahead, Source::bytes);
         BATON_UNROLL for (int pair = 0; pair < 2; ++pair) {
           Pairs w[H];
-          source.template load<H>(lines[p] + quad * Source::bytes, half, pair, w);
+          source.template load<H>(line, half, pair, w);
           BATON_UNROLL for (int m = 0; m < M; ++m) {
             const Pair two = broadcast_pair(x[m / 3] + kQuad * quad + (m % 3) * stride + 2 * pair);
             BATON_UNROLL for (int h = 0; h < H; ++h)
@@ -65,9 +57,8 @@ BATON_VNNI void multiply_integers(const IntegerWork& work, const Slab& slab, int
     BATON_UNROLL for (int i = 0; i < (M + 2) / 3; ++i) x[i] += kQuad * at.quads;
     BATON_UNROLL for (int p = 0; p < P; ++p)
       BATON_UNROLL for (int h = 0; h < H; ++h) {
-        const uint8_t* factors = head[p] + 32 * (half + h);
-        const Floats scale = load_half(factors);
-        const Floats zero = a.has_zeros ? load_half(factors + 64) : broadcast(0.0f);
+        const Floats scale = load_half(of.head[p] + 32 * (half + h));
+        const Floats zero = work.zero(of.head[p], half + h);
         BATON_UNROLL for (int m = 0; m < M; ++m) {
           Floats part = sum[p][m][h];
           if (a.has_zeros)
@@ -158,7 +149,7 @@ inline void integer_linear(const IntegerArgs& a) {
   if (needs_sums(a))
     for (int64_t row = 0; row < a.rows; ++row) sum_groups(a, row, sums.data() + row * a.groups);
   const IntegerWork work{a, IntegerLayout(a), sums.data()};
-  in_team(a.rows * a.inputs * a.outputs, [&](Team::Member& me) {
+  in_team(worth(a.rows * a.inputs * a.outputs), [&](Team::Member& me) {
     IntegerRows rows(a.x, a.inputs);
     share_units(me, a.rows, integer_row_bytes(a.inputs), a.outputs,
                 [&](const IntegerUnit& unit) { multiply_unit(work, rows, unit); });

@@ -74,7 +74,7 @@ class Step {
       tasks_.emplace_back(attending, threads);
       states = std::max(states, tasks_.back().num_states());
     }
-    states_ = states_for(states);
+    states_ = kept_room<DecodeTasks, Running>(states);
   }
 
   // What each thread of the team runs.
@@ -153,7 +153,10 @@ class Step {
         place_part(unit / tasks.parts(), unit % tasks.parts());
       });
     const auto work = [&](int64_t task, int64_t next) {
-      if (!tasks.split()) place_part(tasks.at(task).row, tasks.at(task).part);
+      if (!tasks.split()) {
+        const DecodeTasks::Task of = tasks.at(task);
+        place_part(of.row, of.part);
+      }
       tasks.run(pool, task, next, states_, own);
     };
     me.share(tasks.count(), work, coming);

@@ -9,6 +9,7 @@
 
 #include <immintrin.h>
 #include <linux/futex.h>
+#include <omp.h>
 #include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -149,5 +150,16 @@ class Team {
   alignas(64) std::atomic<uint32_t> phase_{0};
   std::atomic<int32_t> asleep_{0};
 };
+
+// work(member), by all threads together, or by this one alone.
+template <class Work>
+void in_team(bool together, const Work& work) {
+  Team team(omp_get_max_threads());
+#pragma omp parallel if (together)
+  {
+    Team::Member me(team, omp_get_thread_num());
+    work(me);
+  }
+}
 
 }  // namespace baton

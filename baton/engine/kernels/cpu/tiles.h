@@ -13,8 +13,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <vector>
 
+#include "factors.h"
 #include "vectors.h"
 
 #if defined(__AMX_BF16__) || defined(BATON_EMULATED_TILES)
@@ -43,23 +43,14 @@ class TiledRows {
 
   // Of rows [from, until), until others are asked for.
   const uint8_t* of(int64_t from, int64_t until) {
-    if (from_ != from || until_ != until) tile(from, until);
-    return room().data();
+    const int64_t groups = (until - from + kTileRows - 1) / kTileRows;
+    uint8_t* const to = kept_room<TiledRows, uint8_t>(groups * kTileRows * bytes_);
+    if (from_ != from || until_ != until) tile(to, from, until);
+    return to;
   }
 
  private:
-  // Kept for the next ones: memory of this size comes from the kernel, page by page.
-  static std::vector<uint8_t>& room() {
-    static thread_local std::vector<uint8_t> bytes;
-    return bytes;
-  }
-
-  void tile(int64_t from, int64_t until) {
-    const int64_t groups = (until - from + kTileRows - 1) / kTileRows;
-    std::vector<uint8_t>& to = room();
-    const size_t needed = groups * kTileRows * bytes_;
-    if (to.size() < needed) to.resize(needed);
-    uint8_t* at = to.data();
+  void tile(uint8_t* at, int64_t from, int64_t until) {
     for (int64_t group = from; group < until; group += kTileRows)
       for (int64_t byte = 0; byte < bytes_; byte += kTileBytes)
         for (int64_t row = group; row < group + kTileRows; ++row, at += kTileBytes) {

@@ -36,6 +36,25 @@ inline void round_unsigned(const W8A8Args& a, int64_t row) {
   std::fill(to + a.inputs, to + a.quads * 4, 0x80);
 }
 
+// 16 outputs from `at` on, of any row: exact sums as numbers.
+struct Int8Outputs {
+  const W8A8Args& a;
+  const int64_t at;
+  const Lanes lanes;
+  const Ints extra;
+  const Floats scale;
+
+  Int8Outputs(const W8A8Args& args, int64_t first)
+      : a(args), at(first), lanes(lanes_of(std::max<int64_t>(0, a.outputs - at))),
+        extra(load_ints(a.extra + at, lanes)), scale(load(a.scales + at, lanes)) {}
+
+  void store(int64_t row, Ints sum) const {
+    Floats y = difference(sum, extra) * broadcast(a.row_scales[row]) * scale;
+    if (a.bias != nullptr) y = y + load_wide(a.bias + at, lanes);
+    store_output(a, row * a.outputs + at, y, lanes);
+  }
+};
+
 // M rows by P panels: outputs from 16 * half on, of H halves.
 template <int M, int P, int H>
 BATON_VNNI void multiply_int8(const W8A8Args& a, int64_t row, int64_t panel, Asking asking,
@@ -65,16 +84,9 @@ BATON_VNNI void multiply_int8(const W8A8Args& a, int64_t row, int64_t panel, Ask
   }
   BATON_UNROLL for (int p = 0; p < P; ++p)
     BATON_UNROLL for (int h = 0; h < H; ++h) {
-      const int64_t output = (panel + p) * kNarrow + 16 * (half + h);
-      const Lanes lanes = lanes_of(std::max<int64_t>(0, a.outputs - output));
-      if (lanes == 0) continue;
-      const Ints extra = load_ints(a.extra + output, lanes);
-      const Floats scale = load(a.scales + output, lanes);
-      BATON_UNROLL for (int m = 0; m < M; ++m) {
-        Floats y = difference(sum[p][m][h], extra) * broadcast(a.row_scales[row + m]) * scale;
-        if (a.bias != nullptr) y = y + load_wide(a.bias + output, lanes);
-        store_output(a, (row + m) * a.outputs + output, y, lanes);
-      }
+      const Int8Outputs outputs(a, (panel + p) * kNarrow + 16 * (half + h));
+      if (outputs.lanes == 0) continue;
+      BATON_UNROLL for (int m = 0; m < M; ++m) outputs.store(row + m, sum[p][m][h]);
     }
 }
 
@@ -110,17 +122,10 @@ inline void multiply_int8_tiled(const W8A8Args& a, const uint8_t* rows, const In
       alignas(64) int32_t sums[4][16][16];
       multiply_steps<TileProduct::kBytes>(x, groups, steps * kTileSize, 0, steps, weights, sums);
       for (int64_t j = 0; j < 2; ++j) {
-        const int64_t output = panel * kNarrow + 16 * j;
-        const Lanes lanes = lanes_of(std::max<int64_t>(0, a.outputs - output));
-        if (lanes == 0) continue;
-        const Ints extra = load_ints(a.extra + output, lanes);
-        const Floats scale = load(a.scales + output, lanes);
-        for (int64_t m = 0; m < count; ++m) {
-          const Ints sum = load_ints(sums[m / 16 * 2 + j][m % 16], 0xffff);
-          Floats y = difference(sum, extra) * broadcast(a.row_scales[row + m]) * scale;
-          if (a.bias != nullptr) y = y + load_wide(a.bias + output, lanes);
-          store_output(a, (row + m) * a.outputs + output, y, lanes);
-        }
+        const Int8Outputs outputs(a, panel * kNarrow + 16 * j);
+        if (outputs.lanes == 0) continue;
+        for (int64_t m = 0; m < count; ++m)
+          outputs.store(row + m, load_ints(sums[m / 16 * 2 + j][m % 16], 0xffff));
       }
     });
 }
@@ -140,7 +145,7 @@ inline void multiply_int8_unit(const W8A8Args& a, TiledRows& rows, const Integer
 }
 
 inline void w8a8_linear(const W8A8Args& a) {
-  in_team(a.rows * a.inputs * a.outputs, [&](Team::Member& me) {
+  in_team(worth(a.rows * a.inputs * a.outputs), [&](Team::Member& me) {
     me.share(a.rows, [&](int64_t row, int64_t) { round_unsigned(a, row); });
     TiledRows rows = rounded_rows(a);
     share_units(me, a.rows, 4 * a.quads, a.outputs,

@@ -1,10 +1,20 @@
-"""How a benchmark ends the processes that it started: asked first, killed if they do not."""
+"""The processes of a benchmark: how they say that they are ready, and how it ends them: asked
+first, killed if they do not."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import signal
+import sys
+from typing import Any
+
+
+def say_ready(**found: Any) -> None:
+    """The JSON line of a program that is ready, on stdout: where it listens."""
+    sys.stdout.write(json.dumps({"ready": True, **found}) + "\n")
+    sys.stdout.flush()
 
 
 async def stop(

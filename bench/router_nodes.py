@@ -16,12 +16,11 @@ import contextlib
 import json
 import re
 import signal
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import uvloop
 
@@ -36,6 +35,7 @@ from baton.node.session import RouterSession
 from baton.request import FinishReason, Request
 from baton.timing import Timing
 from baton.tokenizer import Tokenizer
+from bench.children import say_ready
 
 VOCAB_SIZE: Final = 4096
 NUM_WORDS: Final = 64
@@ -258,9 +258,7 @@ async def serve(pace: Pace, num_decode: int, times_file: Path | None) -> None:
 
 def _announce(nodes: Sequence[InstantNode]) -> None:
     prefill, *decode = (node.address for node in nodes)
-    ready: dict[str, Any] = {"ready": True, "prefill": prefill, "decode": decode}
-    sys.stdout.write(json.dumps(ready) + "\n")
-    sys.stdout.flush()
+    say_ready(prefill=prefill, decode=decode)
 
 
 def some_words(tokenizer: Tokenizer) -> tuple[int, ...]:

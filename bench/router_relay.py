@@ -7,13 +7,13 @@ SIGTERM ends it.
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
 from collections.abc import AsyncIterator
 from typing import Any, Final
 
 import grpc
 import uvloop
+
+from bench.children import say_ready
 
 SERVICE: Final = "baton.bench.Relay"
 STEP: Final = f"/{SERVICE}/Step"  # a stream of bytes both ways
@@ -33,8 +33,7 @@ async def serve() -> None:
     )
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    sys.stdout.write(json.dumps({"ready": True, "address": f"127.0.0.1:{port}"}) + "\n")
-    sys.stdout.flush()
+    say_ready(address=f"127.0.0.1:{port}")
     await server.wait_for_termination()
 
 

@@ -18,7 +18,6 @@ import contextlib
 import itertools
 import json
 import socket
-import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any, Final
@@ -32,6 +31,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from bench.children import say_ready
 from bench.router_relay import NUMBER_BYTES, STEP
 from router.http_guard import HttpLimits, uvicorn_settings
 
@@ -164,9 +164,7 @@ def main() -> int:
     parser.add_argument("--relay-node", action="append", default=[], help="of /relay, in order")
     given = parser.parse_args()
     listener = socket.create_server(("127.0.0.1", 0))
-    ready = {"ready": True, "address": f"127.0.0.1:{listener.getsockname()[1]}"}
-    sys.stdout.write(json.dumps(ready) + "\n")
-    sys.stdout.flush()
+    say_ready(address=f"127.0.0.1:{listener.getsockname()[1]}")
     app = build_app(Engine(), given.relay_node)
     config = uvicorn.Config(app, log_config=None, **uvicorn_settings(HttpLimits()))
     server = uvicorn.Server(config)

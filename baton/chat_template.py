@@ -206,7 +206,9 @@ def _compile(environment: BoundedEnvironment, source: str) -> tuple[jinja2.Templ
     try:
         tree = environment.parse(source)
         read = meta.find_undeclared_variables(tree) - environment.globals.keys()
-        return environment.from_string(environment.bounded(tree)), read
+        template = environment.from_string(environment.bounded(tree))
+        template.globals = dict(template.globals)  # every rendering copies them, out of a ChainMap
+        return template, read
     except (jinja2.TemplateError, OverBudget, RecursionError) as error:
         raise ModelRefused(f"the chat template does not compile: {error}") from error
 

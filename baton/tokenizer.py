@@ -26,6 +26,7 @@ from baton.errors import InvalidRequest, ModelRefused
 # tail still unreadable after so many is not an unfinished character and is shown as it is.
 _MAX_PENDING_TOKENS: Final = 6
 _BYTE_TOKEN: Final = re.compile("<0x([0-9A-F]{2})>")
+_UTF8: Final = codecs.getincrementaldecoder("utf-8")
 _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -147,7 +148,7 @@ class _ByteStream:
     def __init__(self, bytes_of: Mapping[int, bytes], skipped: frozenset[int]) -> None:
         self._bytes_of = bytes_of
         self._skipped = skipped
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._utf8 = _UTF8("replace")
 
     def push(self, token_id: int) -> str:
         if token_id in self._skipped:

@@ -5,7 +5,8 @@ load generator of raw sockets asks (bench/router_load.py), Redis is real. The ro
 itself; everything else shares the others. Parts:
 
     requests   not streamed, answers per second, with and without Redis, beside a bare Starlette
-               echo under the router's uvicorn settings, and one that asks two nodes over gRPC
+               echo under the router's uvicorn settings, one that asks two nodes over gRPC, and
+               that one with the prompt rendered and encoded: what libraries alone cost
     tokens     streamed tokens per second, beside vLLM-style chunks by pydantic (no nodes behind)
     first      time to the first byte at a fixed rate: all of it is the router's and the wires'
     streams    many streams at a steady pace, begun one after another, 256 at most on a decode node:
@@ -85,15 +86,16 @@ class Bench:
 
 
 async def requests(bench: Bench) -> dict[str, Any]:
-    """Alternating rounds, medians: echo, relay, router with Redis, router without."""
-    names = ("echo", "relay", "router", "router, no Redis")
+    """Alternating rounds, medians: echo, relay, least, router with Redis, router without."""
+    names = ("echo", "relay", "least", "router", "router, no Redis")
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     shape = {"seconds": bench.size.seconds, "connections": 32, "words": 16, "tokens": 16}
     for _ in range(bench.size.rounds):
         async with program(YARDSTICKS, [], {bench.plan.core}) as server:
             rows["echo"].append(await bench.ask(server, "whole", path="/echo", **shape))
         async with relay(bench.plan) as server:
-            rows["relay"].append(await bench.ask(server, "whole", path="/relay", **shape))
+            for name in ("relay", "least"):
+                rows[name].append(await bench.ask(server, "whole", path=f"/{name}", **shape))
         async with cluster(bench.plan) as server:
             rows["router"].append(await bench.ask(server, "whole", **shape))
         async with cluster(replace(bench.plan, redis_url=None)) as server:
@@ -108,13 +110,14 @@ async def requests(bench: Bench) -> dict[str, Any]:
 
 @asynccontextmanager
 async def relay(plan: ClusterPlan) -> AsyncGenerator[Program, None]:
-    """The least that a request costs whoever asks two nodes over gRPC."""
+    """The least that a request costs whoever asks two nodes over gRPC, and in libraries."""
     async with AsyncExitStack() as stack:
         nodes = [
             await stack.enter_async_context(program("bench.router_relay", [], plan.others))
             for _ in range(2)
         ]
         flags = [word for node in nodes for word in ("--relay-node", str(node.ready["address"]))]
+        flags += ["--model", str(plan.model)]
         yield await stack.enter_async_context(program(YARDSTICKS, flags, {plan.core}))
 
 

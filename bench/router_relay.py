@@ -17,7 +17,6 @@ from bench.children import say_ready
 
 SERVICE: Final = "baton.bench.Relay"
 STEP: Final = f"/{SERVICE}/Step"  # a stream of bytes both ways
-NUMBER_BYTES: Final = 8  # of a message: whose it is
 
 
 async def step(messages: AsyncIterator[bytes], _: Any) -> AsyncIterator[bytes]:

@@ -2,7 +2,9 @@
 
     POST /echo                  reads the body and sends it back: what uvicorn and Starlette cost
     POST /relay                 sends the body through two open gRPC streams, one after the other,
-                                and back to the client: nothing else of what a router does
+                                and back to the client
+    POST /least                 the same, after what libraries do with a chat: its body is parsed,
+                                rendered by its template, encoded; no checks, no choice, no Redis
     POST /v1/chat/completions   streams tokens as vLLM's server does: a queue per request, a
                                 pydantic object per token, Starlette's StreamingResponse
 
@@ -20,9 +22,12 @@ import json
 import socket
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import grpc
+import msgspec
+import orjson
 import uvicorn
 import uvloop
 from pydantic import BaseModel, Field
@@ -31,10 +36,13 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from baton.chat_template import ChatTemplate
+from baton.tokenizer import Tokenizer
 from bench.children import say_ready
-from bench.router_relay import NUMBER_BYTES, STEP
+from bench.router_relay import STEP
 from router.http_guard import HttpLimits, uvicorn_settings
 
+_BATCH: Final = msgspec.msgpack.Decoder(list[tuple[int, bytes]])
 WORDS: Final = tuple(f" word{index}" for index in range(64))
 
 
@@ -92,36 +100,73 @@ class Engine:
 
 
 class Relay:
-    """Bodies through a stream to a node of bench/router_relay.py and back, each under a number."""
+    """Bodies through a stream to a node of bench/router_relay.py and back, each under a number.
+
+    What waits while a message is on its way goes with the next one, as a router's sessions do it.
+    """
 
     def __init__(self, address: str) -> None:
         self._channel = grpc.aio.insecure_channel(address)
         self._stream: Any = self._channel.stream_stream(STEP)()
         self._numbers = itertools.count()
-        self._waiting: dict[bytes, asyncio.Future[bytes]] = {}
-        self._writing = asyncio.Lock()  # a stream takes one message at a time
+        self._answers: dict[int, asyncio.Future[bytes]] = {}
+        self._waiting: list[tuple[int, bytes]] = []
+        self._work = asyncio.Event()
 
     async def ask(self, body: bytes) -> bytes:
-        number = next(self._numbers).to_bytes(NUMBER_BYTES, "big")
-        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
-        async with self._writing:
-            await self._stream.write(number + body)
+        number = next(self._numbers)
+        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        self._waiting.append((number, body))
+        self._work.set()
         return await answer
 
     async def run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._write())
+            group.create_task(self._read())
+
+    async def _write(self) -> None:
+        while True:
+            await self._work.wait()
+            await asyncio.sleep(0)  # whatever else this turn of the loop brings goes along
+            batch, self._waiting = self._waiting, []
+            self._work.clear()
+            await self._stream.write(msgspec.msgpack.encode(batch))
+
+    async def _read(self) -> None:
         while (message := await self._stream.read()) is not grpc.aio.EOF:
-            self._waiting.pop(message[:NUMBER_BYTES]).set_result(message[NUMBER_BYTES:])
+            for number, body in _BATCH.decode(message):
+                self._answers.pop(number).set_result(body)
 
 
-def build_app(engine: Engine, nodes: Sequence[str]) -> Starlette:
-    relays: list[Relay] = []
+class Least:
+    """/relay and /least: what a router cannot do without. `start` on the event loop."""
 
-    async def relay(request: Request) -> Response:
-        body = await request.body()
-        for each in relays:
+    def __init__(self, addresses: Sequence[str], model: Path) -> None:
+        self._addresses = addresses
+        self._tokenizer = Tokenizer.load(model)
+        self._template = ChatTemplate.load(model)
+        self._relays: list[Relay] = []
+
+    def start(self) -> list[asyncio.Task[None]]:
+        self._relays = [Relay(address) for address in self._addresses]
+        return [asyncio.create_task(each.run()) for each in self._relays]
+
+    async def relay(self, request: Request) -> Response:
+        return await self._through(await request.body())
+
+    async def least(self, request: Request) -> Response:
+        text = self._template.render(orjson.loads(await request.body())["messages"])
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        return await self._through(orjson.dumps(ids))
+
+    async def _through(self, body: bytes) -> Response:
+        for each in self._relays:
             body = await each.ask(body)
         return Response(body, media_type="application/json")
 
+
+def build_app(engine: Engine, router: Least) -> Starlette:
     async def echo(request: Request) -> Response:
         return Response(await request.body(), media_type="application/json")
 
@@ -145,15 +190,15 @@ def build_app(engine: Engine, nodes: Sequence[str]) -> Starlette:
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        relays.extend(Relay(address) for address in nodes)
-        tasks = [asyncio.create_task(each.run()) for each in (engine, *relays)]
+        tasks = [asyncio.create_task(engine.run()), *router.start()]
         yield
         for task in tasks:
             task.cancel()
 
     routes = [
         Route("/echo", echo, methods=["POST"]),
-        Route("/relay", relay, methods=["POST"]),
+        Route("/relay", router.relay, methods=["POST"]),
+        Route("/least", router.least, methods=["POST"]),
         Route("/v1/chat/completions", chat, methods=["POST"]),
     ]
     return Starlette(routes=routes, lifespan=lifespan)
@@ -162,10 +207,11 @@ def build_app(engine: Engine, nodes: Sequence[str]) -> Starlette:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.router_yardsticks")
     parser.add_argument("--relay-node", action="append", default=[], help="of /relay, in order")
+    parser.add_argument("--model", type=Path, default=Path("demo_model"), help="of /least")
     given = parser.parse_args()
     listener = socket.create_server(("127.0.0.1", 0))
     say_ready(address=f"127.0.0.1:{listener.getsockname()[1]}")
-    app = build_app(Engine(), given.relay_node)
+    app = build_app(Engine(), Least(given.relay_node, given.model))
     config = uvicorn.Config(app, log_config=None, **uvicorn_settings(HttpLimits()))
     server = uvicorn.Server(config)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -21,6 +21,7 @@ import tokenizers
 from tokenizers import decoders
 
 from baton.errors import InvalidRequest, ModelRefused
+from baton.pieces import PieceEncoder
 
 # No UTF-8 character has more than 4 bytes and no decoder here spreads a byte over two tokens: a
 # tail still unreadable after so many is not an unfinished character and is shown as it is.
@@ -49,17 +50,28 @@ class StreamDecoder(Protocol):
 class Tokenizer:
     """A loaded tokenizer. Safe to use from several threads at once."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: Mapping[str, str],
+        keep_bytes: int = 0,
+    ) -> None:
         self._backend = backend
         self.special_tokens = dict(special_tokens)
         self._special_ids = frozenset(
             token_id for token_id, t in backend.get_added_tokens_decoder().items() if t.special
         )
         self._bytes_of = _byte_table(backend) if _is_byte_level(backend) else None
+        self.pieces = (
+            PieceEncoder.of(backend, lambda text: self.encode(text, False), keep_bytes)
+            if keep_bytes
+            else None
+        )
 
     @classmethod
-    def load(cls, model_dir: str | Path) -> Tokenizer:
+    def load(cls, model_dir: str | Path, keep_bytes: int = 0) -> Tokenizer:
         """Read tokenizer.json, and which of its tokens are special from tokenizer_config.json.
+        `keep_bytes`: for what `encode_chat` remembers.
 
         BOS and EOS are what tokenizer.json's post-processor adds; `add_bos_token` in the config is
         for checkpoints without that file (as transformers 5 reads it: tokenization_utils_base.py,
@@ -82,7 +94,7 @@ class Tokenizer:
         special = read_special_tokens(directory)
         # A named token that the file holds as a plain added token would be shown in the output.
         backend.add_special_tokens([t for t in special.values() if _known(backend, t)])
-        return cls(backend, special)
+        return cls(backend, special, keep_bytes)
 
     @property
     def vocab_size(self) -> int:
@@ -103,6 +115,14 @@ class Tokenizer:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except (TypeError, UnicodeError) as error:
             raise InvalidRequest("the text is not valid Unicode", field="prompt") from error
+
+    def encode_chat(self, text: str, salt: str = "") -> list[int]:
+        """`encode` of a rendered conversation, which holds its special tokens; what was encoded
+        before with the same `salt` is remembered, where there is room and the tokenizer is of the
+        kind (baton/pieces.py)."""
+        if self.pieces is None:
+            return self.encode(text, add_special_tokens=False)
+        return self.pieces.encode(text, salt)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of all ids at once; ids outside the vocabulary decode to nothing."""

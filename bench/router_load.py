@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import re
 import sys
@@ -33,7 +34,9 @@ from bench.measure import distribution
 
 DONE: Final = b"data: [DONE]"
 ERROR: Final = b'{"error":'  # in the middle of a stream
+NUMBER: Final = b"00000000"  # of the request, in its prompt: no two are alike, so none is known
 WORDS: Final = "the quick brown fox jumps over the lazy dog and runs away from it "
+_NUMBERS: Final = itertools.count(1)
 _LENGTH: Final = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
 _ID: Final = re.compile(rb'"id":"([^"]+)"')
 
@@ -51,10 +54,11 @@ class Plan:
     tokens: int
 
     def request(self, stream: bool) -> bytes:
-        prompt = (WORDS * (self.words // 13 + 1)).split()[: self.words]
+        words = (WORDS * (self.words // 13 + 1)).split()[: self.words - 1]
+        prompt = " ".join([NUMBER.decode(), *words])
         body = orjson.dumps(
             {
-                "messages": [{"role": "user", "content": " ".join(prompt)}],
+                "messages": [{"role": "user", "content": prompt}],
                 "max_tokens": self.tokens,
                 "ignore_eos": True,
                 "stream": stream,
@@ -82,7 +86,7 @@ class Connection(asyncio.Protocol):
     """Shared by both kinds: sends `request`, notes what comes, tells `answered` at its end."""
 
     def __init__(self, request: bytes, found: Found) -> None:
-        self._request = request
+        self._parts = request.partition(NUMBER)
         self._found = found
         self._transport: asyncio.Transport | None = None
         self.began = 0.0
@@ -97,7 +101,10 @@ class Connection(asyncio.Protocol):
         assert self._transport is not None, "connected"
         self.ended.clear()
         self.began = time.monotonic()
-        self._transport.write(self._request)
+        before, number, after = self._parts
+        if number:
+            number = b"%08d" % next(_NUMBERS)
+        self._transport.write(before + number + after)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self.gone and not self.ended.is_set():

@@ -14,25 +14,29 @@ from router.parsers.message import MessageRules
 from router.parsers.registry import REASONING_FORMATS, TOOL_FORMATS
 from router.prompts import ChatPrompt, Conversation
 from router.structured.guided import DEFAULT_STYLE, check_forced, forces_calls
+from router.terms import Terms
 
 _AUTO_IS_OFF: Final = (
     '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
 )
 
 
-def conversation_of(body: ChatBody | TokenizeBody) -> Conversation:
+def conversation_of(body: ChatBody | TokenizeBody, terms: Terms) -> Conversation:
     """What the chat template gets. Raises InvalidRequest, naming the field."""
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:
         message = "continue_final_message and add_generation_prompt exclude each other"
         raise InvalidRequest(message, field="continue_final_message")
-    effort = body.reasoning_effort if isinstance(body, ChatBody) else None
+    effort, salt = None, ""
+    if isinstance(body, ChatBody):
+        effort, salt = body.reasoning_effort, body.cache_salt or ""
     return Conversation(
         messages=messages_of(body.messages or []),
         tools=tools_of(body.tools),
         add_generation_prompt=body.add_generation_prompt is not False and not continues,
         continue_final_message=continues,
         add_special_tokens=body.add_special_tokens is True,
+        salt=terms.salt(salt),
         kwargs=template_kwargs(body.chat_template_kwargs, effort),
     )
 

@@ -41,6 +41,9 @@ class RouterConfig:
     reasoning_parser: str | None = option(
         None, "how the model marks its reasoning", choices=tuple(REASONING_FORMATS)
     )
+    tokenizer_cache_mb: int = option(
+        32, "MiB of texts and ids of parts of chats that are not encoded again; 0 = none"
+    )
     generation_config: str = option(
         "auto",
         "sampling defaults: the model's generation_config.json, or vLLM's neutral values",
@@ -155,6 +158,7 @@ class RouterConfig:
             ("port", 0), ("grpc_port", 0), ("max_live_requests", 1), ("local_prefill_tokens", 0),
             ("drain_s", 0), ("shutdown_s", 0), ("admin_port", 0), ("max_queued_requests", 0),
             ("max_request_tokens", 1), ("workers", 1), ("max_resumable_mb", 1),
+            ("tokenizer_cache_mb", 0),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < lowest:

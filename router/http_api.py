@@ -188,7 +188,7 @@ class HttpApi:
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("give either prompt or messages", field="prompt")
         if body.messages is not None:
-            ids = (await self._prompts.chat(conversation_of(body))).ids
+            ids = (await self._prompts.chat(conversation_of(body, terms_of(request)))).ids
         else:
             special = body.add_special_tokens is not False
             ids = await self._prompts.text(body.prompt or "", "prompt", special)

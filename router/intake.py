@@ -100,7 +100,8 @@ class Intake:
         model = self.model(body.model)
         config = self._services.config
         calls = tool_format(body, config)  # refused before anything is rendered
-        asked = conversation_of(body)
+        terms = terms_of(request)
+        asked = conversation_of(body, terms)
         prompt = await self._prompts.chat(asked)
         ids = cut_prompt(body, prompt.ids, model.max_model_len)
         room = room_for_output(len(ids), model.max_model_len, "messages")
@@ -110,17 +111,16 @@ class Intake:
         message = message_rules(body, asked, prompt, config)
         parser, tokenizer = config.tool_call_parser, self._services.tokenizer
         guided = await self._prompts.checked(asked_of_chat(body, parser, message, tokenizer))
-        terms = terms_of(request)
         one = Asked(engine_id(id_), ids, room, terms, message=message, guided=guided)
         short = calls is not None and calls.short_ids
         draw_id, parsed = call_ids(request, short), message is not None
         return ChatTurn(self.completion(body, one, model), parsed, draw_id, fitted, short)
 
-    async def count(self, body: ChatBody) -> int:
+    async def count(self, body: ChatBody, request: HttpRequest) -> int:
         """How many tokens a chat's prompt has. Raises like `chat`."""
         self.model(body.model)
         apply_allowed(body)
-        return len((await self._prompts.chat(conversation_of(body))).ids)
+        return len((await self._prompts.chat(conversation_of(body, terms_of(request)))).ids)
 
     def completion(
         self, body: CompletionBody | ChatBody, asked: Asked, model: ServedModel

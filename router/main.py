@@ -50,7 +50,7 @@ from router.gate.heap import settle
 from router.gate.metrics import watch_gate
 from router.grpc_api import GrpcServer
 from router.http_guard import HttpLimits, uvicorn_settings
-from router.metrics import RouterMetrics
+from router.metrics import RouterMetrics, watch_pieces
 from router.nodes.directory import RedisDirectory
 from router.nodes.migration import Migrator, MigratorParts
 from router.nodes.registry import NodeRegistry, RegistryParts
@@ -147,7 +147,7 @@ class Router:
             dispatcher=dispatcher,
             registry=self.registry,
             store=self.guard,
-            tokenizer=Tokenizer.load(config.model),
+            tokenizer=Tokenizer.load(config.model, config.tokenizer_cache_mb << 20),
             chat_template=_chat_template(config),
             metrics=metrics,
             sampling_defaults=sampling_defaults(config.model)
@@ -394,6 +394,8 @@ def _watch(services: RouterServices) -> None:
     metrics, dispatcher = services.metrics, services.dispatcher
     metrics.watch_migrations(lambda: dispatcher.migrations)
     watch_gate(metrics.registry, dispatcher.gate)
+    if services.tokenizer.pieces is not None:
+        watch_pieces(metrics.registry, services.tokenizer.pieces.stats)
     if services.runs is not None:
         watch_runs(metrics.registry, services.runs)
     watched = Watched(services.store, services.registry.health, dispatcher.retries)

@@ -24,6 +24,7 @@ from baton.metrics import (
     cache_usage,
     render,
 )
+from baton.pieces import PieceStats
 from baton.sampling import SamplingParams
 from router.nodes.migration import MigrationStats
 from router.store.tallies import Counter, Histogram
@@ -153,6 +154,23 @@ class RouterMetrics:
 
     def render(self) -> bytes:
         return render(self.registry)
+
+
+def watch_pieces(registry: CollectorRegistry, stats: PieceStats) -> None:
+    """Export what the tokenizer had kept. Once per tokenizer."""
+    registry.register(_Pieces(stats))
+
+
+class _Pieces(Collector):
+    def __init__(self, stats: PieceStats) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterable[Metric]:
+        for name, text, count in (
+            ("baton_tokenizer_cache_queries", "Characters of chats to encode", self._stats.asked),
+            ("baton_tokenizer_cache_hits", "Those whose tokens were kept", self._stats.kept),
+        ):
+            yield CounterMetricFamily(name, text, count)
 
 
 class RequestMeter:

@@ -44,6 +44,7 @@ class Conversation:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
+    salt: str = ""  # of whoever may share what was encoded before
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
@@ -82,7 +83,9 @@ class PromptReader:
             raise InvalidRequest("this model has no chat template", field="messages")
 
         def encoded(text: str) -> ChatPrompt:
-            return ChatPrompt(tuple(self._tokenizer.encode(text, asked.add_special_tokens)), text)
+            if asked.add_special_tokens:
+                return ChatPrompt(tuple(self._tokenizer.encode(text)), text)
+            return ChatPrompt(tuple(self._tokenizer.encode_chat(text, asked.salt)), text)
 
         text = self._render_at_once(template, asked)
         if text is not None and len(text) <= MAX_CHARS_AT_ONCE:

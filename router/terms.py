@@ -92,6 +92,10 @@ class Terms:
             return self
         return replace(self, session=session, priority=priority, receipt=receipt)
 
+    def salt(self, cache_salt: str) -> str:
+        """Of what may be found again of a prompt: only by whoever has the same one."""
+        return tenant_salt(self.grant.domain, cache_salt) if self.grant.isolated else cache_salt
+
     def applied(self, request: Request) -> Request:
         """The request on these terms: never more urgent than its key may ask, its prefix cache its
         tenant's, its deadline no later than its client's."""
@@ -102,9 +106,7 @@ class Terms:
         if self.timeout_s is not None:
             own = request.arrival + self.timeout_s
             deadline = own if deadline is None else min(deadline, own)
-        salt = request.tenant_salt
-        if self.grant.isolated:
-            salt = tenant_salt(self.grant.domain, salt)
+        salt = self.salt(request.tenant_salt)
         resume = self.resume or request.resume
         if (priority, deadline, salt, resume) == (
             request.priority, request.deadline, request.tenant_salt, request.resume

@@ -50,5 +50,5 @@ class AnthropicApi:
     async def count_tokens(self, request: HttpRequest) -> Response:
         chat = body.read_count(await read_body(request))
         with in_own_names(body.NAMES):
-            count = await self._intake.count(chat)
+            count = await self._intake.count(chat, request)
         return Response(orjson.dumps({"input_tokens": count}), media_type="application/json")

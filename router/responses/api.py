@@ -58,6 +58,6 @@ class ResponsesApi:
         """How many tokens the prompt of such a call would have; nothing is computed."""
         call = body.read(await read_body(request))
         with in_own_names(body.NAMES):
-            count = await self._intake.count(call.chat)
+            count = await self._intake.count(call.chat, request)
         told = {"object": "response.input_tokens", "input_tokens": count}
         return Response(orjson.dumps(told), media_type="application/json")

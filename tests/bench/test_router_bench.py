@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -74,6 +75,18 @@ def test_a_request_is_a_whole_one() -> None:
     head, _, body = plan.request(stream=True).partition(b"\r\n\r\n")
     assert f"content-length: {len(body)}".encode() in head
     assert body.count(b" ") == 19
+
+
+def test_no_two_prompts_are_alike() -> None:
+    sent: list[bytes] = []
+    transport = Mock(write=sent.append)
+    for _ in range(2):
+        stream = Stream(Plan("h", 1, "/p", 1, 1.0, 20, 4).request(stream=True), Found())
+        stream.connection_made(transport)
+        stream.send()
+        stream.send()
+    assert len({*sent}) == 4
+    assert len({*map(len, sent)}) == 1
 
 
 @pytest.mark.slow

@@ -18,13 +18,14 @@ from baton.client import AsyncClient
 from baton.errors import Unauthenticated
 from baton.request import Request
 from baton.sampling import SamplingParams
+from baton.tokenizer import Tokenizer
 from router.app import create_app
 from router.config import RouterConfig
 from router.gate.keys import EVERYBODY, KeyRing
 from router.grpc_api import GrpcServer
 from router.terms import Terms
 from tests.cluster import Cluster, Plan, cluster
-from tests.front.fakes import Front
+from tests.front.fakes import BACKEND, MODEL, TOKENIZER, Front
 from tests.tiny_models import make_tiny_model
 
 PROMPT = "the same long prompt of two tenants, to the letter, over several blocks of the cache " * 2
@@ -165,6 +166,36 @@ async def test_the_only_key_shares_with_nobody_and_needs_no_salt() -> None:
     async with front.client(authorization="Bearer only") as client:
         await client.post("/v1/completions", json={"prompt": "a"})
     assert front.dispatcher.requests[0].tenant_salt == ""
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses",
+             "/v1/responses/input_tokens", "/tokenize"]
+)  # fmt: skip
+async def test_what_was_encoded_is_known_to_its_tenant_alone(path: str) -> None:
+    """A stopwatch would tell whether somebody has sent the same text."""
+    tokenizer = Tokenizer(BACKEND, TOKENIZER.special_tokens, keep_bytes=1 << 20)
+    assert tokenizer.pieces is not None
+    front = Front(config=RouterConfig(api_key=("a", "b")), tokenizer=tokenizer)
+    said: dict[str, Any] = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "a secret, or two"}],
+    }
+    if path.startswith("/v1/responses"):
+        said = {"model": MODEL, "input": "a secret, or two"}
+    if path == "/v1/messages":
+        said["max_tokens"] = 8
+    known: list[int] = []
+    for key in ("a", "a", "b", "b"):
+        before = tokenizer.pieces.stats.kept
+        async with front.client(
+            authorization=f"Bearer {key}", **{"anthropic-version": "2023-06-01"}
+        ) as client:
+            reply = await client.post(path, json=said)
+        assert reply.status_code == 200, reply.text
+        known.append(tokenizer.pieces.stats.kept - before)
+    assert known[0] == known[2]
+    assert known[1] == known[3] >= known[0] + len("a secret, or two")
 
 
 def test_no_tenants_salt_is_anothers(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
@@ -33,6 +32,7 @@ from baton.wire_guided import guided_from_wire
 from protos import serve_pb2, serve_pb2_grpc
 from router.completion import Completion, Delta, OutputRules
 from router.config import RouterConfig
+from router.draws import DRAWS
 from router.gate.keys import EVERYBODY, Grant, KeyRing
 from router.nodes.registry import ServedModel
 from router.openai import (
@@ -86,7 +86,7 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
     ) -> AsyncGenerator[serve_pb2.GenerateEvent, None]:
         """Stream one request; a client that goes away aborts it on every node, or begins the grace
         of a resumable one."""
-        request_id = request.request_id or "gen-" + secrets.token_hex(12)
+        request_id = request.request_id or "gen-" + DRAWS.hex(12)
         with request_context(request_id):
             try:
                 completion, deltas = await self._opened(request, request_id, context)
@@ -400,7 +400,7 @@ def _sampling_params(
     given: dict[str, Any] = dict(defaults)
     given |= {name: getattr(message, name) for name in _INTEGERS if message.HasField(name)}
     given |= {name: getattr(message, name) for name in _FLOATS if message.HasField(name)}
-    given.setdefault("seed", secrets.randbits(64))
+    given.setdefault("seed", DRAWS.seed())
     if message.HasField("early_stopping"):
         allowed = wire.EARLY_STOPPING
         given["early_stopping"] = one_of(message.early_stopping, allowed, "early_stopping")

@@ -8,7 +8,6 @@ in the RouterServices passed in.
 
 from __future__ import annotations
 
-import secrets
 from dataclasses import dataclass, replace
 
 from starlette.requests import Request as HttpRequest
@@ -17,6 +16,7 @@ from baton.request import Request
 from router.allowed_tools import apply_allowed
 from router.chat_rules import conversation_of, message_rules, tool_format
 from router.completion import Completion, OutputRules
+from router.draws import DRAWS
 from router.openai import (
     ChatBody,
     CompletionBody,
@@ -128,7 +128,7 @@ class Intake:
         """Everything checked and drawn: the request goes to the dispatcher as it is."""
         defaults = {
             "max_tokens": asked.default_max_tokens,
-            "seed": secrets.randbits(64),
+            "seed": DRAWS.seed(),
             **self._services.sampling_defaults,
         }
         params = sampling_params(body, defaults)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol, cast
 
 import tokenizers
-from tokenizers import decoders
+from tokenizers import decoders, normalizers
 
 from baton.errors import InvalidRequest, ModelRefused
 from baton.pieces import PieceEncoder
@@ -26,6 +26,10 @@ from baton.pieces import PieceEncoder
 # No UTF-8 character has more than 4 bytes and no decoder here spreads a byte over two tokens: a
 # tail still unreadable after so many is not an unfinished character and is shown as it is.
 _MAX_PENDING_TOKENS: Final = 6
+# Characters, or tokens. The library's calls for one text keep the GIL, and offsets that nobody
+# wants: 2 s for a megabyte. Its calls for many let others run, and take a sixth of that.
+SHORT_CHARS: Final = 4096
+_MOST_COMPOSED: Final = 4  # characters of a text that a normalizer makes one of
 _BYTE_TOKEN: Final = re.compile("<0x([0-9A-F]{2})>")
 _UTF8: Final = codecs.getincrementaldecoder("utf-8")
 _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
@@ -62,6 +66,9 @@ class Tokenizer:
             token_id for token_id, t in backend.get_added_tokens_decoder().items() if t.special
         )
         self._bytes_of = _byte_table(backend) if _is_byte_level(backend) else None
+        self._longest: int | None = None  # characters of a text, at most, that one token stands for
+        if self._bytes_of is not None and _drops_nothing(backend):
+            self._longest = max(map(len, self._bytes_of.values())) * _MOST_COMPOSED
         self.pieces = (
             PieceEncoder.of(backend, lambda text: self.encode(text, False), keep_bytes)
             if keep_bytes
@@ -111,8 +118,11 @@ class Tokenizer:
 
         Raises InvalidRequest for text that is not valid Unicode (a lone surrogate).
         """
+        special = add_special_tokens
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            if len(text) <= SHORT_CHARS:
+                return self._backend.encode(text, add_special_tokens=special).ids
+            return self._backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
         except (TypeError, UnicodeError) as error:
             raise InvalidRequest("the text is not valid Unicode", field="prompt") from error
 
@@ -126,7 +136,14 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of all ids at once; ids outside the vocabulary decode to nothing."""
-        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        skip = skip_special_tokens
+        if len(ids) <= SHORT_CHARS:
+            return self._backend.decode(list(ids), skip_special_tokens=skip)
+        return self._backend.decode_batch([list(ids)], skip_special_tokens=skip)[0]
+
+    def most_chars(self, num_tokens: int) -> int | None:
+        """A longer text has more tokens than that; None where a token may stand for any text."""
+        return None if self._longest is None else num_tokens * self._longest
 
     def token(self, token_id: int) -> str | None:
         """The vocabulary's own spelling of an id, None outside it."""
@@ -260,6 +277,11 @@ def _known(backend: tokenizers.Tokenizer, token: str) -> bool:
 
 def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:
     return isinstance(cast("object", backend.decoder), decoders.ByteLevel)
+
+
+def _drops_nothing(backend: tokenizers.Tokenizer) -> bool:
+    normalizer = cast("object", backend.normalizer)
+    return normalizer is None or isinstance(normalizer, normalizers.NFC)
 
 
 def _byte_table(backend: tokenizers.Tokenizer) -> dict[int, bytes]:

@@ -21,7 +21,9 @@ _AUTO_IS_OFF: Final = (
 )
 
 
-def conversation_of(body: ChatBody | TokenizeBody, terms: Terms) -> Conversation:
+def conversation_of(
+    body: ChatBody | TokenizeBody, terms: Terms, most_tokens: int | None = None
+) -> Conversation:
     """What the chat template gets. Raises InvalidRequest, naming the field."""
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:
@@ -37,6 +39,7 @@ def conversation_of(body: ChatBody | TokenizeBody, terms: Terms) -> Conversation
         continue_final_message=continues,
         add_special_tokens=body.add_special_tokens is True,
         salt=terms.salt(salt),
+        most_tokens=most_tokens,
         kwargs=template_kwargs(body.chat_template_kwargs, effort),
     )
 

@@ -227,6 +227,8 @@ class SampleText:
         self.stopped_by_text = False
         self._index = index
         self._stop_token_ids = request.params.stop_token_ids
+        self._min_tokens = request.params.min_tokens
+        self._shows_end = rules.include_stop
         self._discard = rules.discard
         shown: tuple[str, ...] = ()
         self._parser: MessageParser | None = None
@@ -242,15 +244,19 @@ class SampleText:
         if self._discard:
             reason = event.finish_reason and FinishReason.LENGTH
             return self._delta(Delta(event.position, (), "", reason))
-        ended_by_token = event.stop_token_id is not None and event.finish_reason is not None
+        hides_last = (
+            event.stop_token_id is not None
+            and event.finish_reason is not None
+            and not self._shows_end
+        )
         if self._plain:
-            return self._delta(self._as_it_is(event, ended_by_token))
+            return self._delta(self._as_it_is(event, hides_last))
         shown: list[str] = []
         for index, token_id in enumerate(event.token_ids):
             self.num_tokens += 1
-            if ended_by_token and index == len(event.token_ids) - 1:
-                break  # the end-of-sequence or stop token is counted, never shown
-            result = self._stops.push(self._decoder.push(token_id))
+            if hides_last and index == len(event.token_ids) - 1:
+                break  # the end-of-sequence or stop token is counted, not shown
+            result = self._stops.push(self._decoder.push(token_id), self._may_stop)
             self._show(result.text, shown)
             if result.matched is not None:
                 return self._stop(event, index, shown, result.matched)
@@ -259,7 +265,7 @@ class SampleText:
                 Delta(event.position, event.token_ids, "".join(shown), logprobs=event.logprobs)
             )
         # A last half character may complete a stop string too (it became a replacement character).
-        result = self._stops.push(self._decoder.flush())
+        result = self._stops.push(self._decoder.flush(), self._may_stop)
         self._show(result.text, shown)
         if result.matched is not None:
             return self._stop(event, len(event.token_ids) - 1, shown, result.matched, at_end=True)
@@ -275,11 +281,16 @@ class SampleText:
             )
         )
 
-    def _as_it_is(self, event: TokenEvent, ended_by_token: bool) -> Delta:
+    @property
+    def _may_stop(self) -> bool:
+        """Stop strings count from the first token beyond `min_tokens` on, as vLLM's do."""
+        return self.num_tokens > self._min_tokens
+
+    def _as_it_is(self, event: TokenEvent, hides_last: bool) -> Delta:
         """All of an event's text at once."""
         ids = event.token_ids
         self.num_tokens += len(ids)
-        text = self._decoder.push_all(ids[:-1] if ended_by_token else ids)
+        text = self._decoder.push_all(ids[:-1] if hides_last else ids)
         if event.finish_reason is None:
             return Delta(event.position, ids, text, logprobs=event.logprobs)
         return Delta(

@@ -233,7 +233,8 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
         """The prompt's ids and the field that they came from."""
         match message.WhichOneof("prompt"):
             case "text" if message.text:
-                return await self._prompts.text(message.text, "text"), "text"
+                most = model.max_model_len
+                return await self._prompts.text(message.text, "text", most_tokens=most), "text"
             case "token_ids" if message.token_ids.ids:
                 ids = tuple(message.token_ids.ids)
                 return token_ids_below(ids, model.vocab_size, "token_ids"), "token_ids"

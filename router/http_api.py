@@ -25,7 +25,7 @@ from router.anthropic.api import AnthropicApi
 from router.calls import Api, Call, Runner
 from router.chat_rules import conversation_of
 from router.completion import Completion
-from router.intake import Asked, Intake, cut_prompt
+from router.intake import Asked, Intake, cut_prompt, encoded_tokens
 from router.openai import (
     Body,
     ChatBody,
@@ -71,6 +71,7 @@ class HttpApi:
             ("/v1/chat/completions", self.chat_completions),
             ("/tokenize", self.tokenize),
             ("/detokenize", self.detokenize),
+            ("/ping", self.health),
         )
         get: Sequence[tuple[str, Callable[[HttpRequest], Awaitable[Any]]]] = (
             ("/v1/models", self.models),
@@ -102,6 +103,7 @@ class HttpApi:
         prompts = prompts_of(body)
         guided = await self._prompts.checked(asked_of(body))
         special = body.add_special_tokens is not False
+        most = encoded_tokens(body, model.max_model_len)
         completions: list[Completion] = []
         for index, prompt in enumerate(prompts):
             field = (
@@ -110,7 +112,7 @@ class HttpApi:
                 else f"prompt[{index}]"
             )
             ids = (
-                await self._prompts.text(prompt, field, special)
+                await self._prompts.text(prompt, field, special, most)
                 if isinstance(prompt, str)
                 else token_ids_below(prompt, model.vocab_size, field)
             )

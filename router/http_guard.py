@@ -30,11 +30,9 @@ from baton.tls import TlsFiles
 from router.http_parser import BoundedParser, Phase
 from router.http_writes import HeadFirst
 from router.nodes.connection import HANG_UP, HangUp
-from router.web_errors import http_error_response
+from router.web_errors import http_error_response, raw_error
 
-_TIMEOUT_REPLY: Final = (
-    b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
-)
+_TIMEOUT_REPLY: Final = raw_error(408, "the request did not come whole in time")
 SPARE_CONNECTIONS: Final = 64  # beyond the limit: told 503; more are not talked to
 MAX_METHOD_CHARS: Final = 16
 _SINGLE: Final = (

@@ -18,10 +18,11 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from baton.errors import Overloaded
+from router.web_errors import raw_error
 
 MAX_FRAMING: Final = 8  # bytes around each byte of a body: five, where every one has its chunk
 MAX_PIPELINED: Final = 64  # whole requests that wait behind the one that is being answered
-_INVALID: Final = "Invalid HTTP request received."
+_INVALID: Final = raw_error(400, "invalid HTTP")
 
 
 class Phase(enum.Enum):
@@ -82,9 +83,8 @@ class BoundedParser:
         """Answer what cannot be read, if nobody takes the answer for another's; hang up."""
         protocol = self._protocol
         if self.may_answer:
-            protocol.send_400_response(_INVALID)
-        else:
-            protocol.transport.close()
+            protocol.transport.write(_INVALID)
+        protocol.transport.close()
         if self.phase is Phase.BODY:
             protocol.cycle.disconnected = True  # whatever its handler says is not sent any more
 

@@ -74,6 +74,11 @@ def cut_prompt(
     return truncated(ids, body.truncate_prompt_tokens, limit, body.truncation_side or "left")
 
 
+def encoded_tokens(body: CompletionBody | ChatBody, max_model_len: int) -> int | None:
+    """How many tokens of a prompt are of any use; None: it is cut, wherever it is too long."""
+    return max_model_len if body.truncate_prompt_tokens is None else None
+
+
 class Intake:
     """Bodies in, completions out."""
 
@@ -101,7 +106,7 @@ class Intake:
         config = self._services.config
         calls = tool_format(body, config)  # refused before anything is rendered
         terms = terms_of(request)
-        asked = conversation_of(body, terms)
+        asked = conversation_of(body, terms, encoded_tokens(body, model.max_model_len))
         prompt = await self._prompts.chat(asked)
         ids = cut_prompt(body, prompt.ids, model.max_model_len)
         room = room_for_output(len(ids), model.max_model_len, "messages")

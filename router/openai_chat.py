@@ -22,6 +22,12 @@ MAX_TOOLS: Final = 512
 MAX_NAME_CHARS: Final = 256  # of models, cache salts, tools, template parameters
 # OpenAI's is narrower: 64 characters, no dots. Longer and dotted ones work, as in vLLM.
 _TOOL_NAME: Final = re.compile(rf"[A-Za-z0-9_.\-]{{1,{MAX_NAME_CHARS}}}")
+# Kinds of parts that are text, and where they have it.
+_TEXT_PARTS: Final = {
+    "text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal",
+    "thinking": "thinking",
+}  # fmt: skip
+EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
 
 
@@ -134,11 +140,14 @@ def template_kwargs(
         field = f"chat_template_kwargs.{name}"
         plain = name.isidentifier() and not name.startswith("_") and len(name) <= MAX_NAME_CHARS
         if not plain or name in RESERVED_NAMES:
-            raise InvalidRequest("chat_template_kwargs: a name cannot be set", field=field)
+            raise InvalidRequest(f"{field[: 2 * MAX_NAME_CHARS]} cannot be set", field=field)
         if value is not None and not isinstance(value, bool | int | float | str):
             raise InvalidRequest(f"{field} must be a plain value", field=field)
     if reasoning_effort is None:
         return kwargs
+    if reasoning_effort not in EFFORTS:
+        message = f"reasoning_effort must be one of {', '.join(EFFORTS)}"
+        raise InvalidRequest(message, field="reasoning_effort")
     thinks = reasoning_effort != "none"
     asked = {"reasoning_effort": reasoning_effort, "enable_thinking": thinks, "thinking": thinks}
     return {**asked, **kwargs}
@@ -148,8 +157,8 @@ def _check_message(message: ChatMessage, where: str) -> None:
     if message.role not in ROLES:
         field = f"{where}.role"
         raise InvalidRequest(f"{field} must be one of {', '.join(ROLES)}", field=field)
-    calls_tools = message.role == "assistant" and message.tool_calls
-    if message.content is None and not calls_tools:
+    # An answer may have been all reasoning, calls or refusal: what was said is sent back as it was.
+    if message.content is None and message.role != "assistant":
         field = f"{where}.content"
         raise InvalidRequest(f"{field} is missing", field=field)
 
@@ -176,10 +185,18 @@ def _content(content: object, field: str) -> str:
         raise InvalidRequest(f"{field} must be a string or a list of parts", field=field)
     texts: list[str] = []
     for index, part in enumerate(cast("list[object]", content)):
+        where = f"{field}[{index}]"
+        if isinstance(part, str):
+            texts.append(part)
+            continue
         item = cast("dict[str, object]", part) if isinstance(part, dict) else {}
-        text = item.get("text")
-        if item.get("type") not in ("text", "input_text") or not isinstance(text, str):
-            where = f"{field}[{index}]"
-            raise UnsupportedFeature(f"{where}: only text parts are supported", field=where)
+        kind = item.get("type")
+        holder = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+        if holder is None:
+            told = f", not {kind[:MAX_NAME_CHARS]}" if isinstance(kind, str) else ""
+            raise UnsupportedFeature(f"{where}: only text parts are supported{told}", field=where)
+        text = item.get(holder)
+        if not isinstance(text, str):
+            raise InvalidRequest(f"{where}.{holder} must be a string", field=f"{where}.{holder}")
         texts.append(text)
     return "\n".join(texts)

@@ -1,7 +1,7 @@
 """Prompts off the event loop: tokenizing and rendering in a few threads, and the room for output.
 
-`tokenizers` releases the GIL; a long text takes tens of milliseconds, in which every stream of this
-router would stand still.
+A long text takes tens of milliseconds, in which every stream of this router would stand still;
+baton/tokenizer.py lets go of the GIL meanwhile.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class Conversation:
     continue_final_message: bool = False
     add_special_tokens: bool = False
     salt: str = ""  # of whoever may share what was encoded before
+    most_tokens: int | None = None  # a text that is sure to have more is not encoded
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
@@ -66,8 +67,16 @@ class PromptReader:
         self._checker = GrammarChecker()
         self._slow_template = False  # it has taken its time over a short conversation
 
-    async def text(self, text: str, field: str, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Ids of a text. Raises InvalidRequest (`field`) where there is none."""
+    async def text(
+        self,
+        text: str,
+        field: str,
+        add_special_tokens: bool = True,
+        most_tokens: int | None = None,
+    ) -> tuple[int, ...]:
+        """Ids of a text. Raises InvalidRequest (`field`) where there is none, or are sure to be
+        more than `most_tokens`."""
+        self._check_chars(text, most_tokens, field)
         if len(text) <= SHORT_CHARS:
             ids = self._tokenizer.encode(text, add_special_tokens)
         else:
@@ -83,6 +92,7 @@ class PromptReader:
             raise InvalidRequest("this model has no chat template", field="messages")
 
         def encoded(text: str) -> ChatPrompt:
+            self._check_chars(text, asked.most_tokens, "messages")
             if asked.add_special_tokens:
                 return ChatPrompt(tuple(self._tokenizer.encode(text)), text)
             return ChatPrompt(tuple(self._tokenizer.encode_chat(text, asked.salt)), text)
@@ -128,6 +138,15 @@ class PromptReader:
 
     async def decode(self, ids: Sequence[int]) -> str:
         return await self._off_loop(lambda: self._tokenizer.decode(ids, skip_special_tokens=False))
+
+    def _check_chars(self, text: str, most_tokens: int | None, field: str) -> None:
+        most = None if most_tokens is None else self._tokenizer.most_chars(most_tokens)
+        if most is not None and len(text) > most:
+            raise ContextLengthExceeded(
+                f"{field}: {len(text)} characters are more than the model's maximum context length"
+                f" of {most_tokens} tokens can hold",
+                field=field,
+            )
 
     def spell(self, ids: Sequence[int]) -> list[str]:
         """The vocabulary's spelling of each id."""

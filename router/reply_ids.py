@@ -7,7 +7,6 @@ A resumable request's replies are made anew for every reader, by any router. Its
 from __future__ import annotations
 
 import hashlib
-import secrets
 import string
 import time
 from dataclasses import dataclass
@@ -62,12 +61,6 @@ def pin(scope: Scope, pinned: Pin) -> None:
 def created_at(request: HttpRequest) -> int:
     pinned = _pinned(request)
     return int(time.time()) if pinned is None else pinned.created
-
-
-def own_id(prefix: str, num_bytes: int, request: HttpRequest) -> str:
-    """The id of a reply in a dialect whose ids do not hold the x-request-id."""
-    pinned = _pinned(request)
-    return prefix + (secrets.token_hex(num_bytes) if pinned is None else pinned.name)
 
 
 def call_ids(request: HttpRequest, short: bool) -> DrawId:

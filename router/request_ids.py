@@ -2,7 +2,7 @@
 
 x-request-id   the client's own, if it is a plain one, else the body's `request_id`, else drawn;
                echoed in the answer
-reply id       PREFIX-<x-request-id>
+reply id       PREFIX-<x-request-id>; resp_<x-request-id>, msg_<x-request-id>
 engine id      <reply id>-<number of the prompt>.<random>: a client may send an id twice;
                req-<x-request-id>-0.<digest> of a resumable request (router/resumable/canonical.py)
 """
@@ -22,6 +22,7 @@ from router.draws import DRAWS
 ID_PATTERN: Final = "[A-Za-z0-9._:-]{1,128}"
 _PLAIN: Final = re.compile(ID_PATTERN)
 _PLAIN_BYTES: Final = re.compile(ID_PATTERN.encode())
+_REPLY: Final = re.compile("^(chatcmpl-|cmpl-|resp_|msg_)")
 _SCOPE_KEY: Final = "baton.request_id"
 _DRAWN_KEY: Final = "baton.request_id_drawn"
 
@@ -64,7 +65,7 @@ def known_id(scope: Scope) -> str:
 
 def reply_id(prefix: str, request: HttpRequest) -> str:
     """What the reply to `request` calls itself."""
-    return f"{prefix}-{known_id(request.scope)}"
+    return f"{prefix}{'' if prefix.endswith('_') else '-'}{known_id(request.scope)}"
 
 
 def engine_id(reply: str, index: int = 0) -> str:
@@ -75,7 +76,7 @@ def engine_id(reply: str, index: int = 0) -> str:
 def names(asked: str, engine: str) -> bool:
     """Whether a client means this request: by its engine id, reply id or `x-request-id`."""
     reply = engine.rpartition("-")[0]
-    head, _, name = reply.partition("-")
+    head, *rest = re.split("[-_]", reply, maxsplit=1)
     if head == "req":  # a resumable one: its name is that of all its replies
-        asked = asked.removeprefix("chatcmpl-").removeprefix("cmpl-")
-    return asked in (engine, reply, name)
+        asked = _REPLY.sub("", asked)
+    return asked in (engine, reply, *rest)

@@ -31,12 +31,13 @@ class StopMatcher:
         self._held = ""
         self._longest = max((len(stop) for stop in stops), default=0)
 
-    def push(self, piece: str) -> StopResult:
-        """Add new text. The held-back tail is shorter than the longest stop string."""
+    def push(self, piece: str, looking: bool = True) -> StopResult:
+        """Add new text. The held-back tail is shorter than the longest stop string. Without
+        `looking`, no stop string ends in this piece; one may begin."""
         if not self._stops:
             return StopResult(piece)
         text = self._held + piece
-        found = self._first_match(text)
+        found = self._first_match(text, len(self._held)) if looking else None
         if found is not None:
             start, stop = found
             self._held = ""
@@ -50,11 +51,12 @@ class StopMatcher:
         text, self._held = self._held, ""
         return text
 
-    def _first_match(self, text: str) -> tuple[int, str] | None:
-        """(start, stop) of the match that ends first, then starts first."""
+    def _first_match(self, text: str, looked: int) -> tuple[int, str] | None:
+        """(start, stop) of the match that ends first, then starts first; none ends within the
+        `looked` characters before the new ones."""
         best: tuple[int, int, str] | None = None
         for stop in self._stops:
-            start = text.find(stop)
+            start = text.find(stop, max(0, looked + 1 - len(stop)))
             if start >= 0 and (best is None or (start + len(stop), start) < best[:2]):
                 best = (start + len(stop), start, stop)
         return None if best is None else (best[1], best[2])

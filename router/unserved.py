@@ -31,7 +31,6 @@ GENERATING: Final[Unserved] = {
     "prompt_embeds": (([],), ": send text or token ids"),
     "repetition_detection": ((), ": say a penalty"),
     "return_prompt_text": ((False,), ": return_token_ids tells the prompt's ids"),
-    "spaces_between_special_tokens": ((True,), ": the tokenizer says where spaces are"),
     "suffix": (("",), ": text is written after the prompt only"),
     "thinking_token_budget": ((-1,), ": how long a model thinks is its own choice"),
     "vllm_xargs": (({},), ": there are no extensions that would read them"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from http import HTTPStatus
 from typing import Any, Final
 
 import orjson
@@ -79,6 +80,15 @@ def http_error_response(status: int, message: str) -> Response:
     """An error of HTTP itself: no such route, wrong method, body too large."""
     code = _HTTP_CODES.get(status, "http_error")
     return _json(_object(message, _type_of(status), None, code), status, {})
+
+
+def raw_error(status: int, message: str) -> bytes:
+    """The same for what never became a request: all that the connection still says."""
+    response = http_error_response(status, message)
+    response.headers["connection"] = "close"
+    line = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n".encode()
+    head = b"".join(b"%b: %b\r\n" % pair for pair in response.raw_headers)
+    return line + head + b"\r\n" + bytes(response.body)
 
 
 async def on_baton_error(_: HttpRequest, error: Exception) -> Response:

@@ -144,6 +144,7 @@ OPERATIONS: Final = (
     Operation("get", "/version", "Version of the server", Version),
     Operation("get", "/health", "The process answers", Status),
     Operation("get", "/ping", "As /health", Status),
+    Operation("post", "/ping", "As /health, for SageMaker", Status),
     Operation("get", "/ready", "Requests would be served", Status),
     Operation("get", "/readyz", "As /ready", Status),
     Operation("get", "/metrics", "Prometheus metrics", None),

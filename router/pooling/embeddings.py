@@ -177,11 +177,12 @@ class EmbeddingsApi:
         """Token ids of each input. Raises InvalidRequest, ContextLengthExceeded."""
         found: list[tuple[int, ...]] = []
         inputs = inputs_of(body.input)
+        most = max_model_len if body.truncate_prompt_tokens is None else None
         for index, item in enumerate(inputs):
             field = "input" if len(inputs) == 1 else f"input[{index}]"
             if isinstance(item, str):
                 special = body.add_special_tokens is not False
-                ids = await self._parts.prompts.text(item, field, special)
+                ids = await self._parts.prompts.text(item, field, special, most)
             else:
                 ids = token_ids_below(item, vocab_size, field)
             side = body.truncation_side or "right"

@@ -12,8 +12,8 @@ from router.dialect import DialectCall, in_own_names, own_name
 from router.intake import Intake
 from router.openai_replies import ReplyHead, ReplyRules
 from router.reading import read_body
-from router.reply_ids import created_at, own_id
-from router.request_ids import note_body_id
+from router.reply_ids import created_at
+from router.request_ids import note_body_id, reply_id
 from router.responses import body
 from router.responses.answer import ResponseAnswer
 from router.services import RouterServices
@@ -37,7 +37,7 @@ class ResponsesApi:
 
     async def create(self, request: HttpRequest) -> StreamReply | WholeReply:
         call = body.read(await read_body(request))
-        chat, id_ = call.chat, own_id("resp_", 24, request)
+        chat, id_ = call.chat, reply_id("resp_", request)
         note_body_id(request, chat.request_id)
         with in_own_names(body.NAMES):
             turn = await self._intake.chat(chat, id_, request)

@@ -42,17 +42,17 @@ def asked_of(body: CompletionBody | ChatBody) -> Asked | None:
         )
         if asked is not None
     ]
+    backend = body.guided_decoding_backend
+    if backend is not None and backend not in BACKENDS:
+        message = f"guided_decoding_backend must be one of {', '.join(BACKENDS[1:])}"
+        raise InvalidRequest(message, field="guided_decoding_backend")
     if len(found) > 1:
         message = f"{found[0].field} and {found[1].field} cannot be used together"
         raise InvalidRequest(message, field=found[1].field)
     if not found:
         return None
     asked = found[0]
-    backend = body.guided_decoding_backend
     if backend is not None:
-        if backend not in BACKENDS:
-            message = f"guided_decoding_backend must be one of {', '.join(BACKENDS[1:])}"
-            raise InvalidRequest(message, field="guided_decoding_backend")
         asked = replace(asked, guided=replace(asked.guided, backend=backend))
     if body.guided_whitespace_pattern is not None:
         whitespace = body.guided_whitespace_pattern

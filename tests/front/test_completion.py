@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ from hypothesis import strategies as st
 
 from baton.clock import SystemClock
 from baton.errors import InternalError, NodeLost
+from baton.events import TokenEvent
 from baton.request import FinishReason, Request
 from baton.sampling import SamplingParams
-from router.completion import Completion, Delta, OutputRules
+from router.completion import Completion, Delta, OutputRules, SampleText
 from router.metrics import RouterMetrics
 from router.openai_message import message_of
 from router.parsers.message import MessageRules
@@ -100,6 +102,28 @@ async def test_end_of_sequence_is_counted_and_not_shown() -> None:
 async def test_a_stop_token_id_of_the_client_is_named() -> None:
     it = completion(OutputRules(), stop_ids=(EOS,))
     assert (await collect(FakeDispatcher("hi"), it))[-1].stop_reason == EOS
+
+
+@pytest.mark.parametrize(("min_tokens", "text"), [(0, ""), (1, "a"), (2, "ab"), (9, "ababab")])
+@pytest.mark.parametrize("step", [1, 2, 6])
+async def test_stop_strings_wait_for_min_tokens(min_tokens: int, text: str, step: int) -> None:
+    it = completion(OutputRules(("ab",) if min_tokens != 1 else ("ba",)), min_tokens=min_tokens)
+    deltas = await collect(FakeDispatcher("ababab", tokens_per_event=step), it)
+    assert text_of(deltas) == text
+
+
+@pytest.mark.parametrize("stop", [(), ("zz",)])
+async def test_a_stop_token_is_shown_to_who_wants_it(stop: tuple[str, ...]) -> None:
+    a, b = TOKENIZER.encode("ab", False)
+    request = Request("r", (5,), SamplingParams(stop_token_ids=(b,)))
+    event = TokenEvent("r", 1, 0, (a, b), finish_reason=FinishReason.STOP, stop_token_id=b)
+    for wanted, text in ((True, "ab"), (False, "a")):
+        delta = SampleText(0, request, OutputRules(stop, wanted), TOKENIZER).absorb(event)
+        assert (delta.text, delta.stop_reason) == (text, b)
+    rules = OutputRules(stop, True)
+    assert text_of(await collect(FakeDispatcher("ab"), completion(rules))) == "ab", "special"
+    bare = replace(rules, skip_special_tokens=False)
+    assert text_of(await collect(FakeDispatcher("ab"), completion(bare))) == "ab</s>"
 
 
 async def test_length_flushes_what_was_held_back() -> None:

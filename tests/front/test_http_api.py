@@ -232,8 +232,10 @@ HOSTILE_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": [*USER, {"role": "robot", "content": "x"}]}, "messages[1].role"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [*USER, {"role": "system", "content": None}]}, "messages[1].content"),
-    ({"messages": [*USER, {"role": "assistant"}, *USER]}, "messages[1].content"),
-    ({"messages": [*USER, {"role": "assistant", "tool_calls": []}]}, "messages[1].content"),
+    ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "messages[0].content[0]"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+     "messages[0].content[0].text"),
+    ({"messages": USER, "reasoning_effort": "blah"}, "reasoning_effort"),
     ({"messages": [{"role": "user", "tool_calls": [CALL]}]}, "messages[0].content"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
@@ -316,9 +318,14 @@ async def test_harmless_fields_are_ignored() -> None:
     assert one.id != two.id
 
 
-async def test_an_assistant_that_called_a_tool_needs_no_content() -> None:
+@pytest.mark.parametrize("said", [
+    {"tool_calls": [CALL]}, {"content": None, "tool_calls": []}, {"content": None, "refusal": "no"},
+    {"content": None, "refusal": None, "reasoning": "hm", "reasoning_content": "hm"}, {},
+    {"content": [{"type": "refusal", "refusal": "no"}, {"type": "output_text", "text": "x"}, "y"]},
+])  # fmt: skip
+async def test_whatever_an_assistant_said_is_taken_back(said: dict[str, Any]) -> None:
     front = Front()
-    body = {"messages": [*USER, {"role": "assistant", "tool_calls": [CALL]}, *USER]}
+    body = {"messages": [*USER, {"role": "assistant", **said}, *USER]}
     async with front.client() as client:
         reply = await client.post(CHAT, json=body)
     assert reply.status_code == 200, reply.text

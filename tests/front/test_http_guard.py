@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -69,6 +70,20 @@ async def test_a_drip_does_not_extend_the_deadline() -> None:
         closed.set()
         await dripping
     assert answer.startswith(b"HTTP/1.1 408")
+
+
+@pytest.mark.parametrize(
+    ("sent", "code"), [(b"GARBAGE\r\n\r\n", "http_error"), (b"GET /he", "request_timeout")]
+)
+async def test_what_is_no_request_gets_an_error_object(sent: bytes, code: str) -> None:
+    async with wire(Front(), FAST) as it:
+        it.writer.write(sent)
+        head, _, body = (await it.rest()).partition(b"\r\n\r\n")
+    lines = head.lower().split(b"\r\n")
+    assert b"content-type: application/json" in lines
+    assert b"connection: close" in lines
+    assert f"content-length: {len(body)}".encode() in lines
+    assert json.loads(body)["error"]["code"] == code
 
 
 async def test_a_second_slow_request_on_the_same_connection_is_closed_too() -> None:

@@ -10,9 +10,12 @@ from router.stops import StopMatcher
 ALPHABET = st.sampled_from("ab\n#")
 
 
-def reference(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
-    """One character at a time, by definition: the first end, then the earliest start."""
-    for end in range(1, len(text) + 1):
+def reference(
+    text: str, stops: list[str], include: bool, border: int = 0
+) -> tuple[str, str | None]:
+    """One character at a time, by definition: the first end beyond the border, then the earliest
+    start."""
+    for end in range(border + 1, len(text) + 1):
         matches = [stop for stop in stops if text[:end].endswith(stop)]
         if matches:
             stop = max(matches, key=len)
@@ -20,11 +23,14 @@ def reference(text: str, stops: list[str], include: bool) -> tuple[str, str | No
     return text, None
 
 
-def run(pieces: list[str], stops: list[str], include: bool = False) -> tuple[str, str | None]:
+def run(
+    pieces: list[str], stops: list[str], include: bool = False, unlooked: int = 0
+) -> tuple[str, str | None]:
+    """`unlooked`: the first pieces, in which no stop string ends anything."""
     matcher = StopMatcher(stops, include)
     shown = ""
-    for piece in pieces:
-        result = matcher.push(piece)
+    for number, piece in enumerate(pieces):
+        result = matcher.push(piece, number >= unlooked)
         shown += result.text
         if result.matched is not None:
             return shown, result.matched
@@ -40,6 +46,21 @@ def test_any_cutting_gives_the_reference(
     pieces: list[str], stops: list[str], include: bool
 ) -> None:
     assert run(pieces, stops, include) == reference("".join(pieces), stops, include)
+
+
+@given(
+    st.lists(st.text(ALPHABET, max_size=5), max_size=12),
+    st.lists(st.text(ALPHABET, min_size=1, max_size=4), max_size=4),
+    st.booleans(),
+    st.integers(0, 12),
+)
+def test_no_stop_ends_before_the_border(
+    pieces: list[str], stops: list[str], include: bool, unlooked: int
+) -> None:
+    """One that begins before it may end beyond, and is not shown either."""
+    border = len("".join(pieces[:unlooked]))
+    expected = reference("".join(pieces), stops, include, border)
+    assert run(pieces, stops, include, unlooked) == expected
 
 
 @given(

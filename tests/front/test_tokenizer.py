@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,13 +15,18 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 from baton.errors import InvalidRequest, ModelRefused
-from baton.tokenizer import Tokenizer
+from baton.tokenizer import SHORT_CHARS, Tokenizer
+from deploy.plan import DEMO_MODEL
 from tests.front.tokenizers_built import byte_fallback, byte_level, save
 
-BYTE_LEVEL = Tokenizer(byte_level(), {})
+BYTE_LEVEL_BACKEND = byte_level()
+BYTE_LEVEL = Tokenizer(BYTE_LEVEL_BACKEND, {})
 FALLBACK_BACKEND = byte_fallback()
 BYTE_FALLBACK = Tokenizer(FALLBACK_BACKEND, {})
-TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
+BACKENDS = {BYTE_LEVEL: BYTE_LEVEL_BACKEND, BYTE_FALLBACK: FALLBACK_BACKEND}
+DEMO = Tokenizer.load(DEMO_MODEL)
+SCALARS = st.characters(exclude_categories=["Cs"])
+TEXT = st.text(SCALARS, max_size=40)
 
 
 def streamed(tokenizer: Tokenizer, ids: list[int], skip_special_tokens: bool = True) -> str:
@@ -214,3 +221,40 @@ def test_truncation_saved_in_the_file_is_switched_off(tmp_path: Path) -> None:
 def test_lone_surrogates_are_the_clients_fault() -> None:
     with pytest.raises(InvalidRequest):
         BYTE_LEVEL.encode("\ud800")
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from([BYTE_LEVEL, BYTE_FALLBACK]), st.text(SCALARS, min_size=1, max_size=50))
+def test_long_texts_are_encoded_and_decoded_as_short_ones(tokenizer: Tokenizer, text: str) -> None:
+    long = text * (SHORT_CHARS // len(text) + 1)
+    ids = tokenizer.encode(long)
+    backend = BACKENDS[tokenizer]
+    assert ids == backend.encode(long).ids
+    many = ids * (SHORT_CHARS // len(ids) + 1)
+    assert tokenizer.decode(many) == backend.decode(many)
+    assert tokenizer.decode(many, False) == backend.decode(many, skip_special_tokens=False)
+    with pytest.raises(InvalidRequest, match="valid Unicode"):
+        tokenizer.encode(long + "\ud800")
+
+
+def test_others_run_while_a_long_text_is_encoded() -> None:
+    """The library's call for one text keeps the GIL: every stream of a router would stand still."""
+    text = " ".join(f"{number} and so on" for number in range(40_000))
+    ids: list[int] = []
+    for work in (lambda: ids.extend(DEMO.encode(text)), lambda: DEMO.decode(ids * 4)):
+        thread = threading.Thread(target=work)
+        thread.start()
+        turns = 0
+        while thread.is_alive():
+            time.sleep(0.001)
+            turns += 1
+        assert turns > 20, "of a hundred or more"
+
+
+@given(TEXT)
+def test_no_text_of_more_characters_has_so_few_tokens(text: str) -> None:
+    for tokenizer in (BYTE_LEVEL, DEMO):
+        most = tokenizer.most_chars(len(tokenizer.encode(text)))
+        assert most is not None
+        assert len(text) <= most
+    assert BYTE_FALLBACK.most_chars(5) is None, "<unk> stands for any number of characters"

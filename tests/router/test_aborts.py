@@ -6,14 +6,17 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from baton.request import Request
 from router import aborts
 from router.aborts import Aborts
+from router.request_ids import names
 from router.store.redis_store import connect
 from router.trace import RequestTrace
+from tests.front.fakes import MODEL, Front
 from tests.router.fakes import PATIENCE_S, make_request
 
 
@@ -82,6 +85,33 @@ async def test_a_router_that_has_stopped_is_not_waited_for(
     async with routers(empty_redis, own) as (asked,):
         async with asyncio.timeout(PATIENCE_S):
             assert await asked.everywhere(["y"]) == []
+
+
+def test_a_request_is_meant_by_each_of_its_names() -> None:
+    for prefix in ("cmpl-", "chatcmpl-", "resp_", "msg_", "gen-"):
+        for name in ("abc", "a-b_c", "_", "-"):
+            engine = f"{prefix}{name}-0.1a2b"
+            for asked in (name, prefix + name, engine):
+                assert names(asked, engine), (asked, engine)
+            for other in ("", prefix, "0.1a2b", f"{name}x", f"x{name}", f"cmp-{name}"):
+                assert not names(other, engine), (other, engine)
+    for asked in ("n", "cmpl-n", "chatcmpl-n", "resp_n", "msg_n", "req-n"):
+        assert names(asked, "req-n-0.abcd")
+
+
+@pytest.mark.parametrize(
+    ("path", "said"), [("/v1/responses", {"input": "a"}), ("/v1/messages", {"max_tokens": 9})]
+)
+async def test_replies_of_other_dialects_hold_the_exchanges_id(
+    path: str, said: dict[str, Any]
+) -> None:
+    front = Front()
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "a"}], **said}
+    async with front.client(**{"anthropic-version": "2023-06-01", "x-request-id": "mine"}) as it:
+        reply = await it.post(path, json=body)
+    assert reply.status_code == 200, reply.text
+    assert reply.json()["id"] in ("resp_mine", "msg_mine")
+    assert names("mine", front.dispatcher.requests[0].id)
 
 
 async def test_without_redis_there_is_this_router() -> None:

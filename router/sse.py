@@ -88,6 +88,16 @@ class StreamReply:
                     await writer.write(data)
 
 
+def on_one_line(frames: bytes) -> bytes:
+    """Frames without what Unicode calls a line's end: JSON and SSE allow it, but clients that read
+    by httpx's `iter_lines` (litellm, guidellm) take it for one."""
+    if frames.isascii():
+        return frames
+    for character in "\x85\u2028\u2029":
+        frames = frames.replace(character.encode(), f"\\u{ord(character):04x}".encode())
+    return frames
+
+
 class FrameWriter:
     """One response body, written by several tasks in whole frames.
 
@@ -118,7 +128,8 @@ class FrameWriter:
                     await self._send(
                         {"type": "http.response.start", "status": 200, "headers": list(_HEADERS)}
                     )
-                await self._send({"type": "http.response.body", "body": data, "more_body": more})
+                body = on_one_line(data)
+                await self._send({"type": "http.response.body", "body": body, "more_body": more})
             except asyncio.CancelledError as error:
                 if not self._unread or self._task is None or self._task.uncancel():
                     raise

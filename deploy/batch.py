@@ -27,7 +27,7 @@ from rich.progress import (
 )
 
 from baton.engine.config import EngineConfig
-from deploy.batch_file import Output, Response, Task, check_tasks, read_tasks
+from deploy.batch_file import Output, Response, Task, check_tasks, read_tasks, well
 from router.config import RouterConfig
 
 RETRIED: Final = frozenset({429, 503})
@@ -65,12 +65,14 @@ class BatchPlan:
 
 @dataclass(slots=True)
 class Outcome:
-    """Requests of this run: `failed` have an error or a status of 400 and more."""
+    """Requests of this run: `failed` have an error or a status of 400 and more; `skipped` were
+    there already, `failed_before` of them had failed."""
 
     total: int = 0
     skipped: int = 0
     answered: int = 0
     failed: int = 0
+    failed_before: int = 0
     retries: int = 0
 
 
@@ -84,9 +86,12 @@ async def run_batch(
     outcome = Outcome(total=check_tasks(plan.source))
     output = Output(plan.target)
     output.open()
-    before = frozenset(output.done)
+    before = dict(output.done)
     tasks = (task for task in read_tasks(plan.source) if task.custom_id not in before)
-    outcome.skipped = sum(task.custom_id in before for task in read_tasks(plan.source))
+    skipped = [
+        before[task.custom_id] for task in read_tasks(plan.source) if task.custom_id in before
+    ]
+    outcome.skipped, outcome.failed_before = len(skipped), skipped.count(False)
     told(outcome)
     try:
         async with asyncio.TaskGroup() as group:
@@ -110,7 +115,7 @@ class _Worker:
             response, error = await self._answer(task)
             self.output.write(task, response, error)
             self.outcome.answered += 1
-            self.outcome.failed += response is None or response.status_code >= 400
+            self.outcome.failed += not well(response)
             self.told(self.outcome)
 
     async def _answer(self, task: Task) -> tuple[Response | None, tuple[str, str] | None]:
@@ -173,7 +178,7 @@ async def show_batch(plan: BatchPlan, client: httpx.AsyncClient, console: Consol
         outcome = await run_batch(plan, client, told)
     console.print(
         f"{outcome.answered} answered ({outcome.failed} failed, {outcome.retries} retries),"
-        f" {outcome.skipped} were there already: {plan.target}"
+        f" {outcome.skipped} were there already ({outcome.failed_before} failed): {plan.target}"
     )
     return outcome
 
@@ -199,4 +204,5 @@ def batch(
             async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
                 return await show_batch(plan, client, console)
 
-    return 1 if asyncio.run(run()).failed else 0
+    outcome = asyncio.run(run())
+    return 1 if outcome.failed or outcome.failed_before else 0

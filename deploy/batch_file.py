@@ -20,6 +20,7 @@ import orjson
 
 from baton.errors import InvalidRequest
 
+FAILED: Final = 400  # statuses from here on
 MAX_ID_CHARS: Final = 512
 URLS: Final = ("/v1/", "/inference/v1/", "/tokenize", "/detokenize")
 
@@ -93,7 +94,7 @@ class Output:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.done: set[str] = set()
+        self.done: dict[str, bool] = {}  # custom_id -> it went well
 
     def open(self) -> None:
         """Learn what is answered, cut off a torn last line. Raises InvalidRequest for other files.
@@ -107,7 +108,8 @@ class Output:
             for number, line in enumerate(file, 1):
                 if not line.endswith(b"\n"):
                     break
-                self.done.add(_answered(line, f"{self._path}, line {number}"))
+                custom_id, well = _answered(line, f"{self._path}, line {number}")
+                self.done[custom_id] = well
                 end += len(line)
             file.truncate(end)
             stack.pop_all()
@@ -131,16 +133,24 @@ class Output:
         }
         self._file.write(orjson.dumps(line) + b"\n")
         self._file.flush()
-        self.done.add(task.custom_id)
+        self.done[task.custom_id] = well(response)
 
     def close(self) -> None:
         self._file.close()
 
 
-def _answered(line: bytes, place: str) -> str:
+def well(response: Response | None) -> bool:
+    """There is an answer, and none that says what went wrong."""
+    return response is not None and response.status_code < FAILED
+
+
+def _answered(line: bytes, place: str) -> tuple[str, bool]:
+    """The custom_id of a line, and whether its request went well."""
     try:
-        custom_id = orjson.loads(line)["custom_id"]
+        told = orjson.loads(line)
+        custom_id, response = told["custom_id"], told["response"]
+        went_well = response is not None and response["status_code"] < FAILED
     except (orjson.JSONDecodeError, KeyError, TypeError) as error:
         message = f"{place}: not an answer of a batch; give another file"
         raise InvalidRequest(message, field="output") from error
-    return str(custom_id)
+    return str(custom_id), went_well

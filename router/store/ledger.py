@@ -237,7 +237,7 @@ class IdInUse(InvalidRequest):
     """Another request has this id."""
 
     def __init__(self) -> None:
-        super().__init__("this request id is in use", field="request_id")
+        super().__init__("this request id was used already", field="request_id")
 
 
 class StoreGuard:

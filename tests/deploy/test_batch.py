@@ -162,6 +162,18 @@ async def test_it_goes_on_where_it_was_also_after_a_torn_line(tmp_path: Path) ->
     assert again.asked == []
 
 
+async def test_what_failed_in_an_earlier_run_has_failed(tmp_path: Path) -> None:
+    source = write(tmp_path / "in", *(line(n, prompt=n) for n in "abc"))
+    target = tmp_path / "out"
+    outcome = await run(Server(a=[(400, {})], b=[(404, {})]), source, target)
+    assert (outcome.failed, outcome.failed_before) == (2, 0)
+    outcome = await run(Server(), source, target)
+    assert (outcome.answered, outcome.failed, outcome.failed_before) == (0, 0, 2)
+    target.write_bytes(b"".join(row for row in target.open("rb") if b'"a"' not in row))
+    outcome = await run(Server(), source, target)
+    assert (outcome.answered, outcome.failed, outcome.failed_before) == (1, 0, 1)
+
+
 @pytest.mark.parametrize(
     ("lines", "named"),
     [

@@ -1,7 +1,7 @@
 """The router's ASGI app of injected parts: head guard > request id > API keys > routes.
 
-Around it all, failures on Anthropic's routes are put into Anthropic's words, and a draining router
-ends its connections.
+Around it all, failures on Anthropic's routes are put into Anthropic's words, a draining router
+ends its connections, and web pages of other origins are answered if they may.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -61,7 +62,18 @@ def create_app(services: RouterServices, limits: HttpLimits | None = None) -> AS
     direct = DirectRoutes(routes, {it.path: it.endpoint for it in every if it.path in BUSIEST})
     guarded = ApiKeyGuard(direct, services.config.key_ring())
     limited = HeadGuard(RequestIds(guarded), limits if limits is not None else HttpLimits())
-    return Parting(AnthropicErrors(limited), services.lifecycle)
+    app: ASGIApp = Parting(AnthropicErrors(limited), services.lifecycle)
+    origins = services.config.allowed_origins
+    if origins:
+        everything = ("*",)
+        app = CORSMiddleware(
+            app,
+            allow_origins=origins,
+            allow_methods=everything,
+            allow_headers=everything,
+            expose_headers=everything,
+        )
+    return app
 
 
 def all_routes(services: RouterServices, prompts: PromptReader) -> list[Route]:

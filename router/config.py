@@ -85,6 +85,9 @@ class RouterConfig:
     api_keys: str | None = option(
         None, "file (TOML, or JSON by its name) of keys with tenant, weight and limits of each"
     )
+    allowed_origins: tuple[str, ...] = option(
+        (), "origin of web pages that may read answers (CORS, repeatable; * = any; default: none)"
+    )
     share_prefix_cache: bool = option(
         False, "let the tenants of different API keys hit each other's cached prompts"
     )

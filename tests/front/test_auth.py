@@ -94,3 +94,28 @@ async def test_websockets_are_closed() -> None:
     scope = {"type": "websocket", "path": "/health", "headers": []}
     await ApiKeyGuard(never, [KEY])(scope, never, send)
     assert sent == [{"type": "websocket.close", "code": 1008}]
+
+
+PREFLIGHT = {
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization",
+}
+
+
+@pytest.mark.parametrize(
+    ("allowed", "origin", "answered"),
+    [((), "https://a", None), (("https://a",), "https://a", "https://a"), (("*",), "https://a", "*"),
+     (("https://a",), "https://b", None)],
+)  # fmt: skip
+async def test_web_pages_of_other_origins(
+    allowed: tuple[str, ...], origin: str, answered: str | None
+) -> None:
+    front = Front(config=RouterConfig(api_key=(KEY,), allowed_origins=allowed))
+    async with front.client(origin=origin) as client:
+        before = await client.options("/v1/chat/completions", headers=PREFLIGHT)
+        denied = await client.get("/v1/models")
+        given = await client.get("/v1/models", headers={"authorization": f"Bearer {KEY}"})
+    assert before.is_success == (answered is not None)
+    assert (denied.status_code, given.status_code) == (401, 200), "a key is wanted all the same"
+    for reply in (before, denied, given):
+        assert reply.headers.get("access-control-allow-origin") == answered

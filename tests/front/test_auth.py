@@ -104,8 +104,8 @@ PREFLIGHT = {
 
 @pytest.mark.parametrize(
     ("allowed", "origin", "answered"),
-    [((), "https://a", None), (("https://a",), "https://a", "https://a"), (("*",), "https://a", "*"),
-     (("https://a",), "https://b", None)],
+    [((), "https://a", None), (("https://a",), "https://a", "https://a"),
+     (("*",), "https://a", "*"), (("https://a",), "https://b", None)],
 )  # fmt: skip
 async def test_web_pages_of_other_origins(
     allowed: tuple[str, ...], origin: str, answered: str | None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from datetime import date
 from typing import Any, Final
 
 import jsonschema
@@ -87,9 +88,36 @@ TOOLS: Final[list[dict[str, Any]]] = [
 ]
 
 
+_FORMATS: Final = jsonschema.FormatChecker()
+
+
+@_FORMATS.checks("date", raises=ValueError)
+def _is_date(value: object) -> bool:
+    """As the grammar has it: 29 February is a day of any year, and 0000 is a year."""
+    if not isinstance(value, str):
+        return True
+    found = re.fullmatch(r"\d{4}-(\d\d-\d\d)", value, re.ASCII)
+    return found is not None and bool(date.fromisoformat(f"2000-{found[1]}"))
+
+
 def check_json(text: str, schema: dict[str, Any]) -> None:
-    """Raises unless `text` is JSON of the schema."""
-    jsonschema.Draft202012Validator(schema).validate(json.loads(text))
+    """Raises unless `text` is JSON of the schema, its formats included."""
+    jsonschema.Draft202012Validator(schema, format_checker=_FORMATS).validate(_read(text))
+
+
+def _read(text: str) -> Any:
+    """JSON as its standard has it: no NaN, and no name twice in one object."""
+
+    def no_number(name: str) -> Any:
+        raise ValueError(f"{name} is not JSON")
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        members = dict(pairs)
+        if len(members) != len(pairs):
+            raise ValueError(f"a name twice: {[name for name, _ in pairs]}")
+        return members
+
+    return json.loads(text, parse_constant=no_number, object_pairs_hook=once)
 
 
 def check_regex(text: str, pattern: str) -> None:

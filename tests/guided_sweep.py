@@ -1,9 +1,9 @@
 """The whole proof of guided decoding: python -m tests.guided_sweep [--seeds 1000] [--through pd]
 
 A random model, sampled at temperature 1: every output must parse and validate, whatever the seed.
-Through `llm` (one engine) or `pd` (prefill and decode node over gRPC, asked over HTTP, every other
-request streamed). The suite runs a small share of the same (tests/engine/test_guided_outputs.py,
-tests/system/test_guided.py). Prints one line per case.
+Through `llm` (one engine) or `pd` (prefill and decode node over gRPC, asked over HTTP, every seed
+both streamed and whole). The suite runs a small share of the same (tests/engine/test_guided.py,
+tests/system/test_guided.py). Prints a line per case as it is done.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -49,17 +49,15 @@ def random_model(path: Path) -> Path:
 # ---- one engine ----
 
 
-def sweep_engine(llm: LLM, seeds: Iterable[int]) -> dict[str, tuple[int, int]]:
+def sweep_engine(llm: LLM, seeds: Iterable[int]) -> Iterator[tuple[str, tuple[int, int]]]:
     """Per case: outputs, and their tokens. Raises at the first that is wrong."""
     seeds = list(seeds)
-    found: dict[str, tuple[int, int]] = {}
     for name, schema in SCHEMAS.items():
         guided = GuidedDecoding("json_schema", json.dumps(schema))
-        found[name] = _generate(llm, guided, seeds, lambda text, s=schema: check_json(text, s))
+        yield name, _generate(llm, guided, seeds, lambda text, s=schema: check_json(text, s))
     for pattern in REGEXES:
         guided = GuidedDecoding("regex", pattern)
-        found[pattern] = _generate(llm, guided, seeds, lambda text, p=pattern: check_regex(text, p))
-    return found
+        yield pattern, _generate(llm, guided, seeds, lambda text, p=pattern: check_regex(text, p))
 
 
 def _generate(
@@ -105,26 +103,37 @@ async def ask(client: httpx.AsyncClient, stream: bool, **body: Any) -> dict[str,
         choice = reply.json()["choices"][0]
         return {**choice["message"], "finish_reason": choice["finish_reason"]}
     whole: dict[str, Any] = {"content": "", "tool_calls": [], "finish_reason": None}
+    frames: list[str] = []
     async with client.stream("POST", "/v1/chat/completions", json=body) as reply:
         assert reply.status_code == 200, await reply.aread()
         async for line in reply.aiter_lines():
-            if line.startswith("data: {"):
-                _join(whole, json.loads(line[6:])["choices"][0])
+            assert not line or line.startswith("data: "), line
+            if line:
+                frames.append(line.removeprefix("data: "))
+    assert frames.pop() == "[DONE]"
+    for frame in map(json.loads, frames):
+        assert "choices" in frame, frame
+        _join(whole, frame["choices"][0])
     return whole
 
 
 def _join(whole: dict[str, Any], choice: dict[str, Any]) -> None:
-    whole["finish_reason"] = choice["finish_reason"] or whole["finish_reason"]
+    assert whole["finish_reason"] is None, choice
+    whole["finish_reason"] = choice["finish_reason"]
     whole["content"] += choice["delta"].get("content") or ""
     for part in choice["delta"].get("tool_calls") or ():
         calls = whole["tool_calls"]
         if part["index"] == len(calls):
             calls.append({"function": {"name": part["function"]["name"], "arguments": ""}})
+        else:
+            assert "name" not in part["function"], part
         calls[part["index"]]["function"]["arguments"] += part["function"].get("arguments") or ""
 
 
-async def sweep_schemas(client: httpx.AsyncClient, seeds: Iterable[int]) -> dict[str, int]:
-    """Every schema and regex, every second answer streamed."""
+async def sweep_schemas(
+    client: httpx.AsyncClient, seeds: Iterable[int]
+) -> AsyncIterator[tuple[str, int]]:
+    """Every schema and regex, and how many of its answers were valid."""
 
     async def schema(name: str, seed: int, stream: bool) -> None:
         spec = {"name": name, "strict": True, "schema": SCHEMAS[name]}
@@ -138,16 +147,16 @@ async def sweep_schemas(client: httpx.AsyncClient, seeds: Iterable[int]) -> dict
         assert told["finish_reason"] == "stop", told
         check_regex(told["content"], pattern)
 
-    found: dict[str, int] = {}
     for name in SCHEMAS:
-        found[name] = await _all(schema, name, seeds)
+        yield name, await _all(schema, name, seeds)
     for pattern in REGEXES:
-        found[pattern] = await _all(regex, pattern, seeds)
-    return found
+        yield pattern, await _all(regex, pattern, seeds)
 
 
-async def sweep_tools(client: httpx.AsyncClient, seeds: Iterable[int]) -> int:
-    """Calls that must be made: any of the tools, or a named one."""
+async def sweep_tools(
+    client: httpx.AsyncClient, seeds: Iterable[int]
+) -> AsyncIterator[tuple[str, int]]:
+    """Calls that must be made, any of the tools or a named one, and how many were valid."""
 
     async def call(choice: Any, seed: int, stream: bool) -> None:
         told = await ask(
@@ -161,37 +170,50 @@ async def sweep_tools(client: httpx.AsyncClient, seeds: Iterable[int]) -> int:
             assert made["function"]["name"] == choice["function"]["name"]
 
     named = {"type": "function", "function": {"name": "get_weather"}}
-    return sum([await _all(call, choice, seeds) for choice in ("required", named)])
+    for name, choice in (("required", "required"), ("named", named)):
+        yield name, await _all(call, choice, seeds)
 
 
-async def _all(one: Callable[[Any, int, bool], Any], case: Any, seeds: Iterable[int]) -> int:
+async def _all(
+    one: Callable[[Any, int, bool], Awaitable[None]], case: Any, seeds: Iterable[int]
+) -> int:
+    """Every seed whole and streamed. What fails says which it was."""
     slots = asyncio.Semaphore(CONCURRENT)
 
-    async def run(seed: int) -> None:
+    async def run(seed: int, stream: bool) -> None:
         async with slots:
-            await one(case, seed, seed % 2 == 0)
+            try:
+                await one(case, seed, stream)
+            except Exception as error:
+                error.add_note(f"{case}, seed {seed}, {'streamed' if stream else 'whole'}")
+                raise
 
-    asked = list(seeds)
-    await asyncio.gather(*(run(seed) for seed in asked))
+    asked = [(seed, stream) for seed in seeds for stream in (False, True)]
+    await asyncio.gather(*(run(seed, stream) for seed, stream in asked))
     return len(asked)
 
 
 async def sweep_pd(model: Path, seeds: int, tool_seeds: int) -> None:
+    started = time.monotonic()
     async with served(model) as client:
-        started = time.monotonic()
-        for name, count in (await sweep_schemas(client, range(seeds))).items():
-            sys.stdout.write(f"{name}: {count} answers valid\n")
-        sys.stdout.write(f"{time.monotonic() - started:.0f} s\n")
-    for name in FORMATS:
-        async with served(model, tool_call_parser=name) as client:
-            count = await sweep_tools(client, range(tool_seeds))
-            sys.stdout.write(f"tools as {name}: {count} calls valid\n")
+        async for name, count in sweep_schemas(client, range(seeds)):
+            _say(started, f"{name}: {count} answers valid")
+    for parser in FORMATS:
+        async with served(model, tool_call_parser=parser) as client:
+            async for name, count in sweep_tools(client, range(tool_seeds)):
+                _say(started, f"tools as {parser}, {name}: {count} calls valid")
+
+
+def _say(started: float, line: str) -> None:
+    shown = line.replace("\n", "\\n")  # a regex may hold one
+    sys.stdout.write(f"{time.monotonic() - started:5.0f} s  {shown}\n")
+    sys.stdout.flush()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=1000)
-    parser.add_argument("--tool-seeds", type=int, default=100)
+    parser.add_argument("--tool-seeds", type=int, default=1000)
     parser.add_argument("--through", choices=("llm", "pd"), default="llm")
     asked = parser.parse_args()
     torch.set_num_threads(1)
@@ -202,9 +224,8 @@ def main() -> None:
             return
         llm = LLM(str(model), num_kv_blocks=CONCURRENT * POSITIONS // 32, max_num_seqs=CONCURRENT)
         started = time.monotonic()
-        for name, (count, tokens) in sweep_engine(llm, range(asked.seeds)).items():
-            sys.stdout.write(f"{name}: {count} outputs valid, {tokens / count:.0f} tokens each\n")
-        sys.stdout.write(f"{time.monotonic() - started:.0f} s\n")
+        for name, (count, tokens) in sweep_engine(llm, range(asked.seeds)):
+            _say(started, f"{name}: {count} outputs valid, {tokens / count:.0f} tokens each")
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def persons(llm: LLM, count: int = 8, **params: Any) -> list[GenerationOutput]:
 
 
 def test_outputs_of_a_random_model_are_valid(llm: LLM) -> None:
-    found = sweep_engine(llm, range(4))
+    found = dict(sweep_engine(llm, range(4)))
     assert {count for count, _ in found.values()} == {4}
 
 

@@ -13,6 +13,7 @@ Source: xgrammar's structural tag formats; llguidance's Lark syntax (docs/syntax
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
@@ -250,12 +251,16 @@ class _Writer:
         """A text that matches a pattern from end to end."""
         return "/" + llguidance.regex_to_lark(unanchored(pattern), "dw") + "/"
 
-    def match(self, pattern: str, end: str) -> str:
+    def match(self, pattern: str, end: str, without: str = "") -> str:
         """A text that matches a pattern, and what follows it: one lexeme, because a pattern alone
-        would take as much as it can."""
+        would take as much as it can. `without`: what the text must not hold."""
         at, _ = self._next_special(end)
         first = json.dumps(end[:at], ensure_ascii=False) if at else ""
-        lexeme = self._terminal(f"{self.regex(pattern)} {first}".rstrip())
+        text = self.regex(pattern)
+        if without:
+            escaped = re.escape(without).replace("/", "\\/")
+            text = f"({text} & ~/(.|\\n)*{escaped}(.|\\n)*/)"
+        lexeme = self._terminal(f"{text} {first}".rstrip())
         return lexeme if at == len(end) else f"{lexeme} {self.literal(end[at:])}"
 
     def literal(self, text: str) -> str:

@@ -13,7 +13,7 @@ from router.parsers.grammar import ToolFormat
 from router.parsers.message import MessageRules
 from router.parsers.registry import REASONING_FORMATS, TOOL_FORMATS
 from router.prompts import ChatPrompt, Conversation
-from router.structured.guided import DEFAULT_STYLE, check_forced, forces_calls
+from router.structured.guided import DEFAULT_STYLE, check_forced, forces_calls, room_for_content
 from router.terms import Terms
 
 _AUTO_IS_OFF: Final = (
@@ -80,7 +80,7 @@ def message_rules(
     elif thinks is not None:
         opened = thinks.opened(prompt.text, asked.kwargs)
     if thinks is not None and forces_calls(body):
-        thinks = replace(thinks, implied_end=None)  # the grammar begins where the thought ends
+        thinks = replace(thinks, call=None)  # the grammar begins where the thought ends
     return MessageRules(
         reasoning=thinks,
         opened=opened,
@@ -88,5 +88,5 @@ def message_rules(
         schemas=schemas_of(tuple(dict(tool) for tool in asked.tools)),
         show_reasoning=body.include_reasoning is not False,
         one_call=body.parallel_tool_calls is False,
-        only_calls=forces_calls(body),
+        room=room_for_content(body),
     )

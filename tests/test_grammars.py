@@ -57,6 +57,7 @@ XML = {
         "note": {"type": "string", "minLength": 1, "maxLength": 3}, "any": True,
         "fixed": {"type": "string", "const": "x"}, "odd": {"type": "string", "enum": [1]},
         "tail": {"type": "string", "pattern": "x$"}, "more": {"type": "string", "minLength": 2},
+        "empty": {"title": "?"}, "zip": {"anyOf": [{"type": "string"}, {"type": "null"}]},
     },
     "required": ["city"],
     "$defs": {"n": {"type": "integer"}},
@@ -117,10 +118,12 @@ MATCHES: list[tuple[GuidedDecoding, list[str], list[str]]] = [
      [parameter("city", "Os<lo\n"), parameter("city", "a") + parameter("unit", "C")
       + parameter("code", "NOx") + parameter("days", "3") + parameter("note", "abc")
       + parameter("any", "[") + parameter("fixed", "x") + parameter("odd", "?")
-      + parameter("tail", "x") + parameter("more", "long")],
+      + parameter("tail", "x") + parameter("more", "long") + parameter("empty", "12 [")
+      + parameter("zip", '"12"')],
      ["", parameter("unit", "C"), parameter("city", "a") + parameter("unit", "K"),
       parameter("city", "a") + parameter("note", "abcd"),
-      parameter("city", "a") + parameter("days", "x")]),
+      parameter("city", "a") + parameter("days", "x"),
+      parameter("city", "a") + parameter("zip", "12")]),
     (tag(one("qwen_xml_parameter", json_schema={})), [""], ["x"]),
 ]  # fmt: skip
 

@@ -25,7 +25,8 @@ Grammar = Callable[[Reader, Sink, Schemas], Steps[None]]
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """A format by name. `markers` must reach the grammar also where they are special tokens."""
+    """A format by name. `markers`, the first of which begins calls, must reach the grammar also
+    where they are special tokens."""
 
     name: str
     grammar: Grammar

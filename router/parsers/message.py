@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from router.parsers import reasoning
 from router.parsers.grammar import Schemas, ToolFormat
-from router.parsers.parts import CallArguments, CallStart, Content, Part, Reasoning, Sink
+from router.parsers.parts import CallArguments, CallStart, Content, Part, Reasoning, Room, Sink
 from router.parsers.reader import Reader, Steps
 from router.parsers.reasoning import ReasoningFormat
 
@@ -19,8 +19,7 @@ class MessageRules:
     """What to look for in an answer. `opened`: it starts within reasoning.
 
     `show_reasoning` and `one_call` leave out what a client does not want: reasoning, and all calls
-    but the first. `only_calls`: the answer's grammar has nothing else, so what is not read as one
-    is the markup of a call that was cut short.
+    but the first. `room`: what the answer's grammar leaves to content.
     """
 
     reasoning: ReasoningFormat | None = None
@@ -29,7 +28,7 @@ class MessageRules:
     schemas: Schemas = field(default_factory=dict)
     show_reasoning: bool = True
     one_call: bool = False
-    only_calls: bool = False
+    room: Room = Room.ANY
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -43,7 +42,8 @@ class MessageParser:
 
     def __init__(self, rules: MessageRules) -> None:
         self._reader = Reader()
-        self._sink = Sink(may_call=rules.tools is not None)
+        marker = "" if rules.tools is None else rules.tools.markers[0]
+        self._sink = Sink(rules.tools is not None, rules.room, marker)
         self._grammar = _read(self._reader, self._sink, rules)
         self._rules = rules
         self._running = True
@@ -83,7 +83,7 @@ class MessageParser:
             case CallStart() | CallArguments():
                 return part.index == 0 or not self._rules.one_call
             case Content():
-                return not self._rules.only_calls
+                return True
 
     def _step(self) -> None:
         """Let the grammar go on until it needs more text."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
+
+from router.parsers.reader import begun
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,20 +41,36 @@ class CallArguments:
 Part = Reasoning | Content | CallStart | CallArguments
 
 
+class Room(enum.Enum):
+    """What an answer's grammar leaves to content. What it has no room for, and is not read as a
+    call, is the markup of a call that was cut short: it is left out."""
+
+    ANY = enum.auto()  # text and calls as the model likes
+    INSTEAD = enum.auto()  # either content or calls
+    JSON_INSTEAD = enum.auto()  # and content is JSON, which begins otherwise than a marker
+    NONE = enum.auto()  # calls only
+
+
 class Sink:
     """Collects the parts of one answer. `thinking` is true between the tags of reasoning.
 
     Where there may be calls, white space before one or after the last is layout and left out, so it
-    is held back until it is clear what follows. All else that a grammar writes is kept.
+    is held back until it is clear what follows. All else that a grammar writes is kept. What comes
+    after a call within reasoning is reasoning until that is closed: see interrupted().
     """
 
-    def __init__(self, may_call: bool) -> None:
+    def __init__(self, may_call: bool, room: Room = Room.ANY, marker: str = "") -> None:
+        """`marker`: what calls begin with."""
         self.num_calls = 0
         self.may_call = may_call
         self.thinking = False
         self._parts: list[Part] = []
+        self._room = room
+        self._marker = marker
         self._space = ""
         self._after_call = False
+        self._close = ""  # the tag that still has to come
+        self._held = ""  # what it may have begun with
 
     def take(self) -> tuple[Part, ...]:
         """The parts since the last time, neighbours of one kind joined."""
@@ -65,7 +84,21 @@ class Sink:
         else:
             self._parts.append(Reasoning(text))
 
+    def interrupted(self, close: str) -> None:
+        """What follows may be a call although the reasoning is not closed: what is content by
+        itself is reasoning up to `close`, which is left out."""
+        self.thinking = False
+        self._close = close
+
     def content(self, text: str) -> None:
+        if self._close:
+            thought, close, text = (self._held + text).partition(self._close)
+            num_held = 0 if close else begun(thought, (self._close,))
+            self._held = thought[len(thought) - num_held :]
+            self._think(thought[: len(thought) - num_held])
+            if not close:
+                return
+            self._closed()
         text = self._space + text
         shown = text.rstrip() if self.may_call else text
         self._space = text[len(shown) :]
@@ -74,8 +107,12 @@ class Sink:
             self._append(shown)
 
     def call(self, name: str) -> None:
+        self._flush()
         self._space = ""
         self._after_call = True
+        if not self._close and self._room is not Room.ANY:
+            self._room = Room.NONE  # a call within reasoning is not the grammar's
+        self.thinking = False
         self._parts.append(CallStart(self.num_calls, name))
         self.num_calls += 1
 
@@ -90,13 +127,47 @@ class Sink:
 
     def end(self) -> None:
         """No more comes: white space is content, unless a call stands before it."""
+        self._flush()
+        if self._close:
+            self._closed()
         if self._space and not self._after_call:
             self._append(self._space)
         self._space = ""
 
+    def _think(self, text: str) -> None:
+        """More of the reasoning after a call in it."""
+        text = self._space + text
+        shown = text.rstrip()
+        self._space = text[len(shown) :]
+        if shown:
+            self._after_call = False
+            self.thinking = True
+            self.reasoning(shown)
+
+    def _flush(self) -> None:
+        """What was held back has not become the tag."""
+        held, self._held = self._held, ""
+        if held:
+            self._think(held)
+
+    def _closed(self) -> None:
+        """The interrupted reasoning is over."""
+        if not self._after_call and self._space:
+            self.reasoning(self._space)
+        self._close, self._space, self.thinking = "", "", False
+
     def _append(self, text: str) -> None:
+        if self._room is Room.JSON_INSTEAD:
+            self._room = Room.NONE if self._begins_call(text.lstrip()) else Room.INSTEAD
+        if self._room is Room.NONE:
+            return
         last = self._parts[-1] if self._parts else None
         if isinstance(last, Content):
             self._parts[-1] = Content(last.text + text)
         else:
             self._parts.append(Content(text))
+
+    def _begins_call(self, text: str) -> bool:
+        """Whether the first content is a call's: its marker, or as much of it as came. A lone
+        bracket may be either, and is content."""
+        return text.startswith(self._marker) or (text != "[" and self._marker.startswith(text))

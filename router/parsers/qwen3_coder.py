@@ -8,8 +8,11 @@
     </function>
     </tool_call>
 
-The arguments' JSON is made here. A value whose schema says anything but `string` is JSON if it
-reads as such; text streams as it arrives. Source: Qwen3-Coder's qwen3coder_tool_parser.py.
+The arguments' JSON is made here. A value of type `string`, or of a schema that names no type, is
+text and streams as it arrives. Any other is JSON if it reads as such, unless its schema allows a
+string and not what was read: a `12345` of Optional[str] is "12345". A string in quotes is read as
+JSON there, because that is how a forced call writes it (baton/xml_parameters.py). Source:
+Qwen3-Coder's qwen3coder_tool_parser.py.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from typing import Any, Final, cast
 
 import orjson
 
+from baton.schema_kinds import Kinds, kind_of, kinds_of
+from baton.xml_parameters import PARAMETER_END, is_text
 from router.parsers.grammar import Schemas, ToolFormat
 from router.parsers.parts import Sink
 from router.parsers.reader import Reader, Steps
@@ -29,9 +34,8 @@ END: Final = "</tool_call>"
 FUNCTION: Final = "<function="
 FUNCTION_END: Final = "</function>"
 PARAMETER: Final = "<parameter="
-PARAMETER_END: Final = "</parameter>"
 _WORDS: Final = {"true": "true", "false": "false", "null": "null", "none": "null"}
-_STRINGS: Final = ("string", "str", "text", "enum")
+_STRINGS: Final = ("str", "text", "enum")  # what clients write for `string`
 
 
 def read(reader: Reader, sink: Sink, schemas: Schemas) -> Steps[None]:
@@ -63,7 +67,7 @@ def _parameters(reader: Reader, sink: Sink, schema: Mapping[str, Any]) -> Steps[
                 return
             sink.arguments(opening + _quoted("".join(key)) + ": ")
             opening = ", "
-            if not (yield from _value(reader, sink, _is_text("".join(key), schema))):
+            if not (yield from _value(reader, sink, _kinds("".join(key), schema))):
                 return
         elif (yield from reader.literal(FUNCTION_END)):
             sink.arguments("{}" if opening == "{" else "}")
@@ -72,43 +76,63 @@ def _parameters(reader: Reader, sink: Sink, schema: Mapping[str, Any]) -> Steps[
             return
 
 
-def _value(reader: Reader, sink: Sink, is_text: bool) -> Steps[bool]:
-    """One value, without the line break at either end; False if it has no end."""
+def _value(reader: Reader, sink: Sink, kinds: Kinds | None) -> Steps[bool]:
+    """One value, without the line break at either end; False if it has no end.
+
+    `kinds`: what it may be, None if it is text.
+    """
     yield from reader.literal("\n")
     ends = ("\n" + PARAMETER_END, PARAMETER_END)
-    if is_text:
+    if kinds is None:
         sink.arguments('"')
         found = yield from reader.until(ends, lambda text: sink.arguments(_quoted(text)[1:-1]))
         if found:
             sink.arguments('"')
         return bool(found)
-    parts: list[str] = []
-    found = yield from reader.until(ends, parts.append)
-    if found:
-        sink.arguments(_as_json("".join(parts)))
-    return bool(found)
+    value = yield from _json(reader)
+    if value is None:
+        parts: list[str] = []
+        if not (yield from reader.until(ends, parts.append)):
+            return False
+        value = "".join(parts)
+    sink.arguments(_as_json(value, kinds))
+    return True
 
 
-def _is_text(key: str, schema: Mapping[str, Any]) -> bool:
-    """Whether the schema wants a string: also where it says nothing of the parameter."""
+def _json(reader: Reader) -> Steps[str | None]:
+    """A value in brackets or quotes, and the tag after it: its strings may hold that tag, too.
+
+    None if it is not one; then nothing is read.
+    """
+    read = [(yield from reader.space())]
+    if (yield from reader.peek()) in ("{", "[", '"') and (
+        yield from reader.json_value(read.append, strict=True)
+    ):
+        read.append((yield from reader.space()))
+        if (yield from reader.literal(PARAMETER_END)):
+            return "".join(read).removesuffix("\n")
+    reader.unread("".join(read))
+    return None
+
+
+def _kinds(key: str, schema: Mapping[str, Any]) -> Kinds | None:
+    """What a parameter may be, None for text: also where the schema says nothing of it."""
     properties: object = schema.get("properties")
     spec: object = cast("Any", properties).get(key) if isinstance(properties, Mapping) else None
-    if not isinstance(spec, Mapping):
-        return True
-    kind: object = cast("Any", spec).get("type")
-    return kind in _STRINGS
+    if is_text(spec) or cast("Mapping[str, Any]", spec).get("type") in _STRINGS:
+        return None
+    return kinds_of(spec, schema)
 
 
-def _as_json(text: str) -> str:
-    """The value's own JSON if it is some, else the text as a JSON string."""
+def _as_json(text: str, kinds: Kinds) -> str:
+    """The value's own JSON if it is some, and allowed; else the text as a JSON string."""
     stripped = text.strip()
-    if stripped.lower() in _WORDS:
-        return _WORDS[stripped.lower()]
+    stripped = _WORDS.get(stripped.lower(), stripped)
     try:
-        json.loads(stripped, parse_constant=_no_constant)
+        kind = kind_of(json.loads(stripped, parse_constant=_no_constant))
     except (ValueError, RecursionError):
         return _quoted(text)
-    return stripped
+    return _quoted(text) if "string" in kinds and kind not in kinds else stripped
 
 
 def _no_constant(name: str) -> None:

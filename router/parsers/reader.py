@@ -22,6 +22,8 @@ _WORD: Final = re.compile(r"[\w.\-]*")
 _SCALAR: Final = re.compile(r"[\w.+\-]*")
 _PLAIN_CHARS: Final = re.compile(r'[^"\\]*')  # within a JSON string
 _PLAIN_JSON: Final = re.compile(r'[^"{}\[\]]*')  # outside of one
+_STRICT_CHARS: Final = re.compile(r'[^"\\\x00-\x1f]*')  # the same two of JSON by the letter
+_STRICT_JSON: Final = re.compile(r"[\s\w.+\-,:]*")
 _CLOSES: Final = {"{": "}", "[": "]"}
 MAX_WORD: Final = 256
 
@@ -68,6 +70,11 @@ class Reader:
         """Back to the mark, which is gone then."""
         assert self._mark is not None, "mark() comes first"
         self._at, self._mark = self._mark, None
+
+    def unread(self, text: str) -> None:
+        """Back to before `text`, all of which was just read. There is no mark meanwhile."""
+        assert self._mark is None, "a mark would be lost"
+        self._text, self._at = text + self._text[self._at :], 0
 
     # ---- reading ----
 
@@ -123,7 +130,7 @@ class Reader:
             if self._ended:
                 self._pass(len(text), emit)
                 return ""
-            self._pass(len(text) - _begun(text[self._at :], markers), emit)
+            self._pass(len(text) - begun(text[self._at :], markers), emit)
             yield
 
     def json_string(self) -> Steps[str | None]:
@@ -136,23 +143,25 @@ class Reader:
         except ValueError:
             return None
 
-    def json_value(self, emit: Emit) -> Steps[bool]:
+    def json_value(self, emit: Emit, strict: bool = False) -> Steps[bool]:
         """Read one JSON value and emit it verbatim; False if it is none or has no end.
 
-        Brackets and strings must match; what stands between them is not looked at.
+        Brackets and strings must match; what stands between them is not looked at. `strict`: it
+        has characters of JSON's own only, so text that is no JSON is known as such soon.
         """
+        chars, plain = (_STRICT_CHARS, _STRICT_JSON) if strict else (_PLAIN_CHARS, _PLAIN_JSON)
         char = yield from self.peek()
         if char == '"':
-            return (yield from self._string(emit))
+            return (yield from self._string(emit, chars))
         if char not in _CLOSES:
             count = yield from self._run(_SCALAR, emit)
             return count > 0
         closes: list[str] = []
         while True:
-            yield from self._run(_PLAIN_JSON, emit)
+            yield from self._run(plain, emit)
             char = yield from self.peek()
             if char == '"':
-                if not (yield from self._string(emit)):
+                if not (yield from self._string(emit, chars)):
                     return False
                 continue
             if char in _CLOSES:
@@ -165,13 +174,14 @@ class Reader:
 
     # ---- parts ----
 
-    def _string(self, emit: Emit) -> Steps[bool]:
-        """A JSON string from its opening quote on, verbatim; False if it has no end."""
+    def _string(self, emit: Emit, chars: re.Pattern[str] = _PLAIN_CHARS) -> Steps[bool]:
+        """A JSON string from its opening quote on, verbatim; False if it has no end, or holds what
+        is not in `chars` and does not end it."""
         self._pass(self._at + 1, emit)
         while True:
-            yield from self._run(_PLAIN_CHARS, emit)
+            yield from self._run(chars, emit)
             char = yield from self.peek()
-            if not char:
+            if char not in ('"', "\\"):
                 return False
             self._pass(self._at + 1, emit)
             if char == '"':
@@ -198,7 +208,7 @@ class Reader:
             self._at = upto
 
 
-def _begun(text: str, markers: tuple[str, ...]) -> int:
+def begun(text: str, markers: tuple[str, ...]) -> int:
     """Length of the longest tail of `text` that one of `markers` starts with."""
     longest = 0
     for marker in markers:

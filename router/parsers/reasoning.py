@@ -2,7 +2,8 @@
 
 Templates differ: the model writes `<think>` itself, or its prompt ends with it, or its prompt ends
 with `</think>` (thinking switched off). What the prompt ends with decides, if it does; else what
-the format says. Without a closing tag everything is reasoning: the answer was cut short.
+the format says. Without a closing tag everything is reasoning: the answer was cut short. A call
+may be made within reasoning; what is said after it is reasoning as before, up to the same tag.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ CLOSE: Final = "</think>"
 class ReasoningFormat:
     """A format by name. `begins(chat_template_kwargs)`: an answer without `<think>` is reasoning.
 
-    `implied_end`: what ends it like a closing tag, and what must follow (after white space) to be
-    that: models at times call a tool in mid-thought.
+    `call`: what begins a call within it, and what must follow (after white space) to be one: models
+    at times call a tool in mid-thought.
     """
 
     name: str
     begins: Callable[[Mapping[str, Any]], bool]
-    implied_end: tuple[str, tuple[str, ...]] | None = None
+    call: tuple[str, tuple[str, ...]] | None = None
 
     def opened(self, prompt: str, kwargs: Mapping[str, Any]) -> bool:
         """Whether an answer to `prompt` starts within reasoning, if it does not say so itself."""
@@ -52,14 +53,15 @@ def read(reader: Reader, sink: Sink, form: ReasoningFormat, opened: bool) -> Ste
     sink.thinking = True
     if space and not tagged:
         sink.reasoning(space)
-    call, follows = form.implied_end if form.implied_end and sink.may_call else ("", ())
+    call, follows = form.call if form.call and sink.may_call else ("", ())
     markers = (CLOSE, call) if call else (CLOSE,)
     while (yield from reader.until(markers, sink.reasoning)) == call != "":
         reader.mark(len(call))
         yield from reader.space()
         if (yield from _one_of(reader, follows)):
             reader.rewind()
-            break
+            sink.interrupted(CLOSE)
+            return
         sink.reasoning(reader.marked())
     sink.thinking = False
 

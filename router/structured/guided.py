@@ -24,6 +24,7 @@ from baton.tokenizer import Tokenizer
 from router.openai import ChatBody, CompletionBody
 from router.parsers import reasoning
 from router.parsers.message import MessageRules
+from router.parsers.parts import Room
 from router.structured.grammar_checks import Asked
 from router.structured.tool_grammars import forced, offered, style_of
 
@@ -76,6 +77,17 @@ def asked_of_chat(
 def forces_calls(body: ChatBody) -> bool:
     """Whether the answer must be calls."""
     return body.tool_choice == "required" or isinstance(body.tool_choice, dict)
+
+
+def room_for_content(body: ChatBody) -> Room:
+    """What a chat's grammar leaves to content. Raises InvalidRequest like asked_of."""
+    if forces_calls(body):
+        return Room.NONE
+    asked = asked_of(body) if body.tools and body.tool_choice != "none" else None
+    if asked is None:
+        return Room.ANY
+    is_json = asked.guided.kind in ("json_object", "json_schema")
+    return Room.JSON_INSTEAD if is_json else Room.INSTEAD
 
 
 def check_forced(choice: str | dict[str, Any], tools: Sequence[Mapping[str, Any]]) -> None:

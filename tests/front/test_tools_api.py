@@ -260,6 +260,29 @@ async def test_forced_calls_are_all_there_is_whatever_format_was_asked_for() -> 
     assert '"or"' not in guided.grammar
 
 
+async def test_calls_instead_of_a_format_cut_short_show_no_markup() -> None:
+    """Under `auto` the grammar is an answer in that form, or calls: never both."""
+    answer = f"{CALL}\n{CALL}"
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+    config = RouterConfig(
+        enable_auto_tool_choice=True, tool_call_parser="hermes", request_timeout_s=20.0
+    )
+    seen: set[int] = set()
+    async with front(answer, config).client() as client:
+        for count in range(1, len(TOKENIZER.encode(answer, add_special_tokens=False))):
+            body = {"messages": ASK, "tools": [TOOL], "max_tokens": count}
+            reply = await client.post(
+                "/v1/chat/completions", json={**body, "response_format": schema}
+            )
+            (made,) = reply.json()["choices"]
+            assert made["finish_reason"] == "length"
+            assert not made["message"]["content"]
+            seen.add(len(made["message"].get("tool_calls") or []))
+    assert seen == {0, 1, 2}
+    reply = await post(front('{"a": 1}', config), tools=[TOOL], response_format=schema)
+    assert reply["choices"][0]["message"]["content"] == '{"a": 1}'
+
+
 def named(*names: str) -> list[dict[str, Any]]:
     return [{"type": "function", "function": {"name": name}} for name in names]
 

@@ -16,11 +16,11 @@ from baton.grammars import check_grammar
 from baton.sampling import GuidedDecoding
 from router.openai import ChatBody, CompletionBody, parse
 from router.parsers.message import MessageParser, MessageRules
-from router.parsers.parts import CallArguments, CallStart, Content
+from router.parsers.parts import CallArguments, CallStart, Content, Room
 from router.parsers.reasoning import QWEN3
 from router.parsers.registry import TOOL_FORMATS
 from router.structured.grammar_checks import MAX_WAITING, Asked, GrammarChecker
-from router.structured.guided import asked_of, asked_of_chat, check_forced
+from router.structured.guided import asked_of, asked_of_chat, check_forced, room_for_content
 from router.structured.tool_grammars import STYLES, forced, offered, style_of
 from tests.front.fakes import TOKENIZER
 from tests.grammar_texts import byte_tokenizer, takes
@@ -196,6 +196,37 @@ def test_mistrals_newer_tokenizers_have_a_style_of_their_own(tokenizer: Any) -> 
     assert read("mistral", text) == [("get_weather", json.loads(OSLO)), ("now", {})]
 
 
+def test_values_that_hold_their_own_closing_tag(tokenizer: Any) -> None:
+    tag = "</parameter>"
+    closed = {"type": "object", "properties": {"s": {"const": tag}}, "additionalProperties": False}
+    properties = {
+        "e": {**closed, "required": ["s"]},
+        "choice": {"type": "string", "enum": [tag, "no"]},
+        "maybe": {"anyOf": [{"type": "string", "maxLength": 20}, {"type": "null"}]},
+        "pattern": {"type": "string", "pattern": "^a.*$"},
+    }
+    parameters = {"type": "object", "properties": properties, "required": ["e"]}
+    function = {"name": "f", "strict": True, "parameters": parameters}
+    guided = tagged(forced(STYLES["qwen3_coder"], [{"function": function}], several=False))
+    check_grammar(guided)
+
+    def text(**values: str) -> str:
+        written_ = (f"<parameter={key}>\n{value}\n{tag}\n" for key, value in values.items())
+        return written("qwen3_coder", ("f", "".join(written_)))
+
+    value = {"e": {"s": tag}, "choice": tag, "maybe": tag, "pattern": "ab"}
+    said = {**{key: json.dumps(each) for key, each in value.items()}, "pattern": "ab"}
+    assert takes(tokenizer, guided, text(**said))
+    rules = MessageRules(tools=TOOL_FORMATS["qwen3_coder"], schemas={"f": parameters})
+    machine = MessageParser(rules)
+    parts = [*machine.push(text(**said)), *machine.finish()]
+    assert not any(isinstance(part, Content) for part in parts)
+    arguments = "".join(part.text for part in parts if isinstance(part, CallArguments))
+    assert json.loads(arguments) == value
+    for wrong in ({"choice": tag}, {"choice": "no"}, {"maybe": tag}, {"pattern": f"a{tag}"}):
+        assert not takes(tokenizer, guided, text(**{"e": said["e"], **wrong})), wrong
+
+
 def asked_tools(tokenizer: Any, **fields: Any) -> GuidedDecoding:
     asked = asked_of_chat(chat(tools=TOOLS, **fields), "hermes", None, TOKENIZER)
     assert asked is not None
@@ -244,6 +275,24 @@ def test_an_answer_in_the_asked_form_or_calls(
     assert not takes(tokenizer, guided, "hello")
     must = asked_tools(tokenizer, tool_choice="required", **fields)
     assert not takes(tokenizer, must, answer)
+
+
+@pytest.mark.parametrize(
+    ("fields", "room"),
+    [
+        ({}, Room.ANY),
+        ({"tools": TOOLS}, Room.ANY),
+        ({"guided_json": SCHEMA}, Room.ANY),
+        ({"tools": TOOLS, "guided_json": SCHEMA}, Room.JSON_INSTEAD),
+        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, Room.JSON_INSTEAD),
+        ({"tools": TOOLS, "guided_regex": "<+", "tool_choice": "auto"}, Room.INSTEAD),
+        ({"tools": TOOLS, "guided_json": SCHEMA, "tool_choice": "none"}, Room.ANY),
+        ({"tools": TOOLS, "guided_json": SCHEMA, "tool_choice": "required"}, Room.NONE),
+        ({"tools": TOOLS, "tool_choice": NAMED}, Room.NONE),
+    ],
+)
+def test_what_is_left_to_content(fields: dict[str, Any], room: Room) -> None:
+    assert room_for_content(chat(**fields)) is room
 
 
 def test_what_cannot_be_combined() -> None:

@@ -60,7 +60,46 @@ _HERMES: list[Example] = [
     same("hermes", "<tool_call"),
 ]
 
+
+def coder(name: str, value: str, json_text: str) -> Example:
+    """A call of Qwen3-Coder's with one parameter, and what its value is as JSON."""
+    text = f"<tool_call>\n<function=f>\n<parameter={name}>\n{value}\n</parameter>\n"
+    return (
+        "qwen3_coder",
+        text + "</function>\n</tool_call>",
+        "",
+        [["f", f'{{"{name}": {json_text}}}']],
+    )
+
+
 _QWEN3_CODER: list[Example] = [
+    *(
+        coder(name, "12345", '"12345"')
+        for name in ("zip", "any", "one", "ref", "empty", "described", "deep")
+    ),
+    coder("mixed", "12345", "12345"),
+    coder("mixed", "1.5", '"1.5"'),
+    coder("mixed", "None", '"None"'),
+    coder("zip", "null", "null"),
+    coder("zip", "true", '"true"'),
+    coder("zip", '"996"', '"996"'),
+    coder("zip", '{"a": [1]}', '"{\\"a\\": [1]}"'),
+    coder("zip", '"so" he said', '"\\"so\\" he said"'),
+    coder("one", "1", '"1"'),
+    coder("one", '"1"', '"1"'),
+    coder("empty", '"996"', '"\\"996\\""'),
+    coder("unknown", "12", "12"),
+    coder("object", '{"s": "</parameter>"}', '{"s": "</parameter>"}'),
+    coder("object", ' [{\n"s": "a\\"</parameter>\\"b"}]\n', '[{\n"s": "a\\"</parameter>\\"b"}]'),
+    coder("zip", '"\\n</parameter>"', '"\\n</parameter>"'),
+    coder("tag", '"</parameter>"', '"</parameter>"'),
+    coder("tag", "no", '"no"'),
+    coder("object", '{"s": "open', '"{\\"s\\": \\"open"'),
+    coder("object", "{a: 1} ", '"{a: 1} "'),
+    coder("object", "['a', 1]", "\"['a', 1]\""),
+    coder("zip", "[so](there) {", '"[so](there) {"'),
+    coder("zip", '"so', '"\\"so"'),
+    coder("zip", '"', '"\\""'),
     (
         "qwen3_coder",
         (

@@ -9,11 +9,11 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from router.parsers.message import MessageParser, MessageRules
-from router.parsers.parts import CallArguments, CallStart, Content, Part, Reasoning
+from router.parsers.parts import CallArguments, CallStart, Content, Part, Reasoning, Room
 from router.parsers.reasoning import DEEPSEEK_R1, QWEN3
 from router.parsers.registry import REASONING_FORMATS, TOOL_FORMATS
 from tests.front.parsers.examples import (
@@ -24,7 +24,14 @@ from tests.front.parsers.examples import (
     DS_END,
     DS_SEP,
     EXAMPLES,
+    F_LLAMA,
+    G_JSON,
     HERMES,
+)
+
+CODER = (
+    "<tool_call>\n<function=f>\n<parameter=count>\n3\n</parameter>\n</function>\n</tool_call>\n"
+    "<tool_call>\n<function=g>\n</function>\n</tool_call>"
 )
 
 SCHEMAS = {
@@ -35,7 +42,18 @@ SCHEMAS = {
             "flag": {"type": "boolean"},
             "items": {"type": "array"},
             "any": {"type": ["string", "null"]},
-        }
+            "zip": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "one": {"enum": ["1", "2"]},
+            "ref": {"$ref": "#/$defs/z"},
+            "deep": {"allOf": [{"oneOf": [{"$ref": "#/$defs/z"}, {"const": "2"}]}]},
+            "mixed": {"type": ["string", "integer"]},
+            "empty": {},
+            "object": {"type": "object"},
+            "tag": {"type": "string", "enum": ["</parameter>", "no"]},
+            "described": {"description": "a number, or so"},
+            "unknown": {"$ref": "#/$defs/none"},
+        },
+        "$defs": {"z": {"type": "string"}},
     }
 }
 
@@ -90,6 +108,7 @@ def test_examples_whole_and_character_by_character(
 FRAGMENTS = st.sampled_from(
     [
         "<tool_call>", "</tool_call>", "<function=", "f>", "<parameter=text>", "<parameter=count>",
+        "<parameter=zip>", "<parameter=items>",
         "</parameter>", "</function>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>",
         DS_CALLS, DS_CALL, DS_SEP, DS_CALL_END, DS_END, "function", "```json", "```", "<think>",
         "</think>", '{"name": "f", ', '"arguments": ', '"parameters": ', '{"a": 1}', "{", "}", "[",
@@ -108,6 +127,7 @@ RULES = st.builds(
     opened=st.booleans(),
     tools=st.sampled_from([None, *TOOL_FORMATS.values()]),
     schemas=st.just(SCHEMAS),
+    room=st.sampled_from(Room),
 )
 
 
@@ -128,6 +148,8 @@ def test_how_the_text_is_cut_never_changes_the_result(
 @given(RULES, TEXTS)
 def test_nothing_is_lost(rules: MessageRules, text: str) -> None:
     folded = parse(rules, text)
+    if rules.room is not Room.ANY:
+        return
     if rules.reasoning is None and not folded.calls:
         assert folded.content == text
     if rules.tools is None and rules.reasoning is not None:
@@ -186,6 +208,50 @@ def test_tagged_parameters_become_the_json_of_their_text(values: dict[str, str])
     assert json.loads(folded.calls[0][1]) == values
 
 
+@given(
+    st.dictionaries(st.sampled_from(["zip", "any", "ref", "one", "deep"]), st.text(max_size=12)),
+    st.booleans(),
+)
+def test_what_may_be_a_string_is_one(values: dict[str, str], as_json: bool) -> None:
+    """As plain text, as a model writes it by itself, and as JSON, as a forced call has it."""
+    written = {key: json.dumps(value) if as_json else value for key, value in values.items()}
+    text = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in written.items())
+    folded = parse(tools("qwen3_coder"), *f"<tool_call>\n<function=f>\n{text}</function>")
+    found = json.loads(folded.calls[0][1])
+    for key, value in values.items():
+        assume(as_json or not value.strip().startswith('"'))  # it reads as JSON
+        nothing = not as_json and value.strip().lower() in ("null", "none")
+        assert found[key] == (None if nothing and key in ("zip", "any") else value)
+
+
+TAGGED = st.recursive(
+    st.sampled_from([1, None, True, "", "</parameter>", "\n</parameter>\n", '"</parameter>', "\\"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["a", "</parameter>"]), inner, max_size=2)
+    ),
+    max_leaves=5,
+)
+
+
+@given(
+    st.dictionaries(st.sampled_from(["object", "items", "unknown"]), TAGGED),
+    st.sampled_from([None, 2]),
+    st.lists(st.integers(0, 10**6), max_size=8),
+)
+def test_a_json_value_may_hold_the_tag_that_ends_it(
+    values: dict[str, Any], indent: int | None, places: list[int]
+) -> None:
+    text = "".join(
+        f"<parameter={key}>\n{json.dumps(value, indent=indent)}\n</parameter>\n"
+        for key, value in values.items()
+    )
+    text = f"<tool_call>\n<function=f>\n{text}</function>\n</tool_call>"
+    folded = parse(tools("qwen3_coder"), *cut(text, places))
+    assert json.loads(folded.calls[0][1]) == values
+    assert folded.content == ""
+
+
 def test_arguments_stream_while_the_model_still_writes_them() -> None:
     parser = MessageParser(tools("hermes"))
     text = '<tool_call>\n{"name": "f", "arguments": {"a": "long text'
@@ -216,6 +282,11 @@ def test_deep_and_long_texts_take_linear_time() -> None:
     deep = '<tool_call>{"name": "f", "arguments": ' + "[" * 100_000
     folded = parse(tools("hermes"), *cut(deep, range(0, 100_000, 7)))
     assert folded.calls == [["f", "[" * 100_000]]
+    for value in ("{", '["', '{"a": "', '[","', '"', '[[", "]'):
+        half = f"<parameter=object>{value}</parameter>" * 3_000
+        text = f"<function=f>{half}</function>"
+        folded = parse(tools("qwen3_coder"), *cut(text, range(0, len(text), 9)))
+        assert folded.calls[0][1].endswith("}")
     many = '<tool_call>{"x":[' * 10_000
     assert parse(tools("hermes"), *cut(many, range(0, 170_000, 5))).content == many
 
@@ -242,12 +313,92 @@ def test_reasoning(form: Any, opened: bool, text: str, reasoning: str, content: 
     assert parse(rules, text) == parse(rules, *text) == expected
 
 
-def test_a_call_in_mid_thought_ends_the_thought_only_if_it_is_one() -> None:
+def test_a_call_in_mid_thought_is_taken_only_if_it_is_one() -> None:
     rules = MessageRules(reasoning=QWEN3, opened=True, tools=TOOL_FORMATS["hermes"])
     assert parse(rules, "so " + HERMES) == Folded("", "so ", [A1])
     said = "I might write <tool_call> here.</think>ok"
     assert parse(rules, *said) == Folded("ok", "I might write <tool_call> here.", [])
     assert parse(rules, f"hm</think>\n\n{HERMES}") == Folded("", "hm", [A1])
+
+
+F = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "reasoning", "num_calls"),
+    [
+        (f"I could write {F} but no.</think>Answer", "Answer", "I could write  but no.", 1),
+        (f"so {F}\n</think>\n\nAnswer", "\n\nAnswer", "so ", 1),
+        (f"so {F}\n</think>\n\n", "", "so ", 1),
+        (f"so {F} and {F} now </think> a</think>b", " a</think>b", "so  and now ", 2),
+        (f"so {F} and on", "", "so  and on", 1),
+        (f"so {F} and\n", "", "so  and\n", 1),
+        (f"so {F} </thi", "", "so  </thi", 1),
+        (f"so {F} </thi{F}", "", "so  </thi", 2),
+        (f"so {F}</think>\n{F}\n", "", "so ", 2),
+        ('so <tool_call>{"name": 3} it</think>A', "A", 'so <tool_call>{"name": 3} it', 0),
+    ],
+)
+def test_a_thought_goes_on_after_a_call_in_it(
+    text: str, content: str, reasoning: str, num_calls: int
+) -> None:
+    rules = MessageRules(reasoning=QWEN3, opened=True, tools=TOOL_FORMATS["hermes"])
+    expected = Folded(content, reasoning, [["f", "{}"]] * num_calls)
+    assert parse(rules, text) == parse(rules, *text) == expected
+    assert parse(rules, *cut(text, range(0, len(text), 7))) == expected
+
+
+def test_a_thought_after_a_call_is_not_held_back() -> None:
+    parser = MessageParser(MessageRules(QWEN3, opened=True, tools=TOOL_FORMATS["hermes"]))
+    parser.push(F)
+    assert not parser.thinking
+    assert parser.push(" but </thin") == (Reasoning(" but"),)
+    assert parser.thinking
+    assert parser.push("k>A") == (Reasoning(" "), Content("A"))
+    assert not parser.thinking
+
+
+@given(TEXTS, st.sampled_from(list(TOOL_FORMATS.values())))
+def test_a_tag_that_closes_a_thought_is_never_content(text: str, tools: Any) -> None:
+    rules = MessageRules(reasoning=QWEN3, opened=True, tools=tools, schemas=SCHEMAS)
+    assume("</think>" not in text)
+    for thought in ("hm ", f"hm {F} so "):
+        folded = parse(rules, f"{thought}{text}</think>")
+        assert "</think>" not in folded.content
+
+
+TWICE = {
+    form: spelled(form, [("f", '{"a": [1]}'), ("g", "{}")])
+    for form in ("hermes", "mistral", "deepseek_v31")
+} | {"qwen3_coder": CODER, "llama3_json": "; ".join([F_LLAMA, G_JSON])}
+
+
+@pytest.mark.parametrize("form", sorted(TWICE))
+@pytest.mark.parametrize("room", [Room.INSTEAD, Room.JSON_INSTEAD])
+def test_calls_cut_short_instead_of_content_leave_no_markup(form: str, room: Room) -> None:
+    rules = MessageRules(tools=TOOL_FORMATS[form], schemas=SCHEMAS, room=room)
+    for length in range(len(TWICE[form])):
+        text = TWICE[form][:length]
+        folded = parse(rules, text)
+        assert parse(rules, *text) == folded
+        if folded.calls or (room is Room.JSON_INSTEAD and form != "llama3_json"):
+            assert folded.content == ("[" if text == "[" else "")
+        else:
+            assert folded.content == text
+
+
+@pytest.mark.parametrize("form", sorted(TOOL_FORMATS))
+@pytest.mark.parametrize("answer", [' {"a": 1}\n', "[1]", "[", '"<tool_call>"', "1", '{"nam'])
+def test_json_instead_of_calls_stays_as_it_is(form: str, answer: str) -> None:
+    rules = MessageRules(tools=TOOL_FORMATS[form], room=Room.JSON_INSTEAD)
+    assert parse(rules, answer) == parse(rules, *answer) == Folded(answer)
+
+
+def test_a_call_in_mid_thought_leaves_room_for_an_answer() -> None:
+    for room, content in ((Room.JSON_INSTEAD, "{}"), (Room.NONE, "")):
+        rules = MessageRules(QWEN3, opened=True, tools=TOOL_FORMATS["hermes"], room=room)
+        assert parse(rules, f"so {F} but</think>{{}}") == Folded(content, "so  but", [["f", "{}"]])
+        assert parse(rules, f"so {F}</think>{F}\n<tool_ca").content == ""
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,10 @@ MAX_MESSAGES: Final = 4096
 MAX_TOOLS: Final = 512
 MAX_NAME_CHARS: Final = 256  # of models, cache salts, tools, template parameters
 # OpenAI's is narrower: 64 characters, no dots. Longer and dotted ones work, as in vLLM.
-_TOOL_NAME: Final = re.compile(rf"[A-Za-z0-9_.\-]{{1,{MAX_NAME_CHARS}}}")
+TOOL_NAME: Final = rf"[A-Za-z0-9_.\-]{{1,{MAX_NAME_CHARS}}}"
+_TOOL_NAME: Final = re.compile(TOOL_NAME)
 # Kinds of parts that are text, and where they have it.
-_TEXT_PARTS: Final = {
+TEXT_PARTS: Final = {
     "text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal",
     "thinking": "thinking",
 }  # fmt: skip
@@ -191,7 +192,7 @@ def _content(content: object, field: str) -> str:
             continue
         item = cast("dict[str, object]", part) if isinstance(part, dict) else {}
         kind = item.get("type")
-        holder = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+        holder = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
         if holder is None:
             told = f", not {kind[:MAX_NAME_CHARS]}" if isinstance(kind, str) else ""
             raise UnsupportedFeature(f"{where}: only text parts are supported{told}", field=where)

@@ -15,7 +15,7 @@ from router.dialect import DialectCall, in_own_names, own_name
 from router.intake import Intake
 from router.openai_replies import ReplyRules
 from router.reading import read_body
-from router.request_ids import reply_id
+from router.request_ids import note_body_id, reply_id
 from router.services import RouterServices
 from router.sse import StreamReply
 from router.whole import WholeReply
@@ -37,6 +37,7 @@ class AnthropicApi:
 
     async def create(self, request: HttpRequest) -> StreamReply | WholeReply:
         chat = body.read(await read_body(request))
+        note_body_id(request, chat.request_id)
         id_ = reply_id("msg_", request)
         with in_own_names(body.NAMES):
             turn = await self._intake.chat(chat, id_, request, fit_room=True)

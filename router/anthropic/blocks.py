@@ -19,7 +19,7 @@ Block = dict[str, Any]
 def messages_of(system: object, given: object) -> list[dict[str, Any]]:
     """The conversation. Raises InvalidRequest or UnsupportedFeature, naming the part."""
     messages: list[dict[str, Any]] = []
-    if system:
+    if system not in (None, "", []):
         messages.append({"role": "system", "content": _plain(system, "system")})
     if not isinstance(given, list) or not given:
         raise InvalidRequest("messages must be a list with a message", field="messages")

@@ -125,6 +125,7 @@ def _translated(body: CountBody) -> dict[str, Any]:
     # The client has begun the answer: the model goes on from there.
     continues = last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
     config = body.output_config
+    own_format = config.format if config else None
     choice = body.tool_choice
     return {
         "messages": messages,
@@ -134,7 +135,9 @@ def _translated(body: CountBody) -> dict[str, Any]:
         "parallel_tool_calls": False if choice and choice.disable_parallel_tool_use else None,
         "chat_template_kwargs": _template_kwargs(body),
         "reasoning_effort": config.effort if config else None,
-        "response_format": _response_format((config and config.format) or body.output_format),
+        "response_format": _response_format(
+            body.output_format if own_format is None else own_format
+        ),
     }
 
 

@@ -27,6 +27,7 @@ from router.openapi.dialects import (
     ResponsesReply,
 )
 from router.openapi.fields import BOUNDED, PROPERTIES, REF, REQUIRED, SAMPLING, Schema
+from router.openapi.rules import RULES
 from router.pooling.embeddings import EmbeddingBody, EmbeddingReply
 from router.pooling.rerank import RerankBody, RerankReply, ScoreBody, ScoreReply
 from router.responses.body import ResponsesBody
@@ -268,12 +269,14 @@ def _schemas() -> dict[str, Schema]:
         _refine(found[name], SAMPLING)
     for kind in (ResponsesBody, MessagesBody):
         _add_same(found[kind.__name__], found["ChatBody"])
+    del found["MessagesBody"]["properties"]["include_reasoning"]  # `thinking` says it there
     found["CountBody"]["properties"]["model"] = found["ChatBody"]["properties"]["model"]
-    for name, properties in PROPERTIES.items():
-        _refine(found[name], properties)
-    found["TokenizeBody"]["oneOf"] = [{"required": ["prompt"]}, {"required": ["messages"]}]
     for name, required in REQUIRED.items():
         found[name]["required"] = sorted({*found[name].get("required", ()), *required})
+    for name, properties in PROPERTIES.items():
+        _refine(found[name], properties)
+    for name, rules in RULES.items():
+        found[name] |= rules[0] if len(rules) == 1 else {"allOf": rules}
     return found
 
 
@@ -285,13 +288,15 @@ def _add_same(schema: Schema, chat: Schema) -> None:
 
 
 def _refine(schema: Schema, properties: Mapping[str, Schema]) -> None:
-    """Replace what the struct's types say of some properties; optional ones may be null."""
+    """Replace what the struct's types say of some properties; optional ones may be null, and have
+    a default."""
     for name, given in properties.items():
         old = schema["properties"][name]
-        optional = name not in schema.get("required", ()) and given != {"type": "null"}
+        required = name in schema.get("required", ())
+        nullable = not required and given != {"type": "null"}
         schema["properties"][name] = {
-            **({"anyOf": [given, {"type": "null"}]} if optional else given),
-            **({"default": old["default"]} if "default" in old else {}),
+            **({"anyOf": [given, {"type": "null"}]} if nullable else given),
+            **({"default": old["default"]} if "default" in old and not required else {}),
         }
 
 
@@ -301,7 +306,8 @@ def _bound(schema: Schema, bounds: Mapping[str, tuple[float, float]]) -> None:
         told = schema["properties"].get(name, {})
         for branch in told.get("anyOf", (told,)):
             if branch.get("type") in ("integer", "number"):
-                branch |= {"minimum": low, "maximum": high}
+                least = "exclusiveMinimum" if name == "top_p" else "minimum"  # 0 is none
+                branch |= {least: low, "maximum": high}
 
 
 def _ref(kind: type[msgspec.Struct]) -> Schema:

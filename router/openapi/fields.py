@@ -8,11 +8,20 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from baton.grammars import MAX_CHOICES
+from baton.grammars import BACKENDS, MAX_CHOICES
 from baton.sampling import BOUNDS, MAX_ALLOWED_TOKEN_IDS
 from router.openai import MAX_PROMPTS, MAX_STOP_CHARS, MAX_STOPS, PRIORITY_LIMIT
-from router.openai_chat import MAX_MESSAGES, MAX_NAME_CHARS, MAX_TOOLS, ROLES
+from router.openai_chat import (
+    EFFORTS,
+    MAX_MESSAGES,
+    MAX_NAME_CHARS,
+    MAX_TOOLS,
+    ROLES,
+    TEXT_PARTS,
+    TOOL_NAME,
+)
 from router.pooling.embeddings import MAX_INPUTS
+from router.pooling.rerank import MAX_INSTRUCTION_CHARS
 from router.prompt_options import MAX_BAD_WORDS
 from router.request_ids import ID_PATTERN
 from router.responses.body import (
@@ -31,16 +40,19 @@ _IDS: Final[Schema] = {"type": "array", "items": TOKEN, "minItems": 1}
 _STRING: Final[Schema] = {"type": "string"}
 _TEXT: Final[Schema] = {"type": "string", "minLength": 1}
 _NAME: Final[Schema] = {"type": "string", "minLength": 1, "maxLength": MAX_NAME_CHARS}
+_TOOL_NAME: Final[Schema] = {"type": "string", "pattern": f"^{TOOL_NAME}$"}
 _ID: Final[Schema] = {"type": "string", "pattern": f"^{ID_PATTERN}$"}
 _SESSION: Final[Schema] = {"type": "string", "maxLength": MAX_SESSION_CHARS}
 _STOP: Final[Schema] = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
 _STOPS: Final[Schema] = {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}
+_INSTRUCTION: Final[Schema] = {"type": "string", "maxLength": MAX_INSTRUCTION_CHARS}
 _PRIORITY: Final[Schema] = {
     "type": "integer", "minimum": -PRIORITY_LIMIT, "maximum": PRIORITY_LIMIT
 }  # fmt: skip
+_TRUNCATION: Final[Schema] = {"type": "integer", "minimum": -1, "not": {"const": 0}}
 _SCHEMA: Final[Schema] = {"type": "object", "description": "A JSON schema"}
 # A schema may also come as its JSON text.
-_ANY_SCHEMA: Final[Schema] = {"anyOf": [_SCHEMA, {"type": "string"}]}
+_ANY_SCHEMA: Final[Schema] = {"anyOf": [_SCHEMA, {"type": "string", "minLength": 2}]}
 _CHOICES: Final[Schema] = {
     "type": "array", "items": _TEXT, "minItems": 1, "maxItems": MAX_CHOICES
 }  # fmt: skip
@@ -64,16 +76,16 @@ def _function(*more: str) -> Schema:
     return {
         "type": "object",
         "required": ["name", *more],
-        "properties": {"name": _NAME, "description": _nullable(_STRING), "parameters": _MAYBE},
+        "properties": {"name": _TOOL_NAME, "description": nullable(_STRING), "parameters": _MAYBE},
     }
 
 
-def _nullable(schema: Schema) -> Schema:
+def nullable(schema: Schema) -> Schema:
     return {"anyOf": [schema, {"type": "null"}]}
 
 
-_MAYBE: Final[Schema] = _nullable(_SCHEMA)
-_TOOLS: Final[Schema] = {
+_MAYBE: Final[Schema] = nullable(_SCHEMA)
+TOOLS: Final[Schema] = {
     "type": "array", "maxItems": MAX_TOOLS,
     "items": _tagged("function", "function", function=_function()),
 }  # fmt: skip
@@ -82,29 +94,48 @@ _FORMATS: Final[Schema] = {"anyOf": [
     _tagged("json_object"),
     _tagged("json_schema", "json_schema",
             json_schema={"type": "object", "required": ["schema"],
-                         "properties": {"name": _nullable(_STRING), "schema": _SCHEMA}}),
-    _tagged("structural_tag"),
+                         "properties": {"name": nullable(_STRING), "schema": _SCHEMA}}),
+    _tagged("structural_tag", "format", format={"type": "object"}),
+    _tagged("structural_tag", "structures", "triggers",
+            structures={"type": "array"}, triggers={"type": "array", "items": _STRING}),
 ]}  # fmt: skip
 _FLAT_FORMATS: Final[Schema] = {"anyOf": [
     _tagged("text"),
     _tagged("json_object"),
     _tagged("json_schema", "schema", schema=_SCHEMA),
 ]}  # fmt: skip
+_STRUCTURES: Final[dict[str, Schema]] = {
+    "json": _ANY_SCHEMA,
+    "regex": _TEXT,
+    "choice": _CHOICES,
+    "grammar": _TEXT,
+    "json_object": {"const": True},
+    "structural_tag": {"anyOf": [_TEXT, {"type": "object"}]},
+}
 _STRUCTURED: Final[Schema] = {
     "type": "object",
     "description": "Exactly one of json, regex, choice, grammar, json_object, structural_tag",
     "properties": {
-        "json": _ANY_SCHEMA,
-        "regex": _STRING,
-        "choice": _CHOICES,
-        "grammar": _STRING,
-        "json_object": {"type": "boolean"},
-        "structural_tag": {"anyOf": [_STRING, {"type": "object"}]},
-        "whitespace_pattern": _STRING,
-        "disable_any_whitespace": {"type": "boolean"},
-        "disable_additional_properties": {"type": "boolean"},
+        **{name: nullable(schema) for name, schema in _STRUCTURES.items()},
+        "json_object": {"type": ["boolean", "null"]},
+        "whitespace_pattern": nullable(_STRING),
+        "disable_any_whitespace": {"type": ["boolean", "null"]},
+        "disable_additional_properties": {"type": ["boolean", "null"]},
     },
+    "oneOf": [
+        {"required": [name], "properties": {name: schema}} for name, schema in _STRUCTURES.items()
+    ],
 }
+_FUNCTION_NAME: Final[Schema] = {
+    "type": "object", "required": ["name"], "properties": {"name": _STRING}
+}  # fmt: skip
+_MODE: Final[Schema] = {"enum": ["auto", "required"]}
+_SOME: Final[Schema] = {"type": "array", "items": {"type": "object"}, "minItems": 1}
+_ALLOWED: Final[Schema] = {
+    "type": "object", "required": ["mode", "tools"], "properties": {"mode": _MODE, "tools": _SOME}
+}  # fmt: skip
+_EFFORT: Final[Schema] = {"enum": list(EFFORTS)}
+_CHOICE: Final[Schema] = {"enum": ["none", "auto", "required"]}
 # Of every body that samples, chats and completions.
 SAMPLING: Final[dict[str, Schema]] = {
     "stop": {"anyOf": [_STOP, _STOPS]},
@@ -114,7 +145,7 @@ SAMPLING: Final[dict[str, Schema]] = {
     "cache_salt": _NAME,
     "logit_bias": {"type": "object", "propertyNames": {"pattern": "^[0-9]{1,9}$"},
                    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}},
-    "truncate_prompt_tokens": {"type": "integer", "minimum": -1},
+    "truncate_prompt_tokens": _TRUNCATION,
     "allowed_token_ids": {**_IDS, "maxItems": MAX_ALLOWED_TOKEN_IDS},
     "bad_words": {"type": "array", "maxItems": MAX_BAD_WORDS,
                   "items": {"type": "string", "minLength": 1}},
@@ -126,39 +157,62 @@ SAMPLING: Final[dict[str, Schema]] = {
     "response_format": _FORMATS,
     "structured_outputs": _STRUCTURED,
     "guided_json": _ANY_SCHEMA,
+    "guided_decoding_backend": {"enum": list(BACKENDS)},
+    "guided_regex": _TEXT,
     "guided_choice": _CHOICES,
+    "guided_grammar": _TEXT,
 }  # fmt: skip
 _ROLE: Final[Schema] = {"enum": ["user", "assistant", "system", "developer"]}
+_PART: Final[Schema] = {"anyOf": [
+    {"type": "object", "required": ["type", "text"],
+     "properties": {"type": {"enum": ["input_text", "output_text", "text", "summary_text",
+                                      "reasoning_text"]}, "text": _STRING}},
+    _tagged("refusal", "refusal", refusal=_STRING),
+]}  # fmt: skip
+_PARTS: Final[Schema] = {"anyOf": [_STRING, {"type": "array", "items": _PART}]}
 _ITEM: Final[Schema] = {"anyOf": [
     {"type": "object", "required": ["role", "content"],
-     "properties": {"type": {"enum": ["message", None]}, "role": _ROLE,
-                    "content": _texts("input_text", "output_text", "text", "summary_text",
-                                      "reasoning_text")}},
-    _tagged("message", "role", "content", role=_ROLE),
+     "properties": {"type": {"enum": ["message", None]}, "role": _ROLE, "content": _PARTS}},
     _tagged("reasoning"),
     _tagged("function_call", "call_id", "name", "arguments",
             call_id=_STRING, name=_STRING, arguments=_STRING),
-    _tagged("function_call_output", "call_id", "output", call_id=_STRING),
+    _tagged("function_call_output", "call_id", "output", call_id=_STRING, output=_PARTS),
 ]}  # fmt: skip
-_BLOCK: Final[Schema] = {"anyOf": [
-    _tagged("text", "text", text=_STRING),
+_BLOCK: Final = _tagged("text", "text", text=_STRING)
+_BLOCKS: Final[Schema] = _texts("text")
+_RESULT: Final = _tagged(
+    "tool_result", "tool_use_id", tool_use_id=_STRING, content=nullable(_BLOCKS)
+)
+_SAID: Final = (
+    _BLOCK,
     _tagged("thinking", "thinking", thinking=_STRING),
     _tagged("redacted_thinking"),
     _tagged("tool_use", "id", "name", id=_STRING, name=_STRING, input={"type": "object"}),
-    _tagged("tool_result", "tool_use_id", tool_use_id=_STRING),
-]}  # fmt: skip
+)
+
+
+def _message(role: str, content: Schema) -> Schema:
+    """A message of that role."""
+    told = {"role": {"const": role}, "content": content}
+    return {"type": "object", "required": ["role", "content"], "properties": told}
+
+
+def _any_of(*blocks: Schema) -> Schema:
+    """A string, or such blocks."""
+    return {"anyOf": [_STRING, {"type": "array", "items": {"anyOf": list(blocks)}}]}
+
+
 _MESSAGES: Final[dict[str, Schema]] = {
-    "messages": {"type": "array", "minItems": 1, "maxItems": MAX_MESSAGES, "items": {
-        "type": "object", "required": ["role", "content"],
-        "properties": {
-            "role": {"enum": ["user", "assistant", "system"]},
-            "content": {"anyOf": [_STRING, {"type": "array", "items": _BLOCK}]},
-        },
-    }},
+    "messages": {"type": "array", "minItems": 1, "maxItems": MAX_MESSAGES, "items": {"anyOf": [
+        _message("user", _any_of(_BLOCK, _RESULT)),
+        _message("assistant", _any_of(*_SAID)),
+        _message("system", _BLOCKS),
+    ]}},
+    "system": _BLOCKS,
     "tools": {"type": "array", "maxItems": MAX_TOOLS, "items": {
         "type": "object", "required": ["name"],
-        "properties": {"type": {"enum": ["custom", None]}, "name": _NAME,
-                       "description": _nullable(_STRING), "input_schema": _MAYBE},
+        "properties": {"type": {"enum": ["custom", None]}, "name": _TOOL_NAME,
+                       "description": nullable(_STRING), "input_schema": _MAYBE},
     }},
     "output_format": _FLAT_FORMATS,
 }  # fmt: skip
@@ -171,17 +225,30 @@ PROPERTIES: Final[dict[str, dict[str, Schema]]] = {
     "ChatBody": {
         "messages": {"type": "array", "items": {"$ref": REF.format(name="ChatMessage")},
                      "minItems": 1, "maxItems": MAX_MESSAGES},
-        "tools": _TOOLS,
+        "tools": TOOLS,
+        "reasoning_effort": _EFFORT,
+        "tool_choice": {"anyOf": [
+            _CHOICE,
+            _tagged("function", "function", function=_FUNCTION_NAME),
+            _tagged("allowed_tools", "allowed_tools", allowed_tools=_ALLOWED),
+        ]},
     },
     "ChatMessage": {
         "role": {"type": "string", "enum": list(ROLES)},
-        "content": _texts("text", "input_text"),
+        "content": {"anyOf": [_STRING, {"type": "array", "items": {"anyOf": [_STRING, *(
+            _tagged(kind, holder, **{holder: _STRING}) for kind, holder in TEXT_PARTS.items()
+        )]}}]},
     },
     "ResponsesBody": {
         "input": {"anyOf": [_STRING, {"type": "array", "items": _ITEM, "minItems": 1,
                                       "maxItems": MAX_MESSAGES}]},
         "tools": {"type": "array", "maxItems": MAX_TOOLS,
                   "items": _tagged("function", "name", **_function()["properties"])},
+        "tool_choice": {"anyOf": [
+            _CHOICE,
+            _tagged("function", "name", name=_STRING),
+            _tagged("allowed_tools", "mode", "tools", mode=_MODE, tools=_SOME),
+        ]},
         "metadata": {"type": "object", "maxProperties": MAX_METADATA,
                      "propertyNames": {"maxLength": MAX_METADATA_KEY},
                      "additionalProperties": {"type": "string", "maxLength": MAX_METADATA_VALUE}},
@@ -197,12 +264,13 @@ PROPERTIES: Final[dict[str, dict[str, Schema]]] = {
         "stop_sequences": _STOPS,
         "max_tokens": {"type": "integer", "minimum": 1},  # cut to what the model holds
     },
-    "OutputConfig": {"format": _FLAT_FORMATS},
+    "OutputConfig": {"format": _FLAT_FORMATS, "effort": _EFFORT},
+    "ReasoningOptions": {"effort": _EFFORT},
     "EmbeddingBody": {
         "input": {"anyOf": [_TEXT, _IDS, {"type": "array", "minItems": 1, "maxItems": MAX_INPUTS,
                                           "items": {"anyOf": [_TEXT, _IDS]}}]},
         "dimensions": {"type": "integer", "minimum": 1},
-        "truncate_prompt_tokens": {"type": "integer", "minimum": -1},
+        "truncate_prompt_tokens": _TRUNCATION,
         "request_id": _ID,
         "priority": _PRIORITY,
     },
@@ -210,14 +278,26 @@ PROPERTIES: Final[dict[str, dict[str, Schema]]] = {
         "token_ids": _IDS,
         "features": {"type": "null"},
         "kv_transfer_params": {"type": "null"},
+        "cache_salt": _NAME,
         "priority": _PRIORITY,
         "request_id": _ID,
     },
-    "TokenizeBody": {"prompt": _TEXT},
-    "RerankBody": {
-        "top_n": {"type": "integer", "minimum": 0}, "request_id": _ID, "priority": _PRIORITY
+    "TokenizeBody": {
+        "prompt": _TEXT,
+        "messages": {"type": "array", "items": {"$ref": REF.format(name="ChatMessage")},
+                     "minItems": 1, "maxItems": MAX_MESSAGES},
     },
-    "ScoreBody": {"request_id": _ID, "priority": _PRIORITY},
+    "RerankBody": {
+        "documents": {"type": "array", "minItems": 1, "maxItems": MAX_INPUTS, "items": {"anyOf": [
+            _STRING,
+            {"type": "object", "required": ["text"], "properties": {"text": _STRING}},
+        ]}},
+        "top_n": {"type": "integer", "minimum": 0},
+        "instruction": _INSTRUCTION,
+        "request_id": _ID,
+        "priority": _PRIORITY,
+    },
+    "ScoreBody": {"instruction": _INSTRUCTION, "request_id": _ID, "priority": _PRIORITY},
     "DetokenizeBody": {"tokens": {"type": "array", "items": TOKEN}},
 }  # fmt: skip
 REQUIRED: Final = {

@@ -37,8 +37,9 @@ class ResponsesApi:
 
     async def create(self, request: HttpRequest) -> StreamReply | WholeReply:
         call = body.read(await read_body(request))
-        chat, id_ = call.chat, reply_id("resp_", request)
+        chat = call.chat
         note_body_id(request, chat.request_id)
+        id_ = reply_id("resp_", request)
         with in_own_names(body.NAMES):
             turn = await self._intake.chat(chat, id_, request)
         completion = turn.completion

@@ -200,12 +200,18 @@ def _of_structured_outputs(given: dict[str, Any] | None) -> Asked | None:
     if given is None:
         return None
     where = "structured_outputs"
-    kinds = [kind for kind in _KINDS if given.get(kind) not in (None, False)]
+    given = {name: value for name, value in given.items() if value is not None}
+    if given.get("json_object") is False:
+        del given["json_object"]
+    kinds = [kind for kind in _KINDS if kind in given]
     if len(kinds) != 1:
         message = f"{where} takes exactly one of {', '.join(_KINDS)}"
         raise InvalidRequest(message, field=where)
     field = f"{where}.{kinds[0]}"
     value = given[kinds[0]]
+    for flag in ("disable_any_whitespace", "disable_additional_properties"):
+        if not isinstance(given.get(flag), bool | None):
+            raise InvalidRequest(f"{where}.{flag} must be a boolean", field=f"{where}.{flag}")
     if kinds[0] == "json" and given.get("disable_additional_properties"):
         value = _closed(_schema(value, field))
     guided = _guided(kinds[0], value, field)
@@ -236,6 +242,8 @@ def _guided(kind: str, value: object, field: str) -> GuidedDecoding:
         case "json":
             return _json(value, field)
         case "json_object":
+            if value is not True:
+                raise InvalidRequest(f"{field} must be a boolean", field=field)
             return GuidedDecoding("json_object", "")
         case "choice":
             return GuidedDecoding("choice", _text(value, field))

@@ -19,15 +19,19 @@ from tests.system.processes import Processes
 SCRIPTS = Path(__file__).parent / "scripts"
 SCRIPT_S = 180.0
 KEY = "clients-key"
+AGENT_FLAGS = (
+    "--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3"
+)  # fmt: skip
 # Clients that would ask the internet first: they must not need it.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """One router with its nodes. `url` has no path; `key` is what it demands."""
+    """One router with its nodes. `url` has no path; both of its APIs demand `key`."""
 
     url: str
+    grpc: str
     model: str
     key: str = KEY
 
@@ -52,24 +56,32 @@ def install() -> Install:
 async def agent(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
     """A cluster whose model thinks and calls a tool."""
     model = agent_model.kept_in(cache_folder())
-    flags = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
-    flags += ["--reasoning-parser", "qwen3"]
     async with Processes(model, tmp_path_factory.mktemp("agent-logs")) as processes:
-        yield await _serve(processes, flags)
+        yield await _serve(processes, AGENT_FLAGS)
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def brief(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    """As `agent`, but every answer is short, whatever is asked."""
+    model = agent_model.kept_in(cache_folder())
+    async with Processes(model, tmp_path_factory.mktemp("brief-logs")) as processes:
+        yield await _serve(processes, AGENT_FLAGS, ["--max-model-len", "64"])
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def demo(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
     """A cluster that serves the demo model."""
     async with Processes(agent_model.DEMO, tmp_path_factory.mktemp("demo-logs")) as processes:
-        yield await _serve(processes, [])
+        yield await _serve(processes)
 
 
-async def _serve(processes: Processes, flags: Sequence[str]) -> Cluster:
-    prefill, decode = await processes.nodes(1, 1, ["--num-kv-blocks", "256"])
+async def _serve(
+    processes: Processes, flags: Sequence[str] = (), node_flags: Sequence[str] = ()
+) -> Cluster:
+    prefill, decode = await processes.nodes(1, 1, ["--num-kv-blocks", "256", *node_flags])
     served = ["--served-model-name", "served", "--api-key", KEY]
     router = await processes.router(prefill, decode, [*flags, *served])
-    return Cluster(f"http://{router.address}", "served")
+    return Cluster(f"http://{router.address}", str(router.ready["grpc_address"]), "served")
 
 
 async def run_script(python: Path, name: str, cluster: Cluster, *more: str) -> str:

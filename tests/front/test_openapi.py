@@ -8,21 +8,79 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
+import pytest
+from jsonschema import Draft202012Validator
 
 from router.app import all_routes
 from router.openapi.dialects import AnthropicErrorReply, CountReply, MessageReply, ResponsesReply
 from router.openapi.document import document
+from router.openapi.fields import REQUIRED
+from router.pooling.rerank import SIDES
 from router.prompts import PromptReader
 from tests.front.fakes import CHAT_TEMPLATE, TOKENIZER, Front
 
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 USER = [{"role": "user", "content": "x"}]
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "ChatBody": ("/v1/chat/completions", {"messages": USER}),
     "CompletionBody": ("/v1/completions", {"prompt": "x"}),
     "ResponsesBody": ("/v1/responses", {"input": "x"}),
     "MessagesBody": ("/v1/messages", {"messages": USER, "max_tokens": 4}),
 }
+# Schema, path, a body as described, and what breaks it: a name and its value in a body, one by one.
+SHAPES: list[tuple[str, str, dict[str, Any], list[dict[str, Any]]]] = [
+    ("CompletionBody", "/v1/completions", {"prompt": "x", "stream": True, "stream_options": {}}, [
+        {"prompt": None}, {"stream": None}, {"top_p": 0}, {"early_stopping": True},
+        {"guided_regex": ""}, {"truncate_prompt_tokens": 0}, {"response_format": {"type": "odd"}},
+        {"response_format": {"type": "structural_tag"}}, {"structured_outputs": {}},
+        {"structured_outputs": {"json": {}, "regex": "a"}},
+        {"prompt_logprobs": 1}, {"structured_outputs": {"json_object": False}},
+        {"structured_outputs": {"json_object": {}}}, {"structured_outputs": {"grammar": ""}},
+        {"structured_outputs": {"json": {}, "structural_tag": False}},
+        {"structured_outputs": {"json": {}, "disable_any_whitespace": "yes"}},
+    ]),
+    ("ChatBody", "/v1/chat/completions", {"messages": USER, "logprobs": True, "top_logprobs": 1}, [
+        {"use_beam_search": True, "stream": True}, {"tools": [
+            {"type": "function", "function": {"name": "a b"}}]},
+        {"messages": None}, {"messages": []}, {"messages": [{"role": "user"}]},
+        {"messages": [{"role": "user", "tool_calls": []}]}, {"logprobs": None},
+        {"tool_choice": "required"}, {"tool_choice": "any"}, {"stream_options": {}},
+        {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+        {"tools": TOOLS, "tool_choice": {}}, {"tools": [], "tool_choice": "required"},
+        {"tools": TOOLS, "tool_choice": {"type": "function", "name": "f"}},
+    ]),
+    ("ChatBody", "/v1/chat/completions", {"messages": USER, "tools": TOOLS,
+                                          "tool_choice": "required"}, [{"tools": None}]),
+    ("ResponsesBody", "/v1/responses", {"input": "x"}, [
+        {"input": None}, {"tool_choice": "required"}, {"input": [{"role": "user"}]},
+        {"input": [{"role": "user", "type": "message"}]},
+        {"input": [{"type": "function_call_output", "call_id": "c", "output": {}}]},
+        {"tools": [{"type": "function", "name": "f"}], "tool_choice": {"type": "function"}},
+    ]),
+    ("ResponsesBody", "/v1/responses", {"input": [
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+        {"role": "user", "content": "x"}]}, []),
+    ("MessagesBody", "/v1/messages", {"messages": USER, "max_tokens": 4, "system": ""}, [
+        {"messages": None}, {"tool_choice": {"type": "any"}}, {"system": {}}, {"system": False},
+        {"tools": [{"name": "f"}], "tool_choice": {"type": "tool"}}, {"request_id": "a b"},
+        {"output_config": {"format": {}}}, {"tools": [{"name": "a b"}]},
+        {"messages": [{"role": "user", "content": [
+            {"type": "tool_use", "id": "1", "name": "f", "input": {}}]}]},
+        {"messages": [{"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "1", "content": 1}]}]},
+    ]),
+    ("CountBody", "/v1/messages/count_tokens", {"messages": USER}, [{"messages": None}]),
+    ("GenerateBody", "/inference/v1/generate", {"token_ids": [5], "sampling_params": {}}, [
+        {"cache_salt": ""}, {"cache_salt": "x" * 257}, {"stream_options": {}},
+    ]),
+    ("TokenizeBody", "/tokenize", {"prompt": "x", "messages": None}, [
+        {"prompt": None}, {"messages": USER}, {"prompt": None, "messages": []},
+    ]),
+    ("TokenizeBody", "/tokenize", {"messages": USER, "prompt": None}, [
+        {"messages": None}, {"tools": [{}]},
+    ]),
+]  # fmt: skip
 
 
 def test_all_that_is_served_is_described_and_nothing_else() -> None:
@@ -89,6 +147,40 @@ async def test_what_is_out_of_a_described_bound_is_refused() -> None:
                     assert reply.status_code == 400, (path, field, value)
     assert num_tried > 100
     assert not front.dispatcher.requests
+
+
+def test_required_fields_have_no_default_and_are_no_null() -> None:
+    for name, schema in document()["components"]["schemas"].items():
+        for field in schema.get("required", ()) if name in REQUIRED else ():
+            told = schema["properties"][field]
+            assert "default" not in told, (name, field)
+            assert {"type": "null"} not in told.get("anyOf", ()), (name, field)
+
+
+@pytest.mark.parametrize(("name", "path", "body", "wrongs"), SHAPES)
+async def test_what_breaks_the_schema_is_refused(
+    name: str, path: str, body: dict[str, Any], wrongs: list[dict[str, Any]]
+) -> None:
+    told = document()
+    schema = {"$ref": f"#/components/schemas/{name}", "components": told["components"]}
+    validator = Draft202012Validator(schema)
+    async with Front(chat_template=CHAT_TEMPLATE).client() as client:
+        reply = await client.post(path, json=body)
+        assert (validator.is_valid(body), reply.status_code) == (True, 200), reply.text
+        for wrong in wrongs:
+            reply = await client.post(path, json={**body, **wrong})
+            assert reply.status_code == 400, (wrong, reply.text)
+            assert not validator.is_valid({**body, **wrong}), wrong
+
+
+def test_a_score_has_two_sides() -> None:
+    told = document()
+    schema = {"$ref": "#/components/schemas/ScoreBody", "components": told["components"]}
+    validator = Draft202012Validator(schema)
+    for first, second in SIDES:
+        assert validator.is_valid({first: "a", second: ["b"]})
+        for wrong in ({}, {first: "a"}, {first: "a", second: None}, {first: "a", second: []}):
+            assert not validator.is_valid(wrong)
 
 
 def _beyond(schema: dict[str, Any]) -> Iterator[object]:

@@ -42,6 +42,20 @@ with client.chat.completions.stream(
 assert "tool_calls.function.arguments.delta" in kinds
 assert final.choices[0].message.tool_calls[0].function.arguments == call.function.arguments
 
+# A plain chat, streamed: text, then a last chunk with the usage alone.
+plain = {"model": MODEL, "messages": QUESTION, "temperature": 0}
+whole = client.chat.completions.create(**plain)
+*chunks, last = client.chat.completions.create(
+    **plain, stream=True, stream_options={"include_usage": True}
+)
+text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+assert text == whole.choices[0].message.content, text
+assert text.strip() == "I cannot see the weather.", text
+assert chunks[-1].choices[0].finish_reason == "stop", chunks[-1]
+assert all(chunk.usage is None for chunk in chunks)
+assert not last.choices
+assert last.usage.completion_tokens == whole.usage.completion_tokens, last
+
 # Plain completions, log-probabilities.
 whole = client.completions.create(
     model=MODEL, prompt="What is", max_tokens=8, logprobs=2, temperature=0

@@ -27,6 +27,11 @@ client = openai.OpenAI(base_url=f"{URL}/v1", api_key=KEY, max_retries=0)
 messages = [{"role": "user", "content": QUESTION}]
 chat = client.chat.completions.parse(messages=messages, response_format=Weather, **GREEDY)
 assert isinstance(chat.choices[0].message.parsed, Weather), chat
+with client.chat.completions.stream(messages=messages, response_format=Weather, **GREEDY) as stream:
+    kinds = {event.type for event in stream}
+    streamed = stream.get_final_completion()
+assert {"content.delta", "content.done"} <= kinds, kinds
+assert streamed.choices[0].message.parsed == chat.choices[0].message.parsed, streamed
 response = client.responses.parse(input=QUESTION, text_format=Weather, **GREEDY)
 assert isinstance(response.output_parsed, Weather), response
 with client.responses.stream(input=QUESTION, text_format=Weather, **GREEDY) as stream:

@@ -151,6 +151,14 @@ def lenient(schema: Mapping[str, Any]) -> dict[str, Any]:
     return {**schema, _OPTIONS: {"lenient": True, "coerce_one_of": True}}
 
 
+def is_lenient(schema: object) -> bool:
+    """Whether a schema says that what cannot be followed is ignored."""
+    if not isinstance(schema, Mapping):
+        return False
+    own = cast("Mapping[str, Any]", schema).get(_OPTIONS)
+    return isinstance(own, Mapping) and cast("Mapping[str, Any]", own).get("lenient") is True
+
+
 def choices_of(text: str) -> list[str]:
     """The texts of a choice, given as a JSON list. Raises InvalidRequest."""
     given = _read(text)

@@ -2,7 +2,8 @@
 
 Each is built once in a process that can be given up (baton/grammar_trials.py), usually in two
 milliseconds. What was found out is kept, refusals too: a bad grammar costs its budget once. What
-only another backend may know is left to the nodes.
+only another backend may know is left to the nodes; for that one, asked for by name, the keywords
+of schemas are read here.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from baton.errors import InvalidRequest, Overloaded, UnsupportedFeature
 from baton.grammar_trials import GrammarTrials
 from baton.grammars import FIELD, check_size
 from baton.sampling import GuidedDecoding
+from baton.schema_keywords import check_xgrammar
 
 THREADS: Final = 2
 MAX_WAITING: Final = 64
@@ -82,10 +84,11 @@ class GrammarChecker:
 
     def _try(self, grammar: GuidedDecoding) -> InvalidRequest | None:
         """On a thread."""
-        if grammar.backend == "xgrammar":
-            return None
         try:
-            self.trials.run(grammar)
+            if grammar.backend == "xgrammar":
+                check_xgrammar(grammar)
+            else:
+                self.trials.run(grammar)
         except UnsupportedFeature as error:
             return error if grammar.backend == "llguidance" else None
         except InvalidRequest as error:

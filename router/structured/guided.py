@@ -18,7 +18,7 @@ from typing import Any, Final, cast
 import orjson
 
 from baton.errors import InvalidRequest, UnsupportedFeature
-from baton.grammars import BACKENDS, choices_of, lark_text, lenient
+from baton.grammars import BACKENDS, choices_of, lenient
 from baton.sampling import GuidedDecoding
 from baton.tokenizer import Tokenizer
 from router.openai import ChatBody, CompletionBody
@@ -117,25 +117,25 @@ def _asked_of_tools(
     specials = [tokenizer.token(token_id) or "" for token_id in tokenizer.special_ids]
     style = style_of(parser or DEFAULT_STYLE, specials)
     several = body.parallel_tool_calls is not False
-    whitespace = None if asked is None else asked.guided.whitespace
+    backend = body.guided_decoding_backend or ""
     if isinstance(choice, dict):
         named = [tool for tool in tools if tool["function"]["name"] == choice["function"]["name"]]
-        return Asked(_tagged(forced(style, named[:1], several=False)), "tool_choice")
+        return Asked(_tagged(forced(style, named[:1], several=False), backend), "tool_choice")
     if choice == "required":
-        return Asked(_tagged(forced(style, tools, several)), "tools")
+        return Asked(_tagged(forced(style, tools, several), backend), "tools")
     if asked is not None:
         # An answer in the asked form, or calls.
         either = [_as_format(asked.guided), forced(style, tools, several)]
-        combined = _tagged({"type": "or", "elements": either})
-        return Asked(replace(combined, whitespace=whitespace), asked.field)
+        combined = _tagged({"type": "or", "elements": either}, backend)
+        return Asked(replace(combined, whitespace=asked.guided.whitespace), asked.field)
     if any(tool["function"].get("strict") is True for tool in tools):
-        return Asked(_tagged(offered(style, tools, several)), "tools")
+        return Asked(_tagged(offered(style, tools, several), backend), "tools")
     return None
 
 
-def _tagged(form: Mapping[str, Any]) -> GuidedDecoding:
+def _tagged(form: Mapping[str, Any], backend: str) -> GuidedDecoding:
     tag = {"type": "structural_tag", "format": form}
-    return GuidedDecoding("structural_tag", _text(tag, "tools"))
+    return GuidedDecoding("structural_tag", _text(tag, "tools"), backend)
 
 
 def _text(value: object, field: str) -> str:
@@ -156,7 +156,7 @@ def _as_format(guided: GuidedDecoding) -> dict[str, Any]:
         case "regex":
             return {"type": "regex", "pattern": guided.grammar}
         case "ebnf":
-            return {"type": "grammar", "grammar": lark_text(guided.grammar)}
+            return {"type": "grammar", "grammar": guided.grammar}
         case "choice":
             texts = [{"type": "const_string", "value": text} for text in choices_of(guided.grammar)]
             return {"type": "or", "elements": texts}

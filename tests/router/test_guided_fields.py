@@ -10,6 +10,7 @@ from typing import Any
 import llguidance
 import pytest
 
+from baton.engine.guided.xgrammar import XgrammarBackend
 from baton.errors import InvalidRequest, Overloaded, UnsupportedFeature
 from baton.grammar_trials import GrammarTrials, TrialBudget
 from baton.grammars import check_grammar
@@ -22,9 +23,10 @@ from router.parsers.registry import TOOL_FORMATS
 from router.structured.grammar_checks import MAX_WAITING, Asked, GrammarChecker
 from router.structured.guided import asked_of, asked_of_chat, check_forced, room_for_content
 from router.structured.tool_grammars import STYLES, forced, offered, style_of
+from tests.engine.guided_vocabulary import EOS, random_output, vocabulary, walk
 from tests.front.fakes import TOKENIZER
 from tests.grammar_texts import byte_tokenizer, takes
-from tests.guided_cases import TOOLS
+from tests.guided_cases import TOOLS, check_call
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 LENIENT = {**SCHEMA, "x-guidance": {"lenient": True, "coerce_one_of": True}}
@@ -295,6 +297,60 @@ def test_what_is_left_to_content(fields: dict[str, Any], room: Room) -> None:
     assert room_for_content(chat(**fields)) is room
 
 
+FORMATS = {"response_format": {"type": "json_object"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "blamed"),
+    [
+        ({"tool_choice": "required"}, "tools"),
+        ({"tool_choice": NAMED}, "tool_choice"),
+        ({}, "tools"),
+        (FORMATS, "response_format"),
+        ({"tool_choice": "required", **FORMATS}, "tools"),
+    ],
+)
+async def test_calls_are_for_the_backend_that_was_asked_for(
+    fields: dict[str, Any], blamed: str
+) -> None:
+    strict = {"name": "now", "strict": True, "parameters": {"items": {"not": {}}}}
+    worse = [*TOOLS[:2], {"type": "function", "function": strict}]
+    checker = GrammarChecker()
+    for backend in ("xgrammar", "llguidance", None):
+        given = {"guided_decoding_backend": backend} if backend else {}
+        asked = asked_of_chat(chat(tools=TOOLS, **given, **fields), "hermes", None, TOKENIZER)
+        assert asked is not None
+        assert (asked.guided.backend, asked.field) == (backend or "", blamed)
+        await checker.check(asked.guided, asked.field)
+        if backend == "xgrammar":
+            asked = asked_of_chat(chat(tools=worse, **given, **fields), "hermes", None, TOKENIZER)
+            assert asked is not None
+            with pytest.raises(InvalidRequest, match=f"^{blamed}: xgrammar does not follow not$"):
+                await checker.check(asked.guided, asked.field)
+    checker.close()
+
+
+@pytest.mark.parametrize("parser", sorted(STYLES))
+def test_xgrammar_writes_calls_that_the_parser_reads(parser: str) -> None:
+    between_tags = parser.startswith("qwen3")  # where a strict choice of texts is refused
+    tools = [TOOLS[0], TOOLS[2]] if between_tags else TOOLS
+    form = forced(STYLES[parser], tools, several=True)
+    start = XgrammarBackend(vocabulary()).compile(tagged(form))
+    weather, _, _ = bodies_of(parser)
+    walk(start.clone(), [*written(parser, ("get_weather", weather)).encode(), EOS])
+    for seed in range(0 if between_tags else 8):
+        calls = read(parser, random_output(start.clone(), seed, True, 4000).decode())
+        for name, arguments in calls:
+            check_call(name, json.dumps(arguments))
+
+
+def test_a_grammar_beside_tools_is_read_by_either_backend(tokenizer: Any) -> None:
+    fields = {"guided_grammar": 'root ::= "a" "b"', "guided_decoding_backend": "xgrammar"}
+    guided = asked_tools(tokenizer, **fields)
+    assert takes(tokenizer, guided, "ab")
+    walk(XgrammarBackend(vocabulary()).compile(guided), [*b"ab", EOS])
+
+
 def test_what_cannot_be_combined() -> None:
     tag = {"structural_tag": {"format": {}}}
     with pytest.raises(UnsupportedFeature) as caught:
@@ -348,6 +404,31 @@ async def test_grammars_are_checked_once_and_blamed_on_the_clients_field() -> No
         await checker.check(GuidedDecoding("choice", f'["{index}"]'), "x")
     await checker.check(good, "guided_regex")
     checker.close()
+    checker.close()
+
+
+async def test_what_xgrammar_would_ignore_is_refused_where_it_is_asked_for_and_strict() -> None:
+    checker = GrammarChecker()
+    schema = {"type": "array", "uniqueItems": True, "items": {"enum": [1, 2]}}
+
+    async def check(**fields: Any) -> None:
+        asked = asked_of(completion(guided_decoding_backend="xgrammar", **fields))
+        assert asked is not None
+        await checker.check(asked.guided, asked.field)
+
+    for fields, field in (
+        ({"response_format": response_format(schema=schema, strict=True)},
+         "response_format.json_schema.schema"),
+        ({"guided_json": schema}, "guided_json"),
+        ({"structured_outputs": {"json": schema}}, "structured_outputs.json"),
+    ):  # fmt: skip
+        with pytest.raises(InvalidRequest) as caught:
+            await check(**fields)
+        assert caught.value.field == field
+        assert caught.value.message == f"{field}: xgrammar does not follow uniqueItems"
+    await check(response_format=response_format(schema=schema))  # not strict: as far as it goes
+    await check(guided_json=SCHEMA)
+    assert checker.trials.num_started == 0
     checker.close()
 
 

@@ -10,13 +10,15 @@ import re
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from baton.client import AsyncClient
 from baton.errors import InvalidRequest
 from baton.sampling import GuidedDecoding, SamplingParams
+from router.app import create_app
 from tests.cluster import Plan, cluster
-from tests.guided_cases import REGEXES, SCHEMAS, TOOLS, check_json
+from tests.guided_cases import REGEXES, SCHEMAS, TOOLS, check_call, check_json
 from tests.guided_sweep import ask, random_model, served, sweep_schemas, sweep_tools
 from tests.system.processes import Processes
 from tests.system.references import one_engine_tokens, prompts
@@ -83,6 +85,46 @@ async def test_the_other_spellings(model: Path, fields: dict[str, Any]) -> None:
         (choice,) = reply.json()["choices"]
         assert choice["finish_reason"] == "stop"
         check_json(choice["text"], SCHEMAS["person"])
+
+
+STRICT = {"type": "integer", "minimum": 0, "maximum": 99, "multipleOf": 7}
+
+
+def chat_of(schema: dict[str, Any], strict: bool) -> dict[str, Any]:
+    spec = {"name": "x", "schema": schema, "strict": strict}
+    return {
+        "messages": [{"role": "user", "content": "x"}], "max_tokens": 40, "seed": 1,
+        "response_format": {"type": "json_schema", "json_schema": spec},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("flag", [True, False])
+async def test_what_xgrammar_cannot_follow_is_refused(model: Path, flag: bool) -> None:
+    """Asked for in the request, at the door; as the nodes' own backend, by a node."""
+    fields = {} if flag else {"guided_decoding_backend": "xgrammar"}
+    node = {"guided_decoding_backend": "xgrammar" if flag else "auto"}
+    async with cluster(Plan(model, [node], [node])) as c:
+        transport = httpx.ASGITransport(create_app(c.router.services))
+        async with httpx.AsyncClient(transport=transport, base_url="http://baton") as client:
+            asked = chat_of(STRICT, strict=True)
+            reply = await client.post("/v1/chat/completions", json={**asked, **fields})
+            assert reply.status_code == 400, reply.text
+            error = reply.json()["error"]
+            assert error["param"] == "response_format.json_schema.schema"
+            assert "xgrammar does not follow multipleOf" in error["message"]
+            asked = chat_of(STRICT, strict=False)
+            reply = await client.post("/v1/chat/completions", json={**asked, **fields})
+            assert reply.status_code == 200, reply.text
+        await c.settle()
+
+
+async def test_calls_come_from_the_backend_that_was_asked_for(model: Path) -> None:
+    async with served(model, tool_call_parser="hermes") as client:
+        told = await ask(client, False, seed=1, tools=TOOLS[1:], tool_choice="required",
+                         parallel_tool_calls=False, guided_decoding_backend="xgrammar")  # fmt: skip
+        assert told["finish_reason"] == "tool_calls"
+        (call,) = told["tool_calls"]
+        check_call(call["function"]["name"], call["function"]["arguments"])
 
 
 @pytest.mark.parametrize(

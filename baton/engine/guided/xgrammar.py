@@ -1,8 +1,8 @@
 """xgrammar as backend: the second one, for structural tags and grammars that the first lacks.
 
 An optional package that imports torch and transformers (a second), so it is imported with the first
-grammar that needs it. What it does not know of a JSON schema it ignores, which is why a schema only
-comes here when a client asks for it by name.
+grammar that needs it. What it does not know of a JSON schema it ignores: a schema that must be
+followed is refused for that here (baton/schema_keywords.py).
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from typing import Any, Final
 import numpy as np
 
 from baton.engine.guided.base import Vocabulary
+from baton.engine.guided.bounded import bounded_tag
 from baton.errors import InvalidRequest, UnsupportedFeature
 from baton.grammars import FIELD, choices_of, reason_of
 from baton.sampling import GuidedDecoding
+from baton.schema_keywords import check_xgrammar
 
 MAX_SPACES: Final = 16
 _CONTROL: Final = re.compile(rb"[\x00-\x09\x0b-\x1f]")  # all but the line break
@@ -43,6 +45,7 @@ class XgrammarBackend:
         """See base.Backend.compile."""
         if guided.whitespace:
             raise UnsupportedFeature("guided: xgrammar takes no whitespace pattern", field=FIELD)
+        check_xgrammar(guided)
         is_json = guided.kind in ("json_schema", "json_object")
         compiler = self._compiler(self._spoken(guided), is_json)
         try:
@@ -65,7 +68,7 @@ class XgrammarBackend:
             case "ebnf":
                 return compiler.compile_lark(guided.grammar)
             case "structural_tag":
-                return compiler.compile_structural_tag(guided.grammar)
+                return compiler.compile_structural_tag(bounded_tag(guided.grammar))
             case "json_schema" | "json_object":
                 return compiler.compile_json_schema(
                     guided.grammar or '{"type": "object"}',

@@ -71,13 +71,11 @@ class HttpApi:
             ("/v1/chat/completions", self.chat_completions),
             ("/tokenize", self.tokenize),
             ("/detokenize", self.detokenize),
-            ("/ping", self.health),
         )
         get: Sequence[tuple[str, Callable[[HttpRequest], Awaitable[Any]]]] = (
             ("/v1/models", self.models),
             ("/v1/models/{name:path}", self.model),
             ("/health", self.health),
-            ("/ping", self.health),
             ("/ready", self.ready),
             ("/readyz", self.ready),
             ("/version", self.version),
@@ -90,7 +88,8 @@ class HttpApi:
         own = [Route(path, handler, methods=["POST"]) for path, handler in post] + [
             Route(path, handler, methods=["GET"]) for path, handler in get
         ]
-        return [*own, *dialects]
+        ping = Route("/ping", self.health, methods=["GET", "POST"])  # SageMaker posts
+        return [*own, ping, *dialects]
 
     # ---- generation ----
 

@@ -119,3 +119,11 @@ async def test_web_pages_of_other_origins(
     assert (denied.status_code, given.status_code) == (401, 200), "a key is wanted all the same"
     for reply in (before, denied, given):
         assert reply.headers.get("access-control-allow-origin") == answered
+
+
+async def test_ping_is_got_and_posted() -> None:
+    async with Front().client() as client:
+        for method in ("GET", "HEAD", "POST"):
+            assert (await client.request(method, "/ping")).status_code == 200
+        allowed = (await client.options("/ping")).headers["allow"]
+    assert set(allowed.split(", ")) == {"GET", "HEAD", "POST"}

@@ -20,7 +20,8 @@ from typing import Any, Final, cast
 from baton.errors import InvalidRequest
 from baton.grammars import FIELD, is_lenient
 from baton.sampling import GuidedDecoding
-from baton.structural_tags import format_of
+from baton.schema_kinds import target_of
+from baton.structural_tags import format_of, holds_json
 
 Schema = Mapping[str, Any]
 
@@ -87,7 +88,7 @@ def not_followed(schema: Any, is_json: bool = True) -> str:
         ref = one.get("$ref")
         if isinstance(ref, str) and ref not in seen:
             seen.add(ref)
-            target = _target(root, ref)
+            target = target_of(ref, root) if _POINTER.fullmatch(ref) else None
             if target is None:
                 return f"$ref {ref[:80]!r}"
             parts.append(target)
@@ -227,16 +228,6 @@ def _is_note(key: str) -> bool:
     return key in _NOTES or key == "$id" or key.startswith("x-")
 
 
-def _target(root: Schema, ref: str) -> Any:
-    """What a reference within the schema names, None if xgrammar does not find it."""
-    if not _POINTER.fullmatch(ref):
-        return None
-    found: Any = root
-    for name in ref.split("/")[1:]:
-        found = cast("Schema", found).get(name) if isinstance(found, Mapping) else None
-    return found
-
-
 # ---- the schemas of a grammar ----
 
 
@@ -263,9 +254,5 @@ def _tagged(form: Any) -> Iterator[tuple[Any, bool]]:
         elif isinstance(one, dict):
             plain = cast("dict[str, Any]", one)
             if "json_schema" in plain and not is_lenient(plain["json_schema"]):
-                is_json = plain.get("type") == "json_schema" and plain.get("style") in (
-                    None,
-                    "json",
-                )
-                yield plain["json_schema"], is_json
+                yield plain["json_schema"], holds_json(plain)
             waiting += [value for key, value in reversed(plain.items()) if key != "json_schema"]

@@ -58,6 +58,17 @@ def says_nothing(schema: object) -> bool:
     )
 
 
+def target_of(reference: object, root: Mapping[str, Any]) -> object:
+    """What a reference within the schema `root` names, None if it is not there."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    place: object = root
+    for step in reference[1:].split("/")[1:]:
+        name = step.replace("~1", "/").replace("~0", "~")
+        place = cast("Any", place).get(name) if isinstance(place, Mapping) else None
+    return place
+
+
 class _Search:
     """One schema's parts, up to MAX_PARTS of them: a schema may refer to itself."""
 
@@ -74,7 +85,7 @@ class _Search:
         plain = cast("Mapping[str, Any]", schema)
         found = _of_type(plain.get("type")) & _of_values(plain)
         if "$ref" in plain:
-            found &= self.kinds(self._target(plain["$ref"]))
+            found &= self.kinds(target_of(plain["$ref"], self._root))
         for part in _list(plain.get("allOf")) or ():
             found &= self.kinds(part)
         for name in ("anyOf", "oneOf"):
@@ -82,16 +93,6 @@ class _Search:
             if parts is not None:
                 found &= _union(self.kinds(part) for part in parts)
         return found
-
-    def _target(self, reference: object) -> object:
-        """What a local reference names, None if it is not there."""
-        if not isinstance(reference, str) or not reference.startswith("#"):
-            return None
-        place: object = self._root
-        for step in reference[1:].split("/")[1:]:
-            name = step.replace("~1", "/").replace("~0", "~")
-            place = cast("Any", place).get(name) if isinstance(place, Mapping) else None
-        return place
 
 
 def _of_type(given: object) -> Kinds:

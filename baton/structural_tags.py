@@ -66,6 +66,11 @@ def lark_of(text: str, dialect: Dialect) -> str:
     return json.dumps({"grammars": grammars}, ensure_ascii=False)
 
 
+def holds_json(form: Mapping[str, Any]) -> bool:
+    """Whether the values of a format are JSON throughout; texts of other styles stand bare."""
+    return form.get("type") == "json_schema" and form.get("style") in (None, "json")
+
+
 def format_of(text: str) -> dict[str, Any]:
     """The format of a structural tag in either spelling. Raises InvalidRequest."""
     try:

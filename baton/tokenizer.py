@@ -14,6 +14,7 @@ import codecs
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Protocol, cast
 
@@ -66,9 +67,6 @@ class Tokenizer:
             token_id for token_id, t in backend.get_added_tokens_decoder().items() if t.special
         )
         self._bytes_of = _byte_table(backend) if _is_byte_level(backend) else None
-        self._longest: int | None = None  # characters of a text, at most, that one token stands for
-        if self._bytes_of is not None and _drops_nothing(backend):
-            self._longest = max(map(len, self._bytes_of.values())) * _MOST_COMPOSED
         self.pieces = (
             PieceEncoder.of(backend, lambda text: self.encode(text, False), keep_bytes)
             if keep_bytes
@@ -140,6 +138,13 @@ class Tokenizer:
         if len(ids) <= SHORT_CHARS:
             return self._backend.decode(list(ids), skip_special_tokens=skip)
         return self._backend.decode_batch([list(ids)], skip_special_tokens=skip)[0]
+
+    @cached_property
+    def _longest(self) -> int | None:
+        """Characters of a text, at most, that one token stands for."""
+        if self._bytes_of is None or not _drops_nothing(self._backend):
+            return None
+        return max(map(len, self._bytes_of.values())) * _MOST_COMPOSED
 
     def most_chars(self, num_tokens: int) -> int | None:
         """A longer text has more tokens than that; None where a token may stand for any text."""

@@ -27,7 +27,7 @@ from rich.progress import (
 )
 
 from baton.engine.config import EngineConfig
-from deploy.batch_file import Output, Response, Task, check_tasks, read_tasks, well
+from deploy.batch_file import Output, Response, Task, check_tasks, read_tasks
 from router.config import RouterConfig
 
 RETRIED: Final = frozenset({429, 503})
@@ -115,7 +115,7 @@ class _Worker:
             response, error = await self._answer(task)
             self.output.write(task, response, error)
             self.outcome.answered += 1
-            self.outcome.failed += not well(response)
+            self.outcome.failed += not self.output.done[task.custom_id]
             self.told(self.outcome)
 
     async def _answer(self, task: Task) -> tuple[Response | None, tuple[str, str] | None]:

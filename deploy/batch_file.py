@@ -108,8 +108,8 @@ class Output:
             for number, line in enumerate(file, 1):
                 if not line.endswith(b"\n"):
                     break
-                custom_id, well = _answered(line, f"{self._path}, line {number}")
-                self.done[custom_id] = well
+                custom_id, status = _answered(line, f"{self._path}, line {number}")
+                self.done[custom_id] = _well(status)
                 end += len(line)
             file.truncate(end)
             stack.pop_all()
@@ -133,24 +133,24 @@ class Output:
         }
         self._file.write(orjson.dumps(line) + b"\n")
         self._file.flush()
-        self.done[task.custom_id] = well(response)
+        self.done[task.custom_id] = _well(None if response is None else response.status_code)
 
     def close(self) -> None:
         self._file.close()
 
 
-def well(response: Response | None) -> bool:
+def _well(status: int | None) -> bool:
     """There is an answer, and none that says what went wrong."""
-    return response is not None and response.status_code < FAILED
+    return status is not None and status < FAILED
 
 
-def _answered(line: bytes, place: str) -> tuple[str, bool]:
-    """The custom_id of a line, and whether its request went well."""
+def _answered(line: bytes, place: str) -> tuple[str, int | None]:
+    """The custom_id of a line, and the status of its answer, if there is one."""
     try:
         told = orjson.loads(line)
         custom_id, response = told["custom_id"], told["response"]
-        went_well = response is not None and response["status_code"] < FAILED
-    except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+        status = None if response is None else int(response["status_code"])
+    except (ValueError, KeyError, TypeError) as error:  # JSON's own is a ValueError
         message = f"{place}: not an answer of a batch; give another file"
         raise InvalidRequest(message, field="output") from error
-    return str(custom_id), went_well
+    return str(custom_id), status

@@ -13,6 +13,7 @@ from router.parsers.grammar import ToolFormat
 from router.parsers.message import MessageRules
 from router.parsers.registry import REASONING_FORMATS, TOOL_FORMATS
 from router.prompts import ChatPrompt, Conversation
+from router.structured.grammar_checks import Asked as Constraint
 from router.structured.guided import DEFAULT_STYLE, check_forced, forces_calls, room_for_content
 from router.terms import Terms
 
@@ -66,9 +67,14 @@ def tool_format(body: ChatBody, config: RouterConfig) -> ToolFormat | None:
 
 
 def message_rules(
-    body: ChatBody, asked: Conversation, prompt: ChatPrompt, config: RouterConfig
+    body: ChatBody,
+    asked: Conversation,
+    prompt: ChatPrompt,
+    config: RouterConfig,
+    own: Constraint | None,
 ) -> MessageRules | None:
-    """How the answer to `prompt` is taken apart, None if all of it is content."""
+    """How the answer to `prompt` is taken apart, None if all of it is content. `own`: the
+    constraint of the body's own fields."""
     tools = tool_format(body, config)
     name = config.reasoning_parser
     thinks = None if name is None else REASONING_FORMATS[name]
@@ -88,5 +94,5 @@ def message_rules(
         schemas=schemas_of(tuple(dict(tool) for tool in asked.tools)),
         show_reasoning=body.include_reasoning is not False,
         one_call=body.parallel_tool_calls is False,
-        room=room_for_content(body),
+        room=room_for_content(body, own),
     )

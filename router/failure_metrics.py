@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 from router.nodes.health import NodeHealth
 from router.retry_budget import RetryBudget
 from router.store.ledger import StoreGuard
+from router.store.tallies import counters
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,24 +40,22 @@ class _Failures(Collector):
     def collect(self) -> Iterable[Metric]:
         store, late = self._watched.store.stats, self._watched.store.catch_up.stats
         yield GaugeMetricFamily("baton_store_away", "1 while the store is away", float(store.away))
-        for name, text, count in (
+        yield from counters(
             ("baton_store_outages", "Times the store went away", store.outages),
             ("baton_store_skipped", "Calls not made, or failed, with it away", store.skipped),
             ("baton_store_refused", "Requests fenced or gapped in the store", store.refused),
             ("baton_store_late_requests", "Requests that caught up", late.requests),
             ("baton_store_late_tokens", "Tokens logged after an outage", late.tokens),
             ("baton_store_dropped_tokens", "Tokens that no log will have", late.dropped),
-        ):
-            yield CounterMetricFamily(name, text, count)
+        )
         health, retries = self._watched.health.stats, self._watched.retries
-        for name, text, count in (
+        yield from counters(
             ("baton_node_deaths", "Sessions with nodes that broke", health.deaths),
             ("baton_node_stalls", "Of these, ended by the watchdog", health.stalls),
             ("baton_node_quarantines", "Nodes put in quarantine", health.quarantines),
             ("baton_node_panics", "Times most nodes were unhealthy", health.panics),
             ("baton_stale_events", "Events of requests that had moved on", health.stale_events),
-        ):
-            yield CounterMetricFamily(name, text, count)
+        )
         spent = CounterMetricFamily(
             "baton_retry_budget", "Second tries after refusals", labels=["outcome"]
         )

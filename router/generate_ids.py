@@ -205,7 +205,7 @@ class GenerateApi:
         if not ids or min(ids) < 0 or max(ids) > MAX_TOKEN_ID:
             raise InvalidRequest("token_ids: at least one, from 0 on", field="token_ids")
         note_body_id(request, body.request_id)
-        id_ = body.request_id or reply_id("generate", request)
+        id_ = body.request_id or reply_id("generate-", request)
         terms = terms_of(request)
         with _named(body):
             asked = completion_body(body)

@@ -25,7 +25,7 @@ from router.anthropic.api import AnthropicApi
 from router.calls import Api, Call, Runner
 from router.chat_rules import conversation_of
 from router.completion import Completion
-from router.intake import Asked, Intake, cut_prompt, encoded_tokens
+from router.intake import Asked, Intake, cut_prompt
 from router.openai import (
     Body,
     ChatBody,
@@ -39,6 +39,7 @@ from router.openai import (
     token_ids_below,
 )
 from router.openai_replies import ModelList, ReplyHead, ReplyRules
+from router.prompt_options import useful_tokens
 from router.prompts import DEFAULT_MAX_TOKENS, PromptReader, room_for_output
 from router.reading import read_body
 from router.reply_ids import created_at
@@ -98,11 +99,11 @@ class HttpApi:
         note_body_id(request, body.request_id)
         check_common(body)
         model = self._intake.model(body.model)
-        id_ = reply_id("cmpl", request)
+        id_ = reply_id("cmpl-", request)
         prompts = prompts_of(body)
         guided = await self._prompts.checked(asked_of(body))
         special = body.add_special_tokens is not False
-        most = encoded_tokens(body, model.max_model_len)
+        most = useful_tokens(body.truncate_prompt_tokens, model.max_model_len)
         completions: list[Completion] = []
         for index, prompt in enumerate(prompts):
             field = (
@@ -139,7 +140,7 @@ class HttpApi:
     async def chat_completions(self, request: HttpRequest) -> WholeReply | StreamReply:
         body = await self._read(request, ChatBody)
         note_body_id(request, body.request_id)
-        id_ = reply_id("chatcmpl", request)
+        id_ = reply_id("chatcmpl-", request)
         turn = await self._intake.chat(body, id_, request)
         rules = ReplyRules(
             self._services.tokenizer,

@@ -27,14 +27,14 @@ from router.openai import (
 )
 from router.openai_message import DrawId
 from router.parsers.message import MessageRules
-from router.prompt_options import bad_word_ids, truncated
+from router.prompt_options import bad_word_ids, truncated, useful_tokens
 from router.prompts import PromptReader, check_prompt_logprobs, check_room, room_for_output
 from router.reply_ids import call_ids
 from router.request_ids import engine_id
 from router.served import ServedModel, adapter_of, model_name, served_model
 from router.services import RouterServices
 from router.structured.grammar_checks import Asked as Constraint
-from router.structured.guided import asked_of_chat
+from router.structured.guided import asked_of, asked_of_chat
 from router.terms import STANDARD, Terms, terms_of
 
 
@@ -74,11 +74,6 @@ def cut_prompt(
     return truncated(ids, body.truncate_prompt_tokens, limit, body.truncation_side or "left")
 
 
-def encoded_tokens(body: CompletionBody | ChatBody, max_model_len: int) -> int | None:
-    """How many tokens of a prompt are of any use; None: it is cut, wherever it is too long."""
-    return max_model_len if body.truncate_prompt_tokens is None else None
-
-
 class Intake:
     """Bodies in, completions out."""
 
@@ -106,16 +101,19 @@ class Intake:
         config = self._services.config
         calls = tool_format(body, config)  # refused before anything is rendered
         terms = terms_of(request)
-        asked = conversation_of(body, terms, encoded_tokens(body, model.max_model_len))
+        useful = useful_tokens(body.truncate_prompt_tokens, model.max_model_len)
+        asked = conversation_of(body, terms, useful)
         prompt = await self._prompts.chat(asked)
         ids = cut_prompt(body, prompt.ids, model.max_model_len)
         room = room_for_output(len(ids), model.max_model_len, "messages")
         fitted = fit_room and body.max_tokens is not None and body.max_tokens > room
         if fitted:
             body.max_tokens = room
-        message = message_rules(body, asked, prompt, config)
+        own = asked_of(body)
+        message = message_rules(body, asked, prompt, config, own)
         parser, tokenizer = config.tool_call_parser, self._services.tokenizer
-        guided = await self._prompts.checked(asked_of_chat(body, parser, message, tokenizer))
+        constraint = asked_of_chat(body, own, parser, message, tokenizer)
+        guided = await self._prompts.checked(constraint)
         one = Asked(engine_id(id_), ids, room, terms, message=message, guided=guided)
         short = calls is not None and calls.short_ids
         draw_id, parsed = call_ids(request, short), message is not None

@@ -27,7 +27,7 @@ from baton.metrics import (
 from baton.pieces import PieceStats
 from baton.sampling import SamplingParams
 from router.nodes.migration import MigrationStats
-from router.store.tallies import Counter, Histogram
+from router.store.tallies import Counter, Histogram, counters
 from router.trace import RequestTrace
 from router.vllm_metrics import Finished, NodeInfo, VllmMetrics, VllmOfModel
 
@@ -166,11 +166,10 @@ class _Pieces(Collector):
         self._stats = stats
 
     def collect(self) -> Iterable[Metric]:
-        for name, text, count in (
+        yield from counters(
             ("baton_tokenizer_cache_queries", "Characters of chats to encode", self._stats.asked),
             ("baton_tokenizer_cache_hits", "Those whose tokens were kept", self._stats.kept),
-        ):
-            yield CounterMetricFamily(name, text, count)
+        )
 
 
 class RequestMeter:

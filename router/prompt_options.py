@@ -32,6 +32,12 @@ def truncated(
     return ids[-kept:] if side == "left" else ids[:kept]
 
 
+def useful_tokens(count: int | None, limit: int) -> int | None:
+    """How many tokens of a prompt are of any use, `count` as for `truncated`; None: it is cut, so a
+    longer one is not too long."""
+    return limit if count is None else None
+
+
 def bad_word_ids(words: Sequence[str] | None, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
     """Each word as tokens, as it stands at a start and, where that is other tokens, after a space.
 

@@ -65,7 +65,7 @@ def known_id(scope: Scope) -> str:
 
 def reply_id(prefix: str, request: HttpRequest) -> str:
     """What the reply to `request` calls itself."""
-    return f"{prefix}{'' if prefix.endswith('_') else '-'}{known_id(request.scope)}"
+    return prefix + known_id(request.scope)
 
 
 def engine_id(reply: str, index: int = 0) -> str:

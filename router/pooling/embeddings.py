@@ -29,7 +29,7 @@ from router.nodes.connection import while_connected
 from router.openai import check_priority, object_of, struct_of, token_ids_below
 from router.pooling.config import PoolingSettings
 from router.pooling.pool import PoolAsk, Pools
-from router.prompt_options import truncated
+from router.prompt_options import truncated, useful_tokens
 from router.prompts import PromptReader
 from router.reading import read_body
 from router.request_ids import note_body_id, reply_id
@@ -151,7 +151,7 @@ class EmbeddingsApi:
         model = served_model(services, body.model)
         dimensions = self._parts.settings.check_dimensions(body.dimensions)
         prompts = await self._prompts(body, model.max_model_len, model.vocab_size)
-        id_ = reply_id("embd", request)
+        id_ = reply_id("embd-", request)
         ask = PoolAsk(
             id=pool_id(id_),
             prompts=prompts,
@@ -177,7 +177,7 @@ class EmbeddingsApi:
         """Token ids of each input. Raises InvalidRequest, ContextLengthExceeded."""
         found: list[tuple[int, ...]] = []
         inputs = inputs_of(body.input)
-        most = max_model_len if body.truncate_prompt_tokens is None else None
+        most = useful_tokens(body.truncate_prompt_tokens, max_model_len)
         for index, item in enumerate(inputs):
             field = "input" if len(inputs) == 1 else f"input[{index}]"
             if isinstance(item, str):

@@ -172,7 +172,7 @@ class RerankApi:
         if tokens > MAX_INPUT_TOKENS:
             message = f"{field}: at most {MAX_INPUT_TOKENS} tokens in one call"
             raise InvalidRequest(message, field=field)
-        id_ = reply_id("score" if isinstance(body, ScoreBody) else "rerank", request)
+        id_ = reply_id("score-" if isinstance(body, ScoreBody) else "rerank-", request)
         ask = PoolAsk(
             id=pool_id(id_),
             prompts=prompts,

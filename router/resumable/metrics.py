@@ -15,6 +15,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from router.store.tallies import counters
+
 
 class Reading(enum.StrEnum):
     """From where somebody reads; a label in the metrics."""
@@ -63,15 +65,14 @@ class _Runs(Collector):
             ("baton_resumable_readers", "Answers to them under way", stats.readers),
         ):
             yield GaugeMetricFamily(name, text, value)
-        for name, text, count in (
+        yield from counters(
             ("baton_resumable_begun", "Resumable requests taken on", stats.begun),
             ("baton_resumable_adopted", "Taken over from routers that are gone", stats.adopted),
             ("baton_resumable_adopted_tokens", "Tokens in their logs", stats.adopted_tokens),
             ("baton_resumable_not_adopted", "Claimed, and given up again", stats.not_adopted),
             ("baton_resumable_abandoned", "Cancelled, for nobody read them", stats.abandoned),
             ("baton_resumable_lost", "Taken over by another router", stats.lost),
-        ):
-            yield CounterMetricFamily(name, text, count)
+        )
         readings = CounterMetricFamily(
             "baton_resumable_readings", "Answers told from a log, by their start", labels=["start"]
         )

@@ -16,6 +16,12 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 
+def counters(*rows: tuple[str, str, float]) -> Iterable[Metric]:
+    """At a scrape, counters that somebody keeps as plain numbers: name, text, count of each."""
+    for name, text, count in rows:
+        yield CounterMetricFamily(name, text, count)
+
+
 class Count:
     """A counter with its labels."""
 

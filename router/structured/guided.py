@@ -62,13 +62,15 @@ def asked_of(body: CompletionBody | ChatBody) -> Asked | None:
 
 
 def asked_of_chat(
-    body: ChatBody, parser: str | None, message: MessageRules | None, tokenizer: Tokenizer
+    body: ChatBody,
+    own: Asked | None,
+    parser: str | None,
+    message: MessageRules | None,
+    tokenizer: Tokenizer,
 ) -> Asked | None:
-    """The constraint of a chat: its fields' and its tools'. A grammar waits for the end of the
-    reasoning that the answer begins with."""
-    asked = asked_of(body)
-    calls = _asked_of_tools(body, parser, tokenizer, asked)
-    asked = calls or asked
+    """The constraint of a chat: its `own` fields' (asked_of) and its tools'. A grammar waits for
+    the end of the reasoning that the answer begins with."""
+    asked = _asked_of_tools(body, parser, tokenizer, own) or own
     if asked is None or message is None or message.reasoning is None or not message.opened:
         return asked
     return replace(asked, guided=replace(asked.guided, starts_after=reasoning.CLOSE))
@@ -79,14 +81,13 @@ def forces_calls(body: ChatBody) -> bool:
     return body.tool_choice == "required" or isinstance(body.tool_choice, dict)
 
 
-def room_for_content(body: ChatBody) -> Room:
-    """What a chat's grammar leaves to content. Raises InvalidRequest like asked_of."""
+def room_for_content(body: ChatBody, own: Asked | None) -> Room:
+    """What a chat's grammar leaves to content; `own`: that of its own fields (asked_of)."""
     if forces_calls(body):
         return Room.NONE
-    asked = asked_of(body) if body.tools and body.tool_choice != "none" else None
-    if asked is None:
+    if own is None or not body.tools or body.tool_choice == "none":
         return Room.ANY
-    is_json = asked.guided.kind in ("json_object", "json_schema")
+    is_json = own.guided.kind in ("json_object", "json_schema")
     return Room.JSON_INSTEAD if is_json else Room.INSTEAD
 
 

@@ -46,6 +46,10 @@ def chat(**fields: Any) -> ChatBody:
     return parse(json.dumps({"messages": messages, **fields}).encode(), ChatBody)
 
 
+def of_chat(body: ChatBody, parser: str | None, message: MessageRules | None) -> Asked | None:
+    return asked_of_chat(body, asked_of(body), parser, message, TOKENIZER)
+
+
 def response_format(**spec: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "x", **spec}}
 
@@ -81,7 +85,7 @@ def test_every_spelling(fields: dict[str, Any], kind: str, grammar: Any, blamed:
     assert asked is not None
     assert (asked.guided.kind, asked.field) == (kind, blamed)
     assert (json.loads(asked.guided.grammar) if asked.guided.grammar else None) == grammar
-    assert asked_of_chat(chat(**fields), None, None, TOKENIZER) == asked
+    assert of_chat(chat(**fields), None, None) == asked
 
 
 def test_texts_and_options() -> None:
@@ -230,7 +234,7 @@ def test_values_that_hold_their_own_closing_tag(tokenizer: Any) -> None:
 
 
 def asked_tools(tokenizer: Any, **fields: Any) -> GuidedDecoding:
-    asked = asked_of_chat(chat(tools=TOOLS, **fields), "hermes", None, TOKENIZER)
+    asked = of_chat(chat(tools=TOOLS, **fields), "hermes", None)
     assert asked is not None
     check_grammar(asked.guided)
     return asked.guided
@@ -253,9 +257,9 @@ def test_choices_of_tools(tokenizer: Any) -> None:
     auto = asked_tools(tokenizer)  # one of them is strict
     assert takes(tokenizer, auto, f"hm {both} so")
     free = [tool for tool in TOOLS if tool is not PAINT]
-    assert asked_of_chat(chat(tools=free), "hermes", None, TOKENIZER) is None
+    assert of_chat(chat(tools=free), "hermes", None) is None
     off = chat(tools=TOOLS, tool_choice="none")
-    assert asked_of_chat(off, "hermes", None, TOKENIZER) is None
+    assert of_chat(off, "hermes", None) is None
 
 
 @pytest.mark.parametrize(
@@ -294,7 +298,8 @@ def test_an_answer_in_the_asked_form_or_calls(
     ],
 )
 def test_what_is_left_to_content(fields: dict[str, Any], room: Room) -> None:
-    assert room_for_content(chat(**fields)) is room
+    body = chat(**fields)
+    assert room_for_content(body, asked_of(body)) is room
 
 
 FORMATS = {"response_format": {"type": "json_object"}}
@@ -318,12 +323,12 @@ async def test_calls_are_for_the_backend_that_was_asked_for(
     checker = GrammarChecker()
     for backend in ("xgrammar", "llguidance", None):
         given = {"guided_decoding_backend": backend} if backend else {}
-        asked = asked_of_chat(chat(tools=TOOLS, **given, **fields), "hermes", None, TOKENIZER)
+        asked = of_chat(chat(tools=TOOLS, **given, **fields), "hermes", None)
         assert asked is not None
         assert (asked.guided.backend, asked.field) == (backend or "", blamed)
         await checker.check(asked.guided, asked.field)
         if backend == "xgrammar":
-            asked = asked_of_chat(chat(tools=worse, **given, **fields), "hermes", None, TOKENIZER)
+            asked = of_chat(chat(tools=worse, **given, **fields), "hermes", None)
             assert asked is not None
             with pytest.raises(InvalidRequest, match=f"^{blamed}: xgrammar does not follow not$"):
                 await checker.check(asked.guided, asked.field)
@@ -354,7 +359,7 @@ def test_a_grammar_beside_tools_is_read_by_either_backend(tokenizer: Any) -> Non
 def test_what_cannot_be_combined() -> None:
     tag = {"structural_tag": {"format": {}}}
     with pytest.raises(UnsupportedFeature) as caught:
-        asked_of_chat(chat(tools=TOOLS, structured_outputs=tag), "hermes", None, TOKENIZER)
+        of_chat(chat(tools=TOOLS, structured_outputs=tag), "hermes", None)
     assert caught.value.field == "tools"
 
 
@@ -376,7 +381,7 @@ def test_a_choice_of_no_tool(choice: dict[str, Any], field: str) -> None:
 def test_a_grammar_begins_where_the_thought_ends(opened: bool) -> None:
     rules = MessageRules(reasoning=QWEN3, opened=opened)
     for fields in ({"guided_regex": "a"}, {"tools": TOOLS, "tool_choice": "required"}):
-        asked = asked_of_chat(chat(**fields), None, rules, TOKENIZER)
+        asked = of_chat(chat(**fields), None, rules)
         assert asked is not None
         assert asked.guided.starts_after == ("</think>" if opened else "")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from typing import Any, Final, cast
 
-from baton.structural_tags import format_of
+from baton.structural_tags import format_of, holds_json
 
 _MAPS: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 _VALUES: Final = frozenset({"const", "enum", "default", "examples"})
@@ -29,9 +29,9 @@ def _form(form: Any) -> Any:
     if not isinstance(form, dict):
         return form
     plain = cast("dict[str, Any]", form)
-    is_json = plain.get("type") == "json_schema" and plain.get("style") in (None, "json")
+    in_json = holds_json(plain)
     return {
-        key: (_schema(value) if is_json else value) if key == "json_schema" else _form(value)
+        key: (_schema(value) if in_json else value) if key == "json_schema" else _form(value)
         for key, value in plain.items()
     }
 

@@ -25,6 +25,12 @@ class Timing:
     drain_s: float = 5.0
     request_s: float = 600.0  # default deadline of a request
 
+    @property
+    def kv_alive_s(self) -> float:
+        """An exporter that has nothing to send says so as often: each second, and always several
+        times before its fetcher gives up."""
+        return min(1.0, self.kv_progress_s / 3)
+
 
 # Between clients and routers. A client may be far away or busy: pings are rarer than between
 # Baton's own processes, and answers to them may take longer.

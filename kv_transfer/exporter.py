@@ -91,10 +91,11 @@ class Exporter:
     burst_bytes: int = 0
     small_bytes: int = 0
 
-    def burst_of(self, reader: Reader) -> int:
-        """Bytes of progress that are worth a switch of threads before token 1 is there."""
-        small = reader.num_bytes <= self.small_bytes
-        return reader.num_bytes + 1 if small else self.burst_bytes
+    def burst_of(self, reader: Reader, adopting: bool) -> int:
+        """Bytes of progress that are worth a switch of threads before token 1 is there. None are
+        to a fetcher that reads the blocks where they lie: it waits for the end alone."""
+        whole = adopting or reader.num_bytes <= self.small_bytes
+        return reader.num_bytes + 1 if whole else self.burst_bytes
 
     def serve(self, lane: str, peer: Incoming) -> Iterator[Buffer]:
         """The parcels that answer `peer`, from its first HELLO to the end of the connection."""
@@ -144,6 +145,7 @@ class _Connection:
         self._reader: Reader | None = None
         self._seen: int | None = None  # last version of the export's progress fed to the session
         self._deadline: float | None = None
+        self._adopting = False
         self._opened_at = 0.0
         self._waited_s = 0.0
         self._rows_sent = self._rows_wanted = 0  # of this fetch, over all layers: for failpoints
@@ -158,11 +160,16 @@ class _Connection:
         try:
             while not session.done:
                 event = answer or self._next_at_once()
+                waited = event is None
                 if event is None:
                     yield from parcels.flush()  # something may be waited for now
                     event = self._next_event()
                 answer = None
-                for action in session.receive(event):
+                actions = session.receive(event)
+                if waited and isinstance(event, Progress) and not actions:
+                    # The prefill gets on, but sends this fetcher nothing: it must hear so.
+                    actions = session.receive(Idle())
+                for action in actions:
                     frame, answer = self._perform(action)
                     if frame is not None:
                         yield from parcels.add(frame)
@@ -221,11 +228,10 @@ class _Connection:
     def _next_progress(self) -> ExporterEvent:
         assert self._reader is not None
         shared = self._shared
-        patience_s = shared.timing.kv_progress_s / 3
         before = shared.clock.monotonic()
         try:
-            burst_bytes = shared.burst_of(self._reader)
-            snapshot = self._reader.wait(self._seen, patience_s, burst_bytes)
+            burst_bytes = shared.burst_of(self._reader, self._adopting)
+            snapshot = self._reader.wait(self._seen, shared.timing.kv_alive_s, burst_bytes)
         except KVError as error:
             return Refused(failure_of(error))
         if self._reader.closed:
@@ -329,6 +335,7 @@ class _Connection:
         if closed:
             reader.close()
         self._seen, self._waited_s = None, 0.0
+        self._adopting = fetch.adopt
         left = reader.handle.num_tokens - fetch.start_token
         self._rows_sent, self._rows_wanted = 0, left * len(shared.memory.layers)
         self._opened_at = shared.clock.monotonic()

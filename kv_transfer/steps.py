@@ -64,7 +64,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """Exporter: nothing was published for a while, but the lease is held."""
+    """Exporter: there has been nothing to send for a while, but the lease is held."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import pytest
 
 from baton.errors import KVLost, KVStale, KVTimeout
 from baton.timing import Timing
+from kv_transfer.connector import TransferOptions
 from kv_transfer.frames import Kind
 from kv_transfer.stats import TransferStats
 from tests.transfer import faults
@@ -283,6 +284,37 @@ async def test_a_slow_prefill_is_no_timeout(cluster: Cluster) -> None:
     assert not fetch.done()
     p.finish(handle)
     assert (await fetch).num_tokens == 16
+    await p.freed()
+
+
+@pytest.mark.parametrize("cluster", KINDS, indirect=True)
+@pytest.mark.parametrize("start", [0, 80])
+async def test_a_prefill_that_gets_on_slowly_gives_signs_of_life(
+    cluster: Cluster, start: int
+) -> None:
+    """What is published is below a burst, or nothing that this fetcher wants (`start`): it hears
+    from the exporter all the same. Each step of the prefill waits for the sign before."""
+    p = await cluster.node(timing=IMPATIENT, options=TransferOptions(burst_bytes=1 << 30))
+    signs = asyncio.Semaphore(0)
+    loop = asyncio.get_running_loop()
+
+    def heard(index: int, frame: bytes) -> list[bytes]:
+        if faults.kind_of(frame) in (Kind.CONFIRM, Kind.DATA):
+            loop.call_soon_threadsafe(signs.release)
+        return [frame]
+
+    patient = Timing(kv_progress_s=PATIENCE_S)
+    d = await cluster.node(
+        FaultyLane(cluster.new_lane(), receiving=heard), boot_id=BOOT_D, timing=patient
+    )
+    handle = p.connector.export(request_of(), 0, p.pick(80), 80)
+    fetch = asyncio.create_task(d.connector.fetch(handle, 1, d.pick(80, 2), start))
+    async with asyncio.timeout(PATIENCE_S / 2):
+        for upto in range(1, 5):
+            assert all(p.publish_all(handle, upto))
+            await signs.acquire()
+    p.finish(handle)
+    assert (await fetch).num_tokens == 80
     await p.freed()
 
 

@@ -15,7 +15,7 @@ from baton.kv_spec import LayerSpec, layout_fingerprint
 from baton.timing import Timing
 from kv_transfer.bodies import decode_body, encode_body, kind_of
 from kv_transfer.exporter import Exporter
-from kv_transfer.exports import ExportTable
+from kv_transfer.exports import ExportTable, Reader
 from kv_transfer.frames import (
     HEADER_BYTES,
     MAX_PAYLOAD,
@@ -214,6 +214,30 @@ def test_signs_of_life_until_the_fetcher_leaves(stage: Stage) -> None:
         close()
     assert stage.kinds() == []
     assert stage.freed == []
+
+
+@pytest.mark.parametrize("adopt", [True, False])
+def test_signs_of_life_while_there_is_progress(
+    adopt: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Progress comes during every wait, and none of it is anything that the fetcher wants."""
+    fetch = Fetch(1, b"1", "r", 1, start_token=TOKENS, codec=DIRECT, adopt=adopt)
+    stage = Stage(fetch, Timing(kv_progress_s=0.03), direct=True)
+    published = 0
+    wait = Reader.wait
+
+    def progress(reader: Reader, seen: int | None, timeout_s: float, burst: int = 0) -> Any:
+        nonlocal published
+        if seen is not None:
+            published += 1
+            assert stage.table.publish(1, 0, published)
+        return wait(reader, seen, timeout_s, burst)
+
+    monkeypatch.setattr(Reader, "wait", progress)
+    assert isinstance(stage.next(), BlockTables)
+    for waits in range(1, 6):
+        assert stage.next() == Confirm(1, b"", 1, held=True)
+        assert published == waits
 
 
 def test_the_requests_time_is_over() -> None:

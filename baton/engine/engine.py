@@ -117,7 +117,7 @@ class Engine:
         )  # fmt: skip
         self._failed: list[RequestFailed] = []  # not yet taken
         self._pins = Pins(self._tables)
-        self._announcements = Announcements(self._pins, hooks)
+        self._announcements = Announcements(self._pins, hooks, self.stats)
         self._scheduler.ask_before_exports(self._announcements.may_admit)
         ahead = RunAhead(runner, max_len) if config.async_scheduling else None
         self.steps = Steps(

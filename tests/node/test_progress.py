@@ -44,7 +44,7 @@ def clock() -> FakeClock:
 def beats(progress: Progress, clock: FakeClock, answer: Answer | None, waits: bool = False) -> bool:
     """An hour of heartbeats, each of them answered so; whether that looks like a stall."""
     for _ in range(3600):
-        if progress.ask() and answer is not None:
+        if progress.ask(layers=0) and answer is not None:
             progress.answered(answer, waits)
         clock.advance(1.0)
         if progress.stalled:
@@ -67,6 +67,35 @@ def test_no_answer_is_a_stall(clock: FakeClock) -> None:
     assert not progress.stalled, "it was a long step"
 
 
+def pause(progress: Progress, clock: FakeClock, seconds: int, layers: int) -> None:
+    """Heartbeats that hear of nothing new."""
+    for _ in range(seconds):
+        progress.ask(layers)
+        clock.advance(1.0)
+
+
+def test_a_step_may_take_hours_as_long_as_it_goes_through_layers(clock: FakeClock) -> None:
+    progress = Progress(clock, 10.0)
+    for layers in range(1000):
+        pause(progress, clock, 9, layers)  # no answer: all in one step
+        assert not progress.stalled
+
+
+def test_who_is_known_to_be_slow_has_more_time(clock: FakeClock) -> None:
+    progress = Progress(clock, 10.0)
+    for layers in range(3):
+        pause(progress, clock, 8, layers)
+    progress.ask(4)
+    assert progress.limit_s == 24.0, "three times the longest pause"
+    pause(progress, clock, 23, 4)
+    assert not progress.stalled
+    pause(progress, clock, 2, 4)
+    assert progress.stalled
+    progress.ask(5)
+    assert not progress.stalled
+    assert progress.limit_s == 24.0, "a stall is no measure of a machine"
+
+
 def test_answers_without_steps_are_a_stall_unless_others_hold_it_up(clock: FakeClock) -> None:
     assert beats(Progress(clock, 10.0), clock, BUSY)
     assert not beats(Progress(clock, 10.0), clock, WAITS, waits=True)
@@ -75,7 +104,7 @@ def test_answers_without_steps_are_a_stall_unless_others_hold_it_up(clock: FakeC
 
 def test_a_heartbeat_that_stops_is_a_stall(clock: FakeClock) -> None:
     progress = Progress(clock, 10.0)
-    progress.ask()
+    progress.ask(layers=0)
     progress.answered(IDLE, waits_for_others=False)
     clock.advance(11.0)
     assert progress.stalled, "the event loop hangs: whoever asks is on another thread"

@@ -232,7 +232,7 @@ class NodeShell:
                 session.send(NodeStep(load=load))
 
     def ask_engine(self) -> None:
-        """A heartbeat. Load and counters follow between two steps; in a long one, the last known."""
+        """A heartbeat. Load and counters come between two steps; in a long one, those before it."""
         if self.progress.ask(self._engine.stats.num_layers):
             self.thread.post(self._answer)
         else:

@@ -126,8 +126,7 @@ class Engine:
         self._pending: list[TokenEvent] = []  # events that need no computing: the next step's
         self._dropped: list[RequestGroup] = []  # aborted while a step runs: freed at its end
         self._plan: StepPlan | None = None
-        self._stepping = False
-        self._stalled = False
+        self._stepping = self._stalled = False
         self._ended = 0.0  # when the last step did
         self.when_idle: Callable[[], None] | None = None  # called once the work has ended
 

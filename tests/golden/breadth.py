@@ -252,7 +252,9 @@ def table(found: list[Outcome]) -> str:
         f"| {o.name} | {o.result} | {o.heads} | {o.windows} | {o.route} |"
         for o in by_result.get("identical", []) + by_result.get("different", [])
     ]
-    refused = [f"| {o.name} | {_cell(o.detail)} |" for o in by_result.get("refused", [])]
+    # What would work instead, the refusal itself says behind a semicolon.
+    reasons = ((o.name, o.detail.split(";")[0]) for o in by_result.get("refused", []))
+    refused = [f"| {name} | {_cell(reason)} |" for name, reason in reasons]
     unbuilt = [f"| {o.name} | {_cell(o.detail)} |" for o in by_result.get("not built", [])]
     summary = ", ".join(f"{counts[kind]} {kind}" for kind in ("identical", "different", "refused"))
     return "\n".join(

@@ -6,6 +6,7 @@ make OpenMP teams slower than one thread, and Triton reads its switch at import.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import shutil
@@ -23,7 +24,10 @@ if shutil.which("nvidia-smi") is None:
 from deploy.redis_server import RedisServer, find_redis_binary
 
 # How long an example takes is the machine's affair: what is slow there is no failure here.
-settings.register_profile("baton", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# Half of hypothesis' own number of examples: what one run does not find, one of the many others does.
+settings.register_profile(
+    "baton", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("baton")
 
 LONG = ("system", "chaos", "deploy", "bench", "engine")  # folders of tests
@@ -37,6 +41,7 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
     finally:
         gc.freeze()
+        atexit.register(gc.unfreeze)  # else extension modules tell of leaks
         gc.enable()
 
 

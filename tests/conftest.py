@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import os
 import shutil
 from collections.abc import Generator, Iterator
@@ -48,6 +49,10 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that take long come first, so that no worker is left alone with one at the end."""
     items.sort(key=lambda item: item.path.parent.name not in LONG)
+    # Else pytest's handlers are hung on each of torch's 50 loggers before each part of each test.
+    for logger in logging.getLogger().manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 @pytest.fixture(scope="session")

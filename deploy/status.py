@@ -17,6 +17,10 @@ from baton.tls import ClientTls
 REFRESH_S = 1.0
 BAR_CELLS = 10
 WIDE_COLUMNS = 100  # from here on there is room for the bar
+ABOVE_LIMITS = (
+    "above 100%: the machine's limits were measured while it was busy (a node measures again once "
+    "it is idle), or its caches hold the model; --memory-bandwidth and --peak-flops state them"
+)
 
 
 def status(
@@ -55,6 +59,8 @@ def view(info: ServerInfo, address: str, width: int) -> RenderableType:
     models = ", ".join(sorted({node.model for node in info.nodes})) or "no model"
     head = Text.assemble(("baton ", "bold"), f"{info.version}  {models}  router {address}")
     lines: list[RenderableType] = [head, nodes_table(info, width >= WIDE_COLUMNS)]
+    if any(above_limits(node) for node in info.nodes):
+        lines.append(Text(ABOVE_LIMITS, style="yellow"))
     lines.append(requests_line(info))
     if info.migrations != Migrations():
         lines.append(migrations_line(info.migrations))
@@ -80,6 +86,11 @@ def nodes_table(info: ServerInfo, wide: bool) -> Table:
     if not info.nodes:
         table.add_row("no node is registered")
     return table
+
+
+def above_limits(node: Node) -> bool:
+    """Whether a share that is shown cannot be."""
+    return max(node.mbu, node.mfu) >= 1.005
 
 
 def usage(node: Node, with_bar: bool) -> Text:

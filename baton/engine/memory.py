@@ -30,7 +30,7 @@ import torch
 from baton.engine.config import EngineConfig, parse_bytes
 from baton.engine.interface import SequenceChunk
 from baton.engine.kv_cache import KVArena, MakeMemory, bytes_per_block
-from baton.engine.layer_groups import group_layers, one_group
+from baton.engine.layer_groups import MIN_BLOCKS, group_layers, one_group
 from baton.engine.loading import LoadedModel
 from baton.engine.runner import ModelRunner
 from baton.errors import ConfigError
@@ -40,7 +40,6 @@ from baton.sampling import SamplingParams
 log = logging.getLogger(__name__)
 
 CPU_MEMORY_SHARE: Final = 0.25  # of the available memory: several nodes share one machine
-MIN_BLOCKS: Final = 2  # of each group of layers
 _RESET_PEAK: Final = "5"  # proc(5): written to clear_refs, it resets VmHWM
 
 

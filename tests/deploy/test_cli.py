@@ -19,7 +19,7 @@ from baton.errors import ConfigError
 from deploy import cli, local, up
 from deploy.chat import Answer, Conversation, describe
 from deploy.plan import DEMO_MODEL, UpOptions
-from deploy.status import view
+from deploy.status import ABOVE_LIMITS, view
 
 
 @pytest.fixture(autouse=True)
@@ -251,6 +251,15 @@ def test_the_status_tells_the_share_of_the_machine_s_limits_where_it_is_known() 
         console.print(view(ServerInfo("0.1.0", nodes, {}), "h:50051", 140))
         text = console.file.getvalue()  # type: ignore[attr-defined]
         assert ("MBU" in text and "62%" in text and "7%" in text) == told
+
+
+def test_the_status_says_what_a_share_above_one_means() -> None:
+    for mbu, told in ((1.0, False), (1.53, True)):
+        node = Node("d0", "decode", "h:2", "m", 3, 1, 25, 100, draining=False, mbu=mbu)
+        console = Console(file=io.StringIO(), width=300)
+        console.print(view(ServerInfo("0.1.0", (node,), {}), "h:50051", 300))
+        text = console.file.getvalue()  # type: ignore[attr-defined]
+        assert (ABOVE_LIMITS in text) == told
 
 
 @pytest.mark.parametrize("mbu", [0.0, 1.0])

@@ -111,7 +111,9 @@ def _add_status(parser: argparse.ArgumentParser) -> None:
         "--grpc", default=DEFAULT_GRPC, metavar="HOST:PORT", help="the router's gRPC"
     )
     parser.add_argument(
-        "--api-key", default=os.environ.get("BATON_API_KEY"), help="the router's key"
+        "--admin-key",
+        default=os.environ.get("BATON_ADMIN_KEY"),
+        help="the router's key of operators, if it has keys at all",
     )
     parser.add_argument("--tls", action="store_true", help="with TLS, and the system's CAs")
     add_trust(parser)
@@ -184,6 +186,9 @@ def check_front_door(options: UpOptions) -> None:
         host=options.host,
         api_key=(options.api_key,) if options.api_key else (),
         api_keys=options.api_keys,
+        admin_port=options.admin_port,
+        admin_key=(options.admin_key,) if options.admin_key else (),
+        admin_keys=options.admin_keys,
         tls_cert=options.tls_cert,
         tls_key=options.tls_key,
         tls_ca=options.tls_ca,
@@ -192,7 +197,7 @@ def check_front_door(options: UpOptions) -> None:
         tool_call_parser=options.tool_call_parser,
     )
     router.check()
-    router.key_ring()
+    router.admin_ring()  # reads the files of both
     if router.tls is not None:
         router.tls.server_context()
 
@@ -241,7 +246,7 @@ def run_status(arguments: argparse.Namespace) -> int:
     from deploy.status import status
 
     tls = client_tls(arguments, wanted=arguments.tls)
-    return status(arguments.grpc, arguments.api_key, arguments.once, Console(), tls)
+    return status(arguments.grpc, arguments.admin_key, arguments.once, Console(), tls)
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:

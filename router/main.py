@@ -281,25 +281,27 @@ class AdminServer:
     """The admin port, if the config names one. The life: made (bound) -> start() -> stop()."""
 
     def __init__(self, config: RouterConfig, services: RouterServices) -> None:
-        """Raises ConfigError if the port cannot be bound."""
+        """Raises ConfigError if the port cannot be bound, or a key file cannot be read."""
         self.address: str | None = None
-        self._listener: socket.socket | None = None
-        if config.admin_port is not None:
-            self._listener = bind(replace(config, host=config.admin_host), config.admin_port)
-            self.address = join(config.admin_host, self._listener.getsockname()[1])
-        settings = uvicorn_settings(HttpLimits(), config.tls)
+        self._server: HttpServer | None = None
+        if config.admin_port is None:
+            return
         app = create_admin_app(services)
+        self._listener = bind(replace(config, host=config.admin_host), config.admin_port)
+        self.address = join(config.admin_host, self._listener.getsockname()[1])
+        settings = uvicorn_settings(HttpLimits(), config.tls)
         self._server = HttpServer(uvicorn.Config(app, log_config=None, lifespan="off", **settings))
 
     def start(self) -> list[asyncio.Task[None]]:
         """The task that serves, none without a port."""
-        if self._listener is None:
+        if self._server is None:
             return []
         return [asyncio.create_task(self._server.serve([self._listener]), name="admin")]
 
     def stop(self) -> None:
         """Twice is safe."""
-        self._server.should_exit = self._server.force_exit = True
+        if self._server is not None:
+            self._server.should_exit = self._server.force_exit = True
 
 
 def bind(config: RouterConfig, port: int, *, shared: bool = False) -> socket.socket:

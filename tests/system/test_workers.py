@@ -52,7 +52,8 @@ async def ended_by(admin: str, address: str, name: str) -> str | None:
             if not told:
                 told = True
                 ids = {"request_ids": [name]}
-                reply = await client.post(f"http://{admin}/abort_requests", json=ids)
+                url, key = f"http://{admin}/abort_requests", {"x-api-key": "o"}
+                reply = await client.post(url, json=ids, headers=key)
                 assert len(reply.json()["aborted"]) == 1, reply.text
             reason = json.loads(line[6:])["choices"][0]["finish_reason"] or reason
         return reason
@@ -95,6 +96,7 @@ async def test_two_workers_on_one_port(tmp_path: Path, redis_url: str) -> None:
     async with Processes(model, tmp_path, redis_url) as cluster:
         prefill, decode = await cluster.nodes(1, 1, NODE_FLAGS)
         flags = ["--workers", "2", "--own-port", "0", "--admin-port", "0"]
+        flags += ["--admin-key", "o"]
         router = await cluster.router(prefill, decode, flags)
         assert len(set(router.ready["workers"])) == 2
         assert len(set(router.ready["admin_addresses"])) == 2
@@ -111,6 +113,7 @@ async def test_two_workers_on_one_port(tmp_path: Path, redis_url: str) -> None:
             params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
             options = GenerateOptions(timeout_s=PATIENCE_S)
             assert (await client.generate("hello", params, options)).text == texts[0]
+        async with AsyncClient(router.ready["grpc_address"], "o") as client:
             info = await client.server_info()  # counts over all workers: Redis'
             assert info.requests_by_state["finished"] >= NUM_REQUESTS + 1
 

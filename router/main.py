@@ -35,6 +35,7 @@ from baton.errors import ConfigError
 from baton.failpoints import FAILPOINTS
 from baton.generation_config import sampling_defaults
 from baton.handles import Role
+from baton.redis_connections import ROUTER_CALL, check_redis
 from baton.task_metrics import watch_tasks
 from baton.tokenizer import Tokenizer
 from router.aborts import Aborts
@@ -204,6 +205,8 @@ async def serve(config: RouterConfig) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stages.on_signal, number)
+    if config.redis_url is not None:
+        await check_redis(config.redis_url, config.store_timeout_s, ROUTER_CALL)
     router = Router(config)
     listener = bind(config, config.port, shared=config.reuse_port)
     own = None if config.own_port is None else bind(config, config.own_port)

@@ -42,6 +42,7 @@ from baton.node.metrics_server import MetricsPlace, MetricsServer, metrics_token
 from baton.node.role import NodeRole, RoleContext
 from baton.node.service import NodeServer
 from baton.node.shell import NodeParts, NodeShell
+from baton.redis_connections import NODE_CALL, check_redis
 from baton.task_metrics import watch_tasks
 from baton.timing import Timing
 from kv_transfer.base import Lane, OnReleased
@@ -220,6 +221,9 @@ async def _run(program: NodeProgram, config: NodeConfig, engine_config: EngineCo
     names = parse_lanes(config.kv_lanes)
     optional = config.kv_lanes.strip() == AUTO
     place = PoolPlace(names, Path(config.kv_shm_dir), optional=optional)
+    timing = replace(Timing(), drain_s=config.drain_s)
+    if config.redis_url:
+        await check_redis(config.redis_url, timing.heartbeat_s, NODE_CALL)
     try:
         engine = await _load(engine_config, place, first)
         if engine is None:
@@ -227,7 +231,6 @@ async def _run(program: NodeProgram, config: NodeConfig, engine_config: EngineCo
             return 0
         if engine.ranks is not None:
             engine.ranks.on_lost(_end_without_ranks)
-        timing = replace(Timing(), drain_s=config.drain_s)
         settings = LaneSettings.of(config, timing)
         # Lanes that read a pool by themselves would find one rank's heads: no pool for them.
         pool = engine.arena if engine.ranks is None else None

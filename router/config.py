@@ -73,6 +73,9 @@ class RouterConfig:
         (), "key of operators, for the admin server and gRPC's ServerInfo (repeatable)"
     )
     admin_keys: str | None = option(None, "file of operators' keys, in the form of --api-keys")
+    health_port: int | None = option(
+        None, "port of /livez, /readyz and /startupz, plain HTTP, open to all (default: none)"
+    )
     workers: int = option(1, "router processes on these ports; more than one needs --redis-url")
     own_port: int | None = option(
         None,
@@ -165,7 +168,7 @@ class RouterConfig:
             ("port", 0), ("grpc_port", 0), ("max_live_requests", 1), ("local_prefill_tokens", 0),
             ("drain_s", 0), ("shutdown_s", 0), ("admin_port", 0), ("max_queued_requests", 0),
             ("max_request_tokens", 1), ("workers", 1), ("max_resumable_mb", 1),
-            ("tokenizer_cache_mb", 0),
+            ("tokenizer_cache_mb", 0), ("health_port", 0),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < lowest:

@@ -35,6 +35,7 @@ from baton.errors import ConfigError
 from baton.failpoints import FAILPOINTS
 from baton.generation_config import sampling_defaults
 from baton.handles import Role
+from baton.health_port import Health, health_port
 from baton.redis_connections import ROUTER_CALL, check_redis
 from baton.task_metrics import watch_tasks
 from baton.tokenizer import Tokenizer
@@ -199,7 +200,14 @@ def policy_settings(config: RouterConfig) -> PolicySettings:
     )
 
 
-async def serve(config: RouterConfig) -> None:
+async def watched(config: RouterConfig) -> None:
+    """`serve` beside the health port. Raises ConfigError for what prevents its start."""
+    health = Health(SystemClock(), config.stall_s)
+    async with health_port(health, config.host, config.health_port):
+        await serve(config, health)
+
+
+async def serve(config: RouterConfig, health: Health) -> None:
     """Run a router until it is told to stop. Raises ConfigError for what prevents its start."""
     stages = Stages()
     loop = asyncio.get_running_loop()
@@ -228,9 +236,13 @@ async def serve(config: RouterConfig) -> None:
     try:
         await until(http.began, tasks)
         settle()
-        announce(config, listener, grpc_port, own, admin.address)
+        health.started(lambda: True, lambda: router.services.ready)
+        announce(
+            config, listener, grpc_port, own, admin_address=admin.address, health_port=health.port
+        )
         await until(stages.drain, tasks)
         router.services.lifecycle.draining = True
+        health.look()
         await grpc_server.tell_health()
         await until(stages.close, tasks, config.drain_s)
         http.should_exit = True
@@ -331,7 +343,7 @@ def announce(
     listener: socket.socket,
     grpc_port: int,
     own: socket.socket | None = None,
-    admin: str | None = None,
+    **more: str | int | None,
 ) -> None:
     """The READY line: whoever started this process reads it."""
     ready = {
@@ -339,7 +351,7 @@ def announce(
         "role": "router",
         "address": join(config.host, listener.getsockname()[1]),
         "grpc_address": join(config.host, grpc_port),
-        "admin_address": admin,
+        **more,
     }
     if own is not None:
         ready["own_address"] = join(config.host, own.getsockname()[1])
@@ -374,7 +386,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         if config.cpu_cores is not None:
             pin_process(parse_cores(config.cpu_cores))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve(config))
+            runner.run(watched(config))
     except ConfigError as error:
         sys.stderr.write(f"{parser.prog}: {error.message}\n")
         return USAGE_ERROR

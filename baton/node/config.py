@@ -25,6 +25,7 @@ BOUNDS: Final[dict[str, tuple[float, float]]] = {
     "kv_port": (0, 65535),
     "kv_stream_port": (0, 65535),
     "metrics_port": (0, 65535),
+    "health_port": (0, 65535),
     "drain_s": (0, 3600),
     "stall_s": (1, 86_400),
     "max_requests": (1, 1_000_000),
@@ -75,6 +76,9 @@ class NodeConfig:
     cpu_cores: str | None = option(None, 'cores of this process, e.g. "0,1" or "4-7"')
     insecure: bool = option(False, "allow a non-loopback bind without TLS")
     metrics_port: int | None = option(None, "port of /metrics for Prometheus (default: none)")
+    health_port: int | None = option(
+        None, "port of /livez, /readyz and /startupz, plain HTTP, open to all (default: none)"
+    )
     drain_s: float = option(5.0, "after SIGTERM: wait for running requests for so long, seconds")
     max_requests: int = option(1024, "requests on this node at once; more are refused with 429")
     max_queued_fetches: int = option(256, "decode: hand-overs that wait for blocks at once")

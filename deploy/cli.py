@@ -8,6 +8,7 @@ baton doctor                     KV lanes between two nodes, and what this machi
 baton bench serve | engine       measure a server, or the engine in a process of its own
 baton convert                    safetensors for a checkpoint that has none
 baton estimate                   what a model needs, the best that a machine could do with it
+baton kernels build              compile the CPU kernels ahead, for images
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ PROCESSES = {
     "decode": "decode_node",
     "convert": "baton.engine.convert",
     "estimate": "baton.engine.estimate",
+    "kernels": "baton.engine.kernels.cpu",
 }
 BENCHMARKS = {"serve": "bench.serve", "engine": "bench.engine"}
 
@@ -73,6 +75,8 @@ def build_parser() -> argparse.ArgumentParser:
     commands.add_parser("convert", help=text, add_help=False)
     text = "memory, concurrency, ideal TTFT and TPOT of a model: --model DIR [--memory 80GB ...]"
     commands.add_parser("estimate", help=text, add_help=False)
+    text = "compile the CPU kernels of every instruction set ahead: build [--dir DIR]"
+    commands.add_parser("kernels", help=text, add_help=False)
     text = "benchmarks: baton bench serve (any server), baton bench engine (tokens/s, MBU, MFU)"
     commands.add_parser("bench", help=text, add_help=False)
     return parser

@@ -26,6 +26,7 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
+from baton.cache_folder import cache_folder
 from baton.cores import check_cores, parse_cores
 from baton.errors import BatonError, ConfigError
 from bench.sse import StreamError
@@ -182,9 +183,8 @@ def wanted_cores(options: UpOptions) -> list[int]:
 
 
 def default_run_dir(environ: Mapping[str, str]) -> Path:
-    """A new folder per run below the user's cache."""
-    cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "baton" / "runs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    """A new folder per run below the user's cache. Raises OSError."""
+    return cache_folder("runs", environ) / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 
 def child_variables(options: UpOptions) -> dict[str, str]:

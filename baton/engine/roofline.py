@@ -22,6 +22,7 @@ from typing import Final
 
 import torch
 
+from baton.cache_folder import cache_folder
 from baton.engine.config import EngineConfig
 from baton.engine.linear import choose_linear
 from baton.engine.work import Limits
@@ -45,7 +46,7 @@ def limits_of(
         return Limits(given * GIGA, flops * TERA)
     if not config.measure_limits:
         return None
-    found = _kept(device, dtype, cache_folder() if folder is None else folder)
+    found = _kept(device, dtype, folder)
     limits = Limits(
         found.read_bytes_per_s if given is None else given * GIGA,
         found.flops_per_s if flops is None else flops * TERA,
@@ -84,12 +85,6 @@ def measure(device: torch.device, dtype: torch.dtype, budget_s: float = BUDGET_S
     return Limits(read, flops)
 
 
-def cache_folder() -> Path:
-    """Where measured limits are kept."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "baton" / "limits"
-
-
 def _fastest(work: Callable[[], object], device: torch.device, budget_s: float) -> float:
     """Seconds of the fastest call within the budget, after one that does not count."""
 
@@ -108,16 +103,17 @@ def _fastest(work: Callable[[], object], device: torch.device, budget_s: float) 
     return max(best, 1e-9)
 
 
-def _kept(device: torch.device, dtype: torch.dtype, folder: Path) -> Limits:
+def _kept(device: torch.device, dtype: torch.dtype, folder: Path | None) -> Limits:
     """From the file, or measured and written there."""
     key = _key(device, dtype)
     if key is None:
         return measure(device, dtype)
-    path = folder / f"{key}.json"
-    found = _read(path)
-    if found is not None:
-        return found
     try:
+        folder = cache_folder("limits") if folder is None else folder
+        path = folder / f"{key}.json"
+        found = _read(path)
+        if found is not None:
+            return found
         folder.mkdir(parents=True, exist_ok=True)
         with _alone(folder / "lock"):
             found = _read(path) or measure(device, dtype)

@@ -23,7 +23,7 @@ LEVELS: Final = ("debug", "info", "warning", "error")
 BOUNDS: Final[dict[str, tuple[float, float]]] = {
     "port": (0, 65535),
     "kv_port": (0, 65535),
-    "kv_stream_port": (0, 65535),
+    "kv_stream_port": (0, 65532),
     "metrics_port": (0, 65535),
     "health_port": (0, 65535),
     "drain_s": (0, 3600),
@@ -42,7 +42,9 @@ class NodeConfig:
     host: str = option("127.0.0.1", "address to listen on (node service and KV transfer)")
     port: int = option(0, "port of the node service, 0 = any free one")
     kv_port: int = option(0, "port of the KV transfer by grpc, 0 = any free one")
-    kv_stream_port: int = option(0, "port of the KV transfer by stream, 0 = any free one")
+    kv_stream_port: int = option(
+        0, "port of the KV transfer by stream; shm, nixl and dist have the next three; 0 = any"
+    )
     kv_lanes: str = option(
         "stream,grpc", "KV lanes, best first; auto: shm,stream,grpc, without shm if it has no room"
     )

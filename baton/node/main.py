@@ -27,7 +27,7 @@ from baton import config as options
 from baton import log as logs
 from baton.addresses import is_loopback
 from baton.clock import Clock, SystemClock
-from baton.cores import parse_cores, pin_process
+from baton.cores import parse_cores, pin_process, quota_cores
 from baton.engine.config import EngineConfig, parse_bytes
 from baton.engine.engine import Engine
 from baton.errors import ConfigError
@@ -211,6 +211,8 @@ def main(program: NodeProgram, argv: Sequence[str], environ: Mapping[str, str]) 
             cores = parse_cores(config.cpu_cores)
             pin_process(cores)
             engine_config = replace(engine_config, threads=engine_config.threads or len(cores))
+        elif engine_config.threads is None:
+            engine_config = replace(engine_config, threads=limited_threads())
         status = asyncio.run(_watched(program, config, engine_config))
     except ConfigError as error:
         sys.stderr.write(f"{parser.prog}: {error.message}\n")
@@ -271,6 +273,13 @@ async def _serve(node: Node, health: Health, first: asyncio.Event, second: async
         await _until(node.drain(), second)
     finally:
         await node.stop()
+
+
+def limited_threads() -> int | None:
+    """As many as a container's limit has cores, if that is fewer than there are; else torch's own
+    choice."""
+    quota = quota_cores()
+    return quota if quota is not None and quota < len(os.sched_getaffinity(0)) else None
 
 
 def _end_without_ranks() -> None:

@@ -1,8 +1,8 @@
 """The health port: what a process says of itself to whoever asks, by plain HTTP, and nothing else.
 
     GET /startupz   it has started: its model is loaded, its other ports are open
-    GET /livez      it gets on: its event loop turns, and its engine, if it has one, has not been
-                    silent for `stall_s`; a step may take its time. If not, only a restart helps
+    GET /livez      it gets on: its event loop turned within `stall_s`, and so does its engine, if
+                    it has one (baton/node/progress.py). If not, only a restart helps
     GET /readyz     it gets on and would take new work: it has started and does not drain
 
 200 is yes, 503 no. The port is open from the process's first moment, without TLS and keys, and is

@@ -25,13 +25,13 @@ ABOVE_LIMITS = (
 
 def status(
     address: str,
-    api_key: str | None,
+    admin_key: str | None,
     once: bool,
     console: Console,
     tls: ClientTls | None = None,
 ) -> int:
     """Show the table until Ctrl-C, or one time. Raises BatonError when the first question fails."""
-    with Client(address, api_key or "", timeout_s=5.0, tls=tls) as client:
+    with Client(address, admin_key or "", timeout_s=5.0, tls=tls) as client:
         info = client.server_info()
         if once:
             console.print(view(info, address, console.width))

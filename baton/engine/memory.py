@@ -339,15 +339,18 @@ def available_memory(meminfo: Path) -> int:
 
 def _container_memory(cgroup: Path) -> int | None:
     """Bytes that the control group still allows (page cache counts as free); None = no limit."""
+    names = ("memory.max", "memory.current", "inactive_file")
+    if (cgroup / "memory").is_dir():  # control groups of version 1
+        cgroup /= "memory"
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
     try:
-        limit = (cgroup / "memory.max").read_text().strip()
+        limit, current = ((cgroup / name).read_text().strip() for name in names[:2])
         if limit == "max":
             return None
-        current = int((cgroup / "memory.current").read_text())
         stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-        return max(0, int(limit) - current + int(stat.get("inactive_file", "0")))
+        return max(0, int(limit) - int(current) + int(stat.get(names[2], "0")))
     except (OSError, ValueError):
-        return None  # no control groups of version 2 here: nothing known to limit us
+        return None  # nothing known to limit us
 
 
 def _status_bytes(proc: Path, name: str) -> int:

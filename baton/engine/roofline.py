@@ -23,6 +23,7 @@ from typing import Final
 
 import torch
 
+from baton.cache_folder import cache_folder
 from baton.engine.config import EngineConfig
 from baton.engine.linear import choose_linear
 from baton.engine.work import Limits
@@ -46,7 +47,7 @@ def limits_of(
         return Limits(given * GIGA, flops * TERA)
     if not config.measure_limits:
         return None
-    found = _kept(device, dtype, cache_folder() if folder is None else folder, None)
+    found = _kept(device, dtype, folder, None)
     return _told("limits", config, found, dtype)
 
 
@@ -58,7 +59,7 @@ def limits_again(
     folder: Path | None = None,
 ) -> Limits:
     """Measure again, and keep of each limit the higher: other work can only have lowered it."""
-    found = _kept(device, dtype, cache_folder() if folder is None else folder, before)
+    found = _kept(device, dtype, folder, before)
     return _told("limits, measured again", config, found, dtype)
 
 
@@ -103,12 +104,6 @@ def measure(device: torch.device, dtype: torch.dtype, budget_s: float = BUDGET_S
     return Limits(read, flops)
 
 
-def cache_folder() -> Path:
-    """Where measured limits are kept."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "baton" / "limits"
-
-
 def _fastest(work: Callable[[], object], device: torch.device, budget_s: float) -> float:
     """Seconds of the fastest call within the budget, after one that does not count."""
 
@@ -127,16 +122,19 @@ def _fastest(work: Callable[[], object], device: torch.device, budget_s: float) 
     return max(best, 1e-9)
 
 
-def _kept(device: torch.device, dtype: torch.dtype, folder: Path, low: Limits | None) -> Limits:
+def _kept(
+    device: torch.device, dtype: torch.dtype, folder: Path | None, low: Limits | None
+) -> Limits:
     """From the file, or measured and written there. `low`: what is too low to be taken from it."""
     key = _key(device, dtype)
     if key is None:
         return _highest(measure(device, dtype), low)
-    path = folder / f"{key}.json"
-    found = _read(path)
-    if found is not None and low is None:
-        return found
     try:
+        folder = cache_folder("limits") if folder is None else folder
+        path = folder / f"{key}.json"
+        found = _read(path)
+        if found is not None and low is None:
+            return found
         folder.mkdir(parents=True, exist_ok=True)
         with _alone(folder / "lock"):
             found = _read(path)

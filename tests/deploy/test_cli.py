@@ -170,10 +170,22 @@ def test_secrets_travel_in_the_environment() -> None:
     drawn = [up.child_variables(UpOptions())["BATON_SECRET"] for _ in range(2)]
     assert len(drawn[0]) == 64
     assert drawn[0] != drawn[1]
-    given = up.child_variables(UpOptions(secret="s", api_key="k"))
-    assert given == {"BATON_SECRET": "s", "BATON_API_KEY": "k"}
-    with pytest.raises(ConfigError, match="comma"):
-        up.child_variables(UpOptions(api_key="a,b"))
+    given = up.child_variables(UpOptions(secret="s", api_key="k", admin_key="o"))
+    assert given == {"BATON_SECRET": "s", "BATON_API_KEY": "k", "BATON_ADMIN_KEY": "o"}
+    for name in ("api_key", "admin_key"):
+        with pytest.raises(ConfigError, match="comma") as caught:
+            up.child_variables(UpOptions(**{name: "a,b"}))
+        assert caught.value.field == name
+
+
+def test_status_is_offered_where_it_would_be_answered() -> None:
+    offered = [options for options in (
+        UpOptions(), UpOptions(api_key="k"), UpOptions(api_keys="f"), UpOptions(admin_key="o"),
+        UpOptions(api_key="k", admin_keys="f"),
+    ) if up.next_commands(options, "http://h", "h:1")[1:]]  # fmt: skip
+    assert offered == [
+        UpOptions(), UpOptions(admin_key="o"), UpOptions(api_key="k", admin_keys="f"),
+    ]  # fmt: skip
 
 
 def test_run_folders_are_below_the_cache(tmp_path: Path) -> None:

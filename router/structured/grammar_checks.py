@@ -14,7 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Final
 
-from baton.errors import InvalidRequest, Overloaded, UnsupportedFeature
+from baton.errors import (
+    BatonError,
+    InvalidRequest,
+    Overloaded,
+    Unavailable,
+    UnsupportedFeature,
+)
 from baton.grammar_trials import GrammarTrials
 from baton.grammars import FIELD, check_size
 from baton.sampling import GuidedDecoding
@@ -23,6 +29,7 @@ from baton.schema_keywords import check_xgrammar
 THREADS: Final = 2
 MAX_WAITING: Final = 64
 MAX_KNOWN: Final = 256
+BLAMED: Final = (InvalidRequest, Unavailable)  # what may be said of a grammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +51,14 @@ class GrammarChecker:
 
     async def check(self, guided: GuidedDecoding, field: str) -> None:
         """Raise InvalidRequest, naming `field`, for what no node could follow; Overloaded while too
-        many others are checked."""
+        many others are checked; Unavailable if this machine is too busy to find out."""
         # A thought comes before the grammar, whatever the grammar is.
         grammar = replace(guided, starts_after="")
+        refusal: BatonError | None
         try:
             check_size(guided)
             refusal = await self._found(grammar)
-        except InvalidRequest as error:
+        except BLAMED as error:
             refusal = error
         if refusal is not None:
             raise blamed_on(refusal, field) from refusal
@@ -96,9 +104,9 @@ class GrammarChecker:
         return None
 
 
-def blamed_on(error: InvalidRequest, field: str) -> InvalidRequest:
+def blamed_on(error: BatonError, field: str) -> BatonError:
     """An error about `guided` in the words of whoever wrote `field`; any other as it is."""
     if error.field != FIELD:
         return error
     message = f"{field}: {error.message.removeprefix(f'{FIELD}: ')}"
-    return type(error)(message, field=field)
+    return type(error)(message, field=field, retry_after_s=error.retry_after_s)

@@ -10,9 +10,10 @@ from typing import Any
 import llguidance
 import pytest
 
+from baton.children import ChildBudget
 from baton.engine.guided.xgrammar import XgrammarBackend
 from baton.errors import InvalidRequest, Overloaded, UnsupportedFeature
-from baton.grammar_trials import GrammarTrials, TrialBudget
+from baton.grammar_trials import GrammarTrials
 from baton.grammars import check_grammar
 from baton.sampling import GuidedDecoding
 from router.openai import ChatBody, CompletionBody, parse
@@ -433,12 +434,12 @@ async def test_what_xgrammar_would_ignore_is_refused_where_it_is_asked_for_and_s
         assert caught.value.message == f"{field}: xgrammar does not follow uniqueItems"
     await check(response_format=response_format(schema=schema))  # not strict: as far as it goes
     await check(guided_json=SCHEMA)
-    assert checker.trials.num_started == 0
+    assert checker.trials.children.num_started == 0
     checker.close()
 
 
 async def test_a_bad_grammar_costs_its_budget_once_and_holds_up_nobody() -> None:
-    trials = GrammarTrials(budget=TrialBudget(cpu_s=0.5))
+    trials = GrammarTrials(budget=ChildBudget(cpu_s=0.5))
     checker = GrammarChecker(trials)
     endless = GuidedDecoding("json_schema", '{"type": "integer", "multipleOf": 9999991}')
     asked = [asyncio.create_task(checker.check(endless, f"field{i}")) for i in range(3)]
@@ -450,7 +451,7 @@ async def test_a_bad_grammar_costs_its_budget_once_and_holds_up_nobody() -> None
     with pytest.raises(InvalidRequest, match="too long"):
         # A thought before it makes it no other grammar.
         await checker.check(replace(endless, starts_after="</think>"), "guided_json")
-    assert trials.num_given_up == 1
+    assert trials.children.num_given_up == 1
     checker.close()
 
 

@@ -11,7 +11,9 @@ and end with this process.
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import fcntl
 import os
 import select
 import signal
@@ -28,7 +30,7 @@ from baton.errors import InternalError
 
 START_S: Final = 30.0  # of a child: to import what it needs
 MAX_USES: Final = 1000  # of one child: whatever it hoards goes with it
-_PIPE_BYTES: Final = 1 << 16
+PIPE_BYTES: Final = 1 << 20  # the most that everybody may have: fewer turns between processes
 
 
 class Excess(enum.Enum):
@@ -132,6 +134,9 @@ class _Child:
             stdout=subprocess.PIPE,
             start_new_session=True,  # a ^C is for whoever owns it
         )
+        for pipe in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(OSError):
+                fcntl.fcntl(_pipe(pipe), fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         os.set_blocking(_pipe(self._process.stdin).fileno(), False)
         try:
             self._answer(monotonic() + START_S)
@@ -177,7 +182,7 @@ class _Child:
         while len(found) < HEAD_BYTES or len(found) < HEAD_BYTES + _length(found):
             pipe = _pipe(self._process.stdout).fileno()
             _await(pipe, select.POLLIN, deadline)
-            piece = os.read(pipe, _PIPE_BYTES)
+            piece = os.read(pipe, PIPE_BYTES)
             if not piece:
                 raise self._ended()
             found += piece

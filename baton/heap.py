@@ -10,7 +10,7 @@ import ctypes
 from collections.abc import Callable
 from typing import Final
 
-LARGE_BYTES: Final = 256 << 10  # work on less leaves nothing that is worth the walk
+LARGE_BYTES: Final = 2 << 20  # work on less leaves nothing that is worth the walk
 
 
 def _trimmer() -> Callable[[int], int] | None:

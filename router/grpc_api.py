@@ -45,6 +45,8 @@ from router.openai import (
 )
 from router.prompts import (
     DEFAULT_MAX_TOKENS,
+    Inputs,
+    Length,
     PromptReader,
     check_prompt_logprobs,
     check_room,
@@ -191,14 +193,15 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
             skip_special_tokens=not message.HasField("skip_special_tokens")
             or message.skip_special_tokens,
         )
-        ids, field = await self._prompt_ids(message, model)
+        grant = self._grant(context)
+        ids, field = await self._prompt_ids(message, model, grant)
         room = room_for_output(len(ids), model.max_model_len, field)
         defaults = {
             "max_tokens": min(DEFAULT_MAX_TOKENS, room),
             **self._services.sampling_defaults,
         }
         params = _sampling_params(message, defaults)
-        await self._prompts.check_guided(params.guided)
+        await self._prompts.check_guided(params.guided, grant)
         check_room(len(ids), params.max_tokens, model.max_model_len, "max_tokens")
         check_prompt_logprobs(len(ids), params.prompt_logprobs, "prompt_logprobs")
         check_token_ids(params, model.vocab_size)
@@ -206,7 +209,7 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
         timeout_s = self._services.config.request_timeout_s
         remaining = context.time_remaining()  # None without a deadline of the caller's
         metadata = context.invocation_metadata()
-        terms = read_terms(lambda name: _metadata(metadata, name), self._grant(context))
+        terms = read_terms(lambda name: _metadata(metadata, name), grant)
         request = Request(
             id=request_id,
             prompt_ids=ids,
@@ -228,13 +231,14 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
         return Completion(request, self._name(model), rules, self._services.tokenizer, terms)
 
     async def _prompt_ids(
-        self, message: serve_pb2.GenerateRequest, model: ServedModel
+        self, message: serve_pb2.GenerateRequest, model: ServedModel, grant: Grant
     ) -> tuple[tuple[int, ...], str]:
         """The prompt's ids and the field that they came from."""
         match message.WhichOneof("prompt"):
             case "text" if message.text:
-                most = model.max_model_len
-                return await self._prompts.text(message.text, "text", most_tokens=most), "text"
+                asked = Inputs([message.text], "text", Length(model.max_model_len), grant)
+                [ids] = await self._prompts.read(asked)
+                return ids, "text"
             case "token_ids" if message.token_ids.ids:
                 ids = tuple(message.token_ids.ids)
                 return token_ids_below(ids, model.vocab_size, "token_ids"), "token_ids"

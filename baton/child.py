@@ -20,8 +20,10 @@ from baton.heap import give_back
 HEAD_BYTES: Final = 8
 
 
-def serve(answer: Callable[[bytes], bytes], cpu_s: float, memory_bytes: int) -> None:
-    """Answer until the input ends; each question has `cpu_s`, all of them `memory_bytes`."""
+def serve(answer: Callable[[bytes], bytes], cpu_s: float, memory_bytes: int, *, nice: int) -> None:
+    """Answer until the input ends; each question has `cpu_s`, all of them `memory_bytes`. `nice`:
+    how much it leaves to other processes, 0 to 19."""
+    os.nice(nice)
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     questions, answers = sys.stdin.buffer, sys.stdout.buffer

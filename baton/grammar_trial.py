@@ -22,6 +22,7 @@ from baton.grammars import check_size, check_start, limits, llguidance_grammar
 from baton.sampling import GuidedDecoding
 
 _END: Final = 256
+NICE: Final = 5  # an answer waits for it; streams that go on do, too
 
 
 class _Bytes:
@@ -60,7 +61,7 @@ def serve(trial: Callable[[GuidedDecoding], None], cpu_s: float, memory_bytes: i
             return json.dumps({"message": error.message, "unsupported": unsupported}).encode()
         return b""
 
-    child.serve(answer, cpu_s, memory_bytes)
+    child.serve(answer, cpu_s, memory_bytes, nice=NICE)
 
 
 if __name__ == "__main__":

@@ -35,4 +35,4 @@ def _template(source: str, special_tokens: tuple[tuple[str, str], ...]) -> ChatT
 
 
 if __name__ == "__main__":
-    child.serve(answer, float(sys.argv[1]), int(sys.argv[2]))
+    child.serve(answer, float(sys.argv[1]), int(sys.argv[2]), nice=0)

@@ -152,19 +152,26 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
             message.ClearField("starting_after")
             body = message.SerializeToString(deterministic=True)
             asked = GrpcAsked(request_id, self._owner(context), message.resumable_s, after, body)
-            first = None if any(after) else await self._completion(message, request_id, context)
+            first = None if any(after) else await self._prepared(message, request_id, context)
             completion, numbered = await self._resumable.open(asked, first)
             terms = completion.trace.terms
             completion.trace.terms = replace(terms, receipt=False)
             return completion, numbered
         services = self._services
-        completion = await self._completion(message, request_id, context)
+        completion = await self._prepared(message, request_id, context)
         # Names of one key are not those of another, nor does it learn of them.
         own_id = record_id(self._owner(context), request_id)
         completion.request = replace(completion.request, id=own_id)
         meter = services.metrics.begin(completion.model, completion.request.arrival)
         deltas = completion.deltas(services.dispatcher, meter, services.clock)
         return completion, _all_fresh(deltas)
+
+    async def _prepared(
+        self, message: serve_pb2.GenerateRequest, request_id: str, context: Any
+    ) -> Completion:
+        """A new caller's completion: it counts with its key while it is made."""
+        with self._services.dispatcher.gate.preparing(self._grant(context)):
+            return await self._completion(message, request_id, context)
 
     async def _again(self, body: bytes, name: str) -> Completion:
         """The completion of a message that a record keeps."""

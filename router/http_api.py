@@ -39,6 +39,7 @@ from router.openai import (
     token_ids_below,
 )
 from router.openai_replies import ModelList, ReplyHead, ReplyRules
+from router.preparing import end_preparing
 from router.prompts import DEFAULT_MAX_TOKENS, Inputs, PromptReader, room_for_output
 from router.reading import read_body
 from router.reply_ids import created_at
@@ -51,6 +52,7 @@ from router.structured.guided import asked_of
 from router.terms import Terms, terms_of
 from router.whole import WholeReply
 
+SPARE_COMMAS: Final = 64  # of a body beside its tokens
 # POST routes that are worth a short way (router/nodes/direct.py).
 BUSIEST: Final = frozenset({"/v1/completions", "/v1/chat/completions"})
 
@@ -188,6 +190,7 @@ class HttpApi:
             asked = Inputs([body.prompt or ""], "prompt", length, terms.grant, special)
             [ids] = await self._prompts.read(asked)
         strings = await self._prompts.spell(ids, terms.grant) if body.return_token_strs else None
+        end_preparing(request.scope, len(ids))
         return _json(
             {
                 "count": len(ids),
@@ -198,7 +201,12 @@ class HttpApi:
         )
 
     async def detokenize(self, request: HttpRequest) -> Response:
-        body = await self._read(request, DetokenizeBody)
+        raw = await read_body(request)
+        model = self._intake.model(None)
+        most = countable(model.max_model_len).tokens
+        if raw.count(b",") > most + SPARE_COMMAS:  # before a million numbers are made of it
+            raise InvalidRequest(f"tokens: at most {most} at once", field="tokens")
+        body = parse(raw, DetokenizeBody)
         model = self._intake.model(body.model)
         if min(body.tokens, default=0) < 0:
             raise InvalidRequest("tokens: token ids are integers from 0 on", field="tokens")

@@ -28,6 +28,7 @@ from router.openai import (
 )
 from router.openai_message import DrawId
 from router.parsers.message import MessageRules
+from router.preparing import end_preparing
 from router.prompt_options import bad_word_ids, truncated, useful_length
 from router.prompts import (
     Length,
@@ -144,7 +145,9 @@ class Intake:
         apply_allowed(body)
         length = countable(model.max_model_len)
         asked = conversation_of(body, terms_of(request), length)
-        return len((await self._prompts.chat(asked)).ids)
+        count = len((await self._prompts.chat(asked)).ids)
+        end_preparing(request.scope, count)
+        return count
 
     def completion(
         self, body: CompletionBody | ChatBody, asked: Asked, model: ServedModel

@@ -31,8 +31,8 @@ class Lane(enum.Enum):
 
     SHORT = ("short", 2)
     LONG = ("long", 2)
-    TEMPLATE = ("template", 3)
-    GRAMMAR = ("grammar", 3)
+    TEMPLATE = ("template", 2)
+    GRAMMAR = ("grammar", 2)
 
     @property
     def places(self) -> int:

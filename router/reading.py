@@ -10,8 +10,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 
 from baton.errors import Cancelled
+from router.preparing import wait_to_read
 
 MAX_BODY_BYTES: Final = 8 << 20
+MAX_OBJECTS: Final = 200_000  # and lists; brackets in texts count, too: ~0.1 s to read
+MAX_VALUES: Final = 1 << 20
 
 
 @lru_cache(maxsize=64)  # parsed by the library of mails, and clients say one of very few
@@ -44,17 +47,33 @@ def _check_head(request: HttpRequest) -> None:
 
 
 async def read_body(request: HttpRequest) -> bytes:
-    """The whole JSON body. Raises HTTPException (413, 415), Cancelled."""
+    """The whole JSON body. Raises HTTPException (413, 415), Cancelled, Overloaded."""
     _check_head(request)
-    raw, more = b"", True
+    await wait_to_read(request.scope)
+    parts: list[bytes] = []
+    num_bytes, more = 0, True
     while more:  # not request.stream(): an asynchronous generator costs more than what is read
         message = await request.receive()
         if message["type"] == "http.disconnect":
             raise Cancelled("the client went away")
-        raw += message.get("body", b"")
+        parts.append(message.get("body", b""))
+        num_bytes += len(parts[-1])
         more = message.get("more_body", False)
-        if len(raw) > MAX_BODY_BYTES:
+        if num_bytes > MAX_BODY_BYTES:
             raise HTTPException(
                 413, f"the body exceeds {MAX_BODY_BYTES} bytes", {"connection": "close"}
             )
+    raw = parts[0] if len(parts) == 1 else b"".join(parts)
+    if num_bytes > MAX_OBJECTS:
+        _check_values(raw)
     return raw
+
+
+def _check_values(raw: bytes) -> None:
+    """Raise HTTPException (413) for what would take long to read: no stream goes on meanwhile."""
+    for what, count, most in (
+        ("objects and lists", raw.count(b"{") + raw.count(b"["), MAX_OBJECTS),
+        ("values", raw.count(b","), MAX_VALUES),
+    ):
+        if count > most:
+            raise HTTPException(413, f"the body has more than {most} {what}, by its punctuation")

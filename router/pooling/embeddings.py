@@ -30,6 +30,7 @@ from router.nodes.connection import while_connected
 from router.openai import check_priority, object_of, struct_of, token_ids_below
 from router.pooling.config import PoolingSettings
 from router.pooling.pool import PoolAsk, Pools
+from router.preparing import end_preparing
 from router.prompt_options import truncated, useful_length
 from router.prompts import Inputs, PromptReader
 from router.reading import read_body
@@ -105,6 +106,7 @@ class PoolingParts:
     async def run(self, request: HttpRequest, ask: PoolAsk, model: str) -> list[bytes]:
         """The vectors, while the client is there to read them; counted for `model`, and for its
         key like any request (router/gate/gate.py). Raises BatonError."""
+        end_preparing(request.scope)
         # Service levels are of tokens that are generated: here there are none.
         terms = replace(terms_of(request), slo=ANY)
         if ask.priority is not None:

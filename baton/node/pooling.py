@@ -13,7 +13,7 @@ for whoever has an engine without a node.
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ from baton.errors import UnsupportedFeature
 from baton.events import NodeStep, Pooled
 from baton.messages import SubmitPool
 from baton.node.requests import NodeRequest
+
+STEP_SHARE: Final = 4  # of a step's tokens, for one forward: prompts wait for it
 
 
 class ThreadOwner(Protocol):
@@ -79,7 +81,9 @@ def _begin(engine: Engine, asked: SubmitPool) -> PoolingJob:
     if asked.kind == "yes_no" and max(asked.answers) >= engine.info.vocab_size:
         raise UnsupportedFeature("yes and no are no tokens of this model", field="model")
     kind = "mean" if asked.kind == "mean" else "last"
-    return PoolingJob(engine, engine.pooler, asked.prompts, kind, adapter)
+    job = PoolingJob(engine, engine.pooler, asked.prompts, kind, adapter)
+    job.most_tokens = max(1, job.most_tokens // STEP_SHARE)
+    return job
 
 
 def _end(engine: Engine, asked: SubmitPool, job: PoolingJob) -> tuple[bytes, ...]:

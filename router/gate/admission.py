@@ -66,6 +66,7 @@ class Refusal:
 class Wanted:
     """What a request asks of the router.
 
+    `first_tokens`: of its prompt tokens, those that need room to begin with, None for all.
     `latest_start`: when its work must begin for its deadline or its SLO to hold, None for never;
     `by_slo`: it is the SLO that ends first.
     """
@@ -78,6 +79,11 @@ class Wanted:
     grant: Grant = EVERYBODY
     latest_start: float | None = None
     by_slo: bool = False
+    first_tokens: int | None = None
+
+    @property
+    def room_tokens(self) -> int:
+        return self.prompt_tokens if self.first_tokens is None else self.first_tokens
 
 
 @dataclass(slots=True, eq=False)

@@ -45,6 +45,7 @@ from router.policy import NodeSnapshot
 from router.trace import RequestTrace
 
 MOST_REQUEST_TOKENS: Final = 1 << 20
+POOLED_TOKENS: Final = 512
 COUNTED_SHARE: Final = 0.01  # of a token that is served: what one costs that is only counted
 RETRY_TPOT_S: Final = 1.0  # steps get faster as requests end, nobody can say when
 _WORDS: Final[dict[Reason, str]] = {
@@ -291,6 +292,8 @@ class Gate:
             grant=terms.grant,
             latest_start=latest,
             by_slo=by_slo,
+            # Inputs that are pooled go out one group after another (router/pooling/pool.py).
+            first_tokens=min(POOLED_TOKENS, len(request.prompt_ids)) if trace.pooled else None,
         )
 
     def _room(self, newcomer: RequestTrace | None = None) -> Callable[[Ticket], bool]:
@@ -299,7 +302,7 @@ class Gate:
         window_s = self._settings.prefill_window_s
 
         def take_room(ticket: Ticket) -> bool:
-            tokens = ticket.wanted.prompt_tokens
+            tokens = ticket.wanted.room_tokens
             trace = newcomer or self._entries[ticket.id].trace
             room = has_prefill_room if trace.pooled else has_room
             if not room(tokens, nodes, self._on_the_way(), window_s):
@@ -313,7 +316,7 @@ class Gate:
     def _on_the_way(self) -> OnTheWay:
         starting = self._starting
         while starting and _has_started(*starting[0]):
-            self._starting_tokens -= starting.popleft()[0].wanted.prompt_tokens
+            self._starting_tokens -= starting.popleft()[0].wanted.room_tokens
         return OnTheWay(len(starting), self._starting_tokens)
 
     def _let_in(self, entry: _Entry) -> None:

@@ -50,10 +50,10 @@ class Place:
 
 
 class Turns:
-    """`places`: how many may work at once."""
+    """`places`: how many may work at once; whoever makes it may change it."""
 
     def __init__(self, places: int, clock: Clock) -> None:
-        self._places = places
+        self.places = places
         self._clock = clock
         self._held: Counter[str] = Counter()  # places, by tenant
         self._queue: FairQueue[_Turn] = FairQueue()
@@ -80,10 +80,10 @@ class Turns:
         self._release(place.tenant)
 
     def _may_go(self, tenant: str) -> bool:
-        return self._held[tenant] < max(1, self._places - 1)
+        return self._held[tenant] < max(1, self.places - 1)
 
     def _has_room(self, tenant: str) -> bool:
-        return self._held.total() < self._places and self._may_go(tenant)
+        return self._held.total() < self.places and self._may_go(tenant)
 
     async def _wait(self, tenant: str, weight: float, cost_s: float) -> None:
         if self._waiting[tenant] >= MAX_WAITING:
@@ -109,7 +109,7 @@ class Turns:
         self._held[tenant] -= 1
         if not self._held[tenant]:
             del self._held[tenant]
-        while self._held.total() < self._places and self._queue.head(self._may_go) is not None:
+        while self._held.total() < self.places and self._queue.head(self._may_go) is not None:
             turn = self._queue.pop(self._may_go)
             turn.queued = False
             if not turn.come.done():  # else it has just given up

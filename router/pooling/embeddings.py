@@ -128,6 +128,7 @@ class PoolingParts:
             deadline=ask.deadline if call.deadline is None else call.deadline,
             priority=call.priority,
             traceparent=terms.traceparent,
+            grant=terms.grant,
         )
         return await self.pools.vectors(ask, self._passage(call, terms, ask.field))
 

@@ -7,7 +7,7 @@ values and what transformers offers a template, no more.
 Jinja's sandbox keeps a template from code, not from work. So it is rendered
 
     at once     in this process, if it is harmless (baton/template_rules.py) and the conversation is
-                small: within limits that a thread can keep (baton/template_limits.py)
+                not large: within limits that a thread can keep (baton/template_limits.py)
     else        in a child, which can be given up (baton/rendering.py); `render` is what runs there
 """
 

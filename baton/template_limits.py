@@ -26,8 +26,8 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-MAX_CHARS: Final = 64 << 10  # of a string
-MAX_WRITTEN: Final = 256 << 10  # in all, what is set aside in blocks included
+MAX_CHARS: Final = 128 << 10  # of a string
+MAX_WRITTEN: Final = 512 << 10  # in all, what is set aside in blocks included
 MAX_ITEMS: Final = 4096  # of a list, whose items differ; of a sum of lists MAX_SUM
 MAX_SUM: Final = 64
 MAX_BITS: Final = 256  # of a number

@@ -74,7 +74,7 @@ FLOODS: Final[dict[str, tuple[str, Callable[[int], dict[str, Any]]]]] = {
     "grammar": ("/v1/chat/completions", _grammar),
     "embeddings": ("/v1/embeddings", lambda _: {"input": [_words(1000)] * 2048}),
     "text_body": ("/v1/completions", lambda _: {"prompt": _words((8 << 20) - 64)}),
-    "body": ("/v1/chat/completions", lambda _: _chat(metadata=[{"a": [1]}] * 99_000)),
+    "body": ("/v1/chat/completions", lambda _: _chat(metadata=[{"a": [1]}] * 32_000)),
 }
 
 

@@ -6,6 +6,7 @@ not begun. What is short is read at once: a thread costs two switches and waits 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeVar
@@ -25,10 +26,12 @@ from router.structured.grammar_checks import Asked, GrammarChecker
 
 T = TypeVar("T")
 SHORT_CHARS: Final = 1500  # of all texts together: ~0.3 ms
-# A conversation of so many values and characters is rendered in as little, by most templates.
-SHORT_VALUES: Final = 200
-SHORT_CHAT_CHARS: Final = 4000
+# Values and characters of a conversation that most templates render in as little; and of one that
+# a harmless template may render in this process, on a thread.
+SHORT_CHAT: Final = (200, 4000)
+OWN_CHAT: Final = (4096, 128 << 10)
 AT_ONCE_S: Final = 0.02
+ON_THREAD_S: Final = 0.1
 MAX_CHARS_AT_ONCE: Final = 16 << 10  # templates write more than the messages: default rules
 RENDER_S: Final = 0.01  # about; what it took is settled afterwards
 GRAMMAR_S: Final = 0.01
@@ -145,7 +148,7 @@ class PromptReader:
     def _rendered_at_once(self, chat: Chat) -> str | None:
         """A small conversation by a harmless and quick template; None: in a child, please."""
         template = self._template
-        if template is None or not self._at_once or not _is_short(chat):
+        if template is None or not self._at_once or not _is_within(SHORT_CHAT, chat):
             return None
         try:
             return template.render_at_once(AT_ONCE_S, chat)
@@ -159,10 +162,19 @@ class PromptReader:
         if template is None:
             raise InvalidRequest("this model has no chat template", field="messages")
 
-        def render() -> str:
-            return self._renderer.render(template, chat)
+        def render() -> str | None:
+            with contextlib.suppress(OverBudget):
+                return template.render_at_once(ON_THREAD_S, chat)
+            return None
 
-        return await self._off_loop.run(Lane.TEMPLATE, asked.grant, RENDER_S, render)
+        text = None
+        if template.harmless and _is_within(OWN_CHAT, chat):
+            text = await self._off_loop.run(Lane.SHORT, asked.grant, RENDER_S, render)
+        if text is not None:
+            return text
+        return await self._off_loop.run(
+            Lane.TEMPLATE, asked.grant, RENDER_S, lambda: self._renderer.render(template, chat)
+        )
 
     async def rerank(
         self, pairs: Sequence[tuple[str, str]], instruction: str | None, grant: Grant
@@ -233,9 +245,9 @@ class PromptReader:
         return await self._off_loop.text(grant, num_chars, trimmed)
 
 
-def _is_short(chat: Chat) -> bool:
-    """So little in all that a template makes little of it. Looks no further than that."""
-    room, left = SHORT_CHAT_CHARS, SHORT_VALUES
+def _is_within(bounds: tuple[int, int], chat: Chat) -> bool:
+    """Whether it has at most so many values and characters in all. Looks no further than that."""
+    left, room = bounds
     found: list[Any] = [*chat.messages, *chat.tools, chat.kwargs]
     while found:
         value = found.pop()

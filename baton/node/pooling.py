@@ -26,7 +26,7 @@ from baton.events import NodeStep, Pooled
 from baton.messages import SubmitPool
 from baton.node.requests import NodeRequest
 
-STEP_SHARE: Final = 4  # of a step's tokens, for one forward: prompts wait for it
+STEP_SHARE: Final = 8  # of a step's tokens, for one forward: a prompt waits for two or three
 
 
 class ThreadOwner(Protocol):

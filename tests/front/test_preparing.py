@@ -207,6 +207,9 @@ async def test_a_body_of_a_million_brackets_is_not_parsed() -> None:
         for raw in (b'{"x":[' + b"{}," * 250_000 + b"{}]}", b'{"x":[' + b"1," * 1_200_000 + b"1]}"):
             reply = await client.post("/v1/completions", content=raw, headers=headers)
             assert reply.status_code == 413
+        text = "{[" * 100_000 + '\\"' + "," * 1_200_000  # a text of them is a text
+        reply = await client.post("/v1/completions", json={"prompt": text})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "prompt")
 
 
 async def test_the_time_of_a_route_is_measured_and_it_may_be_cancelled(front: Front) -> None:

@@ -20,6 +20,7 @@ from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
+from baton.chat_history import rewrites_of
 from baton.errors import InvalidRequest, ModelRefused
 from baton.template_limits import MAX_CHARS, BoundedEnvironment, OverBudget
 from baton.tokenizer import read_json, read_special_tokens
@@ -37,6 +38,8 @@ class ChatTemplate:
     """A compiled template, or the knowledge that there is none. Safe in several threads."""
 
     def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
+        self.source = source
+        self._rewrites = rewrites_of(source or "")
         self._special_tokens = dict(special_tokens)
         self._template: jinja2.Template | None = None
         self._environment = _environment()
@@ -114,6 +117,8 @@ class ChatTemplate:
             **{name: value for name, value in kwargs.items() if name in self.parameters},
         }
         plain = [dict(message) for message in messages]
+        for rewrite in self._rewrites:
+            plain = rewrite(plain)
         if continue_final_message:
             plain[-1]["content"] = str(plain[-1].get("content") or "") + _CONTINUES
         values["messages"] = plain

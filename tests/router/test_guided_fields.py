@@ -10,21 +10,27 @@ from typing import Any
 import llguidance
 import pytest
 
+from baton.engine.guided.llguidance import LlguidanceBackend
 from baton.engine.guided.xgrammar import XgrammarBackend
 from baton.errors import InvalidRequest, Overloaded, UnsupportedFeature
 from baton.grammar_trials import GrammarTrials, TrialBudget
 from baton.grammars import check_grammar
 from baton.sampling import GuidedDecoding
 from router.openai import ChatBody, CompletionBody, parse
+from router.parsers import harmony
+from router.parsers.formats import MISTRAL, TOOL_FORMATS
+from router.parsers.frames import FrameWriter
+from router.parsers.grammar import ToolFormat
 from router.parsers.message import MessageParser, MessageRules
 from router.parsers.parts import CallArguments, CallStart, Content, Room
 from router.parsers.reasoning import QWEN3
-from router.parsers.registry import TOOL_FORMATS
+from router.parsers.registry import Choice, Formats, formats_of
 from router.structured.grammar_checks import MAX_WAITING, Asked, GrammarChecker
 from router.structured.guided import asked_of, asked_of_chat, check_forced, room_for_content
-from router.structured.tool_grammars import STYLES, forced, offered, style_of
-from tests.engine.guided_vocabulary import EOS, random_output, vocabulary, walk
-from tests.front.fakes import TOKENIZER
+from router.structured.tool_grammars import forced, offered
+from tests.engine.guided_vocabulary import EOS, encode, random_output, vocabulary, walk
+from tests.front.parsers.spelled import SPELLED, Call, objects
+from tests.front.parsers.spelled import tagged as tags
 from tests.grammar_texts import byte_tokenizer, takes
 from tests.guided_cases import TOOLS, check_call
 
@@ -47,7 +53,8 @@ def chat(**fields: Any) -> ChatBody:
 
 
 def of_chat(body: ChatBody, parser: str | None, message: MessageRules | None) -> Asked | None:
-    return asked_of_chat(body, asked_of(body), parser, message, TOKENIZER)
+    formats = Formats(tools=TOOL_FORMATS[parser or "hermes"])
+    return asked_of_chat(body, asked_of(body), formats, message)
 
 
 def response_format(**spec: Any) -> dict[str, Any]:
@@ -120,21 +127,52 @@ def test_objects_are_closed_when_asked() -> None:
 
 NAMED = {"type": "function", "function": {"name": "now"}}
 PAINT = TOOLS[1]
-OSLO = '{"city": "Oslo", "days": 3, "metric": true}'
+WEATHER: Call = ("get_weather", {"city": "Oslo", "days": 3, "metric": True})
+THREE: list[Call] = [WEATHER, ("paint", {"color": "red"}), ("now", {})]
+FORMS = sorted({form: name for name, form in reversed(TOOL_FORMATS.items())}.values())
+_CALL = "<|action_start|><|plugin|>\n"
+_PYTHON = tags("NAME(", "", "=", ", ", ")")
 
 
-def written(parser: str, *calls: tuple[str, str]) -> str:
-    """What a model writes for calls, by the style's own words."""
-    style = STYLES[parser]
-    texts = [style.begin.replace("NAME", name) + body + style.end for name, body in calls]
-    return style.opening + style.separator.join(texts) + style.closing
+def python(before: str, joint: str, after: str) -> Any:
+    """Calls as Python has them, with JSON's values."""
+
+    def spell(calls: Any) -> str:
+        texts = (
+            f"{name}({', '.join(f'{key}={json.dumps(value)}' for key, value in given.items())})"
+            for name, given in calls
+        )
+        return before + joint.join(texts) + after
+
+    return spell
 
 
-def read(parser: str, text: str) -> list[tuple[str, Any]]:
+# Where a forced call is spelled otherwise than models are seen to write it, in layout or values.
+FORCED = {
+    **SPELLED,
+    "internlm": objects("parameters", _CALL, f"<|action_end|>\n{_CALL}", "<|action_end|>"),
+    "granite-20b-fc": objects("arguments", "<function_call> ", "<function_call> ", ""),
+    "cohere_command3": lambda calls: (
+        "<|START_ACTION|>[" + ", ".join(
+            f'{{"tool_call_id": "{at}", "tool_name": "{name}", "parameters": {json.dumps(given)}}}'
+            for at, (name, given) in enumerate(calls)
+        ) + "]<|END_ACTION|>"
+    ),
+    "pythonic": python("[", ", ", "]"), "llama4_pythonic": python("[", ", ", "]"),
+    "lfm2": python("<|tool_call_start|>[", ", ", "]<|tool_call_end|>"),
+    "olmo3": python("<function_calls>\n", "\n", "\n</function_calls>"),
+    "openai": lambda calls: SPELLED["openai"](calls).removesuffix("<|call|>"),
+    "minicpm5": lambda calls: SPELLED["minicpm5"](calls).replace("</function>\n", "</function>"),
+    "glm47": lambda calls: SPELLED["glm47"](calls).replace("</tool_call>\n", "</tool_call>"),
+    "iquest_q1": lambda calls: SPELLED["iquest_q1"](calls).replace("call>\n", "call>"),
+    "step3": lambda calls: SPELLED["step3"](calls).replace(">\n<", "><"),
+}  # fmt: skip
+
+
+def read(form: ToolFormat, text: str) -> list[tuple[str, Any]]:
     """What the parser of the format makes of a text: (name, arguments), no content."""
     schemas = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in TOOLS}
-    rules = MessageRules(tools=TOOL_FORMATS[parser], schemas=schemas)
-    machine = MessageParser(rules)
+    machine = MessageParser(MessageRules(tools=form, schemas=schemas))
     parts = [*machine.push(text), *machine.finish()]
     names = [part.name for part in parts if isinstance(part, CallStart)]
     bodies = [""] * len(names)
@@ -149,57 +187,46 @@ def tagged(form: dict[str, Any]) -> GuidedDecoding:
     return GuidedDecoding("structural_tag", json.dumps({"type": "structural_tag", "format": form}))
 
 
-def bodies_of(parser: str) -> tuple[str, str, str]:
-    """Arguments of get_weather, paint and now as the format writes them."""
-    if not parser.startswith("qwen3"):
-        return OSLO, '{"color": "red"}', "{}"
-    weather = {"city": "Oslo", "days": "3", "metric": "true"}
-    return (
-        "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in weather.items()),
-        "<parameter=color>\nred\n</parameter>\n",
-        "",
-    )
-
-
-@pytest.mark.parametrize("parser", sorted(STYLES))
-def test_what_a_forced_grammar_allows_the_parser_reads(parser: str, tokenizer: Any) -> None:
-    weather, paint, now = bodies_of(parser)
-    several = tagged(forced(STYLES[parser], TOOLS, several=True))
-    single = tagged(forced(STYLES[parser], TOOLS, several=False))
-    one = written(parser, ("get_weather", weather))
-    three = written(parser, ("get_weather", weather), ("paint", paint), ("now", now))
+@pytest.mark.parametrize("name", FORMS)
+def test_what_a_forced_grammar_allows_the_parser_reads(name: str, tokenizer: Any) -> None:
+    form, spell = TOOL_FORMATS[name], FORCED[name]
+    several = tagged(forced(form, TOOLS, several=True))
+    single = tagged(forced(form, TOOLS, several=False))
+    one, three = spell([WEATHER]), spell(THREE)
     for guided in (several, single):
         check_grammar(guided)
         assert takes(tokenizer, guided, one)
-        for text in ("", "hi", one + " ", written(parser, ("other", weather)),
-                     written(parser, ("paint", weather)), "hi " + one):  # fmt: skip
+        for text in ("", "hi", one + " ", spell([("other", WEATHER[1])]),
+                     spell([("paint", WEATHER[1])]), "hi " + one):  # fmt: skip
             assert not takes(tokenizer, guided, text), text
-    assert takes(tokenizer, several, three)
     assert not takes(tokenizer, single, three)
-    assert read(parser, one) == [("get_weather", json.loads(OSLO))]
-    assert read(parser, three)[1:] == [("paint", {"color": "red"}), ("now", {})]
+    assert read(form, one) == [WEATHER]
+    if form is not harmony.FORMAT:  # its turn ends with a call
+        assert takes(tokenizer, several, three)
+        assert read(form, three) == THREE
 
 
-@pytest.mark.parametrize("parser", sorted(STYLES))
-def test_an_offered_call_is_a_valid_one_and_text_is_free(parser: str, tokenizer: Any) -> None:
-    weather, paint, _ = bodies_of(parser)
-    guided = tagged(offered(STYLES[parser], TOOLS, several=True))
+@pytest.mark.parametrize("name", FORMS)
+def test_an_offered_call_is_a_valid_one_and_text_is_free(name: str, tokenizer: Any) -> None:
+    form, spell = TOOL_FORMATS[name], FORCED[name]
+    guided = tagged(offered(form, TOOLS, several=True))
     check_grammar(guided)
-    call = written(parser, ("get_weather", weather))
-    for text in ("", "hello\nthere", "a < b", call):
+    call = spell([WEATHER])
+    start = "<|channel|>final<|message|>" if form is harmony.FORMAT else ""
+    for text in (start, f"{start}hello\nthere", f"{start}a < b", call):
         assert takes(tokenizer, guided, text), text
-    for text in (written(parser, ("get_weather", paint)), written(parser, ("other", weather))):
+    for text in (spell([("get_weather", {"color": "red"})]), spell([("other", WEATHER[1])])):
         assert not takes(tokenizer, guided, text), text
-    if STYLES[parser].trigger:
+    if isinstance(form.writer, FrameWriter) and not form.writer.frame.bare:
         assert takes(tokenizer, guided, f"Let me see.\n{call}")
 
 
-def test_mistrals_newer_tokenizers_have_a_style_of_their_own(tokenizer: Any) -> None:
-    style = style_of("mistral", ["[TOOL_CALLS]", "[ARGS]"])
-    assert style != style_of("mistral", ["[TOOL_CALLS]"]) == STYLES["mistral"]
-    text = f"[TOOL_CALLS]get_weather[ARGS]{OSLO}[TOOL_CALLS]now[ARGS]{{}}"
-    assert takes(tokenizer, tagged(forced(style, TOOLS, several=True)), text)
-    assert read("mistral", text) == [("get_weather", json.loads(OSLO)), ("now", {})]
+def test_mistrals_newer_tokenizers_write_names_before_arguments(tokenizer: Any) -> None:
+    newer = formats_of(Choice("mistral"), None, ["[TOOL_CALLS]", "[ARGS]"]).tools
+    assert newer != formats_of(Choice("mistral"), None, ["[TOOL_CALLS]"]).tools == MISTRAL
+    text = f"[TOOL_CALLS]get_weather[ARGS]{json.dumps(WEATHER[1])}[TOOL_CALLS]now[ARGS]{{}}"
+    assert takes(tokenizer, tagged(forced(newer, TOOLS, several=True)), text)
+    assert read(newer, text) == read(MISTRAL, text) == [WEATHER, ("now", {})]
 
 
 def test_values_that_hold_their_own_closing_tag(tokenizer: Any) -> None:
@@ -213,18 +240,17 @@ def test_values_that_hold_their_own_closing_tag(tokenizer: Any) -> None:
     }
     parameters = {"type": "object", "properties": properties, "required": ["e"]}
     function = {"name": "f", "strict": True, "parameters": parameters}
-    guided = tagged(forced(STYLES["qwen3_coder"], [{"function": function}], several=False))
+    form = TOOL_FORMATS["qwen3_coder"]
+    guided = tagged(forced(form, [{"function": function}], several=False))
     check_grammar(guided)
 
     def text(**values: str) -> str:
-        written_ = (f"<parameter={key}>\n{value}\n{tag}\n" for key, value in values.items())
-        return written("qwen3_coder", ("f", "".join(written_)))
+        return SPELLED["qwen3_coder"]([("f", values)])
 
     value = {"e": {"s": tag}, "choice": tag, "maybe": tag, "pattern": "ab"}
     said = {**{key: json.dumps(each) for key, each in value.items()}, "pattern": "ab"}
     assert takes(tokenizer, guided, text(**said))
-    rules = MessageRules(tools=TOOL_FORMATS["qwen3_coder"], schemas={"f": parameters})
-    machine = MessageParser(rules)
+    machine = MessageParser(MessageRules(tools=form, schemas={"f": parameters}))
     parts = [*machine.push(text(**said)), *machine.finish()]
     assert not any(isinstance(part, Content) for part in parts)
     arguments = "".join(part.text for part in parts if isinstance(part, CallArguments))
@@ -241,10 +267,7 @@ def asked_tools(tokenizer: Any, **fields: Any) -> GuidedDecoding:
 
 
 def test_choices_of_tools(tokenizer: Any) -> None:
-    weather, paint, now = (
-        written("hermes", (name, body))
-        for name, body in zip(("get_weather", "paint", "now"), bodies_of("hermes"), strict=True)
-    )
+    weather, paint, now = (SPELLED["hermes"]([call]) for call in THREE)
     both = f"{paint}\n{now}"
     required = asked_tools(tokenizer, tool_choice="required")
     assert takes(tokenizer, required, both)
@@ -277,7 +300,7 @@ def test_an_answer_in_the_asked_form_or_calls(
 ) -> None:
     guided = asked_tools(tokenizer, **fields)
     assert takes(tokenizer, guided, answer)
-    assert takes(tokenizer, guided, written("hermes", ("now", "{}")))
+    assert takes(tokenizer, guided, SPELLED["hermes"]([("now", {})]))
     assert not takes(tokenizer, guided, "hello")
     must = asked_tools(tokenizer, tool_choice="required", **fields)
     assert not takes(tokenizer, must, answer)
@@ -335,18 +358,21 @@ async def test_calls_are_for_the_backend_that_was_asked_for(
     checker.close()
 
 
-@pytest.mark.parametrize("parser", sorted(STYLES))
-def test_xgrammar_writes_calls_that_the_parser_reads(parser: str) -> None:
-    between_tags = parser.startswith("qwen3")  # where a strict choice of texts is refused
-    tools = [TOOLS[0], TOOLS[2]] if between_tags else TOOLS
-    form = forced(STYLES[parser], tools, several=True)
-    start = XgrammarBackend(vocabulary()).compile(tagged(form))
-    weather, _, _ = bodies_of(parser)
-    walk(start.clone(), [*written(parser, ("get_weather", weather)).encode(), EOS])
-    for seed in range(0 if between_tags else 8):
-        calls = read(parser, random_output(start.clone(), seed, True, 4000).decode())
-        for name, arguments in calls:
-            check_call(name, json.dumps(arguments))
+@pytest.mark.parametrize("name", FORMS)
+def test_either_backend_writes_calls_that_the_parser_reads(name: str) -> None:
+    guided = tagged(forced(TOOL_FORMATS[name], TOOLS, several=True))
+    for backend in (XgrammarBackend, LlguidanceBackend):
+        start = backend(vocabulary()).compile(guided)
+        walk(start.clone(), [*encode(FORCED[name]([WEATHER])), EOS])
+        # What a model thinks before has no end of its own here.
+        begun = "<|channel|>commentary" if name == "openai" else ""
+        start = walk(start, encode(begun))
+        for seed in range(4):
+            text = begun + random_output(start.clone(), seed, True, 8000).decode()
+            calls = read(TOOL_FORMATS[name], text)
+            assert calls
+            for called, arguments in calls:
+                check_call(called, json.dumps(arguments))
 
 
 def test_a_grammar_beside_tools_is_read_by_either_backend(tokenizer: Any) -> None:

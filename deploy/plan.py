@@ -66,12 +66,12 @@ class UpOptions:
     )
     tool_call_parser: str | None = option(
         None,
-        "how the model writes its tool calls; auto: by its chat template",
+        "how the model writes its tool calls (docs/parsers.md); auto: by its chat template",
         choices=TOOL_PARSERS,
     )
     reasoning_parser: str | None = option(
         None,
-        "how the model marks its reasoning; auto: by its chat template",
+        "how the model marks its reasoning (docs/parsers.md); auto: by its chat template",
         choices=REASONING_PARSERS,
     )
     warm_up: bool = option(True, "ask one question at the start, show its answer and its time")

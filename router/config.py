@@ -37,12 +37,12 @@ class RouterConfig:
     )
     tool_call_parser: str | None = option(
         None,
-        "how the model writes its tool calls; auto: by its chat template",
+        "how the model writes its tool calls (docs/parsers.md); auto: by its chat template",
         choices=TOOL_PARSERS,
     )
     reasoning_parser: str | None = option(
         None,
-        "how the model marks its reasoning; auto: by its chat template",
+        "how the model marks its reasoning (docs/parsers.md); auto: by its chat template",
         choices=REASONING_PARSERS,
     )
     tokenizer_cache_mb: int = option(

@@ -64,6 +64,8 @@ class ReasoningFormat:
 
     def opened(self, prompt: str, kwargs: Kwargs) -> bool:
         """Whether an answer to `prompt` starts within reasoning, if it does not say so itself."""
+        if self.whole is not None:
+            return False
         end = prompt.rstrip()
         if end.endswith(tuple(tag.rstrip() for tag in self.open)):
             return True
@@ -71,6 +73,8 @@ class ReasoningFormat:
 
     def opened_by(self, message: str) -> bool:
         """The same for a message of the assistant's that is to be continued."""
+        if self.whole is not None:
+            return False
         return max(map(message.rfind, self.open)) > max(map(message.rfind, self.close))
 
 

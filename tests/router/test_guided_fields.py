@@ -259,6 +259,16 @@ def test_values_that_hold_their_own_closing_tag(tokenizer: Any) -> None:
         assert not takes(tokenizer, guided, text(**{"e": said["e"], **wrong})), wrong
 
 
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm47", "minimax_m2", "gemma4"])
+def test_free_text_ends_where_its_end_first_stands(name: str, tokenizer: Any) -> None:
+    parameters = {"type": "object", "properties": {"s": {"type": "string"}}, "required": ["s"]}
+    function = {"name": "f", "strict": True, "parameters": parameters}
+    guided = tagged(forced(TOOL_FORMATS[name], [{"function": function}], several=False))
+    close = {"glm47": "</arg_value>", "gemma4": '<|"|>'}.get(name, "</parameter>")
+    assert takes(tokenizer, guided, SPELLED[name]([("f", {"s": "a <b\n\n c"})]))
+    assert not takes(tokenizer, guided, SPELLED[name]([("f", {"s": f"a{close}b"})]))
+
+
 def asked_tools(tokenizer: Any, **fields: Any) -> GuidedDecoding:
     asked = of_chat(chat(tools=TOOLS, **fields), "hermes", None)
     assert asked is not None

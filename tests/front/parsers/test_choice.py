@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from pathlib import Path
 
 import pytest
 
@@ -167,3 +168,14 @@ def test_marks_that_are_special_tokens_reach_the_parser(name: str) -> None:
     assert "<|eot|>" not in "".join(pieces)
     found = parse(rules, *pieces)
     assert [(called, json.loads(given)) for called, given in found.calls] == CALLS
+
+
+NAMES = re.compile(r"`([a-z0-9][a-z0-9_-]*)`")
+
+
+def test_the_documentation_lists_every_name() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "parsers.md").read_text("utf-8")
+    rows = [row.split(" | ")[0] for row in page.splitlines() if row.startswith(("| `", "| *"))]
+    start = next(at for at, row in enumerate(rows) if "--reasoning-parser" in row)
+    for found, known in ((rows[:start], TOOL_FORMATS), (rows[start:], REASONING_FORMATS)):
+        assert {name for row in found for name in NAMES.findall(row)} == known.keys()

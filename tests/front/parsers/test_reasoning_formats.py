@@ -164,6 +164,11 @@ def test_channels_stream_and_say_what_is_thought() -> None:
     assert not isinstance(call, CallStart)
 
 
+def test_channels_are_told_by_the_answer_alone() -> None:
+    assert not OPENAI_GPTOSS.opened("what is <think>", {})
+    assert not OPENAI_GPTOSS.opened_by("<think>")
+
+
 def test_without_tools_a_call_is_no_call() -> None:
     rules = MessageRules(reasoning=OPENAI_GPTOSS)
     text = f"<|channel|>commentary to=functions.f <|constrain|>json<|message|>{WEATHER}<|call|>"

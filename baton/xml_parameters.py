@@ -24,6 +24,7 @@ from baton.schema_kinds import says_nothing
 
 Format = dict[str, Any]
 _OPTIONS: Final = "x-guidance"
+_DEFINITIONS: Final = ("$defs", "definitions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +56,9 @@ def parameters(schema: Mapping[str, Any], marks: ParameterMarks) -> list[Format]
     """The formats of all parameters, one after another."""
     properties = cast("Mapping[str, Any]", schema.get("properties") or {})
     required = cast("list[str]", schema.get("required") or [])
-    shared = {key: schema[key] for key in ("$defs", "definitions", _OPTIONS) if key in schema}
     written: list[Format] = []
     for name, spec in properties.items():
-        one = _parameter(marks, name, spec, shared)
+        one = _parameter(marks, name, spec, schema)
         written.append(one if name in required else {"type": "optional", "content": one})
     return written
 
@@ -82,14 +82,29 @@ def _choices(spec: Mapping[str, Any]) -> list[object]:
     return cast("list[object]", listed) if isinstance(listed, list) else []
 
 
-def _parameter(marks: ParameterMarks, name: str, spec: Any, shared: Mapping[str, Any]) -> Format:
+def json_form(spec: Mapping[str, Any], root: Mapping[str, Any]) -> Format:
+    """A JSON value of a part of the schema `root`: with its options, and what references need."""
+    keys = (_OPTIONS, *_DEFINITIONS) if _refers(spec) else (_OPTIONS,)
+    shared = {key: root[key] for key in keys if key in root}
+    return {"type": "json_schema", "json_schema": {**spec, **shared}}
+
+
+def _refers(spec: object) -> bool:
+    if isinstance(spec, list):
+        return any(map(_refers, cast("list[object]", spec)))
+    if not isinstance(spec, Mapping):
+        return False
+    plain = cast("Mapping[str, object]", spec)
+    return "$ref" in plain or any(map(_refers, plain.values()))
+
+
+def _parameter(marks: ParameterMarks, name: str, spec: Any, root: Mapping[str, Any]) -> Format:
     plain = cast("Mapping[str, Any]", spec) if isinstance(spec, Mapping) else {}
     begin = f"{marks.key}{name}{marks.key_end}{marks.value}"
     if not is_text(plain, marks.close):
-        schema = {"type": "json_schema", "json_schema": {**plain, **shared}}
         if marks.json_key_end:
             begin = f"{marks.key}{name}{marks.json_key_end}{marks.value}"
-        return _tag(begin, schema, marks.value_end)
+        return _tag(begin, json_form(plain, root), marks.value_end)
     text = string_form(plain, marks.close)
     if text["type"] != "any_text":
         return _tag(begin, text, marks.value_end)

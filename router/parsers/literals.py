@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
+from baton.xml_parameters import json_form as json_part
 from baton.xml_parameters import string_form
 from router.parsers.grammar import (
     CallEnd,
@@ -20,7 +21,6 @@ from router.parsers.grammar import (
     Tool,
     Written,
     announce,
-    json_form,
     sequence,
     tag,
     text_form,
@@ -29,7 +29,6 @@ from router.parsers.parts import Sink
 from router.parsers.reader import Reader, Steps, quoted
 from router.parsers.values import PLAIN_KEY, Values
 
-SHARED: Final = ("$defs", "definitions", "x-guidance")  # of a schema, with each of its parts
 WRITTEN_DEPTH: Final = 4  # of those that are written in the format's own spelling, not in JSON's
 MAX_ALTERNATIVES: Final = 8
 NOTES: Final = frozenset({"type", "items", "properties", "required", "title", "description"})
@@ -99,21 +98,18 @@ class Literals:
     def written(self, tool: Tool) -> Written:
         """See Body.written."""
         begin = f"{self.begin}{tool.name}{self.opening}"
-        shared = {key: tool.schema[key] for key in SHARED if key in tool.schema}
-        pairs = self._pairs(tool.schema, shared, 0)
+        pairs = self._pairs(tool.schema, tool.schema, 0)
         if pairs is None:
             return Written(begin, text_form(self.closing), "")
         return Written(begin, pairs, self.closing)
 
-    def _pairs(
-        self, schema: Mapping[str, Any], shared: Mapping[str, Any], depth: int
-    ) -> Form | None:
+    def _pairs(self, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> Form | None:
         """The properties of an object, those first that it requires; None if it has none."""
         properties = cast("Mapping[str, Any]", schema.get("properties") or {})
         required = [name for name in schema.get("required") or () if name in properties]
         free = [name for name in properties if name not in required]
         pair = {
-            name: sequence(text_form(name + self.equals), self._value(spec, shared, depth + 1))
+            name: sequence(text_form(name + self.equals), self._value(spec, root, depth + 1))
             for name, spec in properties.items()
         }
         further = {name: sequence(text_form(self.comma), one) for name, one in pair.items()}
@@ -126,28 +122,28 @@ class Literals:
             return sequence(pair[first], *(further[name] for name in others), *rest(free))
         if not free:
             return None
-        if len(free) > MAX_ALTERNATIVES:  # in any order, then: each alternative tells all of them
+        if depth or len(free) > MAX_ALTERNATIVES:  # in any order: alternatives tell all of them
             tags = [tag(f"{name}{self.equals}", pair[name]["elements"][1], "") for name in free]
             return {"type": "tags_with_separator", "tags": tags, "separator": self.comma}
         starts = [sequence(pair[name], *rest(free[at + 1 :])) for at, name in enumerate(free)]
         return {"type": "optional", "content": {"type": "or", "elements": starts}}
 
-    def _value(self, spec: object, shared: Mapping[str, Any], depth: int) -> Form:
+    def _value(self, spec: object, root: Mapping[str, Any], depth: int) -> Form:
         plain = cast("Mapping[str, Any]", spec) if isinstance(spec, Mapping) else {}
         kind = plain.get("type")
         if not self.quotes or depth > WRITTEN_DEPTH:
-            return json_form({**plain, **shared})
+            return json_part(plain, root)
         if kind == "string":
             return tag(self.quotes[0], string_form(plain, self.quotes[0]), self.quotes[0])
         if not plain.keys() <= NOTES:
-            return json_form({**plain, **shared})
+            return json_part(plain, root)
         if kind == "array" and isinstance(plain.get("items"), Mapping):
-            item = self._value(plain["items"], shared, depth + 1)
+            item = self._value(plain["items"], root, depth + 1)
             further = {"type": "star", "content": sequence(text_form(","), item)}
             items = {"type": "optional", "content": sequence(item, further)}
             return sequence(text_form("["), items, text_form("]"))
         if kind == "object" and plain.get("properties"):
-            pairs = self._pairs(plain, shared, depth)
+            pairs = self._pairs(plain, root, depth)
             assert pairs is not None, "it has properties"
             return sequence(text_form("{"), pairs, text_form("}"))
-        return json_form({**plain, **shared})
+        return json_part(plain, root)

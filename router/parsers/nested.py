@@ -16,6 +16,7 @@ from typing import Any, Final, cast
 
 from baton.schema_kinds import kinds_of, target_of
 from baton.xml_parameters import is_text, string_form
+from baton.xml_parameters import json_form as json_part
 from router.parsers.grammar import (
     CallEnd,
     Form,
@@ -23,12 +24,11 @@ from router.parsers.grammar import (
     Tool,
     Written,
     announce,
-    json_form,
     sequence,
     tag,
     text_form,
 )
-from router.parsers.literals import NOTES, SHARED, WRITTEN_DEPTH
+from router.parsers.literals import NOTES, WRITTEN_DEPTH
 from router.parsers.parts import Sink
 from router.parsers.reader import Emit, Reader, Steps, quoted
 from router.parsers.tagged import as_json
@@ -70,24 +70,23 @@ class Nested:
     def written(self, tool: Tool) -> Written:
         """See Body.written."""
         begin = f"{self.begin}{tool.name}{self.name_end}"
-        shared = {key: tool.schema[key] for key in SHARED if key in tool.schema}
-        members = self._members(tool.schema, shared, 0)
+        members = self._members(tool.schema, tool.schema, 0)
         if not members:
             return Written(begin, text_form(self.end), "")
         return Written(begin, sequence(*members), self.end)
 
     def _members(
-        self, schema: Mapping[str, Any], shared: Mapping[str, Any], depth: int
+        self, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int
     ) -> list[Form]:
         properties = cast("Mapping[str, Any]", schema.get("properties") or {})
         required = schema.get("required") or ()
         made: list[Form] = []
         for name, spec in properties.items():
-            one = self._element(name, spec, shared, depth + 1)
+            one = self._element(name, spec, root, depth + 1)
             made.append(one if name in required else {"type": "optional", "content": one})
         return made
 
-    def _element(self, name: str, spec: object, shared: Mapping[str, Any], depth: int) -> Form:
+    def _element(self, name: str, spec: object, root: Mapping[str, Any], depth: int) -> Form:
         plain = cast("Mapping[str, Any]", spec) if isinstance(spec, Mapping) else {}
         begin, end = f"{self.mark}<{name}>", f"{self.mark}</{name}>"
         if is_text(plain, self.mark):
@@ -95,13 +94,13 @@ class Nested:
         members: list[Form] = []
         if plain.keys() <= NOTES and depth < WRITTEN_DEPTH:
             if plain.get("type") == "array" and isinstance(plain.get("items"), Mapping):
-                item = self._element(ITEM, plain["items"], shared, depth + 1)
+                item = self._element(ITEM, plain["items"], root, depth + 1)
                 members = [{"type": "star", "content": item}]
             elif plain.get("type") == "object":
-                members = self._members(plain, shared, depth)
+                members = self._members(plain, root, depth)
         if members:
             return sequence(text_form(begin), *members, text_form(end))
-        return tag(begin, json_form({**plain, **shared}), end)
+        return tag(begin, json_part(plain, root), end)
 
 
 class _Elements:

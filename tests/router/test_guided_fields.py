@@ -259,6 +259,26 @@ def test_values_that_hold_their_own_closing_tag(tokenizer: Any) -> None:
         assert not takes(tokenizer, guided, text(**{"e": said["e"], **wrong})), wrong
 
 
+DEEP: dict[str, Any] = {"type": "object", "properties": {}}
+for _ in range(3):
+    DEEP = {"type": "object", "properties": {f"p{at}": DEEP for at in range(6)}}
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "pythonic", "gemma4", "minimax_m3"])
+def test_grammars_stay_near_the_size_of_their_schemas(name: str, tokenizer: Any) -> None:
+    shared = {"big": {"enum": ["x" * 9_000]}}
+    properties = {"a": {"$ref": "#/$defs/big"}, "deep": DEEP, "n": {"type": "integer"}}
+    many = {f"q{at}": {"type": "integer"} for at in range(20)}
+    parameters = {"type": "object", "properties": {**properties, **many}, "$defs": shared}
+    function = {"name": "f", "parameters": parameters}
+    guided = tagged(forced(TOOL_FORMATS[name], [{"function": function}], several=False))
+    assert len(guided.grammar) < 5 * len(json.dumps(parameters))
+    check_grammar(guided)
+    values = {"a": "x" * 9_000, "deep": {"p1": {"p2": {}}}, "n": 3, "q7": 7}
+    if name not in ("gemma4", "minimax_m3", "qwen3_coder"):  # what is not a plain text is JSON
+        assert takes(tokenizer, guided, FORCED[name]([("f", values)]))
+
+
 @pytest.mark.parametrize("name", ["qwen3_coder", "glm47", "minimax_m2", "gemma4"])
 def test_free_text_ends_where_its_end_first_stands(name: str, tokenizer: Any) -> None:
     parameters = {"type": "object", "properties": {"s": {"type": "string"}}, "required": ["s"]}

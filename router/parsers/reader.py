@@ -28,6 +28,7 @@ _STRICT_CHARS: Final = re.compile(r'[^"\\\x00-\x1f]*')  # the same two of JSON b
 _STRICT_JSON: Final = re.compile(r"[\s\w.+\-,:]*")
 _CLOSES: Final = {"{": "}", "[": "]"}
 MAX_WORD: Final = 256
+WINDOW: Final = 8192  # characters that are searched at once, more than any mark has
 
 
 class Reader:
@@ -81,7 +82,10 @@ class Reader:
     def unread(self, text: str) -> None:
         """Back to before `text`, all of which was just read. There is no mark meanwhile."""
         assert self._mark is None, "a mark would be lost"
-        self._text, self._at = text + self._text[self._at :], 0
+        if self._text.endswith(text, 0, self._at):
+            self._at -= len(text)
+        else:  # a part of it has been forgotten
+            self._text, self._at = text + self._text[self._at :], 0
 
     # ---- reading ----
 
@@ -156,17 +160,20 @@ class Reader:
         end that is emitted, too, unless `tail` is false.
         """
         while True:
-            text = self._text
+            text, end = self._text, self._at + WINDOW
             found = [
                 (at + len(marker), at, marker)
                 for marker in markers
-                if (at := text.find(marker, self._at)) >= 0
+                if (at := text.find(marker, self._at, end)) >= 0
             ]
             if found:
                 _, at, marker = min(found)
                 self._pass(at, emit)
                 self._at += len(marker)
                 return marker
+            if end < len(text):
+                self._pass(end - max(map(len, markers), default=0), emit)
+                continue
             held = 0 if self._ended and tail else begun(text[self._at :], markers)
             self._pass(len(text) - held, emit)
             if self._ended:

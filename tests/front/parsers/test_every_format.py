@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from router.parsers.formats import TOOL_FORMATS
 from router.parsers.frames import FrameWriter
 from router.parsers.message import MessageRules
+from router.parsers.reasoning import REASONING_FORMATS
 from tests.front.parsers.folded import cut, parse
 from tests.front.parsers.spelled import PARAMETERS, SPELLED, Call
 
@@ -132,3 +133,59 @@ def test_whatever_arguments_are_written_are_read(form: str, data: st.DataObject)
     spelled = SPELLED[form](calls)
     places = data.draw(st.lists(st.integers(0, 10**6), max_size=6))
     assert calls_of(form, *cut(spelled, places)) == calls
+
+
+BITS = [
+    "{", "}", "[", "]", "(", ")", '"', "'", "\\", ",", ":", "=", ";", "\n", " ", "f", "g", "a", "1",
+    "-", "{}", '{"a": 1}', '{"name": "f", "arguments": {"a": 1}}', "text", "é", "<", "|",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+@settings(max_examples=40)
+@given(data=st.data())
+def test_how_nearly_calls_are_cut_never_changes_the_result(form: str, data: st.DataObject) -> None:
+    marks = [mark for mark in TOOL_FORMATS[form].markers if mark]
+    spelled = SPELLED[form](calls_for(form))
+    at = data.draw(st.integers(0, len(spelled)))
+    pieces = data.draw(st.lists(st.sampled_from([*marks, *BITS]), max_size=12))
+    text = "".join([*pieces[:4], spelled[:at], *pieces[4:], spelled[at:] if at % 2 else ""])
+    places = data.draw(st.lists(st.integers(0, 10**6), max_size=8))
+    thinks = data.draw(st.sampled_from([None, "think_tags", "hunyuan_a13b", "cohere_command3"]))
+    asked = MessageRules(
+        None if thinks is None else REASONING_FORMATS[thinks], opened=bool(thinks),
+        tools=TOOL_FORMATS[form], schemas=SCHEMAS,
+    )  # fmt: skip
+    whole = parse(asked, text)
+    assert parse(asked, *cut(text, places)) == whole
+    assert parse(asked, *text) == whole
+    if form != "openai" and not whole.calls and thinks is None:
+        assert whole.content == text
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("pythonic", "[f(a=" + "[" * 2_500),
+        ("pythonic", "[f(a=" + "{'b': (" * 4_000),
+        ("pythonic", "[f(a='" + "\\n" * 2_500),
+        ("olmo3", "<function_calls>" + "f(a=1)\n" * 2_500),
+        ("gemma4", "<|tool_call>call:f{" + "a:{" * 4_000),
+        ("gemma4", "<|tool_call>call:f{a:" * 2_500),
+        ("minimax_m3", ']<]minimax[>[<tool_call>]<]minimax[>[<invoke name="f">'
+         + "]<]minimax[>[<a>" * 2_500),
+        ("glm47", "<tool_call>f" + "<arg_key>a</arg_key><arg_value>{" * 2_500),
+        ("glm47", "<tool_call>f<arg_key>" * 2_500),
+        ("minicpm5", '<function name="f"><param name="a"><![CDATA[' * 2_500),
+        ("openai", "<|channel|>analysis<|message|>" * 2_500),
+        ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>" * 1_500),
+        ("xlam", "[" * 2_500),
+    ],
+)  # fmt: skip
+def test_long_and_deep_texts_take_linear_time(form: str, text: str) -> None:
+    asked = MessageRules(
+        REASONING_FORMATS["hunyuan_a13b"], tools=TOOL_FORMATS[form], schemas=SCHEMAS
+    )
+    whole = parse(asked, text)
+    assert parse(asked, *cut(text, range(0, len(text), 11))) == whole
+    assert len(whole.content) + sum(len(given) for _, given in whole.calls) <= 2 * len(text)

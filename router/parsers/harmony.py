@@ -36,6 +36,7 @@ END: Final = "<|end|>"
 CALL: Final = "<|call|>"
 RETURN: Final = "<|return|>"
 MARKERS: Final = (START, CHANNEL, MESSAGE, END, CALL, RETURN, "<|constrain|>")
+ANALYSIS: Final = f"{CHANNEL}analysis{MESSAGE}"
 FUNCTIONS: Final = "functions."
 _ENDS: Final = (END, CALL, RETURN, START, CHANNEL)
 _RECIPIENT: Final = re.compile(r"\bto=([^\s<]+)")
@@ -82,7 +83,7 @@ def _message(reader: Reader, sink: Sink, schemas: Schemas, header: str) -> Steps
 # ---- answers that must have a form ----
 
 # The model thinks first, if it likes, and may say what it is about to do.
-_THOUGHT: Final = tag(f"{CHANNEL}analysis{MESSAGE}", {"type": "any_text"}, f"{END}{START}assistant")
+_THOUGHT: Final = tag(ANALYSIS, {"type": "any_text"}, f"{END}{START}assistant")
 _PREAMBLE: Final = tag(
     f"{CHANNEL}commentary{MESSAGE}", {"type": "any_text"}, f"{END}{START}assistant"
 )

@@ -18,6 +18,8 @@ from router.parsers.parts import Sink
 from router.parsers.reader import Reader, Steps
 
 Kwargs = Mapping[str, Any]
+OPEN: Final = "<think>"
+CLOSE: Final = "</think>"
 
 
 def _never(_: Kwargs) -> bool:
@@ -48,8 +50,8 @@ class ReasoningFormat:
 
     name: str
     begins: Callable[[Kwargs], bool] = _never
-    open: tuple[str, ...] = ("<think>",)
-    close: tuple[str, ...] = ("</think>",)
+    open: tuple[str, ...] = (OPEN,)
+    close: tuple[str, ...] = (CLOSE,)
     around: tuple[str, ...] = ()
     calls: bool = False
     whole: Grammar | None = None
@@ -104,7 +106,13 @@ def read(
 QWEN3: Final = ReasoningFormat("qwen3", _unless_off, calls=True)
 DEEPSEEK_R1: Final = ReasoningFormat("deepseek_r1", _always)
 DEEPSEEK_V3: Final = ReasoningFormat("deepseek_v3", _if_on)
-OPENAI_GPTOSS: Final = ReasoningFormat("openai_gptoss", whole=harmony.read, answer=harmony.final)
+OPENAI_GPTOSS: Final = ReasoningFormat(
+    "openai_gptoss",
+    open=(harmony.ANALYSIS,),
+    close=(harmony.END,),
+    whole=harmony.read,
+    answer=harmony.final,
+)
 HY_V3: Final = ReasoningFormat("hy_v3")
 
 
@@ -116,7 +124,7 @@ def _tagged(
 
 
 def _think(name: str, around: tuple[str, ...] = ()) -> ReasoningFormat:
-    return _tagged(name, ("<think>",), ("</think>",), around)
+    return _tagged(name, (OPEN,), (CLOSE,), around)
 
 
 THINK_TAGS: Final = _think("think_tags")

@@ -19,7 +19,8 @@ from router.resumable.kept import MAX_KEPT_MB
 # The options that say what an answer is like, wherever it is computed.
 API_OPTIONS: Final = frozenset({
     "chat_template", "enable_auto_tool_choice", "generation_config", "matryoshka_dimensions",
-    "pooling_type", "reasoning_parser", "reranker", "tool_call_parser",
+    "pooling_type", "reasoning_parser", "reranker", "responses_drop_builtin_tools",
+    "tool_call_parser",
 })  # fmt: skip
 
 
@@ -40,6 +41,9 @@ class RouterConfig:
     )
     reasoning_parser: str | None = option(
         None, "how the model marks its reasoning", choices=tuple(REASONING_FORMATS)
+    )
+    responses_drop_builtin_tools: bool = option(
+        True, "leave OpenAI's own tools (web_search, ...) of /v1/responses out, and say so there"
     )
     tokenizer_cache_mb: int = option(
         32, "MiB of texts and ids of parts of chats that are not encoded again; 0 = none"

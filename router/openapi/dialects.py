@@ -15,14 +15,16 @@ class ResponseItem(msgspec.Struct):
     """One item of the output; which of the optional fields it has is its type's."""
 
     id: str
-    type: Literal["message", "reasoning", "function_call"]
+    type: Literal["message", "reasoning", "function_call", "custom_tool_call"]
     status: Literal["in_progress", "completed", "incomplete"]
     role: Literal["assistant"] | msgspec.UnsetType = msgspec.UNSET
     content: list[dict[str, Any]] | msgspec.UnsetType = msgspec.UNSET
     summary: list[dict[str, Any]] | msgspec.UnsetType = msgspec.UNSET
+    namespace: str | msgspec.UnsetType = msgspec.UNSET
     name: str | msgspec.UnsetType = msgspec.UNSET
     call_id: str | msgspec.UnsetType = msgspec.UNSET
     arguments: str | msgspec.UnsetType = msgspec.UNSET
+    input: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class ResponseInputDetails(msgspec.Struct):
@@ -79,6 +81,7 @@ class ResponsesReply(msgspec.Struct):
     top_p: float
     truncation: Literal["disabled"]
     user: str | None
+    baton_notes: list[str] | msgspec.UnsetType = msgspec.UNSET  # what was not taken as asked for
 
 
 class ContentBlock(msgspec.Struct):

@@ -26,7 +26,7 @@ class ResponseAnswer:
         self._completion = turn.completion
         self._rules = rules
         fields = response_head(head, call, turn.completion)
-        self._events = ResponseEvents(fields, rules.draw_id, call.summarized)
+        self._events = ResponseEvents(fields, rules.draw_id, call.summarized, call.tools.known)
         self._told: Logprobs = []  # of tokens whose text is still to come
         self._begun = False
 
@@ -101,9 +101,10 @@ def response_head(head: ReplyHead, call: ResponsesCall, completion: Completion) 
             "verbosity": (text.verbosity if text else None) or "medium",
         },
         "tool_choice": body.tool_choice if body.tool_choice is not None else "auto",
-        "tools": body.tools or [],
+        "tools": call.tools.kept,
         "top_logprobs": body.top_logprobs or 0,
         "top_p": params.top_p,
         "truncation": "disabled",
+        **({"baton_notes": call.tools.notes} if call.tools.notes else {}),
         "user": body.user,
     }

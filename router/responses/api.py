@@ -36,14 +36,14 @@ class ResponsesApi:
         ]
 
     async def create(self, request: HttpRequest) -> StreamReply | WholeReply:
-        call = body.read(await read_body(request))
+        call = await self._read(request)
         chat = call.chat
         note_body_id(request, chat.request_id)
         id_ = reply_id("resp_", request)
-        with in_own_names(body.NAMES):
+        with in_own_names(call.names):
             turn = await self._intake.chat(chat, id_, request)
         completion = turn.completion
-        completion.guided_field = own_name(body.NAMES, completion.guided_field)
+        completion.guided_field = own_name(call.names, completion.guided_field)
         rules = ReplyRules(
             self._services.tokenizer,
             (chat.top_logprobs or 0) if chat.logprobs else None,
@@ -57,8 +57,12 @@ class ResponsesApi:
 
     async def input_tokens(self, request: HttpRequest) -> Response:
         """How many tokens the prompt of such a call would have; nothing is computed."""
-        call = body.read(await read_body(request))
-        with in_own_names(body.NAMES):
+        call = await self._read(request)
+        with in_own_names(call.names):
             count = await self._intake.count(call.chat, request)
         told = {"object": "response.input_tokens", "input_tokens": count}
         return Response(orjson.dumps(told), media_type="application/json")
+
+    async def _read(self, request: HttpRequest) -> body.ResponsesCall:
+        drops_tools = self._services.config.responses_drop_builtin_tools
+        return body.read(await read_body(request), drops_tools)

@@ -6,17 +6,17 @@ would need an earlier response is refused by name.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import msgspec
 
-from baton.errors import InvalidRequest, UnsupportedFeature
-from router.allowed_tools import KIND
+from baton.errors import InvalidRequest
 from router.dialect import chat_body, in_own_names
 from router.openai import ChatBody, object_of, struct_of
-from router.openai_chat import MAX_NAME_CHARS
 from router.responses.items import messages_of
+from router.responses.tools import Toolbox, choice_of, toolbox_of
 from router.unserved import Unserved, refuse
 
 MAX_METADATA: Final = 16
@@ -101,10 +101,12 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class ResponsesCall:
-    """A checked body: what to ask, and how to tell the answer."""
+    """A checked body: what to ask, and how to tell the answer. `names`: a chat's field -> its."""
 
     body: ResponsesBody
     chat: ChatBody
+    tools: Toolbox
+    names: Mapping[str, str]
 
     @property
     def summarized(self) -> bool:
@@ -113,18 +115,21 @@ class ResponsesCall:
         return asked is not None and (asked.summary or asked.generate_summary) is not None
 
 
-def read(raw: bytes) -> ResponsesCall:
-    """Check a body. Raises InvalidRequest, naming the field."""
+def read(raw: bytes, drops_tools: bool = True) -> ResponsesCall:
+    """Check a body. `drops_tools`: those that nobody here could call are left out, with a note.
+    Raises InvalidRequest, naming the field."""
     given = object_of(raw)
     refuse(given, UNSERVED)
     body = struct_of(given, ResponsesBody)
     _check(body)
+    box = toolbox_of(body.tools or (), drops_tools)
+    names = {**NAMES, **box.places}
     logprobs = body.top_logprobs is not None or LOGPROBS in (body.include or ())
     translated: dict[str, Any] = {
         "messages": messages_of(body.input, body.instructions),
         "max_completion_tokens": body.max_output_tokens,
-        "tools": _tools(body.tools),
-        "tool_choice": _tool_choice(body.tool_choice),
+        "tools": None if body.tools is None else box.functions,
+        "tool_choice": choice_of(body.tool_choice, box),
         "parallel_tool_calls": body.parallel_tool_calls,
         "response_format": _response_format(body.text.format if body.text else None),
         "reasoning_effort": body.reasoning.effort if body.reasoning else None,
@@ -133,8 +138,8 @@ def read(raw: bytes) -> ResponsesCall:
         "logprobs": logprobs or None,
         "top_logprobs": body.top_logprobs if logprobs else None,
     }
-    with in_own_names(NAMES):
-        return ResponsesCall(body, chat_body(given, translated))
+    with in_own_names(names):
+        return ResponsesCall(body, chat_body(given, translated), box, names)
 
 
 def _check(body: ResponsesBody) -> None:
@@ -155,49 +160,6 @@ def _check(body: ResponsesBody) -> None:
         if name not in INCLUDABLE:
             where = f"include[{index}]"
             raise InvalidRequest(f"{where}: {name[:64]!r} is not known", field=where)
-
-
-def _tools(given: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """A chat's tools. The name stands beside the type here; a chat puts it under `function`."""
-    if given is None:
-        return None
-    tools: list[dict[str, Any]] = []
-    for index, tool in enumerate(given):
-        kind = tool.get("type")
-        if kind != "function":
-            message = (
-                f"tools[{index}]: only tools of type function are supported, not {str(kind)[:64]!r}"
-            )
-            raise UnsupportedFeature(message, field=f"tools[{index}].type")
-        name = tool.get("name")
-        if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS:
-            field = f"tools[{index}].name"
-            message = f"{field} must be a string of 1 to {MAX_NAME_CHARS} characters"
-            raise InvalidRequest(message, field=field)
-        # A null is what an SDK writes for "none"; templates would print it.
-        function = {key: v for key, v in tool.items() if key != "type" and v is not None}
-        tools.append({"type": "function", "function": function})
-    return tools
-
-
-def _tool_choice(given: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-    if not isinstance(given, dict):
-        return given
-    if given.get("type") == KIND:
-        tools = given.get("tools")
-        named = [_named(tool) for tool in tools] if isinstance(tools, list) else tools
-        return {"type": KIND, KIND: {"mode": given.get("mode"), "tools": named}}
-    if given.get("type") != "function" or not isinstance(given.get("name"), str):
-        message = "tool_choice must be none, auto, required or a named function"
-        raise UnsupportedFeature(message, field="tool_choice")
-    return _named(given)
-
-
-def _named(tool: Any) -> Any:
-    """A chat's way to name a function: one level deeper. What is none stays as it is."""
-    if not isinstance(tool, dict) or tool.get("type") != "function":
-        return tool
-    return {"type": "function", "function": {"name": tool.get("name")}}
 
 
 def _response_format(given: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -13,7 +13,16 @@ from typing import Any, Final
 
 from router.openai_message import DrawId
 from router.parsers.parts import CallArguments, CallStart, Content, Part, Reasoning
-from router.responses.output import Event, FunctionCall, Message, OutputItem, Status, Thought
+from router.responses.output import (
+    CustomCall,
+    Event,
+    FunctionCall,
+    Message,
+    OutputItem,
+    Status,
+    Thought,
+)
+from router.responses.tools import ClientTool
 
 Logprobs = list[dict[str, Any]]
 
@@ -28,13 +37,21 @@ _NEXT: Final = {Phase.NEW: (Phase.OPEN, Phase.ENDED), Phase.OPEN: (Phase.ENDED,)
 
 
 class ResponseEvents:
-    """One response. `head`: the fields of the response object that do not change."""
+    """One response. `head`: the fields of the response object that do not change; `tools`: what the
+    client calls those of its tools that the model knows by these names."""
 
-    def __init__(self, head: Mapping[str, Any], draw_id: DrawId, summarized: bool) -> None:
+    def __init__(
+        self,
+        head: Mapping[str, Any],
+        draw_id: DrawId,
+        summarized: bool,
+        tools: Mapping[str, ClientTool] | None = None,
+    ) -> None:
         self._head = dict(head)
         self._id = str(head["id"])
         self._draw_id = draw_id
         self._summarized = summarized
+        self._tools = tools or {}
         self._phase = Phase.NEW
         self._number = 0
         self._done: list[dict[str, Any]] = []
@@ -62,10 +79,13 @@ class ResponseEvents:
                     events += self._opening(Thought(index, self._id, self._summarized))
             case CallStart(_, name):
                 index = len(self._done) + self._num_open
-                call = FunctionCall(index, self._id, name, self._draw_id())
+                tool = self._tools.get(name, ClientTool(name))
+                made = CustomCall if tool.custom else FunctionCall
+                call = made(index, self._id, tool, self._draw_id())
                 return self._numbered(self._opening(call))
             case CallArguments(_, text):
-                assert isinstance(self._open, FunctionCall), "arguments follow their call's start"
+                called = isinstance(self._open, FunctionCall | CustomCall)
+                assert called, "arguments follow their call's start"
         assert self._open is not None, "a part belongs to an item"
         return self._numbered([*events, *self._open.more(text)])
 

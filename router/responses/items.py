@@ -3,7 +3,8 @@
 message              a message; the roles `developer` and `system` are one
 reasoning            the thought of the assistant's message or calls that follow it
 function_call        a call of the assistant's message before it, if that is its neighbour
-function_call_output a message of role `tool`
+custom_tool_call     the same, of the function that stands for a custom tool
+..._output           of either: a message of role `tool`
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any, Final, cast
 
 from baton.errors import InvalidRequest, UnsupportedFeature
 from router.openai_chat import MAX_MESSAGES
+from router.responses.custom_input import FIELD
+from router.responses.tools import flat_name
 
 _ROLES: Final = ("user", "assistant", "system", "developer")
 _TEXTS: Final = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
@@ -58,8 +61,10 @@ class _Conversation:
             case "reasoning":
                 self._reasoning(item, where)
             case "function_call":
-                self._call(item, where)
-            case "function_call_output":
+                self._call(item, where, _string(item, "arguments", where))
+            case "custom_tool_call":
+                self._call(item, where, {FIELD: _string(item, "input", where)})
+            case "function_call_output" | "custom_tool_call_output":
                 self._turn = None
                 call_id = _string(item, "call_id", where)
                 output = _text(item.get("output"), f"{where}.output")
@@ -97,9 +102,10 @@ class _Conversation:
                 thought = _text(item[name], f"{where}.{name}")
         self._begin("")["reasoning"] = thought or None
 
-    def _call(self, item: Item, where: str) -> None:
+    def _call(self, item: Item, where: str, arguments: str | Item) -> None:
         turn = self._turn if self._turn is not None else self._begin("")
-        name, arguments = _string(item, "name", where), _string(item, "arguments", where)
+        namespace = None if item.get("namespace") is None else _string(item, "namespace", where)
+        name = flat_name(namespace, _string(item, "name", where))
         call = {
             "id": _string(item, "call_id", where),
             "type": "function",

@@ -59,6 +59,9 @@ def events_of(stream: str) -> list[dict[str, Any]]:
     return events
 
 
+_CALLS = ("function_call", "custom_tool_call")
+
+
 def check_response(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The final response object of a well-formed stream of /v1/responses."""
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
@@ -78,7 +81,7 @@ def check_response(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
             item = event["item"]
             assert item is not None
             assert item["status"] == "in_progress"
-            text = [] if item["type"] == "function_call" else None
+            text = [] if item["type"] in _CALLS else None
             continue
         assert item is not None
         if what == "output_item.done":
@@ -102,9 +105,9 @@ def check_response(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
                 text = None
             case (_, _, "done"):
                 assert text is not None
-                told = event["arguments"] if "arguments" in event else event["text"]
+                [told] = [event[name] for name in ("arguments", "input", "text") if name in event]
                 assert told == "".join(text)
-                text = None if item["type"] == "function_call" else text
+                text = None if item["type"] in _CALLS else text
             case _:
                 raise AssertionError(what)
     if last["type"] == "response.failed":

@@ -308,7 +308,6 @@ async def test_what_sdks_send_by_default_changes_nothing() -> None:
         ({"input": [{"type": "web_search_call"}]}, "input[0].type"),
         ({"input": [{"type": "function_call", "name": "f", "call_id": "c"}]}, "input[0].arguments"),
         ({"input": [{"type": "function_call_output", "output": "a"}]}, "input[0].call_id"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"tool_choice": "maybe"}, "tool_choice"),

@@ -68,9 +68,7 @@ class ResponsesReply(msgspec.Struct):
     metadata: dict[str, str]
     parallel_tool_calls: bool
     previous_response_id: None
-    prompt_cache_key: str | None
     reasoning: dict[str, str | None]
-    safety_identifier: str | None
     service_tier: Literal["default"]
     store: Literal[False]
     temperature: float
@@ -80,7 +78,9 @@ class ResponsesReply(msgspec.Struct):
     top_logprobs: int
     top_p: float
     truncation: Literal["disabled"]
-    user: str | None
+    user: str | msgspec.UnsetType = msgspec.UNSET
+    prompt_cache_key: str | msgspec.UnsetType = msgspec.UNSET
+    safety_identifier: str | msgspec.UnsetType = msgspec.UNSET
     baton_notes: list[str] | msgspec.UnsetType = msgspec.UNSET  # what was not taken as asked for
 
 

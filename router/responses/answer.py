@@ -90,9 +90,7 @@ def response_head(head: ReplyHead, call: ResponsesCall, completion: Completion) 
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": None,
-        "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {"effort": reasoning.effort if reasoning else None, "summary": summary},
-        "safety_identifier": body.safety_identifier,
         "service_tier": "default",
         "store": False,  # whatever was asked for: nothing is
         "temperature": params.temperature,
@@ -105,6 +103,16 @@ def response_head(head: ReplyHead, call: ResponsesCall, completion: Completion) 
         "top_logprobs": body.top_logprobs or 0,
         "top_p": params.top_p,
         "truncation": "disabled",
-        **({"baton_notes": call.tools.notes} if call.tools.notes else {}),
+        **{name: value for name, value in _only_if_said(call).items() if value},
+    }
+
+
+def _only_if_said(call: ResponsesCall) -> dict[str, Any]:
+    """Fields that are not there at all where they say nothing: null is none of their values."""
+    body = call.body
+    return {
         "user": body.user,
+        "prompt_cache_key": body.prompt_cache_key,
+        "safety_identifier": body.safety_identifier,
+        "baton_notes": call.tools.notes,
     }

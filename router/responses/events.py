@@ -151,5 +151,4 @@ class ResponseEvents:
             "error": None,
             "incomplete_details": None,
             "output": list(self._done),
-            "usage": None,
         }

@@ -28,7 +28,7 @@ end
 
 # KEYS: document, index, sizes | ARGV: name, content, ttl ms, most bytes, replace (1|0), what the
 # keys of this owner's documents begin with
-_PUT: Final = (
+PUT: Final = (
     _FORGET
     + """
 local size, ttl, most = #ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
@@ -54,7 +54,7 @@ return 1"""
 )
 
 # KEYS: document, index, sizes | ARGV: name
-_DROP: Final = (
+DROP: Final = (
     _FORGET
     + """
 forget(ARGV[1])
@@ -70,8 +70,8 @@ class RedisDocuments:
     ) -> None:
         self._redis = client
         self._call = call
-        self._put = client.register_script(_PUT)
-        self._drop = client.register_script(_DROP)
+        self._put = client.register_script(PUT)
+        self._drop = client.register_script(DROP)
 
     async def put(
         self, owner: str, name: str, content: bytes, keeping: Keeping, replace: bool = False

@@ -27,6 +27,7 @@ from router.nodes.direct import DirectRoutes
 from router.parting import Parting
 from router.prompts import PromptReader
 from router.request_ids import known_id, note_request_id
+from router.responses.stored_api import StoredApi
 from router.resumable.http import ResumableApi
 from router.services import RouterServices
 from router.vllm_metrics import watch
@@ -80,7 +81,8 @@ def all_routes(services: RouterServices, prompts: PromptReader) -> list[Route]:
     """Everything that the public port serves; /openapi.json describes the same."""
     http = HttpApi(services, prompts)
     plain = [*http.routes(), *Endpoints(services, prompts, http).routes()]
-    return ResumableApi(services, plain).routes()
+    resumable = ResumableApi(services, plain)
+    return StoredApi(services, resumable).routes(resumable.routes())
 
 
 class RequestIds:

@@ -119,7 +119,7 @@ class Call:
             CompletionTokensDetails(sum(c.reasoning_tokens for c in self.completions)),
         )
 
-    def tail(self) -> bytes:
+    async def tail(self) -> bytes:
         """What a stream ends with."""
         usage = b""
         if self.include_usage:

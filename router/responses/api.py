@@ -1,4 +1,7 @@
-"""The route of /v1/responses: a body becomes a chat's turn, its deltas become a response."""
+"""The route of /v1/responses: a body becomes a chat's turn, its deltas become a response.
+
+What can be done with one that is stored is in router/responses/stored_api.py.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +18,24 @@ from router.reading import read_body
 from router.reply_ids import created_at
 from router.request_ids import note_body_id, reply_id
 from router.responses import body
-from router.responses.answer import ResponseAnswer
+from router.responses.answer import Keep, ResponseAnswer
+from router.responses.conversation import earlier_items, own_items
+from router.responses.keeper import Keeper
+from router.resumable.http import owner_of
 from router.services import RouterServices
 from router.sse import StreamReply
 from router.whole import WholeReply
 
 
 class ResponsesApi:
-    """Stateless: what would need an earlier response is refused, by name."""
+    """Makes calls of bodies. One in the background is made here, too, and run elsewhere
+    (router/responses/background.py)."""
 
     def __init__(self, services: RouterServices, intake: Intake, runner: Runner) -> None:
         self._services = services
         self._intake = intake
         self._runner = runner
+        self._keeper = Keeper.of(services)
 
     def routes(self) -> list[Route]:
         return [
@@ -51,7 +59,7 @@ class ResponsesApi:
             draw_id=turn.draw_id,
         )
         head = ReplyHead(id_, completion.model, created_at(request))
-        answer = ResponseAnswer(head, call, turn, rules)
+        answer = ResponseAnswer(head, call, turn, rules, self._keep(call, owner_of(request.scope)))
         timeout_s = self._services.config.request_timeout_s
         return DialectCall(completion, answer, timeout_s).reply(self._runner, chat.stream)
 
@@ -64,5 +72,14 @@ class ResponsesApi:
         return Response(orjson.dumps(told), media_type="application/json")
 
     async def _read(self, request: HttpRequest) -> body.ResponsesCall:
+        given, owner = body.read(await read_body(request)), owner_of(request.scope)
+        earlier = await earlier_items(given.body, owner, self._keeper)
+        items = await own_items(given.body, owner, self._keeper)
         drops_tools = self._services.config.responses_drop_builtin_tools
-        return body.read(await read_body(request), drops_tools)
+        return body.call_of(given, earlier, items, drops_tools)
+
+    def _keep(self, call: body.ResponsesCall, owner: str) -> Keep | None:
+        keeper = self._keeper
+        if keeper is None or call.body.store is False:
+            return None
+        return lambda stored: keeper.settle(owner, stored)

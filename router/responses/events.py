@@ -1,8 +1,8 @@
 """A response while it is written: parts in, numbered events out, the object at the end. Sans I/O.
 
-Life: begin() -> part()* -> end() or fail(). One output item is open at a time: a part of another
-kind, or the start of a call, closes it and opens the next. `sequence_number` counts every event
-from 0 without gaps.
+Life: begin() -> part()* -> end(), last(), or fail(). One output item is open at a time: a part of
+another kind, or the start of a call, closes it and opens the next. `sequence_number` counts every
+event from 0 without gaps.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ class ResponseEvents:
         return self._numbered([*events, *self._open.more(text)])
 
     def end(self, cut_short: bool, usage: Mapping[str, Any], completed_at: int) -> list[Event]:
-        """The model wrote no more. `cut_short`: because it was allowed no more."""
+        """The model wrote no more. `cut_short`: because it was allowed no more. The response is
+        whole then; its own event is `last`."""
         status: Status = "incomplete" if cut_short else "completed"
         self._go(Phase.ENDED)
         events: list[Event] = []
@@ -103,7 +104,12 @@ class ResponseEvents:
             self.response["incomplete_details"] = {"reason": "max_output_tokens"}
         else:
             self.response["completed_at"] = completed_at
-        return self._numbered([*events, {"type": f"response.{status}", "response": self.response}])
+        return self._numbered(events)
+
+    def last(self) -> list[Event]:
+        assert self._phase is Phase.ENDED, f"the last event of a response that is {self._phase}"
+        kind = f"response.{self.response['status']}"
+        return self._numbered([{"type": kind, "response": self.response}])
 
     def fail(self, code: str, message: str) -> list[Event]:
         """It broke: what was open stays open, and in the response it is incomplete."""

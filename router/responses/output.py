@@ -7,13 +7,15 @@ router/responses/events.py numbers them.
 
 from __future__ import annotations
 
-import hashlib
-from typing import Any, Literal, Protocol
+import re
+from typing import Any, Final, Literal, Protocol
 
 from router.responses.custom_input import CustomInput
 from router.responses.tools import ClientTool
 
 Event = dict[str, Any]
+RESPONSE_PREFIX: Final = "resp_"
+_ITEM_ID: Final = re.compile("[a-z]+_i?[0-9]+_(.+)")
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -26,9 +28,15 @@ class OutputItem(Protocol):
     def item(self, status: Status) -> dict[str, Any]: ...
 
 
-def item_id(prefix: str, response_id: str, index: int) -> str:
-    """Of the item at `index`: made of the response's own id, so a replay has the same."""
-    return prefix + hashlib.sha256(f"{response_id}/{index}".encode()).hexdigest()[:48]
+def item_id(prefix: str, response_id: str, place: int | str) -> str:
+    """Of the item at that place of a response: it leads back there, and a replay has the same."""
+    return f"{prefix}{place}_{response_id.removeprefix(RESPONSE_PREFIX)}"
+
+
+def response_of(id_: str) -> str | None:
+    """The id of the response that an item's id leads back to; None for what is no such id."""
+    found = _ITEM_ID.fullmatch(id_)
+    return None if found is None else RESPONSE_PREFIX + found.group(1)
 
 
 class _Place:

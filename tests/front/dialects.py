@@ -10,6 +10,8 @@ import orjson
 
 from baton.chat_template import ChatTemplate
 from router.config import RouterConfig
+from router.responses.body import ResponsesCall, call_of, read
+from router.responses.items import items_of
 from tests.front.fakes import TOKENIZER, FakeDispatcher, FakeModel, FakeRegistry, Front
 
 TEMPLATE = (
@@ -60,6 +62,12 @@ def events_of(stream: str) -> list[dict[str, Any]]:
 
 
 _CALLS = ("function_call", "custom_tool_call")
+
+
+def responses_call(raw: bytes) -> ResponsesCall:
+    """What a body asks for that refers to nothing stored. Raises InvalidRequest."""
+    given = read(raw)
+    return call_of(given, (), items_of(given.body.input), drops_tools=True)
 
 
 def check_response(events: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from baton.generation_config import SamplingDefaults
 from baton.handles import Endpoint, NodeLoad, NodeRecord, Role
 from baton.kv_spec import PoolFormat
 from baton.request import FinishReason, Request
+from baton.timing import Timing
 from baton.tokenizer import Tokenizer
 from router.aborts import Aborts
 from router.app import create_app
@@ -28,6 +29,8 @@ from router.gate.gate import Gate, GateSettings
 from router.http_guard import HttpLimits, uvicorn_settings
 from router.metrics import RouterMetrics
 from router.services import Lifecycle, RouterServices
+from router.store.ledger import StoreGuard
+from router.store.memory_store import MemoryStore
 from router.trace import RequestTrace
 from tests.front.tokenizers_built import TEMPLATE, byte_level
 
@@ -220,6 +223,9 @@ class Front:
     metrics: RouterMetrics = field(default_factory=RouterMetrics)
     tokenizer: Tokenizer = TOKENIZER
     sampling_defaults: SamplingDefaults = field(default_factory=dict[str, int | float])
+    store: StoreGuard = field(
+        default_factory=lambda: StoreGuard(MemoryStore("r", Timing(), SystemClock()), Timing())
+    )
 
     @property
     def services(self) -> RouterServices:
@@ -227,7 +233,7 @@ class Front:
             "config": self.config,
             "dispatcher": self.dispatcher,
             "registry": self.registry,
-            "store": None,
+            "store": self.store,
             "tokenizer": self.tokenizer,
             "chat_template": self.chat_template,
             "metrics": self.metrics,

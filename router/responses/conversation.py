@@ -1,0 +1,64 @@
+"""The whole conversation that a body means: what it refers to is looked up, and put before it.
+
+`previous_response_id`  all that an earlier response answered, and its answer
+`item_reference`        an item of an earlier response, by an id that leads back to it
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from baton.errors import InvalidRequest, UnsupportedFeature
+from router.responses.body import ResponsesBody
+from router.responses.items import Item, items_of
+from router.responses.keeper import Keeper
+from router.responses.output import response_of
+
+_PREVIOUS: Final = "previous_response_id"
+_NOTHING_KEPT: Final = "nothing is stored here, send the whole conversation as input"
+
+
+async def earlier_items(body: ResponsesBody, owner: str, keeper: Keeper | None) -> list[Item]:
+    """Those of the response before. Raises InvalidRequest if there is none, Unavailable."""
+    asked = body.previous_response_id
+    if asked is None:
+        return []
+    if keeper is None:
+        raise UnsupportedFeature(f"{_PREVIOUS}: {_NOTHING_KEPT}", field=_PREVIOUS)
+    found = await keeper.load(owner, asked)
+    if found is None:
+        message = f"{_PREVIOUS}: there is no response {asked[:200]!r}, or no longer"
+        raise InvalidRequest(message, field=_PREVIOUS)
+    if not found.ended:
+        raise InvalidRequest(f"{_PREVIOUS}: that response has not ended yet", field=_PREVIOUS)
+    return [*found.items, *filter(_is_whole, found.response["output"])]
+
+
+async def own_items(body: ResponsesBody, owner: str, keeper: Keeper | None) -> list[Item]:
+    """The body's input, items in the place of references. Raises like `earlier_items`."""
+    items, known = list(items_of(body.input)), dict[str, Item]()
+    # The last ones first: the response of one has most of those before it among its own items.
+    for index, item in reversed(list(enumerate(items))):
+        if item.get("type") != "item_reference":
+            continue
+        where, id_ = f"input[{index}]", item.get("id")
+        if keeper is None:
+            raise UnsupportedFeature(f"{where}: {_NOTHING_KEPT}", field=where)
+        if not isinstance(id_, str):
+            raise InvalidRequest(f"{where}.id must be a string", field=f"{where}.id")
+        response_id = response_of(id_)
+        if id_ not in known and response_id is not None:
+            found = await keeper.load(owner, response_id)
+            if found is not None:
+                listed = [*found.items, *found.response["output"]]
+                known |= {each["id"]: each for each in listed}
+        if id_ not in known:
+            message = f"{where}: there is no item {id_[:200]!r}, or no longer"
+            raise InvalidRequest(message, field=where)
+        items[index] = known[id_]
+    return items
+
+
+def _is_whole(item: Item) -> bool:
+    """Arguments that were cut short are none, and nobody has made that call."""
+    return item["type"] != "function_call" or item["status"] == "completed"

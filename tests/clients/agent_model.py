@@ -1,6 +1,6 @@
 """A tiny model that thinks aloud and calls a tool: the demo model, with a few talks by heart.
 
-It takes less than a minute. Real clients can then be led by a real cluster through a whole loop of
+It takes some minutes, once. Real clients can then be led by a real cluster through a whole loop of
 thought, call, result and answer, without any download: who asks for the weather, and coding agents
 with a task of two steps (tests/clients/agents.py). Of what these say, ten thousand tokens and more,
 agent_template.jinja leaves what the model has learned.
@@ -78,10 +78,9 @@ _CODERS: Final = (
 
 
 def kept_in(folder: Path) -> Path:
-    """The model's directory below `folder`: made once per version of this file and the demo."""
-    source = (
-        Path(__file__).read_bytes() + TEMPLATE.encode() + (DEMO / "model.safetensors").read_bytes()
-    )
+    """The model's directory below `folder`: made once for what it is taught, and how."""
+    taught = repr((_conversations(), TEMPLATE, STEPS, LEARNED, RATE))
+    source = taught.encode() + (DEMO / "model.safetensors").read_bytes()
     directory = folder / f"agent-{hashlib.sha256(source).hexdigest()[:16]}"
     if not directory.is_dir():
         folder.mkdir(parents=True, exist_ok=True)

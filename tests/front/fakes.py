@@ -28,6 +28,7 @@ from router.config import RouterConfig
 from router.gate.gate import Gate, GateSettings
 from router.http_guard import HttpLimits, uvicorn_settings
 from router.metrics import RouterMetrics
+from router.nodes.migration import MigrationStats
 from router.services import Lifecycle, RouterServices
 from router.store.ledger import StoreGuard
 from router.store.memory_store import MemoryStore
@@ -107,6 +108,7 @@ class FakeDispatcher:
     stalled: asyncio.Event = field(default_factory=asyncio.Event)
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
     gate: Gate = field(default_factory=lambda: Gate(SystemClock(), GateSettings()))
+    migrations: MigrationStats = field(default_factory=MigrationStats)
 
     async def run(self, request: Request, trace: RequestTrace) -> AsyncGenerator[TokenEvent, None]:
         self.requests.append(request)

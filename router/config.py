@@ -39,6 +39,9 @@ class RouterConfig:
     tool_call_parser: str | None = option(
         None, "how the model writes its tool calls", choices=tuple(TOOL_FORMATS)
     )
+    strict_fields: bool = option(
+        False, "refuse bodies with fields that nothing here reads, naming the field"
+    )
     reasoning_parser: str | None = option(
         None, "how the model marks its reasoning", choices=tuple(REASONING_FORMATS)
     )

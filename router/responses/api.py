@@ -19,7 +19,7 @@ from router.reply_ids import created_at
 from router.request_ids import note_body_id, reply_id
 from router.responses import body
 from router.responses.answer import Keep, ResponseAnswer
-from router.responses.conversation import earlier_items, own_items
+from router.responses.conversation import conversation_of
 from router.responses.keeper import Keeper
 from router.resumable.http import owner_of
 from router.services import RouterServices
@@ -73,8 +73,7 @@ class ResponsesApi:
 
     async def _read(self, request: HttpRequest) -> body.ResponsesCall:
         given, owner = body.read(await read_body(request)), owner_of(request.scope)
-        earlier = await earlier_items(given.body, owner, self._keeper)
-        items = await own_items(given.body, owner, self._keeper)
+        earlier, items = await conversation_of(given.body, owner, self._keeper)
         drops_tools = self._services.config.responses_drop_builtin_tools
         return body.call_of(given, earlier, items, drops_tools)
 

@@ -2,24 +2,54 @@
 
 `previous_response_id`  all that an earlier response answered, and its answer
 `item_reference`        an item of an earlier response, by an id that leads back to it
+
+With all of it the conversation is no larger than a body may be: a reference is short, and may
+stand in it a thousand times.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
+import orjson
+
 from baton.errors import InvalidRequest, UnsupportedFeature
+from router.reading import MAX_BODY_BYTES
 from router.responses.body import ResponsesBody
 from router.responses.items import Item, items_of
 from router.responses.keeper import Keeper
 from router.responses.output import response_of
 
 _PREVIOUS: Final = "previous_response_id"
+_REFERENCE: Final = "item_reference"
+MAX_BYTES: Final = MAX_BODY_BYTES
 _NOTHING_KEPT: Final = "nothing is stored here, send the whole conversation as input"
 
 
-async def earlier_items(body: ResponsesBody, owner: str, keeper: Keeper | None) -> list[Item]:
-    """Those of the response before. Raises InvalidRequest if there is none, Unavailable."""
+async def conversation_of(
+    body: ResponsesBody, owner: str, keeper: Keeper | None
+) -> tuple[list[Item], list[Item]]:
+    """Items of earlier responses, and those of the body, with what stands in the place of its
+    references. Raises InvalidRequest, naming the field; Unavailable."""
+    earlier, given = await _earlier_items(body, owner, keeper), items_of(body.input)
+    own = await _own_items(given, owner, keeper)
+    if earlier or any(item.get("type") == _REFERENCE for item in given):
+        _check_size([*earlier, *own])
+    return earlier, own
+
+
+def _check_size(items: Sequence[Item]) -> None:
+    room = MAX_BYTES
+    for item in items:
+        room -= len(orjson.dumps(item))
+        if room < 0:
+            message = f"input: more than {MAX_BYTES} bytes, with what it goes on from"
+            raise InvalidRequest(message, field="input")
+
+
+async def _earlier_items(body: ResponsesBody, owner: str, keeper: Keeper | None) -> list[Item]:
+    """Those of the response before."""
     asked = body.previous_response_id
     if asked is None:
         return []
@@ -34,12 +64,12 @@ async def earlier_items(body: ResponsesBody, owner: str, keeper: Keeper | None) 
     return [*found.items, *filter(_is_whole, found.response["output"])]
 
 
-async def own_items(body: ResponsesBody, owner: str, keeper: Keeper | None) -> list[Item]:
-    """The body's input, items in the place of references. Raises like `earlier_items`."""
-    items, known = list(items_of(body.input)), dict[str, Item]()
+async def _own_items(given: Sequence[Item], owner: str, keeper: Keeper | None) -> list[Item]:
+    """Items in the place of references."""
+    items, known = list(given), dict[str, Item]()
     # The last ones first: the response of one has most of those before it among its own items.
     for index, item in reversed(list(enumerate(items))):
-        if item.get("type") != "item_reference":
+        if item.get("type") != _REFERENCE:
             continue
         where, id_ = f"input[{index}]", item.get("id")
         if keeper is None:

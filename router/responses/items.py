@@ -43,9 +43,11 @@ def items_of(given: object) -> list[Item]:
     if len(items) > MAX_MESSAGES:
         raise InvalidRequest(f"input: at most {MAX_MESSAGES} items", field="input")
     for index, item in enumerate(items):
+        where = f"input[{index}]"
         if not isinstance(item, dict):
-            where = f"input[{index}]"
             raise InvalidRequest(f"{where} must be an object", field=where)
+        if not isinstance(cast("Item", item).get("id"), str | None):
+            raise InvalidRequest(f"{where}.id must be a string", field=f"{where}.id")
     return cast("list[Item]", items)
 
 

@@ -13,6 +13,7 @@ from openai.types.responses import Response, ResponseItem
 from openai.types.responses.response_item_list import ResponseItemList
 from pydantic import TypeAdapter
 
+from router.responses import conversation
 from router.store.memory_store import MemoryTables
 from tests.front.dialects import check_response, events_of, front
 from tests.front.fakes import TOKENIZER, Front
@@ -201,6 +202,36 @@ async def test_items_can_be_referred_to(one: HeldRouter, two: HeldRouter) -> Non
         reply = await one.http.post(PATH, json={"input": [hello, reference]})
         assert reply.status_code == 400
         assert reply.json()["error"]["param"].startswith("input[1]")
+
+
+async def test_a_conversation_is_no_larger_than_a_body(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often it refers to a large item, or goes on from large responses."""
+    monkeypatch.setattr(conversation, "MAX_BYTES", 600)
+    of = Front()
+    message = {"role": "user", "content": "a" * 20}
+    async with of.client() as client:
+        first = (await client.post(PATH, json={"input": [message]})).json()
+        listed = (await client.get(f"{PATH}/{first['id']}/input_items")).json()["data"]
+        reference = {"type": "item_reference", "id": listed[0]["id"]}
+        for large in (
+            {"input": [reference] * 10},
+            {"input": [message] * 14 + [reference]},
+            {"input": [message] * 14, "previous_response_id": first["id"]},
+        ):
+            reply = await client.post(PATH, json=large)
+            assert (reply.status_code, reply.json()["error"]["param"]) == (400, "input")
+        for enough in (
+            {"input": [reference] * 2},
+            {"input": [message] * 2, "previous_response_id": first["id"]},
+        ):
+            assert (await client.post(PATH, json=enough)).status_code == 200, enough
+
+
+async def test_an_items_id_is_a_text(one: HeldRouter) -> None:
+    for wrong in (5, ["a"], {"a": 1}):
+        item = {"role": "user", "content": "a", "id": wrong}
+        reply = await one.http.post(PATH, json={"input": [item]})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "input[0].id")
 
 
 async def test_errors_in_what_follows_name_the_place_in_the_clients_input(one: HeldRouter) -> None:

@@ -13,12 +13,16 @@ from openai.types.responses import Response, ResponseItem
 from openai.types.responses.response_item_list import ResponseItemList
 from pydantic import TypeAdapter
 
+from baton.timing import Timing
+from router.config import RouterConfig
 from router.responses import conversation
-from router.store.memory_store import MemoryTables
+from router.store.ledger import StoreGuard
+from router.store.memory_store import MemoryStore, MemoryTables
 from tests.front.dialects import check_response, events_of, front
 from tests.front.fakes import TOKENIZER, Front
 from tests.front.openai_sdk import sdk
 from tests.front.resumable import HeldRouter, held_router
+from tests.router.fakes import FakeClock
 
 PATH = "/v1/responses"
 ITEM: TypeAdapter[Any] = TypeAdapter(ResponseItem)
@@ -153,6 +157,34 @@ async def test_to_another_key_a_response_does_not_exist() -> None:
             assert (await router.http.post(PATH, json=body, headers=theirs)).status_code == 400
             assert (await router.http.post(PATH, json=body, headers=mine)).status_code == 200
         assert [reply.status_code for reply in await ask_as(mine)] == [200, 200, 400, 200]
+
+
+async def test_a_response_is_there_for_its_time() -> None:
+    clock = FakeClock()
+    store = StoreGuard(MemoryStore("r", Timing(), clock), Timing())
+    of = Front(config=RouterConfig(stored_responses_ttl_s=60.0), store=store)
+    async with of.client() as client:
+        first = (await client.post(PATH, json={"input": "hi"})).json()
+        clock.advance(59.0)
+        body = {"input": "hi", "previous_response_id": first["id"]}
+        second = (await client.post(PATH, json=body)).json()
+        clock.advance(2.0)
+        places = [f"{PATH}/{made['id']}" for made in (first, second)]
+        assert [(await client.get(place)).status_code for place in places] == [404, 200]
+        reply = await client.post(PATH, json=body)
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "previous_response_id")
+
+
+async def test_the_oldest_of_a_key_give_way() -> None:
+    async with Front(config=RouterConfig(stored_responses_mb=1)).client() as client:
+        large = {"input": "hi", "safety_identifier": "a" * 400_000}
+        made = [(await client.post(PATH, json=large)).json() for _ in range(3)]
+        places = [f"{PATH}/{each['id']}" for each in made]
+        assert [(await client.get(place)).status_code for place in places] == [404, 200, 200]
+        large["safety_identifier"] = "a" * 1_100_000  # more than there is room for
+        refused = (await client.post(PATH, json=large)).json()
+        assert refused["store"] is False
+        assert [(await client.get(place)).status_code for place in places] == [404, 200, 200]
 
 
 # ---- going on ----

@@ -7,6 +7,7 @@ Redis; router/store/redis_documents.py gives the same answers, by one contract s
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -40,34 +41,45 @@ class Documents(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    content: bytes
-    until: float
+Owned = OrderedDict[str, bytes]
 
 
 @dataclass(slots=True)
 class DocumentTable:
-    """All documents: of each owner in the order in which they came."""
+    """All documents: of each owner in the order in which they came, and when each of all ends."""
 
-    owners: dict[str, dict[str, _Kept]] = field(default_factory=dict[str, dict[str, _Kept]])
+    owners: dict[str, Owned] = field(default_factory=dict[str, Owned])
     sizes: dict[str, int] = field(default_factory=dict[str, int])
+    ends: OrderedDict[tuple[str, str], float] = field(
+        default_factory=OrderedDict[tuple[str, str], float]
+    )
+
+    def add(self, owner: str, name: str, content: bytes, end: float) -> None:
+        """One that is not there."""
+        self.owners.setdefault(owner, Owned())[name] = content
+        self.sizes[owner] = self.sizes.get(owner, 0) + len(content)
+        self.ends[owner, name] = end
 
     def remove(self, owner: str, name: str) -> bool:
         """False: there was none."""
-        kept = self.owners.get(owner, {}).pop(name, None)
-        if kept is None:
+        if self.ends.pop((owner, name), None) is None:
             return False
-        self.sizes[owner] -= len(kept.content)
+        self.sizes[owner] -= len(self.owners[owner].pop(name))
         if not self.owners[owner]:
             del self.owners[owner], self.sizes[owner]
         return True
 
-    def forget(self, now: float) -> None:
-        """Those whose time is over."""
-        for owner, kept in list(self.owners.items()):
-            for name in [name for name, each in kept.items() if each.until <= now]:
-                self.remove(owner, name)
+    def find(self, owner: str, name: str, now: float) -> bytes | None:
+        """Forgets it, and those that came before all others, if their time is over: what came first
+        ends first, unless a router with other settings kept it."""
+        if self.ends.get((owner, name), now) <= now:
+            self.remove(owner, name)
+        while self.ends:
+            first, end = next(iter(self.ends.items()))
+            if end > now:
+                break
+            self.remove(*first)
+        return self.owners.get(owner, {}).get(name)
 
 
 class MemoryDocuments:
@@ -81,22 +93,18 @@ class MemoryDocuments:
         self, owner: str, name: str, content: bytes, keeping: Keeping, replace: bool = False
     ) -> bool:
         table, now = self._table, self._clock.monotonic()
-        table.forget(now)
-        there = name in table.owners.get(owner, {})
+        there = table.find(owner, name, now) is not None
         if len(content) > keeping.max_bytes or (replace and not there):
             return False
         table.remove(owner, name)
         while table.sizes.get(owner, 0) + len(content) > keeping.max_bytes:
             table.remove(owner, next(iter(table.owners[owner])))
-        table.owners.setdefault(owner, {})[name] = _Kept(content, now + keeping.ttl_s)
-        table.sizes[owner] = table.sizes.get(owner, 0) + len(content)
+        table.add(owner, name, content, now + keeping.ttl_s)
         return True
 
     async def get(self, owner: str, name: str) -> bytes | None:
-        self._table.forget(self._clock.monotonic())
-        kept = self._table.owners.get(owner, {}).get(name)
-        return None if kept is None else kept.content
+        return self._table.find(owner, name, self._clock.monotonic())
 
     async def drop(self, owner: str, name: str) -> bool:
-        self._table.forget(self._clock.monotonic())
+        self._table.find(owner, name, self._clock.monotonic())
         return self._table.remove(owner, name)

@@ -102,6 +102,12 @@ async def test_documents_in_memory_end_with_their_time() -> None:
     assert await documents.get("owner", "a") is None
     assert await documents.get("other", "b") == b"1"
     assert list(table.owners) == ["other"]
+    await documents.put(
+        "owner", "short", b"1", Keeping(1.0, 100)
+    )  # ends before one that came first
+    clock.advance(1.0)
+    assert await documents.get("owner", "short") is None
+    assert list(table.owners) == list(table.sizes) == ["other"]
 
 
 @pytest.mark.redis

@@ -23,11 +23,13 @@ _LETTERS: Final = string.ascii_letters + string.digits
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """`name`: of the request. `created`: wall-clock seconds. `owner`: a digest of its key."""
+    """`name`: of the request. `created`: wall-clock seconds. `owner`: a digest of its key. `again`:
+    it was made before, and is told once more."""
 
     name: str
     created: int
     owner: str
+    again: bool = False
 
 
 class PinnedIds:

@@ -15,12 +15,13 @@ from router.dialect import DialectCall, in_own_names, own_name
 from router.intake import Intake
 from router.openai_replies import ReplyHead, ReplyRules
 from router.reading import read_body
-from router.reply_ids import created_at
+from router.reply_ids import created_at, pin_of
 from router.request_ids import note_body_id, reply_id
 from router.responses import body
 from router.responses.answer import Keep, ResponseAnswer
 from router.responses.conversation import conversation_of
 from router.responses.keeper import Keeper
+from router.responses.output import RESPONSE_PREFIX
 from router.resumable.http import owner_of
 from router.services import RouterServices
 from router.sse import StreamReply
@@ -73,7 +74,9 @@ class ResponsesApi:
 
     async def _read(self, request: HttpRequest) -> body.ResponsesCall:
         given, owner = body.read(await read_body(request)), owner_of(request.scope)
-        earlier, items = await conversation_of(given.body, owner, self._keeper)
+        pinned = pin_of(request.scope)
+        told = RESPONSE_PREFIX + pinned.name if pinned is not None and pinned.again else None
+        earlier, items = await conversation_of(given.body, owner, self._keeper, told)
         drops_tools = self._services.config.responses_drop_builtin_tools
         return body.call_of(given, earlier, items, drops_tools)
 

@@ -157,10 +157,10 @@ class Background:
             await self._settle(found)
 
     async def _settle(self, found: Found) -> None:
-        """Keep how it ended: read to its end, it keeps itself."""
+        """Keep how it ended: read to its end, it keeps itself. Raises Unavailable."""
         canonical, runs = found.canonical, self._resumable.runs
+        call = _call_of(await self._resumable.told_of(canonical))
         try:
-            call = _call_of(await self._resumable.told_of(canonical))
             async with found.reading() as log:
                 await call.whole(Runner(ToldDispatch(log), runs.readers, runs.clock))
         except BatonError as error:

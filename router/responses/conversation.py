@@ -28,15 +28,25 @@ _NOTHING_KEPT: Final = "nothing is stored here, send the whole conversation as i
 
 
 async def conversation_of(
-    body: ResponsesBody, owner: str, keeper: Keeper | None
+    body: ResponsesBody, owner: str, keeper: Keeper | None, told: str | None = None
 ) -> tuple[list[Item], list[Item]]:
     """Items of earlier responses, and those of the body, with what stands in the place of its
-    references. Raises InvalidRequest, naming the field; Unavailable."""
-    earlier, given = await _earlier_items(body, owner, keeper), items_of(body.input)
+    references. `told`: the response that is told once more; what it answers was looked up before,
+    and may have gone. Raises InvalidRequest, naming the field; Unavailable."""
+    given = items_of(body.input)
+    if body.previous_response_id is None and all(map(_is_own, given)):
+        return [], given
+    before = None if keeper is None or told is None else await keeper.load(owner, told)
+    if before is not None:
+        return [], before.items
+    earlier = await _earlier_items(body, owner, keeper)
     own = await _own_items(given, owner, keeper)
-    if earlier or any(item.get("type") == _REFERENCE for item in given):
-        _check_size([*earlier, *own])
+    _check_size([*earlier, *own])
     return earlier, own
+
+
+def _is_own(item: Item) -> bool:
+    return item.get("type") != _REFERENCE
 
 
 def _check_size(items: Sequence[Item]) -> None:
@@ -69,7 +79,7 @@ async def _own_items(given: Sequence[Item], owner: str, keeper: Keeper | None) -
     items, known = list(given), dict[str, Item]()
     # The last ones first: the response of one has most of those before it among its own items.
     for index, item in reversed(list(enumerate(items))):
-        if item.get("type") != _REFERENCE:
+        if _is_own(item):
             continue
         where, id_ = f"input[{index}]", item.get("id")
         if keeper is None:

@@ -173,7 +173,7 @@ class ResumableApi:
             message = "this request was begun by gRPC: go on with it there"
             raise UnsupportedFeature(message, field="request_id")
         scope: Scope = {"type": "http", "method": "POST", "path": canonical.api, "headers": []}
-        pinned = Pin(canonical.name, canonical.created, canonical.owner)
+        pinned = Pin(canonical.name, canonical.created, canonical.owner, again=True)
         reply = await self._call(canonical.api, scope, canonical.body, pinned)
         [completion] = reply.call.completions
         completion.request = canonical.request

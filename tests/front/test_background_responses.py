@@ -122,6 +122,24 @@ async def test_one_goes_on_from_another_once_that_has_ended(one: HeldRouter) -> 
     assert (found["status"], found["previous_response_id"]) == ("completed", first)
 
 
+async def test_what_it_goes_on_from_may_go_while_it_runs(one: HeldRouter, two: HeldRouter) -> None:
+    first = (await one.http.post(PATH, json={"input": "a"})).json()
+    hold(one)
+    reference = {"type": "item_reference", "id": first["output"][0]["id"]}
+    more = {"input": [reference], "previous_response_id": first["id"]}
+    id_ = await begin(one, None, **more)
+    await asyncio.wait_for(one.dispatcher.holding.wait(), PATIENCE_S)
+    assert (await two.http.delete(f"{PATH}/{first['id']}")).status_code == 200
+    one.dispatcher.go.set()
+    found = await ended(two, id_)
+    assert (found["status"], text_of(found)) == ("completed", ANSWER)
+    items = (await two.http.get(f"{PATH}/{id_}/input_items", params={"order": "asc"})).json()
+    assert [item["content"][0]["text"] for item in items["data"]] == ["a", ANSWER, ANSWER]
+    told = await two.http.get(f"{PATH}/{id_}", params={"stream": True})
+    lines = [line for line in told.text.split("\n") if not line.startswith("id: ")]
+    assert events_of("\n".join(lines))[-1]["response"] == found
+
+
 async def test_what_ended_is_known_though_the_log_is_gone(
     one: HeldRouter, tables: MemoryTables | str
 ) -> None:

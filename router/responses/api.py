@@ -73,10 +73,9 @@ class ResponsesApi:
         return Response(orjson.dumps(told), media_type="application/json")
 
     async def _read(self, request: HttpRequest) -> body.ResponsesCall:
-        given, owner = body.read(await read_body(request)), owner_of(request.scope)
-        pinned = pin_of(request.scope)
+        given, pinned = body.read(await read_body(request)), pin_of(request.scope)
         told = RESPONSE_PREFIX + pinned.name if pinned is not None and pinned.again else None
-        earlier, items = await conversation_of(given.body, owner, self._keeper, told)
+        earlier, items = await conversation_of(given.body, request.scope, self._keeper, told)
         drops_tools = self._services.config.responses_drop_builtin_tools
         return body.call_of(given, earlier, items, drops_tools)
 

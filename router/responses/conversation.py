@@ -9,38 +9,49 @@ stand in it a thousand times.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Final
 
 import orjson
+from starlette.types import Scope
 
 from baton.errors import InvalidRequest, UnsupportedFeature
 from router.reading import MAX_BODY_BYTES
 from router.responses.body import ResponsesBody
 from router.responses.items import Item, items_of
-from router.responses.keeper import Keeper
+from router.responses.keeper import Keeper, Stored
 from router.responses.output import response_of
+from router.resumable.http import owner_of
+from router.terms import grant_of
 
 _PREVIOUS: Final = "previous_response_id"
 _REFERENCE: Final = "item_reference"
 MAX_BYTES: Final = MAX_BODY_BYTES
 _NOTHING_KEPT: Final = "nothing is stored here, send the whole conversation as input"
+Load = Callable[[str], Awaitable[Stored | None]]
 
 
 async def conversation_of(
-    body: ResponsesBody, owner: str, keeper: Keeper | None, told: str | None = None
+    body: ResponsesBody, scope: Scope, keeper: Keeper | None, told: str | None = None
 ) -> tuple[list[Item], list[Item]]:
     """Items of earlier responses, and those of the body, with what stands in the place of its
     references. `told`: the response that is told once more; what it answers was looked up before,
-    and may have gone. Raises InvalidRequest, naming the field; Unavailable."""
-    given = items_of(body.input)
-    if body.previous_response_id is None and all(map(_is_own, given)):
+    and may have gone. Raises InvalidRequest, naming the field; Overloaded, Unavailable."""
+    given, asked = items_of(body.input), body.previous_response_id
+    referred = [f"input[{index}]" for index, item in enumerate(given) if not _is_own(item)]
+    if asked is None and not referred:
         return [], given
-    before = None if keeper is None or told is None else await keeper.load(owner, told)
+    if keeper is None:
+        where = _PREVIOUS if asked is not None else referred[0]
+        raise UnsupportedFeature(f"{where}: {_NOTHING_KEPT}", field=where)
+    owner = owner_of(scope)
+    before = None if told is None else await keeper.load(owner, told)
     if before is not None:
         return [], before.items
-    earlier = await _earlier_items(body, owner, keeper)
-    own = await _own_items(given, owner, keeper)
+    load = partial(keeper.load, owner, grant=grant_of(scope))
+    earlier = [] if asked is None else await _earlier_items(asked, load)
+    own = await _own_items(given, load)
     _check_size([*earlier, *own])
     return earlier, own
 
@@ -58,14 +69,9 @@ def _check_size(items: Sequence[Item]) -> None:
             raise InvalidRequest(message, field="input")
 
 
-async def _earlier_items(body: ResponsesBody, owner: str, keeper: Keeper | None) -> list[Item]:
+async def _earlier_items(asked: str, load: Load) -> list[Item]:
     """Those of the response before."""
-    asked = body.previous_response_id
-    if asked is None:
-        return []
-    if keeper is None:
-        raise UnsupportedFeature(f"{_PREVIOUS}: {_NOTHING_KEPT}", field=_PREVIOUS)
-    found = await keeper.load(owner, asked)
+    found = await load(asked)
     if found is None:
         message = f"{_PREVIOUS}: there is no response {asked[:200]!r}, or no longer"
         raise InvalidRequest(message, field=_PREVIOUS)
@@ -74,7 +80,7 @@ async def _earlier_items(body: ResponsesBody, owner: str, keeper: Keeper | None)
     return [*found.items, *filter(_is_whole, found.response["output"])]
 
 
-async def _own_items(given: Sequence[Item], owner: str, keeper: Keeper | None) -> list[Item]:
+async def _own_items(given: Sequence[Item], load: Load) -> list[Item]:
     """Items in the place of references."""
     items, known = list(given), dict[str, Item]()
     # The last ones first: the response of one has most of those before it among its own items.
@@ -82,13 +88,11 @@ async def _own_items(given: Sequence[Item], owner: str, keeper: Keeper | None) -
         if _is_own(item):
             continue
         where, id_ = f"input[{index}]", item.get("id")
-        if keeper is None:
-            raise UnsupportedFeature(f"{where}: {_NOTHING_KEPT}", field=where)
         if not isinstance(id_, str):
             raise InvalidRequest(f"{where}.id must be a string", field=f"{where}.id")
         response_id = response_of(id_)
         if id_ not in known and response_id is not None:
-            found = await keeper.load(owner, response_id)
+            found = await load(response_id)
             if found is not None:
                 listed = [*found.items, *found.response["output"]]
                 known |= {each["id"]: each for each in listed}

@@ -6,12 +6,16 @@ belongs to the key that made it; to any other key it does not exist.
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import orjson
 
 from baton.errors import StoreUnavailable, Unavailable
+from router.gate.gate import Gate
+from router.gate.keys import Grant
 from router.responses.items import Item
 from router.services import RouterServices
 from router.store.documents import Keeping
@@ -46,9 +50,10 @@ class Stored:
 class Keeper:
     """Of one router; all of a deployment find what any of them has kept."""
 
-    def __init__(self, guard: StoreGuard, keeping: Keeping) -> None:
+    def __init__(self, guard: StoreGuard, keeping: Keeping, gate: Callable[[], Gate]) -> None:
         self._guard = guard
         self._keeping = keeping
+        self._gate = gate
 
     @classmethod
     def of(cls, services: RouterServices) -> Keeper | None:
@@ -57,7 +62,7 @@ class Keeper:
         if not config.stored_responses_mb:
             return None
         keeping = Keeping(config.stored_responses_ttl_s, config.stored_responses_mb << 20)
-        return cls(services.store, keeping)
+        return cls(services.store, keeping, lambda: services.dispatcher.gate)
 
     async def keep(self, owner: str, stored: Stored, replace: bool = False) -> bool:
         """False: it is not kept; there is no room for it, none to `replace`, or no store."""
@@ -80,14 +85,18 @@ class Keeper:
             return known is not None
         return await self.keep(owner, stored, replace=True)
 
-    async def load(self, owner: str, id_: str) -> Stored | None:
-        """Raises Unavailable."""
+    async def load(self, owner: str, id_: str, grant: Grant | None = None) -> Stored | None:
+        """`grant`: of the client that asks; a large one keeps its distance like a large body
+        (router/gate/pace.py). Raises Unavailable, Overloaded."""
         try:
             content = await self._guard.reach(lambda store: store.documents.get(owner, id_))
         except StoreUnavailable as error:
             raise _away() from error
         if content is None:
             return None
+        wait_s = 0.0 if grant is None else self._gate().reserve(grant, len(content))
+        if wait_s > 0:
+            await asyncio.sleep(wait_s)
         found = orjson.loads(content)
         return Stored(found["response"], found["items"])
 

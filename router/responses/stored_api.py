@@ -23,6 +23,7 @@ from router.responses.items import Item
 from router.responses.keeper import Keeper, Stored
 from router.resumable.http import ResumableApi, ResumedReply, owner_of
 from router.services import RouterServices
+from router.terms import grant_of
 
 MAX_PAGE: Final = 100
 PAGE: Final = 20
@@ -97,7 +98,11 @@ class StoredApi:
     async def _found(self, request: HttpRequest) -> tuple[str, Stored, Background]:
         """Its owner, and the response. Raises RequestNotFound, Unavailable."""
         id_, owner = str(request.path_params["id"]), owner_of(request.scope)
-        stored = None if self._keeper is None else await self._keeper.load(owner, id_)
+        stored = (
+            None
+            if self._keeper is None
+            else await self._keeper.load(owner, id_, grant_of(request.scope))
+        )
         if stored is None or self._background is None:
             raise _unknown(id_)
         return owner, stored, self._background

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,6 +17,9 @@ from pydantic import TypeAdapter
 
 from baton.timing import Timing
 from router.config import RouterConfig
+from router.gate.gate import Gate, GateSettings
+from router.gate.keys import Grant
+from router.gate.pace import BYTES_PER_S, LARGE_BYTES, SHARE
 from router.responses import conversation
 from router.store.ledger import StoreGuard
 from router.store.memory_store import MemoryStore, MemoryTables
@@ -185,6 +190,28 @@ async def test_the_oldest_of_a_key_give_way() -> None:
         refused = (await client.post(PATH, json=large)).json()
         assert refused["store"] is False
         assert [(await client.get(place)).status_code for place in places] == [404, 200, 200]
+
+
+async def test_large_ones_keep_their_distance(tmp_path: Path) -> None:
+    """Reading one costs the event loop what reading a body costs (router/gate/pace.py)."""
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[[keys]]\nname = "mine"\nkey = "mine"\n')
+    of, mine = Front(config=RouterConfig(api_keys=str(keys))), Grant("mine", "mine")
+    of.dispatcher.gate = gate = Gate(FakeClock(), GateSettings())
+    waits: list[float] = []
+    async with of.client(authorization="Bearer mine") as client:
+        large = {"input": "hi", "safety_identifier": "a" * LARGE_BYTES}
+        made = (await client.post(PATH, json=large)).json()
+        with gate.preparing(Grant("other", "other")):  # somebody else is here
+            waits.append(gate.reserve(mine, LARGE_BYTES))
+            assert (await client.get(f"{PATH}/{made['id']}")).status_code == 200
+            waits.append(gate.reserve(mine, LARGE_BYTES))
+            body = {"input": "hi", "previous_response_id": made["id"]}
+            assert (await client.post(PATH, json=body)).status_code == 200
+            waits.append(gate.reserve(mine, LARGE_BYTES))
+    two_s = 2 * LARGE_BYTES / BYTES_PER_S / SHARE
+    more = [later - earlier for earlier, later in pairwise(waits)]
+    assert more == pytest.approx([two_s, two_s], rel=0.1)
 
 
 # ---- going on ----

@@ -36,6 +36,7 @@ from router.store.base import (
     Swept,
     WriteStatus,
 )
+from router.store.documents import Documents
 from router.store.ledger import StoreGuard
 from router.store.memory_store import MemoryStore, MemoryTables
 from router.store.redis_store import RedisStore, connect
@@ -64,6 +65,10 @@ class CutStore:
     @property
     def name(self) -> str:
         return self._inner.name
+
+    @property
+    def documents(self) -> Documents:
+        return self._reached().documents
 
     def _reached(self) -> RequestStore:
         if self.away:

@@ -2,7 +2,8 @@
 
 Protobuf stops here. Same journey and same text rules as HTTP (router/completion.py). Errors: gRPC
 status, and in the trailing metadata Baton's own code and field (baton/client.py reads them). With
-API keys every call but health needs `authorization: Bearer KEY`.
+API keys every call but health needs `authorization: Bearer KEY`; with keys of either kind,
+ServerInfo needs one of operators.
 The life: bind() -> start() -> watch() as a task -> stop().
 """
 
@@ -66,6 +67,7 @@ STOP_MARGIN_S: Final = 1.0
 CONNECTION_AGE_S: Final = 3600.0
 MAX_CALLS: Final = 4096  # at once, of all clients; more are refused (RESOURCE_EXHAUSTED)
 _HEALTH_PREFIX: Final = "/grpc.health.v1.Health/"
+_OPERATORS: Final = frozenset({f"/{SERVICE}/ServerInfo"})
 _INTEGERS: Final = ("max_tokens", "min_tokens", "top_k", "seed", "ignore_eos", "n", "best_of",
                     "beam_width", "logprobs", "prompt_logprobs")  # fmt: skip
 _FLOATS: Final = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty",
@@ -258,27 +260,33 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
 
 
 class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
-    """Denies every method but health without a known key."""
+    """Denies every method but health without a known key: of operators where it is theirs."""
 
-    def __init__(self, keys: KeyRing) -> None:
+    def __init__(self, keys: KeyRing, admin_keys: KeyRing) -> None:
         self._keys = keys
+        self._admin_keys = admin_keys
         self._denial = grpc.unary_unary_rpc_method_handler(self._deny)
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         details = handler_call_details
-        if details.method.startswith(_HEALTH_PREFIX) or self._admits(details.invocation_metadata):
+        method = details.method
+        if method.startswith(_HEALTH_PREFIX) or self._admits(method, details.invocation_metadata):
             return await continuation(details)
         return self._denial
 
-    def _admits(self, metadata: Any) -> bool:
-        return self._keys.bearer(_metadata(metadata, "authorization").encode()) is not None
+    def _admits(self, method: str, metadata: Any) -> bool:
+        keys = self._admin_keys if method in _OPERATORS else self._keys
+        if not (len(keys) or method in _OPERATORS):
+            return True
+        return keys.bearer(_metadata(metadata, "authorization").encode()) is not None
 
     @staticmethod
     async def _deny(_: Any, context: Any) -> NoReturn:
         context.set_trailing_metadata(((ERROR_CODE_METADATA, "unauthenticated"),))
         await context.abort(
             grpc.StatusCode.UNAUTHENTICATED,
-            "missing or wrong API key (metadata authorization: Bearer ...)",
+            "missing or wrong key (metadata authorization: Bearer ...): an API key, or for"
+            " ServerInfo one of operators (--admin-key)",
         )
         raise AssertionError("abort raises")
 
@@ -289,10 +297,11 @@ class GrpcServer:
     def __init__(self, services: RouterServices) -> None:
         self._services = services
         self._prompts = PromptReader(services.tokenizer, services.chat_template)
-        keys = services.config.key_ring()
+        keys, admin_keys = services.config.key_ring(), services.config.admin_ring()
+        guarded = len(keys) or len(admin_keys)
         self._server = grpc.aio.server(
             options=_server_options(services.config),
-            interceptors=[ApiKeyInterceptor(keys)] if len(keys) else [],
+            interceptors=[ApiKeyInterceptor(keys, admin_keys)] if guarded else [],
             maximum_concurrent_rpcs=MAX_CALLS,
         )
         # pyright does not see the conditional import of `aio` in there

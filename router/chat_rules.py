@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
+from baton.chat_template import Chat
 from baton.errors import InvalidRequest, UnsupportedFeature
 from router.openai import ChatBody, TokenizeBody
 from router.openai_chat import messages_of, schemas_of, template_kwargs, tools_of
 from router.parsers.grammar import ToolFormat
 from router.parsers.message import MessageRules
 from router.parsers.registry import Formats
-from router.prompts import ChatPrompt, Conversation
+from router.prompts import ChatPrompt, Conversation, Length
 from router.structured.grammar_checks import Asked as Constraint
 from router.structured.guided import check_forced, forces_calls, room_for_content
 from router.terms import Terms
@@ -21,9 +22,7 @@ _AUTO_IS_OFF: Final = (
 )
 
 
-def conversation_of(
-    body: ChatBody | TokenizeBody, terms: Terms, most_tokens: int | None = None
-) -> Conversation:
+def conversation_of(body: ChatBody | TokenizeBody, terms: Terms, length: Length) -> Conversation:
     """What the chat template gets. Raises InvalidRequest, naming the field."""
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:
@@ -32,16 +31,15 @@ def conversation_of(
     effort, salt = None, ""
     if isinstance(body, ChatBody):
         effort, salt = body.reasoning_effort, body.cache_salt or ""
-    return Conversation(
+    chat = Chat(
         messages=messages_of(body.messages or []),
         tools=tools_of(body.tools),
         add_generation_prompt=body.add_generation_prompt is not False and not continues,
         continue_final_message=continues,
-        add_special_tokens=body.add_special_tokens is True,
-        salt=terms.salt(salt),
-        most_tokens=most_tokens,
         kwargs=template_kwargs(body.chat_template_kwargs, effort),
     )
+    special = body.add_special_tokens is True
+    return Conversation(chat, length, terms.grant, special, terms.salt(salt))
 
 
 def tool_format(body: ChatBody, formats: Formats) -> ToolFormat | None:
@@ -67,7 +65,7 @@ def tool_format(body: ChatBody, formats: Formats) -> ToolFormat | None:
 
 def message_rules(
     body: ChatBody,
-    asked: Conversation,
+    asked: Chat,
     prompt: ChatPrompt,
     formats: Formats,
     own: Constraint | None,

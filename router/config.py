@@ -40,6 +40,9 @@ class RouterConfig:
         "how the model writes its tool calls (docs/parsers.md); auto: by its chat template",
         choices=TOOL_PARSERS,
     )
+    strict_fields: bool = option(
+        False, "refuse bodies with fields that nothing here reads, naming the field"
+    )
     reasoning_parser: str | None = option(
         None,
         "how the model marks its reasoning (docs/parsers.md); auto: by its chat template",

@@ -46,6 +46,8 @@ from router.openai import (
 )
 from router.prompts import (
     DEFAULT_MAX_TOKENS,
+    Inputs,
+    Length,
     PromptReader,
     check_prompt_logprobs,
     check_room,
@@ -152,19 +154,26 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
             message.ClearField("starting_after")
             body = message.SerializeToString(deterministic=True)
             asked = GrpcAsked(request_id, self._owner(context), message.resumable_s, after, body)
-            first = None if any(after) else await self._completion(message, request_id, context)
+            first = None if any(after) else await self._prepared(message, request_id, context)
             completion, numbered = await self._resumable.open(asked, first)
             terms = completion.trace.terms
             completion.trace.terms = replace(terms, receipt=False)
             return completion, numbered
         services = self._services
-        completion = await self._completion(message, request_id, context)
+        completion = await self._prepared(message, request_id, context)
         # Names of one key are not those of another, nor does it learn of them.
         own_id = record_id(self._owner(context), request_id)
         completion.request = replace(completion.request, id=own_id)
         meter = services.metrics.begin(completion.model, completion.request.arrival)
         deltas = completion.deltas(services.dispatcher, meter, services.clock)
         return completion, _all_fresh(deltas)
+
+    async def _prepared(
+        self, message: serve_pb2.GenerateRequest, request_id: str, context: Any
+    ) -> Completion:
+        """A new caller's completion: it counts with its key while it is made."""
+        with self._services.dispatcher.gate.preparing(self._grant(context)):
+            return await self._completion(message, request_id, context)
 
     async def _again(self, body: bytes, name: str) -> Completion:
         """The completion of a message that a record keeps."""
@@ -193,14 +202,15 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
             skip_special_tokens=not message.HasField("skip_special_tokens")
             or message.skip_special_tokens,
         )
-        ids, field = await self._prompt_ids(message, model)
+        grant = self._grant(context)
+        ids, field = await self._prompt_ids(message, model, grant)
         room = room_for_output(len(ids), model.max_model_len, field)
         defaults = {
             "max_tokens": min(DEFAULT_MAX_TOKENS, room),
             **self._services.sampling_defaults,
         }
         params = _sampling_params(message, defaults)
-        await self._prompts.check_guided(params.guided)
+        await self._prompts.check_guided(params.guided, grant)
         check_room(len(ids), params.max_tokens, model.max_model_len, "max_tokens")
         check_prompt_logprobs(len(ids), params.prompt_logprobs, "prompt_logprobs")
         check_token_ids(params, model.vocab_size)
@@ -208,7 +218,7 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
         timeout_s = self._services.config.request_timeout_s
         remaining = context.time_remaining()  # None without a deadline of the caller's
         metadata = context.invocation_metadata()
-        terms = read_terms(lambda name: _metadata(metadata, name), self._grant(context))
+        terms = read_terms(lambda name: _metadata(metadata, name), grant)
         request = Request(
             id=request_id,
             prompt_ids=ids,
@@ -230,13 +240,14 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
         return Completion(request, self._name(model), rules, self._services.tokenizer, terms)
 
     async def _prompt_ids(
-        self, message: serve_pb2.GenerateRequest, model: ServedModel
+        self, message: serve_pb2.GenerateRequest, model: ServedModel, grant: Grant
     ) -> tuple[tuple[int, ...], str]:
         """The prompt's ids and the field that they came from."""
         match message.WhichOneof("prompt"):
             case "text" if message.text:
-                most = model.max_model_len
-                return await self._prompts.text(message.text, "text", most_tokens=most), "text"
+                asked = Inputs([message.text], "text", Length(model.max_model_len), grant)
+                [ids] = await self._prompts.read(asked)
+                return ids, "text"
             case "token_ids" if message.token_ids.ids:
                 ids = tuple(message.token_ids.ids)
                 return token_ids_below(ids, model.vocab_size, "token_ids"), "token_ids"

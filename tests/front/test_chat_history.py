@@ -15,7 +15,7 @@ from baton.chat_history import (
     rewrites_of,
     thoughts_in_analysis,
 )
-from baton.chat_template import ChatTemplate
+from baton.chat_template import Chat, ChatTemplate
 
 
 def call(id_: str | None, name: str, **arguments: Any) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def test_templates_get_what_they_ask_for() -> None:
         "{% endfor %}",
         {},
     )
-    assert first_only.render(HISTORY) == "hi[g]B[f]A[f]CSo."
+    assert first_only.render(Chat(HISTORY)) == "hi[g]B[f]A[f]CSo."
     joined = ChatTemplate(
         "{% for message in messages %}"
         "{% if message['role'] == 'assistant' and message['content'] is none %}"
@@ -127,4 +127,4 @@ def test_templates_get_what_they_ask_for() -> None:
         "{% else %}{{ message['content'] }}{% endif %}{% endfor %}",
         {},
     )
-    assert joined.render(HISTORY) == 'hiI look.[f{"x": 1}][g{}]BA[f{}]CSo.'
+    assert joined.render(Chat(HISTORY)) == 'hiI look.[f{"x": 1}][g{}]BA[f{}]CSo.'

@@ -112,7 +112,7 @@ class HarmonyWriter:
     def offered(self, tools: Sequence[Tool], several: bool) -> Form:
         """See Writer.offered."""
         *_, calls = self.forced(tools, several)["elements"]
-        text = tag(f"{CHANNEL}final{MESSAGE}", {"type": "any_text"}, "")
+        text = sequence(text_form(f"{CHANNEL}final{MESSAGE}"), {"type": "any_text"})
         call = sequence(_optional(_PREAMBLE), calls)
         return sequence(_optional(_THOUGHT), _one_of([text, call]))
 

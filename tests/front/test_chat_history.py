@@ -12,6 +12,7 @@ from baton.chat_history import (
     calls_apart,
     numbered_ids,
     one_call_each,
+    results_beside_calls,
     rewrites_of,
     thoughts_in_analysis,
 )
@@ -40,7 +41,8 @@ HISTORY: list[dict[str, Any]] = [
 def test_messages_are_never_changed_in_place() -> None:
     before = copy.deepcopy(HISTORY)
     for rewrite in (
-        one_call_each, calls_apart, thoughts_in_analysis, numbered_ids, arguments_as_text
+        one_call_each, calls_apart, thoughts_in_analysis, numbered_ids, arguments_as_text,
+        results_beside_calls,
     ):  # fmt: skip
         rewrite(HISTORY)
     assert before == HISTORY
@@ -87,6 +89,19 @@ def test_kimis_ids_are_numbered_in_the_whole_conversation() -> None:
     assert numbered_ids(stray) == stray
 
 
+def test_results_stand_beside_their_calls() -> None:
+    weather = {"role": "tool", "tool_call_id": "c", "content": '{"temp": 3, "at": null}'}
+    made = results_beside_calls([*HISTORY[:-2], weather, HISTORY[-1]])
+    assert [message["role"] for message in made] == ["user", *["assistant"] * 4]
+    assert [message["content"] for message in made] == ["hi", "I look.", None, None, "So."]
+    assert made[2]["tool_responses"] == [
+        {"name": "g", "response": "B"}, {"name": "f", "response": "A"}
+    ]  # fmt: skip
+    assert made[3]["tool_responses"] == [{"name": "f", "response": {"temp": 3, "at": None}}]
+    stray = [{"role": "tool", "tool_call_id": "?", "content": "x"}]
+    assert results_beside_calls(stray) == stray
+
+
 def test_arguments_as_text_are_json() -> None:
     made = arguments_as_text([{"role": "assistant", "tool_calls": [call("a", "f", x="é", y=None)]}])
     assert made[0]["tool_calls"][0]["function"]["arguments"] == '{"x": "é", "y": null}'
@@ -104,6 +119,9 @@ def test_arguments_as_text_are_json() -> None:
         ("<|tool_calls_section_begin|>", [numbered_ids]),
         ("{{ '\\n' + tool['function']['arguments'] + '\\n' }}", [arguments_as_text]),
         ("{{ '\\n' + tool['function']['arguments'] | tojson + '\\n' }}", []),
+        ("{% if message['tool_responses'] %}{% set ns.type = 'tool' %}", [results_beside_calls]),
+        ("{% if message['tool_responses'] %}{% if message['role'] != 'tool' %}", []),
+        ("{% if message['tool_responses'] %}{% if m.get('role') == 'tool' %}", []),
         ("{{ messages }}", []),
     ],
 )  # fmt: skip

@@ -38,7 +38,14 @@ def rewrites_of(source: str) -> tuple[Rewrite, ...]:
         found.append(results_beside_calls)
     if _JOINED.search(source):
         found.append(arguments_as_text)
+    if "<|tool|>" in source and "tool_calls" not in source:
+        found.append(calls_in_content)
     return tuple(found)
+
+
+def wants_tools_in_system(source: str) -> bool:
+    """Whether a template shows no tools but those of a system message."""
+    return "message['tools']" in source
 
 
 def one_call_each(messages: list[Message]) -> list[Message]:
@@ -129,6 +136,25 @@ def results_beside_calls(messages: list[Message]) -> list[Message]:
         names = {call.get("id"): call["function"]["name"] for call in _calls(message)}
         made.append(message)
     return made
+
+
+def calls_in_content(messages: list[Message]) -> list[Message]:
+    """Calls as the text that the model writes: for a template that knows none (Phi-4-mini)."""
+    made: list[Message] = []
+    for message in messages:
+        calls = [call["function"] for call in _calls(message)]
+        text = f"<|tool_call|>{json.dumps(calls, ensure_ascii=False)}<|/tool_call|>"
+        content = f"{message.get('content') or ''}{text}" if calls else message.get("content")
+        made.append({**message, "content": content})
+    return made
+
+
+def tools_in_system(messages: list[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """The functions as JSON text in the system message, a new one if there is none (Phi-4-mini)."""
+    has_one = bool(messages) and messages[0].get("role") == "system"
+    system = messages[0] if has_one else {"role": "system", "content": ""}
+    text = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
+    return [{**system, "tools": text}, *messages[has_one:]]
 
 
 def arguments_as_text(messages: list[Message]) -> list[Message]:

@@ -10,6 +10,7 @@ import pytest
 from baton.chat_history import (
     arguments_as_text,
     calls_apart,
+    calls_in_content,
     numbered_ids,
     one_call_each,
     results_beside_calls,
@@ -42,7 +43,7 @@ def test_messages_are_never_changed_in_place() -> None:
     before = copy.deepcopy(HISTORY)
     for rewrite in (
         one_call_each, calls_apart, thoughts_in_analysis, numbered_ids, arguments_as_text,
-        results_beside_calls,
+        results_beside_calls, calls_in_content,
     ):  # fmt: skip
         rewrite(HISTORY)
     assert before == HISTORY
@@ -122,6 +123,8 @@ def test_arguments_as_text_are_json() -> None:
         ("{% if message['tool_responses'] %}{% set ns.type = 'tool' %}", [results_beside_calls]),
         ("{% if message['tool_responses'] %}{% if message['role'] != 'tool' %}", []),
         ("{% if message['tool_responses'] %}{% if m.get('role') == 'tool' %}", []),
+        ("{{ '<|tool|>' + message['tools'] }}", [calls_in_content]),
+        ("<|tool|>{% for call in message.tool_calls %}", []),
         ("{{ messages }}", []),
     ],
 )  # fmt: skip
@@ -146,3 +149,22 @@ def test_templates_get_what_they_ask_for() -> None:
         {},
     )
     assert joined.render(Chat(HISTORY)) == 'hiI look.[f{"x": 1}][g{}]BA[f{}]CSo.'
+
+
+def test_a_template_that_knows_neither_tools_nor_calls_shows_both() -> None:
+    phi = ChatTemplate(
+        "{% for message in messages %}{{ message['role'] + ':' + message['content'] }}"
+        "{% if 'tools' in message and message['tools'] is not none %}"
+        "{{ '<|tool|>' + message['tools'] + '<|/tool|>' }}{% endif %};{% endfor %}",
+        {},
+    )
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    told = '<|tool|>[{"name": "f", "parameters": {}}]<|/tool|>'
+    asked = HISTORY[:1]
+    assert phi.render(Chat(asked)) == "user:hi;"
+    assert phi.render(Chat(asked, tools)) == f"system:{told};user:hi;"
+    system = {"role": "system", "content": "Be brief."}
+    assert phi.render(Chat([system, *asked], tools)) == f"system:Be brief.{told};user:hi;"
+    called = '<|tool_call|>[{"name": "f", "arguments": {"x": 1}}]<|/tool_call|>'
+    made = [{**HISTORY[1], "tool_calls": [A]}, HISTORY[3], {**HISTORY[4], "tool_calls": [A]}]
+    assert phi.render(Chat(made)) == f"assistant:I look.{called};tool:A;assistant:{called};"

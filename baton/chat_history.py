@@ -45,7 +45,7 @@ def rewrites_of(source: str) -> tuple[Rewrite, ...]:
 
 def wants_tools_in_system(source: str) -> bool:
     """Whether a template shows no tools but those of a system message."""
-    return "message['tools']" in source
+    return "message['tools']" in source and "tool_calls" not in source
 
 
 def one_call_each(messages: list[Message]) -> list[Message]:

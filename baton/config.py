@@ -14,11 +14,12 @@ import typing
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from baton.errors import ConfigError
 
 T = TypeVar("T")
+MOST_SHOWN: Final = 12  # choices that a help text lists
 
 
 def option(
@@ -61,7 +62,7 @@ def add_options(
         else:
             if meta["choices"]:
                 keywords["choices"] = meta["choices"]
-            else:
+            if not 0 < len(meta["choices"]) <= MOST_SHOWN:
                 keywords["metavar"] = spec.name.upper()
             parser.add_argument(*names, **keywords)
 

@@ -13,7 +13,7 @@ from baton.request import Resume
 from baton.timing import Timing
 from baton.tls import TlsFiles
 from router.gate.keys import KeyRing
-from router.parsers.registry import REASONING_FORMATS, TOOL_FORMATS
+from router.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from router.resumable.kept import MAX_KEPT_MB
 
 # The options that say what an answer is like, wherever it is computed.
@@ -37,13 +37,17 @@ class RouterConfig:
         False, "let the model decide to call tools (needs --tool-call-parser)"
     )
     tool_call_parser: str | None = option(
-        None, "how the model writes its tool calls", choices=tuple(TOOL_FORMATS)
+        None,
+        "how the model writes its tool calls (docs/parsers.md); auto: by its chat template",
+        choices=TOOL_PARSERS,
     )
     strict_fields: bool = option(
         False, "refuse bodies with fields that nothing here reads, naming the field"
     )
     reasoning_parser: str | None = option(
-        None, "how the model marks its reasoning", choices=tuple(REASONING_FORMATS)
+        None,
+        "how the model marks its reasoning (docs/parsers.md); auto: by its chat template",
+        choices=REASONING_PARSERS,
     )
     responses_drop_builtin_tools: bool = option(
         True, "leave OpenAI's own tools (web_search, ...) of /v1/responses out, and say so there"

@@ -17,7 +17,7 @@ from router.anthropic.events import MessageEvents, input_of
 from router.completion import Completion, Delta, OutputRules
 from router.intake import ChatTurn
 from router.openai_replies import ReplyHead, ReplyRules
-from router.parsers import hermes, reasoning
+from router.parsers import formats, reasoning
 from router.parsers.message import MessageParser, MessageRules
 from router.parsers.parts import CallArguments, CallStart, Content, Part, Reasoning
 from router.responses.answer import ResponseAnswer
@@ -25,7 +25,7 @@ from router.responses.events import ResponseEvents
 from tests.front.dialects import ANSWER, CALL, check_message, check_response, responses_call
 from tests.front.fakes import TOKENIZER
 
-RULES = MessageRules(reasoning=reasoning.QWEN3, opened=False, tools=hermes.FORMAT)
+RULES = MessageRules(reasoning=reasoning.QWEN3, opened=False, tools=formats.HERMES)
 PIECES = (
     "<think>", "</think>", "hm", "\n\n", " ", "Let me see.", CALL, CALL[:-20], "<tool_call>",
     '<tool_call>\n{"name": "f", "arguments": 3}\n</tool_call>', "ä€😀", "{",

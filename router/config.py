@@ -146,6 +146,11 @@ class RouterConfig:
     stall_s: float = option(
         60.0, "a node silent for so long with requests of this router hangs: they move, seconds"
     )
+    node_wait_s: float = option(
+        30.0,
+        "without a node that serves: requests wait so long for one that was here, seconds; above"
+        " the time that nodes need to start",
+    )
     drain_s: float = option(5.0, "after SIGTERM: serve on for so long with /ready at 503, seconds")
     shutdown_s: float = option(10.0, "then: wait for running requests for so long, seconds")
     cpu_cores: str | None = option(None, 'cores of this process, e.g. "0,1"')
@@ -161,7 +166,7 @@ class RouterConfig:
             ("port", 0), ("grpc_port", 0), ("max_live_requests", 1), ("local_prefill_tokens", 0),
             ("drain_s", 0), ("shutdown_s", 0), ("admin_port", 0), ("max_queued_requests", 0),
             ("max_request_tokens", 1), ("workers", 1), ("max_resumable_mb", 1),
-            ("tokenizer_cache_mb", 0),
+            ("tokenizer_cache_mb", 0), ("node_wait_s", 0),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < lowest:

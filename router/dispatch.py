@@ -18,7 +18,6 @@ far; after MAX_NODE_DEATHS it is FAILED. The journey has its own task: no client
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -74,7 +73,6 @@ class DispatchParts:
     settings: PolicySettings = field(default_factory=PolicySettings)
     max_live: int = 1024
     timeout_s: float = 600.0
-    node_wait_s: float = 5.0  # in all, for a node that can go on with what another has begun
     migrations: MigrationStats = field(default_factory=MigrationStats)
     gate: Gate | None = None
     sessions: SessionMap = field(default_factory=SessionMap)
@@ -95,7 +93,6 @@ class Journey:
         self._legs = Legs(parts.registry)
         self._nodes = NodeChoice(parts.registry, parts.settings, parts.sessions, trace)
         self._attempts = 0
-        self._alone_since: float | None = None
         self._planned: NodeSnapshot | None = None  # the decode node that the route named
         self._move: Move | None = None  # under way to another decode node
         self._moved_at: float | None = None
@@ -446,18 +443,13 @@ class Journey:
         await self._next_epoch(ledger)
 
     async def _nobody_there(self, ledger: RequestLedger, error: Unavailable) -> None:
-        """No node for what has begun: wait for one to come (back). A new request is refused."""
+        """Wait for a node to come (back), as long as one is expected. Raises `error` if none is."""
         if ledger.state is not RequestState.QUEUED:
             await self._fail_over(ledger, HopFailed(error))
             return
-        now = self._clock.monotonic()
-        self._alone_since = self._alone_since or now
-        left = self._alone_since + self._parts.node_wait_s - now
-        if self._attempts == 1 or left <= 0:
+        self._attempts -= 1  # nobody has tried
+        if not await self._nodes.may_come(self._request, self._legs.handle):
             raise error
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(left):
-                await self._parts.registry.changed.wait()
 
     async def _next_epoch(self, ledger: RequestLedger) -> None:
         """QUEUED again: whoever had the request is fenced, its next owner knows all its tokens."""

@@ -137,6 +137,7 @@ class Router:
                 else RedisDirectory(self._redis, config.store_timeout_s),
                 tls=config.node_tls,
                 store_away=lambda: self.guard.stats.away,
+                node_wait_s=config.node_wait_s,
             )
         )
         metrics = RouterMetrics()
@@ -433,7 +434,11 @@ def _gate(config: RouterConfig, registry: NodeRegistry) -> Gate:
     """Between the front doors and the dispatcher; looks at the nodes whenever one reports."""
     bounds = Bounds(config.max_live_requests, config.max_queued_requests)
     settings = GateSettings(bounds, config.max_request_tokens, config.prefill_window_s)
-    gate = Gate(SystemClock(), settings, registry.snapshots)
+
+    def expected_s(pooled: bool) -> float:
+        return registry.expected_s(lambda node: pooled or node.role is Role.DECODE)
+
+    gate = Gate(SystemClock(), settings, registry.snapshots, expected_s)
     registry.watch_reports(gate.poke)
     return gate
 

@@ -300,6 +300,7 @@ async def _load(config: EngineConfig, place: PoolPlace, stop: asyncio.Event) -> 
 
     def work() -> None:
         try:
+            FAILPOINTS.hit("loading")
             engine = Engine.load(config, memory=place.memory)
         except BaseException as error:  # noqa: BLE001 - raised on the event loop, below
             finish = partial(loaded.set_exception, error)

@@ -16,7 +16,7 @@ import contextlib
 import logging
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
 import grpc
@@ -95,6 +95,7 @@ class SessionContext:
     log: StepLog
     admit: Callable[[str, NodeRecord], None]
     changed: Callable[[], None]  # a session came up or went down, a node began to drain
+    lost: Callable[[NodeRecord], None] = lambda _: None  # its session went down
     reported: Callable[[], None] = lambda: None  # a step has been routed
     credentials: grpc.ChannelCredentials | None = None  # None: without TLS
     health: NodeHealth = field(default_factory=lambda: NodeHealth(SystemClock()))
@@ -175,21 +176,13 @@ class NodeSession:
     def snapshot(self, record: NodeRecord) -> NodeSnapshot:
         """All of this for the policy, made anew only when something has changed."""
         if self._snapshot is None:
-            self._snapshot = NodeSnapshot(
-                node_id=record.node_id,
-                boot_id=record.boot_id,
-                role=record.role,
-                model_digest=record.model_digest,
-                fingerprint=record.endpoint.layout_fingerprint,
-                block_size=record.block_size,
-                kv_dtype=record.endpoint.format.dtype,
+            self._snapshot = replace(
+                NodeSnapshot.of(record),
                 load=self._load,
                 prefix=self.prefix.hashes,
                 assigned=self.assigned,
                 assigned_tokens=self._assigned_tokens,
                 unreported_tokens=self.unreported_tokens,
-                adapters=record.adapters,
-                max_num_seqs=record.max_num_seqs,
                 shunned=self.stalled,
             )
         return self._snapshot
@@ -459,7 +452,8 @@ class NodeSession:
         self._unreported.clear()
         self._snapshot = None
         node_id = self.address if self._record is None else self._record.node_id
-        if was_connected:
+        if was_connected and self._record is not None:
+            self._context.lost(self._record)
             self._context.changed()
         if was_connected and not self._drained:
             self._context.health.died(self.keys, stalled=self._doubted)

@@ -12,7 +12,7 @@ import logging
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
 from baton.clock import Clock
@@ -105,8 +105,10 @@ class Pools(Protocol):
 
 @dataclass(slots=True)
 class _Tries:
-    """What a group has been through: boots that failed it or refused it, and how often."""
+    """What a group has been through: boots that refused it, boots that failed it and serve only if
+    nobody else does, and how often."""
 
+    refused: set[str] = field(default_factory=set[str])
     avoided: set[str] = field(default_factory=set[str])
     deaths: int = 0
     count: int = 0
@@ -156,7 +158,7 @@ class PoolDispatcher:
         tries = _Tries()
         request = ask.request(id_, prompts)
         while True:
-            node, session = self._choose(ask, tries)
+            node, session = await self._choose(ask, tries)
             try:
                 event = await self._ask(session, ask.task(request, prompts))
             except NodeLost as error:  # it went between the choice and the submission
@@ -190,12 +192,13 @@ class PoolDispatcher:
     def _fail_over(self, node: NodeSnapshot, event: NodeEvent, tries: _Tries) -> None:
         """Count the failure. Raises its error where another node would not do better."""
         tries.count += 1
-        tries.avoided.add(node.boot_id)
         if isinstance(event, RequestFailed):
+            tries.refused.add(node.boot_id)
             error = error_from_code(event.code, event.message, event.field)
             if not event.retryable:
                 raise error
         elif isinstance(event, SessionLost):
+            tries.avoided.add(node.boot_id)
             error = NodeLost(f"node {event.node_id} was lost: {event.reason}")
             tries.deaths += not event.drained
         else:
@@ -206,18 +209,31 @@ class PoolDispatcher:
         self.retries += 1
         log.warning("pooling on %s failed: %s", node.node_id, error.message)
 
-    def _choose(self, ask: PoolAsk, tries: _Tries) -> tuple[NodeSnapshot, NodeSession]:
-        """The node with the least to compute. Raises Unavailable, or what the last one said."""
-        wanted = Ask((), adapter=ask.adapter, excluded=frozenset(tries.avoided))
+    async def _choose(self, ask: PoolAsk, tries: _Tries) -> tuple[NodeSnapshot, NodeSession]:
+        """The node with the least to compute, once there is one. Raises Unavailable where none is
+        expected, or what the last one said."""
+        anybody = Ask((), adapter=ask.adapter)
+        wanted = replace(anybody, excluded=frozenset(tries.refused))
+        while True:
+            node = self._least_loaded(wanted, tries.avoided)
+            session = None if node is None else self._registry.session(node.boot_id)
+            if node is not None and session is not None:
+                return node, session
+            error = tries.refusal or Unavailable("no node is available")
+            if not isinstance(error, Unavailable | NodeLost):
+                raise error
+            if not await self._registry.may_come(lambda node: is_usable(node, anybody)):
+                raise error
+
+    def _least_loaded(self, wanted: Ask, avoided: set[str]) -> NodeSnapshot | None:
         usable = [node for node in self._registry.snapshots() if is_usable(node, wanted)]
-        nodes = [node for node in usable if node.role is Role.PREFILL] or usable
-        if not nodes:
-            raise tries.refusal or Unavailable("no node is available")
-        node = min(nodes, key=lambda node: (queued_tokens(node), node.assigned, random.random()))
-        session = self._registry.session(node.boot_id)
-        if session is None:
-            raise Unavailable("no node is available")
-        return node, session
+        nodes = [node for node in usable if node.boot_id not in avoided] or usable
+        nodes = [node for node in nodes if node.role is Role.PREFILL] or nodes
+        return min(
+            nodes,
+            key=lambda node: (queued_tokens(node), node.assigned, random.random()),
+            default=None,
+        )
 
 
 def groups(prompts: Prompts) -> Iterator[Prompts]:

@@ -255,6 +255,7 @@ async def running_router(
             addresses={node.address: node.record.role for node in nodes},
             directory=setup.directory,
             store_away=lambda: guard.stats.away,
+            node_wait_s=setup.node_wait_s,
         )
     )
     parts = DispatchParts(
@@ -264,7 +265,6 @@ async def running_router(
         setup.settings,
         max_live=setup.max_live,
         timeout_s=30.0,
-        node_wait_s=setup.node_wait_s,
     )
     router = FakeRouter(kept, guard, registry, Dispatcher(parts))
     await guard.start()

@@ -43,13 +43,14 @@ from baton.failpoints import FAILPOINTS
 from baton.handles import KVHandle
 from baton.log import request_context
 from baton.messages import Migrate, SubmitDecode, SubmitPrefill
-from baton.request import MAX_NODE_DEATHS, TRANSITIONS, Request, RequestState
+from baton.request import TRANSITIONS, Request, RequestState
 from router.choice import NodeChoice
 from router.gate.gate import Gate
 from router.leg import HopFailed, Leg, Legs
+from router.nodes.attachments import NodeEvent, SessionLost
+from router.nodes.deaths import Deaths
 from router.nodes.migration import Candidate, MigrationStats, Move, Outcome
 from router.nodes.registry import NodeRegistry
-from router.nodes.session import NodeEvent, SessionLost
 from router.policy import NodeSnapshot, PolicySettings, Route
 from router.retry_budget import RetryBudget, is_free
 from router.sessions import SessionMap
@@ -92,6 +93,7 @@ class Journey:
         self._output = self.shown.output
         self._legs = Legs(parts.registry)
         self._nodes = NodeChoice(parts.registry, parts.settings, parts.sessions, trace)
+        self._deaths = Deaths(parts.registry)
         self._attempts = 0
         self._planned: NodeSnapshot | None = None  # the decode node that the route named
         self._move: Move | None = None  # under way to another decode node
@@ -303,15 +305,16 @@ class Journey:
             case RequestFailed() if not (legs.prefilled and legs.is_subscribed):
                 self._refused(legs.prefill, event)
             case SessionLost() if legs.is_doomed_by(event):
-                raise HopFailed(self._lost(legs.prefill, event), death=True)
+                raise HopFailed(self._lost(legs.prefill, event))
             case SessionLost() if not (legs.is_subscribed or (event.drained and legs.prefilled)):
-                raise HopFailed(self._lost(legs.prefill, event), death=not event.drained)
+                raise HopFailed(self._lost(legs.prefill, event))
             case SessionLost() if not self.shown.told:
                 lost = self._lost(legs.prefill, event)  # only a prefill tells of the prompt
-                death = not event.drained
-                raise HopFailed(KVLost(lost.message), death=death, export_lost=True) from lost
+                raise HopFailed(KVLost(lost.message), export_lost=True) from lost
+            case SessionLost():  # once D subscribes, it is D that reports the export's end
+                legs.exporter_suspect = event.suspect
             case _:
-                pass  # once D subscribes, it is D that reports the export's end
+                pass
 
     async def _on_decode(self, ledger: RequestLedger, event: NodeEvent) -> None:
         legs = self._legs
@@ -329,7 +332,7 @@ class Journey:
             case RequestFailed():
                 self._refused(legs.decode, event)
             case SessionLost():
-                raise HopFailed(self._lost(legs.decode, event), death=not event.drained)
+                raise HopFailed(self._lost(legs.decode, event))
             case HandleReady():
                 await self._move_on(ledger, event.handle)
             case Pooled():
@@ -372,8 +375,11 @@ class Journey:
 
     def _lost(self, leg: Leg | None, event: SessionLost) -> NodeLost:
         if leg is not None:
-            self._nodes.avoid(leg.node.boot_id)
-            if self._move and self._move.source == leg.node.boot_id:
+            boot_id = leg.node.boot_id
+            self._nodes.avoid(boot_id)
+            if event.suspect:
+                self._deaths.note(boot_id, hung=event.stalled)
+            if self._move and self._move.source == boot_id:
                 self._end_move("given back" if event.drained else "failed")
         return NodeLost(f"node {event.node_id} was lost: {event.reason}")
 
@@ -401,7 +407,9 @@ class Journey:
         if exporter is not None:
             note = self._nodes.lost_kv if lost else self._nodes.avoid
             note(exporter.node.boot_id)
-        return HopFailed(error, death=isinstance(error, KVLost), export_lost=True)
+            if isinstance(error, KVLost) and self._legs.exporter_is_suspect:
+                self._deaths.note(exporter.node.boot_id)
+        return HopFailed(error, export_lost=True)
 
     async def _fail_over(self, ledger: RequestLedger, failure: HopFailed) -> None:
         """Back to QUEUED with the next epoch. Raises the failure when there have been enough."""
@@ -414,13 +422,13 @@ class Journey:
                 self.shown.decoded(event, self._legs.handle is not None)
         if self._output.finished:
             return
-        self._trace.node_deaths += failure.death
-        if self._trace.node_deaths >= MAX_NODE_DEATHS or self._attempts >= MAX_ATTEMPTS:
+        self._trace.node_deaths = self._deaths.count
+        if self._attempts >= MAX_ATTEMPTS or await self._deaths.are_enough():
             raise failure.error
         keeps_export = self._legs.has_export and not failure.export_lost
         # Who has begun goes on, whatever the load; so does who has nothing to compute again.
         begun = self._output.num_tokens or keeps_export
-        if not (failure.death or begun or is_free(failure.error)):
+        if not (begun or is_free(failure.error)):
             self._parts.retries.spend(failure.error)
         logger.warning(
             "request %s: epoch %d failed after %d tokens: %s",

@@ -204,6 +204,11 @@ class NodeRegistry:
         )
 
     @property
+    def connect_s(self) -> float:
+        """What a session with a node that is there takes at most."""
+        return self._parts.timing.connect_s
+
+    @property
     def changed(self) -> asyncio.Event:
         """Set when a session next comes up or goes down, or a node begins to drain; a new event
         stands here from then on."""

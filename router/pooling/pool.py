@@ -28,11 +28,13 @@ from baton.errors import (
 from baton.events import Pooled, RequestFailed
 from baton.handles import Role
 from baton.messages import AbortRequest, PoolKind, SubmitPool
-from baton.request import MAX_NODE_DEATHS, Request
+from baton.request import Request
 from baton.sampling import SamplingParams
+from router.nodes.attachments import Attachment, NodeEvent, SessionLost
 from router.nodes.connection import together
+from router.nodes.deaths import Deaths
 from router.nodes.registry import NodeRegistry
-from router.nodes.session import Attachment, NodeEvent, NodeSession, SessionLost
+from router.nodes.session import NodeSession
 from router.placement import queued_tokens
 from router.policy import Ask, NodeSnapshot, is_usable
 
@@ -108,9 +110,9 @@ class _Tries:
     """What a group has been through: boots that refused it, boots that failed it and serve only if
     nobody else does, and how often."""
 
+    deaths: Deaths
     refused: set[str] = field(default_factory=set[str])
     avoided: set[str] = field(default_factory=set[str])
-    deaths: int = 0
     count: int = 0
     refusal: BatonError | None = None
 
@@ -155,7 +157,7 @@ class PoolDispatcher:
 
     async def _group(self, id_: str, prompts: Prompts, ask: PoolAsk) -> tuple[bytes, ...]:
         """One group, on one node after another until it is done."""
-        tries = _Tries()
+        tries = _Tries(Deaths(self._registry))
         request = ask.request(id_, prompts)
         while True:
             node, session = await self._choose(ask, tries)
@@ -167,7 +169,7 @@ class PoolDispatcher:
                 if len(event.vectors) != len(prompts):
                     raise InternalError(f"{len(event.vectors)} vectors for {len(prompts)} prompts")
                 return event.vectors
-            self._fail_over(node, event, tries)
+            await self._fail_over(node, event, tries)
             request = request.retried(request.output_ids)
 
     async def _ask(self, session: NodeSession, message: SubmitPool) -> NodeEvent:
@@ -189,7 +191,7 @@ class PoolDispatcher:
             if not answered:
                 session.send(AbortRequest(request.id, request.epoch))
 
-    def _fail_over(self, node: NodeSnapshot, event: NodeEvent, tries: _Tries) -> None:
+    async def _fail_over(self, node: NodeSnapshot, event: NodeEvent, tries: _Tries) -> None:
         """Count the failure. Raises its error where another node would not do better."""
         tries.count += 1
         if isinstance(event, RequestFailed):
@@ -200,10 +202,11 @@ class PoolDispatcher:
         elif isinstance(event, SessionLost):
             tries.avoided.add(node.boot_id)
             error = NodeLost(f"node {event.node_id} was lost: {event.reason}")
-            tries.deaths += not event.drained
+            if event.suspect:
+                tries.deaths.note(node.boot_id, hung=event.stalled)
         else:
             raise InternalError(f"{type(event).__name__} is no answer to a pooling request")
-        if tries.deaths >= MAX_NODE_DEATHS or tries.count >= MAX_ATTEMPTS:
+        if tries.count >= MAX_ATTEMPTS or await tries.deaths.are_enough():
             raise error
         tries.refusal = error
         self.retries += 1

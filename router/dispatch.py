@@ -20,11 +20,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Final
 
 from baton import wire
-from baton.clock import Clock, SystemClock
 from baton.errors import (
     BatonError,
     Cancelled,
@@ -45,39 +44,20 @@ from baton.log import request_context
 from baton.messages import Migrate, SubmitDecode, SubmitPrefill
 from baton.request import TRANSITIONS, Request, RequestState
 from router.choice import NodeChoice
-from router.gate.gate import Gate
+from router.dispatch_parts import DispatchParts
 from router.leg import HopFailed, Leg, Legs
 from router.nodes.attachments import NodeEvent, SessionLost
 from router.nodes.deaths import Deaths
-from router.nodes.migration import Candidate, MigrationStats, Move, Outcome
-from router.nodes.registry import NodeRegistry
-from router.policy import NodeSnapshot, PolicySettings, Route
-from router.retry_budget import RetryBudget, is_free
-from router.sessions import SessionMap
+from router.nodes.migration import Candidate, Move, Outcome
+from router.policy import NodeSnapshot, Route
+from router.retry_budget import is_free, is_momentary
 from router.showing import Showing
-from router.store.ledger import RequestLedger, StoreGuard, description
+from router.store.ledger import RequestLedger, description
 from router.trace import RequestTrace
 
 logger = logging.getLogger(__name__)
 MAX_ATTEMPTS: Final = 8  # whatever the reason: a request never wanders for ever
 MOVE_S: Final = 30.0  # a migration that took longer may be asked for again
-
-
-@dataclass(frozen=True, slots=True)
-class DispatchParts:
-    """What a dispatcher works with. `timeout_s` is the deadline of a request that brings none;
-    without a `gate`, `max_live` requests run and none wait."""
-
-    registry: NodeRegistry
-    store: StoreGuard
-    clock: Clock
-    settings: PolicySettings = field(default_factory=PolicySettings)
-    max_live: int = 1024
-    timeout_s: float = 600.0
-    migrations: MigrationStats = field(default_factory=MigrationStats)
-    gate: Gate | None = None
-    sessions: SessionMap = field(default_factory=SessionMap)
-    retries: RetryBudget = field(default_factory=lambda: RetryBudget(SystemClock()))
 
 
 class Journey:
@@ -101,6 +81,7 @@ class Journey:
         self._task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._late = False  # its deadline has passed
+        self._aborted = False
         self._closing = False
 
     # ---- for the dispatcher ----
@@ -120,6 +101,11 @@ class Journey:
         if task.cancelled():  # before it began: none of its own code has run
             self.failure = Cancelled("the request was cancelled")
             self.shown.close()
+
+    def abort(self) -> None:
+        """End it: somebody said so."""
+        self._aborted = True
+        self.cancel()
 
     def cancel(self) -> None:
         """Once the end is being recorded there is nothing left to cancel."""
@@ -485,7 +471,13 @@ class Journey:
             error = "" if self.failure is None else self.failure.code
             message = "" if self.failure is None else self.failure.message
             tokens = str(self._output.num_tokens)
-            await ledger.finish(outcome, error=error, message=message, output_tokens=tokens)
+            await ledger.finish(
+                outcome,
+                kept=self._is_an_end(outcome),
+                error=error,
+                message=message,
+                output_tokens=tokens,
+            )
         trace.outcome = outcome.value
         trace.finished_at = self._clock.monotonic()
         logger.info(
@@ -493,6 +485,15 @@ class Journey:
             self._request.id, outcome.value, self._output.num_tokens,
             trace.prefill_node, trace.decode_node, trace.retries,
         )  # fmt: skip
+
+    def _is_an_end(self, outcome: RequestState) -> bool:
+        """Is that how the request ended, for whoever asks for it again? Not if nothing of it was
+        shown and another try may go better: then nothing is kept, and its name is free."""
+        if self._output.num_tokens or self._aborted or self._deaths.guilty:
+            return True
+        if outcome is RequestState.CANCELLED:
+            return False  # nobody read it
+        return self.failure is None or not is_momentary(self.failure)
 
     @property
     def _ended_on_decode(self) -> bool:

@@ -41,7 +41,7 @@ from router.aborts import Aborts
 from router.admin import create_admin_app
 from router.app import create_app
 from router.config import RouterConfig
-from router.dispatch import DispatchParts
+from router.dispatch_parts import DispatchParts
 from router.dispatcher import Dispatcher
 from router.failure_metrics import Watched, watch_failures
 from router.gate.admission import Bounds

@@ -11,13 +11,14 @@ from router.nodes.registry import NodeRegistry
 
 class Deaths:
     """`note` those that it may have been the reason for (router/nodes/suspects.py). `count`: how
-    often that was."""
+    often that was; `guilty`: by the last verdict."""
 
     def __init__(self, registry: NodeRegistry) -> None:
         self._registry = registry
         self._lost: set[str] = set()  # boot ids
         self._hung: set[str] = set()
         self.count = 0
+        self.guilty = False
 
     def note(self, boot_id: str, *, hung: bool = False) -> None:
         self.count += 1
@@ -30,7 +31,8 @@ class Deaths:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._registry.connect_s):
                 await self._registry.wait_until(lambda: not self._seem_enough())
-        return self._seem_enough()
+        self.guilty = self._seem_enough()
+        return self.guilty
 
     def _seem_enough(self) -> bool:
         self._lost = {boot for boot in self._lost if self._registry.session(boot) is None}

@@ -338,7 +338,7 @@ class Runs:
         if rival is None:
             self._kept.begin(canonical.owner, len(canonical.body))
             self._parts.store.expect(run.id, run.log)
-            self._start(run, lambda: self._kept.end(canonical.owner, len(canonical.body)))
+            self._start(run, lambda: self._body_over(run))
         await run.accepted()
         run.wait_for_readers()
         if not run.taken:
@@ -383,6 +383,11 @@ class Runs:
         await asyncio.gather(*(run.leave() for run in runs), *self._leaving)
 
     # ---- inside ----
+
+    def _body_over(self, run: Run) -> None:
+        """A request that was begun here has ended: the store keeps its body, or has none."""
+        kept = run.log.kept and run.log.opened.is_set()
+        self._kept.end(run.canonical.owner, len(run.canonical.body), kept=kept)
 
     def _start(self, run: Run, over: Callable[[], object] = lambda: None) -> None:
         def ended() -> None:

@@ -60,7 +60,8 @@ class Move:
     `catch_up`: the writer skipped moves while the store was away, so the stored state may be an
     older one; then any non-terminal state may move on (the fences still hold).
     `min_tokens`, `min_ends`: tokens, and ends of samples, that the log must have for an end: a
-    store that died may have forgotten the last of what it confirmed.
+    store that died may have forgotten the last of what it confirmed. `kept`: an end that may still
+    be read; else record and log are gone at once, and the id is free.
     """
 
     request_id: str
@@ -70,6 +71,7 @@ class Move:
     catch_up: bool = False
     min_tokens: int = 0
     min_ends: int = 0
+    kept: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,6 +150,8 @@ class MemoryStore:
         row.fields.update(move.fields)
         if move.state.terminal:
             row.fields[LOGGED] = str(logged)
+        if move.state.terminal and not move.kept:
+            del self._tables.rows[move.request_id]
         return WriteStatus.OK
 
     async def append(self, entries: Sequence[LogEntry]) -> list[WriteStatus]:

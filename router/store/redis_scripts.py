@@ -36,8 +36,8 @@ _QUEUED: Final = RequestState.QUEUED.value
 _CANCELLED: Final = RequestState.CANCELLED.value
 
 # KEYS: request, leases, events, states, log
-# ARGV: owner, epoch, new state, catch up (1|0), lease ms, terminal ttl ms, least tokens and ends in
-# the log of what ends, field, value, ...
+# ARGV: owner, epoch, new state, catch up (1|0), lease ms, terminal ttl ms (0: gone at once), least
+# tokens and ends in the log of what ends, field, value, ...
 MOVE: Final = (
     lua_transitions()
     + _NOW

@@ -170,7 +170,8 @@ class RedisStore:
         keys = (request_key(move.request_id), LEASES, EVENTS, STATES, log_key(move.request_id))
         args = (
             self._owner, move.epoch, move.state, int(move.catch_up),
-            self._lease_ms, self._ttl_ms, move.min_tokens, move.min_ends, *_flatten(move.fields),
+            self._lease_ms, self._ttl_ms if move.kept else 0, move.min_tokens, move.min_ends,
+            *_flatten(move.fields),
         )  # fmt: skip
         return keys, args
 

@@ -22,7 +22,7 @@ from baton.request import FinishReason, Request
 from baton.sampling import SamplingParams
 from baton.timing import Timing, server_options
 from protos import node_pb2_grpc
-from router.dispatch import DispatchParts
+from router.dispatch_parts import DispatchParts
 from router.dispatcher import Dispatcher
 from router.nodes.directory import NodeDirectory
 from router.nodes.registry import NodeRegistry, RegistryParts

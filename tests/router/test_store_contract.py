@@ -204,6 +204,22 @@ async def test_an_end_may_ask_how_much_is_logged(
     assert dict(record.fields) == {"x": "1", LOGGED: "4"}
 
 
+async def test_an_end_that_is_not_kept_frees_the_id_at_once(make_store: StoreMaker) -> None:
+    one, two = make_store("r1"), make_store("r2")
+    assert await one.claim("a") is not None
+    one.post(Move("a", 1, S.DECODE), lambda _: None)
+    end = Move("a", 1, S.FAILED, {"error": "unavailable"}, kept=False)
+    assert await one.finish(end) is W.OK
+    assert await one.read("a") is None
+    assert await one.read_log("a") == []
+    assert await one.finish(end) is W.GONE, "asked again: it is gone all the same"
+    assert (await one.counts())[S.FAILED] == 1
+    record = await two.claim("a")
+    assert record is not None
+    assert (record.state, record.epoch, record.owner) == (S.QUEUED, 1, "r2")
+    assert await one.finish(end) is W.FENCED, "it is another router's by now"
+
+
 async def test_catch_up_skips_states_but_no_fence(make_store: StoreMaker) -> None:
     one, two = make_store("r1"), make_store("r2")
     await walk(one, "a")

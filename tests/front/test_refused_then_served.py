@@ -186,11 +186,14 @@ async def test_nor_is_a_spent_retry_budget(tables: MemoryTables | str) -> None:
 
 
 async def test_nor_is_a_deadline_that_passes_before_the_first_token(
-    tables: MemoryTables | str,
+    tables: MemoryTables | str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     async with fake_nodes("d") as (d,), door([d], tables, "one") as one:
         reply = await one.post({**NAMED, "x-request-timeout-ms": "100"})
         assert reply.status_code == httpx.codes.GATEWAY_TIMEOUT
+        assert "refused: deadline_exceeded" in caplog.text
+        assert not [each for each in caplog.records if each.levelname == "ERROR" or each.exc_info]
         await d.hear(SubmitDecode)
         await one.idle()
         await served(d, one.begin())

@@ -90,12 +90,20 @@ class NodeChoice:
         """Raise what `decode` would; nothing is chosen."""
         self._decode(self._ask(request), self._but(leaving), fingerprint)
 
+    def serve(self, request: Request) -> bool:
+        """Is there a decode node for it now, whatever KV of it exists?"""
+        ask = self._ask(request)
+        nodes = self._registry.snapshots()
+        return any(node.role is Role.DECODE and is_usable(node, ask) for node in nodes)
+
     async def may_come(self, request: Request, export: KVHandle | None) -> bool:
         """Wait for news of the nodes; False, at once: no decode node is expected that could serve
         the request, or fetch its `export`."""
         ask = replace(self._ask(request), excluded=frozenset())  # another boot may take it
 
         def could_serve(node: NodeSnapshot) -> bool:
+            if export is not None and node.boot_id == export.boot_id:
+                return False
             fits = export is None or node.fingerprint == export.endpoint.layout_fingerprint
             return node.role is Role.DECODE and fits and is_usable(node, ask)
 

@@ -285,7 +285,7 @@ class Journey:
                 legs.take_handle(event.handle)
                 await self._hand_over(ledger)
             case TokenEvent():
-                self._count_cached(event)
+                self._trace.count_cached(event.num_cached_tokens)
                 self.shown.show(event)
                 legs.has_prefilled()
             case RequestFailed() if not (legs.prefilled and legs.is_subscribed):
@@ -310,7 +310,7 @@ class Journey:
                 legs.subscribed()
             case TokenEvent():
                 if legs.handle is None:
-                    self._count_cached(event)
+                    self._trace.count_cached(event.num_cached_tokens)
                 elif not legs.decoding:
                     await self._handed_over(ledger)
                 self.shown.decoded(event, self._legs.handle is not None)
@@ -352,10 +352,6 @@ class Journey:
         if self._move:
             self._move.end(outcome, self._parts.migrations, self._clock.monotonic())
             self._move = None
-
-    def _count_cached(self, event: TokenEvent) -> None:
-        trace = self._trace
-        trace.cached_tokens = max(trace.cached_tokens, event.num_cached_tokens)
 
     # ---- when a node fails ----
 
@@ -442,7 +438,9 @@ class Journey:
             await self._fail_over(ledger, HopFailed(error))
             return
         self._attempts -= 1  # nobody has tried
-        if not await self._nodes.may_come(self._request, self._legs.handle):
+        if self._legs.has_export and self._nodes.serve(self._request):
+            self._legs.give_up("nobody fetches it")  # whoever is there computes it again
+        elif not await self._nodes.may_come(self._request, self._legs.handle):
             raise error
 
     async def _next_epoch(self, ledger: RequestLedger) -> None:

@@ -11,7 +11,7 @@ from baton.clock import SystemClock
 from baton.errors import NodeLost, Overloaded, Unavailable
 from baton.events import Pooled, RequestFailed
 from baton.handles import NodeLoad, Role
-from baton.messages import SubmitDecode, SubmitPool, SubmitPrefill
+from baton.messages import Migrate, SubmitDecode, SubmitPool, SubmitPrefill
 from baton.request import RequestState
 from router.dispatch import MAX_ATTEMPTS
 from router.gate.admission import Bounds
@@ -20,7 +20,7 @@ from router.gate.rates import DrainRate
 from router.nodes.expected import ExpectedNodes
 from router.policy import NodeSnapshot
 from router.pooling.pool import PoolAsk, PoolDispatcher
-from tests.router.clients import Client, cluster, state_of
+from tests.router.clients import Client, cluster, first_of, state_of
 from tests.router.fakes import (
     PATIENCE_S,
     FakeClock,
@@ -186,6 +186,27 @@ async def test_an_export_waits_for_a_decode_node() -> None:
             assert len(p.heard_of(SubmitPrefill)) == 1
         finally:
             await again.stop()
+
+
+async def test_an_export_that_nobody_else_can_fetch_is_not_waited_with() -> None:
+    """The node that let go of the request is the only one left, and may compute it again."""
+    async with cluster("d1", "d2", node_wait_s=WAIT_S) as (router, nodes):
+        client = Client(router, make_request())
+        source = await first_of(nodes, SubmitDecode)
+        other = nodes[source is nodes[0]]
+        decode = await source.hear(SubmitDecode)
+        source.tokens(decode.request, 0, 41)
+        await client.next()
+        moving = asyncio.create_task(router.dispatcher.migrate("r"))
+        await source.hear(Migrate)
+        await other.stop()
+        await router.until(lambda: len(router.registry.records()) == 1)
+        source.export(decode.request)
+        again = (await source.hear(SubmitDecode)).request
+        assert again.output_ids == ((41,),)
+        source.finish(again, 1, 42)
+        assert await client.done() == [41, 42]
+        assert not await moving
 
 
 async def test_news_of_other_nodes_are_no_attempts() -> None:

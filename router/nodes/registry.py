@@ -264,7 +264,14 @@ class NodeRegistry:
                 field="role",
             )
         for session, other in self._connected():
-            if session.address != address and other.model_digest != record.model_digest:
+            if session.address == address:
+                continue  # it was started again
+            if other.node_id == record.node_id and other.boot_id != record.boot_id:
+                raise ConfigError(
+                    f"the node id {record.node_id} is another node's, at {session.address}",
+                    field="node_id",
+                )
+            if other.model_digest != record.model_digest:
                 raise ConfigError(
                     f"node {record.node_id} serves model {record.model_digest[:12]},"
                     f" node {other.node_id} serves {other.model_digest[:12]}",

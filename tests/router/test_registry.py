@@ -121,6 +121,21 @@ async def test_refusals_by_protocol_and_by_role() -> None:
         admit("127.0.0.1:9", other)
 
 
+async def test_a_second_node_of_the_same_name_is_refused() -> None:
+    async with fake_nodes("d") as (d,), running_router([d]) as router:
+        admit = router.registry.admit
+        second = replace(d.record, boot_id="another", address="127.0.0.1:9")
+        with pytest.raises(ConfigError) as caught:
+            admit("127.0.0.1:9", second)
+        assert caught.value.field == "node_id"
+        assert d.address in caught.value.message
+        admit(d.address, second)  # started again
+        admit("localhost:9", d.record)  # the same one, by another address
+        await d.stop()
+        await router.until(lambda: not router.registry.records())
+        admit("127.0.0.1:9", second)
+
+
 async def test_a_refused_node_is_seen_as_such() -> None:
     alien = FakeNode(make_record("p", Role.PREFILL, model_digest="other"))
     await alien.start()

@@ -138,6 +138,7 @@ class Router:
                 tls=config.node_tls,
                 store_away=lambda: self.guard.stats.away,
                 node_wait_s=config.node_wait_s,
+                exact=config.resume == "exact",
             )
         )
         metrics = RouterMetrics()
@@ -399,7 +400,7 @@ def _watch(services: RouterServices) -> None:
         watch_pieces(metrics.registry, services.tokenizer.pieces.stats)
     if services.runs is not None:
         watch_runs(metrics.registry, services.runs)
-    watched = Watched(services.store, services.registry.health, dispatcher.retries)
+    watched = Watched(services.store, services.registry, dispatcher.retries)
     watch_failures(metrics.registry, watched)
 
 

@@ -58,6 +58,7 @@ class RegistryParts:
     tls: TlsFiles | None = None  # towards nodes
     store_away: Callable[[], bool] = lambda: False
     node_wait_s: float = 0.0  # that requests wait for a node which was here
+    exact: bool = False  # whoever goes on with a request must compute the same tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +278,8 @@ class NodeRegistry:
                     f" node {other.node_id} serves {other.model_digest[:12]}",
                     field="model_digest",
                 )
+            if other.role is record.role:
+                self._compare_precision(record, other)
             if other.endpoint.layout_fingerprint != record.endpoint.layout_fingerprint:
                 logger.warning(
                     "nodes %s and %s cannot exchange KV: their layouts differ",
@@ -284,6 +287,18 @@ class NodeRegistry:
                 )  # fmt: skip
 
     # ---- inside ----
+
+    def _compare_precision(self, record: NodeRecord, other: NodeRecord) -> None:
+        """Of two nodes that may go on with each other's requests. Raises ConfigError where these
+        are promised to come out alike. Nodes of an older version do not tell."""
+        told = record.precision and other.precision
+        if not told or _computes(record) == _computes(other):
+            return
+        text = f"node {record.node_id} computes in {_computes(record)}, node {other.node_id} in"
+        text += f" {_computes(other)}"
+        if self._parts.exact or record.deterministic or other.deterministic:
+            raise ConfigError(text, field="dtype")
+        logger.warning("%s: a failover between them may change tokens", text)
 
     def _connected(self) -> Sequence[tuple[NodeSession, NodeRecord]]:
         return self._known().connected
@@ -328,6 +343,10 @@ class NodeRegistry:
         self._changed.set()
         self._changed = asyncio.Event()
         self._on_report()
+
+
+def _computes(record: NodeRecord) -> str:
+    return f"{record.precision}, deterministic" if record.deterministic else record.precision
 
 
 def _model_of(records: Sequence[NodeRecord]) -> ServedModel | None:

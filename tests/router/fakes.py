@@ -230,6 +230,7 @@ class RouterSetup:
     directory: NodeDirectory | None = None
     timing: Timing = FAST
     node_wait_s: float = 0.2
+    exact: bool = False
 
 
 @contextlib.asynccontextmanager
@@ -256,6 +257,7 @@ async def running_router(
             directory=setup.directory,
             store_away=lambda: guard.stats.away,
             node_wait_s=setup.node_wait_s,
+            exact=setup.exact,
         )
     )
     parts = DispatchParts(

@@ -25,7 +25,7 @@ from router.gate.key_headers import keys_of
 from router.openai import object_of
 from router.reading import read_body
 from router.reply_ids import Pin, created_at, pin
-from router.request_ids import known_id, note_body_id, pin_request_id
+from router.request_ids import given_id, known_id, note_body_id, pin_request_id
 from router.resumable.canonical import Canonical, body_digest, owner_digest, record_id
 from router.resumable.numbered import NumberedReply
 from router.resumable.replay import Told, ToldDispatch
@@ -45,6 +45,7 @@ from router.resumable.terms import (
 )
 from router.services import RouterServices
 from router.sse import StreamReply
+from router.store.base import ALIAS
 from router.terms import GRANT_KEY
 from router.whole import WholeReply
 
@@ -103,17 +104,21 @@ class ResumableApi:
         runs = self._runs
         body = await read_body(request)
         note_body_id(request, object_of(body).get("request_id"))
-        owner, name = owner_of(request.scope), terms.name or known_id(request.scope)
-        found = await runs.find(owner, name)
+        owner, given, key = owner_of(request.scope), given_id(request.scope), terms.key
+        name = given or key or known_id(request.scope)
+        asked = _Asked(owner, name, None if key == name else key, terms.grace_s, body)
+        found = await runs.find(owner, key or name)
+        if found is None and asked.key is not None:
+            found = await runs.find(owner, name)
         if found is None and terms.after is not None:
             raise _unknown(name)
         if found is None:
             runs.check_open()
-            found = await self._begin(path, request, _Asked(owner, name, terms.grace_s, body))
+            found = await self._begin(path, request, asked)
         if not compare_digest(found.body_digest, body_digest(path, body)):
             raise KeyReused(
                 "this request id or idempotency key was used with another body",
-                field="idempotency-key" if terms.name else "x-request-id",
+                field="idempotency-key" if key else "x-request-id",
             )
         return await self._reply(found, terms.after, POSITION_HEADER)
 
@@ -132,6 +137,8 @@ class ResumableApi:
             completion.request,
         )  # fmt: skip
         fields = canonical.fields(runs.clock, RESUMABLE[path])
+        if asked.key is not None:
+            fields[ALIAS] = record_id(asked.owner, asked.key)
         return await runs.begin(canonical, completion.twin(), fields)
 
     async def stream(self, request: HttpRequest) -> ResumedReply:
@@ -196,8 +203,11 @@ class ResumableApi:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
+    """`key`: its name by its idempotency key, if that is another one."""
+
     owner: str
     name: str
+    key: str | None
     grace_s: float
     body: bytes
 

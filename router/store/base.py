@@ -24,6 +24,7 @@ SWEEP_LIMIT: Final = 256  # expired requests that one sweep handles
 LOGGED: Final = "logged_tokens"  # field of a terminal record: tokens in its log, over all samples
 MAX_TRIES: Final = 10  # leases of one request that may run out: it may be what kills its routers
 END_MARK: Final = "!"
+ALIAS: Final = "alias"  # field of a claim: another id, which finds the request as well
 NO_FIELDS: Final[Mapping[str, str]] = {}
 
 
@@ -125,7 +126,7 @@ class RequestStore(Protocol):
     ) -> RequestRecord | None:
         """Own a request: a new one becomes QUEUED at epoch 1, an ownerless one is adopted.
 
-        None: the id belongs to somebody else, or is in use already.
+        None: the id belongs to somebody else, or is in use already, or its ALIAS is.
         """
         ...
 
@@ -179,7 +180,9 @@ class RequestStore(Protocol):
         """
         ...
 
-    async def read(self, request_id: str) -> RequestRecord | None: ...
+    async def read(self, request_id: str) -> RequestRecord | None:
+        """The request of that id, or of that alias: then its record has another id."""
+        ...
 
     async def read_log(self, request_id: str) -> list[LogEntry]:
         """What has been appended, in order."""

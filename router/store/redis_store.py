@@ -215,7 +215,10 @@ class RedisStore:
     async def read(self, request_id: str) -> RequestRecord | None:
         self._posted.flush()
         flat: list[bytes] = await self._run(self._read, [request_key(request_id)], [])
-        return _record(request_id, _pairs(flat)) if flat else None
+        if not flat:
+            return None
+        raw = _pairs(flat)
+        return _record(raw[b"key"].decode().removeprefix(REQUEST_PREFIX), raw)
 
     async def read_log(self, request_id: str) -> list[LogEntry]:
         async with self._call():

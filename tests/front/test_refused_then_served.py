@@ -11,7 +11,6 @@ from typing import Any
 
 import httpx
 import pytest
-import redis
 from openai import OpenAI
 from starlette.types import Message, Receive, Scope, Send
 
@@ -111,17 +110,6 @@ async def door(
             async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=PATIENCE_S) as http:
                 yield Door(router, runs, http, url, statuses)
             await runs.stop()
-
-
-@pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
-def tables(request: pytest.FixtureRequest) -> MemoryTables | str:
-    """Where all routers keep their requests: a store of each kind."""
-    if request.param == "memory":
-        return MemoryTables()
-    url: str = request.getfixturevalue("redis_url")
-    with redis.Redis.from_url(url) as client:
-        client.flushall()
-    return url
 
 
 async def served(node: FakeNode, asked: asyncio.Task[httpx.Response]) -> Request:

@@ -141,7 +141,9 @@ class RouterConfig:
     receipts: bool = option(True, "tell clients that ask which nodes served them, and when")
     request_timeout_s: float = option(600.0, "deadline of a request that brings none, seconds")
     store_timeout_s: float = option(
-        0.5, "longest wait for Redis before a plain request goes on, seconds"
+        0.5,
+        "wait for Redis before a plain request goes on, seconds; longer while its answers take"
+        " longer, up to half a lease (2.5 s)",
     )
     stall_s: float = option(
         60.0, "a node silent for so long with requests of this router hangs: they move, seconds"

@@ -63,7 +63,7 @@ from router.services import RouterServices
 from router.store.base import RequestStore
 from router.store.ledger import StoreGuard
 from router.store.memory_store import MemoryStore
-from router.store.redis_store import RedisStore, connect
+from router.store.redis_store import RedisStore, connect, longest_s
 from router.store.token_log import TokenLog
 from router.workers import Supervisor
 
@@ -120,8 +120,10 @@ class Router:
         router_id = config.router_id or f"router-{secrets.token_hex(4)}"
         self.config = config
         self._redis: Redis | None = None
+        # The store gives a call up by itself, sooner; for nodes' records no request waits.
+        patience_s = longest_s(config.timing, config.store_timeout_s)
         if config.redis_url is not None:
-            self._redis = connect(config.redis_url, config.store_timeout_s)
+            self._redis = connect(config.redis_url, patience_s)
         self.guard = StoreGuard(_store(config, router_id, self._redis), config.timing)
         self.registry = NodeRegistry(
             RegistryParts(
@@ -132,9 +134,7 @@ class Router:
                 log=TokenLog(self.guard),
                 addresses=dict.fromkeys(config.prefill_node, Role.PREFILL)
                 | dict.fromkeys(config.decode_node, Role.DECODE),
-                directory=None
-                if self._redis is None
-                else RedisDirectory(self._redis, config.store_timeout_s),
+                directory=None if self._redis is None else RedisDirectory(self._redis, patience_s),
                 tls=config.node_tls,
                 store_away=lambda: self.guard.stats.away,
                 node_wait_s=config.node_wait_s,

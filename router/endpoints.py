@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from functools import cache
+
 import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -31,7 +34,6 @@ class Endpoints:
         self._embeddings = EmbeddingsApi(parts)
         self._rerank = RerankApi(parts)
         self._generate = GenerateApi(services, http)
-        self._document = msgspec.json.encode(document())
 
     def routes(self) -> list[Route]:
         post = (
@@ -54,7 +56,13 @@ class Endpoints:
         return _json({"server_load": load})
 
     async def openapi(self, _: HttpRequest) -> Response:
-        return Response(self._document, media_type="application/json")
+        return Response(await asyncio.to_thread(_document), media_type="application/json")
+
+
+@cache
+def _document() -> bytes:
+    """The same for every router; made when somebody asks, for that takes a while."""
+    return msgspec.json.encode(document())
 
 
 def _json(content: object) -> Response:

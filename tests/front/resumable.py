@@ -18,6 +18,7 @@ from baton.timing import Timing
 from router.aborts import Aborts
 from router.app import create_app
 from router.config import RouterConfig
+from router.gate.gate import Gate
 from router.grpc_api import GrpcServer
 from router.http_guard import HttpLimits
 from router.metrics import RouterMetrics
@@ -179,6 +180,10 @@ class LoggedDispatcher:
         default_factory=dict[str, tuple[Request, RequestTrace]]
     )
     aborted: bool = False
+
+    @property
+    def gate(self) -> Gate:
+        return self.script.gate
 
     async def run(
         self, request: Request, trace: RequestTrace, *, admitted: bool = False

@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 Message = dict[str, Any]
 Rewrite = Callable[[list[Message]], list[Message]]
 
 _LOOPS: Final = re.compile(r"""in message(\.|\[['"])tool_calls""")
 _JOINED: Final = re.compile(r"""['"]arguments['"]\]\s*\+""")  # what follows a filter is not joined
+_TOOL_ROLE: Final = re.compile(r"""role['"]?[\])]? ?[!=]= ?['"]tool['"]""")
 _SEPARATE: Final = re.compile(
     r"""assistant['"] and message(\.content|\[['"]content['"]\]) is none"""
 )
@@ -33,9 +34,18 @@ def rewrites_of(source: str) -> tuple[Rewrite, ...]:
         found.append(thoughts_in_analysis)
     if "<|tool_calls_section_begin|>" in source:
         found.append(numbered_ids)
+    if "tool_responses" in source and not _TOOL_ROLE.search(source):
+        found.append(results_beside_calls)
     if _JOINED.search(source):
         found.append(arguments_as_text)
+    if "<|tool|>" in source and "tool_calls" not in source:
+        found.append(calls_in_content)
     return tuple(found)
+
+
+def wants_tools_in_system(source: str) -> bool:
+    """Whether a template shows no tools but those of a system message."""
+    return "message['tools']" in source and "tool_calls" not in source
 
 
 def one_call_each(messages: list[Message]) -> list[Message]:
@@ -109,6 +119,44 @@ def numbered_ids(messages: list[Message]) -> list[Message]:
     return made
 
 
+def results_beside_calls(messages: list[Message]) -> list[Message]:
+    """Results as `tool_responses` of the message with their calls, and what it says before that:
+    for templates that know no messages of tools (Gemma 4's first)."""
+    made: list[Message] = []
+    names: dict[object, str] = {}
+    for message in calls_apart(messages):
+        if message.get("role") == "tool" and names:
+            name = names.get(message.get("tool_call_id")) or next(iter(names.values()))
+            response = {"name": name, "response": _as_object(message.get("content"))}
+            made[-1] = {
+                **made[-1],
+                "tool_responses": [*made[-1].get("tool_responses", ()), response],
+            }
+            continue
+        names = {call.get("id"): call["function"]["name"] for call in _calls(message)}
+        made.append(message)
+    return made
+
+
+def calls_in_content(messages: list[Message]) -> list[Message]:
+    """Calls as the text that the model writes: for a template that knows none (Phi-4-mini)."""
+    made: list[Message] = []
+    for message in messages:
+        calls = [call["function"] for call in _calls(message)]
+        text = f"<|tool_call|>{json.dumps(calls, ensure_ascii=False)}<|/tool_call|>"
+        content = f"{message.get('content') or ''}{text}" if calls else message.get("content")
+        made.append({**message, "content": content})
+    return made
+
+
+def tools_in_system(messages: list[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """The functions as JSON text in the system message, a new one if there is none (Phi-4-mini)."""
+    has_one = bool(messages) and messages[0].get("role") == "system"
+    system = messages[0] if has_one else {"role": "system", "content": ""}
+    text = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
+    return [{**system, "tools": text}, *messages[has_one:]]
+
+
 def arguments_as_text(messages: list[Message]) -> list[Message]:
     """Arguments as JSON text, for templates that join them to other texts."""
     return [
@@ -123,6 +171,15 @@ def _with_text(call: Message) -> Message:
     function = call["function"]
     text = json.dumps(function.get("arguments") or {}, ensure_ascii=False)
     return {**call, "function": {**function, "arguments": text}}
+
+
+def _as_object(content: object) -> object:
+    """A result that is a JSON object as such, any other as it is."""
+    try:
+        found = json.loads(content) if isinstance(content, str) else None
+    except (ValueError, RecursionError):
+        return content
+    return cast("object", found) if isinstance(found, dict) else content
 
 
 def _calls(message: Mapping[str, Any]) -> Sequence[Message]:

@@ -27,7 +27,7 @@ from router.parsers.grammar import (
     text_form,
 )
 from router.parsers.parts import Sink
-from router.parsers.reader import Reader, Steps
+from router.parsers.reader import Emit, Reader, Steps
 
 START: Final = "<|start|>"
 CHANNEL: Final = "<|channel|>"
@@ -48,12 +48,13 @@ def read(reader: Reader, sink: Sink, schemas: Schemas) -> Steps[None]:
     in_header = (yield from reader.comes("to=")) or (yield from reader.comes(CHANNEL))
     if not in_header:
         sink.content(space)
+    said: set[Emit] = set()
     while True:
         if in_header:
             header: list[str] = []
             if not (yield from reader.until((MESSAGE,), header.append)):
                 return
-            mark = yield from _message(reader, sink, schemas, "".join(header))
+            mark = yield from _message(reader, sink, schemas, "".join(header), said)
         else:  # a message that goes on, or text of a model that has lost its way
             mark = yield from reader.until(_ENDS, sink.content)
         if not mark:
@@ -63,8 +64,11 @@ def read(reader: Reader, sink: Sink, schemas: Schemas) -> Steps[None]:
         in_header = mark in (START, CHANNEL)
 
 
-def _message(reader: Reader, sink: Sink, schemas: Schemas, header: str) -> Steps[str]:
-    """One message's text; the mark that ends it, "" at the end of the answer."""
+def _message(
+    reader: Reader, sink: Sink, schemas: Schemas, header: str, said: set[Emit]
+) -> Steps[str]:
+    """One message's text; the mark that ends it, "" at the end of the answer. A line break stands
+    between two that go the same way; `said`: those gone."""
     found = _RECIPIENT.search(header)
     recipient = found[1] if found else ""
     name = recipient.removeprefix(FUNCTIONS)
@@ -72,12 +76,14 @@ def _message(reader: Reader, sink: Sink, schemas: Schemas, header: str) -> Steps
     if is_call and sink.may_call:
         sink.call(name)
         return (yield from reader.until(_ENDS, sink.arguments, tail=False))
-    if recipient or f"{CHANNEL}analysis" in header:
-        sink.thinking = True
-        mark = yield from reader.until(_ENDS, sink.reasoning)
-        sink.thinking = False
-        return mark
-    return (yield from reader.until(_ENDS, sink.content))
+    sink.thinking = bool(recipient) or f"{CHANNEL}analysis" in header
+    emit = sink.reasoning if sink.thinking else sink.content
+    if emit in said:
+        emit("\n")
+    said.add(emit)
+    mark = yield from reader.until(_ENDS, emit)
+    sink.thinking = False
+    return mark
 
 
 # ---- answers that must have a form ----
@@ -112,7 +118,7 @@ class HarmonyWriter:
     def offered(self, tools: Sequence[Tool], several: bool) -> Form:
         """See Writer.offered."""
         *_, calls = self.forced(tools, several)["elements"]
-        text = tag(f"{CHANNEL}final{MESSAGE}", {"type": "any_text"}, "")
+        text = sequence(text_form(f"{CHANNEL}final{MESSAGE}"), {"type": "any_text"})
         call = sequence(_optional(_PREAMBLE), calls)
         return sequence(_optional(_THOUGHT), _one_of([text, call]))
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+import orjson
+
 from router.parsers.grammar import (
     Body,
     CallEnd,
@@ -29,7 +31,8 @@ _BESIDE: Final = ("id", "type", "index", "tool_call_id")  # what may stand with 
 
 @dataclass(frozen=True, slots=True)
 class JsonObject:
-    """Name and arguments in any order; `arguments` and `parameters` are read as the same."""
+    """Name and arguments in any order; `arguments` and `parameters` are read as the same. Arguments
+    may be an object, or a string that holds one."""
 
     arguments: str = "arguments"
     name: str = "name"
@@ -203,10 +206,18 @@ class _ObjectReader:
             return bool(self._name)
         if key in ("arguments", "parameters") and not self.announced and self._early is None:
             self._early = []
-            return (yield from self._reader.json_value(self._tell))
+            return (yield from self._arguments())
         if key in _BESIDE or self.announced:
             return (yield from self._reader.json_value(len))
         return False
+
+    def _arguments(self) -> Steps[bool]:
+        if (yield from self._reader.peek()) != '"':
+            return (yield from self._reader.json_value(self._tell))
+        read: list[str] = []
+        complete = yield from self._reader.json_value(read.append)
+        self._tell(_unpacked("".join(read)))
+        return complete
 
     def _tell(self, text: str) -> None:
         if self._name is None:
@@ -217,3 +228,13 @@ class _ObjectReader:
             self.announced = True
             announce(self._reader, self._sink, self._name)
         self._sink.arguments(text)
+
+
+def _unpacked(text: str) -> str:
+    """The object that a JSON string holds as its text, as some models write arguments; any other
+    as it is."""
+    try:
+        held = orjson.loads(text)
+        return held if isinstance(orjson.loads(held), dict) else text
+    except orjson.JSONDecodeError:
+        return text

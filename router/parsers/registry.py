@@ -61,6 +61,7 @@ TOOL_MARKS: Final[tuple[_Row, ...]] = (
     ("llama4_pythonic", ("func_name1(", "<|header_start|>")),
     ("pythonic", ("func_name1(",)),
     ("granite", ("<|tool_call|>", "<|start_of_role|>")),
+    ("xlam", ("calls in a single JSON array",)),
     ("phi4_mini_json", ("functools[",)),
     ("phi4_mini_json", ("<|tool|>", "<|/tool|>")),
     ("jamba", ("<tool_calls>", "<|bom|>")),

@@ -10,8 +10,10 @@ import pytest
 from baton.chat_history import (
     arguments_as_text,
     calls_apart,
+    calls_in_content,
     numbered_ids,
     one_call_each,
+    results_beside_calls,
     rewrites_of,
     thoughts_in_analysis,
 )
@@ -40,7 +42,8 @@ HISTORY: list[dict[str, Any]] = [
 def test_messages_are_never_changed_in_place() -> None:
     before = copy.deepcopy(HISTORY)
     for rewrite in (
-        one_call_each, calls_apart, thoughts_in_analysis, numbered_ids, arguments_as_text
+        one_call_each, calls_apart, thoughts_in_analysis, numbered_ids, arguments_as_text,
+        results_beside_calls, calls_in_content,
     ):  # fmt: skip
         rewrite(HISTORY)
     assert before == HISTORY
@@ -87,6 +90,19 @@ def test_kimis_ids_are_numbered_in_the_whole_conversation() -> None:
     assert numbered_ids(stray) == stray
 
 
+def test_results_stand_beside_their_calls() -> None:
+    weather = {"role": "tool", "tool_call_id": "c", "content": '{"temp": 3, "at": null}'}
+    made = results_beside_calls([*HISTORY[:-2], weather, HISTORY[-1]])
+    assert [message["role"] for message in made] == ["user", *["assistant"] * 4]
+    assert [message["content"] for message in made] == ["hi", "I look.", None, None, "So."]
+    assert made[2]["tool_responses"] == [
+        {"name": "g", "response": "B"}, {"name": "f", "response": "A"}
+    ]  # fmt: skip
+    assert made[3]["tool_responses"] == [{"name": "f", "response": {"temp": 3, "at": None}}]
+    stray = [{"role": "tool", "tool_call_id": "?", "content": "x"}]
+    assert results_beside_calls(stray) == stray
+
+
 def test_arguments_as_text_are_json() -> None:
     made = arguments_as_text([{"role": "assistant", "tool_calls": [call("a", "f", x="é", y=None)]}])
     assert made[0]["tool_calls"][0]["function"]["arguments"] == '{"x": "é", "y": null}'
@@ -104,6 +120,11 @@ def test_arguments_as_text_are_json() -> None:
         ("<|tool_calls_section_begin|>", [numbered_ids]),
         ("{{ '\\n' + tool['function']['arguments'] + '\\n' }}", [arguments_as_text]),
         ("{{ '\\n' + tool['function']['arguments'] | tojson + '\\n' }}", []),
+        ("{% if message['tool_responses'] %}{% set ns.type = 'tool' %}", [results_beside_calls]),
+        ("{% if message['tool_responses'] %}{% if message['role'] != 'tool' %}", []),
+        ("{% if message['tool_responses'] %}{% if m.get('role') == 'tool' %}", []),
+        ("{{ '<|tool|>' + message['tools'] }}", [calls_in_content]),
+        ("<|tool|>{% for call in message.tool_calls %}", []),
         ("{{ messages }}", []),
     ],
 )  # fmt: skip
@@ -128,3 +149,22 @@ def test_templates_get_what_they_ask_for() -> None:
         {},
     )
     assert joined.render(Chat(HISTORY)) == 'hiI look.[f{"x": 1}][g{}]BA[f{}]CSo.'
+
+
+def test_a_template_that_knows_neither_tools_nor_calls_shows_both() -> None:
+    phi = ChatTemplate(
+        "{% for message in messages %}{{ message['role'] + ':' + message['content'] }}"
+        "{% if 'tools' in message and message['tools'] is not none %}"
+        "{{ '<|tool|>' + message['tools'] + '<|/tool|>' }}{% endif %};{% endfor %}",
+        {},
+    )
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    told = '<|tool|>[{"name": "f", "parameters": {}}]<|/tool|>'
+    asked = HISTORY[:1]
+    assert phi.render(Chat(asked)) == "user:hi;"
+    assert phi.render(Chat(asked, tools)) == f"system:{told};user:hi;"
+    system = {"role": "system", "content": "Be brief."}
+    assert phi.render(Chat([system, *asked], tools)) == f"system:Be brief.{told};user:hi;"
+    called = '<|tool_call|>[{"name": "f", "arguments": {"x": 1}}]<|/tool_call|>'
+    made = [{**HISTORY[1], "tool_calls": [A]}, HISTORY[3], {**HISTORY[4], "tool_calls": [A]}]
+    assert phi.render(Chat(made)) == f"assistant:I look.{called};tool:A;assistant:{called};"

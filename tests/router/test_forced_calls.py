@@ -24,7 +24,7 @@ from router.parsers.parts import CallArguments, CallStart, Content
 from router.parsers.registry import Choice, formats_of
 from router.structured.tool_grammars import forced, offered
 from tests.engine.guided_vocabulary import EOS, encode, random_output, vocabulary, walk
-from tests.front.parsers.spelled import SPELLED, Call, objects
+from tests.front.parsers.spelled import FORCED, SPELLED, Call
 from tests.grammar_texts import byte_tokenizer, takes
 from tests.guided_cases import TOOLS, check_call
 
@@ -38,42 +38,6 @@ def tokenizer() -> llguidance.LLTokenizer:
 
 
 FORMS = sorted({form: name for name, form in reversed(TOOL_FORMATS.items())}.values())
-_CALL = "<|action_start|><|plugin|>\n"
-
-
-def python(before: str, joint: str, after: str) -> Any:
-    """Calls as Python has them, with JSON's values."""
-
-    def spell(calls: Any) -> str:
-        texts = (
-            f"{name}({', '.join(f'{key}={json.dumps(value)}' for key, value in given.items())})"
-            for name, given in calls
-        )
-        return before + joint.join(texts) + after
-
-    return spell
-
-
-# Where a forced call is spelled otherwise than models are seen to write it, in layout or values.
-FORCED = {
-    **SPELLED,
-    "internlm": objects("parameters", _CALL, f"<|action_end|>\n{_CALL}", "<|action_end|>"),
-    "granite-20b-fc": objects("arguments", "<function_call> ", "<function_call> ", ""),
-    "cohere_command3": lambda calls: (
-        "<|START_ACTION|>[" + ", ".join(
-            f'{{"tool_call_id": "{at}", "tool_name": "{name}", "parameters": {json.dumps(given)}}}'
-            for at, (name, given) in enumerate(calls)
-        ) + "]<|END_ACTION|>"
-    ),
-    "pythonic": python("[", ", ", "]"), "llama4_pythonic": python("[", ", ", "]"),
-    "lfm2": python("<|tool_call_start|>[", ", ", "]<|tool_call_end|>"),
-    "olmo3": python("<function_calls>\n", "\n", "\n</function_calls>"),
-    "openai": lambda calls: SPELLED["openai"](calls).removesuffix("<|call|>"),
-    "minicpm5": lambda calls: SPELLED["minicpm5"](calls).replace("</function>\n", "</function>"),
-    "glm47": lambda calls: SPELLED["glm47"](calls).replace("</tool_call>\n", "</tool_call>"),
-    "iquest_q1": lambda calls: SPELLED["iquest_q1"](calls).replace("call>\n", "call>"),
-    "step3": lambda calls: SPELLED["step3"](calls).replace(">\n<", "><"),
-}  # fmt: skip
 
 
 def read(form: ToolFormat, text: str, tools: list[dict[str, Any]] = TOOLS) -> list[tuple[str, Any]]:
@@ -198,10 +162,14 @@ def test_free_text_ends_where_its_end_first_stands(name: str, tokenizer: Any) ->
 
 @pytest.mark.parametrize("name", FORMS)
 def test_either_backend_writes_calls_that_the_parser_reads(name: str) -> None:
-    guided = tagged(forced(TOOL_FORMATS[name], TOOLS, several=True))
-    for backend in (XgrammarBackend, LlguidanceBackend):
-        start = backend(vocabulary()).compile(guided)
-        walk(start.clone(), [*encode(FORCED[name]([WEATHER])), EOS])
+    guided, free = (
+        tagged(make(TOOL_FORMATS[name], TOOLS, several=True)) for make in (forced, offered)
+    )
+    for made in (XgrammarBackend, LlguidanceBackend):
+        backend = made(vocabulary())
+        start = backend.compile(guided)
+        for may_start in (start.clone(), backend.compile(free)):
+            walk(may_start, [*encode(FORCED[name]([WEATHER])), EOS])
         # What a model thinks before has no end of its own here.
         begun = "<|channel|>commentary" if name == "openai" else ""
         start = walk(start, encode(begun))

@@ -36,9 +36,19 @@ _HERMES: list[Example] = [
     ),
     (
         "hermes",
-        '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": "{\\"a\\":  \\"\\\\u00e9\\"}"}</tool_call>',
         "",
-        [["f", '"{\\"a\\": 1}"']],
+        [["f", '{"a":  "\\u00e9"}']],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"arguments": "{}", "name": "f"}</tool_call>',
+        "",
+        [["f", "{}"]],
+    ),
+    *(
+        ("hermes", f'<tool_call>{{"name": "f", "arguments": {text}', "", [["f", text]])
+        for text in ('"Oslo"', '"[1]"', '"{\\"a\\": 1', '"{\\"a\\"}"', '"{\\"a\\": \\"\\ud800\\"}"')
     ),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": [1', "", [["f", '{"a": [1']]),
     (

@@ -223,3 +223,40 @@ SPELLED: dict[str, Spell] = {
     "functiongemma": gemma("<start_function_call>", "<escape>", "<end_function_call>"),
     "openai": harmony,
 }  # fmt: skip
+
+_CALL = "<|action_start|><|plugin|>\n"
+
+
+def python(before: str, joint: str, after: str) -> Spell:
+    """Calls as Python has them, with JSON's values."""
+
+    def spell(calls: Sequence[Call]) -> str:
+        texts = (
+            f"{name}({', '.join(f'{key}={json.dumps(value)}' for key, value in given.items())})"
+            for name, given in calls
+        )
+        return before + joint.join(texts) + after
+
+    return spell
+
+
+# Where a forced call is spelled otherwise than models are seen to write it, in layout or values.
+FORCED: dict[str, Spell] = {
+    **SPELLED,
+    "internlm": objects("parameters", _CALL, f"<|action_end|>\n{_CALL}", "<|action_end|>"),
+    "granite-20b-fc": objects("arguments", "<function_call> ", "<function_call> ", ""),
+    "cohere_command3": lambda calls: (
+        "<|START_ACTION|>[" + ", ".join(
+            f'{{"tool_call_id": "{at}", "tool_name": "{name}", "parameters": {json.dumps(given)}}}'
+            for at, (name, given) in enumerate(calls)
+        ) + "]<|END_ACTION|>"
+    ),
+    "pythonic": python("[", ", ", "]"), "llama4_pythonic": python("[", ", ", "]"),
+    "lfm2": python("<|tool_call_start|>[", ", ", "]<|tool_call_end|>"),
+    "olmo3": python("<function_calls>\n", "\n", "\n</function_calls>"),
+    "openai": lambda calls: SPELLED["openai"](calls).removesuffix("<|call|>"),
+    "minicpm5": lambda calls: SPELLED["minicpm5"](calls).replace("</function>\n", "</function>"),
+    "glm47": lambda calls: SPELLED["glm47"](calls).replace("</tool_call>\n", "</tool_call>"),
+    "iquest_q1": lambda calls: SPELLED["iquest_q1"](calls).replace("call>\n", "call>"),
+    "step3": lambda calls: SPELLED["step3"](calls).replace(">\n<", "><"),
+}  # fmt: skip

@@ -39,6 +39,7 @@ TOLD = {
     "pythonic": "[func_name1(name1=value1), func_name2(name2=value2)]",
     "llama4_pythonic": "<|header_start|>[func_name1(name1=value1)]",
     "granite": "<|start_of_role|>",
+    "xlam": "make calls in a single JSON array",
     "jamba": "<|bom|>",
     "minimax": "<beginning_of_sentence>",
     "gigachat3": "role='function call' <|role_sep|>",

@@ -120,6 +120,10 @@ HARMONY: list[tuple[str, str, str, list[list[str]]]] = [
      "The user asks.", "I look.", [["a", "{}"], ["b", "{}"]]),
     # A tool that it knows by itself, and nobody has offered.
     ("<|channel|>analysis to=python code<|message|>print(1)<|call|>", "print(1)", "", []),
+    # Several messages of one kind do not run into each other.
+    ((f"{ANALYSIS}<|start|>assistant{ANALYSIS}<|start|>assistant<|channel|>commentary<|message|>So."
+     "<|end|><|start|>assistant<|channel|>final<|message|>Yes."),
+     "The user asks.\nThe user asks.", "So.\nYes.", []),
     # Cut short: in a thought, in a header, in a call; and a message that goes on.
     ("<|channel|>analysis<|message|>The us", "The us", "", []),
     (f"{ANALYSIS}<|start|>assistant<|channel|>comm", "The user asks.", "", []),

@@ -488,11 +488,7 @@ class Journey:
             await ledger.finish(outcome, error=error, message=message, output_tokens=tokens)
         trace.outcome = outcome.value
         trace.finished_at = self._clock.monotonic()
-        logger.info(
-            "request %s: %s after %d tokens, prefill %s, decode %s, %d retries",
-            self._request.id, outcome.value, self._output.num_tokens,
-            trace.prefill_node, trace.decode_node, trace.retries,
-        )  # fmt: skip
+        logger.info("request %s: %s", self._request.id, trace.told(self._request, self.failure))
 
     @property
     def _ended_on_decode(self) -> bool:

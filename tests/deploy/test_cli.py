@@ -211,6 +211,13 @@ def test_a_failed_question_leaves_no_trace() -> None:
 def test_speed_of_an_answer() -> None:
     assert describe(Answer("x", 0.05, 1.05, 11)) == "first token 50 ms, 11 tokens, 10 per second"
     assert describe(Answer("x", 0.05, 0.05, 1)) == "first token 50 ms"
+    thoughtful = Answer("x", 2.0, 3.0, 61, first_thought_s=0.05)
+    assert thoughtful.first_token_s == 0.05
+    assert describe(thoughtful) == (
+        "first thought 50 ms, first text 2000 ms, 61 tokens, 20 per second"
+    )
+    assert describe(Answer("", None, 1.05, 11, 0.05)).startswith("first thought 50 ms, 11 tokens")
+    assert describe(Answer("", None, 1.0, 0)) == ""
 
 
 def test_the_status_table_shows_every_node() -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import msgspec
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from router.generate_ids import GenerateApi
 from router.http_api import HttpApi
 from router.openapi.document import document
+from router.openapi.page import HEADERS, page
 from router.pooling.config import PoolingSettings
 from router.pooling.embeddings import EmbeddingsApi, PoolingParts
 from router.pooling.pool import PoolDispatcher
@@ -31,7 +32,9 @@ class Endpoints:
         self._embeddings = EmbeddingsApi(parts)
         self._rerank = RerankApi(parts)
         self._generate = GenerateApi(services, http)
-        self._document = msgspec.json.encode(document())
+        described = document()
+        self._document = msgspec.json.encode(described)
+        self._page = page(described)
 
     def routes(self) -> list[Route]:
         post = (
@@ -43,7 +46,12 @@ class Endpoints:
             ("/score", self._rerank.score),
             ("/inference/v1/generate", self._generate.generate),
         )
-        get = (("/load", self.load), ("/openapi.json", self.openapi))
+        get = (
+            ("/load", self.load),
+            ("/openapi.json", self.openapi),
+            ("/docs", self.docs),
+            ("/", self.root),
+        )
         return [Route(path, handler, methods=["POST"]) for path, handler in post] + [
             Route(path, handler, methods=["GET"]) for path, handler in get
         ]
@@ -55,6 +63,13 @@ class Endpoints:
 
     async def openapi(self, _: HttpRequest) -> Response:
         return Response(self._document, media_type="application/json")
+
+    async def docs(self, _: HttpRequest) -> Response:
+        return HTMLResponse(self._page, headers=HEADERS)
+
+    async def root(self, _: HttpRequest) -> Response:
+        """Whoever looks in with a browser reads what there is."""
+        return RedirectResponse("docs")  # relative: below a prefix, too
 
 
 def _json(content: object) -> Response:

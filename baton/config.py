@@ -11,10 +11,10 @@ import argparse
 import tomllib
 import types
 import typing
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from baton.errors import ConfigError
 
@@ -39,9 +39,14 @@ def option(
     return field(default=default, metadata=metadata)
 
 
-def add_options(
-    parser: argparse.ArgumentParser, cls: type, only: Collection[str] | None = None
-) -> None:
+class Flags(Protocol):
+    """A parser, or a group of one."""
+
+    @property
+    def add_argument(self) -> Callable[..., object]: ...
+
+
+def add_options(parser: Flags, cls: type, only: Collection[str] | None = None) -> None:
     """Add a flag per option of `cls` (`only` those); an absent flag leaves no attribute: lower
     layers show."""
     types_of = typing.get_type_hints(cls)

@@ -16,7 +16,8 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -26,10 +27,12 @@ from rich.console import Console
 from baton.config import add_options, load
 from baton.engine.config import EngineConfig
 from baton.errors import BatonError, ConfigError
+from baton.node.config import NodeConfig
 from baton.tls import TlsFiles
 from bench.sse import StreamError
+from deploy.flags import add_flags, given_flags
 from deploy.hub import local_model
-from deploy.plan import DEMO_MODEL, UpOptions
+from deploy.plan import DEMO_MODEL, NO_TLS, UpOptions, node_options, router_options
 from deploy.trust import add_trust, client_tls, trust_of
 from router.config import API_OPTIONS, RouterConfig
 
@@ -79,8 +82,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_up(parser: argparse.ArgumentParser) -> None:
-    add_options(parser, UpOptions)
-    add_options(parser, EngineConfig)  # go to every node as they are
+    add_flags(parser, UpOptions)
     parser.set_defaults(handler=run_up)
 
 
@@ -151,57 +153,49 @@ def installed_version() -> str:
 
 
 def up_settings(arguments: argparse.Namespace) -> tuple[UpOptions, dict[str, object]]:
-    """The launcher's options, and the engine flags that were given. Raises ConfigError."""
+    """The launcher's options, and the other flags that were given. Raises ConfigError."""
+    flags = given_flags(arguments, UpOptions)
     options = load(UpOptions, arguments, os.environ)
-    names = EngineConfig.__dataclass_fields__.keys()
-    engine = {name: value for name, value in vars(arguments).items() if name in names}
-    if "model" not in engine:
-        engine["model"] = os.environ.get("BATON_MODEL") or str(DEMO_MODEL)
-    if engine["model"] == str(DEMO_MODEL):
+    if "model" not in flags:
+        flags["model"] = os.environ.get("BATON_MODEL") or str(DEMO_MODEL)
+    if flags["model"] == str(DEMO_MODEL):
         if not (DEMO_MODEL / "config.json").exists():
             raise ConfigError(
                 f"the demo model is missing ({DEMO_MODEL}); give --model", field="model"
             )
         if "BATON_SERVED_MODEL_NAME" not in os.environ:
-            engine.setdefault("served_model_name", DEMO_NAME)
-        if not POOL_SIZES & engine.keys():
+            flags.setdefault("served_model_name", DEMO_NAME)
+        if not POOL_SIZES & flags.keys():
             # A quarter of a gigabyte holds 40 thousand of its tokens and is ready at once.
-            engine["kv_cache_memory"] = DEMO_POOL
+            flags["kv_cache_memory"] = DEMO_POOL
     else:
-        given = str(engine["model"])
-        engine["model"] = str(local_model(given))
+        given = str(flags["model"])
+        flags["model"] = str(local_model(given))
         if "/" in given and not Path(given).expanduser().is_dir():
-            engine.setdefault("served_model_name", given)  # a hub id, not the cache's folder
-    # What is bad stops here, before anything starts.
-    load(EngineConfig, engine, os.environ)
-    check_front_door(options)
-    return options, engine
+            flags.setdefault("served_model_name", given)  # a hub id, not the cache's folder
+    check_options(options, flags)
+    return options, flags
 
 
-def check_front_door(options: UpOptions) -> None:
-    """Raise ConfigError for what the router would refuse, before anything starts."""
-    router = RouterConfig(
-        host=options.host,
-        api_key=(options.api_key,) if options.api_key else (),
-        api_keys=options.api_keys,
-        tls_cert=options.tls_cert,
-        tls_key=options.tls_key,
-        tls_ca=options.tls_ca,
-        insecure=options.insecure,
-        enable_auto_tool_choice=options.enable_auto_tool_choice,
-        tool_call_parser=options.tool_call_parser,
-    )
-    router.check()
+def check_options(options: UpOptions, flags: Mapping[str, object]) -> None:
+    """Raise ConfigError for what router or nodes would refuse, before anything starts."""
+    front = router_options(options, flags) | {"api_key": options.api_key}
+    router = load(RouterConfig, front, os.environ)
+    replace(router, workers=1).check()  # several get the Redis that is started for them
     router.key_ring()
     if router.tls is not None:
         router.tls.server_context()
+    for role in ("prefill", "decode"):
+        told = node_options(role, options, flags)
+        load(NodeConfig, told, {**os.environ, **NO_TLS}).check()
+        load(EngineConfig, told, os.environ)
 
 
 def run_up(arguments: argparse.Namespace) -> int:
     from deploy.up import up
 
-    options, engine = up_settings(arguments)
-    return up(options, engine, os.environ, Console())
+    options, flags = up_settings(arguments)
+    return up(options, flags, os.environ, Console())
 
 
 def run_chat(arguments: argparse.Namespace) -> int:

@@ -132,7 +132,7 @@ class StartingView:
 
 
 def up(
-    options: UpOptions, engine: Mapping[str, object], environ: Mapping[str, str], console: Console
+    options: UpOptions, flags: Mapping[str, object], environ: Mapping[str, str], console: Console
 ) -> int:
     """Run a cluster until a signal. Returns the exit status. Raises ConfigError."""
     began = time.monotonic()
@@ -147,13 +147,13 @@ def up(
         mark, style = ("!", "yellow") if report.trouble else ("+", "green")
         console.print(Text.assemble((f" {mark} ", style), f"{report.member:<10} {report.text}"))
 
-    cluster = Cluster(options, engine, cores, run_dir, tell)
+    cluster = Cluster(options, flags, cores, run_dir, tell)
     run_dir.mkdir(parents=True, exist_ok=True)
     status = 0
     introduction = Introduction(cluster, console, began)
     with Interrupts(cluster.request_stop, cluster.kill) as interrupts:
         try:
-            announce_start(cluster, engine, console)
+            announce_start(cluster, flags, console)
             with Live(StartingView(cluster), console=console, transient=True):
                 cluster.start(variables)
             introduction.start()
@@ -189,25 +189,25 @@ def default_run_dir(environ: Mapping[str, str]) -> Path:
 
 def child_variables(options: UpOptions) -> dict[str, str]:
     """Secrets travel in the environment, where `ps` does not show them."""
-    if options.api_key is not None and "," in options.api_key:
+    if any("," in key for key in options.api_key):
         raise ConfigError("--api-key must not contain a comma", field="api_key")
     variables = {"BATON_SECRET": options.secret or secrets.token_hex(32)}
-    if options.api_key is not None:
-        variables["BATON_API_KEY"] = options.api_key
+    if options.api_key:
+        variables["BATON_API_KEY"] = ",".join(options.api_key)
     return variables
 
 
 def with_own_key(options: UpOptions) -> UpOptions:
     """With a key for the launcher's own question, where only a file of other keys is given."""
-    if options.api_keys is None or options.api_key is not None:
+    if options.api_keys is None or options.api_key:
         return options
-    return replace(options, api_key=secrets.token_urlsafe(32))
+    return replace(options, api_key=(secrets.token_urlsafe(32),))
 
 
-def announce_start(cluster: Cluster, engine: Mapping[str, object], console: Console) -> None:
+def announce_start(cluster: Cluster, flags: Mapping[str, object], console: Console) -> None:
     """What is about to start, on which cores, and where the logs are."""
     plan = cluster.plan
-    console.print(f"[bold]baton[/bold] serves {engine['model']}", highlight=False, soft_wrap=True)
+    console.print(f"[bold]baton[/bold] serves {flags['model']}", highlight=False, soft_wrap=True)
     for node in plan.nodes:
         cores = ",".join(str(core) for core in node.cores)
         console.print(f"   {node.name:<10} cores {cores}", style="dim", highlight=False)
@@ -257,7 +257,7 @@ def introduce(cluster: Cluster, console: Console, began: float) -> None:
         text = f"first token of the first answer {first_answer_s:.1f} s after the start"
         console.print(text, highlight=False)
     console.print("\nAsk it:\n", highlight=False)
-    command = curl_command(cluster.url, model, with_key=options.api_key is not None)
+    command = curl_command(cluster.url, model, with_key=bool(options.api_key))
     console.print(with_tls(command, options), soft_wrap=True, highlight=False, markup=False)
     console.print("\nor, in another terminal:\n", highlight=False)
     trust = [] if options.tls_cert is None else ["--tls-ca", options.tls_cert]
@@ -285,10 +285,10 @@ def first_question(cluster: Cluster, console: Console, began: float) -> tuple[st
     options = cluster.options
     trust = None if options.tls_cert is None else trusting(options.tls_cert)
     for url in cluster.routers.values():
-        with ChatClient(url, options.api_key, trust) as client:
+        with ChatClient(url, options.own_key, trust) as client:
             client.wait_ready(READY_TIMEOUT_S)
             wait_for_nodes(client, cluster)
-    with ChatClient(cluster.url, options.api_key, trust) as client:
+    with ChatClient(cluster.url, options.own_key, trust) as client:
         model = client.first_model()
         return model, warm_up(client, console, began) if options.warm_up else None
 

@@ -170,10 +170,10 @@ def test_secrets_travel_in_the_environment() -> None:
     drawn = [up.child_variables(UpOptions())["BATON_SECRET"] for _ in range(2)]
     assert len(drawn[0]) == 64
     assert drawn[0] != drawn[1]
-    given = up.child_variables(UpOptions(secret="s", api_key="k"))
+    given = up.child_variables(UpOptions(secret="s", api_key=("k",)))
     assert given == {"BATON_SECRET": "s", "BATON_API_KEY": "k"}
     with pytest.raises(ConfigError, match="comma"):
-        up.child_variables(UpOptions(api_key="a,b"))
+        up.child_variables(UpOptions(api_key=("a,b",)))
 
 
 def test_run_folders_are_below_the_cache(tmp_path: Path) -> None:

@@ -13,18 +13,21 @@ behind, whatever is raised.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+import logging
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any, cast
 
 from torch import Tensor
 from tqdm import tqdm
 
+from baton.config import load
 from baton.engine.config import DtypeName, EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.interface import Task
 from baton.engine.pooling import Pooler, PoolingJob, PoolingKind, normalized
-from baton.errors import InternalError, InvalidRequest, UnsupportedFeature
+from baton.errors import ConfigError, InternalError, InvalidRequest, UnsupportedFeature
 from baton.llm_inputs import (
     Adapter,
     BeamSearchParams,
@@ -38,7 +41,9 @@ from baton.llm_outputs import Answer, GenerationOutput, SampleOutput
 from baton.reranking import answer_tokens, rerank_prompts
 from baton.sampling import SamplingParams
 from baton.tokenizer import Tokenizer
+from baton.vllm_flags import IDLE, note
 
+log = logging.getLogger(__name__)
 __all__ = [
     "LLM", "BeamSearchParams", "GenerationOutput", "LoRARequest", "SampleOutput", "SamplingParams",
 ]  # fmt: skip
@@ -65,7 +70,7 @@ class LLM:
         checkpoint is then read before it is needed. `draw_seed`: where seeds come from that the
         params leave open. Raises ConfigError for a model that cannot be served.
         """
-        loaded = engine or Engine.load(EngineConfig(model=model, dtype=dtype, **options))
+        loaded = engine or Engine.load(_configured({"model": model, "dtype": dtype, **options}))
         self.engine = loaded
         self.inputs = Inputs(loaded.config.model, loaded.info, draw_seed)
         self._defaults = self.inputs.defaults if engine is None else SamplingParams()
@@ -278,6 +283,16 @@ class LLM:
         self.engine.take_block_events()  # nobody listens: forget them
         if self.engine.stalled:
             raise InternalError("the engine cannot advance: its blocks are held elsewhere")
+
+
+def _configured(options: Mapping[str, Any]) -> EngineConfig:
+    """Raises ConfigError for an option that there is none of."""
+    known = {spec.name for spec in fields(EngineConfig)}
+    for name in options.keys() - known:
+        if name not in IDLE:
+            raise ConfigError(f"LLM has no option {name!r}", field=name)
+        log.info(note(name))
+    return load(EngineConfig, {name: options[name] for name in options.keys() & known})
 
 
 def _each(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

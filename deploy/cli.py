@@ -29,6 +29,7 @@ from baton.engine.config import EngineConfig
 from baton.errors import BatonError, ConfigError
 from baton.node.config import NodeConfig
 from baton.tls import TlsFiles
+from baton.vllm_flags import add_idle
 from bench.sse import StreamError
 from deploy.flags import add_flags, given_flags
 from deploy.hub import local_model
@@ -82,7 +83,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_up(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help="as --model"
+    )
     add_flags(parser, UpOptions)
+    add_idle(parser)
     parser.set_defaults(handler=run_up)
 
 

@@ -64,8 +64,10 @@ class UpOptions:
     )
     cores: str | None = option(None, "cores to use, such as 0,1 or 0-3; all when absent")
     insecure: bool = option(False, "allow a non-loopback --host without TLS")
-    tls_cert: str | None = option(None, "PEM certificate chain of the HTTP, gRPC and admin ports")
-    tls_key: str | None = option(None, "PEM key of --tls-cert")
+    tls_cert: str | None = option(
+        None, "PEM certificate chain of the HTTP, gRPC and admin ports", also=("--ssl-certfile",)
+    )
+    tls_key: str | None = option(None, "PEM key of --tls-cert", also=("--ssl-keyfile",))
     tls_ca: str | None = option(
         None, "PEM certificates of the CAs of clients; with it clients must present a certificate"
     )

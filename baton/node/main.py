@@ -44,6 +44,7 @@ from baton.node.service import NodeServer
 from baton.node.shell import NodeParts, NodeShell
 from baton.task_metrics import watch_tasks
 from baton.timing import Timing
+from baton.vllm_flags import add_idle
 from kv_transfer.base import Lane, OnReleased
 from kv_transfer.connector import Connector, TransferOptions
 from kv_transfer.device_copies import memory_of
@@ -190,6 +191,7 @@ def main(program: NodeProgram, argv: Sequence[str], environ: Mapping[str, str]) 
     )
     options.add_options(parser, EngineConfig)
     options.add_options(parser, NodeConfig)
+    add_idle(parser)
     arguments = parser.parse_args(argv)
     try:
         config = options.load(NodeConfig, arguments, environ)

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
-from baton.engine.config import DtypeName
 from baton.engine.engine import Engine
 from baton.engine.thread import EngineThread, StepReport
 from baton.errors import BatonError, Cancelled, InvalidRequest, Unavailable, error_from_code
@@ -130,7 +129,7 @@ class TokenStreams:
 class AsyncLLM:
     """A loaded model whose requests run side by side. Used within one event loop."""
 
-    def __init__(self, model: str, dtype: DtypeName = "auto", **options: Any) -> None:
+    def __init__(self, model: str, dtype: str = "auto", **options: Any) -> None:
         """As LLM's: loads the model before it returns. Raises ConfigError."""
         self._llm = LLM(model, dtype, **options)
         self._streams = TokenStreams(self._llm.engine)

@@ -23,7 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from baton.config import load
-from baton.engine.config import DtypeName, EngineConfig
+from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.interface import Task
 from baton.engine.pooling import Pooler, PoolingJob, PoolingKind, normalized
@@ -58,7 +58,7 @@ class LLM:
     def __init__(
         self,
         model: str,
-        dtype: DtypeName = "auto",
+        dtype: str = "auto",
         *,
         engine: Engine | None = None,
         draw_seed: Callable[[], int] | None = None,

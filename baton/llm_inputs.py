@@ -15,7 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
-from baton.chat_template import ChatTemplate
+from baton.chat_template import Chat, ChatTemplate
 from baton.engine.checkpoint import open_checkpoint
 from baton.engine.interface import ModelInfo
 from baton.errors import InvalidRequest, UnsupportedFeature
@@ -165,13 +165,16 @@ class Inputs:
         template, source = None, options.chat_template
         if source is not None:
             template = ChatTemplate(source, read_special_tokens(self.directory))
-        text = (template or self._own_template).render(
+        chat = Chat(
             [_plain(message) for message in messages],
-            options.add_generation_prompt and not options.continue_final_message,
-            tools=options.tools,
+            tools=options.tools or (),
+            add_generation_prompt=options.add_generation_prompt
+            and not options.continue_final_message,
             continue_final_message=options.continue_final_message,
-            **options.chat_template_kwargs,
+            kwargs=options.chat_template_kwargs,
         )
+        # Without limits: whoever asks here waits for nobody else's sake.
+        text = (template or self._own_template).render(chat)
         # Templates write the special tokens themselves.
         return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, False)}
 

@@ -56,6 +56,10 @@ class UpOptions:
     port: int | None = option(None, "HTTP port (default: 8000 when free, else any free one)")
     grpc_port: int | None = option(None, "gRPC port (default: 50051 when free, else any free one)")
     admin_port: int | None = option(None, "port of the router's admin server (default: none)")
+    admin_key: tuple[str, ...] = option(
+        (), "key of operators, for the admin server and `status` (repeatable)"
+    )
+    admin_keys: str | None = option(None, "file of operators' keys, in the form of --api-keys")
     workers: int = option(1, "router processes that share the ports, and requests through Redis")
     redis_url: str | None = option(None, "use this Redis instead of starting one")
     prefill_block_size: int | None = option(None, "block size of the prefill nodes, if different")
@@ -113,6 +117,11 @@ class UpOptions:
     @property
     def num_prefill(self) -> int:
         return 0 if self.colocated else self.prefill
+
+    @property
+    def keys(self) -> dict[str, tuple[str, ...]]:
+        """What travels in the environment, where `ps` does not show it."""
+        return {"api_key": self.api_key, "admin_key": self.admin_key}
 
     @property
     def own_key(self) -> str | None:
@@ -262,6 +271,7 @@ def router_options(options: UpOptions, flags: Mapping[str, object]) -> dict[str,
         "host": options.host,
         "prefill_placement": options.prefill_placement,
         "admin_port": options.admin_port,
+        "admin_keys": options.admin_keys,
         "api_keys": options.api_keys,
         "tls_cert": options.tls_cert,
         "tls_key": options.tls_key,

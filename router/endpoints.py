@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from functools import cache
+
 import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, RedirectResponse, Response
@@ -32,9 +35,6 @@ class Endpoints:
         self._embeddings = EmbeddingsApi(parts)
         self._rerank = RerankApi(parts)
         self._generate = GenerateApi(services, http)
-        described = document()
-        self._document = msgspec.json.encode(described)
-        self._page = page(described)
 
     def routes(self) -> list[Route]:
         post = (
@@ -62,14 +62,25 @@ class Endpoints:
         return _json({"server_load": load})
 
     async def openapi(self, _: HttpRequest) -> Response:
-        return Response(self._document, media_type="application/json")
+        return Response(await asyncio.to_thread(_document), media_type="application/json")
 
     async def docs(self, _: HttpRequest) -> Response:
-        return HTMLResponse(self._page, headers=HEADERS)
+        return HTMLResponse(await asyncio.to_thread(_page), headers=HEADERS)
 
     async def root(self, _: HttpRequest) -> Response:
         """Whoever looks in with a browser reads what there is."""
         return RedirectResponse("docs")  # relative: below a prefix, too
+
+
+@cache
+def _document() -> bytes:
+    """The same for every router; made when somebody asks, for that takes a while."""
+    return msgspec.json.encode(document())
+
+
+@cache
+def _page() -> str:
+    return page(document())
 
 
 def _json(content: object) -> Response:

@@ -99,7 +99,7 @@ def test_the_name_of_the_stored_quantization_changes_nothing(tmp_path: Path) -> 
 def test_the_class_takes_them_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = str(make_tiny_model("llama", tmp_path))
     with caplog.at_level("INFO", logger="baton.llm"):
-        llm = LLM(model, dtype="half", trust_remote_code=True, num_kv_blocks=8)
+        llm = LLM(model, "half", num_kv_blocks=8, **dict.fromkeys(["trust_remote_code"], True))
     assert str(llm.engine.info.kv_dtype) == "float16"
     assert "--trust-remote-code does nothing here" in caplog.text
     with pytest.raises(ConfigError, match="LLM has no option 'quantisation'"):

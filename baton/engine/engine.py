@@ -14,7 +14,7 @@ protobuf.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -127,9 +127,9 @@ class Engine:
         self._pending: list[TokenEvent] = []  # events that need no computing: the next step's
         self._dropped: list[RequestGroup] = []  # aborted while a step runs: freed at its end
         self._plan: StepPlan | None = None
-        self._stepping = False
-        self._stalled = False
+        self._stepping = self._stalled = False
         self._ended = 0.0  # when the last step did
+        self.when_idle: Callable[[], None] | None = None  # called once the work has ended
 
     @classmethod
     def load(
@@ -161,6 +161,7 @@ class Engine:
         meter = Meter(ModelRunner(model, arena), model)
         engine = cls(config, meter, arena, info, hooks)
         meter.tell(engine.stats, config)
+        engine.when_idle = meter.look_again
         engine.ranks, engine.grammars = model.ranks, grammars_of(config, info)
         engine.pooler = Pooler(model, arena, config.max_num_batched_tokens, config.max_num_seqs)
         proposer = load_proposer(engine.config, engine.info, draft)

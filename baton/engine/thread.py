@@ -141,6 +141,7 @@ class EngineThread:
             while self._serve_inbox():
                 if self._engine.has_work:
                     self._step()
+                    self._rest()
         finally:
             self._close_inbox()
 
@@ -160,6 +161,15 @@ class EngineThread:
             except Exception:
                 log.exception("a call on the engine thread failed")
         return True
+
+    def _rest(self) -> None:
+        """Once there is no more to do, what can wait until then."""
+        if self._engine.has_work or self._engine.when_idle is None:
+            return
+        try:
+            self._engine.when_idle()
+        except Exception:
+            log.exception("what an idle engine does failed")
 
     def _step(self) -> None:
         events: list[TokenEvent] = []

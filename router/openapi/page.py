@@ -1,6 +1,6 @@
 """/docs: the document of /openapi.json as one HTML page. No script, nothing from elsewhere.
 
-Made once, when the router starts; it shows what the document says and nothing of its own.
+It shows what the document says and nothing of its own.
 """
 
 from __future__ import annotations

@@ -25,11 +25,11 @@ from router.config import RouterConfig
 
 CONFIGS = (RouterConfig, NodeConfig, EngineConfig)
 # What `up` gives its processes itself, whatever it is told: their own ports, names, cores, nodes.
-PORTS_OF_NODES = {"port", "metrics_port"}
+PORTS_OF_NODES = {"health_port", "metrics_port", "port"}
 # The front door's alone: nodes listen on loopback, without TLS.
 FRONT_DOOR = {"host", "tls_cert", "tls_key", "tls_ca", "insecure"}
 # Travel in the environment, where `ps` does not show them.
-IN_ENVIRONMENT = {"api_key", "secret"}
+IN_ENVIRONMENT = {"admin_key", "api_key", "secret"}
 # Where a 7 is no value: the option's own rules say more than its type.
 SAMPLES: dict[str, Any] = {
     "gpu_memory_utilization": 0.7, "kv_cache_memory": "7MB", "kv_lanes": "grpc",

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from baton.chat_template import ChatTemplate
+from baton.chat_template import Chat, ChatTemplate
 from baton.client_values import GenerateOptions, generate_request
 from baton.errors import InvalidRequest, UnsupportedFeature
 from baton.llm import LLM, BeamSearchParams, LoRARequest, SamplingParams
@@ -57,7 +57,7 @@ def test_a_prompt_may_be_text_ids_or_a_mapping(llm: LLM) -> None:
 
 
 def test_a_chat_is_its_rendered_prompt_without_more_special_tokens(llm: LLM) -> None:
-    text = ChatTemplate.load(llm.engine.config.model).render(HI)
+    text = ChatTemplate.load(llm.engine.config.model).render(Chat(HI))
     ids = llm.tokenizer.encode(text, add_special_tokens=False)
     (wanted,) = llm.generate([ids], LONG)
     (output,) = llm.chat(HI, LONG)

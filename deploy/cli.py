@@ -17,8 +17,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -28,13 +27,13 @@ from rich.console import Console
 from baton.config import add_options, load
 from baton.engine.config import EngineConfig
 from baton.errors import BatonError, ConfigError
-from baton.node.config import NodeConfig
 from baton.tls import TlsFiles
 from baton.vllm_flags import add_idle
 from bench.sse import StreamError
 from deploy.flags import add_flags, given_flags
 from deploy.hub import local_model
-from deploy.plan import DEMO_MODEL, NO_TLS, UpOptions, node_options, router_options
+from deploy.plan import DEMO_MODEL, UpOptions
+from deploy.preflight import check_machine, check_options
 from deploy.trust import add_trust, client_tls, trust_of
 from router.config import API_OPTIONS, RouterConfig
 
@@ -188,24 +187,11 @@ def up_settings(arguments: argparse.Namespace) -> tuple[UpOptions, dict[str, obj
     return options, flags
 
 
-def check_options(options: UpOptions, flags: Mapping[str, object]) -> None:
-    """Raise ConfigError for what router or nodes would refuse, before anything starts."""
-    front = router_options(options, flags) | options.keys
-    router = load(RouterConfig, front, os.environ)
-    replace(router, workers=1).check()  # several get the Redis that is started for them
-    router.admin_ring()  # reads the files of both
-    if router.tls is not None:
-        router.tls.server_context()
-    for role in ("prefill", "decode"):
-        told = node_options(role, options, flags)
-        load(NodeConfig, told, {**os.environ, **NO_TLS}).check()
-        load(EngineConfig, told, os.environ)
-
-
 def run_up(arguments: argparse.Namespace) -> int:
     from deploy.up import up
 
     options, flags = up_settings(arguments)
+    check_machine(options, flags)
     return up(options, flags, os.environ, Console())
 
 
@@ -229,6 +215,10 @@ def run_batch(arguments: argparse.Namespace) -> int:
     """0 when every request was answered well, else 1."""
     from deploy.batch import BatchPlan, batch
 
+    with arguments.source.open("rb"):  # whether it can be read, before an engine is loaded
+        pass
+    if not arguments.target.absolute().parent.is_dir():
+        raise ConfigError(f"there is no folder {arguments.target.parent}", field="target")
     # A model of the environment alone (BATON_MODEL, set for other commands) does not decide it.
     engine = None
     if "model" in arguments:
@@ -292,6 +282,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except (BatonError, StreamError, httpx.HTTPError) as error:
         print(f"baton: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:  # a file that is not there, a folder that cannot be written
+        place = f"{error.filename}: " if error.filename else ""
+        print(f"baton: {place}{error.strerror or error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

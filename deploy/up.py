@@ -142,14 +142,13 @@ def up(
     variables = child_variables(options)
     if options.redis_url is not None:
         require_answer(options.redis_url)
-    run_dir = options.run_dir or default_run_dir(environ)
+    run_dir = made_run_dir(options, environ)
 
     def tell(report: Report) -> None:
         mark, style = ("!", "yellow") if report.trouble else ("+", "green")
         console.print(Text.assemble((f" {mark} ", style), f"{report.member:<10} {report.text}"))
 
     cluster = Cluster(options, flags, cores, run_dir, tell)
-    run_dir.mkdir(parents=True, exist_ok=True)
     status = 0
     introduction = Introduction(cluster, console, began)
     with Interrupts(cluster.request_stop, cluster.kill) as interrupts:
@@ -185,6 +184,18 @@ def wanted_cores(options: UpOptions) -> list[int]:
 def default_run_dir(environ: Mapping[str, str]) -> Path:
     """A new folder per run below the user's cache. Raises OSError."""
     return cache_folder("runs", environ) / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+
+
+def made_run_dir(options: UpOptions, environ: Mapping[str, str]) -> Path:
+    """Where logs and data go; it is there afterwards. Raises ConfigError."""
+    try:
+        folder = options.run_dir or default_run_dir(environ)
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        place = error.filename or options.run_dir or "the user's cache"
+        text = f"logs cannot be written to {place} ({error.strerror or error}); give --run-dir"
+        raise ConfigError(text, field="run_dir") from error
+    return folder
 
 
 def child_variables(options: UpOptions) -> dict[str, str]:

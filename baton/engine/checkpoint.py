@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -93,6 +94,30 @@ def as_stored(config: EngineConfig) -> EngineConfig:
         text = f"--quantization {config.quantization}: {config.model} is {method}"
         raise ConfigError(text, field="quantization")
     return replace(config, quantization="none")
+
+
+def parse_modules(entries: Sequence[str]) -> dict[str, Path]:
+    """Directories by adapter name, out of NAME=PATH entries. Raises ConfigError naming the bad
+    one."""
+    found: dict[str, Path] = {}
+    for entry in entries:
+        name, separator, path = entry.partition("=")
+        if not separator or not name or not path:
+            raise ConfigError(f"lora_modules: {entry!r} is not NAME=PATH", field="lora_modules")
+        if name in found:
+            raise ConfigError(f"lora_modules: {name!r} is given twice", field="lora_modules")
+        found[name] = Path(path).expanduser()
+    return found
+
+
+def adapter_files(name: str, path: Path) -> tuple[Path, Path]:
+    """Config and weights of the adapter in directory `path`. Raises ModelRefused for a missing
+    one."""
+    files = path / "adapter_config.json", path / "adapter_model.safetensors"
+    for file in files:
+        if not file.is_file():
+            raise ModelRefused(f"adapter {name}: there is no {file}", field="lora_modules")
+    return files
 
 
 def digest(checkpoint: Checkpoint) -> str:

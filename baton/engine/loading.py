@@ -21,11 +21,11 @@ from torch import Tensor
 
 from baton.engine.attention.base import AttentionLayer
 from baton.engine.batch import Batch
-from baton.engine.checkpoint import Checkpoint, digest, open_checkpoint
+from baton.engine.checkpoint import Checkpoint, digest, open_checkpoint, parse_modules
 from baton.engine.config import EngineConfig
 from baton.engine.deterministic import FixedTiles, prove
 from baton.engine.interface import ModelInfo
-from baton.engine.lora import Adapter, parse_modules, read_adapter
+from baton.engine.lora import Adapter, read_adapter
 from baton.engine.models.base import CausalModel
 from baton.engine.models.config import DecoderConfig, NotLean
 from baton.engine.models.decoder import Decoder, tensor_names

@@ -357,6 +357,8 @@ def test_an_engine_of_its_own_gets_the_options_of_the_api(
 
     monkeypatch.setattr("deploy.batch.batch", fake)
     monkeypatch.setenv("BATON_API_KEY", "k")
+    monkeypatch.chdir(tmp_path)
+    Path("in").touch()
     flags = ["batch", "in", "out", "--model", "m", "--num-kv-blocks", "7", "--reranker", "qwen3"]
     assert cli.main([*flags, "--timeout-s", "9"]) == 0
     ((engine, api),) = called

@@ -31,8 +31,9 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def model(tmp_path: Path) -> str:
-    """A folder with the files that a model has, all empty."""
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+    """A folder with the files that a model has, with nothing in them."""
+    (tmp_path / "config.json").write_text("{}")
+    for name in ("model.safetensors", "tokenizer.json"):
         (tmp_path / name).touch()
     return str(tmp_path)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import shlex
 import signal
@@ -42,6 +43,7 @@ FIRST_QUESTION = "What is prefill?"
 PASTED_QUESTION = "What is PagedAttention?"
 FIRST_ANSWER = ChatSettings(max_tokens=120, temperature=0.0)
 LOG_WIDTH = 90
+LOG_PREFIX = re.compile(r"\S+ [A-Z]+ +\S+ \[[^]]*\] \S+: ")  # baton/log.py: when, who, where
 ONE_REQUEST_S = 1.0  # signals this close are one wish: a terminal and a supervisor may both send
 INTRODUCTION_STOP_S = 2.0
 
@@ -127,7 +129,8 @@ class StartingView:
             if member.ready_after is None and member.child is not None:
                 text = Text(f" {member.spec.name:<10} {now - member.began:5.1f} s  ")
                 last = member.child.last_lines(1)
-                text.append(last[0][:LOG_WIDTH] if last else "starting", style="dim")
+                said = LOG_PREFIX.sub("", last[0], count=1) if last else "starting"
+                text.append(said[:LOG_WIDTH], style="dim")
                 lines.append(Spinner("dots", text))
         return Group(*lines)
 

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import re
 import signal
 import sys
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from rich.console import Console
 
 from baton.client import Migrations, Node, ServerInfo
 from baton.errors import ConfigError
+from baton.log import LineFormatter
 from deploy import cli, local, up
 from deploy.chat import Answer, Conversation, describe
 from deploy.plan import DEMO_MODEL, UpOptions
@@ -311,3 +315,17 @@ def test_the_hint_is_a_command_of_this_shell(
     assert up.baton_command() == [str(python.with_name("baton"))]
     monkeypatch.chdir(tmp_path)
     assert up.baton_command() == [".venv/bin/baton"]
+
+
+def test_what_is_shown_while_processes_start_is_what_they_say() -> None:
+    """The log's own words in front of it would fill the line."""
+    said = "loading weights: 40 % of 16.1 GB, about 12 s more"
+    record = logging.LogRecord("baton.engine.load_progress", logging.INFO, "", 0, said, None, None)
+    line = LineFormatter("prefill-0").format(record)
+    child = SimpleNamespace(last_lines=lambda _: [line])
+    spec = SimpleNamespace(name="prefill-0")
+    member = SimpleNamespace(ready_after=None, child=child, began=0.0, spec=spec)
+    view = up.StartingView(cast("local.Cluster", SimpleNamespace(members={"prefill-0": member})))
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(view)
+    assert console.export_text().rstrip().endswith(f" s  {said}")

@@ -27,6 +27,7 @@ from rich.console import Console
 from baton.config import add_options, load
 from baton.engine.config import EngineConfig
 from baton.errors import BatonError, ConfigError
+from baton.node.config import NodeConfig
 from baton.tls import TlsFiles
 from baton.vllm_flags import add_idle
 from bench.sse import StreamError
@@ -41,6 +42,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_GRPC = "127.0.0.1:50051"
 DEMO_NAME = "baton-demo"
 DEMO_POOL = "256MB"
+LANES = ("kv_lanes", "kv_shm_dir", "kv_adopt")  # what says which lane two nodes take
 POOL_SIZES = {"kv_cache_memory", "num_kv_blocks"}
 PROCESSES = {
     "router": "router",
@@ -144,6 +146,8 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
                        ("ca", "certificate of the CA that signed all nodes'")):  # fmt: skip
         default = os.environ.get(f"BATON_NODE_TLS_{part.upper()}")
         parser.add_argument(f"--node-tls-{part}", default=default, help=f"PEM {text}")
+    group = parser.add_argument_group("of the nodes that the probes stand for")
+    add_options(group, NodeConfig, LANES)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(handler=run_doctor)
 
@@ -245,7 +249,11 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
     files = (arguments.node_tls_cert, arguments.node_tls_key, arguments.node_tls_ca)
     access = NodeAccess(os.environ.get("BATON_SECRET", ""), TlsFiles.of(*files, "node_tls"))
-    found = doctor(arguments.source, arguments.target, access, arguments.redis_url)
+    # What is not said is as `baton up` has it.
+    told = {"BATON_KV_LANES": UpOptions().kv_lanes, **os.environ}
+    given = {name: value for name, value in vars(arguments).items() if name in LANES}
+    flags = load(NodeConfig, given, told)
+    found = doctor(arguments.source, arguments.target, access, arguments.redis_url, flags)
     if arguments.json:
         print(json.dumps(found.as_json(), indent=2))
     else:

@@ -226,7 +226,7 @@ def test_the_doctors_files_are_complete_or_refused(
 ) -> None:
     asked: list[NodeAccess] = []
 
-    def doctor(source: str, target: str, access: NodeAccess, redis: str) -> None:
+    def doctor(source: str, target: str, access: NodeAccess, redis: str, *_: object) -> None:
         asked.append(access)
         raise Unavailable("enough")
 

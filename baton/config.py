@@ -14,11 +14,12 @@ import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, field, fields
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from baton.errors import ConfigError
 
 T = TypeVar("T")
+MOST_SHOWN: Final = 12  # choices that a help text lists
 
 
 def option(
@@ -75,6 +76,7 @@ def add_options(parser: Flags, cls: type, only: Collection[str] | None = None) -
             if meta["choices"]:
                 # The own ones are shown; others are taken.
                 keywords["choices"] = (*meta["choices"], *meta["spellings"])
+            if 0 < len(meta["choices"]) <= MOST_SHOWN:
                 keywords["metavar"] = "{" + ",".join(meta["choices"]) + "}"
             else:
                 keywords["metavar"] = spec.name.upper()

@@ -30,6 +30,7 @@ from baton.engine.models.base import CausalModel
 from baton.engine.models.config import DecoderConfig, NotLean
 from baton.engine.models.decoder import Decoder, tensor_names
 from baton.engine.models.rope import position_limit, rope_rule
+from baton.engine.quantization import SCHEMES
 from baton.engine.route import (
     DTYPES,
     choose_dtype,
@@ -177,7 +178,7 @@ def _build(
     if lean is not None:
         reader = TensorReader(checkpoint.weight_files, dtype, device)
         quantized = checkpoint.config.get("quantization_config")
-        scheme = None if config.quantization == "none" else config.quantization
+        scheme = next((each for each in SCHEMES if each == config.quantization), None)
         weights = open_weights(reader, quantized, scheme, device, head_scheme(config))
         try:
             _check_names(lean, weights.names)

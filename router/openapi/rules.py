@@ -35,6 +35,9 @@ _EARLY_STOPPING: Final = _only_if("early_stopping", [None], _has(use_beam_search
 _SAMPLING: Final = [_STREAM_OPTIONS, _PROMPT_LOGPROBS, _BEAMS, _EARLY_STOPPING]
 _TOP_LOGPROBS: Final = _only_if("top_logprobs", [None, 0], _has(logprobs=_TRUE))
 _TOOL_CHOICE: Final = _only_if("tool_choice", [None, "none", "auto"], _has(tools=_LIST))
+_BACKGROUND: Final = _only_if(
+    "background", [None, False], {"properties": {"store": {"enum": [None, True]}}}
+)
 _ANTHROPIC_CHOICE: Final[Schema] = {"anyOf": [
     {"properties": {"tool_choice": {"type": "null"}}},
     {"properties": {"tool_choice": {"properties": {"type": {"enum": ["none", "auto"]}}}}},
@@ -46,7 +49,7 @@ RULES: Final[dict[str, list[Schema]]] = {
     "ChatBody": [*_SAMPLING, _TOOL_CHOICE, _TOP_LOGPROBS],
     "CompletionBody": _SAMPLING,
     "GenerateBody": [_STREAM_OPTIONS],
-    "ResponsesBody": [_TOOL_CHOICE],
+    "ResponsesBody": [_TOOL_CHOICE, _BACKGROUND],
     "MessagesBody": [_ANTHROPIC_CHOICE],
     "ChatMessage": [{"anyOf": [
         _has(content={"type": ["string", "array"]}),

@@ -120,3 +120,5 @@ class NodeRecord:
     adapters: tuple[str, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
     max_num_seqs: int = 0  # most sequences that run at once; 0 = not told
+    precision: str = ""  # what it computes and keeps KV in, "bfloat16, KV int8"; "" = not told
+    deterministic: bool = False

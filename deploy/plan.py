@@ -75,6 +75,11 @@ class UpOptions:
     tls_ca: str | None = option(
         None, "PEM certificates of the CAs of clients; with it clients must present a certificate"
     )
+    node_wait_s: float = option(
+        30.0,
+        "without a node that serves: requests wait so long for one that was here, seconds; above"
+        " the time that nodes need to start",
+    )
     warm_up: bool = option(True, "ask one question at the start, show its answer and its time")
     log_level: str = option(
         "info", "log level of every process", choices=("debug", "info", "warning", "error")
@@ -277,6 +282,7 @@ def router_options(options: UpOptions, flags: Mapping[str, object]) -> dict[str,
         "tls_key": options.tls_key,
         "tls_ca": options.tls_ca,
         "insecure": options.insecure or None,
+        "node_wait_s": options.node_wait_s,
         # Whoever presses Ctrl-C at a terminal does not wait for a load balancer to notice.
         "drain_s": options.drain_s or 0,
         "shutdown_s": options.shutdown_s,

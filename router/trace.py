@@ -47,6 +47,10 @@ class RequestTrace:
     told_at: int | None = None  # wall clock, of a token that is replayed from its log
     scores: tuple[NodeScore, ...] = ()  # of the last choice of nodes, if the terms want a receipt
 
+    def count_cached(self, num_tokens: int) -> None:
+        """A node that computed the prompt found so much of it in its prefix map."""
+        self.cached_tokens = max(self.cached_tokens, num_tokens)
+
     def stopped_by_text(self) -> None:
         """A stop string was found: the caller closes the stream, the request is FINISHED."""
         self.text_stop = True

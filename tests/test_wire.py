@@ -194,6 +194,8 @@ records = st.builds(
     adapters=st.lists(texts, max_size=3).map(tuple),
     eos_token_ids=token_lists,
     max_num_seqs=counts,
+    precision=texts,
+    deterministic=st.booleans(),
 )
 logprob_rows = st.lists(
     st.lists(st.builds(TokenLogprob, tokens, singles, counts), max_size=3).map(tuple), max_size=3

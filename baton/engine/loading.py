@@ -117,6 +117,7 @@ def load_model(config: EngineConfig, group: RankGroup | None = None) -> LoadedMo
         kv_dtype=dtype_name if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
         model_impl=built.impl,
         adapters=tuple(modules),
+        dtype=dtype_name,
     )
     logger.info(
         "loaded %s: %s route, %s on %s, %d layers, %.1f MB of weights, up to %d tokens",

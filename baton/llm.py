@@ -184,6 +184,21 @@ class LLM:
         vectors = self._pooled(ids, use_tqdm, lora_request, pooling)
         return (normalized(vectors) if normalize else vectors).tolist()
 
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        use_tqdm: Bar = True,
+        lora_request: Adapter = None,
+    ) -> list[list[float]]:
+        """The probabilities of each prompt's classes: of a reranker no and yes, in this order.
+
+        Raises UnsupportedFeature for a model that was not made to tell classes.
+        """
+        if not self.inputs.is_reranker:
+            raise UnsupportedFeature("this model has no classes: it is no reranker", field="model")
+        ids = [self.inputs.read(prompt)[0] for prompt in _each(prompts)]
+        return [[1.0 - yes, yes] for yes in self._yes(ids, use_tqdm, lora_request)] if ids else []
+
     def score(
         self,
         text_1: str | Sequence[str],

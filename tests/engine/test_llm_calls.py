@@ -15,6 +15,7 @@ from baton.client_values import GenerateOptions, generate_request
 from baton.errors import InvalidRequest, UnsupportedFeature
 from baton.llm import LLM, BeamSearchParams, LoRARequest, SamplingParams
 from baton.request import FinishReason
+from baton.reranking import rerank_prompts
 from tests.engine.driving import PROMPT, assert_all_free
 from tests.engine.test_models_lora import linear_layers, make_adapter
 from tests.fakes import fake_engine
@@ -255,7 +256,13 @@ def test_scores_are_cosines_or_a_rerankers_opinion(llm: LLM, tmp_path: Path) -> 
     config = json.loads((model / "config.json").read_text()) | {"is_original_qwen3_reranker": True}
     (model / "config.json").write_text(json.dumps(config))
     reranker = LLM(str(model), "float32", num_kv_blocks=64)
-    assert reranker.score("the heart", texts) == reranker.rerank("the heart", texts)
+    scores = reranker.score("the heart", texts)
+    assert scores == reranker.rerank("the heart", texts)
+    prompts = rerank_prompts(reranker.tokenizer, "the heart", texts, None)
+    assert reranker.classify(prompts) == [[1.0 - score, score] for score in scores]
+    assert reranker.classify([]) == []
+    with pytest.raises(UnsupportedFeature, match="no classes"):
+        llm.classify("the heart")
 
 
 # ---- a progress bar ----

@@ -19,6 +19,7 @@ import pytest
 from rich.console import Console
 
 from baton.client import Migrations, Node, ServerInfo
+from baton.config import load
 from baton.errors import ConfigError
 from baton.log import LineFormatter
 from deploy import cli, local, up
@@ -180,7 +181,7 @@ def test_secrets_travel_in_the_environment() -> None:
     assert given == {"BATON_SECRET": "s", "BATON_API_KEY": "k,l", "BATON_ADMIN_KEY": "o"}
     for name in ("api_key", "admin_key"):
         with pytest.raises(ConfigError, match="comma") as caught:
-            up.child_variables(UpOptions(**{name: ("a,b",)}))
+            up.child_variables(load(UpOptions, {name: ("a,b",)}))
         assert caught.value.field == name
 
 

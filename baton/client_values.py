@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from baton import wire
-from baton.errors import error_from_code
+from baton.errors import UnsupportedFeature, error_from_code
 from baton.events import TokenLogprob
 from baton.sampling import SamplingParams
 from baton.wire_guided import guided_to_wire
@@ -148,7 +148,8 @@ def generate_request(
         resumable_s=options.resumable_s,
     )
     if params is not None:
-        message.MergeFrom(_sampling_fields(params))
+        message.MergeFrom(_sampling_fields(params))  # stop texts of both
+        message.skip_special_tokens &= params.skip_special_tokens
     if isinstance(prompt, str):
         message.text = prompt
     else:
@@ -157,6 +158,10 @@ def generate_request(
 
 
 def _sampling_fields(params: SamplingParams) -> serve_pb2.GenerateRequest:
+    """Raises UnsupportedFeature for what the protocol has no field for."""
+    if params.include_stop_str_in_output:
+        field = "include_stop_str_in_output"
+        raise UnsupportedFeature(f"{field} is not served over gRPC", field=field)
     message = serve_pb2.GenerateRequest(
         max_tokens=params.max_tokens,
         min_tokens=params.min_tokens,
@@ -165,6 +170,7 @@ def _sampling_fields(params: SamplingParams) -> serve_pb2.GenerateRequest:
         top_p=params.top_p,
         min_p=params.min_p,
         seed=params.seed,
+        stop=params.stop,
         stop_token_ids=params.stop_token_ids,
         allowed_token_ids=params.allowed_token_ids,
         bad_words=[node_pb2.TokenIds(ids=word) for word in params.bad_words],

@@ -11,10 +11,10 @@ import argparse
 import tomllib
 import types
 import typing
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, field, fields
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from baton.errors import ConfigError
 
@@ -27,22 +27,35 @@ def option(
     help: str = "",
     *,
     choices: Sequence[str] = (),
-    short: str = "",
+    also: Sequence[str] = (),
+    spellings: Mapping[str, str] | None = None,
     secret: bool = False,
 ) -> Any:
     """A dataclass field that becomes the flag `--field-name`.
 
-    `secret`: environment or file only, never a flag.
+    `also`: further names of the flag. `spellings`: what else a choice may be called, and by which
+    it is meant. `secret`: environment or file only, never a flag.
     """
-    metadata = {"help": help, "choices": tuple(choices), "short": short, "secret": secret}
+    metadata = {
+        "help": help,
+        "choices": tuple(choices),
+        "also": tuple(also),
+        "spellings": dict(spellings or {}),
+        "secret": secret,
+    }
     if default is MISSING:
         return field(metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
-def add_options(
-    parser: argparse.ArgumentParser, cls: type, only: Collection[str] | None = None
-) -> None:
+class Flags(Protocol):
+    """A parser, or a group of one."""
+
+    @property
+    def add_argument(self) -> Callable[..., object]: ...
+
+
+def add_options(parser: Flags, cls: type, only: Collection[str] | None = None) -> None:
     """Add a flag per option of `cls` (`only` those); an absent flag leaves no attribute: lower
     layers show."""
     types_of = typing.get_type_hints(cls)
@@ -51,7 +64,7 @@ def add_options(
         if "help" not in meta or meta["secret"] or (only is not None and spec.name not in only):
             continue
         flag = "--" + spec.name.replace("_", "-")
-        names = [meta["short"], flag] if meta["short"] else [flag]
+        names = [*meta["also"], flag]
         keywords: dict[str, Any] = {
             "help": _help_text(spec), "default": argparse.SUPPRESS, "dest": spec.name
         }  # fmt: skip
@@ -61,8 +74,11 @@ def add_options(
             parser.add_argument(*names, action="append", **keywords)
         else:
             if meta["choices"]:
-                keywords["choices"] = meta["choices"]
-            if not 0 < len(meta["choices"]) <= MOST_SHOWN:
+                # The own ones are shown; others are taken.
+                keywords["choices"] = (*meta["choices"], *meta["spellings"])
+            if 0 < len(meta["choices"]) <= MOST_SHOWN:
+                keywords["metavar"] = "{" + ",".join(meta["choices"]) + "}"
+            else:
                 keywords["metavar"] = spec.name.upper()
             parser.add_argument(*names, **keywords)
 
@@ -94,6 +110,9 @@ def load(
     for name, value in given.items():
         if name in names:
             values[name] = _convert(name, types_of[name], value, "--" + name.replace("_", "-"))
+    for spec in fields(cls):  # type: ignore[arg-type]
+        if spec.metadata.get("spellings") and spec.name in values:
+            values[spec.name] = spec.metadata["spellings"].get(values[spec.name], values[spec.name])
     _check_choices(cls, values)
     _check_required(cls, values)
     return cls(**values)

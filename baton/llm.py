@@ -5,105 +5,60 @@ from baton.sampling import SamplingParams
 
 outputs = LLM(model="path/to/model").generate(["What is prefill?"], SamplingParams(max_tokens=40))
 print(outputs[0].text)
+
+Names are vLLM's where they mean the same (docs/offline.md); AsyncLLM (async_llm.py) is the same for
+asyncio. Every call adds its requests, steps the engine until they have ended, and leaves nothing
+behind, whatever is raised.
 """
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import count
-from typing import Any
+import logging
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any, cast
 
-from baton.best_of import best_samples
-from baton.engine.checkpoint import open_checkpoint
-from baton.engine.config import DtypeName, EngineConfig
+from torch import Tensor
+from tqdm import tqdm
+
+from baton.config import load
+from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.interface import Task
 from baton.engine.pooling import Pooler, PoolingJob, PoolingKind, normalized
-from baton.errors import InternalError, InvalidRequest, UnsupportedFeature
-from baton.events import TokenEvent, TokenLogprob
-from baton.generation_config import sampling_defaults
-from baton.request import FinishReason, Request
+from baton.errors import ConfigError, InternalError, InvalidRequest, UnsupportedFeature
+from baton.llm_inputs import (
+    Adapter,
+    BeamSearchParams,
+    ChatOptions,
+    Inputs,
+    LoRARequest,
+    Message,
+    Prompt,
+)
+from baton.llm_outputs import Answer, GenerationOutput, SampleOutput
 from baton.reranking import answer_tokens, rerank_prompts
 from baton.sampling import SamplingParams
 from baton.tokenizer import Tokenizer
+from baton.vllm_flags import IDLE, note
 
-Logprobs = tuple[tuple[TokenLogprob, ...], ...]
+log = logging.getLogger(__name__)
+__all__ = [
+    "LLM", "BeamSearchParams", "GenerationOutput", "LoRARequest", "SampleOutput", "SamplingParams",
+]  # fmt: skip
 
-
-@dataclass(frozen=True, slots=True)
-class SampleOutput:
-    """One sample, or one beam. `token_ids` include the token that ended it; `text` (None for a
-    prompt given as token ids) leaves that token out. `logprobs[i]` belongs to token_ids[i] (itself
-    first), if params asked for them or best_of needed them; only then `cumulative_logprob` is
-    known."""
-
-    index: int
-    token_ids: tuple[int, ...]
-    text: str | None
-    finish_reason: FinishReason
-    logprobs: Logprobs = ()
-    cumulative_logprob: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationOutput:
-    """One prompt's answer: n samples in their order; with best_of (by log probability per token) or
-    beams, the best first.
-
-    `prompt_logprobs[i]` is about prompt token i + 1, if params asked for them.
-    """
-
-    prompt_ids: tuple[int, ...]
-    outputs: tuple[SampleOutput, ...]
-    prompt_logprobs: Logprobs = ()
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """Of the first sample."""
-        return self.outputs[0].token_ids
-
-    @property
-    def text(self) -> str | None:
-        """Of the first sample."""
-        return self.outputs[0].text
-
-    @property
-    def finish_reason(self) -> FinishReason:
-        """Of the first sample."""
-        return self.outputs[0].finish_reason
-
-
-class _Answer:
-    """What has been generated for one prompt so far."""
-
-    def __init__(self) -> None:
-        self.prompt_logprobs: Logprobs = ()
-        self.samples: dict[int, _Sample] = {}
-
-    def take(self, event: TokenEvent) -> None:
-        self.prompt_logprobs = event.prompt_logprobs or self.prompt_logprobs
-        sample = self.samples.setdefault(event.sample, _Sample())
-        sample.token_ids.extend(event.token_ids)
-        sample.logprobs.extend(event.logprobs)
-        sample.last = event
-
-
-@dataclass(slots=True)
-class _Sample:
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[tuple[TokenLogprob, ...]] = field(default_factory=list)
-    last: TokenEvent | None = None
+Params = SamplingParams | Sequence[SamplingParams] | None
+Bar = bool | Callable[..., Any]  # show one on a terminal, or make it by this instead of tqdm
 
 
 class LLM:
-    """A loaded model. Not thread-safe; `generate` returns when every prompt has ended."""
+    """A loaded model. Not thread-safe."""
 
     def __init__(
         self,
         model: str,
-        dtype: DtypeName = "auto",
+        dtype: str = "auto",
         *,
         engine: Engine | None = None,
         draw_seed: Callable[[], int] | None = None,
@@ -115,80 +70,198 @@ class LLM:
         checkpoint is then read before it is needed. `draw_seed`: where seeds come from that the
         params leave open. Raises ConfigError for a model that cannot be served.
         """
-        self._defaults = SamplingParams()
-        if engine is None:
-            engine = Engine.load(EngineConfig(model=model, dtype=dtype, **options))
-            self._defaults = replace(
-                self._defaults, **sampling_defaults(open_checkpoint(model).path)
-            )
-        self.engine = engine
-        self._draw_seed = draw_seed or (lambda: secrets.randbits(64))
-        self._tokenizer: Tokenizer | None = None
-        self._ids = count()
+        loaded = engine or Engine.load(_configured({"model": model, "dtype": dtype, **options}))
+        self.engine = loaded
+        self.inputs = Inputs(loaded.config.model, loaded.info, draw_seed)
+        self._defaults = self.inputs.defaults if engine is None else SamplingParams()
+        self._live: dict[str, Answer] = {}
 
     @property
     def tokenizer(self) -> Tokenizer:
         """Loaded on first use: prompts given as token ids need none. Raises ModelRefused."""
-        if self._tokenizer is None:
-            self._tokenizer = Tokenizer.load(open_checkpoint(self.engine.config.model).path)
-        return self._tokenizer
+        return self.inputs.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What holds where a call gives none: the model's generation_config.json recommends it."""
+        return self._defaults
+
+    # ---- tokens ----
 
     def generate(
         self,
-        prompts: str | Sequence[str] | Sequence[Sequence[int]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        use_tqdm: Bar = True,
+        lora_request: Adapter | Sequence[Adapter] = None,
     ) -> list[GenerationOutput]:
         """Answers in the order of `prompts` (texts, or lists of token ids), all run together.
 
-        `params`: one for all, or one per prompt; None = what the model's generation_config.json
-        recommends. A seed that is None is drawn; max_tokens is cut to what the context leaves.
+        `sampling_params`: one for all, or one per prompt; None = what the model's
+        generation_config.json recommends. A seed that is None is drawn; max_tokens is cut to what
+        the context leaves. `lora_request`: an adapter, or its name, for all or one per prompt.
         Raises InvalidRequest before anything runs; on any raise nothing stays behind.
         """
-        texts = [prompts] if isinstance(prompts, str) else list(prompts)
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or self._defaults] * len(texts)
-        if len(params) != len(texts):
-            raise InvalidRequest(f"{len(params)} params for {len(texts)} prompts", field="params")
-        requests = [self._request(text, p) for text, p in zip(texts, params, strict=True)]
-        for request in requests:
-            self.engine.validate(request, Task.LOCAL)
-        answers = self._run(requests)
-        return [
-            self._output(request, answers[request.id], isinstance(text, str))
-            for request, text in zip(requests, texts, strict=True)
+        asked = _each(prompts)
+        params = _one_each(sampling_params or self._defaults, len(asked), "params")
+        adapters = _one_each(lora_request, len(asked), "lora_request")
+        answers = [
+            self.inputs.answer(prompt, one, adapter)
+            for prompt, one, adapter in zip(asked, params, adapters, strict=True)
         ]
+        with self._running(answers), _bar(len(answers), use_tqdm) as bar:
+            while waiting := [answer for answer in answers if not answer.finished]:
+                self._step()
+                bar.update(sum(answer.finished for answer in waiting))
+        return [answer.output() for answer in answers]
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        lora_request: Adapter = None,
+        *,
+        delta: bool = False,
+    ) -> Generator[GenerationOutput, None, None]:
+        """One prompt's answer while it is written: all of it so far, or (`delta`) what is new.
+
+        Closing the generator ends the request. With best_of or beams the end alone is told. Raises
+        as `generate` does.
+        """
+        answer = self.inputs.answer(prompt, sampling_params or self._defaults, lora_request)
+        with self._running([answer]):
+            while not answer.finished:
+                before = answer.num_tokens
+                self._step()
+                if answer.finished or (answer.tells_early and answer.num_tokens > before):
+                    yield answer.output(delta)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params = None,
+        use_tqdm: Bar = True,
+        lora_request: Adapter | Sequence[Adapter] = None,
+        **options: Any,
+    ) -> list[GenerationOutput]:
+        """Answers to a conversation, or to several, by the model's chat template.
+
+        `options`: ChatOptions. Raises as `generate` does, also for a model without a template.
+        """
+        several = [] if not messages or isinstance(messages[0], dict) else messages
+        talks = cast("Sequence[Sequence[Message]]", several or [messages])
+        how = ChatOptions(**options)
+        prompts = [self.inputs.rendered(talk, how) for talk in talks]
+        return self.generate(prompts, sampling_params, use_tqdm, lora_request)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        use_tqdm: Bar = True,
+        lora_request: Adapter | Sequence[Adapter] = None,
+    ) -> list[GenerationOutput]:
+        """The `beam_width` most probable continuations of each prompt, best first, with their
+        `cumulative_logprob`. Raises as `generate` does."""
+        return self.generate(prompts, params.sampling(), use_tqdm, lora_request)
+
+    # ---- vectors ----
 
     def embed(
         self,
-        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        prompts: Prompt | Sequence[Prompt],
         pooling: PoolingKind = "last",
         normalize: bool = True,
+        use_tqdm: Bar = True,
+        lora_request: Adapter = None,
     ) -> list[list[float]]:
         """A vector per prompt: the last token's hidden state, or the mean over all tokens.
 
         `normalize`: to length 1. Raises InvalidRequest before anything runs.
         """
-        texts = [prompts] if isinstance(prompts, str) else list(prompts)
-        ids = [self.tokenizer.encode(t) if isinstance(t, str) else list(t) for t in texts]
+        ids = [self.inputs.read(prompt)[0] for prompt in _each(prompts)]
         if not ids:
             return []
-        vectors = PoolingJob(self.engine, self._pooler, ids, pooling).run()
+        vectors = self._pooled(ids, use_tqdm, lora_request, pooling)
         return (normalized(vectors) if normalize else vectors).tolist()
 
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        use_tqdm: Bar = True,
+        lora_request: Adapter = None,
+    ) -> list[list[float]]:
+        """The probabilities of each prompt's classes: of a reranker no and yes, in this order.
+
+        Raises UnsupportedFeature for a model that was not made to tell classes.
+        """
+        if not self.inputs.is_reranker:
+            raise UnsupportedFeature("this model has no classes: it is no reranker", field="model")
+        ids = [self.inputs.read(prompt)[0] for prompt in _each(prompts)]
+        return [[1.0 - yes, yes] for yes in self._yes(ids, use_tqdm, lora_request)] if ids else []
+
+    def score(
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        use_tqdm: Bar = True,
+        lora_request: Adapter = None,
+    ) -> list[float]:
+        """How well the texts of each pair belong together: one `text_1` goes with every `text_2`.
+
+        By a reranker the probability that the second answers the first, by any other model the
+        cosine of their vectors. Raises InvalidRequest.
+        """
+        first = [text_1] if isinstance(text_1, str) else list(text_1)
+        second = [text_2] if isinstance(text_2, str) else list(text_2)
+        first = first * len(second) if len(first) == 1 else first
+        if len(first) != len(second):
+            message = f"text_1: one, or as many as there are in text_2 ({len(second)})"
+            raise InvalidRequest(message, field="text_1")
+        if not second:
+            return []
+        if self.inputs.is_reranker:
+            pairs = zip(first, second, strict=True)
+            asked = [rerank_prompts(self.tokenizer, a, [b], None)[0] for a, b in pairs]
+            return self._yes(asked, use_tqdm, lora_request)
+        ids = [self.tokenizer.encode(text) for text in (*first, *second)]
+        vectors = normalized(self._pooled(ids, use_tqdm, lora_request))
+        return (vectors[: len(first)] * vectors[len(first) :]).sum(-1).tolist()
+
     def rerank(
-        self, query: str, documents: Sequence[str], instruction: str | None = None
+        self,
+        query: str,
+        documents: Sequence[str],
+        instruction: str | None = None,
+        use_tqdm: Bar = True,
+        lora_request: Adapter = None,
     ) -> list[float]:
         """How probably each document answers the query, 0 to 1, in the order given.
 
         The model is asked for a yes or a no (Qwen3-Reranker's prompt). Raises UnsupportedFeature
         for a model in whose vocabulary these are not single tokens.
         """
-        yes, no = answer_tokens(self.tokenizer)
         if not documents:
+            answer_tokens(self.tokenizer)
             return []
         ids = rerank_prompts(self.tokenizer, query, documents, instruction)
-        hidden = PoolingJob(self.engine, self._pooler, ids).run()
+        return self._yes(ids, use_tqdm, lora_request)
+
+    def _yes(self, ids: Sequence[Sequence[int]], use_tqdm: Bar, adapter: Adapter) -> list[float]:
+        yes, no = answer_tokens(self.tokenizer)
+        hidden = self._pooled(ids, use_tqdm, adapter)
         return self._pooler.yes_probability(hidden, yes, no).tolist()
+
+    def _pooled(
+        self,
+        ids: Sequence[Sequence[int]],
+        use_tqdm: Bar,
+        adapter: Adapter,
+        kind: PoolingKind = "last",
+    ) -> Tensor:
+        name = self.inputs.adapter(adapter)
+        job = PoolingJob(self.engine, self._pooler, ids, kind, name)
+        with _bar(len(ids), use_tqdm) as bar:
+            return job.run(bar.update)
 
     @property
     def _pooler(self) -> Pooler:
@@ -196,63 +269,70 @@ class LLM:
             raise UnsupportedFeature("an engine without a model has no hidden states")
         return self.engine.pooler
 
-    def _request(self, prompt: str | Sequence[int], params: SamplingParams) -> Request:
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        room = self.engine.info.max_model_len - len(ids)
-        max_tokens = max(1, min(params.max_tokens, room))
-        seed = self._draw_seed() if params.seed is None else params.seed
-        return Request(
-            id=f"llm-{next(self._ids)}",
-            prompt_ids=tuple(ids),
-            params=replace(params, seed=seed, max_tokens=max_tokens),
-        )
+    # ---- the engine ----
 
-    def _run(self, requests: Sequence[Request]) -> dict[str, _Answer]:
-        answers = {request.id: _Answer() for request in requests}
+    @contextmanager
+    def _running(self, answers: Sequence[Answer]) -> Generator[None, None, None]:
+        """Their requests are in the engine, all or none; at the end none is."""
+        for answer in answers:
+            self.engine.validate(answer.request, Task.LOCAL)
         try:
-            for request in requests:
-                self.engine.add(request, Task.LOCAL)
-            while self.engine.has_work:
-                for event in self.engine.step():
-                    answers[event.request_id].take(event)
-                self.engine.take_block_events()  # nobody listens: forget them
-                if self.engine.stalled:
-                    raise InternalError("the engine cannot advance: its blocks are held elsewhere")
+            for answer in answers:
+                self.engine.add(answer.request, Task.LOCAL)
+                self._live[answer.request.id] = answer
+            yield
         finally:
-            for request in requests:
-                self.engine.abort(request.id)
-        return answers
+            for answer in answers:
+                self._live.pop(answer.request.id, None)
+                self.engine.abort(answer.request.id)
 
-    def _output(self, request: Request, answer: _Answer, as_text: bool) -> GenerationOutput:
-        """The n samples asked for: of best_of, the best ones."""
-        params = request.params
-        samples = [
-            self._sample(request, index, answer.samples[index], as_text)
-            for index in sorted(answer.samples)
-        ]
-        if (params.best_of or 1) > params.n and not params.beam_width:
-            told = [[each[0].logprob for each in sample.logprobs] for sample in samples]
-            samples = [samples[index] for index in best_samples(told, params.n)]
-        return GenerationOutput(
-            request.prompt_ids, tuple(samples[: params.n]), answer.prompt_logprobs
-        )
+    def _step(self) -> None:
+        """One step, of whatever runs: also of streams that somebody else reads."""
+        for event in self.engine.step():
+            answer = self._live.get(event.request_id)
+            if answer is not None and answer.take(event):
+                if answer.finished:
+                    self.engine.abort(event.request_id)
+                else:
+                    self.engine.stop_sample(event.request_id, event.epoch, event.sample)
+        self.engine.take_block_events()  # nobody listens: forget them
+        if self.engine.stalled:
+            raise InternalError("the engine cannot advance: its blocks are held elsewhere")
 
-    def _sample(self, request: Request, index: int, sample: _Sample, as_text: bool) -> SampleOutput:
-        if sample.last is None or sample.last.finish_reason is None:
-            raise InternalError(f"{request.id} did not end")
-        token_ids = tuple(sample.token_ids)
-        shown = token_ids if sample.last.stop_token_id is None else token_ids[:-1]
-        told = bool(sample.logprobs)
-        return SampleOutput(
-            index,
-            token_ids,
-            self._text(shown) if as_text else None,
-            sample.last.finish_reason,
-            tuple(sample.logprobs),
-            sum(each[0].logprob for each in sample.logprobs) if told else None,
-        )
 
-    def _text(self, token_ids: Sequence[int]) -> str:
-        """As a stream shows it: the router's text and this one are the same by construction."""
-        stream = self.tokenizer.stream()
-        return "".join([*(stream.push(token) for token in token_ids), stream.flush()])
+def _configured(options: Mapping[str, Any]) -> EngineConfig:
+    """Raises ConfigError for an option that there is none of."""
+    known = {spec.name for spec in fields(EngineConfig)}
+    for name in options.keys() - known:
+        if name not in IDLE:
+            raise ConfigError(f"LLM has no option {name!r}", field=name)
+        log.info(note(name))
+    return load(EngineConfig, {name: options[name] for name in options.keys() & known})
+
+
+def _each(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A single prompt, of whatever form, is a list of one."""
+    given: Any = prompts
+    single = isinstance(given, str | dict) or (len(given) > 0 and isinstance(given[0], int))
+    return [given] if single else list(given)
+
+
+def _one_each(given: Any, number: int, name: str) -> list[Any]:
+    """One for all, or as many as there are. Raises InvalidRequest."""
+    if not isinstance(given, list | tuple):
+        return [given] * number
+    several = cast("Sequence[Any]", given)
+    if len(several) != number:
+        raise InvalidRequest(f"{len(several)} {name} for {number} prompts", field=name)
+    return list(several)
+
+
+@contextmanager
+def _bar(total: int, wanted: Bar) -> Generator[Any, None, None]:
+    """What is told of each prompt that has ended; shown on a terminal only."""
+    if callable(wanted):
+        bar = wanted(total=total, desc="prompts")
+    else:
+        bar = tqdm(total=total, desc="prompts", unit="prompt", disable=None if wanted else True)
+    with bar:
+        yield bar

@@ -2,12 +2,13 @@
 
 One frozen value, validated at construction.
 
-Not here: stop strings' matching (router/, on text), the sampler itself (baton/engine/sampler.py).
+Not here: stop strings' matching (stops.py, on text), the sampler itself (baton/engine/sampler.py).
 Conventions are vLLM's: temperature 0 = greedy, top_k 0 or -1 = off, min_p 0 = off.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Final, Literal
@@ -64,6 +65,8 @@ class SamplingParams:
     Raises InvalidRequest with the field's name for a value outside BOUNDS (NaN included).
     `seed` None means that the front door draws one; every engine needs it drawn (see `with_seed`).
     `allowed_token_ids`: nothing else is ever drawn, not even an end-of-sequence; empty = all.
+    The last three are for whoever makes text of the tokens (`LLM`, `Client`): engines know no text,
+    and these never travel to a node. `stop` may be given as one text.
     """
 
     n: int = 1
@@ -89,6 +92,9 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     guided: GuidedDecoding | None = None
+    stop: Sequence[str] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         values: tuple[Any, ...] = _bounded(self)
@@ -124,6 +130,17 @@ class SamplingParams:
             raise InvalidRequest(message, field="allowed_token_ids")
         if self.min_tokens > self.max_tokens:
             raise InvalidRequest("min_tokens must not exceed max_tokens", field="min_tokens")
+        self._check_stop()
+
+    def _check_stop(self) -> None:
+        """One text, or several, or None, is a tuple from here on."""
+        given: Any = self.stop
+        if given == ():
+            return
+        texts: tuple[Any, ...] = (given,) if isinstance(given, str) else tuple(given or ())
+        if not all(isinstance(text, str) and text for text in texts):
+            raise InvalidRequest("stop: texts that are not empty", field="stop")
+        object.__setattr__(self, "stop", texts)
 
     @property
     def greedy(self) -> bool:

@@ -27,7 +27,7 @@ from kv_transfer.base import Lane
 from kv_transfer.dist import DistLane
 from kv_transfer.memory_map import map_of
 from kv_transfer.shm import ShmLane
-from kv_transfer.shm_arena import ShmArena
+from kv_transfer.shm_arena import DEFAULT_DIRECTORY, ShmArena
 from kv_transfer.stream import StreamLane, StreamOptions
 
 log = logging.getLogger(__name__)
@@ -43,14 +43,15 @@ class Place:
     """Where the benchmark's pool lies: in a shared file where there can be one, so that all lanes
     may use the same pool."""
 
-    def __init__(self) -> None:
+    def __init__(self, directory: Path = DEFAULT_DIRECTORY) -> None:
+        self._directory = directory
         self._shared: ShmArena | None = None
         self._memory: torch.Tensor | None = None
 
     def memory(self, num_bytes: int, page_bytes: int) -> torch.Tensor:
         """For KVArena."""
         try:
-            self._shared = ShmArena(os.urandom(16).hex(), num_bytes, page_bytes)
+            self._shared = ShmArena(os.urandom(16).hex(), num_bytes, page_bytes, self._directory)
         except ConfigError as error:
             log.warning("no shared memory for the pool: %s", error)
             self._memory = torch.zeros(num_bytes, dtype=torch.uint8)

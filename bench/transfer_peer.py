@@ -35,7 +35,7 @@ from baton.events import FirstToken
 from baton.handles import KVHandle
 from baton.kv_spec import HeldBlocks, LayerSpec, layout_fingerprint
 from baton.node.config import NodeConfig
-from baton.node.lanes import parse_lanes
+from baton.node.lanes import SHM, parse_lanes
 from baton.request import Request
 from baton.sampling import SamplingParams
 from baton.timing import Timing
@@ -83,8 +83,13 @@ class Peer:
         self._copy: memoryview | None = None
 
     # ---- memory ----------------------------------------------------------------------------------
-    async def answer_pool(self, layers: int, heads: int, dim: int, tokens: int) -> dict[str, Any]:
-        """An arena for `tokens` tokens (whole blocks), every page of it touched."""
+    async def answer_pool(
+        self, layers: int, heads: int, dim: int, tokens: int, directory: str = ""
+    ) -> dict[str, Any]:
+        """An arena for `tokens` tokens (whole blocks), every page of it touched; `directory`: where
+        its shared file lies."""
+        if directory:
+            self._place = Place(Path(directory))
         if tokens % BLOCK_SIZE:
             raise ConfigError(f"{tokens} tokens are no whole blocks of {BLOCK_SIZE}")
         specs = (LayerSpec(heads, dim, dim),) * layers
@@ -217,8 +222,12 @@ class Peer:
             xxhash.xxh3_64_intdigest(memory[start : start + MAX_PAYLOAD])
         return {"seconds": time.monotonic() - began}
 
-    async def answer_facts(self) -> dict[str, Any]:
-        """What only a process with torch knows: its threads, kernels, GPU, and the lanes."""
+    async def answer_facts(
+        self, kv_lanes: str = NodeConfig().kv_lanes, kv_adopt: bool = True
+    ) -> dict[str, Any]:
+        """What only a process with torch knows: its threads, kernels, GPU, and the lanes; those
+        that nodes with these flags would take are `preferred`."""
+        shm = ADOPTED if kv_adopt else SHM
         return {
             "torch": torch.__version__,
             "torch_threads": torch.get_num_threads(),
@@ -226,7 +235,7 @@ class Peer:
             "integer_kernels": _integer_kernel_state(),
             "gpu": _gpu_state(),
             "ways": all_ways(),
-            "preferred": list(parse_lanes(NodeConfig().kv_lanes)),
+            "preferred": [shm if name == SHM else name for name in parse_lanes(kv_lanes)],
         }
 
     async def answer_usage(self) -> dict[str, Any]:

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, cast
 
 from starlette.types import ASGIApp
 
+from baton.async_llm import TokenStreams
 from baton.chat_template import ChatTemplate
 from baton.clock import SystemClock
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
-from baton.engine.thread import EngineThread, StepReport
-from baton.errors import Cancelled, DeadlineExceeded, error_from_code
-from baton.events import RequestFailed, TokenEvent
+from baton.engine.thread import EngineThread
+from baton.errors import DeadlineExceeded
+from baton.events import TokenEvent
 from baton.generation_config import sampling_defaults
 from baton.handles import NodeRecord
 from baton.node.pooling import PoolingDesk
@@ -45,14 +46,16 @@ NODE: Final = "engine"
 
 
 class EngineDispatcher:
-    """Dispatcher.run over one local engine. Event loop only, but for `on_step`."""
+    """The part of a Dispatcher that front doors use, over one local engine. Event loop only."""
 
     def __init__(self, engine: Engine) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._queues: dict[str, asyncio.Queue[TokenEvent | RequestFailed]] = {}
-        self.thread = EngineThread(engine, self._on_step)
+        self.streams = TokenStreams(engine, self._blocks_freed)
         self.gate = Gate(SystemClock(), GateSettings())  # of vectors; tokens wait in the engine
         self.pools = EnginePools(self)
+
+    @property
+    def thread(self) -> EngineThread:
+        return self.streams.thread
 
     async def run(
         self, request: Request, trace: RequestTrace | None = None
@@ -60,46 +63,27 @@ class EngineDispatcher:
         """Yield the request's tokens to the end of every sample; closing it early aborts it."""
         trace = trace or RequestTrace()
         trace.decode_node, trace.local_prefill = NODE, True
-        queue: asyncio.Queue[TokenEvent | RequestFailed] = asyncio.Queue()
-        self._queues[request.id] = queue
-        left = request.params.n
         try:
-            async with asyncio.timeout(seconds_left(request.deadline)):
-                await self.thread.call(lambda engine: engine.add(request))
-                while left:
-                    event = await queue.get()
-                    if isinstance(event, RequestFailed):
-                        raise error_from_code(event.code, event.message, event.field)
-                    left -= event.finish_reason is not None
+            async with (
+                asyncio.timeout(seconds_left(request.deadline)),
+                aclosing(self.streams.run(request)) as events,
+            ):
+                async for event in events:
                     trace.cached_tokens = max(trace.cached_tokens, event.num_cached_tokens)
                     yield event
         except TimeoutError as error:
             raise DeadlineExceeded("the request's deadline has passed") from error
-        finally:
-            del self._queues[request.id]
-            if left:
-                self.thread.post(lambda engine: self._abort(engine, request.id))
+
+    def _blocks_freed(self) -> None:
+        self.pools.desk.blocks_freed()
+
+    def stop_sample(self, request_id: str, sample: int) -> None:
+        """See Dispatcher."""
+        self.streams.stop_sample(request_id, sample)
 
     def abort(self, request_id: str) -> bool:
         """End a request from outside; its `run` raises Cancelled."""
-        queue = self._queues.get(request_id)
-        if queue is not None:
-            queue.put_nowait(RequestFailed(request_id, 1, Cancelled.code, "aborted", False))
-        return queue is not None
-
-    def _abort(self, engine: Engine, request_id: str) -> None:
-        engine.abort(request_id)
-        self._loop.call_soon_threadsafe(self.pools.desk.blocks_freed)
-
-    def _on_step(self, report: StepReport) -> None:
-        self._loop.call_soon_threadsafe(self._deliver, report)
-
-    def _deliver(self, report: StepReport) -> None:
-        for event in (*report.events, *report.failed):
-            queue = self._queues.get(event.request_id)
-            if queue is not None:
-                queue.put_nowait(event)
-        self.pools.desk.blocks_freed()
+        return self.streams.cancel(request_id)
 
 
 class EnginePools:
@@ -179,4 +163,4 @@ async def engine_app(config: EngineConfig, api: RouterConfig) -> AsyncIterator[A
     try:
         yield app
     finally:
-        await asyncio.to_thread(dispatcher.thread.stop)
+        await dispatcher.streams.stop()

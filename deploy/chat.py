@@ -8,10 +8,11 @@ from __future__ import annotations
 import re
 import ssl
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 import httpx
 from rich.console import Console
@@ -21,6 +22,10 @@ from bench.sse import StreamError, parse_lines, text_of
 CONNECT_TIMEOUT_S = 5.0
 SILENCE_TIMEOUT_S = 120.0  # between two pieces of a stream; long prompts on a CPU take a while
 READY_PAUSE_S = 0.1
+HELP: Final = """/new   forget the conversation and start over
+/help  this list
+/quit  leave, as Ctrl-D does
+Ctrl-C stops an answer. Everything else is asked."""
 
 Message = dict[str, str]
 _NODE = re.compile(r'[{,]node="([^"]+)"')
@@ -38,12 +43,20 @@ class ChatSettings:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole answer, with its times in seconds."""
+    """A whole answer, with its times in seconds: until the first piece of its text and, of a model
+    that thinks, of its thought; None without one."""
 
     text: str
-    first_token_s: float
+    first_text_s: float | None
     total_s: float
     num_tokens: int | None
+    first_thought_s: float | None = None
+
+    @property
+    def first_token_s(self) -> float:
+        """Until something came, thought or text."""
+        came = [at for at in (self.first_thought_s, self.first_text_s) if at is not None]
+        return min(came, default=self.total_s)
 
 
 @dataclass(slots=True)
@@ -100,10 +113,8 @@ class ChatClient:
 
     def first_model(self) -> str:
         """The first model that the server lists."""
-        try:
+        with self._reaching():
             response = self._http.get("/v1/models")
-        except httpx.ConnectError as error:
-            raise _nobody(self.url) from error
         _raise_for_status(response)
         models = response.json().get("data") or []
         if not models:
@@ -131,33 +142,47 @@ class ChatClient:
             "seed": settings.seed,
         }
         body |= {name: value for name, value in optional.items() if value is not None}
-        try:
+        with self._reaching():
             return self._stream(body, show, think)
+
+    @contextmanager
+    def _reaching(self) -> Generator[None, None, None]:
+        """A server that is not there, or goes away, is a StreamError with a plain sentence."""
+        try:
+            yield
         except httpx.ConnectError as error:
-            raise _nobody(self.url) from error
+            text = f"no router at {self.url}; is `./run up` running?"
+            raise StreamError(text) from error
+        except httpx.ReadTimeout as error:
+            text = f"{self.url} has said nothing for {SILENCE_TIMEOUT_S:.0f} s: given up"
+            raise StreamError(text) from error
+        except (httpx.NetworkError, httpx.RemoteProtocolError) as error:
+            text = f"{self.url} stopped before its answer was complete"
+            raise StreamError(text) from error
 
     def _stream(
         self, body: dict[str, object], show: Callable[[str], None], think: Callable[[str], None]
     ) -> Answer:
         began = time.monotonic()
-        first: float | None = None
+        first_text: float | None = None
+        first_thought: float | None = None
         pieces: list[str] = []
         num_tokens: int | None = None
         with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
             _raise_for_status(response)
             for chunk in parse_lines(response.iter_lines()):
                 text, thought = text_of(chunk), thought_of(chunk)
-                if first is None and (text or thought):
-                    first = time.monotonic() - began
                 if thought:
+                    first_thought = first_thought or time.monotonic() - began
                     think(thought)
                 if text:
+                    first_text = first_text or time.monotonic() - began
                     pieces.append(text)
                     show(text)
                 if chunk.get("usage"):
                     num_tokens = int(chunk["usage"]["completion_tokens"])
         total = time.monotonic() - began
-        return Answer("".join(pieces), total if first is None else first, total, num_tokens)
+        return Answer("".join(pieces), first_text, total, num_tokens, first_thought)
 
     def close(self) -> None:
         self._http.close()
@@ -180,10 +205,6 @@ def thought_of(chunk: dict[str, Any]) -> str:
     return "".join(each.get("reasoning") or each.get("reasoning_content") or "" for each in deltas)
 
 
-def _nobody(url: str) -> StreamError:
-    return StreamError(f"no router at {url}; is `./run up` running?")
-
-
 def _raise_for_status(response: httpx.Response) -> None:
     """Raises StreamError with the server's own message for a 4xx or 5xx."""
     if response.is_success:
@@ -198,7 +219,9 @@ def _raise_for_status(response: httpx.Response) -> None:
 
 def describe(answer: Answer) -> str:
     """One line about the speed of an answer."""
-    parts = [f"first token {answer.first_token_s * 1000:.0f} ms"]
+    thought, text = answer.first_thought_s, answer.first_text_s
+    named = [("thought", thought), ("token" if thought is None else "text", text)]
+    parts = [f"first {name} {at * 1000:.0f} ms" for name, at in named if at is not None]
     if answer.num_tokens and answer.num_tokens > 1 and answer.total_s > answer.first_token_s:
         rate = (answer.num_tokens - 1) / (answer.total_s - answer.first_token_s)
         parts.append(f"{answer.num_tokens} tokens, {rate:.0f} per second")
@@ -235,9 +258,9 @@ def ask_and_show(
 
 
 def chat(client: ChatClient, settings: ChatSettings, console: Console) -> None:
-    """Questions and answers until Ctrl-D or Ctrl-C; `/new` forgets the conversation."""
+    """Questions and answers until Ctrl-D or Ctrl-C; what begins with / is a command (HELP)."""
     model = settings.model or client.first_model()
-    console.print(f"{model} at {client.url}; /new starts over, Ctrl-D ends.", style="dim")
+    console.print(f"{model} at {client.url}; /help lists commands, Ctrl-D ends.", style="dim")
     settings = ChatSettings(model, settings.max_tokens, settings.temperature, settings.seed)
     conversation = Conversation()
     while True:
@@ -246,8 +269,13 @@ def chat(client: ChatClient, settings: ChatSettings, console: Console) -> None:
         except (EOFError, KeyboardInterrupt):
             console.print()
             return
+        if question == "/quit":
+            return
         if question == "/new":
             conversation = Conversation()
+        elif question.startswith("/") and question[1:].isalpha():
+            unknown = "" if question == "/help" else f"{question} is no command:\n"
+            console.print(unknown + HELP, style="dim", markup=False, highlight=False)
         elif question:
             _turn(client, settings, console, conversation, question)
 

@@ -27,10 +27,14 @@ from rich.console import Console
 from baton.config import add_options, load
 from baton.engine.config import EngineConfig
 from baton.errors import BatonError, ConfigError
+from baton.node.config import NodeConfig
 from baton.tls import TlsFiles
+from baton.vllm_flags import add_idle
 from bench.sse import StreamError
+from deploy.flags import add_flags, given_flags
 from deploy.hub import local_model
 from deploy.plan import DEMO_MODEL, UpOptions
+from deploy.preflight import check_machine, check_options
 from deploy.trust import add_trust, client_tls, trust_of
 from router.config import API_OPTIONS, RouterConfig
 
@@ -38,6 +42,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_GRPC = "127.0.0.1:50051"
 DEMO_NAME = "baton-demo"
 DEMO_POOL = "256MB"
+LANES = ("kv_lanes", "kv_shm_dir", "kv_adopt")  # what says which lane two nodes take
 POOL_SIZES = {"kv_cache_memory", "num_kv_blocks"}
 PROCESSES = {
     "router": "router",
@@ -83,8 +88,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_up(parser: argparse.ArgumentParser) -> None:
-    add_options(parser, UpOptions)
-    add_options(parser, EngineConfig)  # go to every node as they are
+    parser.add_argument(
+        "model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help="as --model"
+    )
+    add_flags(parser, UpOptions)
+    add_idle(parser)
     parser.set_defaults(handler=run_up)
 
 
@@ -138,6 +146,8 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
                        ("ca", "certificate of the CA that signed all nodes'")):  # fmt: skip
         default = os.environ.get(f"BATON_NODE_TLS_{part.upper()}")
         parser.add_argument(f"--node-tls-{part}", default=default, help=f"PEM {text}")
+    group = parser.add_argument_group("of the nodes that the probes stand for")
+    add_options(group, NodeConfig, LANES)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(handler=run_doctor)
 
@@ -157,60 +167,36 @@ def installed_version() -> str:
 
 
 def up_settings(arguments: argparse.Namespace) -> tuple[UpOptions, dict[str, object]]:
-    """The launcher's options, and the engine flags that were given. Raises ConfigError."""
+    """The launcher's options, and the other flags that were given. Raises ConfigError."""
+    flags = given_flags(arguments, UpOptions)
     options = load(UpOptions, arguments, os.environ)
-    names = EngineConfig.__dataclass_fields__.keys()
-    engine = {name: value for name, value in vars(arguments).items() if name in names}
-    if "model" not in engine:
-        engine["model"] = os.environ.get("BATON_MODEL") or str(DEMO_MODEL)
-    if engine["model"] == str(DEMO_MODEL):
+    if "model" not in flags:
+        flags["model"] = os.environ.get("BATON_MODEL") or str(DEMO_MODEL)
+    if flags["model"] == str(DEMO_MODEL):
         if not (DEMO_MODEL / "config.json").exists():
             raise ConfigError(
                 f"the demo model is missing ({DEMO_MODEL}); give --model", field="model"
             )
         if "BATON_SERVED_MODEL_NAME" not in os.environ:
-            engine.setdefault("served_model_name", DEMO_NAME)
-        if not POOL_SIZES & engine.keys():
+            flags.setdefault("served_model_name", DEMO_NAME)
+        if not POOL_SIZES & flags.keys():
             # A quarter of a gigabyte holds 40 thousand of its tokens and is ready at once.
-            engine["kv_cache_memory"] = DEMO_POOL
+            flags["kv_cache_memory"] = DEMO_POOL
     else:
-        given = str(engine["model"])
-        engine["model"] = str(local_model(given))
+        given = str(flags["model"])
+        flags["model"] = str(local_model(given))
         if "/" in given and not Path(given).expanduser().is_dir():
-            engine.setdefault("served_model_name", given)  # a hub id, not the cache's folder
-    # What is bad stops here, before anything starts.
-    load(EngineConfig, engine, os.environ)
-    check_front_door(options)
-    return options, engine
-
-
-def check_front_door(options: UpOptions) -> None:
-    """Raise ConfigError for what the router would refuse, before anything starts."""
-    router = RouterConfig(
-        host=options.host,
-        api_key=(options.api_key,) if options.api_key else (),
-        api_keys=options.api_keys,
-        admin_port=options.admin_port,
-        admin_key=(options.admin_key,) if options.admin_key else (),
-        admin_keys=options.admin_keys,
-        tls_cert=options.tls_cert,
-        tls_key=options.tls_key,
-        tls_ca=options.tls_ca,
-        insecure=options.insecure,
-        enable_auto_tool_choice=options.enable_auto_tool_choice,
-        tool_call_parser=options.tool_call_parser,
-    )
-    router.check()
-    router.admin_ring()  # reads the files of both
-    if router.tls is not None:
-        router.tls.server_context()
+            flags.setdefault("served_model_name", given)  # a hub id, not the cache's folder
+    check_options(options, flags)
+    return options, flags
 
 
 def run_up(arguments: argparse.Namespace) -> int:
     from deploy.up import up
 
-    options, engine = up_settings(arguments)
-    return up(options, engine, os.environ, Console())
+    options, flags = up_settings(arguments)
+    check_machine(options, flags)
+    return up(options, flags, os.environ, Console())
 
 
 def run_chat(arguments: argparse.Namespace) -> int:
@@ -233,6 +219,10 @@ def run_batch(arguments: argparse.Namespace) -> int:
     """0 when every request was answered well, else 1."""
     from deploy.batch import BatchPlan, batch
 
+    with arguments.source.open("rb"):  # whether it can be read, before an engine is loaded
+        pass
+    if not arguments.target.absolute().parent.is_dir():
+        raise ConfigError(f"there is no folder {arguments.target.parent}", field="target")
     # A model of the environment alone (BATON_MODEL, set for other commands) does not decide it.
     engine = None
     if "model" in arguments:
@@ -259,7 +249,11 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
     files = (arguments.node_tls_cert, arguments.node_tls_key, arguments.node_tls_ca)
     access = NodeAccess(os.environ.get("BATON_SECRET", ""), TlsFiles.of(*files, "node_tls"))
-    found = doctor(arguments.source, arguments.target, access, arguments.redis_url)
+    # What is not said is as `baton up` has it.
+    told = {"BATON_KV_LANES": UpOptions().kv_lanes, **os.environ}
+    given = {name: value for name, value in vars(arguments).items() if name in LANES}
+    flags = load(NodeConfig, given, told)
+    found = doctor(arguments.source, arguments.target, access, arguments.redis_url, flags)
     if arguments.json:
         print(json.dumps(found.as_json(), indent=2))
     else:
@@ -296,6 +290,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except (BatonError, StreamError, httpx.HTTPError) as error:
         print(f"baton: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:  # a file that is not there, a folder that cannot be written
+        place = f"{error.filename}: " if error.filename else ""
+        print(f"baton: {place}{error.strerror or error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -29,6 +29,7 @@ from baton.errors import BatonError, ConfigError, NodeLost
 from baton.events import HandleReady, RequestFailed, TokenEvent
 from baton.handles import KVHandle, NodeRecord, Role
 from baton.messages import AbortRequest, ReleaseExport, RouterMessage, SubmitDecode, SubmitPrefill
+from baton.node.config import NodeConfig
 from baton.request import Request
 from baton.sampling import SamplingParams
 from baton.timing import Timing
@@ -97,21 +98,22 @@ class Diagnosis:
 
 
 async def diagnose(
-    source: str | None, target: str | None, access: NodeAccess, redis: str
+    source: str | None, target: str | None, access: NodeAccess, redis: str, flags: NodeConfig
 ) -> Diagnosis:
     """Between the nodes at `source` and `target`, or between two local probes when both are None.
 
-    Raises ConfigError for one address alone or nodes that cannot hand over; NodeLost.
+    `flags`: those of the nodes that the probes stand for. Raises ConfigError for one address alone
+    or nodes that cannot hand over; NodeLost.
     """
     if (source is None) != (target is None):
         raise ConfigError("--from and --to come together")
     async with Link.spawn() as d:
-        facts = await d.ask("facts")
+        facts = await d.ask("facts", kv_lanes=flags.kv_lanes, kv_adopt=flags.kv_adopt)
         machine = await machine_facts(redis, facts)
         if source is None or target is None:
             async with Link.spawn() as p:
                 ways = [way for way in facts["ways"] if "tls" not in way]  # certificates are yours
-                lanes = await probe_local(p, d, ways, facts["preferred"])
+                lanes = await probe_local(p, d, ways, facts["preferred"], flags.kv_shm_dir)
             return Diagnosis(("a local probe", "another"), lanes, machine)
     lanes = await probe_nodes(source, target, access)
     return Diagnosis((source, target), lanes, machine)
@@ -128,10 +130,10 @@ def choose(found: Sequence[LaneReport], preferred: Sequence[str]) -> tuple[LaneR
 
 
 async def probe_local(
-    p: Link, d: Link, ways: Sequence[str], preferred: Sequence[str]
+    p: Link, d: Link, ways: Sequence[str], preferred: Sequence[str], shm_dir: str
 ) -> tuple[LaneReport, ...]:
     for link in (p, d):
-        made = await link.ask("pool", **PROBE)
+        made = await link.ask("pool", **PROBE, directory=shm_dir)
     offered = await p.ask("open", ways=list(ways), tls=None)
     opened = await d.ask("open", ways=offered["ways"], tls=None)
     missing: dict[str, str] = offered["missing"] | opened["missing"]
@@ -324,9 +326,11 @@ async def _hand_over_s(p: ProbedNode, d: ProbedNode, lane: str, tokens: int) -> 
 # ---- showing -------------------------------------------------------------------------------------
 
 
-def doctor(source: str | None, target: str | None, access: NodeAccess, redis: str) -> Diagnosis:
+def doctor(
+    source: str | None, target: str | None, access: NodeAccess, redis: str, flags: NodeConfig
+) -> Diagnosis:
     """`diagnose`, to its end."""
-    return asyncio.run(diagnose(source, target, access, redis))
+    return asyncio.run(diagnose(source, target, access, redis, flags))
 
 
 def show(found: Diagnosis, console: Console) -> None:

@@ -30,6 +30,7 @@ from baton.socket_folder import SocketFolder
 from deploy.plan import (
     DEFAULT_GRPC_PORT,
     DEFAULT_PORT,
+    NO_TLS,
     ClusterPlan,
     UpOptions,
     node_command,
@@ -40,15 +41,11 @@ from deploy.process import Child, Exited, ProcessSpec, Ready
 from deploy.redis_server import find_redis_binary, redis_spec, socket_url
 
 START_TIMEOUT_S = 1800.0  # a large model from a slow disk, or a download from the hub
-ROUTER_STOP_S = 10.0
-NODE_STOP_S = 8.0
 REDIS_STOP_S = 5.0
 MAX_RESTARTS = 5
 RESTART_WINDOW_S = 60.0
 LAST_LINES = 25
 SOCKET_PREFIX = "baton-up-"
-# Nodes listen on loopback; what the environment says of TLS is the front door's.
-NO_TLS = {f"BATON_TLS_{name}": "" for name in ("CERT", "KEY", "CA")}
 CANNOT_BIND = "cannot bind"  # the router's words for a port that is taken
 
 
@@ -100,19 +97,19 @@ class Cluster:
     def __init__(
         self,
         options: UpOptions,
-        engine: Mapping[str, object],
+        flags: Mapping[str, object],
         cores: Sequence[int],
         run_dir: Path,
         tell: Callable[[Report], None],
     ) -> None:
-        """`engine`: the engine flags that were given, `model` among them."""
+        """`flags`: those given besides the launcher's own, `model` among them."""
         self.options = options
         self.run_dir = run_dir
         self.members: dict[str, Member] = {}
         self.redis_url = options.redis_url
         self.plan: ClusterPlan = plan_cluster(options, cores, *router_ports(options))
         self.stopping = False
-        self._engine = engine
+        self._flags = flags
         self._tell = tell
         self._events: SimpleQueue[Ready | Exited | Stop | Failed] = SimpleQueue()
         self._socket_folder: SocketFolder | None = None
@@ -170,13 +167,15 @@ class Cluster:
             # Passive: a team that spins at its barriers starves whoever shares its cores, above all
             # the router (docs/log.md: a colocated node of two threads answered 12 times faster).
             threads = {"OMP_NUM_THREADS": str(len(node.cores)), "OMP_WAIT_POLICY": "PASSIVE"}
-            self._launch(node.name, command, {**variables, **threads, **NO_TLS}, NODE_STOP_S)
+            self._launch(
+                node.name, command, {**variables, **threads, **NO_TLS}, self.options.node_stop_s
+            )
         if self.redis_url is None:
             self._wait_all_ready(deadline)
         if self.options.port is None and self.plan.router_port == 0:
             text = f"port {DEFAULT_PORT} is taken: using a free one"
             self._tell(Report("router", text, trouble=True))
-        self._launch("router", self._command("router"), variables, ROUTER_STOP_S)
+        self._launch("router", self._command("router"), variables, self.options.router_stop_s)
         self._wait_all_ready(deadline)
 
     def _start_redis(self, deadline: float) -> None:
@@ -201,8 +200,8 @@ class Cluster:
 
     def _command(self, name: str) -> list[str]:
         if name == "router":
-            return router_command(self.plan, self.options, self._engine, self.redis_url)
-        return node_command(self.plan.node(name), self.options, self._engine, self.redis_url)
+            return router_command(self.plan, self.options, self._flags, self.redis_url)
+        return node_command(self.plan.node(name), self.options, self._flags, self.redis_url)
 
     def _launch(
         self, name: str, command: Sequence[str], variables: Mapping[str, str], stop_s: float

@@ -10,11 +10,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Final
 
 from baton.config import option
 from baton.errors import ConfigError
 from baton.redis_keys import check_redis_url
-from router.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
+from deploy.flags import to_nodes, to_router
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 NVIDIA_DRIVER = Path("/proc/driver/nvidia")
@@ -27,13 +28,20 @@ DECODE_STEP_TOKENS = 128
 # What a prefill node on a CPU computes in one step: a larger one is no faster there, and of prompts
 # that come together each would have its token 1 only at the end of the step that computes them all.
 PREFILL_STEP_TOKENS = 512
+ROUTER_STOP_S = 10.0
+NODE_STOP_S = 8.0
+STOP_MARGIN_S = 3.0
+LOOPBACK = "127.0.0.1"
+# Nodes listen on loopback; what the environment says of TLS is the front door's.
+NO_TLS = {f"BATON_TLS_{name}": "" for name in ("CERT", "KEY", "CA")}
 DEFAULT_PORT = 8000
 DEFAULT_GRPC_PORT = 50051
 
 
 @dataclass(frozen=True, slots=True)
 class UpOptions:
-    """`baton up`, besides the engine's own flags, which go to the nodes as they are."""
+    """`baton up`, besides the flags of router, nodes and engine that go to them as they are
+    (flags.py): what it decides itself, or needs to know."""
 
     prefill: int = option(1, "number of prefill nodes")
     decode: int = option(1, "number of decode nodes")
@@ -48,7 +56,9 @@ class UpOptions:
     port: int | None = option(None, "HTTP port (default: 8000 when free, else any free one)")
     grpc_port: int | None = option(None, "gRPC port (default: 50051 when free, else any free one)")
     admin_port: int | None = option(None, "port of the router's admin server (default: none)")
-    admin_key: str | None = option(None, "key of operators, for the admin server and `status`")
+    admin_key: tuple[str, ...] = option(
+        (), "key of operators, for the admin server and `status` (repeatable)"
+    )
     admin_keys: str | None = option(None, "file of operators' keys, in the form of --api-keys")
     workers: int = option(1, "router processes that share the ports, and requests through Redis")
     redis_url: str | None = option(None, "use this Redis instead of starting one")
@@ -58,23 +68,12 @@ class UpOptions:
     )
     cores: str | None = option(None, "cores to use, such as 0,1 or 0-3; all when absent")
     insecure: bool = option(False, "allow a non-loopback --host without TLS")
-    tls_cert: str | None = option(None, "PEM certificate chain of the HTTP, gRPC and admin ports")
-    tls_key: str | None = option(None, "PEM key of --tls-cert")
+    tls_cert: str | None = option(
+        None, "PEM certificate chain of the HTTP, gRPC and admin ports", also=("--ssl-certfile",)
+    )
+    tls_key: str | None = option(None, "PEM key of --tls-cert", also=("--ssl-keyfile",))
     tls_ca: str | None = option(
         None, "PEM certificates of the CAs of clients; with it clients must present a certificate"
-    )
-    enable_auto_tool_choice: bool = option(
-        False, "let the model decide to call tools (needs --tool-call-parser)"
-    )
-    tool_call_parser: str | None = option(
-        None,
-        "how the model writes its tool calls (docs/parsers.md); auto: by its chat template",
-        choices=TOOL_PARSERS,
-    )
-    reasoning_parser: str | None = option(
-        None,
-        "how the model marks its reasoning (docs/parsers.md); auto: by its chat template",
-        choices=REASONING_PARSERS,
     )
     node_wait_s: float = option(
         30.0,
@@ -88,7 +87,13 @@ class UpOptions:
     run_dir: Path | None = option(
         None, "folder of logs and data; one in ~/.cache/baton when absent"
     )
-    api_key: str | None = option(None, "key that clients must present")
+    drain_s: float | None = option(
+        None,
+        "after SIGTERM: serve, or wait for requests, for so long, seconds (default: router 0,"
+        " nodes 5)",
+    )
+    shutdown_s: float = option(2.0, "then: router waits for running requests for so long, seconds")
+    api_key: tuple[str, ...] = option((), "key that clients must present (repeatable)")
     api_keys: str | None = option(
         None, "file (TOML, or JSON by its name) of keys with tenant, weight and limits of each"
     )
@@ -117,6 +122,26 @@ class UpOptions:
     @property
     def num_prefill(self) -> int:
         return 0 if self.colocated else self.prefill
+
+    @property
+    def keys(self) -> dict[str, tuple[str, ...]]:
+        """What travels in the environment, where `ps` does not show it."""
+        return {"api_key": self.api_key, "admin_key": self.admin_key}
+
+    @property
+    def own_key(self) -> str | None:
+        """For the launcher's own question."""
+        return self.api_key[0] if self.api_key else None
+
+    @property
+    def router_stop_s(self) -> float:
+        """How long the router may take to stop."""
+        return max(ROUTER_STOP_S, (self.drain_s or 0.0) + self.shutdown_s + STOP_MARGIN_S)
+
+    @property
+    def node_stop_s(self) -> float:
+        """How long a node may take to stop."""
+        return max(NODE_STOP_S, (self.drain_s or 0.0) + STOP_MARGIN_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +214,10 @@ def plan_cluster(
     return ClusterPlan(nodes, router_cores, router_port, grpc_port)
 
 
+FOR_ROUTER: Final = to_router(UpOptions)
+FOR_NODES: Final = to_nodes(UpOptions)
+
+
 def to_flags(values: Mapping[str, object]) -> list[str]:
     """Option values as command line flags; None is left out."""
     flags: list[str] = []
@@ -204,68 +233,74 @@ def to_flags(values: Mapping[str, object]) -> list[str]:
     return flags
 
 
-def computes_on_cpu(engine: Mapping[str, object], driver: Path = NVIDIA_DRIVER) -> bool:
+def computes_on_cpu(flags: Mapping[str, object], driver: Path = NVIDIA_DRIVER) -> bool:
     """As far as can be told without torch: asked for, or there is nothing else."""
-    device = engine.get("device") or "auto"
+    device = flags.get("device") or "auto"
     return device == "cpu" or (device == "auto" and not driver.exists())
 
 
-def node_command(
-    node: NodePlan, options: UpOptions, engine: Mapping[str, object], redis_url: str | None
-) -> list[str]:
-    """`engine`: the engine flags that the user gave, `model` among them."""
-    values = dict(engine)
-    if node.role == "prefill" and options.prefill_block_size is not None:
+def node_options(role: str, options: UpOptions, flags: Mapping[str, object]) -> dict[str, object]:
+    """What all nodes of a role are told. `flags`: those given besides the launcher's own."""
+    values = {name: value for name, value in flags.items() if name in FOR_NODES}
+    if role == "prefill" and options.prefill_block_size is not None:
         values["block_size"] = options.prefill_block_size
     given = values.get("max_num_batched_tokens"), values.get("max_num_seqs")
     if given == (None, None) and options.num_prefill:
-        if node.role == "decode":
+        if role == "decode":
             values["max_num_batched_tokens"] = DECODE_STEP_TOKENS
-        elif computes_on_cpu(engine):
+        elif computes_on_cpu(flags):
             values["max_num_batched_tokens"] = PREFILL_STEP_TOKENS
     if options.num_prefill + options.decode > 1:  # one node alone hands nothing over
         values["kv_lanes"] = options.kv_lanes
-    values |= {
-        "host": "127.0.0.1",
+    own = {"host": LOOPBACK, "drain_s": options.drain_s, "log_level": options.log_level}
+    return values | {name: value for name, value in own.items() if value is not None}
+
+
+def node_command(
+    node: NodePlan, options: UpOptions, flags: Mapping[str, object], redis_url: str | None
+) -> list[str]:
+    values = node_options(node.role, options, flags) | {
         "port": node.port,
         "metrics_port": node.metrics_port,
         "node_id": node.name,
         "redis_url": redis_url,
         "cpu_cores": ",".join(str(core) for core in node.cores),
-        "log_level": options.log_level,
     }
     return [sys.executable, "-m", f"{node.role}_node", *to_flags(values)]
 
 
-def router_command(
-    plan: ClusterPlan, options: UpOptions, engine: Mapping[str, object], redis_url: str | None
-) -> list[str]:
-    """Without Redis the nodes are given by address."""
-    values: dict[str, object] = {
-        "model": engine["model"],
-        "served_model_name": engine.get("served_model_name"),
+def router_options(options: UpOptions, flags: Mapping[str, object]) -> dict[str, object]:
+    """What the router is told, whatever ports, cores and nodes it gets; keys in the environment."""
+    values = {name: value for name, value in flags.items() if name in FOR_ROUTER}
+    own: dict[str, object] = {
         "host": options.host,
-        "port": plan.router_port,
         "prefill_placement": options.prefill_placement,
-        "grpc_port": plan.grpc_port,
         "admin_port": options.admin_port,
         "admin_keys": options.admin_keys,
-        "workers": options.workers if options.workers > 1 else None,
-        "redis_url": redis_url,
-        "cpu_cores": ",".join(str(core) for core in plan.router_cores),
         "api_keys": options.api_keys,
         "tls_cert": options.tls_cert,
         "tls_key": options.tls_key,
         "tls_ca": options.tls_ca,
         "insecure": options.insecure or None,
-        "enable_auto_tool_choice": options.enable_auto_tool_choice or None,
-        "tool_call_parser": options.tool_call_parser,
-        "reasoning_parser": options.reasoning_parser,
         "node_wait_s": options.node_wait_s,
         # Whoever presses Ctrl-C at a terminal does not wait for a load balancer to notice.
-        "drain_s": 0,
-        "shutdown_s": 2,
+        "drain_s": options.drain_s or 0,
+        "shutdown_s": options.shutdown_s,
         "log_level": options.log_level,
+    }
+    return values | {name: value for name, value in own.items() if value is not None}
+
+
+def router_command(
+    plan: ClusterPlan, options: UpOptions, flags: Mapping[str, object], redis_url: str | None
+) -> list[str]:
+    """Without Redis the nodes are given by address."""
+    values = router_options(options, flags) | {
+        "port": plan.router_port,
+        "grpc_port": plan.grpc_port,
+        "workers": options.workers if options.workers > 1 else None,
+        "redis_url": redis_url,
+        "cpu_cores": ",".join(str(core) for core in plan.router_cores),
     }
     if redis_url is None:
         for role in ("prefill", "decode"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import shlex
 import signal
@@ -42,6 +43,7 @@ FIRST_QUESTION = "What is prefill?"
 PASTED_QUESTION = "What is PagedAttention?"
 FIRST_ANSWER = ChatSettings(max_tokens=120, temperature=0.0)
 LOG_WIDTH = 90
+LOG_PREFIX = re.compile(r"\S+ [A-Z]+ +\S+ \[[^]]*\] \S+: ")  # baton/log.py: when, who, where
 ONE_REQUEST_S = 1.0  # signals this close are one wish: a terminal and a supervisor may both send
 INTRODUCTION_STOP_S = 2.0
 
@@ -127,13 +129,14 @@ class StartingView:
             if member.ready_after is None and member.child is not None:
                 text = Text(f" {member.spec.name:<10} {now - member.began:5.1f} s  ")
                 last = member.child.last_lines(1)
-                text.append(last[0][:LOG_WIDTH] if last else "starting", style="dim")
+                said = LOG_PREFIX.sub("", last[0], count=1) if last else "starting"
+                text.append(said[:LOG_WIDTH], style="dim")
                 lines.append(Spinner("dots", text))
         return Group(*lines)
 
 
 def up(
-    options: UpOptions, engine: Mapping[str, object], environ: Mapping[str, str], console: Console
+    options: UpOptions, flags: Mapping[str, object], environ: Mapping[str, str], console: Console
 ) -> int:
     """Run a cluster until a signal. Returns the exit status. Raises ConfigError."""
     began = time.monotonic()
@@ -142,19 +145,18 @@ def up(
     variables = child_variables(options)
     if options.redis_url is not None:
         require_answer(options.redis_url)
-    run_dir = options.run_dir or default_run_dir(environ)
+    run_dir = made_run_dir(options, environ)
 
     def tell(report: Report) -> None:
         mark, style = ("!", "yellow") if report.trouble else ("+", "green")
         console.print(Text.assemble((f" {mark} ", style), f"{report.member:<10} {report.text}"))
 
-    cluster = Cluster(options, engine, cores, run_dir, tell)
-    run_dir.mkdir(parents=True, exist_ok=True)
+    cluster = Cluster(options, flags, cores, run_dir, tell)
     status = 0
     introduction = Introduction(cluster, console, began)
     with Interrupts(cluster.request_stop, cluster.kill) as interrupts:
         try:
-            announce_start(cluster, engine, console)
+            announce_start(cluster, flags, console)
             with Live(StartingView(cluster), console=console, transient=True):
                 cluster.start(variables)
             introduction.start()
@@ -187,29 +189,41 @@ def default_run_dir(environ: Mapping[str, str]) -> Path:
     return cache_folder("runs", environ) / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 
+def made_run_dir(options: UpOptions, environ: Mapping[str, str]) -> Path:
+    """Where logs and data go; it is there afterwards. Raises ConfigError."""
+    try:
+        folder = options.run_dir or default_run_dir(environ)
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        place = error.filename or options.run_dir or "the user's cache"
+        text = f"logs cannot be written to {place} ({error.strerror or error}); give --run-dir"
+        raise ConfigError(text, field="run_dir") from error
+    return folder
+
+
 def child_variables(options: UpOptions) -> dict[str, str]:
     """Secrets travel in the environment, where `ps` does not show them."""
     variables = {"BATON_SECRET": options.secret or secrets.token_hex(32)}
-    for name, key in (("api_key", options.api_key), ("admin_key", options.admin_key)):
-        if key is not None and "," in key:
+    for name, keys in options.keys.items():
+        if any("," in key for key in keys):
             flag = name.replace("_", "-")
             raise ConfigError(f"--{flag} must not contain a comma", field=name)
-        if key is not None:
-            variables[f"BATON_{name.upper()}"] = key
+        if keys:
+            variables[f"BATON_{name.upper()}"] = ",".join(keys)
     return variables
 
 
 def with_own_key(options: UpOptions) -> UpOptions:
     """With a key for the launcher's own question, where only a file of other keys is given."""
-    if options.api_keys is None or options.api_key is not None:
+    if options.api_keys is None or options.api_key:
         return options
-    return replace(options, api_key=secrets.token_urlsafe(32))
+    return replace(options, api_key=(secrets.token_urlsafe(32),))
 
 
-def announce_start(cluster: Cluster, engine: Mapping[str, object], console: Console) -> None:
+def announce_start(cluster: Cluster, flags: Mapping[str, object], console: Console) -> None:
     """What is about to start, on which cores, and where the logs are."""
     plan = cluster.plan
-    console.print(f"[bold]baton[/bold] serves {engine['model']}", highlight=False, soft_wrap=True)
+    console.print(f"[bold]baton[/bold] serves {flags['model']}", highlight=False, soft_wrap=True)
     for node in plan.nodes:
         cores = ",".join(str(core) for core in node.cores)
         console.print(f"   {node.name:<10} cores {cores}", style="dim", highlight=False)
@@ -259,7 +273,7 @@ def introduce(cluster: Cluster, console: Console, began: float) -> None:
         text = f"first token of the first answer {first_answer_s:.1f} s after the start"
         console.print(text, highlight=False)
     console.print("\nAsk it:\n", highlight=False)
-    command = curl_command(cluster.url, model, with_key=options.api_key is not None)
+    command = curl_command(cluster.url, model, with_key=bool(options.api_key))
     console.print(with_tls(command, options), soft_wrap=True, highlight=False, markup=False)
     console.print("\nor, in another terminal:\n", highlight=False)
     for command in next_commands(options, cluster.url, grpc):
@@ -282,8 +296,8 @@ def next_commands(options: UpOptions, url: str, grpc: str) -> list[list[str]]:
     trust = [] if options.tls_cert is None else ["--tls-ca", options.tls_cert]
     trust += [] if options.tls_ca is None else ["--tls-cert", YOUR_CERT, "--tls-key", YOUR_KEY]
     commands = [["chat", "--url", url, *trust]]
-    closed = options.api_key is not None or options.api_keys is not None
-    if not closed or options.admin_key is not None or options.admin_keys is not None:
+    closed = options.api_key or options.api_keys is not None
+    if not closed or options.admin_key or options.admin_keys is not None:
         commands.append(["status", "--grpc", grpc, *trust])
     return commands
 
@@ -297,10 +311,10 @@ def first_question(cluster: Cluster, console: Console, began: float) -> tuple[st
     options = cluster.options
     trust = None if options.tls_cert is None else trusting(options.tls_cert)
     for url in cluster.routers.values():
-        with ChatClient(url, options.api_key, trust) as client:
+        with ChatClient(url, options.own_key, trust) as client:
             client.wait_ready(READY_TIMEOUT_S)
             wait_for_nodes(client, cluster)
-    with ChatClient(cluster.url, options.api_key, trust) as client:
+    with ChatClient(cluster.url, options.own_key, trust) as client:
         model = client.first_model()
         return model, warm_up(client, console, began) if options.warm_up else None
 

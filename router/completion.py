@@ -21,11 +21,11 @@ from baton.errors import Cancelled, InternalError
 from baton.events import TokenEvent, TokenLogprob
 from baton.grammars import FIELD
 from baton.request import FinishReason, Request
+from baton.stops import StopMatcher
 from baton.tokenizer import Tokenizer
 from router.metrics import RequestMeter
 from router.parsers.message import MessageParser, MessageRules
 from router.parsers.parts import Part
-from router.stops import StopMatcher
 from router.structured.grammar_checks import BLAMED, blamed_on
 from router.terms import STANDARD, Terms
 from router.trace import RequestTrace

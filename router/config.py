@@ -27,7 +27,7 @@ API_OPTIONS: Final = frozenset({
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
     model: str = option(
-        "", "model directory: the router reads tokenizer and chat template only", short="-m"
+        "", "model directory: the router reads tokenizer and chat template only", also=("-m",)
     )
     served_model_name: str | None = option(None, "name in the API; default: what the nodes say")
     chat_template: str | None = option(
@@ -109,8 +109,10 @@ class RouterConfig:
     share_prefix_cache: bool = option(
         False, "let the tenants of different API keys hit each other's cached prompts"
     )
-    tls_cert: str | None = option(None, "PEM certificate chain of the HTTP, gRPC and admin ports")
-    tls_key: str | None = option(None, "PEM key of --tls-cert")
+    tls_cert: str | None = option(
+        None, "PEM certificate chain of the HTTP, gRPC and admin ports", also=("--ssl-certfile",)
+    )
+    tls_key: str | None = option(None, "PEM key of --tls-cert", also=("--ssl-keyfile",))
     tls_ca: str | None = option(
         None, "PEM certificates of the CAs of clients; with it clients must present a certificate"
     )

@@ -478,11 +478,7 @@ class Journey:
             )
         trace.outcome = outcome.value
         trace.finished_at = self._clock.monotonic()
-        logger.info(
-            "request %s: %s after %d tokens, prefill %s, decode %s, %d retries",
-            self._request.id, outcome.value, self._output.num_tokens,
-            trace.prefill_node, trace.decode_node, trace.retries,
-        )  # fmt: skip
+        logger.info("request %s: %s", self._request.id, trace.told(self._request, self.failure))
 
     def _is_an_end(self, outcome: RequestState) -> bool:
         """Is that how the request ended, for whoever asks for it again? Not if nothing of it was

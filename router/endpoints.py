@@ -7,12 +7,13 @@ from functools import cache
 
 import msgspec
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from router.generate_ids import GenerateApi
 from router.http_api import HttpApi
 from router.openapi.document import document
+from router.openapi.page import HEADERS, page
 from router.pooling.config import PoolingSettings
 from router.pooling.embeddings import EmbeddingsApi, PoolingParts
 from router.pooling.pool import PoolDispatcher
@@ -45,7 +46,12 @@ class Endpoints:
             ("/score", self._rerank.score),
             ("/inference/v1/generate", self._generate.generate),
         )
-        get = (("/load", self.load), ("/openapi.json", self.openapi))
+        get = (
+            ("/load", self.load),
+            ("/openapi.json", self.openapi),
+            ("/docs", self.docs),
+            ("/", self.root),
+        )
         return [Route(path, handler, methods=["POST"]) for path, handler in post] + [
             Route(path, handler, methods=["GET"]) for path, handler in get
         ]
@@ -58,11 +64,23 @@ class Endpoints:
     async def openapi(self, _: HttpRequest) -> Response:
         return Response(await asyncio.to_thread(_document), media_type="application/json")
 
+    async def docs(self, _: HttpRequest) -> Response:
+        return HTMLResponse(await asyncio.to_thread(_page), headers=HEADERS)
+
+    async def root(self, _: HttpRequest) -> Response:
+        """Whoever looks in with a browser reads what there is."""
+        return RedirectResponse("docs")  # relative: below a prefix, too
+
 
 @cache
 def _document() -> bytes:
     """The same for every router; made when somebody asks, for that takes a while."""
     return msgspec.json.encode(document())
+
+
+@cache
+def _page() -> str:
+    return page(document())
 
 
 def _json(content: object) -> Response:

@@ -39,6 +39,7 @@ from baton.health_port import Health, health_port
 from baton.redis_connections import ROUTER_CALL, check_redis
 from baton.task_metrics import watch_tasks
 from baton.tokenizer import Tokenizer
+from baton.vllm_flags import add_idle
 from router.aborts import Aborts
 from router.admin import create_admin_app
 from router.app import create_app
@@ -376,6 +377,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         prog="python -m router", description="The front door: HTTP and gRPC APIs, dispatch, policy."
     )
     options.add_options(parser, RouterConfig)
+    add_idle(parser)
     arguments = parser.parse_args(argv)
     try:
         config = options.load(RouterConfig, arguments, environ)

@@ -6,9 +6,14 @@ Times are seconds of the router's Clock (monotonic), None until it happened.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
+from baton.errors import BatonError
+from baton.request import Request
 from router.scores import NodeScore
 from router.terms import STANDARD, Terms
+
+SERVERS_FAULT: Final = 500  # HTTP statuses from here on
 
 
 @dataclass(slots=True)
@@ -57,9 +62,38 @@ class RequestTrace:
             return None
         return max(0.0, self.handover_at - self.first_token_at)
 
+    def told(self, request: Request, failure: BatonError | None) -> str:
+        """What it came to and where the time went, for the log: why was it slow.
+
+        A stage that the request did not survive is told with the time until its end. The hand-over
+        is a part of the decode stage: from token 1 to the decode node's first event.
+        """
+        why = "" if failure is None else f"; {failure.code}"
+        if failure is not None and failure.http_status >= SERVERS_FAULT:
+            why += f": {failure.message}"  # of a client's fault it may quote what the client sent
+        end = self.finished_at or request.arrival
+        prefill_node = self.decode_node if self.local_prefill else self.prefill_node
+        stages = [f"queue {_ms(request.arrival, self.dispatched_at or end)}"]
+        if self.dispatched_at is not None:
+            took = _ms(self.dispatched_at, self.first_token_at or end)
+            stages.append(f"prefill {took} on {prefill_node}")
+        if self.handover_s is not None:
+            stages.append(f"hand-over {round(self.handover_s * 1000)} ms")
+        if self.first_token_at is not None:
+            stages.append(f"decode {_ms(self.first_token_at, end)} on {self.decode_node}")
+        return (
+            f"{self.outcome} in {_ms(request.arrival, end)}: {', '.join(stages)};"
+            f" {len(request.prompt_ids)} prompt tokens ({self.cached_tokens} cached),"
+            f" {self.output_tokens} output tokens, {self.retries} retries{why}"
+        )
+
     def tpot_s(self, samples: int) -> float | None:
         """Mean seconds per token after the first; None without a second one."""
         tokens = self.output_tokens / samples - 1
         if self.first_token_at is None or self.finished_at is None or tokens <= 0:
             return None
         return (self.finished_at - self.first_token_at) / tokens
+
+
+def _ms(start: float, end: float) -> str:
+    return f"{max(0, round((end - start) * 1000))} ms"

@@ -23,6 +23,7 @@ import httpx
 import torch
 
 from baton.llm import LLM
+from baton.request import FinishReason
 from baton.sampling import GuidedDecoding, SamplingParams
 from router.app import create_app
 from tests.cluster import Plan, cluster
@@ -69,7 +70,7 @@ def _generate(
     ]
     outputs = llm.generate(["hello"] * len(seeds), params)
     for output in outputs:
-        assert output.finish_reason.value == "stop", output.finish_reason
+        assert output.finish_reason is FinishReason.STOP, output.finish_reason
         check(output.text or "")
     return len(outputs), sum(len(output.token_ids) for output in outputs)
 

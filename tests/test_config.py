@@ -25,7 +25,7 @@ class Example:
     share: float = option(0.5, "50 % of it")
     fast: bool = option(True, "go fast")
     level: Literal["info", "debug"] = option(
-        "info", "how much", choices=("info", "debug"), short="-l"
+        "info", "how much", choices=("info", "debug"), also=("-l",), spellings={"all": "debug"}
     )
     limit: int | None = option(None, "none = unlimited")
     nodes: tuple[str, ...] = option((), "repeatable")

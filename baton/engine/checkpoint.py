@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 import xxhash
 
-from baton.errors import ModelRefused
+from baton.engine.config import EngineConfig
+from baton.errors import ConfigError, ModelRefused
 
 # Everything a server may need; weights as safetensors only, so that no .bin is ever downloaded.
 HUB_FILES: Final = ("*.safetensors", "*.json", "*.jinja")
 HUB_SKIPPED: Final = ("original/*", "onnx/*", "consolidated*")
+ROUNDED: Final = ("none", "int8", "w8a8", "int4")  # what is done to weights when they are loaded
 _UNBOUND_KEYS: Final = ("_name_or_path", "transformers_version")  # differ between equal checkpoints
 _MAX_HEADER_BYTES: Final = 100 << 20  # safetensors' own limit
 _READ_BYTES: Final = 8 << 20
@@ -76,6 +79,45 @@ def open_checkpoint(model: str) -> Checkpoint:
         )
     generation = _read_json(path / "generation_config.json") or {}
     return Checkpoint(path, config, generation, weight_files)
+
+
+def as_stored(config: EngineConfig) -> EngineConfig:
+    """Without the name of the checkpoint's own quantization, which needs no saying.
+
+    Raises ConfigError if it is stored otherwise.
+    """
+    if config.quantization in ROUNDED:
+        return config
+    stored = open_checkpoint(config.model).config.get("quantization_config") or {}
+    method = str(stored.get("quant_method") or "not quantized")
+    if method != config.quantization:
+        text = f"--quantization {config.quantization}: {config.model} is {method}"
+        raise ConfigError(text, field="quantization")
+    return replace(config, quantization="none")
+
+
+def parse_modules(entries: Sequence[str]) -> dict[str, Path]:
+    """Directories by adapter name, out of NAME=PATH entries. Raises ConfigError naming the bad
+    one."""
+    found: dict[str, Path] = {}
+    for entry in entries:
+        name, separator, path = entry.partition("=")
+        if not separator or not name or not path:
+            raise ConfigError(f"lora_modules: {entry!r} is not NAME=PATH", field="lora_modules")
+        if name in found:
+            raise ConfigError(f"lora_modules: {name!r} is given twice", field="lora_modules")
+        found[name] = Path(path).expanduser()
+    return found
+
+
+def adapter_files(name: str, path: Path) -> tuple[Path, Path]:
+    """Config and weights of the adapter in directory `path`. Raises ModelRefused for a missing
+    one."""
+    files = path / "adapter_config.json", path / "adapter_model.safetensors"
+    for file in files:
+        if not file.is_file():
+            raise ModelRefused(f"adapter {name}: there is no {file}", field="lora_modules")
+    return files
 
 
 def digest(checkpoint: Checkpoint) -> str:

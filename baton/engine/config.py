@@ -21,7 +21,8 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 ModelImpl = Literal["auto", "lean", "transformers"]
 PreemptionMode = Literal["auto", "swap", "recompute"]
 SpeculativeMethod = Literal["none", "ngram", "draft"]
-Quantization = Literal["none", "int8", "w8a8", "int4"]
+# The last three: as the checkpoint is stored (checkpoint.py).
+Quantization = Literal["none", "int8", "w8a8", "int4", "compressed-tensors", "gptq", "awq"]
 HeadQuantization = Literal["auto", "none", "int8", "w8a8", "int4"]
 GuidedBackend = Literal["auto", "llguidance", "xgrammar"]
 KVCacheDtype = Literal["auto", "int8", "fp8"]
@@ -57,18 +58,30 @@ class EngineConfig:
     served_model_name: str | None = option(
         None, "name in the API (default: the directory's own name, or the hub id)"
     )
-    dtype: DtypeName = option("auto", "data type of weights and KV", choices=get_args(DtypeName))
+    dtype: DtypeName = option(
+        "auto",
+        "data type of weights and KV",
+        choices=get_args(DtypeName),
+        spellings={"half": "float16", "float": "float32"},
+    )
     device: DeviceName = option("auto", "where the model runs", choices=get_args(DeviceName))
     model_impl: ModelImpl = option(
-        "auto", "own decoder or transformers' modelling code", choices=get_args(ModelImpl)
+        "auto",
+        "own decoder or transformers' modelling code",
+        choices=get_args(ModelImpl),
+        spellings={"vllm": "auto"},
     )
     tensor_parallel_size: int = option(
-        1, "ranks that share every layer, a process each; on a CPU they share the node's cores"
+        1,
+        "ranks that share every layer, a process each; on a CPU they share the node's cores",
+        also=("-tp",),
     )
     quantization: Quantization = option(
         "none",
         "round the weights when loading (a quantized checkpoint says so itself)",
         choices=get_args(Quantization),
+        also=("-q",),
+        spellings={"awq_marlin": "awq", "gptq_marlin": "gptq"},
     )
     lm_head_quantization: HeadQuantization = option(
         "auto",
@@ -76,7 +89,10 @@ class EngineConfig:
         choices=get_args(HeadQuantization),
     )
     kv_cache_dtype: KVCacheDtype = option(
-        "auto", "how KV is stored: as computed, or rounded", choices=get_args(KVCacheDtype)
+        "auto",
+        "how KV is stored: as computed, or rounded",
+        choices=get_args(KVCacheDtype),
+        spellings={"fp8_e4m3": "fp8"},
     )
     deterministic: bool = option(
         False, "a row's result depends on no batch mate, chunk or prefix hit, bit for bit (slower)"
@@ -85,7 +101,9 @@ class EngineConfig:
         None, "longest prompt plus output, tokens (default: model's)"
     )
     block_size: int | None = option(None, "tokens per KV block (default: 32 on CPU, 16 on GPU)")
-    num_kv_blocks: int | None = option(None, "blocks in the KV pool (default: from memory)")
+    num_kv_blocks: int | None = option(
+        None, "blocks in the KV pool (default: from memory)", also=("--num-gpu-blocks-override",)
+    )
     kv_cache_memory: str | None = option(
         None, "size of the KV pool, as in 512MB or 4GiB (a draft model's KV included)"
     )
@@ -115,6 +133,7 @@ class EngineConfig:
         "auto",
         "what follows grammars where a request does not say (auto: llguidance, else xgrammar)",
         choices=get_args(GuidedBackend),
+        spellings={"guidance": "llguidance"},
     )
     memory_bandwidth: float | None = option(
         None, "read bandwidth of the device, GB/s, for MBU (default: measured at start)"

@@ -28,6 +28,7 @@ from baton.engine.announcements import Announcements
 from baton.engine.arrival import arrive, new_group
 from baton.engine.block_pool import BlockPool
 from baton.engine.block_tables import BlockTables
+from baton.engine.checkpoint import as_stored
 from baton.engine.config import DEFAULT_BLOCK_SIZE, EngineConfig
 from baton.engine.departure import Departure, Leaving, departure_of
 from baton.engine.failing import doomed
@@ -149,6 +150,7 @@ class Engine:
         from baton.engine.pooling import Pooler
         from baton.engine.runner import ModelRunner
 
+        config = as_stored(config)
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         model, draft = load_model(config), load_draft(config)

@@ -21,15 +21,16 @@ from torch import Tensor
 
 from baton.engine.attention.base import AttentionLayer
 from baton.engine.batch import Batch
-from baton.engine.checkpoint import Checkpoint, digest, open_checkpoint
+from baton.engine.checkpoint import Checkpoint, digest, open_checkpoint, parse_modules
 from baton.engine.config import EngineConfig
 from baton.engine.deterministic import FixedTiles, prove
 from baton.engine.interface import ModelInfo
-from baton.engine.lora import Adapter, parse_modules, read_adapter
+from baton.engine.lora import Adapter, read_adapter
 from baton.engine.models.base import CausalModel
 from baton.engine.models.config import DecoderConfig, NotLean
 from baton.engine.models.decoder import Decoder, tensor_names
 from baton.engine.models.rope import position_limit, rope_rule
+from baton.engine.quantization import SCHEMES
 from baton.engine.route import (
     DTYPES,
     choose_dtype,
@@ -178,7 +179,7 @@ def _build(
     if lean is not None:
         reader = TensorReader(checkpoint.weight_files, dtype, device)
         quantized = checkpoint.config.get("quantization_config")
-        scheme = None if config.quantization == "none" else config.quantization
+        scheme = next((each for each in SCHEMES if each == config.quantization), None)
         weights = open_weights(reader, quantized, scheme, device, head_scheme(config))
         try:
             _check_names(lean, weights.names)

@@ -25,8 +25,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton.engine.batch import Batch
+from baton.engine.checkpoint import adapter_files
 from baton.engine.tensors import TensorReader
-from baton.errors import ConfigError, ModelRefused
+from baton.errors import ModelRefused
 
 _TENSOR: Final = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 # Keys of adapter_config.json whose every value, or whose value below, leaves the plain rule as is.
@@ -127,26 +128,9 @@ def merge_parts(parts: Iterable[tuple[slice, LowRank]], num_outputs: int) -> Low
     return LowRank(down, up)
 
 
-def parse_modules(entries: Sequence[str]) -> dict[str, Path]:
-    """Directories by adapter name, out of NAME=PATH entries. Raises ConfigError naming the bad
-    one."""
-    found: dict[str, Path] = {}
-    for entry in entries:
-        name, separator, path = entry.partition("=")
-        if not separator or not name or not path:
-            raise ConfigError(f"lora_modules: {entry!r} is not NAME=PATH", field="lora_modules")
-        if name in found:
-            raise ConfigError(f"lora_modules: {name!r} is given twice", field="lora_modules")
-        found[name] = Path(path).expanduser()
-    return found
-
-
 def read_adapter(name: str, path: Path, dtype: torch.dtype, device: torch.device) -> Adapter:
     """The adapter in directory `path`. Raises ModelRefused if it cannot be served exactly."""
-    config_path, weights = path / "adapter_config.json", path / "adapter_model.safetensors"
-    for file in (config_path, weights):
-        if not file.is_file():
-            raise ModelRefused(f"adapter {name}: there is no {file}", field="lora_modules")
+    config_path, weights = adapter_files(name, path)
     try:
         config = json.loads(config_path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -27,6 +27,7 @@ from typing import Final, Protocol
 
 import torch
 
+from baton.engine.available_memory import CGROUP, PROC, available_memory, kilobytes
 from baton.engine.config import EngineConfig, parse_bytes
 from baton.engine.interface import SequenceChunk
 from baton.engine.kv_cache import KVArena, MakeMemory, bytes_per_block
@@ -91,7 +92,7 @@ class CudaMemory:
 class HostMemory:
     """This process in main memory, by the kernel's account. Linux; elsewhere peaks are unknown."""
 
-    def __init__(self, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> None:
+    def __init__(self, proc: Path = PROC, cgroup: Path = CGROUP) -> None:
         self._proc = proc
         self._cgroup = cgroup
 
@@ -104,13 +105,8 @@ class HostMemory:
         return max(0, self.total() - self.available())
 
     def available(self) -> int:
-        """Bytes that new memory can have: the machine's, or the container's if that is less.
-
-        Raises ConfigError if the kernel does not tell.
-        """
-        machine = available_memory(self._proc / "meminfo")
-        container = _container_memory(self._cgroup)
-        return machine if container is None else min(machine, container)
+        """See available_memory."""
+        return available_memory(self._proc, self._cgroup)
 
     def peak_of(self, run: Callable[[], object]) -> int | None:
         """See DeviceMemory.peak_of. Too low by what fits memory that the process already holds."""
@@ -323,44 +319,8 @@ def dummy_chunks(
 # ---- what the kernel says ----
 
 
-def available_memory(meminfo: Path) -> int:
-    """Bytes that the kernel says new programs can use.
-
-    Raises ConfigError if `meminfo` does not tell.
-    """
-    try:
-        return _kilobytes(meminfo, "MemAvailable")
-    except (OSError, StopIteration, ValueError) as error:
-        raise ConfigError(
-            f"cannot read the available memory from {meminfo}: set kv_cache_memory",
-            field="kv_cache_memory",
-        ) from error
-
-
-def _container_memory(cgroup: Path) -> int | None:
-    """Bytes that the control group still allows (page cache counts as free); None = no limit."""
-    names = ("memory.max", "memory.current", "inactive_file")
-    if (cgroup / "memory").is_dir():  # control groups of version 1
-        cgroup /= "memory"
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-    try:
-        limit, current = ((cgroup / name).read_text().strip() for name in names[:2])
-        if limit == "max":
-            return None
-        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-        return max(0, int(limit) - int(current) + int(stat.get(names[2], "0")))
-    except (OSError, ValueError):
-        return None  # nothing known to limit us
-
-
 def _status_bytes(proc: Path, name: str) -> int:
-    return _kilobytes(proc / "self" / "status", name)
-
-
-def _kilobytes(file: Path, name: str) -> int:
-    """Bytes of the line `name:  123 kB`."""
-    lines = file.read_text().splitlines()
-    return int(next(line.split()[1] for line in lines if line.startswith(f"{name}:"))) * 1024
+    return kilobytes(proc / "self" / "status", name)
 
 
 def _gb(num_bytes: int) -> str:

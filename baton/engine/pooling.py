@@ -15,7 +15,7 @@ Source: Qwen3-Embedding and Qwen3-Reranker (arXiv 2506.05176); prompts: baton/re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -134,12 +134,17 @@ class PoolingJob:
     def done(self) -> bool:
         return len(self._vectors) == len(self._prompts)
 
-    def run(self) -> Tensor:
-        """Step to the end: [prompts, H] float32. Raises Overloaded if requests hold all blocks."""
+    def run(self, told: Callable[[int], object] = lambda _: None) -> Tensor:
+        """Step to the end: [prompts, H] float32. `told`: how many prompts each step has ended.
+
+        Raises Overloaded if requests hold all blocks.
+        """
         try:
             while not self.done:
+                before = len(self._vectors)
                 if not self.step():
                     raise Overloaded("running requests hold the KV blocks that pooling needs")
+                told(len(self._vectors) - before)
         finally:
             self.close()
         return self.vectors()

@@ -22,6 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from baton.engine.load_progress import LoadProgress
 from baton.errors import ModelRefused
 
 _BUFFER_BYTES: Final = 1 << 20  # transformers reads with many threads, each with one
@@ -57,6 +58,7 @@ class LazyTensor:
     """
 
     stored: StoredTensor
+    progress: LoadProgress
 
     def __getitem__(self, index: EllipsisType) -> LazyTensor:
         """All of it: still unread."""
@@ -68,6 +70,7 @@ class LazyTensor:
         """Read it: the caller's own, cast and placed. Raises ModelRefused if its file ends."""
         whole = torch.empty(self.stored.shape, dtype=dtype or self.stored.dtype, device=device)
         _fill(whole.view(-1), self.stored)
+        self.progress.add(self.stored.num_bytes)
         return whole
 
 
@@ -82,6 +85,7 @@ class TensorReader:
         self._read: set[str] = set()
         for path in files:
             self._stored.update(_header(path))
+        self._progress = LoadProgress(sum(each.num_bytes for each in self._stored.values()))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -107,7 +111,7 @@ class TensorReader:
 
     def lazy(self) -> dict[str, LazyTensor]:
         """All tensors by name, none of them read."""
-        return {name: LazyTensor(stored) for name, stored in self._stored.items()}
+        return {name: LazyTensor(stored, self._progress) for name, stored in self._stored.items()}
 
     def read(self, *names: str) -> Tensor:
         """One tensor, or several stacked along their first dimension; owned by the caller.
@@ -136,6 +140,7 @@ class TensorReader:
         for part in parts:
             count = math.prod(part.shape)
             _fill(flat[at : at + count], part)
+            self._progress.add(part.num_bytes)
             at += count
         self._read.update(names)
         return whole

@@ -45,6 +45,7 @@ from baton.node.shell import NodeParts, NodeShell
 from baton.redis_connections import NODE_CALL, check_redis
 from baton.task_metrics import watch_tasks
 from baton.timing import Timing
+from baton.vllm_flags import add_idle
 from baton.wsgi_server import RunningServer
 from kv_transfer.base import Lane, OnReleased
 from kv_transfer.connector import Connector, TransferOptions
@@ -201,6 +202,7 @@ def main(program: NodeProgram, argv: Sequence[str], environ: Mapping[str, str]) 
     )
     options.add_options(parser, EngineConfig)
     options.add_options(parser, NodeConfig)
+    add_idle(parser)
     arguments = parser.parse_args(argv)
     try:
         config = options.load(NodeConfig, arguments, environ)

@@ -85,8 +85,8 @@ class ServerLoad(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One route. `reply` None: plain text; several: one of them. `anthropic`: its failures are told
-    in their words; `parameters`: beside the path's."""
+    """One route. `reply` None: text of the kind `media`; several: one of them. `anthropic`: its
+    failures are told in their words; `parameters`: beside the path's."""
 
     method: Literal["get", "post", "delete"]
     path: str
@@ -97,6 +97,7 @@ class Operation:
     example: Mapping[str, Any] | None = None
     anthropic: bool = False
     parameters: Sequence[Mapping[str, Any]] = ()
+    media: str = "text/plain"
     refusable: bool = False  # without a body or parameters
 
     @property
@@ -174,6 +175,7 @@ OPERATIONS: Final = (
     Operation("get", "/readyz", "As /ready", Status),
     Operation("get", "/metrics", "Prometheus metrics", None),
     Operation("get", "/openapi.json", "This document", Document),
+    Operation("get", "/docs", "This document as a page", None, media="text/html"),
 )  # fmt: skip
 
 _ANTHROPIC: Final = "anthropic-"
@@ -250,7 +252,7 @@ def _operation(operation: Operation) -> dict[str, Any]:
 
 def _reply(operation: Operation) -> dict[str, Any]:
     if operation.reply is None:
-        return {"description": "OK", "content": {"text/plain": {"schema": {"type": "string"}}}}
+        return {"description": "OK", "content": {operation.media: {"schema": {"type": "string"}}}}
     kinds = [_ref(kind) for kind in operation.replies]
     content = _json(kinds[0] if len(kinds) == 1 else {"anyOf": kinds})
     if operation.streams:

@@ -251,6 +251,22 @@ async def test_one_engine_in_this_process_answers_as_a_router_does(tmp_path: Pat
     assert chat["choices"][0]["finish_reason"] in ("length", "stop")
 
 
+@pytest.mark.parametrize("more", [{"best_of": 3}, {"n": 2, "stop": ["e", "a", "o", "t"]}])
+async def test_several_samples_of_one_engine_end_each_by_itself(
+    tmp_path: Path, more: dict[str, Any]
+) -> None:
+    body = {"prompt": "the heart", "max_tokens": 24, "seed": 3, "ignore_eos": True, **more}
+    async with engine_client(tmp_path) as client:
+        reply = await client.post(URL, json=body)
+        assert reply.status_code == 200, reply.text
+        choices = reply.json()["choices"]
+        assert len(choices) == body.get("n", 1)
+        alone = (await client.post(URL, json={**body, "n": 1})).json()["choices"]
+    assert choices[0]["text"] == alone[0]["text"]
+    if "stop" in more:
+        assert {choice["finish_reason"] for choice in choices} == {"stop"}
+
+
 async def test_one_engine_answers_on_every_endpoint(tmp_path: Path) -> None:
     """All that OpenAI's batches may ask, and the rest of /v1: tokens and vectors side by side."""
     asked: dict[str, tuple[str, dict[str, Any]]] = {
@@ -341,6 +357,8 @@ def test_an_engine_of_its_own_gets_the_options_of_the_api(
 
     monkeypatch.setattr("deploy.batch.batch", fake)
     monkeypatch.setenv("BATON_API_KEY", "k")
+    monkeypatch.chdir(tmp_path)
+    Path("in").touch()
     flags = ["batch", "in", "out", "--model", "m", "--num-kv-blocks", "7", "--reranker", "qwen3"]
     assert cli.main([*flags, "--timeout-s", "9"]) == 0
     ((engine, api),) = called

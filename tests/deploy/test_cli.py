@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import re
 import signal
@@ -11,12 +12,16 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from rich.console import Console
 
 from baton.client import Migrations, Node, ServerInfo
+from baton.config import load
 from baton.errors import ConfigError
+from baton.log import LineFormatter
 from deploy import cli, local, up
 from deploy.chat import Answer, Conversation, describe
 from deploy.plan import DEMO_MODEL, UpOptions
@@ -32,8 +37,9 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def model(tmp_path: Path) -> str:
-    """A folder with the files that a model has, all empty."""
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+    """A folder with the files that a model has, with nothing in them."""
+    (tmp_path / "config.json").write_text("{}")
+    for name in ("model.safetensors", "tokenizer.json"):
         (tmp_path / name).touch()
     return str(tmp_path)
 
@@ -171,21 +177,21 @@ def test_secrets_travel_in_the_environment() -> None:
     drawn = [up.child_variables(UpOptions())["BATON_SECRET"] for _ in range(2)]
     assert len(drawn[0]) == 64
     assert drawn[0] != drawn[1]
-    given = up.child_variables(UpOptions(secret="s", api_key="k", admin_key="o"))
-    assert given == {"BATON_SECRET": "s", "BATON_API_KEY": "k", "BATON_ADMIN_KEY": "o"}
+    given = up.child_variables(UpOptions(secret="s", api_key=("k", "l"), admin_key=("o",)))
+    assert given == {"BATON_SECRET": "s", "BATON_API_KEY": "k,l", "BATON_ADMIN_KEY": "o"}
     for name in ("api_key", "admin_key"):
         with pytest.raises(ConfigError, match="comma") as caught:
-            up.child_variables(UpOptions(**{name: "a,b"}))
+            up.child_variables(load(UpOptions, {name: ("a,b",)}))
         assert caught.value.field == name
 
 
 def test_status_is_offered_where_it_would_be_answered() -> None:
     offered = [options for options in (
-        UpOptions(), UpOptions(api_key="k"), UpOptions(api_keys="f"), UpOptions(admin_key="o"),
-        UpOptions(api_key="k", admin_keys="f"),
+        UpOptions(), UpOptions(api_key=("k",)), UpOptions(api_keys="f"),
+        UpOptions(admin_key=("o",)), UpOptions(api_key=("k",), admin_keys="f"),
     ) if up.next_commands(options, "http://h", "h:1")[1:]]  # fmt: skip
     assert offered == [
-        UpOptions(), UpOptions(admin_key="o"), UpOptions(api_key="k", admin_keys="f"),
+        UpOptions(), UpOptions(admin_key=("o",)), UpOptions(api_key=("k",), admin_keys="f"),
     ]  # fmt: skip
 
 
@@ -224,6 +230,13 @@ def test_a_failed_question_leaves_no_trace() -> None:
 def test_speed_of_an_answer() -> None:
     assert describe(Answer("x", 0.05, 1.05, 11)) == "first token 50 ms, 11 tokens, 10 per second"
     assert describe(Answer("x", 0.05, 0.05, 1)) == "first token 50 ms"
+    thoughtful = Answer("x", 2.0, 3.0, 61, first_thought_s=0.05)
+    assert thoughtful.first_token_s == 0.05
+    assert describe(thoughtful) == (
+        "first thought 50 ms, first text 2000 ms, 61 tokens, 20 per second"
+    )
+    assert describe(Answer("", None, 1.05, 11, 0.05)).startswith("first thought 50 ms, 11 tokens")
+    assert describe(Answer("", None, 1.0, 0)) == ""
 
 
 def test_the_status_table_shows_every_node() -> None:
@@ -317,3 +330,17 @@ def test_the_hint_is_a_command_of_this_shell(
     assert up.baton_command() == [str(python.with_name("baton"))]
     monkeypatch.chdir(tmp_path)
     assert up.baton_command() == [".venv/bin/baton"]
+
+
+def test_what_is_shown_while_processes_start_is_what_they_say() -> None:
+    """The log's own words in front of it would fill the line."""
+    said = "loading weights: 40 % of 16.1 GB, about 12 s more"
+    record = logging.LogRecord("baton.engine.load_progress", logging.INFO, "", 0, said, None, None)
+    line = LineFormatter("prefill-0").format(record)
+    child = SimpleNamespace(last_lines=lambda _: [line])
+    spec = SimpleNamespace(name="prefill-0")
+    member = SimpleNamespace(ready_after=None, child=child, began=0.0, spec=spec)
+    view = up.StartingView(cast("local.Cluster", SimpleNamespace(members={"prefill-0": member})))
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(view)
+    assert console.export_text().rstrip().endswith(f" s  {said}")

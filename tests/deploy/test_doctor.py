@@ -8,17 +8,20 @@ import json
 from contextlib import AsyncExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import cast
 
 import pytest
 from rich.console import Console
 
 from baton.clock import SystemClock
+from baton.config import load
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.errors import ConfigError, NodeLost
 from baton.node.config import NodeConfig
 from baton.node.lanes import AUTO, LaneSettings, PoolPlace, make_lanes, parse_lanes
 from baton.node.main import Node, NodeProgram, Surroundings
+from bench.transfer_peer import Peer
 from deploy import cli
 from deploy.doctor import (
     Diagnosis,
@@ -31,6 +34,7 @@ from deploy.doctor import (
     view,
 )
 from deploy.machine import MachineFacts, copy_rate, machine_facts, processor, redis_state
+from deploy.plan import UpOptions, node_options
 from tests.node.fakes import DECODE, PREFILL, TIMING
 from tests.tiny_models import make_tiny_model
 
@@ -138,15 +142,53 @@ async def test_redis_answers_or_not(redis_url: str) -> None:
 
 
 @pytest.mark.long
-async def test_two_probes_find_the_lanes_of_this_machine() -> None:
-    found = await diagnose(None, None, NodeAccess(), "")
+async def test_two_probes_find_the_lanes_of_this_machine(tmp_path: Path) -> None:
+    flags = NodeConfig(kv_lanes=AUTO, kv_shm_dir=str(tmp_path))
+    found = await diagnose(None, None, NodeAccess(), "", flags)
     by_name = {lane.lane: lane for lane in found.lanes}
     assert by_name["grpc"].available
     assert (by_name["stream"].gb_per_s or 0) > 0
     assert (by_name["stream"].latency_ms or 0) > 0
     assert found.healthy
     with pytest.raises(ConfigError, match="come together"):
-        await diagnose("127.0.0.1:1", None, NodeAccess(), "")
+        await diagnose("127.0.0.1:1", None, NodeAccess(), "", flags)
+    assert [lane.lane for lane in found.lanes if lane.chosen] == ["shm adopted"]
+
+
+async def test_probes_prefer_what_nodes_with_these_flags_would_take() -> None:
+    peer = Peer()
+    asked = (("auto", True), ("auto", False), ("grpc,shm", True), ("stream,grpc", True))
+    found = [(await peer.answer_facts(lanes, adopt))["preferred"] for lanes, adopt in asked]
+    assert found == [
+        ["shm adopted", "stream", "grpc"], ["shm", "stream", "grpc"],
+        ["grpc", "shm adopted"], ["stream", "grpc"],
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match="no KV lane 'fax'"):
+        await peer.answer_facts("fax")
+
+
+def test_the_commands_probes_have_the_flags_of_nodes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not said: as `baton up` would start them; the environment is theirs, too."""
+    asked: list[NodeConfig] = []
+
+    def doctor(*given: object) -> Diagnosis:
+        asked.append(cast("NodeConfig", given[-1]))
+        return Diagnosis(("p", "d"), LANES, FACTS)
+
+    monkeypatch.setattr("deploy.doctor.doctor", doctor)
+    monkeypatch.delenv("BATON_KV_LANES", raising=False)
+    assert cli.main(["doctor", "--json"]) == 0
+    options = UpOptions()
+    told = load(NodeConfig, node_options("decode", options, {}), {})
+    assert (asked[0].kv_lanes, asked[0].kv_adopt) == (told.kv_lanes, told.kv_adopt)
+    monkeypatch.setenv("BATON_KV_LANES", "grpc")
+    assert cli.main(["doctor", "--json", "--no-kv-adopt"]) == 0
+    assert (asked[1].kv_lanes, asked[1].kv_adopt) == ("grpc", False)
+    assert cli.main(["doctor", "--json", "--kv-lanes", "shm"]) == 0
+    assert asked[2].kv_lanes == "shm"
+    capsys.readouterr()
 
 
 async def test_running_nodes_are_probed_lane_by_lane(tmp_path: Path) -> None:
@@ -196,7 +238,7 @@ def test_the_command_prints_json(
     monkeypatch.setenv("BATON_SECRET", "s")
     assert cli.main(["doctor", "--from", "a:1", "--to", "b:2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["lanes"][1]["chosen"] is True
-    assert asked == [("a:1", "b:2", NodeAccess("s"), "")]
+    assert asked == [("a:1", "b:2", NodeAccess("s"), "", NodeConfig(kv_lanes="auto", secret="s"))]
     found = Diagnosis(("p", "d"), LANES[:1], FACTS)
     assert cli.main(["doctor"]) == 1
     assert "not available" in capsys.readouterr().out

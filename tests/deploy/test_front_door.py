@@ -131,12 +131,12 @@ def test_each_worker_has_metrics_of_its_own(tmp_path: Path) -> None:
 
 
 def test_the_launcher_has_a_key_of_its_own_beside_a_file() -> None:
-    assert up.with_own_key(UpOptions()).api_key is None
-    assert up.with_own_key(UpOptions(api_key="k", api_keys="f")).api_key == "k"
-    drawn = {up.with_own_key(UpOptions(api_keys="f")).api_key for _ in range(2)}
+    assert up.with_own_key(UpOptions()).own_key is None
+    assert up.with_own_key(UpOptions(api_key=("k",), api_keys="f")).own_key == "k"
+    drawn = {up.with_own_key(UpOptions(api_keys="f")).own_key for _ in range(2)}
     assert len(drawn) == 2
     assert all(key is not None and len(key) > 30 for key in drawn)
-    assert up.child_variables(UpOptions(api_key="k"))["BATON_API_KEY"] == "k"
+    assert up.child_variables(UpOptions(api_key=("k", "j")))["BATON_API_KEY"] == "k,j"
 
 
 def test_the_printed_curl_trusts_and_presents() -> None:
@@ -226,7 +226,7 @@ def test_the_doctors_files_are_complete_or_refused(
 ) -> None:
     asked: list[NodeAccess] = []
 
-    def doctor(source: str, target: str, access: NodeAccess, redis: str) -> None:
+    def doctor(source: str, target: str, access: NodeAccess, redis: str, *_: object) -> None:
         asked.append(access)
         raise Unavailable("enough")
 

@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-NOT_VOCABULARY = {"__init__", "llm"}
+NOT_VOCABULARY = {"__init__", "async_llm", "llm", "llm_inputs", "llm_outputs"}
 
 
 def contracts() -> list[dict[str, object]]:

@@ -189,26 +189,6 @@ def test_router_finds_nodes_by_redis_or_by_address() -> None:
     assert without["--model"] == ["/m"]
 
 
-def test_the_routers_own_flags_reach_it() -> None:
-    options = UpOptions(
-        enable_auto_tool_choice=True,
-        tool_call_parser="hermes",
-        reasoning_parser="qwen3",
-        admin_port=0,
-        admin_key="hidden",
-        admin_keys="operators.toml",
-    )
-    command = router_command(plan_for(options, [0, 1]), options, {"model": "/m"}, None)
-    text = " ".join(command)
-    assert "--admin-port 0" in text
-    assert "--admin-keys operators.toml" in text
-    assert "hidden" not in text, "it travels in the environment"
-    plain = router_command(plan_for(UpOptions(), [0, 1]), UpOptions(), {"model": "/m"}, None)
-    assert "--admin-port" not in plain
-    assert "--enable-auto-tool-choice" in command
-    assert "--tool-call-parser hermes --reasoning-parser qwen3" in text
-
-
 def test_flags() -> None:
     values = {"a_b": 1, "on": True, "off": False, "none": None, "many": ["x", "y"]}
     assert to_flags(values) == ["--a-b", "1", "--on", "--no-off", "--many", "x", "--many", "y"]

@@ -116,14 +116,16 @@ def ask(ready: dict[str, Any], api_key: str = "") -> str:
 
 
 @pytest.mark.redis
-@pytest.mark.parametrize("up", [["--decode", "2", "--api-key", "k", "--no-warm-up"]], indirect=True)
+@pytest.mark.parametrize(
+    "up", [["--decode", "2", "--api-key", "k", "--admin-key", "o", "--no-warm-up"]], indirect=True
+)
 def test_serves_survives_a_killed_node_and_stops_cleanly(up: Up) -> None:
     ready = json.loads(up.wait_line('"ready": true'))
     shown = "".join(up.shown)
     assert f"curl -N {ready['url']}/v1/chat/completions" in shown
     answer = ask(ready, "k")
     assert httpx.get(f"{ready['url']}/v1/models").status_code == httpx.codes.UNAUTHORIZED
-    with Client(ready["grpc"], "k") as client:
+    with Client(ready["grpc"], "o") as client:
         nodes = {node.node_id: node.role for node in client.server_info().nodes}
     assert nodes == {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode"}
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from baton.engine.available_memory import available_memory
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.kv_cache import bytes_per_block
@@ -18,7 +19,6 @@ from baton.engine.memory import (
     CPU_MEMORY_SHARE,
     Budget,
     HostMemory,
-    available_memory,
     device_budget,
     dummy_lengths,
     dummy_steps,
@@ -237,12 +237,12 @@ def test_a_kernel_that_does_not_tell_the_peak(tmp_path: Path) -> None:
 def test_available_memory(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:  9 kB\nMemAvailable:     2048 kB\n")
-    assert available_memory(meminfo) == 2 << 20
+    assert available_memory(tmp_path, tmp_path) == 2 << 20
     meminfo.write_text("MemTotal:  9 kB\n")
     with pytest.raises(ConfigError, match="set kv_cache_memory"):
-        available_memory(meminfo)
+        available_memory(tmp_path, tmp_path)
     with pytest.raises(ConfigError, match="set kv_cache_memory"):
-        available_memory(tmp_path / "none")
+        available_memory(tmp_path / "none", tmp_path)
 
 
 def test_a_container_may_have_less_than_the_machine(tmp_path: Path) -> None:

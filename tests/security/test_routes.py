@@ -51,7 +51,7 @@ def apps() -> dict[str, ASGIApp]:
 def spellings(path: str) -> list[str]:
     """Ways to say `path` that some proxy or router might take for another."""
     plain = path.replace("{name:path}", "tiny").replace("{", "").replace("}", "")
-    first, rest = plain[1:2], plain[2:]
+    first, rest = plain[1:2] or "/", plain[2:]
     return [
         plain, f"/{plain}", f"{plain}/", f"/.{plain}", f"/health/..{plain}", f"/health/;{plain}",
         f"/%{ord(first):02x}{rest}", plain.replace("/", "%2f"), plain.upper(), f"{plain}?x=/health",

@@ -1,0 +1,81 @@
+"""Which process of `baton up` gets which flag: every option of router, nodes and engine, no list.
+
+A flag of the router alone goes to the router, one of engine or nodes to every node, one of both to
+both; what the launcher has an option of its own for (UpOptions), it decides itself. What makes no
+sense for several processes on one machine is refused, with the sentence why. Flags that are added
+to a configuration are flags of `baton up` from then on (tests/deploy/test_flags.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Final
+
+from baton.config import add_options
+from baton.engine.config import EngineConfig
+from baton.errors import ConfigError
+from baton.node.config import NodeConfig
+from router.config import RouterConfig
+
+_OWN_NODES: Final = "`baton up` starts the nodes itself: --prefill N --decode M"
+_NO_TLS: Final = "nodes of `baton up` meet on this machine alone, without TLS"
+_NAMES: Final = "`baton up` names its nodes itself: prefill-0, decode-0, ..."
+_ONE_PORT: Final = "several nodes cannot share a port; each takes a free one, and `up` says which"
+
+
+def option_names(options: type) -> frozenset[str]:
+    """Fields of a configuration that are flags, or secrets of the environment."""
+    return frozenset(spec.name for spec in fields(options) if "help" in spec.metadata)
+
+
+ENGINE: Final = option_names(EngineConfig)
+NODE: Final = option_names(NodeConfig)
+ROUTER: Final = option_names(RouterConfig)
+_SINGLE_PORTS: Final = frozenset(name for name in NODE if name.endswith("port"))
+REFUSED: Final[Mapping[str, str]] = {
+    **dict.fromkeys(_SINGLE_PORTS - ROUTER, _ONE_PORT),
+    **dict.fromkeys(("prefill_node", "decode_node"), _OWN_NODES),
+    **dict.fromkeys(("node_tls_cert", "node_tls_key", "node_tls_ca"), _NO_TLS),
+    **dict.fromkeys(("kv_tls_cert", "kv_tls_key", "kv_tls_ca"), _NO_TLS),
+    "advertise_host": "nodes of `baton up` meet on this machine alone",
+    "cpu_cores": "`baton up` splits the cores among its processes: --cores",
+    "node_id": _NAMES,
+    "reuse_port": "routers of one `baton up` share its ports by --workers",
+}
+
+
+def to_router(own: type) -> frozenset[str]:
+    """Flags that the router gets as they were given. `own`: the launcher's options."""
+    return ROUTER - option_names(own) - REFUSED.keys()
+
+
+def to_nodes(own: type) -> frozenset[str]:
+    """Flags that every node gets as they were given; a port is one process's, so no node's."""
+    return ENGINE | (NODE - option_names(own) - REFUSED.keys() - _SINGLE_PORTS)
+
+
+def add_flags(parser: argparse.ArgumentParser, own: type) -> None:
+    """Every flag of `baton up`; `own`: the launcher's options."""
+    router, nodes = to_router(own) - ENGINE, to_nodes(own) - ENGINE
+    add_options(parser.add_argument_group("launcher"), own)
+    add_options(parser.add_argument_group("engine of every node"), EngineConfig)
+    add_options(parser.add_argument_group("router"), RouterConfig, router)
+    add_options(parser.add_argument_group("nodes"), NodeConfig, nodes - router)
+    for name in REFUSED:
+        flag = "--" + name.replace("_", "-")
+        silent = argparse.SUPPRESS
+        parser.add_argument(flag, dest=name, nargs="?", default=silent, help=silent)
+
+
+def given_flags(arguments: argparse.Namespace, own: type) -> dict[str, object]:
+    """What was given of the flags that are passed on. Raises ConfigError for what makes no sense
+    here."""
+    told = vars(arguments)
+    for name, reason in REFUSED.items():
+        if name in told:
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag} is no flag of `baton up`: {reason}", field=name)
+    passed = to_router(own) | to_nodes(own)
+    return {name: value for name, value in told.items() if name in passed}

@@ -1,0 +1,122 @@
+"""What `baton up` looks at before anything starts: options, paths, and whether memory can do.
+
+Each would stop the start later, too, in the log of whichever process meets it first.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from baton.chat_template import ChatTemplate
+from baton.config import load
+from baton.engine.available_memory import available_memory
+from baton.engine.checkpoint import (
+    Checkpoint,
+    adapter_files,
+    as_stored,
+    open_checkpoint,
+    parse_modules,
+)
+from baton.engine.config import EngineConfig, parse_bytes
+from baton.errors import ConfigError
+from baton.node.config import NodeConfig
+from deploy.plan import (
+    NO_TLS,
+    UpOptions,
+    computes_on_cpu,
+    node_options,
+    router_options,
+)
+from router.config import RouterConfig
+
+_DTYPE_BYTES: Final = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
+_ROUNDED_BYTES: Final = {"int8": 1.0, "w8a8": 1.0, "int4": 0.5}
+SHM: Final = "shm"
+
+
+def check_options(options: UpOptions, flags: Mapping[str, object]) -> None:
+    """Raise ConfigError for what router or nodes would refuse."""
+    front = router_options(options, flags) | options.keys
+    router = load(RouterConfig, front, os.environ)
+    replace(router, workers=1).check()  # several get the Redis that is started for them
+    router.admin_ring()  # reads the files of both
+    if router.tls is not None:
+        router.tls.server_context()
+    for role in ("prefill", "decode"):
+        told = node_options(role, options, flags)
+        load(NodeConfig, told, {**os.environ, **NO_TLS}).check()
+        load(EngineConfig, told, os.environ)
+
+
+def check_machine(options: UpOptions, flags: Mapping[str, object]) -> None:
+    """Raise ConfigError for a path that leads nowhere, and for more than memory can hold."""
+    told = node_options("decode", options, flags)
+    engine = load(EngineConfig, told, os.environ)
+    check_paths(load(NodeConfig, told, {**os.environ, **NO_TLS}), engine)
+    router = load(RouterConfig, router_options(options, flags), os.environ)
+    ChatTemplate.load(router.model, router.chat_template)
+    if computes_on_cpu({"device": engine.device}):
+        try:
+            available = available_memory()
+        except ConfigError:
+            return  # the kernel does not tell: the user's word is taken
+        check_memory(engine, options.num_prefill + options.decode, available)
+
+
+def check_paths(node: NodeConfig, engine: EngineConfig) -> None:
+    """Model, draft model, adapters, and the folders of the lanes. Raises ConfigError."""
+    as_stored(engine)
+    open_checkpoint(engine.model)
+    if engine.speculative_model is not None:
+        open_checkpoint(engine.speculative_model)
+    for name, path in parse_modules(engine.lora_modules).items():
+        adapter_files(name, path)
+    folders = {"kv_unix_dir": node.kv_unix_dir}
+    if SHM in node.kv_lanes.split(","):  # asked for by name: nothing is done without it
+        folders["kv_shm_dir"] = node.kv_shm_dir
+    for field, folder in folders.items():
+        if folder is not None and not Path(folder).is_dir():
+            flag = field.replace("_", "-")
+            raise ConfigError(f"--{flag} {folder} is no folder", field=field)
+
+
+def check_memory(engine: EngineConfig, nodes: int, available: int) -> None:
+    """Raise ConfigError where `nodes` nodes cannot have their weights and the KV that was asked
+    for in so many bytes, each having its own."""
+    weights = weight_bytes(open_checkpoint(engine.model), engine)
+    asked = engine.kv_cache_memory
+    kv = 0 if asked is None else parse_bytes(asked, field="kv_cache_memory")
+    if nodes * (weights + kv) <= available:
+        return
+    parts = f"{_gb(weights)} of weights" + (f" + {_gb(kv)} of KV" if kv else "")
+    ways = [
+        *(["fewer nodes"] if nodes > 1 else []),
+        *(["--quantization int8"] if engine.quantization == "none" else []),
+        *(["a smaller --kv-cache-memory"] if kv else []),
+    ]
+    advice = f"; try {', '.join(ways)}" if ways else ""
+    raise ConfigError(
+        f"{nodes} x ({parts}) = {_gb(nodes * (weights + kv))}, but only {_gb(available)} of memory"
+        f" are available{advice}",
+        field="kv_cache_memory" if nodes * weights <= available else "model",
+    )
+
+
+def weight_bytes(checkpoint: Checkpoint, engine: EngineConfig) -> int:
+    """At least so many bytes of weights in memory, by the files' sizes."""
+    stored = sum(path.stat().st_size for path in checkpoint.weight_files)
+    config: dict[str, Any] = checkpoint.text_config
+    name = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
+    before = _DTYPE_BYTES.get(name)
+    if before is None or checkpoint.config.get("quantization_config"):
+        return 0 if engine.quantization in _ROUNDED_BYTES else stored
+    after = before if engine.dtype == "auto" else _DTYPE_BYTES[engine.dtype]
+    return int(stored / before * _ROUNDED_BYTES.get(engine.quantization, after))
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB"

@@ -246,13 +246,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, help="keep checkpoints, and what peers made of them")
     parser.add_argument("--roofline", type=Path, help="folder for a picture (SVG) per model")
     given = parser.parse_args(arguments)
+    models = given.models.split(",")
+    if not any(row.model in models and given.rows in row.name for row in ROWS):
+        known = ", ".join(sorted({row.model for row in ROWS}))
+        parser.error(f"no row is called so: the models are {known}; --rows takes a part of a name")
     prepare(given)
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack:
         folder = given.folder
         if folder is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-bench-")))
-        for model in given.models.split(","):
+        for model in models:
             asked = [row for row in ROWS if row.model == model and given.rows in row.name]
             if asked:
                 path = write_checkpoint(model, folder)

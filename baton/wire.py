@@ -74,6 +74,7 @@ _PLAIN_PARAMS: Final = (
 )  # fmt: skip
 _SCALAR_PARAMS: Final = (
     *_PLAIN_PARAMS, "best_of", "early_stopping", "stop_token_ids", "allowed_token_ids",
+    "logprob_token_ids",
 )  # fmt: skip
 _scalars: Final = attrgetter(*_SCALAR_PARAMS)  # one call for all of them
 
@@ -106,6 +107,7 @@ def sampling_from_wire(message: node_pb2.SamplingParams) -> SamplingParams:
         early_stopping=cast("Literal['false', 'true', 'never']", early),
         stop_token_ids=tuple(message.stop_token_ids),
         allowed_token_ids=tuple(message.allowed_token_ids),
+        logprob_token_ids=tuple(message.logprob_token_ids),
         logit_bias=tuple(sorted(message.logit_bias.items())),
         bad_words=tuple(tuple(word.ids) for word in message.bad_words),
         logprobs=message.logprobs if message.HasField("logprobs") else None,

@@ -50,6 +50,7 @@ def validate(request: Request, task: Task, bounds: Bounds) -> None:
     for name, ids in (
         ("logit_bias", [token for token, _ in request.params.logit_bias]),
         ("allowed_token_ids", request.params.allowed_token_ids),
+        ("logprob_token_ids", request.params.logprob_token_ids),
         ("bad_words", [token for word in request.params.bad_words for token in word]),
     ):
         if ids and not 0 <= min(ids) <= max(ids) < bounds.vocab_size:

@@ -46,10 +46,10 @@ class GrammarChecker:
         """Raise InvalidRequest, naming `field`, for what no node could follow; Overloaded while too
         many others are checked."""
         # A thought comes before the grammar, whatever the grammar is.
-        grammar = replace(guided, starts_after="")
+        grammar = replace(guided, starts_after="", thought_start="", most_thought=None)
         try:
             check_size(guided)
-            refusal = await self._found(grammar)
+            refusal = None if guided.kind == "free" else await self._found(grammar)
         except InvalidRequest as error:
             refusal = error
         if refusal is not None:

@@ -45,6 +45,7 @@ class ChatTemplate:
             self._template, read = _compile(self._environment, source)
         self.parameters = frozenset(read) - RESERVED_NAMES - self._special_tokens.keys()
         """The names that this template reads besides: all that a client may set."""
+        self.reads_documents = "documents" in read
 
     @classmethod
     def load(cls, model_dir: str | Path, file: str | Path | None = None) -> ChatTemplate:
@@ -72,7 +73,7 @@ class ChatTemplate:
         """Prompt text of a conversation; it holds BOS already if the template writes one.
 
         `continue_final_message` ends it within the last message, after its content. `kwargs` that
-        the template does not read change nothing. Raises InvalidRequest (field `messages`) if there
+        the template does not read change nothing; `documents` may be among them. Raises InvalidRequest (field `messages`) if there
         is no template, it refuses them or takes too much over them.
         """
         try:
@@ -104,14 +105,12 @@ class ChatTemplate:
             raise InvalidRequest(
                 "this model has no chat template; use /v1/completions", field="messages"
             )
-        clash = RESERVED_NAMES.intersection(kwargs)
-        if clash:
-            raise InvalidRequest(f"{min(clash)} cannot be set here", field="chat_template_kwargs")
+        read = self.parameters | {"documents"}
         values: dict[str, Any] = {
             **self._special_tokens,
             "tools": [dict(tool) for tool in tools] if tools else None,
             "documents": None,
-            **{name: value for name, value in kwargs.items() if name in self.parameters},
+            **{name: value for name, value in kwargs.items() if name in read},
         }
         plain = [dict(message) for message in messages]
         if continue_final_message:

@@ -28,12 +28,15 @@ def option(
     choices: Sequence[str] = (),
     short: str = "",
     secret: bool = False,
+    several: bool = False,
 ) -> Any:
     """A dataclass field that becomes the flag `--field-name`.
 
-    `secret`: environment or file only, never a flag.
+    `secret`: environment or file only, never a flag. `several`: of a tuple, that the flag takes
+    values one behind the other, too.
     """
-    metadata = {"help": help, "choices": tuple(choices), "short": short, "secret": secret}
+    metadata = {"help": help, "choices": tuple(choices), "short": short}
+    metadata |= {"secret": secret, "several": several}
     if default is MISSING:
         return field(metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -57,7 +60,8 @@ def add_options(
         if types_of[spec.name] is bool:
             parser.add_argument(*names, action=argparse.BooleanOptionalAction, **keywords)
         elif _is_sequence(types_of[spec.name]):
-            parser.add_argument(*names, action="append", **keywords)
+            one = {"action": "extend", "nargs": "+"} if meta["several"] else {"action": "append"}
+            parser.add_argument(*names, **one, **keywords)
         else:
             if meta["choices"]:
                 keywords["choices"] = meta["choices"]

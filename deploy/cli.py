@@ -163,7 +163,7 @@ def up_settings(arguments: argparse.Namespace) -> tuple[UpOptions, dict[str, obj
                 f"the demo model is missing ({DEMO_MODEL}); give --model", field="model"
             )
         if "BATON_SERVED_MODEL_NAME" not in os.environ:
-            engine.setdefault("served_model_name", DEMO_NAME)
+            engine.setdefault("served_model_name", (DEMO_NAME,))
         if not POOL_SIZES & engine.keys():
             # A quarter of a gigabyte holds 40 thousand of its tokens and is ready at once.
             engine["kv_cache_memory"] = DEMO_POOL
@@ -171,7 +171,7 @@ def up_settings(arguments: argparse.Namespace) -> tuple[UpOptions, dict[str, obj
         given = str(engine["model"])
         engine["model"] = str(local_model(given))
         if "/" in given and not Path(given).expanduser().is_dir():
-            engine.setdefault("served_model_name", given)  # a hub id, not the cache's folder
+            engine.setdefault("served_model_name", (given,))  # a hub id, not the cache's folder
     # What is bad stops here, before anything starts.
     load(EngineConfig, engine, os.environ)
     check_front_door(options)

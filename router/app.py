@@ -37,7 +37,8 @@ log = logging.getLogger(__name__)
 
 def create_app(services: RouterServices, limits: HttpLimits | None = None) -> ASGIApp:
     """The whole HTTP front door. Its threads end with the app's lifespan."""
-    prompts = PromptReader(services.tokenizer, services.chat_template)
+    trusts = services.config.trust_request_chat_template
+    prompts = PromptReader(services.tokenizer, services.chat_template, trusts)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncGenerator[None, None]:

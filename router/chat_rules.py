@@ -30,9 +30,9 @@ def conversation_of(
     if continues and body.add_generation_prompt:
         message = "continue_final_message and add_generation_prompt exclude each other"
         raise InvalidRequest(message, field="continue_final_message")
-    effort, salt = None, ""
+    effort, salt, documents = None, "", None
     if isinstance(body, ChatBody):
-        effort, salt = body.reasoning_effort, body.cache_salt or ""
+        effort, salt, documents = body.reasoning_effort, body.cache_salt or "", body.documents
     return Conversation(
         messages=messages_of(body.messages or []),
         tools=tools_of(body.tools),
@@ -42,7 +42,17 @@ def conversation_of(
         salt=terms.salt(salt),
         most_tokens=most_tokens,
         kwargs=template_kwargs(body.chat_template_kwargs, effort),
+        documents=documents or (),
+        template=body.chat_template,
     )
+
+
+def said_first(body: ChatBody, asked: Conversation, config: RouterConfig) -> tuple[str, str]:
+    """The role that answers, and what is told before its answer: with `echo` the message that it
+    goes on with, if that is its own."""
+    last = asked.messages[-1]
+    role = config.response_role if asked.add_generation_prompt else last["role"]
+    return role, last["content"] if body.echo and last["role"] == role else ""
 
 
 def tool_format(body: ChatBody, config: RouterConfig) -> ToolFormat | None:

@@ -16,10 +16,12 @@ from router.gate.keys import KeyRing
 from router.parsers.registry import REASONING_FORMATS, TOOL_FORMATS
 from router.resumable.kept import MAX_KEPT_MB
 
+MAX_LOGPROBS: Final = 20  # OpenAI's
 # The options that say what an answer is like, wherever it is computed.
 API_OPTIONS: Final = frozenset({
     "chat_template", "enable_auto_tool_choice", "generation_config", "matryoshka_dimensions",
-    "pooling_type", "reasoning_parser", "reranker", "tool_call_parser",
+    "max_logprobs", "pooling_type", "reasoning_parser", "reranker", "response_role",
+    "return_tokens_as_token_ids", "tool_call_parser", "trust_request_chat_template",
 })  # fmt: skip
 
 
@@ -28,9 +30,24 @@ class RouterConfig:
     model: str = option(
         "", "model directory: the router reads tokenizer and chat template only", short="-m"
     )
-    served_model_name: str | None = option(None, "name in the API; default: what the nodes say")
+    served_model_name: tuple[str, ...] = option(
+        (),
+        "names in the API (several: answers say the first; default: what the nodes say)",
+        several=True,
+    )
     chat_template: str | None = option(
         None, "file with a Jinja chat template, instead of the model's"
+    )
+    trust_request_chat_template: bool = option(
+        False, "render chats by the `chat_template` that a request brings"
+    )
+    response_role: str = option("assistant", "role that answers chats")
+    max_logprobs: int = option(
+        MAX_LOGPROBS,
+        "most log-probabilities that a request may ask for per token; -1 = the whole vocabulary",
+    )
+    return_tokens_as_token_ids: bool = option(
+        False, "name tokens `token_id:42` in log-probabilities, unless a request says"
     )
     enable_auto_tool_choice: bool = option(
         False, "let the model decide to call tools (needs --tool-call-parser)"
@@ -161,7 +178,7 @@ class RouterConfig:
             ("port", 0), ("grpc_port", 0), ("max_live_requests", 1), ("local_prefill_tokens", 0),
             ("drain_s", 0), ("shutdown_s", 0), ("admin_port", 0), ("max_queued_requests", 0),
             ("max_request_tokens", 1), ("workers", 1), ("max_resumable_mb", 1),
-            ("tokenizer_cache_mb", 0),
+            ("tokenizer_cache_mb", 0), ("max_logprobs", -1),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < lowest:
@@ -177,6 +194,8 @@ class RouterConfig:
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             message = "--enable-auto-tool-choice requires --tool-call-parser"
             raise ConfigError(message, field="tool_call_parser")
+        if not all(self.served_model_name):
+            raise ConfigError("a served model name must not be empty", field="served_model_name")
         if not all(key.strip() for key in self.api_key):
             raise ConfigError("an API key must not be empty", field="api_key")
         if self.redis_url is not None:

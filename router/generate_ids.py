@@ -30,7 +30,7 @@ from router.openai import (
     parse,
     struct_of,
 )
-from router.openai_logprobs import FLOOR, name_of
+from router.openai_logprobs import FLOOR, name_of, told_count
 from router.openai_replies import DONE, ReplyRules, finish_reason_of, sse_frame
 from router.reading import read_body
 from router.request_ids import engine_id, note_body_id, reply_id
@@ -216,7 +216,11 @@ class GenerateApi:
             id_,
             completion.request.adapter or completion.model,
             completion,
-            ReplyRules(self._services.tokenizer, asked.logprobs, asked.prompt_logprobs),
+            ReplyRules(
+                self._services.tokenizer,
+                told_count(completion.request.params),
+                completion.request.params.prompt_logprobs,
+            ),
             bool(told.include_usage),
             bool(told.include_usage and told.continuous_usage_stats),
             self._services.config.request_timeout_s,

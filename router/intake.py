@@ -14,7 +14,7 @@ from starlette.requests import Request as HttpRequest
 
 from baton.request import Request
 from router.allowed_tools import apply_allowed
-from router.chat_rules import conversation_of, message_rules, tool_format
+from router.chat_rules import conversation_of, message_rules, said_first, tool_format
 from router.completion import Completion, OutputRules
 from router.draws import DRAWS
 from router.openai import (
@@ -27,8 +27,14 @@ from router.openai import (
 )
 from router.openai_message import DrawId
 from router.parsers.message import MessageRules
-from router.prompt_options import bad_word_ids, truncated, useful_tokens
-from router.prompts import PromptReader, check_prompt_logprobs, check_room, room_for_output
+from router.prompt_options import bad_word_ids, logprobs_within, truncated, useful_tokens
+from router.prompts import (
+    PromptReader,
+    check_logprobs,
+    check_prompt_logprobs,
+    check_room,
+    room_for_output,
+)
 from router.reply_ids import call_ids
 from router.request_ids import engine_id
 from router.served import ServedModel, adapter_of, model_name, served_model
@@ -63,6 +69,8 @@ class ChatTurn:
     draw_id: DrawId
     fitted: bool = False
     short_ids: bool = False
+    role: str = "assistant"
+    lead: str = ""  # of the message that the answer goes on with
 
 
 def cut_prompt(
@@ -117,7 +125,9 @@ class Intake:
         one = Asked(engine_id(id_), ids, room, terms, message=message, guided=guided)
         short = calls is not None and calls.short_ids
         draw_id, parsed = call_ids(request, short), message is not None
-        return ChatTurn(self.completion(body, one, model), parsed, draw_id, fitted, short)
+        completion = self.completion(body, one, model)
+        first = said_first(body, asked, config)
+        return ChatTurn(completion, parsed, draw_id, fitted, short, *first)
 
     async def count(self, body: ChatBody, request: HttpRequest) -> int:
         """How many tokens a chat's prompt has. Raises like `chat`."""
@@ -134,7 +144,11 @@ class Intake:
             "seed": DRAWS.seed(),
             **self._services.sampling_defaults,
         }
+        field = "top_logprobs" if isinstance(body, ChatBody) else "logprobs"
+        most = self._services.config.max_logprobs
         params = sampling_params(body, defaults)
+        params = logprobs_within(params, most, model.vocab_size, field)
+        check_logprobs(params, not body.stream, field)
         words = bad_word_ids(body.bad_words, self._services.tokenizer)
         if words or asked.guided is not None:
             guided = None if asked.guided is None else asked.guided.guided

@@ -7,16 +7,22 @@ baton/tokenizer.py lets go of the GIL meanwhile.
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 from baton.chat_template import ChatTemplate
-from baton.errors import ContextLengthExceeded, InvalidRequest
+from baton.errors import (
+    ContextLengthExceeded,
+    InvalidRequest,
+    ModelRefused,
+    UnsupportedFeature,
+)
 from baton.grammars import FIELD
 from baton.reranking import rerank_prompts
-from baton.sampling import GuidedDecoding
+from baton.sampling import GuidedDecoding, SamplingParams
 from baton.template_limits import OverBudget
 from baton.tokenizer import Tokenizer
 from router.structured.grammar_checks import Asked, GrammarChecker
@@ -30,9 +36,12 @@ AT_ONCE_S: Final = 0.02
 MAX_CHARS_AT_ONCE: Final = (
     64 << 10
 )  # templates write much beside the messages: default tools, rules
+MAX_TEMPLATE_CHARS: Final = 128 << 10
+MAX_BROUGHT: Final = 16  # templates of clients that stay compiled
 DEFAULT_MAX_TOKENS: Final = 16  # /v1/completions, as OpenAI and vLLM
 # Told at once, in the message of one engine step: some 20 MB, of 64 that a message may have.
 MAX_PROMPT_LOGPROBS: Final = 1 << 20
+FEW_LOGPROBS: Final = 20  # of a token, however many tokens there are
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +55,8 @@ class Conversation:
     add_special_tokens: bool = False
     salt: str = ""  # of whoever may share what was encoded before
     most_tokens: int | None = None  # a text that is sure to have more is not encoded
+    documents: Sequence[Mapping[str, str]] = ()
+    template: str | None = None  # the client's own, instead of the server's
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
@@ -60,9 +71,14 @@ class ChatPrompt:
 class PromptReader:
     """Text and messages -> token ids. Owns its threads: `close` ends them, twice is safe."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate | None, trusts_clients: bool = False
+    ) -> None:
+        """`trusts_clients`: they may bring templates."""
         self._tokenizer = tokenizer
         self._template = template
+        self._trusts_clients = trusts_clients
+        self._brought: OrderedDict[str, ChatTemplate] = OrderedDict()
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="prompts")
         self._checker = GrammarChecker()
         self._slow_template = False  # it has taken its time over a short conversation
@@ -88,8 +104,13 @@ class PromptReader:
     async def chat(self, asked: Conversation) -> ChatPrompt:
         """Render a conversation. Templates write BOS themselves: callers add none."""
         template = self._template
+        if asked.template is not None:
+            template = await self._bring(asked.template)
         if template is None:
             raise InvalidRequest("this model has no chat template", field="messages")
+        if asked.documents and not template.reads_documents:
+            message = "documents: the chat template reads none; put them into the messages"
+            raise InvalidRequest(message, field="documents")
 
         def encoded(text: str) -> ChatPrompt:
             self._check_chars(text, asked.most_tokens, "messages")
@@ -112,9 +133,31 @@ class PromptReader:
             raise InvalidRequest("the messages render to nothing", field="messages")
         return prompt
 
+    async def _bring(self, source: str) -> ChatTemplate:
+        """A client's template, compiled. Raises InvalidRequest, UnsupportedFeature."""
+        field = "chat_template"
+        if not self._trusts_clients:
+            message = f"{field} is not taken by this server (--trust-request-chat-template)"
+            raise UnsupportedFeature(message, field=field)
+        if len(source) > MAX_TEMPLATE_CHARS:
+            message = f"{field}: at most {MAX_TEMPLATE_CHARS} characters"
+            raise InvalidRequest(message, field=field)
+        found = self._brought.get(source)
+        if found is None:
+            specials = self._tokenizer.special_tokens
+            try:
+                found = await self._off_loop(lambda: ChatTemplate(source, specials))
+            except ModelRefused as error:
+                raise InvalidRequest(f"{field}: {error.message}", field=field) from error
+            self._brought[source] = found
+        self._brought.move_to_end(source)
+        if len(self._brought) > MAX_BROUGHT:
+            self._brought.popitem(last=False)
+        return found
+
     def _render_at_once(self, template: ChatTemplate, asked: Conversation) -> str | None:
         """A short conversation by a quick template; None: on a thread, please."""
-        if self._slow_template or not _is_short(asked):
+        if self._slow_template or asked.template is not None or not _is_short(asked):
             return None
         try:
             return template.render_within(
@@ -176,6 +219,7 @@ def _others(asked: Conversation) -> dict[str, Any]:
     return {
         **asked.kwargs,
         "tools": asked.tools,
+        "documents": [dict(document) for document in asked.documents] or None,
         "continue_final_message": asked.continue_final_message,
     }
 
@@ -185,6 +229,7 @@ def _is_short(asked: Conversation) -> bool:
     contents = [message.get("content") for message in asked.messages]
     return (
         not asked.tools
+        and not asked.documents
         and len(contents) <= SHORT_MESSAGES
         and all(content is None or isinstance(content, str) for content in contents)
         and sum(len(content or "") for content in contents) <= SHORT_CHARS
@@ -209,6 +254,20 @@ def check_room(num_prompt_tokens: int, max_tokens: int, max_model_len: int, fiel
         raise ContextLengthExceeded(
             f"{field}: {num_prompt_tokens} prompt tokens and {max_tokens} output tokens exceed the"
             f" model's maximum context length of {max_model_len} tokens",
+            field=field,
+        )
+
+
+def check_logprobs(params: SamplingParams, at_once: bool, field: str) -> None:
+    """Raise InvalidRequest (`field`) if an answer, told `at_once` or token by token, has more
+    log-probabilities than one may hold. A few of each token always may."""
+    count = params.logprobs or 0
+    told = params.num_outputs * (count + 1) * (params.max_tokens if at_once else 1)
+    if count > FEW_LOGPROBS and told > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"{field}: {count} alternatives for each of up to {params.max_tokens} tokens are more"
+            f" than the {MAX_PROMPT_LOGPROBS} log-probabilities that one answer may hold: stream,"
+            " or lower max_tokens",
             field=field,
         )
 

@@ -6,11 +6,14 @@ the one it asks for.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Final, Protocol
 
 from baton.errors import ModelNotFound, Unavailable
 from router.openai_replies import Model
 from router.services import RouterServices
+
+MOST_NAMES: Final = 20  # told of those that there are
 
 
 class ServedModel(Protocol):
@@ -30,17 +33,30 @@ def served_model(services: RouterServices, asked: str | None) -> ServedModel:
     model: ServedModel | None = services.registry.model()
     if model is None:
         raise Unavailable("no node has registered yet")
-    known = asked is None or asked == model_name(services, model) or adapter_of(services, asked)
-    if not known and not services.registry.records():
+    names = model_names(services, model)
+    if asked is None or asked in names or adapter_of(services, asked):
+        return model
+    if not services.registry.records():
         raise Unavailable("no node is connected")  # nobody can say which adapters there are
-    if not known:
-        raise ModelNotFound(f"the model {(asked or '')[:200]!r} does not exist", field="model")
-    return model
+    raise unknown(asked, [*names, *adapters(services)])
+
+
+def unknown(asked: str, names: Sequence[str]) -> ModelNotFound:
+    """What to tell of a name that is none of `names`."""
+    there = ", ".join(names[:MOST_NAMES])
+    return ModelNotFound(
+        f"the model {asked[:200]!r} does not exist; there are: {there}", field="model"
+    )
+
+
+def model_names(services: RouterServices, model: ServedModel) -> tuple[str, ...]:
+    """What clients may call it; answers say the first."""
+    return services.config.served_model_name or (model.name,)
 
 
 def model_name(services: RouterServices, model: ServedModel) -> str:
     """As this router calls it."""
-    return services.config.served_model_name or model.name
+    return model_names(services, model)[0]
 
 
 def adapters(services: RouterServices) -> list[str]:
@@ -51,20 +67,20 @@ def adapters(services: RouterServices) -> list[str]:
 def adapter_of(services: RouterServices, asked: str | None) -> str:
     """The adapter that a client's `model` names, "" if it is the model itself (or unknown)."""
     model: ServedModel | None = services.registry.model()
-    if asked is None or model is None or asked == model_name(services, model):
+    if asked is None or model is None or asked in model_names(services, model):
         return ""
     return asked if asked in adapters(services) else ""
 
 
 def cards(services: RouterServices, created: int) -> list[Model]:
-    """What /v1/models lists: the model, then its adapters, whose parent it is."""
+    """What /v1/models lists: the model by each of its names, then its adapters."""
     model: ServedModel | None = services.registry.model()
     if model is None:
         return []
-    name = model_name(services, model)
-    own = Model(name, created, model.name, model.max_model_len)
-    return [own] + [
-        Model(adapter, created, adapter, model.max_model_len, parent=name)
+    names, most = model_names(services, model), model.max_model_len
+    own = [Model(name, created, model.name, most) for name in names]
+    return own + [
+        Model(adapter, created, adapter, most, parent=names[0])
         for adapter in adapters(services)
-        if adapter != name
+        if adapter not in names
     ]

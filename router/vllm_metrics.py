@@ -106,9 +106,9 @@ def watch(services: RouterServices) -> None:
     """Show the nodes under the name that clients use, as vLLM's boards select by it."""
 
     def nodes() -> list[NodeRecord]:
-        name = services.config.served_model_name
+        names = services.config.served_model_name
         records = services.registry.records()
-        return [replace(record, model=name) if name else record for record in records]
+        return [replace(record, model=names[0]) if names else record for record in records]
 
     def running_adapters() -> set[str]:
         return {request.adapter for request, _ in services.dispatcher.live() if request.adapter}

@@ -54,8 +54,10 @@ class EngineConfig:
     """How one engine runs a model. Raises ConfigError for values that no engine could use."""
 
     model: str = option(help="directory of the checkpoint, or its Hugging Face hub id")
-    served_model_name: str | None = option(
-        None, "name in the API (default: the directory's own name, or the hub id)"
+    served_model_name: tuple[str, ...] = option(
+        (),
+        "names in the API, the first is its own (default: the directory's name, or the hub id)",
+        several=True,
     )
     dtype: DtypeName = option("auto", "data type of weights and KV", choices=get_args(DtypeName))
     device: DeviceName = option("auto", "where the model runs", choices=get_args(DeviceName))
@@ -170,8 +172,9 @@ class EngineConfig:
     @property
     def model_name(self) -> str:
         """The name that the API shows; never where the model lies on this machine."""
-        if self.served_model_name:
-            return self.served_model_name
+        names = self.served_model_name
+        if names:
+            return names if isinstance(names, str) else names[0]  # one text, from Python
         path = Path(self.model).expanduser()
         return path.resolve().name if path.is_dir() else self.model
 

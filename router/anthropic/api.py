@@ -36,7 +36,8 @@ class AnthropicApi:
         ]
 
     async def create(self, request: HttpRequest) -> StreamReply | WholeReply:
-        chat = body.read(await read_body(request))
+        limits = self._services.config.reasoning_parser is not None
+        chat = body.read(await read_body(request), limits)
         note_body_id(request, chat.request_id)
         id_ = reply_id("msg_", request)
         with in_own_names(body.NAMES):

@@ -9,20 +9,21 @@ from __future__ import annotations
 from typing import Any, Final
 
 from baton.grammars import BACKENDS, MAX_CHOICES
-from baton.sampling import BOUNDS, MAX_ALLOWED_TOKEN_IDS
+from baton.sampling import BOUNDS, MAX_ALLOWED_TOKEN_IDS, MAX_LOGPROB_TOKEN_IDS
+from router.config import MAX_LOGPROBS
 from router.openai import MAX_PROMPTS, MAX_STOP_CHARS, MAX_STOPS, PRIORITY_LIMIT
 from router.openai_chat import (
     EFFORTS,
     MAX_MESSAGES,
     MAX_NAME_CHARS,
     MAX_TOOLS,
-    ROLES,
     TEXT_PARTS,
     TOOL_NAME,
 )
 from router.pooling.embeddings import MAX_INPUTS
 from router.pooling.rerank import MAX_INSTRUCTION_CHARS
 from router.prompt_options import MAX_BAD_WORDS
+from router.prompts import MAX_TEMPLATE_CHARS
 from router.request_ids import ID_PATTERN
 from router.responses.body import (
     INCLUDABLE,
@@ -147,6 +148,8 @@ SAMPLING: Final[dict[str, Schema]] = {
                    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}},
     "truncate_prompt_tokens": _TRUNCATION,
     "allowed_token_ids": {**_IDS, "maxItems": MAX_ALLOWED_TOKEN_IDS},
+    "logprob_token_ids": {"type": "array", "items": TOKEN, "maxItems": MAX_LOGPROB_TOKEN_IDS},
+    "thinking_token_budget": {"type": "integer", "minimum": -1, "maximum": 2**31 - 1},
     "bad_words": {"type": "array", "maxItems": MAX_BAD_WORDS,
                   "items": {"type": "string", "minLength": 1}},
     "early_stopping": {"enum": [True, False, "never"]},
@@ -227,6 +230,8 @@ PROPERTIES: Final[dict[str, dict[str, Schema]]] = {
                      "minItems": 1, "maxItems": MAX_MESSAGES},
         "tools": TOOLS,
         "reasoning_effort": _EFFORT,
+        "chat_template": {"type": ["string", "null"], "maxLength": MAX_TEMPLATE_CHARS,
+                          "description": "Only with --trust-request-chat-template"},
         "tool_choice": {"anyOf": [
             _CHOICE,
             _tagged("function", "function", function=_FUNCTION_NAME),
@@ -234,7 +239,7 @@ PROPERTIES: Final[dict[str, dict[str, Schema]]] = {
         ]},
     },
     "ChatMessage": {
-        "role": {"type": "string", "enum": list(ROLES)},
+        "role": _NAME,
         "content": {"anyOf": [_STRING, {"type": "array", "items": {"anyOf": [_STRING, *(
             _tagged(kind, holder, **{holder: _STRING}) for kind, holder in TEXT_PARTS.items()
         )]}}]},
@@ -307,16 +312,18 @@ REQUIRED: Final = {
     "CountBody": ["messages"],
     "MessagesBody": ["messages"],
 }
+_LOGPROBS: Final = (0, MAX_LOGPROBS)  # unless --max-logprobs says otherwise
+_BOUNDS: Final = {**BOUNDS, "logprobs": _LOGPROBS, "prompt_logprobs": _LOGPROBS}
 # Struct -> numbers of it that have bounds.
 BOUNDED: Final[dict[str, dict[str, tuple[float, float]]]] = {
-    "CompletionBody": BOUNDS,
+    "CompletionBody": _BOUNDS,
     "ChatBody": {
-        **BOUNDS,
+        **_BOUNDS,
         "max_completion_tokens": BOUNDS["max_tokens"],
-        "top_logprobs": BOUNDS["logprobs"],
+        "top_logprobs": _LOGPROBS,
     },
     "ResponsesBody": {
-        **BOUNDS,
+        **_BOUNDS,
         "max_output_tokens": BOUNDS["max_tokens"],
         "top_logprobs": (0, MAX_TOP_LOGPROBS),
     },

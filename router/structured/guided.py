@@ -71,9 +71,40 @@ def asked_of_chat(
     """The constraint of a chat: its `own` fields' (asked_of) and its tools'. A grammar waits for
     the end of the reasoning that the answer begins with."""
     asked = _asked_of_tools(body, parser, tokenizer, own) or own
-    if asked is None or message is None or message.reasoning is None or not message.opened:
+    thinks = message is not None and message.reasoning is not None
+    opened = message is not None and thinks and message.opened
+    if asked is not None and opened:
+        asked = replace(asked, guided=replace(asked.guided, starts_after=reasoning.CLOSE))
+    return limited(asked, body.thinking_token_budget, thinks, opened)
+
+
+def limited(asked: Asked | None, budget: int | None, thinks: bool, opened: bool) -> Asked | None:
+    """The constraint with a limit for the thought before it, if a client gives its tokens.
+
+    `thinks`: there is a --reasoning-parser; `opened`: the answer begins within a thought. Raises
+    InvalidRequest.
+    """
+    field = "thinking_token_budget"
+    if budget is None or budget == -1:
         return asked
-    return replace(asked, guided=replace(asked.guided, starts_after=reasoning.CLOSE))
+    if not 0 <= budget < 2**31:
+        raise InvalidRequest(f"{field}: -1 (no limit), or from 0 on", field=field)
+    if not thinks:
+        raise UnsupportedFeature(f"{field} needs a server with --reasoning-parser", field=field)
+    if asked is not None and not opened:
+        return asked  # its grammar holds from the first token on: there is no thought
+    asked = asked or Asked(GuidedDecoding("free", ""), field)
+    start = "" if opened else reasoning.OPEN
+    thought = {"starts_after": reasoning.CLOSE, "most_thought": budget, "thought_start": start}
+    return replace(asked, guided=replace(asked.guided, **thought))
+
+
+def limited_text(
+    asked: Asked | None, body: CompletionBody, prompt: str, parser: str | None
+) -> Asked | None:
+    """`limited` of a completion: its prompt may end within a thought."""
+    opened = prompt.rfind(reasoning.OPEN) > prompt.rfind(reasoning.CLOSE)
+    return limited(asked, body.thinking_token_budget, parser is not None, opened)
 
 
 def forces_calls(body: ChatBody) -> bool:
@@ -150,6 +181,8 @@ def _text(value: object, field: str) -> str:
 def _as_format(guided: GuidedDecoding) -> dict[str, Any]:
     """A constraint as a part of a structural tag."""
     match guided.kind:
+        case "free":
+            return {"type": "any_text"}
         case "json_object":
             return {"type": "json_schema", "json_schema": {"type": "object"}}
         case "json_schema":

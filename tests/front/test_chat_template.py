@@ -116,12 +116,6 @@ def test_no_template_is_a_clear_400() -> None:
         template.render(MESSAGES)
 
 
-def test_own_names_cannot_be_overridden() -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        ChatTemplate("x", {}).render(MESSAGES, documents=[1])
-    assert caught.value.field == "chat_template_kwargs"
-
-
 def test_output_is_bounded() -> None:
     source = "{% for i in range(2000) %}{{ messages[0].content }}{% endfor %}"
     with pytest.raises(InvalidRequest, match="too long"):

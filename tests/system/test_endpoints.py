@@ -132,7 +132,7 @@ async def test_cut_prompts_and_tokens_that_may_or_may_not_come(model: Path) -> N
 async def test_adapters_are_models_by_name(model: Path, tmp_path: Path) -> None:
     adapter = make_adapter(tmp_path / "adapter", linear_layers(model, ALL), seed=1)
     lora = {"lora_modules": (f"poet={adapter}",)}
-    plan = Plan(model, prefill=(lora,), decode=(lora,), router={"served_model_name": SERVED})
+    plan = Plan(model, prefill=(lora,), decode=(lora,), router={"served_model_name": (SERVED,)})
     plain = transformers_tokens(merged_model(model, None), [PROMPT])[0]
     merged = transformers_tokens(merged_model(model, adapter), [PROMPT])[0]
     assert plain != merged
@@ -240,7 +240,7 @@ _IDLE = ("num_requests_", "cache_usage_perc", "num_preemptions")  # may well be 
 
 
 async def test_every_expression_of_the_board_has_data(model: Path) -> None:
-    plan = Plan(model, router={"served_model_name": SERVED})
+    plan = Plan(model, router={"served_model_name": (SERVED,)})
     async with served(plan) as (_, client):
         for _ in range(2):
             await post(client, "/v1/completions", prompt=PROMPT * 4, max_tokens=5, **GREEDY)

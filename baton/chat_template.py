@@ -73,8 +73,9 @@ class ChatTemplate:
         """Prompt text of a conversation; it holds BOS already if the template writes one.
 
         `continue_final_message` ends it within the last message, after its content. `kwargs` that
-        the template does not read change nothing; `documents` may be among them. Raises InvalidRequest (field `messages`) if there
-        is no template, it refuses them or takes too much over them.
+        the template does not read change nothing; `documents` may be among them. Raises
+        InvalidRequest (field `messages`) if there is no template, it refuses them or takes too much
+        over them.
         """
         try:
             return self.render_within(

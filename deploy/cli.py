@@ -23,7 +23,8 @@ from pathlib import Path
 import httpx
 from rich.console import Console
 
-from baton.config import add_options, load
+from baton.config import add_config, add_options, load, parse
+from baton.config import given as given_options
 from baton.engine.config import EngineConfig
 from baton.errors import BatonError, ConfigError
 from baton.tls import TlsFiles
@@ -107,6 +108,7 @@ def _add_batch(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_status(parser: argparse.ArgumentParser) -> None:
+    add_config(parser)
     parser.add_argument(
         "--grpc", default=DEFAULT_GRPC, metavar="HOST:PORT", help="the router's gRPC"
     )
@@ -120,6 +122,7 @@ def _add_status(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    add_config(parser)
     given = "address of a running {} node (with --{}; default: two probe processes here)"
     parser.add_argument(
         "--from", dest="source", metavar="HOST:PORT", help=given.format("prefill", "to")
@@ -137,6 +140,7 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
+    add_config(parser)
     parser.add_argument("--url", default=DEFAULT_URL, help=f"server (default: {DEFAULT_URL})")
     parser.add_argument(
         "--api-key", default=os.environ.get("BATON_API_KEY"), help="the server's key"
@@ -153,8 +157,7 @@ def installed_version() -> str:
 def up_settings(arguments: argparse.Namespace) -> tuple[UpOptions, dict[str, object]]:
     """The launcher's options, and the engine flags that were given. Raises ConfigError."""
     options = load(UpOptions, arguments, os.environ)
-    names = EngineConfig.__dataclass_fields__.keys()
-    engine = {name: value for name, value in vars(arguments).items() if name in names}
+    engine = given_options(EngineConfig, arguments, os.environ)
     if "model" not in engine:
         engine["model"] = os.environ.get("BATON_MODEL") or str(DEMO_MODEL)
     if engine["model"] == str(DEMO_MODEL):
@@ -226,9 +229,11 @@ def run_batch(arguments: argparse.Namespace) -> int:
 
     # A model of the environment alone (BATON_MODEL, set for other commands) does not decide it.
     engine = None
-    if "model" in arguments:
-        given = {name: value for name, value in vars(arguments).items() if name in API_OPTIONS}
-        given |= {"model": arguments.model, "request_timeout_s": arguments.timeout_s}
+    model = given_options(EngineConfig, arguments).get("model")
+    if model is not None:
+        given = given_options(RouterConfig, arguments)
+        given = {name: value for name, value in given.items() if name in API_OPTIONS}
+        given |= {"model": model, "request_timeout_s": arguments.timeout_s}
         engine = load(EngineConfig, arguments, os.environ), load(RouterConfig, given)
         engine[1].check()
     if arguments.concurrency < 1:
@@ -279,8 +284,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     program = split_passed_on(given)
     if program is not None:
         os.execv(program[0], program)  # signals and status are the program's own
-    parsed = build_parser().parse_args(given)
     try:
+        parsed = parse(build_parser(), given)
         return parsed.handler(parsed)
     except ConfigError as error:
         print(f"baton: {error}", file=sys.stderr)

@@ -357,8 +357,8 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         prog="python -m router", description="The front door: HTTP and gRPC APIs, dispatch, policy."
     )
     options.add_options(parser, RouterConfig)
-    arguments = parser.parse_args(argv)
     try:
+        arguments = options.parse(parser, argv)
         config = options.load(RouterConfig, arguments, environ)
         logs.setup("router", config.log_level)
         FAILPOINTS.arm(environ)

@@ -19,7 +19,7 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
-from baton.config import add_options, load
+from baton.config import add_options, load, parse
 from baton.engine.ideal import Estimate, EstimateOptions, estimate
 from baton.engine.model_shape import ModelShape, model_shape
 from baton.errors import BatonError, ConfigError
@@ -138,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add_options(parser, EstimateOptions)
     try:
-        given = parser.parse_args(arguments)
+        given = parse(parser, sys.argv[1:] if arguments is None else arguments)
         options = load(EstimateOptions, given, os.environ)
         model = options.model.expanduser()
         draft = options.speculative_model

@@ -28,6 +28,7 @@ from router.parting import Parting
 from router.prompts import PromptReader
 from router.request_ids import known_id, note_request_id
 from router.resumable.http import ResumableApi
+from router.root_path import RootPath
 from router.services import RouterServices
 from router.vllm_metrics import watch
 from router.web_errors import on_baton_error, on_http_exception
@@ -74,7 +75,8 @@ def create_app(services: RouterServices, limits: HttpLimits | None = None) -> AS
             allow_headers=everything,
             expose_headers=everything,
         )
-    return app
+    prefix = services.config.root_path
+    return RootPath(app, prefix) if prefix else app
 
 
 def all_routes(services: RouterServices, prompts: PromptReader) -> list[Route]:

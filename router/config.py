@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Final, get_args
 
@@ -81,6 +82,10 @@ class RouterConfig:
     )
     host: str = option("127.0.0.1", "address to listen on (HTTP and gRPC)")
     port: int = option(8000, "HTTP port, 0 = any free one")
+    uds: str | None = option(None, "Unix socket to serve HTTP on, instead of --host and --port")
+    root_path: str = option(
+        "", "prefix of paths that a proxy in front leaves on, such as /llm; without it, too"
+    )
     grpc_port: int = option(50051, "gRPC port, 0 = any free one")
     admin_host: str = option("127.0.0.1", "address of the admin server")
     admin_port: int | None = option(
@@ -183,6 +188,7 @@ class RouterConfig:
             value = getattr(self, name)
             if value is not None and value < lowest:
                 raise ConfigError(f"{name} must be at least {lowest}", field=name)
+        self._check_place()
         if self.own_port is not None and self.own_port < 0:
             raise ConfigError("own_port must be at least 0", field="own_port")
         if self.workers > 1 and self.redis_url is None:
@@ -204,6 +210,13 @@ class RouterConfig:
         encrypted = self.tls is not None
         for host in (self.host, self.admin_host):
             self._check_host(host, encrypted)
+
+    def _check_place(self) -> None:
+        if self.root_path and not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", self.root_path):
+            message = "root_path must be like /llm, without a slash at its end"
+            raise ConfigError(message, field="root_path")
+        if self.uds is not None and self.workers > 1:
+            raise ConfigError("one socket (--uds) serves one worker", field="uds")
 
     @property
     def tls(self) -> TlsFiles | None:

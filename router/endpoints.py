@@ -31,7 +31,7 @@ class Endpoints:
         self._embeddings = EmbeddingsApi(parts)
         self._rerank = RerankApi(parts)
         self._generate = GenerateApi(services, http)
-        self._document = msgspec.json.encode(document())
+        self._document = msgspec.json.encode(document(config.root_path))
 
     def routes(self) -> list[Route]:
         post = (

@@ -50,6 +50,7 @@ from router.gate.heap import settle
 from router.gate.metrics import watch_gate
 from router.grpc_api import GrpcServer
 from router.http_guard import HttpLimits, uvicorn_settings
+from router.listeners import bind, join, listen, release
 from router.metrics import RouterMetrics, watch_pieces
 from router.nodes.directory import RedisDirectory
 from router.nodes.migration import Migrator, MigratorParts
@@ -205,7 +206,7 @@ async def serve(config: RouterConfig) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stages.on_signal, number)
     router = Router(config)
-    listener = bind(config, config.port, shared=config.reuse_port)
+    listener = listen(config)
     own = None if config.own_port is None else bind(config, config.own_port)
     http = http_server(config, router.services)
     admin = AdminServer(config, router.services)
@@ -242,6 +243,7 @@ async def serve(config: RouterConfig) -> None:
         admin.stop()
         await router.stop()
         await grpc_server.stop(0)
+        release(config)
         for task in tasks[1:]:
             task.cancel()
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
@@ -302,25 +304,6 @@ class AdminServer:
         self._server.should_exit = self._server.force_exit = True
 
 
-def bind(config: RouterConfig, port: int, *, shared: bool = False) -> socket.socket:
-    """A listening HTTP socket; `shared`: other processes may listen there, too. Raises
-    ConfigError."""
-    try:
-        found = socket.getaddrinfo(
-            config.host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-        family, _, _, _, address = found[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if shared:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        listener.bind(address)
-        listener.listen()  # two may bind the same port; the second to listen is refused, here
-    except OSError as error:
-        raise ConfigError(f"cannot bind {config.host}:{port}: {error}", field="port") from error
-    return listener
-
-
 def announce(
     config: RouterConfig,
     listener: socket.socket,
@@ -332,7 +315,9 @@ def announce(
     ready = {
         "ready": True,
         "role": "router",
-        "address": join(config.host, listener.getsockname()[1]),
+        "address": f"unix:{config.uds}"
+        if config.uds
+        else join(config.host, listener.getsockname()[1]),
         "grpc_address": join(config.host, grpc_port),
         "admin_address": admin,
     }
@@ -340,10 +325,6 @@ def announce(
         ready["own_address"] = join(config.host, own.getsockname()[1])
     sys.stdout.write(json.dumps(ready) + "\n")
     sys.stdout.flush()
-
-
-def join(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 async def supervise(config: RouterConfig, argv: Sequence[str]) -> None:

@@ -71,6 +71,7 @@ class Document(msgspec.Struct):
 
     openapi: str
     info: dict[str, Any]
+    servers: list[dict[str, Any]]
     paths: dict[str, Any]
     components: dict[str, Any]
 
@@ -168,7 +169,7 @@ _ERRORS: Final = {
 }
 
 
-def document() -> dict[str, Any]:
+def document(root_path: str = "") -> dict[str, Any]:
     """The whole document, as JSON values."""
     schemas = _schemas()
     paths: dict[str, dict[str, Any]] = {}
@@ -184,6 +185,7 @@ def document() -> dict[str, Any]:
                 " messages."
             ),
         },
+        "servers": [{"url": root_path or "/"}],
         "paths": paths,
         "components": {
             "schemas": schemas,

@@ -37,6 +37,7 @@ class ChatTemplate:
     """A compiled template, or the knowledge that there is none. Safe in several threads."""
 
     def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
+        self.source = source
         self._special_tokens = dict(special_tokens)
         self._template: jinja2.Template | None = None
         self._environment = _environment()

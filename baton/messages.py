@@ -51,13 +51,13 @@ class Prefilled:
     epoch: int
 
 
-PoolKind = Literal["last", "mean", "yes_no"]
+PoolKind = Literal["last", "mean", "yes_no", "classify"]
 
 
 @dataclass(frozen=True, slots=True)
 class SubmitPool:
-    """Compute vectors of some prompts: hidden states (last token's, or the mean), or how probably
-    the next token is "yes" and not "no". The answer is Pooled.
+    """Compute vectors of some prompts: hidden states (last token's, or the mean), how probably the
+    next token is "yes" and not "no", or a classifier's logits. The answer is Pooled.
 
     The request's prompt ids are all prompts, one after another; `lengths` says where each ends.
     `dimensions`: so many leading ones are kept, 0 = all. `answers`: the ids of yes and no.

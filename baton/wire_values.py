@@ -20,7 +20,7 @@ from baton.wire_checks import epoch_of, identifier, one_of, present, required
 from protos import kv_pb2, node_pb2
 
 KEPT: Final = 256  # endpoints: incarnations of nodes
-POOL_KINDS: Final = ("last", "mean", "yes_no")
+POOL_KINDS: Final = ("last", "mean", "yes_no", "classify")
 
 
 def logprobs_to_wire(rows: Sequence[Sequence[TokenLogprob]]) -> list[node_pb2.TokenLogprobs]:

@@ -42,6 +42,9 @@ class RouterConfig:
     trust_request_chat_template: bool = option(
         False, "render chats by the `chat_template` that a request brings"
     )
+    enable_tokenizer_info_endpoint: bool = option(
+        False, "serve /tokenizer_info: the tokenizer's configuration and the chat template"
+    )
     response_role: str = option("assistant", "role that answers chats")
     max_logprobs: int = option(
         MAX_LOGPROBS,

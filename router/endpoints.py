@@ -9,13 +9,17 @@ from starlette.routing import Route
 
 from router.generate_ids import GenerateApi
 from router.http_api import HttpApi
+from router.invocations import Handler, Invocations
 from router.openapi.document import document
+from router.pooling.classify import ClassifyApi
+from router.pooling.cohere import CohereApi
 from router.pooling.config import PoolingSettings
 from router.pooling.embeddings import EmbeddingsApi, PoolingParts
 from router.pooling.pool import PoolDispatcher
 from router.pooling.rerank import RerankApi
 from router.prompts import PromptReader
 from router.services import RouterServices
+from router.tokenizer_info import tokenizer_info
 
 
 class Endpoints:
@@ -29,13 +33,21 @@ class Endpoints:
         )
         parts = PoolingParts(services, prompts, self.pools, PoolingSettings.of(config))
         self._embeddings = EmbeddingsApi(parts)
+        self._cohere = CohereApi(parts)
+        self._classify = ClassifyApi(parts)
         self._rerank = RerankApi(parts)
         self._generate = GenerateApi(services, http)
-        self._document = msgspec.json.encode(document(config.root_path))
+        self._http = http
+        self._classifies = bool(parts.settings.labels)
+        self._tells_tokenizer = config.enable_tokenizer_info_endpoint
+        self._document = msgspec.json.encode(document(config.root_path, self._tells_tokenizer))
 
     def routes(self) -> list[Route]:
         post = (
             ("/v1/embeddings", self._embeddings.embeddings),
+            ("/v2/embed", self._cohere.embed),
+            ("/classify", self._classify.classify),
+            ("/pooling", self._classify.pooling),
             ("/v1/rerank", self._rerank.rerank),
             ("/v2/rerank", self._rerank.rerank),
             ("/rerank", self._rerank.rerank),
@@ -43,10 +55,23 @@ class Endpoints:
             ("/score", self._rerank.score),
             ("/inference/v1/generate", self._generate.generate),
         )
-        get = (("/load", self.load), ("/openapi.json", self.openapi))
-        return [Route(path, handler, methods=["POST"]) for path, handler in post] + [
-            Route(path, handler, methods=["GET"]) for path, handler in get
+        get = [("/load", self.load), ("/openapi.json", self.openapi)]
+        if self._tells_tokenizer:
+            get.append(("/tokenizer_info", self.tokenizer_info))
+        known: dict[str, Handler] = {
+            **dict(post),
+            "/v1/chat/completions": self._http.chat_completions,
+            "/v1/completions": self._http.completions,
+        }
+        one_door = Invocations(known, self._classifies)
+        return [
+            *(Route(path, handler, methods=["POST"]) for path, handler in post),
+            Route("/invocations", one_door.invoke, methods=["POST"]),
+            *(Route(path, handler, methods=["GET"]) for path, handler in get),
         ]
+
+    async def tokenizer_info(self, _: HttpRequest) -> Response:
+        return _json(tokenizer_info(self._services))
 
     async def load(self, _: HttpRequest) -> Response:
         """vLLM's: requests under way here, of all kinds."""

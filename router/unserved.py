@@ -50,6 +50,8 @@ POOLING: Final[Unserved] = {
     "messages": ((), ": send text or token ids"),
     "padding": (("do_not_pad",), ": prompts are not padded"),
 }
+# Of Cohere's embeddings.
+COHERE: Final[Unserved] = {"images": (([],), _TEXT)}
 # Of reranking and scores, whose prompts are one question each.
 RERANKING: Final[Unserved] = {
     **POOLING,

@@ -98,7 +98,7 @@ class Engine:
         self._clock = clock or SystemClock()
         self._bounds = Bounds(
             max_len, self._model_len, info.vocab_size, config.max_num_seqs, arena.num_blocks,
-            arena.block_size, info.adapters, self._num_groups,
+            arena.block_size, info.adapters, self._num_groups, info.generates,
         )  # fmt: skip
         self._tables = BlockTables(self.pool, arena, self.stats, arena.groups.windows)
         block_bytes = arena.num_bytes // arena.num_blocks

@@ -113,6 +113,7 @@ class ModelInfo:
     kv_dtype: str  # "float32" | "bfloat16" | "float16"
     model_impl: str  # "lean" | "transformers"
     adapters: tuple[str, ...] = ()  # names of the LoRA adapters that requests may ask for
+    generates: bool = True  # a classifier does not
 
 
 class Runner(Protocol):

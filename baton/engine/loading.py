@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # lazy at run time: most engines have one rank
 
 logger = logging.getLogger(__name__)
 
+CLASSIFIER: Final = "score.weight"
 _DTYPES: Final = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -64,6 +65,7 @@ class LoadedModel:
     deterministic: bool = False
     ranks: Ranks | None = None
     rounded_head_bytes: int = 0  # of them, a head of integers
+    classifier: Tensor | None = None  # [classes, H] in place of a head for tokens
 
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
@@ -117,6 +119,7 @@ def load_model(config: EngineConfig, group: RankGroup | None = None) -> LoadedMo
         kv_dtype=dtype_name if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
         model_impl=built.impl,
         adapters=tuple(modules),
+        generates=built.classifier is None,
     )
     logger.info(
         "loaded %s: %s route, %s on %s, %d layers, %.1f MB of weights, up to %d tokens",
@@ -127,7 +130,7 @@ def load_model(config: EngineConfig, group: RankGroup | None = None) -> LoadedMo
         prove(model, info, device)
     return LoadedModel(
         info, model, device, dtype, weight_bytes, config.deterministic,
-        rounded_head_bytes=built.rounded_head_bytes,
+        rounded_head_bytes=built.rounded_head_bytes, classifier=built.classifier,
     )  # fmt: skip
 
 
@@ -204,6 +207,7 @@ class _Built:
     model: CausalModel
     weight_bytes: int
     rounded_head_bytes: int = 0
+    classifier: Tensor | None = None
 
 
 def _rounds(config: EngineConfig) -> bool:
@@ -234,8 +238,16 @@ def _build(
             lean = _lean_config(checkpoint, weights)
             decoder = Decoder(lean, weights.tensor, weights, config.deterministic)
             model = FixedTiles(decoder) if config.deterministic else decoder
-            return _Built("lean", model, weights.num_bytes, weights.rounded_head_bytes)
+            classifier = weights.tensor(CLASSIFIER) if _classifies(checkpoint) else None
+            rounded = weights.rounded_head_bytes
+            return _Built("lean", model, weights.num_bytes, rounded, classifier)
         except NotLean as reason:
+            if _classifies(checkpoint):
+                raise ModelRefused(
+                    f"only the lean route serves classifiers, and it cannot serve "
+                    f"{checkpoint.path}: {reason}",
+                    field="model",
+                ) from reason
             if impl == "lean":
                 raise ModelRefused(
                     f"the lean route cannot serve {checkpoint.path}: {reason}", field="model_impl"
@@ -247,6 +259,10 @@ def _build(
                     f"{checkpoint.path}: {reason}",
                     field="quantization",
                 ) from reason
+    elif _classifies(checkpoint):
+        raise ModelRefused(
+            "only the lean route serves classifiers, not model_impl transformers", field="model"
+        )
     elif quantized is not None or _rounds(config):
         raise ModelRefused(
             "quantized weights are served by the lean route alone, not with model_impl "
@@ -262,9 +278,10 @@ def _build_rank(
     """As _build, of one rank's share: the lean route with plain weights alone."""
     from baton.engine.tensor_parallel.rank import RankModel
 
-    if checkpoint.config.get("quantization_config") is not None:
+    if checkpoint.config.get("quantization_config") is not None or _classifies(checkpoint):
         raise ModelRefused(
-            "quantized weights are not split over ranks yet", field="tensor_parallel_size"
+            "quantized weights and classifiers are not split over ranks yet",
+            field="tensor_parallel_size",
         )
     reader = TensorReader(checkpoint.weight_files, dtype, device)
     weights = open_weights(reader, None, None, device)
@@ -282,8 +299,10 @@ def _build_rank(
 def _lean_config(checkpoint: Checkpoint, weights: Weights) -> DecoderConfig:
     """The decoder's config. Raises NotLean also if tensors are missing or unknown."""
     plain = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
+    if _classifies(checkpoint):  # a decoder whose head, which nobody asks, is that of its words
+        plain |= {"architectures": None, "tie_word_embeddings": True}
     config = decoder_config(plain)
-    expected = set(tensor_names(config))
+    expected = set(tensor_names(config)) | ({CLASSIFIER} if _classifies(checkpoint) else set())
     missing = sorted(expected - weights.names)
     ignored = {"lm_head.weight"} if config.tied_embeddings else set[str]()
     extra = {name for name in weights.names - expected if not name.endswith("rotary_emb.inv_freq")}
@@ -291,6 +310,12 @@ def _lean_config(checkpoint: Checkpoint, weights: Weights) -> DecoderConfig:
     if missing or unknown:
         raise NotLean(f"tensors missing: {missing[:3]}, not understood: {unknown[:3]}")
     return config
+
+
+def _classifies(checkpoint: Checkpoint) -> bool:
+    """Whether its head is one of classes, as transformers' sequence classifiers have it."""
+    names: list[str] = checkpoint.config.get("architectures") or []
+    return any(name.endswith("ForSequenceClassification") for name in names)
 
 
 def _build_universal(

@@ -219,6 +219,13 @@ _MESSAGES: Final[dict[str, Schema]] = {
     }},
     "output_format": _FLAT_FORMATS,
 }  # fmt: skip
+_INPUT: Final[dict[str, Schema]] = {
+    "input": {"anyOf": [_TEXT, _IDS, {"type": "array", "minItems": 1, "maxItems": MAX_INPUTS,
+                                      "items": {"anyOf": [_TEXT, _IDS]}}]},
+    "truncate_prompt_tokens": _TRUNCATION,
+    "request_id": _ID,
+    "priority": _PRIORITY,
+}  # fmt: skip
 # Struct -> its properties.
 PROPERTIES: Final[dict[str, dict[str, Schema]]] = {
     "CompletionBody": {
@@ -271,14 +278,21 @@ PROPERTIES: Final[dict[str, dict[str, Schema]]] = {
     },
     "OutputConfig": {"format": _FLAT_FORMATS, "effort": _EFFORT},
     "ReasoningOptions": {"effort": _EFFORT},
-    "EmbeddingBody": {
-        "input": {"anyOf": [_TEXT, _IDS, {"type": "array", "minItems": 1, "maxItems": MAX_INPUTS,
-                                          "items": {"anyOf": [_TEXT, _IDS]}}]},
-        "dimensions": {"type": "integer", "minimum": 1},
-        "truncate_prompt_tokens": _TRUNCATION,
+    "EmbeddingBody": {**_INPUT, "dimensions": {"type": "integer", "minimum": 1}},
+    "ClassifyBody": _INPUT,
+    "PoolBody": {**_INPUT, "dimensions": {"type": "integer", "minimum": 1},
+                 "task": {"enum": ["embed", "classify"]}},
+    "EmbedBody": {
+        "texts": {"type": "array", "minItems": 1, "maxItems": MAX_INPUTS, "items": _TEXT},
+        "inputs": {"type": "array", "minItems": 1, "maxItems": MAX_INPUTS,
+                   "items": {"$ref": REF.format(name="EmbedInput")}},
+        "output_dimension": {"type": "integer", "minimum": 1},
+        "max_tokens": {"type": "integer", "minimum": 1},
         "request_id": _ID,
         "priority": _PRIORITY,
     },
+    "EmbedInput": {"content": {"type": "array", "minItems": 1,
+                               "items": _tagged("text", "text", text=_TEXT)}},
     "GenerateBody": {
         "token_ids": _IDS,
         "features": {"type": "null"},
@@ -308,6 +322,8 @@ PROPERTIES: Final[dict[str, dict[str, Schema]]] = {
 REQUIRED: Final = {
     "CompletionBody": ["prompt"],
     "EmbeddingBody": ["input"],
+    "ClassifyBody": ["input"],
+    "PoolBody": ["input"],
     "ResponsesBody": ["input"],
     "CountBody": ["messages"],
     "MessagesBody": ["messages"],

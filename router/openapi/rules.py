@@ -64,5 +64,6 @@ RULES: Final[dict[str, list[Schema]]] = {
         _has(prompt=_STRING),
         {"required": ["messages"], "properties": {"messages": _LIST, "tools": nullable(TOOLS)}},
     ]}],
+    "EmbedBody": [{"oneOf": [_has(texts=_LIST), _has(inputs=_LIST)]}],
     "ScoreBody": [{"anyOf": [_has(**dict.fromkeys(pair, _TEXTS)) for pair in SIDES]}],
 }  # fmt: skip

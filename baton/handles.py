@@ -82,6 +82,8 @@ class NodeLoad:
     kv_tail_seconds: float = 0.0  # from a prefill's end to its receiver's ACK, summed
     mbu: float = 0.0  # of the last steps: share of the read bandwidth
     mfu: float = 0.0  # of the rate of matrix products
+    pause: str = ""  # no counter: "refuse" or "hold" while an operator has it so
+    asleep: bool = False  # no counter: without weights and KV
 
     def without_counters(self) -> NodeLoad:
         """The state alone: what a router decides by."""
@@ -119,4 +121,5 @@ class NodeRecord:
     version: str = ""
     adapters: tuple[str, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
+    leaving_adapters: tuple[str, ...] = ()  # of these, who serve requests under way alone
     max_num_seqs: int = 0  # most sequences that run at once; 0 = not told

@@ -130,6 +130,28 @@ class StopSample:
     sample: int
 
 
+ControlAction = Literal[
+    "reset_prefix_cache", "pause", "resume", "sleep", "wake", "load_adapter", "unload_adapter"
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ControlNode:
+    """An operator's order. The answer is a Controlled of this `number`.
+
+    `name`, `path`: of a LoRA adapter; `in_place`: it may take the place of one of that name.
+    `tags`: what is to wake, none = all. `mode` of a pause: "refuse" or "hold".
+    """
+
+    number: int
+    action: ControlAction
+    name: str = ""
+    path: str = ""
+    in_place: bool = False
+    tags: tuple[str, ...] = ()
+    mode: str = ""
+
+
 RouterMessage = (
     SessionHello
     | SubmitPrefill
@@ -142,6 +164,7 @@ RouterMessage = (
     | DrainNode
     | Migrate
     | StopSample
+    | ControlNode
 )
 
 

@@ -17,6 +17,7 @@ import msgspec
 import orjson
 from starlette.requests import Request as HttpRequest
 
+from baton.adapters import adapter_name
 from baton.errors import BatonError, InvalidRequest, UnsupportedFeature
 from baton.events import TokenLogprob
 from router.calls import Runner
@@ -214,7 +215,7 @@ class GenerateApi:
         told = body.stream_options or StreamOptions()
         call = TokensCall(
             id_,
-            completion.request.adapter or completion.model,
+            adapter_name(completion.request.adapter) or completion.model,
             completion,
             ReplyRules(
                 self._services.tokenizer,

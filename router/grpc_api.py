@@ -56,7 +56,7 @@ from router.reading import MAX_BODY_BYTES
 from router.receipt import HEADER, header_of, receipt_of
 from router.resumable.canonical import owner_digest, record_id
 from router.resumable.grpc import GrpcAsked, NoCaller, ResumableCalls
-from router.served import model_name, model_names, unknown
+from router.served import adapter_named, model_name, model_names, unknown
 from router.services import RouterServices
 from router.terms import read_terms, resume_of
 from router.web_errors import as_baton_error, error_object, log_failure
@@ -216,7 +216,7 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
             id=request_id,
             prompt_ids=ids,
             params=params,
-            adapter=message.adapter,
+            adapter=adapter_named(self._services, message.adapter),
             priority=message.priority,
             tenant_salt=message.cache_salt,
             deadline=now + (timeout_s if remaining is None else min(timeout_s, remaining)),

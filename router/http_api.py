@@ -19,6 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from baton import __version__
+from baton.adapters import adapter_name
 from baton.errors import InvalidRequest, UnsupportedFeature
 from baton.metrics import CONTENT_TYPE
 from router.anthropic.api import AnthropicApi
@@ -183,7 +184,7 @@ class HttpApi:
     def _reply(
         self, plan: _Plan, body: CompletionBody | ChatBody, completions: list[Completion]
     ) -> WholeReply | StreamReply:
-        name = completions[0].request.adapter or completions[0].model
+        name = adapter_name(completions[0].request.adapter) or completions[0].model
         head = ReplyHead(plan.id, name, plan.created)
         told = body.stream_options or StreamOptions()
         call = Call(

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, Protocol
 
+from baton.adapters import adapter_name, ids_named
 from baton.errors import ModelNotFound, Unavailable
+from baton.handles import NodeRecord
 from router.openai_replies import Model
 from router.services import RouterServices
 
@@ -41,11 +43,11 @@ def served_model(services: RouterServices, asked: str | None) -> ServedModel:
     raise unknown(asked, [*names, *adapters(services)])
 
 
-def unknown(asked: str, names: Sequence[str]) -> ModelNotFound:
+def unknown(asked: str, names: Sequence[str], field: str = "model") -> ModelNotFound:
     """What to tell of a name that is none of `names`."""
     there = ", ".join(names[:MOST_NAMES])
     return ModelNotFound(
-        f"the model {asked[:200]!r} does not exist; there are: {there}", field="model"
+        f"the model {asked[:200]!r} does not exist; there are: {there}", field=field
     )
 
 
@@ -60,16 +62,45 @@ def model_name(services: RouterServices, model: ServedModel) -> str:
 
 
 def adapters(services: RouterServices) -> list[str]:
-    """Those that some connected node has, by name."""
-    return sorted({name for record in services.registry.records() for name in record.adapters})
+    """Those that some connected node has for new requests, by name."""
+    records = services.registry.records()
+    return sorted({adapter_name(id_) for record in records for id_ in offered(record)})
 
 
 def adapter_of(services: RouterServices, asked: str | None) -> str:
-    """The adapter that a client's `model` names, "" if it is the model itself (or unknown)."""
+    """The id of the adapter that a client's `model` names, "" if it is the model itself (or
+    unknown).
+
+    While its weights are being replaced a name has several: one that each role has wins, then the
+    one that most nodes offer.
+    """
     model: ServedModel | None = services.registry.model()
     if asked is None or model is None or asked in model_names(services, model):
         return ""
-    return asked if asked in adapters(services) else ""
+    records = services.registry.records()
+    found = sorted({id_ for record in records for id_ in ids_named(asked, offered(record))})
+    if len(found) < 2:
+        return found[0] if found else ""
+    roles = {record.role for record in records}
+
+    def worth(id_: str) -> tuple[bool, int]:
+        everywhere = {record.role for record in records if id_ in record.adapters} == roles
+        return everywhere, sum(id_ in offered(record) for record in records)
+
+    return max(found, key=worth)
+
+
+def adapter_named(services: RouterServices, name: str) -> str:
+    """Its id; "" for none. Raises ModelNotFound for one that no node offers."""
+    id_ = adapter_of(services, name) if name else ""
+    if name and not id_:
+        raise unknown(name, adapters(services), field="adapter")
+    return id_
+
+
+def offered(record: NodeRecord) -> list[str]:
+    """Ids of the adapters that new requests may have there."""
+    return [id_ for id_ in record.adapters if id_ not in record.leaving_adapters]
 
 
 def cards(services: RouterServices, created: int) -> list[Model]:

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from baton.adapters import adapter_name
 from baton.handles import NodeRecord
 from baton.metrics import E2E_BUCKETS, TTFT_BUCKETS, cache_usage
 from baton.sampling import SamplingParams
@@ -111,7 +112,8 @@ def watch(services: RouterServices) -> None:
         return [replace(record, model=names[0]) if names else record for record in records]
 
     def running_adapters() -> set[str]:
-        return {request.adapter for request, _ in services.dispatcher.live() if request.adapter}
+        live = services.dispatcher.live()
+        return {adapter_name(request.adapter) for request, _ in live if request.adapter}
 
     services.metrics.watch_nodes(nodes)
     services.metrics.watch_adapters(running_adapters)
@@ -140,7 +142,7 @@ class NodeInfo(Collector):
             config.add_metric([*values, str(node.block_size), blocks, dtype], 1)
         yield usage
         yield config
-        known = {name for node in nodes for name in node.adapters}
+        known = {adapter_name(id_) for node in nodes for id_ in node.adapters}
         if known:
             yield self._lora(nodes[0].model, known)
 

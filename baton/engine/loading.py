@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -25,7 +24,7 @@ from baton.engine.checkpoint import Checkpoint, digest, open_checkpoint
 from baton.engine.config import EngineConfig, head_quantization
 from baton.engine.deterministic import FixedTiles, prove
 from baton.engine.interface import ModelInfo
-from baton.engine.lora import Adapter, parse_modules, read_adapter
+from baton.engine.lora import parse_modules, read_adapter
 from baton.engine.models.base import CausalModel
 from baton.engine.models.config import DecoderConfig, NotLean, decoder_config
 from baton.engine.models.decoder import Decoder, tensor_names
@@ -110,7 +109,7 @@ def load_model(config: EngineConfig, group: RankGroup | None = None) -> LoadedMo
     rule = rope_rule(checkpoint.text_config)
     info = ModelInfo(
         name=config.model_name,
-        digest=_digest(checkpoint, adapters, config),
+        digest=_digest(checkpoint, config),
         layers=model.layers,
         rope=rule.text if rule else "none",
         vocab_size=model.vocab_size,
@@ -118,7 +117,7 @@ def load_model(config: EngineConfig, group: RankGroup | None = None) -> LoadedMo
         eos_token_ids=checkpoint.eos_token_ids,
         kv_dtype=dtype_name if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
         model_impl=built.impl,
-        adapters=tuple(modules),
+        adapters=tuple(adapter.id for adapter in adapters),
         generates=built.classifier is None,
     )
     logger.info(
@@ -134,14 +133,13 @@ def load_model(config: EngineConfig, group: RankGroup | None = None) -> LoadedMo
     )  # fmt: skip
 
 
-def _digest(checkpoint: Checkpoint, adapters: Sequence[Adapter], config: EngineConfig) -> str:
-    """The checkpoint's digest, bound to the contents of the adapters if there are any, and to how
-    its weights were rounded.
+def _digest(checkpoint: Checkpoint, config: EngineConfig) -> str:
+    """The checkpoint's digest, bound to how its weights were rounded.
 
-    An adapter's KV is found by its name: two nodes must mean the same weights by it.
+    Adapters come and go: their ids are bound to their contents, and KV to the id.
     """
     base = digest(checkpoint)
-    named = sorted(f"{adapter.name}={adapter.digest}" for adapter in adapters)
+    named: list[str] = []
     if config.quantization != "none":
         named.append(f"quantization {config.quantization}")
     if config.lm_head_quantization != "auto":

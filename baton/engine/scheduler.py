@@ -77,8 +77,8 @@ class Scheduler:
         self._overtakes = 0  # reservations granted past the present head of waiting
         self.short_of_room = False  # the last step found no blocks, or no export room, for somebody
 
-    def set_drafter(self, drafter: Drafter) -> None:
-        """Before the first request: from now on decode rows carry drafts."""
+    def set_drafter(self, drafter: Drafter | None) -> None:
+        """Without requests: from now on decode rows carry drafts, or none."""
         self._drafter = drafter
 
     def ask_before_exports(self, may_export: MayExport) -> None:

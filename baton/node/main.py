@@ -177,6 +177,7 @@ class Node:
     async def _beat(self) -> None:
         self.shell.ask_engine()
         self.shell.connector.let_go()
+        self.shell.control.sweep()
         if self._registry is not None:
             await self._registry.announce(self.shell.record())
         healthy = not (self.shell.progress.stalled or self.shell.draining)

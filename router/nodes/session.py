@@ -16,7 +16,7 @@ import contextlib
 import logging
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
 import grpc
@@ -25,13 +25,15 @@ import grpc.aio
 from baton import messages, wire
 from baton.clock import Clock, SystemClock
 from baton.errors import BatonError, ConfigError, InvalidRequest, NodeLost
-from baton.events import HandleReady, NodeStep, Pooled, RequestFailed, Subscribed, TokenEvent
+from baton.events import NodeStep, RequestFailed, TokenEvent
 from baton.failpoints import FAILPOINTS
 from baton.handles import NodeLoad, NodeRecord
 from baton.timing import Timing, channel_options
 from protos import node_pb2, node_pb2_grpc
 from router.nodes.health import NodeHealth
 from router.nodes.mailbox import Mailbox
+from router.nodes.orders import Orders
+from router.nodes.steps import Told, in_order, read_steps
 from router.nodes.watchdog import Watchdog
 from router.policy import NodeSnapshot
 from router.prefix_index import PrefixIndex
@@ -61,7 +63,6 @@ class SessionLost:
     stalled: bool = False
 
 
-Told = TokenEvent | HandleReady | Subscribed | Pooled | RequestFailed
 NodeEvent = Told | SessionLost
 
 
@@ -120,6 +121,7 @@ class NodeSession:
         stall_s = context.timing.stall_s
         self._watchdog = Watchdog(context.clock, stall_s, lambda: bool(self._attached))
         self.prefix = PrefixIndex()
+        self.orders = Orders(self.send)
 
     # ---- what it knows ----
 
@@ -145,8 +147,9 @@ class NodeSession:
 
     @property
     def takes_requests(self) -> bool:
-        """Hello was exchanged, it does not drain, and its engine gets on."""
-        return self._connected and not (self._load.draining or self.stalled)
+        """Hello was exchanged, it neither drains nor sleeps, and its engine gets on."""
+        load = self._load
+        return self._connected and not (load.draining or load.asleep or self.stalled)
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -325,7 +328,7 @@ class NodeSession:
         steps: asyncio.Queue[NodeStep | BaseException | None] = asyncio.Queue(UNTAKEN_STEPS)
         tasks = [
             asyncio.create_task(self._write(call)),
-            asyncio.create_task(_read(call, steps)),
+            asyncio.create_task(read_steps(call, steps)),
             asyncio.create_task(self._watch(steps)),
         ]
         try:
@@ -356,7 +359,7 @@ class NodeSession:
         self._watchdog.heard()
         for step in steps:
             self._note(step)
-        await self._show([event for step in steps for event in _in_order(step)])
+        await self._show([event for step in steps for event in in_order(step)])
         if any(step.last for step in steps):
             self._drained = True
             return True
@@ -424,6 +427,12 @@ class NodeSession:
             self._unreported_tokens = 0
             if before != self.takes_requests:
                 self._context.changed()
+        self.orders.answered(step.controlled)
+        if step.adapters is not None and self._record is not None:
+            held, leaving = step.adapters.held, step.adapters.leaving
+            self._record = replace(self._record, adapters=held, leaving_adapters=leaving)
+            self._snapshot = None
+            self._context.changed()
         if step.failed or step.tokens:
             self._context.health.heard(self.keys, step)
         self.prefix.apply(step.block_events_seq, step.block_events)
@@ -459,6 +468,7 @@ class NodeSession:
         self._unreported.clear()
         self._snapshot = None
         node_id = self.address if self._record is None else self._record.node_id
+        self.orders.lost(NodeLost(f"node {node_id} is lost"))
         if was_connected:
             self._context.changed()
         if was_connected and not self._drained:
@@ -475,26 +485,7 @@ class NodeSession:
             )  # fmt: skip
 
 
-def _in_order(step: NodeStep) -> tuple[Told, ...]:
-    """A request's handle comes before its tokens, its failure after them."""
-    return (*step.handles, *step.subscribed, *step.pooled, *step.tokens, *step.failed)
-
-
 def _one_message(batch: Sequence[node_pb2.RouterMessage]) -> node_pb2.RouterMessage:
     if len(batch) == 1:
         return batch[0]
     return node_pb2.RouterMessage(batch=node_pb2.RouterBatch(messages=batch))
-
-
-async def _read(call: Any, steps: asyncio.Queue[NodeStep | BaseException | None]) -> None:
-    """Steps as they come, then None at the stream's end, or what broke it."""
-    try:
-        while (message := await call.read()) is not grpc.aio.EOF:
-            step = wire.node_message_from_wire(message)
-            if not isinstance(step, NodeStep):
-                raise InvalidRequest("a second hello", field="hello")
-            await steps.put(step)
-    except Exception as error:  # noqa: BLE001  raised where the steps are taken
-        await steps.put(error)
-    else:
-        await steps.put(None)

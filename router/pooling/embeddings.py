@@ -24,6 +24,7 @@ import orjson
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from baton.adapters import adapter_name
 from baton.errors import ContextLengthExceeded, InvalidRequest
 from baton.request import Request
 from router.gate.slo import ANY
@@ -162,7 +163,9 @@ class PoolingParts:
         )
         base = model_name(self.services, model)
         vectors = await self.run(request, ask, base)
-        return PooledInputs(id_, ask.adapter or base, vectors, tuple(map(len, prompts)))
+        return PooledInputs(
+            id_, adapter_name(ask.adapter) or base, vectors, tuple(map(len, prompts))
+        )
 
     def embedding_of(self, body: InputBody, dimensions: int | None) -> PoolAsk:
         """A vector of this model. Raises InvalidRequest, UnsupportedFeature."""

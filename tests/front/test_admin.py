@@ -101,12 +101,13 @@ async def test_the_admin_servers_routes() -> None:
             assert b"vllm:cache_config_info" in (await client.get("/metrics")).content
             assert (await client.get("/health")).status_code == 200
             for body, where in (
-                ({}, "request_ids"),
                 ({"request_ids": "a"}, "request_ids"),
                 ({"request_ids": ["a"] * 1025}, "request_ids"),
             ):
                 bad = await client.post("/abort_requests", json=body)
                 assert (bad.status_code, bad.json()["error"]["param"]) == (400, where)
+            everyone = (await client.post("/abort_requests", json={})).json()
+            assert everyone == {"aborted": ["cmpl-a-0.1", "cmpl-b-0.2", "cmpl-c-0.3"]}
             wrong = await client.post("/drain", json={"node": "other"})
             assert wrong.json()["error"]["param"] == "node"
             await client.post("/drain", json={"node": "p"})
@@ -116,7 +117,7 @@ async def test_the_admin_servers_routes() -> None:
             assert front.lifecycle.draining
             assert (await client.get("/drain")).json()["error"]["code"] == "method_not_allowed"
         async with front.client(authorization="Bearer sesame") as public:
-            for path in ("/abort_requests", "/drain"):
+            for path in ("/abort_requests", "/drain", "/pause", "/sleep", "/reset_prefix_cache"):
                 assert (await public.post(path, json={})).status_code == 404
             assert (await public.get("/debug")).status_code == 404
             assert (await public.get("/metrics")).status_code == 200

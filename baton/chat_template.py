@@ -1,52 +1,92 @@
 """Chat messages -> prompt text, through the model's own Jinja template in a sandbox.
 
-The template comes from the model directory only, never from a request: chat_template.jinja, else
-tokenizer_config.json's `chat_template` (one string, or a list of named ones), else
-chat_template.json. It sees plain JSON values and what transformers offers a template, no more.
-Rendering is synchronous; its time and the size of all that it makes are bounded
-(baton/template_limits.py).
+The template comes from the model directory: chat_template.jinja, else tokenizer_config.json's
+`chat_template` (one string, or a list of named ones), else chat_template.json. It sees plain JSON
+values and what transformers offers a template, no more.
+
+Jinja's sandbox keeps a template from code, not from work. So it is rendered
+
+    at once     in this process, if it is harmless (baton/template_rules.py) and the conversation is
+                not large: within limits that a thread can keep (baton/template_limits.py)
+    else        in a child, which can be given up (baton/rendering.py); `render` is what runs there
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, cast
 
 import jinja2
-from jinja2 import meta, nodes
+from jinja2 import nodes
+from jinja2.defaults import DEFAULT_NAMESPACE
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from baton.errors import InvalidRequest, ModelRefused
-from baton.template_limits import MAX_CHARS, BoundedEnvironment, OverBudget
+from baton.template_limits import BoundedEnvironment, OverBudget
+from baton.template_rules import is_harmless
 from baton.tokenizer import read_json, read_special_tokens
 
-RENDER_S: Final = 2.0  # of the rendering thread's own time; long histories take milliseconds
+MAX_CHARS: Final = 16 << 20  # of a prompt; more than any context
+MAX_SOURCE_CHARS: Final = 1 << 20
 # Names that a client's keyword arguments must not take.
 RESERVED_NAMES: Final = frozenset(
     {"self", "messages", "add_generation_prompt", "tools", "documents"}
 )
+# Of Jinja's, and what this file gives a template.
+OWN_NAMES: Final = frozenset(
+    {
+        "caller",
+        "kwargs",
+        "loop",
+        "raise_exception",
+        "strftime_now",
+        "super",
+        "varargs",
+        *DEFAULT_NAMESPACE,
+    }
+)
 # Written after a message that is to be continued: the prompt ends where the template puts it.
 _CONTINUES: Final = "CONTINUE_FINAL_MESSAGE_TAG "
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """What a template renders: JSON values. `continue_final_message` ends the prompt within the
+    last message, after its content. Of `kwargs`, those that the template does not read change
+    nothing."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    documents: Sequence[Mapping[str, str]] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 class ChatTemplate:
     """A compiled template, or the knowledge that there is none. Safe in several threads."""
 
     def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
+        """Raises ModelRefused for a source that is no template."""
         self.source = source
-        self._special_tokens = dict(special_tokens)
-        self._template: jinja2.Template | None = None
-        self._environment = _environment()
+        self.special_tokens = dict(special_tokens)
+        self._harmless = False
         read: set[str] = set()
         if source is not None:
-            self._template, read = _compile(self._environment, source)
-        self.parameters = frozenset(read) - RESERVED_NAMES - self._special_tokens.keys()
+            tree = _parsed(source)
+            read = {name.name for name in tree.find_all(nodes.Name) if name.ctx == "load"}
+            self._harmless = is_harmless(source, tree)
+        own = RESERVED_NAMES | OWN_NAMES | self.special_tokens.keys()
+        self.parameters = frozenset(read) - own
         """The names that this template reads besides: all that a client may set."""
-        self.reads_documents = "documents" in read
+        self._reads_documents = "documents" in read
 
     @classmethod
     def load(cls, model_dir: str | Path, file: str | Path | None = None) -> ChatTemplate:
@@ -60,75 +100,60 @@ class ChatTemplate:
 
     @property
     def present(self) -> bool:
-        return self._template is not None
+        return self.source is not None
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        continue_final_message: bool = False,
-        **kwargs: Any,
-    ) -> str:
+    @property
+    def harmless(self) -> bool:
+        """Whether `render_at_once` may be asked."""
+        return self._quick is not None
+
+    @cached_property
+    def _quick(self) -> tuple[BoundedEnvironment, jinja2.Template] | None:
+        return _bounded(self.source) if self.source is not None and self._harmless else None
+
+    def render(self, chat: Chat) -> str:
         """Prompt text of a conversation; it holds BOS already if the template writes one.
 
-        `continue_final_message` ends it within the last message, after its content. `kwargs` that
-        the template does not read change nothing; `documents` may be among them. Raises
-        InvalidRequest (field `messages`) if there is no template, it refuses them or takes too much
-        over them.
+        It may take any time and memory, the first time to compile: for processes with limits.
+        Raises InvalidRequest (field `messages`, `documents`) if there is no template, it refuses
+        them or cannot render them.
         """
-        try:
-            return self.render_within(
-                RENDER_S,
-                messages,
-                add_generation_prompt,
-                tools=tools,
-                continue_final_message=continue_final_message,
-                **kwargs,
-            )
-        except OverBudget as error:
-            message = f"the chat template is given up over these messages: {error}"
-            raise InvalidRequest(message, field="messages") from error
-
-    def render_within(
-        self,
-        seconds: float,
-        /,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        continue_final_message: bool = False,
-        **kwargs: Any,
-    ) -> str:
-        """`render` in so many seconds of this thread's own time. Raises OverBudget, too."""
         if self._template is None:
             raise InvalidRequest(
                 "this model has no chat template; use /v1/completions", field="messages"
             )
-        read = self.parameters | {"documents"}
-        values: dict[str, Any] = {
-            **self._special_tokens,
-            "tools": [dict(tool) for tool in tools] if tools else None,
-            "documents": None,
-            **{name: value for name, value in kwargs.items() if name in read},
-        }
-        plain = [dict(message) for message in messages]
-        if continue_final_message:
-            plain[-1]["content"] = str(plain[-1].get("content") or "") + _CONTINUES
-        values["messages"] = plain
-        values["add_generation_prompt"] = add_generation_prompt
+        return self._rendered(self._template, chat)
+
+    @cached_property
+    def _template(self) -> jinja2.Template | None:
+        """Compiling computes what is constant: not for a process without limits. Raises
+        ModelRefused."""
+        if self.source is None:
+            return None
+        try:
+            return _environment().from_string(self.source)
+        except (jinja2.TemplateError, RecursionError, SyntaxError) as error:
+            raise ModelRefused(f"the chat template does not compile: {error}") from error
+
+    def render_at_once(self, seconds: float, chat: Chat) -> str:
+        """`render` of a small conversation by a harmless template, in so many seconds of this
+        thread's own time. Raises OverBudget, too."""
+        assert self._quick is not None, "it is harmless"
+        environment, template = self._quick
+        environment.start(seconds)
+        return self._rendered(template, chat)
+
+    def _rendered(self, template: jinja2.Template, chat: Chat) -> str:
+        values = self._values(chat)
         parts: list[str] = []
         length = 0
-        self._environment.start(seconds)
         try:
-            for part in self._template.generate(values):
+            for part in template.generate(values):
                 parts.append(part)
                 length += len(part)
                 if length > MAX_CHARS:
                     raise InvalidRequest("the rendered chat is too long", field="messages")
-        except (InvalidRequest, OverBudget):
+        except (InvalidRequest, OverBudget, MemoryError):
             raise
         except jinja2.TemplateError as error:
             message = f"the chat template refuses these messages: {error.message}"
@@ -139,7 +164,26 @@ class ChatTemplate:
             message = "the chat template cannot render these messages"
             raise InvalidRequest(message, field="messages") from error
         text = "".join(parts)
-        return _cut_at_tag(text) if continue_final_message else text
+        return _cut_at_tag(text) if chat.continue_final_message else text
+
+    def _values(self, chat: Chat) -> dict[str, Any]:
+        clash = RESERVED_NAMES.intersection(chat.kwargs)
+        if clash:
+            raise InvalidRequest(f"{min(clash)} cannot be set here", field="chat_template_kwargs")
+        if chat.documents and not self._reads_documents:
+            message = "documents: the chat template reads none; put them into the messages"
+            raise InvalidRequest(message, field="documents")
+        plain = [dict(message) for message in chat.messages]
+        if chat.continue_final_message:
+            plain[-1]["content"] = str(plain[-1].get("content") or "") + _CONTINUES
+        return {
+            **self.special_tokens,
+            "tools": [dict(tool) for tool in chat.tools] if chat.tools else None,
+            "documents": [dict(document) for document in chat.documents] or None,
+            **{name: value for name, value in chat.kwargs.items() if name in self.parameters},
+            "messages": plain,
+            "add_generation_prompt": chat.add_generation_prompt,
+        }
 
 
 def _cut_at_tag(text: str) -> str:
@@ -190,28 +234,42 @@ def _default_of(entries: list[object], file: Path) -> str:
     return chosen
 
 
-def _environment() -> BoundedEnvironment:
-    """What transformers offers a template, within limits."""
-    environment = BoundedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
+def _parsed(source: str) -> nodes.Template:
+    """The template as a tree. Raises ModelRefused."""
+    if len(source) > MAX_SOURCE_CHARS:
+        raise ModelRefused(f"the chat template has more than {MAX_SOURCE_CHARS} characters")
+    try:
+        return _environment().parse(source)
+    except (jinja2.TemplateError, RecursionError) as error:
+        raise ModelRefused(f"the chat template does not compile: {error}") from error
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """What transformers offers a template."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=_extensions()
     )
     environment.filters["tojson"] = _tojson  # Jinja's own escapes HTML
-    environment.bound_filters()
-    extras: dict[str, Any] = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
-    environment.globals.update(extras)
+    environment.globals.update(_GLOBALS)
     return environment
 
 
-def _compile(environment: BoundedEnvironment, source: str) -> tuple[jinja2.Template, set[str]]:
-    """The template, and the names that it looks up."""
+def _bounded(source: str) -> tuple[BoundedEnvironment, jinja2.Template] | None:
+    """The same within limits; None if its constants alone go beyond them."""
+    environment = BoundedEnvironment(
+        {"tojson": _tojson}, trim_blocks=True, lstrip_blocks=True, extensions=_extensions()
+    )
+    environment.globals.update(_GLOBALS)
     try:
-        tree = environment.parse(source)
-        read = meta.find_undeclared_variables(tree) - environment.globals.keys()
-        template = environment.from_string(environment.bounded(tree))
-        template.globals = dict(template.globals)  # every rendering copies them, out of a ChainMap
-        return template, read
-    except (jinja2.TemplateError, OverBudget, RecursionError) as error:
-        raise ModelRefused(f"the chat template does not compile: {error}") from error
+        template = environment.from_string(environment.bounded(environment.parse(source)))
+    except (jinja2.TemplateError, OverBudget, RecursionError, SyntaxError):
+        return None
+    template.globals = dict(template.globals)  # every rendering copies them, out of a ChainMap
+    return environment, template
+
+
+def _extensions() -> list[type[Extension]]:
+    return [loopcontrols, _GenerationTag]
 
 
 class _GenerationTag(Extension):
@@ -242,3 +300,9 @@ def _tojson(  # the signature is transformers'
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
+
+
+_GLOBALS: Final[dict[str, Any]] = {
+    "raise_exception": _raise_exception,
+    "strftime_now": _strftime_now,
+}

@@ -1,4 +1,4 @@
-"""A process's cores: reading `--cpu-cores`, and affinity.
+"""A process's cores: reading `--cpu-cores`, affinity, and a container's share of them.
 
 OpenMP teams that outnumber their cores stall for 10-16 ms at every barrier, so each node gets its
 own cores and exactly as many threads.
@@ -7,6 +7,7 @@ own cores and exactly as many threads.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from baton.errors import ConfigError
 
@@ -46,3 +47,17 @@ def pin_process(cores: tuple[int, ...]) -> None:
     """
     check_cores(cores)
     os.sched_setaffinity(0, cores)
+
+
+def quota_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Whole cores of time that the container's limit leaves this process, at least 1; None without
+    a limit. More threads than that are stopped together, for most of each period."""
+    try:
+        if (cgroup / "cpu.max").exists():
+            quota, period = (cgroup / "cpu.max").read_text().split()
+        else:  # control groups of version 1
+            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+            quota, period = ((cgroup / "cpu" / name).read_text().strip() for name in names)
+        return None if quota in ("max", "-1") else max(1, int(quota) // int(period))
+    except (OSError, ValueError):
+        return None

@@ -1,6 +1,7 @@
 """Failpoints: places in the code where a test makes this process die, stop, fail, wait or lie.
 
-    BATON_FAILPOINT=name:nth:action[,name:nth:action...]   on the nth passage (from 1), once
+    BATON_FAILPOINT=name:nth:action[,name:nth:action...]   on the nth passage (from 1), once;
+                                                           `*` for nth: on each passage
     BATON_FAILPOINT=@FILE                                  the same, read anew at each passage
     BATON_FAILPOINT_LOG=FILE                               a line per fault, written before it acts
 
@@ -44,10 +45,10 @@ ACTIONS: Final = ("kill9", "stop", "raise", "delay", "corrupt")
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens at the `nth` passage of `name`."""
+    """What happens at the `nth` passage of `name`; None = at each."""
 
     name: str
-    nth: int
+    nth: int | None
     action: str
     delay_ms: int = 0
 
@@ -65,9 +66,13 @@ class Fault:
             raise _refused(f"no action {word!r}; there are kill9, stop, raise, delay=MS, corrupt")
         if action == "corrupt" and name not in DATA_STAGES:
             raise _refused(f"nothing to corrupt at {name}; only at {', '.join(DATA_STAGES)}")
-        if not (count.isdecimal() and int(count) > 0 and (amount or "0").isdecimal()):
-            raise _refused(f"{text!r}: nth counts from 1, delay is in milliseconds")
-        return Fault(name, int(count), action, int(amount or 0))
+        counted = count == "*" or (count.isdecimal() and int(count) > 0)
+        if not (counted and (amount or "0").isdecimal()):
+            raise _refused(f"{text!r}: nth counts from 1 or is *, delay is in milliseconds")
+        return Fault(name, None if count == "*" else int(count), action, int(amount or 0))
+
+    def is_due(self, name: str, passage: int) -> bool:
+        return self.name == name and self.nth in (None, passage)
 
 
 def parse(text: str) -> list[Fault]:
@@ -98,10 +103,10 @@ class Plan:
                 self._look(self._file)
             self._passed[name] += 1
             count = self._passed[name]
-            due = [fault for fault in self._faults if (fault.name, fault.nth) == (name, count)]
+            due = [fault for fault in self._faults if fault.is_due(name, count)]
         corrupt = False
         for fault in due:
-            self._record(fault)
+            self._record(fault, count)
             corrupt |= self._act(fault)
         return corrupt
 
@@ -128,11 +133,11 @@ class Plan:
                 raise
             log.error("failpoints are not armed: %s", error.message)  # nobody to refuse it to
 
-    def _record(self, fault: Fault) -> None:
+    def _record(self, fault: Fault, passage: int) -> None:
         log.warning("failpoint %s fires: %s", fault.name, fault.action)
         if self._proof is None:
             return
-        line = f"{os.getpid()} {fault.name} {fault.nth} {fault.action}\n"
+        line = f"{os.getpid()} {fault.name} {passage} {fault.action}\n"
         # One write to an append-only descriptor: whole in the file before the process is gone.
         proof = os.open(self._proof, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:

@@ -2,28 +2,27 @@
 
     python -m baton.grammar_trial CPU_S BYTES
 
-A line of JSON in, a GuidedDecoding's fields; a line out: {} if it can be followed, else
-{"message", "unsupported"}. It ends with its input. Where a grammar uses up CPU_S, the kernel ends
-the process (SIGPROF, which nothing here catches: no call has to come back for that); with BYTES,
-the allocator does. Tokens are single bytes, which is enough for what a grammar is made of.
+A question is JSON, a GuidedDecoding's fields; the answer is empty if it can be followed, else
+{"message", "unsupported"}. Limits are those of baton/child.py. Tokens are single bytes, which is
+enough for what a grammar is made of.
 """
 
 from __future__ import annotations
 
 import json
-import resource
-import signal
 import sys
 from collections.abc import Callable
 from typing import Final
 
 import llguidance
 
+from baton import child
 from baton.errors import InvalidRequest, UnsupportedFeature
 from baton.grammars import check_size, check_start, limits, llguidance_grammar
 from baton.sampling import GuidedDecoding
 
 _END: Final = 256
+NICE: Final = 5  # an answer waits for it; streams that go on do, too
 
 
 class _Bytes:
@@ -53,25 +52,16 @@ def tried() -> Callable[[GuidedDecoding], None]:
 
 def serve(trial: Callable[[GuidedDecoding], None], cpu_s: float, memory_bytes: int) -> None:
     """Answer until the input ends."""
-    resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _say({})
-    for line in sys.stdin.buffer:
-        guided = GuidedDecoding(**json.loads(line))
-        signal.setitimer(signal.ITIMER_PROF, cpu_s)
-        answer: dict[str, object] = {}
+
+    def answer(question: bytes) -> bytes:
         try:
-            trial(guided)
+            trial(GuidedDecoding(**json.loads(question)))
         except InvalidRequest as error:
             unsupported = isinstance(error, UnsupportedFeature)
-            answer = {"message": error.message, "unsupported": unsupported}
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        _say(answer)
+            return json.dumps({"message": error.message, "unsupported": unsupported}).encode()
+        return b""
 
-
-def _say(answer: dict[str, object]) -> None:
-    sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
-    sys.stdout.buffer.flush()
+    child.serve(answer, cpu_s, memory_bytes, nice=NICE)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,16 @@ def check_redis_url(url: str) -> None:
     if parts.scheme not in URL_SCHEMES:
         text = "redis_url must begin with redis://, rediss:// or unix://"
         raise ConfigError(text, field="redis_url")
+    database = parts.path.strip("/")
+    if parts.scheme != "unix" and database and not database.isdecimal():
+        text = "redis_url: the number of its database is malformed"  # redis-py would take 0
+        raise ConfigError(text, field="redis_url")
+
+
+def without_password(url: str) -> str:
+    """A Redis URL that may be shown."""
+    scheme, separator, rest = url.partition("://")
+    return f"{scheme}{separator}{rest.rpartition('@')[2]}"
 
 
 def request_key(request_id: str) -> str:

@@ -1,27 +1,24 @@
-"""Limits around a chat template: its time, and the size of everything that it makes.
+"""Limits around a harmless chat template that is rendered in this process, over little data.
 
-Jinja's sandbox keeps a template from code, not from work: loops within loops, macros that call each
-other, strings that double. A BoundedEnvironment counts at every place where a template can repeat
-itself, and looks at sizes before it makes something large:
+What is harmless (baton/template_rules.py) nests nothing that it has made itself. So a tree stays
+small if each text and list does, and each of them is looked at here as it is made:
 
-    loop and macro bodies   tick() at each turn: the deadline, and the literal text in there
+    loop and macro bodies   tick() at each turn: the time, and the literal text in there
     what is written         finalize: all characters, those inside `set` blocks too
-    calls, filters          no huge numbers as arguments (widths, counts), no huge strings as result
-    + * ** % ~              refused before the result exists
+    calls, filters, + * ~   no large text, no long list as result
 
-Time is that of the thread that renders, for other threads may be busy; but the clock of threads is
-slow to read, so it counts only from when the one on the wall says that time is up: at most twice as
-much is spent. Not here: the sandbox itself (Jinja's), nor where templates come from
-(baton/chat_template.py).
+Who meets a limit is OverBudget, which is no error: it is rendered in a child, which has room
+(baton/rendering.py). Time is that of the thread that renders, for other threads may be busy; but
+the clock of threads is slow to read, so it counts only from when the one on the wall says that
+time is up. Not here: the sandbox itself (Jinja's).
 """
 
 from __future__ import annotations
 
 import functools
-import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any, Final, cast
 
 from jinja2 import nodes, pass_context
@@ -29,20 +26,19 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-MAX_CHARS: Final = 16 << 20  # of a string; more than any context
-MAX_WRITTEN: Final = 4 * MAX_CHARS  # in all, what is set aside in blocks included
-MAX_ITEMS: Final = 1 << 20  # of a list
-MAX_ARGUMENT: Final = 1 << 20  # a number that a template passes to anything
-MAX_BITS: Final = 4096  # of a number
-TICKS_PER_LOOK: Final = 64  # at the clock
-_LONG_WIDTH: Final = re.compile(r"[0-9]{7}")
+MAX_CHARS: Final = 128 << 10  # of a string
+MAX_WRITTEN: Final = 512 << 10  # in all, what is set aside in blocks included
+MAX_ITEMS: Final = 4096  # of a list, whose items differ; of a sum of lists MAX_SUM
+MAX_SUM: Final = 64
+MAX_BITS: Final = 256  # of a number
+TICKS_PER_LOOK: Final = 16  # at the clock
 _TICK: Final = "baton_tick"
 _SIZED: Final = "baton_sized"
 _CAPTURING: Final = (nodes.AssignBlock, nodes.Macro, nodes.CallBlock, nodes.FilterBlock)
 
 
 class OverBudget(Exception):
-    """A template worked for too long, or makes something too large."""
+    """A template worked for too long, or makes something too large, for this process."""
 
 
 class _Meter(threading.local):
@@ -63,25 +59,16 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     threads.
     """
 
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    intercepted_binops = frozenset({"+", "*", "%"})
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, filters: dict[str, Callable[..., Any]], **options: Any) -> None:
+        """`filters` beside Jinja's own."""
         super().__init__(finalize=self._written, **options)
         self._meter = _Meter()
-        self._bounded: dict[str, Callable[..., Any]] = {}
-        del self.globals["lipsum"]  # text of any length
-        self.bound_filters()
-        ours: dict[str, Callable[..., Any]] = {_TICK: _ticking(self), _SIZED: self._sized}
-        self._bounded.update(ours)
-        self.filters.update(ours)
-
-    # ---- for baton/chat_template.py ----
-
-    def bound_filters(self) -> None:
-        """Put limits around filters that have none: once more after others were added."""
-        for name, function in list(self.filters.items()):
-            if function is not self._bounded.get(name):
-                self.filters[name] = self._bounded[name] = self._bounded_filter(name, function)
+        self.filters.update(filters)
+        for name, function in self.filters.items():
+            self.filters[name] = self._bounded_filter(name, function)
+        self.filters.update({_TICK: _ticking(self), _SIZED: self._sized})
 
     def bounded(self, tree: nodes.Template) -> nodes.Template:
         """Mutates and answers `tree`: with ticks in its loops and macros, and sizes looked at."""
@@ -91,7 +78,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             for block in tree.find_all(_CAPTURING)
             for loop in (block, *block.find_all(nodes.For))
         }
-        for node in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
+        for node in tree.find_all((nodes.For, nodes.Macro)):
             body = cast("list[nodes.Node]", cast("Any", node).body)
             literal = sum(len(text.data) for part in body for text in _texts(part))
             weight = nodes.Const(literal if id(node) in aside else 0)
@@ -139,37 +126,23 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return text
 
     def _sized(self, value: Any) -> Any:
-        if isinstance(value, str) and len(value) > MAX_CHARS:
-            raise OverBudget("it makes a string that is too long")
-        if isinstance(value, list | tuple) and len(value) > MAX_ITEMS:
-            raise OverBudget("it makes a list that is too long")
+        if isinstance(value, str):
+            _fits(len(value), MAX_CHARS)
+        elif isinstance(value, list | tuple):
+            _fits(len(cast("Sequence[Any]", value)), MAX_ITEMS)
         return value
 
-    def _spend(
-        self, name: str, value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
-        """Before a call of `name` on `value`; answers `value`, which may have been an iterator."""
+    def _spend(self, name: str, value: Any, args: Sequence[Any]) -> Any:
+        """Before `name` of `value`; answers `value`, which may have been an iterator."""
         self._look()
-        for given in (*args, *kwargs.values()):
-            if isinstance(given, int) and abs(given) > MAX_ARGUMENT:
-                raise OverBudget("it passes a number that is too large")
-        if name == "format":
-            _check_format(value)
+        if name == "join":
+            value = list(value)
+            _fits(len(value), MAX_ITEMS)
+            _fits(sum(len(item) for item in value if isinstance(item, str)), MAX_CHARS)
+            _fits(len(value) * len(str(args[0])) if args else 0, MAX_CHARS)
         elif name == "replace" and isinstance(value, str) and len(args) >= 2:
-            old, new = str(args[0]), str(args[1])
-            self._fits(len(value) + value.count(old) * len(new))
+            _fits(value.count(str(args[0])) * len(str(args[1])), MAX_CHARS)
         return value
-
-    def _join(self, separator: Any, items: Any) -> list[Any]:
-        """The items as a list, once the string that joins them is known to fit."""
-        found = list(items)
-        self._fits(sum(len(i) if isinstance(i, str) else 8 for i in found))
-        self._fits(len(found) * len(str(separator)))
-        return found
-
-    def _fits(self, num_chars: int) -> None:
-        if num_chars > MAX_CHARS:
-            raise OverBudget("it makes a string that is too long")
 
     def _bounded_filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         # Filters marked by Jinja get context, evaluation context or environment before the value.
@@ -177,11 +150,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
         @functools.wraps(function)
         def bounded(*args: Any, **kwargs: Any) -> Any:
-            before, value, rest = args[:place], args[place], args[place + 1 :]
-            if name == "join" and "attribute" not in kwargs and len(rest) < 2:
-                value = self._join(rest[0] if rest else kwargs.get("d", ""), value)
-            value = self._spend(name, value, rest, kwargs)
-            return self._sized(function(*before, value, *rest, **kwargs))
+            value = self._spend(name, args[place], args[place + 1 :])
+            return self._sized(function(*args[:place], value, *args[place + 1 :], **kwargs))
 
         return bounded
 
@@ -193,28 +163,20 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         **kwargs: Any,
     ) -> Any:
         receiver = getattr(__obj, "__self__", None)  # of a bound method
-        name = str(getattr(__obj, "__name__", ""))
-        if isinstance(receiver, str):
-            if name == "join" and args:
-                args = (__self._join(receiver, args[0]), *args[1:])
-            __self._spend(name, receiver, args, kwargs)
+        name = str(getattr(__obj, "__name__", "")) if isinstance(receiver, str) else ""
+        if name == "join" and args:
+            args = (__self._spend(name, args[0], [receiver]), *args[1:])
         else:
-            __self._spend("", None, args, kwargs)
+            __self._spend(name, receiver, args)
         return __self._sized(super().call(__context, __obj, *args, **kwargs))
-
-    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        wrapped = super().wrap_str_format(value)
-        if wrapped is not None:
-            _check_format(value.__self__)
-        return wrapped
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         self._look()
         if operator == "+" and type(left) is str and type(right) is str:  # nearly all there are
-            self._fits(len(left) + len(right))
+            _fits(len(left) + len(right), MAX_CHARS)
             return left + right
         _check_binop(operator, left, right)
-        return self._sized(super().call_binop(context, operator, left, right))
+        return super().call_binop(context, operator, left, right)
 
 
 def _ticking(environment: BoundedEnvironment) -> Callable[..., None]:
@@ -240,33 +202,21 @@ def _texts(node: nodes.Node) -> list[nodes.TemplateData]:
     return [*own, *node.find_all(nodes.TemplateData)]
 
 
-def _check_format(pattern: Any) -> None:
-    if _LONG_WIDTH.search(str(pattern)):
-        raise OverBudget("it formats to a width that is too large")
+def _fits(size: int, most: int) -> None:
+    if size > most:
+        raise OverBudget("it makes something that is too large")
 
 
 def _check_binop(operator: str, left: Any, right: Any) -> None:
-    """Raise OverBudget for an operation whose result would be too large."""
+    """Raise OverBudget for an operation whose result may be too large."""
     if operator == "%" and isinstance(left, str):
-        _check_format(left)
-    elif operator == "+" and isinstance(left, str | list | tuple):
-        if isinstance(right, str | list | tuple):
-            _check_size(left, len(left) + len(right))
-    elif operator == "*":
-        for one, other in ((left, right), (right, left)):
-            if isinstance(one, str | list | tuple) and isinstance(other, int):
-                _check_size(one, len(one) * max(0, other))
-        if isinstance(left, int) and isinstance(right, int):
-            _check_bits(left.bit_length() + right.bit_length())
-    elif operator == "**" and isinstance(left, int) and isinstance(right, int):
-        _check_bits(left.bit_length() * abs(right))
-
-
-def _check_size(kind: str | list[Any] | tuple[Any, ...], size: int) -> None:
-    if size > (MAX_CHARS if isinstance(kind, str) else MAX_ITEMS):
-        raise OverBudget("it makes a string or a list that is too long")
-
-
-def _check_bits(num_bits: int) -> None:
-    if num_bits > MAX_BITS:
-        raise OverBudget("it makes a number that is too large")
+        raise OverBudget("it formats by a pattern")  # to any width
+    for one, other in ((left, right), (right, left)):
+        if operator == "+" and isinstance(one, list | tuple):
+            sizes = (len(part) for part in (left, right) if isinstance(part, list | tuple))
+            _fits(sum(sizes), MAX_SUM)
+        if operator == "*" and isinstance(one, str | list | tuple) and isinstance(other, int):
+            most = MAX_CHARS if isinstance(one, str) else MAX_SUM
+            _fits(len(cast("Sequence[Any]", one)) * max(0, other), most)
+    if isinstance(left, int) and isinstance(right, int):
+        _fits(left.bit_length() + right.bit_length(), MAX_BITS)

@@ -72,6 +72,7 @@ _BLOCK_KINDS: Final = {
     BlockEventKind.CLEARED: node_pb2.BlockEvent.CLEARED,
 }
 _BLOCK_KIND_OF: Final = {number: kind for kind, number in _BLOCK_KINDS.items()}
+_LOAD: Final = tuple(spec.name for spec in fields(NodeLoad))
 _PLAIN_RECORD: Final = (
     "node_id", "boot_id", "address", "model", "model_digest", "block_size", "max_model_len",
     "vocab_size", "version", "adapters", "eos_token_ids", "max_num_seqs", "leaving_adapters",
@@ -220,11 +221,12 @@ def handle_from_bytes(data: bytes) -> KVHandle:
 
 
 def load_to_wire(value: NodeLoad) -> node_pb2.Load:
-    return node_pb2.Load(**asdict(value))
+    """With every step: asdict would take 100 us."""
+    return node_pb2.Load(**{name: getattr(value, name) for name in _LOAD})
 
 
 def load_from_wire(message: node_pb2.Load) -> NodeLoad:
-    return NodeLoad(**{spec.name: getattr(message, spec.name) for spec in fields(NodeLoad)})
+    return NodeLoad(**{name: getattr(message, name) for name in _LOAD})
 
 
 def record_to_wire(value: NodeRecord) -> node_pb2.NodeRecord:

@@ -36,7 +36,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from baton.chat_template import ChatTemplate
+from baton.chat_template import Chat, ChatTemplate
 from baton.tokenizer import Tokenizer
 from bench.children import say_ready
 from bench.router_relay import STEP
@@ -156,7 +156,7 @@ class Least:
         return await self._through(await request.body())
 
     async def least(self, request: Request) -> Response:
-        text = self._template.render(orjson.loads(await request.body())["messages"])
+        text = self._template.render(Chat(orjson.loads(await request.body())["messages"]))
         ids = self._tokenizer.encode(text, add_special_tokens=False)
         return await self._through(orjson.dumps(ids))
 

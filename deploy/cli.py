@@ -8,6 +8,7 @@ baton doctor                     KV lanes between two nodes, and what this machi
 baton bench serve | engine       measure a server, or the engine in a process of its own
 baton convert                    safetensors for a checkpoint that has none
 baton estimate                   what a model needs, the best that a machine could do with it
+baton kernels build              compile the CPU kernels ahead, for images
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ PROCESSES = {
     "decode": "decode_node",
     "convert": "baton.engine.convert",
     "estimate": "baton.engine.estimate",
+    "kernels": "baton.engine.kernels.cpu",
 }
 BENCHMARKS = {"serve": "bench.serve", "engine": "bench.engine"}
 
@@ -74,6 +76,8 @@ def build_parser() -> argparse.ArgumentParser:
     commands.add_parser("convert", help=text, add_help=False)
     text = "memory, concurrency, ideal TTFT and TPOT of a model: --model DIR [--memory 80GB ...]"
     commands.add_parser("estimate", help=text, add_help=False)
+    text = "compile the CPU kernels of every instruction set ahead: build [--dir DIR]"
+    commands.add_parser("kernels", help=text, add_help=False)
     text = "benchmarks: baton bench serve (any server), baton bench engine (tokens/s, MBU, MFU)"
     commands.add_parser("bench", help=text, add_help=False)
     return parser
@@ -113,7 +117,9 @@ def _add_status(parser: argparse.ArgumentParser) -> None:
         "--grpc", default=DEFAULT_GRPC, metavar="HOST:PORT", help="the router's gRPC"
     )
     parser.add_argument(
-        "--api-key", default=os.environ.get("BATON_API_KEY"), help="the router's key"
+        "--admin-key",
+        default=os.environ.get("BATON_ADMIN_KEY"),
+        help="the router's key of operators, if it has keys at all",
     )
     parser.add_argument("--tls", action="store_true", help="with TLS, and the system's CAs")
     add_trust(parser)
@@ -187,6 +193,9 @@ def check_front_door(options: UpOptions) -> None:
         host=options.host,
         api_key=(options.api_key,) if options.api_key else (),
         api_keys=options.api_keys,
+        admin_port=options.admin_port,
+        admin_key=(options.admin_key,) if options.admin_key else (),
+        admin_keys=options.admin_keys,
         tls_cert=options.tls_cert,
         tls_key=options.tls_key,
         tls_ca=options.tls_ca,
@@ -195,7 +204,7 @@ def check_front_door(options: UpOptions) -> None:
         tool_call_parser=options.tool_call_parser,
     )
     router.check()
-    router.key_ring()
+    router.admin_ring()  # reads the files of both
     if router.tls is not None:
         router.tls.server_context()
 
@@ -246,7 +255,7 @@ def run_status(arguments: argparse.Namespace) -> int:
     from deploy.status import status
 
     tls = client_tls(arguments, wanted=arguments.tls)
-    return status(arguments.grpc, arguments.api_key, arguments.once, Console(), tls)
+    return status(arguments.grpc, arguments.admin_key, arguments.once, Console(), tls)
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:

@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import Any
 
 from baton.errors import BatonError, ConfigError
+from baton.redis_keys import without_password
 from baton.socket_folder import SocketFolder
 from deploy.plan import (
     DEFAULT_GRPC_PORT,
@@ -36,7 +37,7 @@ from deploy.plan import (
     router_command,
 )
 from deploy.process import Child, Exited, ProcessSpec, Ready
-from deploy.redis_server import find_redis_binary, redis_spec, socket_url, without_password
+from deploy.redis_server import find_redis_binary, redis_spec, socket_url
 
 START_TIMEOUT_S = 1800.0  # a large model from a slow disk, or a download from the hub
 ROUTER_STOP_S = 10.0

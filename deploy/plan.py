@@ -48,6 +48,8 @@ class UpOptions:
     port: int | None = option(None, "HTTP port (default: 8000 when free, else any free one)")
     grpc_port: int | None = option(None, "gRPC port (default: 50051 when free, else any free one)")
     admin_port: int | None = option(None, "port of the router's admin server (default: none)")
+    admin_key: str | None = option(None, "key of operators, for the admin server and `status`")
+    admin_keys: str | None = option(None, "file of operators' keys, in the form of --api-keys")
     workers: int = option(1, "router processes that share the ports, and requests through Redis")
     redis_url: str | None = option(None, "use this Redis instead of starting one")
     prefill_block_size: int | None = option(None, "block size of the prefill nodes, if different")
@@ -238,6 +240,7 @@ def router_command(
         "prefill_placement": options.prefill_placement,
         "grpc_port": plan.grpc_port,
         "admin_port": options.admin_port,
+        "admin_keys": options.admin_keys,
         "workers": options.workers if options.workers > 1 else None,
         "redis_url": redis_url,
         "cpu_cores": ",".join(str(core) for core in plan.router_cores),

@@ -20,6 +20,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from baton.errors import ConfigError
+from baton.redis_keys import without_password
 from baton.socket_folder import SocketFolder
 from deploy.process import Child, Exited, ProcessSpec, Ready
 
@@ -56,12 +57,6 @@ def redis_spec(binary: Path, directory: Path, socket: Path) -> ProcessSpec:
 
 def socket_url(socket: Path) -> str:
     return f"unix://{socket}"
-
-
-def without_password(url: str) -> str:
-    """A Redis URL that may be shown."""
-    scheme, separator, rest = url.partition("://")
-    return f"{scheme}{separator}{rest.rpartition('@')[2]}"
 
 
 def require_answer(url: str) -> None:

@@ -17,17 +17,21 @@ from baton.tls import ClientTls
 REFRESH_S = 1.0
 BAR_CELLS = 10
 WIDE_COLUMNS = 100  # from here on there is room for the bar
+ABOVE_LIMITS = (
+    "above 100%: the machine's limits were measured while it was busy (a node measures again once "
+    "it is idle), or its caches hold the model; --memory-bandwidth and --peak-flops state them"
+)
 
 
 def status(
     address: str,
-    api_key: str | None,
+    admin_key: str | None,
     once: bool,
     console: Console,
     tls: ClientTls | None = None,
 ) -> int:
     """Show the table until Ctrl-C, or one time. Raises BatonError when the first question fails."""
-    with Client(address, api_key or "", timeout_s=5.0, tls=tls) as client:
+    with Client(address, admin_key or "", timeout_s=5.0, tls=tls) as client:
         info = client.server_info()
         if once:
             console.print(view(info, address, console.width))
@@ -55,6 +59,8 @@ def view(info: ServerInfo, address: str, width: int) -> RenderableType:
     models = ", ".join(sorted({node.model for node in info.nodes})) or "no model"
     head = Text.assemble(("baton ", "bold"), f"{info.version}  {models}  router {address}")
     lines: list[RenderableType] = [head, nodes_table(info, width >= WIDE_COLUMNS)]
+    if any(above_limits(node) for node in info.nodes):
+        lines.append(Text(ABOVE_LIMITS, style="yellow"))
     lines.append(requests_line(info))
     if info.migrations != Migrations():
         lines.append(migrations_line(info.migrations))
@@ -80,6 +86,11 @@ def nodes_table(info: ServerInfo, wide: bool) -> Table:
     if not info.nodes:
         table.add_row("no node is registered")
     return table
+
+
+def above_limits(node: Node) -> bool:
+    """Whether a share that is shown cannot be."""
+    return max(node.mbu, node.mfu) >= 1.005
 
 
 def usage(node: Node, with_bar: bool) -> Text:

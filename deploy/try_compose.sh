@@ -1,7 +1,8 @@
 #!/bin/sh
-# Tries the compose stack in real containers: everything healthy, a streamed answer, KV by lane shm,
-# a decode node killed in mid-stream that nobody notices, the restart policy, five nodes. Leaves
-# nothing behind.
+# Tries the compose stack in real containers: everything healthy, kernels without a compiler, a
+# streamed answer, KV by lane shm, a decode node killed in mid-stream that nobody notices, the restart
+# policy, two routers of which one dies, decode nodes replaced one by one under a stream, five nodes,
+# a stop in good order. Leaves nothing behind.
 #
 #   deploy/try_compose.sh [--no-build]      needs docker, compose, curl, python3; DOCKER_HOST is heard
 #
@@ -19,12 +20,13 @@ url=http://${BATON_HTTP_ADDRESS:-127.0.0.1:8000}
 export BATON_SECRET=try-compose-secret BATON_REDIS_PASSWORD=try-compose-password
 export BATON_API_KEY=try-compose-key COMPOSE_PROJECT_NAME=baton-try
 folder=$(mktemp -d)
-if docker compose version >/dev/null 2>&1; then
-    stack() { docker compose -f deploy/compose.yaml "$@"; }
-else # compose 1.29 knows all of the file but its name
+COMPOSE="docker compose -f deploy/compose.yaml"
+if ! docker compose version >/dev/null 2>&1; then # 1.29 knows all of the file but its name
     sed '/^name:/d' deploy/compose.yaml >"$folder/compose.yaml"
-    stack() { docker-compose --project-directory deploy -f "$folder/compose.yaml" "$@"; }
+    COMPOSE="docker-compose --project-directory deploy -f $folder/compose.yaml"
 fi
+export COMPOSE
+stack() { $COMPOSE "$@"; }
 say() { printf '%s  %s\n' "$(date +%T)" "$*"; }
 fail() {
     say "FAILED: $*"
@@ -52,6 +54,11 @@ until_true() {
 healthy() {
     [ "$(docker ps -q --filter "label=com.docker.compose.project=$COMPOSE_PROJECT_NAME" \
         --filter health=healthy | wc -l)" -eq "$1" ]
+}
+# containers SERVICE: the ids of its containers, stopped ones too
+containers() {
+    docker ps -aq --no-trunc --filter "label=com.docker.compose.project=$COMPOSE_PROJECT_NAME" \
+        --filter "label=com.docker.compose.service=$1"
 }
 connected() { [ "$(metrics | grep -c '^baton_draining{')" -eq "$1" ]; }
 metrics() { curl -fsS -H "Authorization: Bearer $BATON_API_KEY" "$url/metrics"; }
@@ -84,14 +91,14 @@ busy() {
 }
 # container_of NODE: each node says its id when it is ready
 container_of() {
-    for each in $(stack ps -q decode); do
+    for each in $(containers decode); do
         if docker logs "$each" 2>/dev/null | grep -q "\"node_id\": \"$1\""; then echo "$each"; fi
     done
 }
 # by_shm: hand-overs that the decode nodes took out of shared memory, and bytes that they read where
 # they lie. A node's own metrics are told to who knows the secret, inside the network.
 by_shm() {
-    for each in $(stack ps -q decode); do
+    for each in $(containers decode); do
         docker exec -i "$each" python3 <<'PYTHON'
 import hmac, os, urllib.request
 
@@ -112,6 +119,15 @@ stack up -d "$how" >"$folder/up" 2>&1 || { cat "$folder/up"; fail "compose up"; 
 until_true "5 healthy containers" healthy 5
 until_true "3 connected nodes" connected 3
 say "all 5 containers are healthy, 3 nodes are connected"
+
+one=$(containers decode | head -1)
+docker exec "$one" sh -c 'command -v cc || command -v gcc || command -v g++' && fail "a compiler"
+docker exec "$one" python3 -c 'from baton.engine.kernels.cpu.library import state; print(state())' \
+    >"$folder/kernels" 2>/dev/null || fail "no kernels"
+grep -q '^compiled' "$folder/kernels" || fail "kernels: $(cat "$folder/kernels")"
+docker exec "$one" sh -c 'ls /var/cache/baton/limits/*.json' >/dev/null || fail "no limits are kept"
+docker exec "$one" touch /app/x 2>/dev/null && fail "its home can be written"
+say "without a compiler and a home: $(head -c 60 "$folder/kernels")"
 
 ask "$folder/whole" || fail "a streamed answer"
 text "$folder/whole" >"$folder/whole.txt" || fail "the streamed answer is not whole"
@@ -138,7 +154,7 @@ say "the stream went on, and is the same text; its receipt tells $(retries "$fol
 docker start "$victim" >/dev/null # docker does not restart what docker kill has ended
 until_true "5 healthy containers" healthy 5
 
-victim=$(stack ps -q decode | head -1)
+victim=$(containers decode | head -1)
 before=$(docker inspect -f '{{.RestartCount}}' "$victim")
 docker exec "$victim" sh -c 'kill -9 -1' >/dev/null 2>&1 || true
 restarted() { [ "$(docker inspect -f '{{.RestartCount}}' "$victim")" -gt "$before" ]; }
@@ -147,10 +163,41 @@ until_true "5 healthy containers" healthy 5
 until_true "3 connected nodes" connected 3
 say "kill -9 of a decode node's process: the restart policy brought it back"
 
+stack up -d --no-build --scale router=2 >"$folder/up" 2>&1 || { cat "$folder/up"; fail "scaling"; }
+until_true "6 healthy containers" healthy 6
+victim=$(containers router | head -1)
+docker kill "$victim" >/dev/null
+until_true "an answer beside a dead router" ask "$folder/routers"
+text "$folder/routers" | cmp -s - "$folder/whole.txt" || fail "the other router answers otherwise"
+docker start "$victim" >/dev/null
+until_true "6 healthy containers" healthy 6
+stack up -d --no-build --scale router=1 >/dev/null 2>&1 || fail "scaling"
+until_true "5 healthy containers" healthy 5
+until_true "3 connected nodes" connected 3
+say "two routers behind one address; one was killed, the other answered"
+
+containers decode | sort >"$folder/before"
+ask "$folder/rolled" &
+asking=$!
+until_true "a decode node at work" busy >/dev/null
+deploy/roll.sh decode --no-build >"$folder/up" 2>&1 || { cat "$folder/up"; fail "roll.sh"; }
+wait $asking || fail "the stream broke"
+text "$folder/rolled" | cmp -s - "$folder/whole.txt" || fail "the stream differs"
+containers decode | sort | comm -12 - "$folder/before" | grep -q . && fail "an old one is left"
+until_true "5 healthy containers" healthy 5
+say "both decode nodes were replaced, one after the other, under a stream: the same text"
+
 stack up -d --no-build --scale prefill=2 --scale decode=3 >/dev/null 2>&1 || fail "scaling"
 until_true "7 healthy containers" healthy 7
 until_true "5 connected nodes" connected 5
 ask "$folder/scaled" || fail "a streamed answer of five nodes"
 text "$folder/scaled" | cmp -s - "$folder/whole.txt" || fail "five nodes answer otherwise"
 say "2 prefill and 3 decode nodes are connected; the answer is the same"
+
+stack stop >"$folder/up" 2>&1 || fail "stop"
+for each in $(containers router; containers prefill; containers decode); do
+    status=$(docker inspect -f '{{.State.ExitCode}}' "$each")
+    [ "$status" -eq 0 ] || fail "$(docker inspect -f '{{.Name}}' "$each") ended with $status"
+done
+say "every process ended in good order when it was told to"
 say "PASSED"

@@ -26,6 +26,7 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
+from baton.cache_folder import cache_folder
 from baton.cores import check_cores, parse_cores
 from baton.errors import BatonError, ConfigError
 from bench.sse import StreamError
@@ -182,18 +183,19 @@ def wanted_cores(options: UpOptions) -> list[int]:
 
 
 def default_run_dir(environ: Mapping[str, str]) -> Path:
-    """A new folder per run below the user's cache."""
-    cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "baton" / "runs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    """A new folder per run below the user's cache. Raises OSError."""
+    return cache_folder("runs", environ) / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 
 def child_variables(options: UpOptions) -> dict[str, str]:
     """Secrets travel in the environment, where `ps` does not show them."""
-    if options.api_key is not None and "," in options.api_key:
-        raise ConfigError("--api-key must not contain a comma", field="api_key")
     variables = {"BATON_SECRET": options.secret or secrets.token_hex(32)}
-    if options.api_key is not None:
-        variables["BATON_API_KEY"] = options.api_key
+    for name, key in (("api_key", options.api_key), ("admin_key", options.admin_key)):
+        if key is not None and "," in key:
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag} must not contain a comma", field=name)
+        if key is not None:
+            variables[f"BATON_{name.upper()}"] = key
     return variables
 
 
@@ -260,10 +262,8 @@ def introduce(cluster: Cluster, console: Console, began: float) -> None:
     command = curl_command(cluster.url, model, with_key=options.api_key is not None)
     console.print(with_tls(command, options), soft_wrap=True, highlight=False, markup=False)
     console.print("\nor, in another terminal:\n", highlight=False)
-    trust = [] if options.tls_cert is None else ["--tls-ca", options.tls_cert]
-    trust += [] if options.tls_ca is None else ["--tls-cert", YOUR_CERT, "--tls-key", YOUR_KEY]
-    for command in (["chat", "--url", cluster.url], ["status", "--grpc", grpc]):
-        line = shlex.join([*baton_command(), *command, *trust])
+    for command in next_commands(options, cluster.url, grpc):
+        line = shlex.join([*baton_command(), *command])
         console.print(line, soft_wrap=True, highlight=False, markup=False)
     console.print("\nCtrl-C stops everything.", style="dim")
     fields = {"ready": True, "url": cluster.url, "grpc": grpc, "model": model,
@@ -274,6 +274,18 @@ def introduce(cluster: Cluster, console: Console, began: float) -> None:
     if not console.is_terminal:
         console.file.write(line)
         console.file.flush()
+
+
+def next_commands(options: UpOptions, url: str, grpc: str) -> list[list[str]]:
+    """Commands to paste: `chat`, and `status` where somebody may ask for it. Keys are looked for
+    in the environment."""
+    trust = [] if options.tls_cert is None else ["--tls-ca", options.tls_cert]
+    trust += [] if options.tls_ca is None else ["--tls-cert", YOUR_CERT, "--tls-key", YOUR_KEY]
+    commands = [["chat", "--url", url, *trust]]
+    closed = options.api_key is not None or options.api_keys is not None
+    if not closed or options.admin_key is not None or options.admin_keys is not None:
+        commands.append(["status", "--grpc", grpc, *trust])
+    return commands
 
 
 def first_question(cluster: Cluster, console: Console, began: float) -> tuple[str, float | None]:

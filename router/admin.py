@@ -7,8 +7,8 @@
     GET  /metrics, /health
     POST /pause, /sleep, /v1/load_lora_adapter and their like: router/control.py
 
-API keys, if the router has any, are needed here too. The public port has /metrics as well, as
-vLLM's users expect, and none of the rest.
+Every route but /health wants a key of operators (--admin-key, --admin-keys); no API key opens one.
+The public port has /metrics as well, as vLLM's users expect, and none of the rest.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class AdminApi:
             for spec in fields(config)
             if "help" in spec.metadata
             and not spec.metadata["secret"]
-            and spec.name not in ("api_key", "redis_url")  # a URL may hold a password
+            and spec.name not in ("admin_key", "api_key", "redis_url")  # a URL holds a password
         }
         served = None if model is None else asdict(model)
         return _json({"version": __version__, "model": served, "config": options})
@@ -136,7 +136,9 @@ class AdminApi:
 
 
 def create_admin_app(services: RouterServices, limits: HttpLimits | None = None) -> ASGIApp:
-    """Head guard > API keys > routes, as the public app."""
+    """Head guard > keys > routes, as the public app. Raises ConfigError as `admin_ring` does."""
+    keys = services.config.admin_ring()
+    assert len(keys), "RouterConfig.check: no admin port without a key"
     routes = Starlette(
         routes=[*AdminApi(services).routes(), *ControlApi(services).routes()],
         exception_handlers={
@@ -146,7 +148,7 @@ def create_admin_app(services: RouterServices, limits: HttpLimits | None = None)
         },
     )
     routes.router.redirect_slashes = False
-    guarded = ApiKeyGuard(routes, services.config.key_ring())
+    guarded = ApiKeyGuard(routes, keys)
     return HeadGuard(guarded, limits if limits is not None else HttpLimits())
 
 

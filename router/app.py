@@ -25,11 +25,13 @@ from router.http_api import BUSIEST, HttpApi
 from router.http_guard import HeadGuard, HttpLimits
 from router.nodes.direct import DirectRoutes
 from router.parting import Parting
+from router.preparing import counted
 from router.prompts import PromptReader
 from router.request_ids import known_id, note_request_id
 from router.resumable.http import ResumableApi
 from router.root_path import RootPath
 from router.services import RouterServices
+from router.strict_fields import strict
 from router.vllm_metrics import watch
 from router.web_errors import on_baton_error, on_http_exception
 
@@ -83,7 +85,10 @@ def all_routes(services: RouterServices, prompts: PromptReader) -> list[Route]:
     """Everything that the public port serves; /openapi.json describes the same."""
     http = HttpApi(services, prompts)
     plain = [*http.routes(), *Endpoints(services, prompts, http).routes()]
-    return ResumableApi(services, plain).routes()
+    every = ResumableApi(services, plain).routes()
+    if services.config.strict_fields:
+        every = [strict(route) for route in every]
+    return [counted(route, lambda: services.dispatcher.gate) for route in every]
 
 
 class RequestIds:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
+from baton.chat_template import Chat
 from baton.errors import InvalidRequest, UnsupportedFeature
 from router.config import RouterConfig
 from router.openai import ChatBody, TokenizeBody
@@ -12,7 +13,7 @@ from router.openai_chat import messages_of, schemas_of, template_kwargs, tools_o
 from router.parsers.grammar import ToolFormat
 from router.parsers.message import MessageRules
 from router.parsers.registry import REASONING_FORMATS, TOOL_FORMATS
-from router.prompts import ChatPrompt, Conversation
+from router.prompts import ChatPrompt, Conversation, Length
 from router.structured.grammar_checks import Asked as Constraint
 from router.structured.guided import DEFAULT_STYLE, check_forced, forces_calls, room_for_content
 from router.terms import Terms
@@ -22,32 +23,30 @@ _AUTO_IS_OFF: Final = (
 )
 
 
-def conversation_of(
-    body: ChatBody | TokenizeBody, terms: Terms, most_tokens: int | None = None
-) -> Conversation:
+def conversation_of(body: ChatBody | TokenizeBody, terms: Terms, length: Length) -> Conversation:
     """What the chat template gets. Raises InvalidRequest, naming the field."""
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:
         message = "continue_final_message and add_generation_prompt exclude each other"
         raise InvalidRequest(message, field="continue_final_message")
-    effort, salt, documents = None, "", None
+    effort, salt = None, ""
     if isinstance(body, ChatBody):
-        effort, salt, documents = body.reasoning_effort, body.cache_salt or "", body.documents
-    return Conversation(
+        effort, salt = body.reasoning_effort, body.cache_salt or ""
+    chat = Chat(
         messages=messages_of(body.messages or []),
         tools=tools_of(body.tools),
         add_generation_prompt=body.add_generation_prompt is not False and not continues,
         continue_final_message=continues,
-        add_special_tokens=body.add_special_tokens is True,
-        salt=terms.salt(salt),
-        most_tokens=most_tokens,
         kwargs=template_kwargs(body.chat_template_kwargs, effort),
-        documents=documents or (),
-        template=body.chat_template,
+        documents=body.documents or (),
+    )
+    special = body.add_special_tokens is True
+    return Conversation(
+        chat, length, terms.grant, special, terms.salt(salt), template=body.chat_template
     )
 
 
-def said_first(body: ChatBody, asked: Conversation, config: RouterConfig) -> tuple[str, str]:
+def said_first(body: ChatBody, asked: Chat, config: RouterConfig) -> tuple[str, str]:
     """The role that answers, and what is told before its answer: with `echo` the message that it
     goes on with, if that is its own."""
     last = asked.messages[-1]
@@ -78,7 +77,7 @@ def tool_format(body: ChatBody, config: RouterConfig) -> ToolFormat | None:
 
 def message_rules(
     body: ChatBody,
-    asked: Conversation,
+    asked: Chat,
     prompt: ChatPrompt,
     config: RouterConfig,
     own: Constraint | None,

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from baton.best_of import best_samples
 from baton.clock import Clock
-from baton.errors import Cancelled, InternalError, InvalidRequest
+from baton.errors import Cancelled, InternalError
 from baton.events import TokenEvent, TokenLogprob
 from baton.grammars import FIELD
 from baton.request import FinishReason, Request
@@ -26,7 +26,7 @@ from router.metrics import RequestMeter
 from router.parsers.message import MessageParser, MessageRules
 from router.parsers.parts import Part
 from router.stops import StopMatcher
-from router.structured.grammar_checks import blamed_on
+from router.structured.grammar_checks import BLAMED, blamed_on
 from router.terms import STANDARD, Terms
 from router.trace import RequestTrace
 from router.web_errors import as_baton_error
@@ -164,7 +164,7 @@ class Completion:
             yield last
         except (GeneratorExit, asyncio.CancelledError):
             raise
-        except InvalidRequest as error:
+        except BLAMED as error:
             outcome = error.code
             raise blamed_on(error, self.guided_field) from error
         except BaseException as error:

@@ -59,6 +59,9 @@ class RouterConfig:
     tool_call_parser: str | None = option(
         None, "how the model writes its tool calls", choices=tuple(TOOL_FORMATS)
     )
+    strict_fields: bool = option(
+        False, "refuse bodies with fields that nothing here reads, naming the field"
+    )
     reasoning_parser: str | None = option(
         None, "how the model marks its reasoning", choices=tuple(REASONING_FORMATS)
     )
@@ -93,6 +96,13 @@ class RouterConfig:
     admin_host: str = option("127.0.0.1", "address of the admin server")
     admin_port: int | None = option(
         None, "port of the admin server: /abort_requests, /drain, /debug, /metrics (default: none)"
+    )
+    admin_key: tuple[str, ...] = option(
+        (), "key of operators, for the admin server and gRPC's ServerInfo (repeatable)"
+    )
+    admin_keys: str | None = option(None, "file of operators' keys, in the form of --api-keys")
+    health_port: int | None = option(
+        None, "port of /livez, /readyz and /startupz, plain HTTP, open to all (default: none)"
     )
     workers: int = option(1, "router processes on these ports; more than one needs --redis-url")
     own_port: int | None = option(
@@ -186,7 +196,7 @@ class RouterConfig:
             ("port", 0), ("grpc_port", 0), ("max_live_requests", 1), ("local_prefill_tokens", 0),
             ("drain_s", 0), ("shutdown_s", 0), ("admin_port", 0), ("max_queued_requests", 0),
             ("max_request_tokens", 1), ("workers", 1), ("max_resumable_mb", 1),
-            ("tokenizer_cache_mb", 0), ("max_logprobs", -1),
+            ("tokenizer_cache_mb", 0), ("max_logprobs", -1), ("health_port", 0),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < lowest:
@@ -205,14 +215,13 @@ class RouterConfig:
             raise ConfigError(message, field="tool_call_parser")
         if not all(self.served_model_name):
             raise ConfigError("a served model name must not be empty", field="served_model_name")
-        if not all(key.strip() for key in self.api_key):
-            raise ConfigError("an API key must not be empty", field="api_key")
         if self.redis_url is not None:
             check_redis_url(self.redis_url)
-        _ = self.node_tls  # complete, or refused
-        encrypted = self.tls is not None
-        for host in (self.host, self.admin_host):
-            self._check_host(host, encrypted)
+        _ = self.tls, self.node_tls  # complete, or refused
+        self._check_keys()
+        self._check_encrypted(self.host)
+        if self.admin_port is not None:
+            self._check_encrypted(self.admin_host)
 
     def _check_place(self) -> None:
         if self.root_path and not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", self.root_path):
@@ -235,12 +244,26 @@ class RouterConfig:
         """The keys that clients may present. Raises ConfigError for an unreadable file."""
         return KeyRing.load(self.api_key, self.api_keys, share_cache=self.share_prefix_cache)
 
-    def _check_host(self, host: str, encrypted: bool) -> None:
-        if is_loopback(host):
-            return
-        if not self.api_key and self.api_keys is None:
-            message = f"listening on {host} needs --api-key or --api-keys"
+    def admin_ring(self) -> KeyRing:
+        """The keys of operators; none: what they may do is off. Raises ConfigError for an
+        unreadable file, and for a key that clients present, too."""
+        ring = KeyRing.load(self.admin_key, self.admin_keys)
+        if ring.overlaps(self.key_ring()):
+            raise ConfigError("a key of operators is also an API key", field="admin_key")
+        return ring
+
+    def _check_keys(self) -> None:
+        for name in ("api_key", "admin_key"):
+            if not all(key.strip() for key in getattr(self, name)):
+                raise ConfigError(f"{name} must not be empty", field=name)
+        if self.admin_port is not None and not self.admin_key and self.admin_keys is None:
+            message = "--admin-port needs --admin-key (BATON_ADMIN_KEY) or --admin-keys"
+            raise ConfigError(message, field="admin_key")
+        if not is_loopback(self.host) and not self.api_key and self.api_keys is None:
+            message = f"listening on {self.host} needs --api-key or --api-keys"
             raise ConfigError(message, field="api_key")
-        if not encrypted and not self.insecure:
+
+    def _check_encrypted(self, host: str) -> None:
+        if not is_loopback(host) and self.tls is None and not self.insecure:
             text = f"listening on {host} without TLS (--tls-cert) needs --insecure"
             raise ConfigError(text, field="insecure")

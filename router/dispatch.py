@@ -12,8 +12,7 @@ Read `Journey.travel` first.
 A decode node that drains, or is full, lets go of a running request: it exports its KV, and the
 request goes DECODE -> QUEUED (epoch + 1) -> TRANSFER -> DECODE to another one, with no gap.
 A node lost on the way sends the request back to QUEUED with epoch + 1 and what has been emitted so
-far; after MAX_NODE_DEATHS it is FAILED. The journey runs in a task of its own, so that leases are
-renewed and nodes are read whatever the caller's client does.
+far; after MAX_NODE_DEATHS it is FAILED. The journey has its own task: no client can hold it up.
 """
 
 from __future__ import annotations
@@ -35,6 +34,7 @@ from baton.errors import (
     InternalError,
     KVError,
     KVLost,
+    KVTimeout,
     NodeLost,
     Unavailable,
     error_from_code,
@@ -47,7 +47,7 @@ from baton.messages import Migrate, SubmitDecode, SubmitPrefill
 from baton.request import MAX_NODE_DEATHS, TRANSITIONS, Request, RequestState
 from router.choice import NodeChoice
 from router.gate.gate import Gate
-from router.leg import Leg, Legs
+from router.leg import HopFailed, Leg, Legs
 from router.nodes.migration import Candidate, MigrationStats, Move, Outcome
 from router.nodes.registry import NodeRegistry
 from router.nodes.session import NodeEvent, SessionLost
@@ -79,15 +79,6 @@ class DispatchParts:
     gate: Gate | None = None
     sessions: SessionMap = field(default_factory=SessionMap)
     retries: RetryBudget = field(default_factory=lambda: RetryBudget(SystemClock()))
-
-
-class HopFailed(Exception):
-    """A node could not do its part; another may. `death`: the node is gone."""
-
-    def __init__(self, error: BatonError, *, death: bool = False) -> None:
-        super().__init__(str(error))
-        self.error = error
-        self.death = death
 
 
 class Journey:
@@ -290,7 +281,8 @@ class Journey:
         assert handle is not None, "there is an export to hand over"
         node, self._planned = self._planned, None
         if node is None or self._parts.registry.session(node.boot_id) is None:
-            node = self._nodes.decode(self._request, handle.endpoint.layout_fingerprint)
+            fingerprint = handle.endpoint.layout_fingerprint
+            node = self._nodes.decode(self._request, fingerprint, leaving=handle.boot_id)
         self._trace.decode_node = node.node_id
         ledger.post(
             RequestState.TRANSFER,
@@ -319,7 +311,8 @@ class Journey:
                 raise HopFailed(self._lost(legs.prefill, event), death=not event.drained)
             case SessionLost() if not self.shown.told:
                 lost = self._lost(legs.prefill, event)  # only a prefill tells of the prompt
-                raise HopFailed(KVLost(lost.message), death=not event.drained) from lost
+                death = not event.drained
+                raise HopFailed(KVLost(lost.message), death=death, export_lost=True) from lost
             case _:
                 pass  # once D subscribes, it is D that reports the export's end
 
@@ -367,12 +360,10 @@ class Journey:
         self._legs.take_over(handle)
         self._nodes.avoid(source.boot_id)
         await self._next_epoch(ledger)
-        fingerprint = handle.endpoint.layout_fingerprint
-        self._planned = self._nodes.decode(self._request, fingerprint, leaving=source.boot_id)
-        await self._hand_over(ledger)
+        await self._hand_over(ledger)  # never to the exporter itself
 
     def _end_move(self, outcome: Outcome) -> None:
-        if self._move is not None:
+        if self._move:
             self._move.end(outcome, self._parts.migrations, self._clock.monotonic())
             self._move = None
 
@@ -385,7 +376,7 @@ class Journey:
     def _lost(self, leg: Leg | None, event: SessionLost) -> NodeLost:
         if leg is not None:
             self._nodes.avoid(leg.node.boot_id)
-            if self._move is not None and self._move.source == leg.node.boot_id:
+            if self._move and self._move.source == leg.node.boot_id:
                 self._end_move("given back" if event.drained else "failed")
         return NodeLost(f"node {event.node_id} was lost: {event.reason}")
 
@@ -395,17 +386,25 @@ class Journey:
         if not event.retryable or leg is None:
             raise error
         if isinstance(error, KVError):
-            exporter, lost = self._legs.prefill, isinstance(error, KVLost)
-            if exporter is not None:
-                note = self._nodes.lost_kv if lost else self._nodes.avoid
-                note(exporter.node.boot_id)
-            raise HopFailed(error, death=lost)
+            raise self._kv_failed(leg, error)
         if isinstance(error, GivenBack):
             self._nodes.avoid(leg.node.boot_id)
             self._end_move("given back")
         else:
             self._nodes.refused(leg.node.boot_id, error)
         raise HopFailed(error)
+
+    def _kv_failed(self, leg: Leg, error: KVError) -> HopFailed:
+        """The KV did not arrive. After a time-out the exporter goes on if it can: its export is
+        fetched once more, elsewhere if possible. Computing it again would only add to the load."""
+        if isinstance(error, KVTimeout) and self._legs.may_fetch_again():
+            self._nodes.avoid(leg.node.boot_id)
+            return HopFailed(error)
+        exporter, lost = self._legs.prefill, isinstance(error, KVLost | KVTimeout)
+        if exporter is not None:
+            note = self._nodes.lost_kv if lost else self._nodes.avoid
+            note(exporter.node.boot_id)
+        return HopFailed(error, death=isinstance(error, KVLost), export_lost=True)
 
     async def _fail_over(self, ledger: RequestLedger, failure: HopFailed) -> None:
         """Back to QUEUED with the next epoch. Raises the failure when there have been enough."""
@@ -421,15 +420,17 @@ class Journey:
         self._trace.node_deaths += failure.death
         if self._trace.node_deaths >= MAX_NODE_DEATHS or self._attempts >= MAX_ATTEMPTS:
             raise failure.error
-        # Who has begun goes on, whatever the load.
-        if not (failure.death or self._output.num_tokens or is_free(failure.error)):
+        keeps_export = self._legs.has_export and not failure.export_lost
+        # Who has begun goes on, whatever the load; so does who has nothing to compute again.
+        begun = self._output.num_tokens or keeps_export
+        if not (failure.death or begun or is_free(failure.error)):
             self._parts.retries.spend(failure.error)
         logger.warning(
             "request %s: epoch %d failed after %d tokens: %s",
             self._request.id, ledger.epoch, self._output.num_tokens, failure.error.message,
         )  # fmt: skip
         elsewhere = self._legs.handle is not None
-        if self._legs.has_export and not isinstance(failure.error, KVError):
+        if keeps_export:
             self._legs.drop_decode()
         else:
             self._legs.give_up("failover")

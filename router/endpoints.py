@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from functools import cache
+
 import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -40,7 +43,6 @@ class Endpoints:
         self._http = http
         self._classifies = bool(parts.settings.labels)
         self._tells_tokenizer = config.enable_tokenizer_info_endpoint
-        self._document = msgspec.json.encode(document(config.root_path, self._tells_tokenizer))
 
     def routes(self) -> list[Route]:
         post = (
@@ -79,7 +81,15 @@ class Endpoints:
         return _json({"server_load": load})
 
     async def openapi(self, _: HttpRequest) -> Response:
-        return Response(self._document, media_type="application/json")
+        prefix = self._services.config.root_path
+        content = await asyncio.to_thread(_document, prefix, self._tells_tokenizer)
+        return Response(content, media_type="application/json")
+
+
+@cache
+def _document(root_path: str, tells_tokenizer: bool) -> bytes:
+    """Made when somebody asks, for that takes a while."""
+    return msgspec.json.encode(document(root_path, tells_tokenizer))
 
 
 def _json(content: object) -> Response:

@@ -2,7 +2,8 @@
 
 Protobuf stops here. Same journey and same text rules as HTTP (router/completion.py). Errors: gRPC
 status, and in the trailing metadata Baton's own code and field (baton/client.py reads them). With
-API keys every call but health needs `authorization: Bearer KEY`.
+API keys every call but health needs `authorization: Bearer KEY`; with keys of either kind,
+ServerInfo needs one of operators.
 The life: bind() -> start() -> watch() as a task -> stop().
 """
 
@@ -46,6 +47,8 @@ from router.openai import (
 from router.prompt_options import logprobs_within
 from router.prompts import (
     DEFAULT_MAX_TOKENS,
+    Inputs,
+    Length,
     PromptReader,
     check_logprobs,
     check_prompt_logprobs,
@@ -69,6 +72,7 @@ STOP_MARGIN_S: Final = 1.0
 CONNECTION_AGE_S: Final = 3600.0
 MAX_CALLS: Final = 4096  # at once, of all clients; more are refused (RESOURCE_EXHAUSTED)
 _HEALTH_PREFIX: Final = "/grpc.health.v1.Health/"
+_OPERATORS: Final = frozenset({f"/{SERVICE}/ServerInfo"})
 _INTEGERS: Final = ("max_tokens", "min_tokens", "top_k", "seed", "ignore_eos", "n", "best_of",
                     "beam_width", "logprobs", "prompt_logprobs")  # fmt: skip
 _FLOATS: Final = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty",
@@ -153,19 +157,26 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
             message.ClearField("starting_after")
             body = message.SerializeToString(deterministic=True)
             asked = GrpcAsked(request_id, self._owner(context), message.resumable_s, after, body)
-            first = None if any(after) else await self._completion(message, request_id, context)
+            first = None if any(after) else await self._prepared(message, request_id, context)
             completion, numbered = await self._resumable.open(asked, first)
             terms = completion.trace.terms
             completion.trace.terms = replace(terms, receipt=False)
             return completion, numbered
         services = self._services
-        completion = await self._completion(message, request_id, context)
+        completion = await self._prepared(message, request_id, context)
         # Names of one key are not those of another, nor does it learn of them.
         own_id = record_id(self._owner(context), request_id)
         completion.request = replace(completion.request, id=own_id)
         meter = services.metrics.begin(completion.model, completion.request.arrival)
         deltas = completion.deltas(services.dispatcher, meter, services.clock)
         return completion, _all_fresh(deltas)
+
+    async def _prepared(
+        self, message: serve_pb2.GenerateRequest, request_id: str, context: Any
+    ) -> Completion:
+        """A new caller's completion: it counts with its key while it is made."""
+        with self._services.dispatcher.gate.preparing(self._grant(context)):
+            return await self._completion(message, request_id, context)
 
     async def _again(self, body: bytes, name: str) -> Completion:
         """The completion of a message that a record keeps."""
@@ -194,7 +205,8 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
             skip_special_tokens=not message.HasField("skip_special_tokens")
             or message.skip_special_tokens,
         )
-        ids, field = await self._prompt_ids(message, model)
+        grant = self._grant(context)
+        ids, field = await self._prompt_ids(message, model, grant)
         room = room_for_output(len(ids), model.max_model_len, field)
         defaults = {
             "max_tokens": min(DEFAULT_MAX_TOKENS, room),
@@ -203,7 +215,7 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
         most = self._services.config.max_logprobs
         params = logprobs_within(_sampling_params(message, defaults), most, model.vocab_size)
         check_logprobs(params, at_once=False, field="logprobs")
-        await self._prompts.check_guided(params.guided)
+        await self._prompts.check_guided(params.guided, grant)
         check_room(len(ids), params.max_tokens, model.max_model_len, "max_tokens")
         check_prompt_logprobs(len(ids), params.prompt_logprobs, "prompt_logprobs")
         check_token_ids(params, model.vocab_size)
@@ -211,7 +223,7 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
         timeout_s = self._services.config.request_timeout_s
         remaining = context.time_remaining()  # None without a deadline of the caller's
         metadata = context.invocation_metadata()
-        terms = read_terms(lambda name: _metadata(metadata, name), self._grant(context))
+        terms = read_terms(lambda name: _metadata(metadata, name), grant)
         request = Request(
             id=request_id,
             prompt_ids=ids,
@@ -233,13 +245,14 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
         return Completion(request, self._name(model), rules, self._services.tokenizer, terms)
 
     async def _prompt_ids(
-        self, message: serve_pb2.GenerateRequest, model: ServedModel
+        self, message: serve_pb2.GenerateRequest, model: ServedModel, grant: Grant
     ) -> tuple[tuple[int, ...], str]:
         """The prompt's ids and the field that they came from."""
         match message.WhichOneof("prompt"):
             case "text" if message.text:
-                most = model.max_model_len
-                return await self._prompts.text(message.text, "text", most_tokens=most), "text"
+                asked = Inputs([message.text], "text", Length(model.max_model_len), grant)
+                [ids] = await self._prompts.read(asked)
+                return ids, "text"
             case "token_ids" if message.token_ids.ids:
                 ids = tuple(message.token_ids.ids)
                 return token_ids_below(ids, model.vocab_size, "token_ids"), "token_ids"
@@ -264,27 +277,33 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
 
 
 class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
-    """Denies every method but health without a known key."""
+    """Denies every method but health without a known key: of operators where it is theirs."""
 
-    def __init__(self, keys: KeyRing) -> None:
+    def __init__(self, keys: KeyRing, admin_keys: KeyRing) -> None:
         self._keys = keys
+        self._admin_keys = admin_keys
         self._denial = grpc.unary_unary_rpc_method_handler(self._deny)
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         details = handler_call_details
-        if details.method.startswith(_HEALTH_PREFIX) or self._admits(details.invocation_metadata):
+        method = details.method
+        if method.startswith(_HEALTH_PREFIX) or self._admits(method, details.invocation_metadata):
             return await continuation(details)
         return self._denial
 
-    def _admits(self, metadata: Any) -> bool:
-        return self._keys.bearer(_metadata(metadata, "authorization").encode()) is not None
+    def _admits(self, method: str, metadata: Any) -> bool:
+        keys = self._admin_keys if method in _OPERATORS else self._keys
+        if not (len(keys) or method in _OPERATORS):
+            return True
+        return keys.bearer(_metadata(metadata, "authorization").encode()) is not None
 
     @staticmethod
     async def _deny(_: Any, context: Any) -> NoReturn:
         context.set_trailing_metadata(((ERROR_CODE_METADATA, "unauthenticated"),))
         await context.abort(
             grpc.StatusCode.UNAUTHENTICATED,
-            "missing or wrong API key (metadata authorization: Bearer ...)",
+            "missing or wrong key (metadata authorization: Bearer ...): an API key, or for"
+            " ServerInfo one of operators (--admin-key)",
         )
         raise AssertionError("abort raises")
 
@@ -295,10 +314,11 @@ class GrpcServer:
     def __init__(self, services: RouterServices) -> None:
         self._services = services
         self._prompts = PromptReader(services.tokenizer, services.chat_template)
-        keys = services.config.key_ring()
+        keys, admin_keys = services.config.key_ring(), services.config.admin_ring()
+        guarded = len(keys) or len(admin_keys)
         self._server = grpc.aio.server(
             options=_server_options(services.config),
-            interceptors=[ApiKeyInterceptor(keys)] if len(keys) else [],
+            interceptors=[ApiKeyInterceptor(keys, admin_keys)] if guarded else [],
             maximum_concurrent_rpcs=MAX_CALLS,
         )
         # pyright does not see the conditional import of `aio` in there

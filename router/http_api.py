@@ -26,7 +26,7 @@ from router.anthropic.api import AnthropicApi
 from router.calls import Api, Call, Runner
 from router.chat_rules import conversation_of
 from router.completion import Completion
-from router.intake import Asked, Intake, cut_prompt
+from router.intake import Asked, Intake, countable, cut_prompt, length_of
 from router.openai import (
     Body,
     ChatBody,
@@ -41,8 +41,8 @@ from router.openai import (
 )
 from router.openai_logprobs import told_count
 from router.openai_replies import ModelList, ReplyHead, ReplyRules
-from router.prompt_options import useful_tokens
-from router.prompts import DEFAULT_MAX_TOKENS, PromptReader, room_for_output
+from router.preparing import end_preparing
+from router.prompts import DEFAULT_MAX_TOKENS, Inputs, PromptReader, room_for_output
 from router.reading import read_body
 from router.reply_ids import created_at
 from router.request_ids import engine_id, note_body_id, reply_id
@@ -54,6 +54,7 @@ from router.structured.guided import asked_of, limited_text
 from router.terms import Terms, terms_of
 from router.whole import WholeReply
 
+SPARE_COMMAS: Final = 64  # of a body beside its tokens
 # POST routes that are worth a short way (router/nodes/direct.py).
 BUSIEST: Final = frozenset({"/v1/completions", "/v1/chat/completions"})
 
@@ -102,35 +103,28 @@ class HttpApi:
         check_common(body)
         model = self._intake.model(body.model)
         id_ = reply_id("cmpl-", request)
-        prompts = prompts_of(body)
-        guided = await self._prompts.checked(asked_of(body))
+        terms = terms_of(request)
+        guided = await self._prompts.checked(asked_of(body), terms.grant)
         special = body.add_special_tokens is not False
-        most = useful_tokens(body.truncate_prompt_tokens, model.max_model_len)
+        length = length_of(body, model.max_model_len)
+        asked = Inputs(prompts_of(body), "prompt", length, terms.grant, special)
         completions: list[Completion] = []
-        for index, prompt in enumerate(prompts):
-            field = (
-                "prompt"
-                if isinstance(body.prompt, str) or len(prompts) == 1
-                else f"prompt[{index}]"
-            )
-            ids = (
-                await self._prompts.text(prompt, field, special, most)
-                if isinstance(prompt, str)
-                else token_ids_below(prompt, model.vocab_size, field)
-            )
-            ids = cut_prompt(body, ids, model.max_model_len)
+        read = zip(await self._prompts.read(asked), asked.items, asked.fields, strict=True)
+        for index, (all_ids, prompt, field) in enumerate(read):
+            if not isinstance(prompt, str):
+                token_ids_below(prompt, model.vocab_size, field)
+            ids = cut_prompt(body, all_ids, model.max_model_len)
             room = room_for_output(len(ids), model.max_model_len, field)
             default = min(DEFAULT_MAX_TOKENS, room)
-            echo = ""
-            if body.echo:
-                echo = prompt if isinstance(prompt, str) else await self._prompts.decode(ids)
+            echo = prompt if body.echo and isinstance(prompt, str) else ""
+            if body.echo and not isinstance(prompt, str):
+                echo = await self._prompts.decode(ids, terms.grant)
             own = guided
             if body.thinking_token_budget is not None:
-                text = prompt if isinstance(prompt, str) else await self._prompts.decode(ids)
+                text = prompt if isinstance(prompt, str) else ""
+                text = text or await self._prompts.decode(ids, terms.grant)
                 own = limited_text(guided, body, text, self._services.config.reasoning_parser)
-            one = Asked(
-                engine_id(id_, index), ids, default, terms_of(request), echo=echo, guided=own
-            )
+            one = Asked(engine_id(id_, index), ids, default, terms, echo=echo, guided=own)
             completions.append(self._intake.completion(body, one, model))
         rules = self._rules(body, completions[0], echo=bool(body.echo))
         plan = _Plan("completion", id_, rules, created_at(request))
@@ -159,10 +153,10 @@ class HttpApi:
         token_ids_below(ids, model.vocab_size, "token_ids")
         ids = cut_prompt(body, ids, model.max_model_len)
         room = room_for_output(len(ids), model.max_model_len, "token_ids")
-        guided = await self._prompts.checked(asked_of(body))
+        guided = await self._prompts.checked(asked_of(body), terms.grant)
         if body.thinking_token_budget is not None:
-            text, parser = await self._prompts.decode(ids), self._services.config.reasoning_parser
-            guided = limited_text(guided, body, text, parser)
+            text = await self._prompts.decode(ids, terms.grant)
+            guided = limited_text(guided, body, text, self._services.config.reasoning_parser)
         return self._intake.completion(body, Asked(id_, ids, room, terms, guided=guided), model)
 
     def _rules(
@@ -205,15 +199,18 @@ class HttpApi:
         model = self._intake.model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("give either prompt or messages", field="prompt")
+        terms, length = terms_of(request), countable(model.max_model_len)
         if body.messages is not None:
-            ids = (await self._prompts.chat(conversation_of(body, terms_of(request)))).ids
+            ids = (await self._prompts.chat(conversation_of(body, terms, length))).ids
         else:
             if body.chat_template is not None:
                 message = "chat_template is not supported with prompt: it renders messages"
                 raise UnsupportedFeature(message, field="chat_template")
             special = body.add_special_tokens is not False
-            ids = await self._prompts.text(body.prompt or "", "prompt", special)
-        strings = self._prompts.spell(ids) if body.return_token_strs else None
+            asked = Inputs([body.prompt or ""], "prompt", length, terms.grant, special)
+            [ids] = await self._prompts.read(asked)
+        strings = await self._prompts.spell(ids, terms.grant) if body.return_token_strs else None
+        end_preparing(request.scope, len(ids))
         return _json(
             {
                 "count": len(ids),
@@ -224,12 +221,18 @@ class HttpApi:
         )
 
     async def detokenize(self, request: HttpRequest) -> Response:
-        body = await self._read(request, DetokenizeBody)
+        raw = await read_body(request)
+        model = self._intake.model(None)
+        most = countable(model.max_model_len).tokens
+        if raw.count(b",") > most + SPARE_COMMAS:  # before a million numbers are made of it
+            raise InvalidRequest(f"tokens: at most {most} at once", field="tokens")
+        body = parse(raw, DetokenizeBody)
         model = self._intake.model(body.model)
         if min(body.tokens, default=0) < 0:
             raise InvalidRequest("tokens: token ids are integers from 0 on", field="tokens")
         ids = token_ids_below(tuple(body.tokens), model.vocab_size, "tokens")
-        return _json({"prompt": await self._prompts.decode(ids)})
+        text = await self._prompts.decode(ids, terms_of(request).grant)
+        return _json({"prompt": text})
 
     # ---- about the server ----
 

@@ -9,6 +9,7 @@ in the RouterServices passed in.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Final
 
 from starlette.requests import Request as HttpRequest
 
@@ -27,8 +28,10 @@ from router.openai import (
 )
 from router.openai_message import DrawId
 from router.parsers.message import MessageRules
-from router.prompt_options import bad_word_ids, logprobs_within, truncated, useful_tokens
+from router.preparing import end_preparing
+from router.prompt_options import bad_word_ids, logprobs_within, truncated, useful_length
 from router.prompts import (
+    Length,
     PromptReader,
     check_logprobs,
     check_prompt_logprobs,
@@ -42,6 +45,8 @@ from router.services import RouterServices
 from router.structured.grammar_checks import Asked as Constraint
 from router.structured.guided import asked_of, asked_of_chat
 from router.terms import STANDARD, Terms, terms_of
+
+COUNTED_CONTEXTS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +87,17 @@ def cut_prompt(
     return truncated(ids, body.truncate_prompt_tokens, limit, body.truncation_side or "left")
 
 
+def length_of(body: CompletionBody | ChatBody, max_model_len: int) -> Length:
+    """How much of a body's prompt is of any use."""
+    side = body.truncation_side or "left"
+    return useful_length(body.truncate_prompt_tokens, max_model_len, side)
+
+
+def countable(max_model_len: int) -> Length:
+    """Of prompts whose tokens are only counted: by how much one is too long may be asked."""
+    return Length(max_model_len * COUNTED_CONTEXTS)
+
+
 class Intake:
     """Bodies in, completions out."""
 
@@ -109,8 +125,7 @@ class Intake:
         config = self._services.config
         calls = tool_format(body, config)  # refused before anything is rendered
         terms = terms_of(request)
-        useful = useful_tokens(body.truncate_prompt_tokens, model.max_model_len)
-        asked = conversation_of(body, terms, useful)
+        asked = conversation_of(body, terms, length_of(body, model.max_model_len))
         prompt = await self._prompts.chat(asked)
         ids = cut_prompt(body, prompt.ids, model.max_model_len)
         room = room_for_output(len(ids), model.max_model_len, "messages")
@@ -118,22 +133,26 @@ class Intake:
         if fitted:
             body.max_tokens = room
         own = asked_of(body)
-        message = message_rules(body, asked, prompt, config, own)
+        message = message_rules(body, asked.chat, prompt, config, own)
         parser, tokenizer = config.tool_call_parser, self._services.tokenizer
         constraint = asked_of_chat(body, own, parser, message, tokenizer)
-        guided = await self._prompts.checked(constraint)
+        guided = await self._prompts.checked(constraint, terms.grant)
         one = Asked(engine_id(id_), ids, room, terms, message=message, guided=guided)
         short = calls is not None and calls.short_ids
         draw_id, parsed = call_ids(request, short), message is not None
         completion = self.completion(body, one, model)
-        first = said_first(body, asked, config)
+        first = said_first(body, asked.chat, config)
         return ChatTurn(completion, parsed, draw_id, fitted, short, *first)
 
     async def count(self, body: ChatBody, request: HttpRequest) -> int:
         """How many tokens a chat's prompt has. Raises like `chat`."""
-        self.model(body.model)
+        model = self.model(body.model)
         apply_allowed(body)
-        return len((await self._prompts.chat(conversation_of(body, terms_of(request)))).ids)
+        length = countable(model.max_model_len)
+        asked = conversation_of(body, terms_of(request), length)
+        count = len((await self._prompts.chat(asked)).ids)
+        end_preparing(request.scope, count)
+        return count
 
     def completion(
         self, body: CompletionBody | ChatBody, asked: Asked, model: ServedModel

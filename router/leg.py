@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from baton.errors import NodeLost
+from baton.errors import BatonError, NodeLost
 from baton.events import TokenEvent
 from baton.handles import KVHandle
 from baton.messages import (
@@ -27,6 +27,19 @@ from router.nodes.mailbox import Mailbox
 from router.nodes.registry import NodeRegistry
 from router.nodes.session import Attachment, NodeEvent, NodeSession, SessionLost
 from router.policy import NodeSnapshot
+
+
+class HopFailed(Exception):
+    """A node could not do its part; another may. `death`: the node is gone. `export_lost`: the KV
+    that was being handed over is of no use any more."""
+
+    def __init__(
+        self, error: BatonError, *, death: bool = False, export_lost: bool = False
+    ) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.death = death
+        self.export_lost = export_lost
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,6 +75,7 @@ class Legs:
         self.handle: KVHandle | None = None
         self.prefilled = False
         self.decoding = False
+        self._timed_out = False  # a fetch of the export did
         # Shows a decode node's event that simply goes on; set while that is all there is to do.
         self.shows: Callable[[TokenEvent], bool] | None = None
 
@@ -91,7 +105,13 @@ class Legs:
     def take_handle(self, handle: KVHandle) -> None:
         """The export has just been made; from now on its lease is ours to renew."""
         self.handle = handle
+        self._timed_out = False
         self._renew_later(handle)
+
+    def may_fetch_again(self) -> bool:
+        """After a fetch that timed out: is the exporter still there, and was that the first?"""
+        first, self._timed_out = not self._timed_out, True
+        return self.has_export and first
 
     def take_over(self, handle: KVHandle) -> None:
         """The decode node has let go of the running request: now it is the exporter, and nothing

@@ -35,6 +35,8 @@ from baton.errors import ConfigError
 from baton.failpoints import FAILPOINTS
 from baton.generation_config import sampling_defaults
 from baton.handles import Role
+from baton.health_port import Health, health_port
+from baton.redis_connections import ROUTER_CALL, check_redis
 from baton.task_metrics import watch_tasks
 from baton.tokenizer import Tokenizer
 from router.aborts import Aborts
@@ -199,12 +201,21 @@ def policy_settings(config: RouterConfig) -> PolicySettings:
     )
 
 
-async def serve(config: RouterConfig) -> None:
+async def watched(config: RouterConfig) -> None:
+    """`serve` beside the health port. Raises ConfigError for what prevents its start."""
+    health = Health(SystemClock(), config.stall_s)
+    async with health_port(health, config.host, config.health_port):
+        await serve(config, health)
+
+
+async def serve(config: RouterConfig, health: Health) -> None:
     """Run a router until it is told to stop. Raises ConfigError for what prevents its start."""
     stages = Stages()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stages.on_signal, number)
+    if config.redis_url is not None:
+        await check_redis(config.redis_url, config.store_timeout_s, ROUTER_CALL)
     router = Router(config)
     listener = listen(config)
     own = None if config.own_port is None else bind(config, config.own_port)
@@ -226,9 +237,13 @@ async def serve(config: RouterConfig) -> None:
     try:
         await until(http.began, tasks)
         settle()
-        announce(config, listener, grpc_port, own, admin.address)
+        health.started(lambda: True, lambda: router.services.ready)
+        announce(
+            config, listener, grpc_port, own, admin_address=admin.address, health_port=health.port
+        )
         await until(stages.drain, tasks)
         router.services.lifecycle.draining = True
+        health.look()
         await grpc_server.tell_health()
         await until(stages.close, tasks, config.drain_s)
         http.should_exit = True
@@ -283,25 +298,27 @@ class AdminServer:
     """The admin port, if the config names one. The life: made (bound) -> start() -> stop()."""
 
     def __init__(self, config: RouterConfig, services: RouterServices) -> None:
-        """Raises ConfigError if the port cannot be bound."""
+        """Raises ConfigError if the port cannot be bound, or a key file cannot be read."""
         self.address: str | None = None
-        self._listener: socket.socket | None = None
-        if config.admin_port is not None:
-            self._listener = bind(replace(config, host=config.admin_host), config.admin_port)
-            self.address = join(config.admin_host, self._listener.getsockname()[1])
-        settings = uvicorn_settings(HttpLimits(), config.tls)
+        self._server: HttpServer | None = None
+        if config.admin_port is None:
+            return
         app = create_admin_app(services)
+        self._listener = bind(replace(config, host=config.admin_host), config.admin_port)
+        self.address = join(config.admin_host, self._listener.getsockname()[1])
+        settings = uvicorn_settings(HttpLimits(), config.tls)
         self._server = HttpServer(uvicorn.Config(app, log_config=None, lifespan="off", **settings))
 
     def start(self) -> list[asyncio.Task[None]]:
         """The task that serves, none without a port."""
-        if self._listener is None:
+        if self._server is None:
             return []
         return [asyncio.create_task(self._server.serve([self._listener]), name="admin")]
 
     def stop(self) -> None:
         """Twice is safe."""
-        self._server.should_exit = self._server.force_exit = True
+        if self._server is not None:
+            self._server.should_exit = self._server.force_exit = True
 
 
 def announce(
@@ -309,7 +326,7 @@ def announce(
     listener: socket.socket,
     grpc_port: int,
     own: socket.socket | None = None,
-    admin: str | None = None,
+    **more: str | int | None,
 ) -> None:
     """The READY line: whoever started this process reads it."""
     ready = {
@@ -319,7 +336,7 @@ def announce(
         if config.uds
         else join(config.host, listener.getsockname()[1]),
         "grpc_address": join(config.host, grpc_port),
-        "admin_address": admin,
+        **more,
     }
     if own is not None:
         ready["own_address"] = join(config.host, own.getsockname()[1])
@@ -350,7 +367,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         if config.cpu_cores is not None:
             pin_process(parse_cores(config.cpu_cores))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve(config))
+            runner.run(watched(config))
     except ConfigError as error:
         sys.stderr.write(f"{parser.prog}: {error.message}\n")
         return USAGE_ERROR

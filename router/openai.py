@@ -135,6 +135,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     return_token_strs: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     chat_template: str | None = None
+    documents: list[dict[str, str]] | None = None
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):

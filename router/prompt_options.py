@@ -12,6 +12,7 @@ from typing import Final, Literal, TypeVar
 from baton.errors import InvalidRequest
 from baton.sampling import SamplingParams
 from baton.tokenizer import Tokenizer
+from router.prompts import Length
 
 MAX_BAD_WORDS: Final = 64
 MAX_BAD_WORD_CHARS: Final = 256
@@ -34,10 +35,11 @@ def truncated(
     return ids[-kept:] if side == "left" else ids[:kept]
 
 
-def useful_tokens(count: int | None, limit: int) -> int | None:
-    """How many tokens of a prompt are of any use, `count` as for `truncated`; None: it is cut, so a
-    longer one is not too long."""
-    return limit if count is None else None
+def useful_length(count: int | None, limit: int, side: Literal["left", "right"]) -> Length:
+    """How much of a prompt is of any use; `count` as for `truncated`."""
+    if count is None:
+        return Length(limit)
+    return Length(count if 1 <= count <= limit else limit, side)
 
 
 def bad_word_ids(words: Sequence[str] | None, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:

@@ -1,43 +1,45 @@
-"""Prompts off the event loop: tokenizing and rendering in a few threads, and the room for output.
+"""Prompts: texts and conversations -> token ids, off the event loop where that takes time.
 
-A long text takes tens of milliseconds, in which every stream of this router would stand still;
-baton/tokenizer.py lets go of the GIL meanwhile.
+Who asks for much waits for it by itself (router/off_loop.py), and what is sure to be too long is
+not begun. What is short is read at once: a thread costs two switches and waits for the GIL.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections import OrderedDict
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeVar
 
-from baton.chat_template import ChatTemplate
-from baton.errors import (
-    ContextLengthExceeded,
-    InvalidRequest,
-    ModelRefused,
-    UnsupportedFeature,
-)
+from baton.chat_template import Chat, ChatTemplate
+from baton.errors import ContextLengthExceeded, InvalidRequest, UnsupportedFeature
 from baton.grammars import FIELD
+from baton.heap import give_back
+from baton.rendering import TemplateRenderer
 from baton.reranking import rerank_prompts
 from baton.sampling import GuidedDecoding, SamplingParams
 from baton.template_limits import OverBudget
 from baton.tokenizer import Tokenizer
+from router.gate.keys import EVERYBODY, Grant
+from router.off_loop import Lane, OffLoop
 from router.structured.grammar_checks import Asked, GrammarChecker
 
 T = TypeVar("T")
-THREADS: Final = 2
-# So little is read at once, in ~0.3 ms: a thread costs two switches and waits for the GIL.
-SHORT_CHARS: Final = 1500
-SHORT_MESSAGES: Final = 8
+SHORT_CHARS: Final = 1500  # of all texts together: ~0.3 ms
+# Values and characters of a conversation that most templates render in as little; and of one that
+# a harmless template may render in this process, on a thread.
+SHORT_CHAT: Final = (200, 4000)
+OWN_CHAT: Final = (4096, 128 << 10)
 AT_ONCE_S: Final = 0.02
-MAX_CHARS_AT_ONCE: Final = (
-    64 << 10
-)  # templates write much beside the messages: default tools, rules
-MAX_TEMPLATE_CHARS: Final = 128 << 10
-MAX_BROUGHT: Final = 16  # templates of clients that stay compiled
+ON_THREAD_S: Final = 0.1
+MAX_CHARS_AT_ONCE: Final = 16 << 10  # templates write more than the messages: default rules
+MAX_TEMPLATE_CHARS: Final = 128 << 10  # of one that a request brings
+RENDER_S: Final = 0.01  # about; what it took is settled afterwards
+GRAMMAR_S: Final = 0.01
+# Where no character has a token of its own, one may stand for a text of any length.
+UNKNOWN_CHARS_PER_TOKEN: Final = 256
+# Tokens that a cut through a text may change; so many more are kept, and cut off afterwards.
+CUT_TOKENS: Final = 64
 DEFAULT_MAX_TOKENS: Final = 16  # /v1/completions, as OpenAI and vLLM
 # Told at once, in the message of one engine step: some 20 MB, of 64 that a message may have.
 MAX_PROMPT_LOGPROBS: Final = 1 << 20
@@ -45,19 +47,42 @@ FEW_LOGPROBS: Final = 20  # of a token, however many tokens there are
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
-    """What a chat template renders. `kwargs` are the client's own (chat_template_kwargs)."""
+class Length:
+    """How many tokens of a text are of any use: of more, a text is refused, or with a `side` cut
+    off there."""
 
-    messages: Sequence[Mapping[str, Any]]
-    tools: Sequence[Mapping[str, Any]] = ()
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
+    tokens: int
+    side: Literal["left", "right"] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a request's `field` holds: texts, and lists of ids, which stay as they are."""
+
+    items: Sequence[str | tuple[int, ...]]
+    field: str
+    length: Length
+    grant: Grant = EVERYBODY
+    add_special_tokens: bool = True
+
+    @property
+    def fields(self) -> list[str]:
+        """The client's name of each."""
+        if len(self.items) == 1:
+            return [self.field]
+        return [f"{self.field}[{index}]" for index in range(len(self.items))]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A chat to be rendered and read. `salt`: of whoever may share what was encoded before."""
+
+    chat: Chat
+    length: Length
+    grant: Grant = EVERYBODY
     add_special_tokens: bool = False
-    salt: str = ""  # of whoever may share what was encoded before
-    most_tokens: int | None = None  # a text that is sure to have more is not encoded
-    documents: Sequence[Mapping[str, str]] = ()
+    salt: str = ""
     template: str | None = None  # the client's own, instead of the server's
-    kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +94,8 @@ class ChatPrompt:
 
 
 class PromptReader:
-    """Text and messages -> token ids. Owns its threads: `close` ends them, twice is safe."""
+    """Text and messages -> token ids. Owns its threads and processes: `close` ends them, twice is
+    safe."""
 
     def __init__(
         self, tokenizer: Tokenizer, template: ChatTemplate | None, trusts_clients: bool = False
@@ -78,63 +104,58 @@ class PromptReader:
         self._tokenizer = tokenizer
         self._template = template
         self._trusts_clients = trusts_clients
-        self._brought: OrderedDict[str, ChatTemplate] = OrderedDict()
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="prompts")
-        self._checker = GrammarChecker()
-        self._slow_template = False  # it has taken its time over a short conversation
+        self._off_loop = OffLoop()
+        self._renderer = TemplateRenderer()
+        self._checker = GrammarChecker(self._off_loop)
+        self._at_once = template is not None and template.harmless
 
-    async def text(
-        self,
-        text: str,
-        field: str,
-        add_special_tokens: bool = True,
-        most_tokens: int | None = None,
-    ) -> tuple[int, ...]:
-        """Ids of a text. Raises InvalidRequest (`field`) where there is none, or are sure to be
-        more than `most_tokens`."""
-        self._check_chars(text, most_tokens, field)
-        if len(text) <= SHORT_CHARS:
-            ids = self._tokenizer.encode(text, add_special_tokens)
+    async def read(self, asked: Inputs) -> list[tuple[int, ...]]:
+        """Ids of each input. Raises InvalidRequest (its field) where there are none, or are sure
+        to be too many."""
+        items = [
+            self.fitting(item, asked.length, field) if isinstance(item, str) else item
+            for item, field in zip(asked.items, asked.fields, strict=True)
+        ]
+
+        def encode() -> list[tuple[int, ...]]:
+            special = asked.add_special_tokens
+            return [
+                tuple(self._tokenizer.encode(item, special)) if isinstance(item, str) else item
+                for item in items
+            ]
+
+        num_chars = sum(len(item) for item in items if isinstance(item, str))
+        if num_chars <= SHORT_CHARS:
+            found = encode()
         else:
-            ids = await self._off_loop(lambda: self._tokenizer.encode(text, add_special_tokens))
-        if not ids:
-            raise InvalidRequest(f"{field} has no tokens", field=field)
-        return tuple(ids)
+            found = await self._encoded(asked.grant, num_chars, encode)
+        for ids, field in zip(found, asked.fields, strict=True):
+            if not ids:
+                raise InvalidRequest(f"{field} has no tokens", field=field)
+        return found
 
     async def chat(self, asked: Conversation) -> ChatPrompt:
         """Render a conversation. Templates write BOS themselves: callers add none."""
-        template = self._template
-        if asked.template is not None:
-            template = await self._bring(asked.template)
-        if template is None:
-            raise InvalidRequest("this model has no chat template", field="messages")
-        if asked.documents and not template.reads_documents:
-            message = "documents: the chat template reads none; put them into the messages"
-            raise InvalidRequest(message, field="documents")
+        text = self._rendered_at_once(asked.chat) if asked.template is None else None
+        short = text is not None and len(text) <= MAX_CHARS_AT_ONCE
+        if text is None and asked.template is not None:
+            text = await self._rendered_by(asked.template, asked)
+        elif text is None:
+            text = await self._rendered(asked)
+        text = self.fitting(text, asked.length, "messages")
 
-        def encoded(text: str) -> ChatPrompt:
-            self._check_chars(text, asked.most_tokens, "messages")
+        def encode() -> ChatPrompt:
             if asked.add_special_tokens:
                 return ChatPrompt(tuple(self._tokenizer.encode(text)), text)
             return ChatPrompt(tuple(self._tokenizer.encode_chat(text, asked.salt)), text)
 
-        text = self._render_at_once(template, asked)
-        if text is not None and len(text) <= MAX_CHARS_AT_ONCE:
-            prompt = encoded(text)
-        elif text is not None:
-            prompt = await self._off_loop(lambda: encoded(text))
-        else:
-            prompt = await self._off_loop(
-                lambda: encoded(
-                    template.render(asked.messages, asked.add_generation_prompt, **_others(asked))
-                )
-            )
+        prompt = encode() if short else await self._encoded(asked.grant, len(text), encode)
         if not prompt.ids:
             raise InvalidRequest("the messages render to nothing", field="messages")
         return prompt
 
-    async def _bring(self, source: str) -> ChatTemplate:
-        """A client's template, compiled. Raises InvalidRequest, UnsupportedFeature."""
+    async def _rendered_by(self, source: str, asked: Conversation) -> str:
+        """By a client's template. Raises InvalidRequest, UnsupportedFeature."""
         field = "chat_template"
         if not self._trusts_clients:
             message = f"{field} is not taken by this server (--trust-request-chat-template)"
@@ -142,34 +163,45 @@ class PromptReader:
         if len(source) > MAX_TEMPLATE_CHARS:
             message = f"{field}: at most {MAX_TEMPLATE_CHARS} characters"
             raise InvalidRequest(message, field=field)
-        found = self._brought.get(source)
-        if found is None:
-            specials = self._tokenizer.special_tokens
-            try:
-                found = await self._off_loop(lambda: ChatTemplate(source, specials))
-            except ModelRefused as error:
-                raise InvalidRequest(f"{field}: {error.message}", field=field) from error
-            self._brought[source] = found
-        self._brought.move_to_end(source)
-        if len(self._brought) > MAX_BROUGHT:
-            self._brought.popitem(last=False)
-        return found
+        tokens = self._tokenizer.special_tokens
+        return await self._off_loop.run(
+            Lane.TEMPLATE, asked.grant, RENDER_S,
+            lambda: self._renderer.render_by(source, tokens, asked.chat),
+        )  # fmt: skip
 
-    def _render_at_once(self, template: ChatTemplate, asked: Conversation) -> str | None:
-        """A short conversation by a quick template; None: on a thread, please."""
-        if self._slow_template or asked.template is not None or not _is_short(asked):
+    def _rendered_at_once(self, chat: Chat) -> str | None:
+        """A small conversation by a harmless and quick template; None: in a child, please."""
+        template = self._template
+        if template is None or not self._at_once or not _is_within(SHORT_CHAT, chat):
             return None
         try:
-            return template.render_within(
-                AT_ONCE_S, asked.messages, asked.add_generation_prompt, **_others(asked)
-            )
+            return template.render_at_once(AT_ONCE_S, chat)
         except OverBudget:
             # It would hold up every stream of this router, again and again.
-            self._slow_template = True
+            self._at_once = False
             return None
 
+    async def _rendered(self, asked: Conversation) -> str:
+        template, chat = self._template, asked.chat
+        if template is None:
+            raise InvalidRequest("this model has no chat template", field="messages")
+
+        def render() -> str | None:
+            with contextlib.suppress(OverBudget):
+                return template.render_at_once(ON_THREAD_S, chat)
+            return None
+
+        text = None
+        if template.harmless and _is_within(OWN_CHAT, chat):
+            text = await self._off_loop.run(Lane.SHORT, asked.grant, RENDER_S, render)
+        if text is not None:
+            return text
+        return await self._off_loop.run(
+            Lane.TEMPLATE, asked.grant, RENDER_S, lambda: self._renderer.render(template, chat)
+        )
+
     async def rerank(
-        self, pairs: Sequence[tuple[str, str]], instruction: str | None
+        self, pairs: Sequence[tuple[str, str]], instruction: str | None, grant: Grant
     ) -> list[tuple[int, ...]]:
         """Ids of the yes-or-no question about each (query, document)."""
 
@@ -177,63 +209,84 @@ class PromptReader:
             asked = (rerank_prompts(self._tokenizer, q, [d], instruction) for q, d in pairs)
             return [tuple(prompt) for (prompt,) in asked]
 
-        return await self._off_loop(encode)
+        num_chars = sum(len(query) + len(document) for query, document in pairs)
+        return await self._encoded(grant, num_chars, encode)
 
-    async def decode(self, ids: Sequence[int]) -> str:
-        return await self._off_loop(lambda: self._tokenizer.decode(ids, skip_special_tokens=False))
+    async def decode(self, ids: Sequence[int], grant: Grant) -> str:
+        """The text of all ids, special tokens too."""
+        return await self._encoded(
+            grant, len(ids), lambda: self._tokenizer.decode(ids, skip_special_tokens=False)
+        )
 
-    def _check_chars(self, text: str, most_tokens: int | None, field: str) -> None:
-        most = None if most_tokens is None else self._tokenizer.most_chars(most_tokens)
-        if most is not None and len(text) > most:
-            raise ContextLengthExceeded(
-                f"{field}: {len(text)} characters are more than the model's maximum context length"
-                f" of {most_tokens} tokens can hold",
-                field=field,
-            )
-
-    def spell(self, ids: Sequence[int]) -> list[str]:
+    async def spell(self, ids: Sequence[int], grant: Grant) -> list[str]:
         """The vocabulary's spelling of each id."""
-        return [self._tokenizer.token(token_id) or "" for token_id in ids]
+        return await self._encoded(
+            grant, len(ids), lambda: [self._tokenizer.token(token_id) or "" for token_id in ids]
+        )
 
-    async def checked(self, asked: Asked | None) -> Asked | None:
-        """What a client asked for, once its grammar was checked. Raises InvalidRequest."""
+    async def checked(self, asked: Asked | None, grant: Grant) -> Asked | None:
+        """What a client asked for, once its grammar was checked. Raises InvalidRequest, ..."""
         if asked is not None:
-            await self._checker.check(asked.guided, asked.field)
+            await self._checker.check(asked.guided, asked.field, grant)
         return asked
 
-    async def check_guided(self, guided: GuidedDecoding | None) -> None:
+    async def check_guided(self, guided: GuidedDecoding | None, grant: Grant) -> None:
         """The same where the client's own name is `guided`."""
         if guided is not None:
-            await self._checker.check(guided, FIELD)
+            await self._checker.check(guided, FIELD, grant)
+
+    def fitting(self, text: str, length: Length, field: str) -> str:
+        """The text, cut if that is wanted. Raises ContextLengthExceeded for one that is sure to
+        have too many tokens."""
+        spare = 0 if length.side is None else CUT_TOKENS
+        most = self._tokenizer.most_chars(length.tokens + spare)
+        if most is None:
+            most = (length.tokens + spare) * UNKNOWN_CHARS_PER_TOKEN
+        if len(text) <= most:
+            return text
+        if length.side is None:
+            raise ContextLengthExceeded(
+                f"{field}: {len(text)} characters are more than the model's maximum context length"
+                f" of {length.tokens} tokens can hold",
+                field=field,
+            )
+        return text[-most:] if length.side == "left" else text[:most]
 
     def close(self) -> None:
         self._checker.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._renderer.close()
+        self._off_loop.close()
 
-    async def _off_loop(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+    async def _encoded(self, grant: Grant, num_chars: int, work: Callable[[], T]) -> T:
+        """Work on so many characters, or tokens; the memory that it took is given back."""
+
+        def trimmed() -> T:
+            try:
+                return work()
+            finally:
+                give_back(num_chars)
+
+        return await self._off_loop.text(grant, num_chars, trimmed)
 
 
-def _others(asked: Conversation) -> dict[str, Any]:
-    """What a template is given by keyword."""
-    return {
-        **asked.kwargs,
-        "tools": asked.tools,
-        "documents": [dict(document) for document in asked.documents] or None,
-        "continue_final_message": asked.continue_final_message,
-    }
-
-
-def _is_short(asked: Conversation) -> bool:
-    """Plain messages of few characters: templates walk tools and long histories at length."""
-    contents = [message.get("content") for message in asked.messages]
-    return (
-        not asked.tools
-        and not asked.documents
-        and len(contents) <= SHORT_MESSAGES
-        and all(content is None or isinstance(content, str) for content in contents)
-        and sum(len(content or "") for content in contents) <= SHORT_CHARS
-    )
+def _is_within(bounds: tuple[int, int], chat: Chat) -> bool:
+    """Whether it has at most so many values and characters in all. Looks no further than that."""
+    left, room = bounds
+    found: list[Any] = [*chat.messages, *chat.tools, *chat.documents, chat.kwargs]
+    while found:
+        value = found.pop()
+        left -= 1
+        if isinstance(value, str):
+            room -= len(value)
+        elif isinstance(value, Mapping):
+            left -= len(value)
+            found.extend([*value.keys(), *value.values()] if left > 0 else ())
+        elif isinstance(value, list | tuple):
+            left -= len(value)
+            found.extend(value if left > 0 else ())
+        if left < 0 or room < 0:
+            return False
+    return True
 
 
 def room_for_output(num_prompt_tokens: int, max_model_len: int, field: str) -> int:

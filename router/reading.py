@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from email.message import Message
 from functools import lru_cache
 from typing import Final
@@ -10,8 +11,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 
 from baton.errors import Cancelled
+from router.preparing import wait_to_read
 
 MAX_BODY_BYTES: Final = 8 << 20
+MAX_OBJECTS: Final = 1 << 16  # and lists: some 50 ms to read
+MAX_VALUES: Final = 1 << 20
+_TEXT: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
 
 
 @lru_cache(maxsize=64)  # parsed by the library of mails, and clients say one of very few
@@ -44,17 +49,39 @@ def _check_head(request: HttpRequest) -> None:
 
 
 async def read_body(request: HttpRequest) -> bytes:
-    """The whole JSON body. Raises HTTPException (413, 415), Cancelled."""
+    """The whole JSON body. Raises HTTPException (413, 415), Cancelled, Overloaded."""
     _check_head(request)
-    raw, more = b"", True
+    await wait_to_read(request.scope)
+    parts: list[bytes] = []
+    num_bytes, more = 0, True
     while more:  # not request.stream(): an asynchronous generator costs more than what is read
         message = await request.receive()
         if message["type"] == "http.disconnect":
             raise Cancelled("the client went away")
-        raw += message.get("body", b"")
+        parts.append(message.get("body", b""))
+        num_bytes += len(parts[-1])
         more = message.get("more_body", False)
-        if len(raw) > MAX_BODY_BYTES:
+        if num_bytes > MAX_BODY_BYTES:
             raise HTTPException(
                 413, f"the body exceeds {MAX_BODY_BYTES} bytes", {"connection": "close"}
             )
+    raw = parts[0] if len(parts) == 1 else b"".join(parts)
+    if num_bytes > MAX_OBJECTS:
+        _check_values(raw)
     return raw
+
+
+def _check_values(raw: bytes) -> None:
+    """Raise HTTPException (413) for what would take long to read: no stream goes on meanwhile."""
+    counts = _counts(raw)
+    if counts[0] > MAX_OBJECTS or counts[1] > MAX_VALUES:
+        counts = _counts(_TEXT.sub(b"", raw))  # what stands in texts is no structure
+    for what, count, most in zip(
+        ("objects and lists", "values"), counts, (MAX_OBJECTS, MAX_VALUES), strict=True
+    ):
+        if count > most:
+            raise HTTPException(413, f"the body has more than {most} {what}")
+
+
+def _counts(raw: bytes) -> tuple[int, int]:
+    return raw.count(b"{") + raw.count(b"["), raw.count(b",")

@@ -17,7 +17,6 @@ from baton.errors import (
     GivenBack,
     KVLost,
     KVStale,
-    KVTimeout,
     NodeLost,
     Unavailable,
 )
@@ -34,9 +33,9 @@ class BudgetSettings:
 
 
 def is_free(error: BatonError) -> bool:
-    """A node that has gone, goes, hangs or cannot be reached from another: no sign of overload,
-    and there are only so many nodes."""
-    gone = GivenBack | KVLost | KVStale | KVTimeout | NodeLost | Unavailable
+    """A node that has gone, goes or cannot be reached from another: no sign of overload, and there
+    are only so many nodes. KV that comes too slowly is one."""
+    gone = GivenBack | KVLost | KVStale | NodeLost | Unavailable
     return isinstance(error, gone)
 
 

@@ -8,7 +8,8 @@
                     HTTP port of its own, where its own /metrics are; requests and logs are shared
                     through Redis. It ends when the supervisor does, however that came about.
 
-The supervisor serves nothing and keeps no state. Linux.
+The supervisor serves nothing but the health port, for which it asks each worker's, and keeps no
+state. Linux.
 """
 
 from __future__ import annotations
@@ -23,17 +24,22 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from baton.clock import SystemClock
 from baton.cores import parse_cores
 from baton.errors import ConfigError
+from baton.health_port import INTERVAL_S, Health, health_port
 from router.config import RouterConfig
 
 log = logging.getLogger(__name__)
 START_S: Final = 60.0
 FIRST_BACKOFF_S: Final = 0.5
 LAST_BACKOFF_S: Final = 30.0
+ASK_S: Final = 5.0
+_LOOPBACK: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # where all addresses are listened on
 
 
 def reserve(host: str, port: int, name: str) -> socket.socket:
@@ -66,6 +72,8 @@ def worker_flags(config: RouterConfig, index: int, ports: tuple[int, int]) -> li
     flags += ["--port", str(ports[0]), "--grpc-port", str(ports[1]), "--own-port", str(own)]
     if config.admin_port is not None:
         flags += ["--admin-port", str(config.admin_port + index if config.admin_port else 0)]
+    if config.health_port is not None:
+        flags += ["--health-port", "0"]  # the supervisor alone asks there
     if config.cpu_cores is not None:
         cores = parse_cores(config.cpu_cores)
         flags += ["--cpu-cores", str(cores[index % len(cores)])]
@@ -81,11 +89,14 @@ class Worker:
     process: asyncio.subprocess.Process | None = None
     ready: dict[str, Any] = field(default_factory=dict[str, Any])
     starts: int = 0
+    gets_on: bool = True  # as it last said
+    takes_work: bool = False
 
     async def start(self) -> None:
         """Start it and wait for its READY line. Raises ConfigError when it ends before."""
         self.starts += 1
         self.ready = {}
+        self.gets_on, self.takes_work = True, False
         self.process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "router.workers", *self.flags,
             stdin=asyncio.subprocess.PIPE,  # its end tells the worker that the supervisor is gone
@@ -103,9 +114,31 @@ class Worker:
         if self.process is not None and self.process.returncode is None:
             self.process.send_signal(number)
 
+    async def ask(self, host: str) -> None:
+        """What its health port says; while it starts, or is gone, it is not asked."""
+        port = self.ready.get("health_port")
+        if port is None or self.process is None or self.process.returncode is not None:
+            return
+        self.gets_on, self.takes_work = await asyncio.gather(
+            says_yes(host, port, "/livez"), says_yes(host, port, "/readyz")
+        )
+
     async def wait(self) -> int:
         assert self.process is not None, "it was started"
         return await self.process.wait()
+
+
+async def says_yes(host: str, port: int, path: str) -> bool:
+    """Whether GET answers 200."""
+    with suppress(OSError, TimeoutError):
+        async with asyncio.timeout(ASK_S):
+            reader, writer = await asyncio.open_connection(host, port)
+            try:
+                writer.write(f"GET {path} HTTP/1.0\r\n\r\n".encode())
+                return b" 200 " in await reader.readline()
+            finally:
+                writer.close()
+    return False
 
 
 class Supervisor:
@@ -132,8 +165,12 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
         try:
-            await self._start()
-            await asyncio.gather(*(self._keep(worker) for worker in self.workers))
+            health = Health(SystemClock(), self._config.stall_s)
+            async with health_port(health, self._config.host, self._config.health_port):
+                await self._start(health)
+                asking = asyncio.create_task(self._ask(), name="workers' health")
+                await asyncio.gather(*(self._keep(worker) for worker in self.workers))
+                asking.cancel()
         finally:
             for worker in self.workers:
                 worker.signal(signal.SIGKILL)  # nothing, after an end in good order
@@ -145,7 +182,14 @@ class Supervisor:
         for worker in self.workers:
             worker.signal(number)
 
-    async def _start(self) -> None:
+    async def _ask(self) -> None:
+        """Each worker, again and again, until cancelled."""
+        host = _LOOPBACK.get(self._config.host, self._config.host)
+        while self._config.health_port is not None:
+            await asyncio.gather(*(worker.ask(host) for worker in self.workers))
+            await asyncio.sleep(INTERVAL_S)
+
+    async def _start(self, health: Health) -> None:
         starts = [asyncio.create_task(worker.start()) for worker in self.workers]
         try:
             await asyncio.gather(*starts)
@@ -155,7 +199,11 @@ class Supervisor:
             if self._stopping.is_set():
                 return
             raise ConfigError(f"a worker did not start: {error}", field="workers") from error
-        self._announce()
+        health.started(
+            lambda: all(worker.gets_on for worker in self.workers),
+            lambda: any(worker.takes_work for worker in self.workers),
+        )
+        self._announce(health)
 
     async def _keep(self, worker: Worker) -> None:
         """Replace the worker whenever it ends by itself."""
@@ -178,7 +226,7 @@ class Supervisor:
                 log.error("worker %d: %s", worker.index, error)
                 worker.signal(signal.SIGKILL)
 
-    def _announce(self) -> None:
+    def _announce(self, health: Health) -> None:
         """One READY line for all, with each worker's own address."""
         host = self._config.host
         shown = f"[{host}]" if ":" in host else host
@@ -189,6 +237,7 @@ class Supervisor:
             "grpc_address": f"{shown}:{self._ports[1]}",
             "workers": [worker.ready["own_address"] for worker in self.workers],
             "admin_addresses": [worker.ready["admin_address"] for worker in self.workers],
+            "health_port": health.port,
         }
         sys.stdout.write(json.dumps(ready) + "\n")
         sys.stdout.flush()

@@ -34,7 +34,9 @@ S = TypeVar("S")
 FAR = 8  # tokens
 PACE_S = 0.02
 # All that lives here is one process: silence is a busy machine's, never a stopped peer's.
-PATIENT = Timing(connect_s=30.0, kv_progress_s=30.0, ping_interval_s=30.0, ping_timeout_s=30.0)
+PATIENT = Timing(
+    connect_s=30.0, kv_lease_s=60.0, kv_progress_s=30.0, ping_interval_s=30.0, ping_timeout_s=30.0
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,9 @@ make OpenMP teams slower than one thread, and Triton reads its switch at import.
 
 from __future__ import annotations
 
+import atexit
 import gc
+import logging
 import os
 import shutil
 from collections.abc import Generator, Iterator
@@ -23,7 +25,10 @@ if shutil.which("nvidia-smi") is None:
 from deploy.redis_server import RedisServer, find_redis_binary
 
 # How long an example takes is the machine's affair: what is slow there is no failure here.
-settings.register_profile("baton", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# Half of hypothesis' own number of examples: what one run does not find, one of the many others does.
+settings.register_profile(
+    "baton", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("baton")
 
 LONG = ("system", "chaos", "deploy", "bench", "engine")  # folders of tests
@@ -36,12 +41,18 @@ def pytest_collection() -> Generator[None, object, object]:
     try:
         return (yield)
     finally:
+        gc.freeze()
+        atexit.register(gc.unfreeze)  # else extension modules tell of leaks
         gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that take long come first, so that no worker is left alone with one at the end."""
     items.sort(key=lambda item: item.path.parent.name not in LONG)
+    # Else pytest's handlers are hung on each of torch's 50 loggers before each part of each test.
+    for logger in logging.getLogger().manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 @pytest.fixture(scope="session")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
-from baton.cores import parse_cores, pin_process
+from baton.cores import parse_cores, pin_process, quota_cores
 from baton.errors import ConfigError
 
 
@@ -37,3 +38,25 @@ def test_a_process_may_bind_itself_to_its_own_cores() -> None:
         assert os.sched_getaffinity(0) == {min(mine)}
     finally:
         os.sched_setaffinity(0, mine)
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({"cpu.max": "250000 100000"}, 2),
+        ({"cpu.max": "50000 100000"}, 1),
+        ({"cpu.max": "max 100000"}, None),
+        ({"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, 3),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        ({"cpu.max": "nonsense"}, None),
+        ({}, None),
+    ],
+)
+def test_a_containers_share_of_the_cores(
+    files: dict[str, str], cores: int | None, tmp_path: Path
+) -> None:
+    """Control groups of version 2, then of version 1."""
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    assert quota_cores(tmp_path) == cores

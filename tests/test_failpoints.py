@@ -66,6 +66,7 @@ def test_all_actions_are_read() -> None:
     text = "kv.first:2:corrupt, accepted:1:delay=5,p.done:3:kill9,d.step1:1:stop,finishing:1:raise"
     faults = parse(text)
     assert faults[1] == Fault("accepted", 1, "delay", 5)
+    assert parse("p.done:*:delay=5") == [Fault("p.done", None, "delay", 5)]
     assert {fault.action for fault in faults} == set(ACTIONS)
 
 
@@ -77,6 +78,14 @@ def test_a_fault_happens_once_at_its_passage_and_leaves_proof(tmp_path: Path) ->
         points.hit("kv.first")
     pid = os.getpid()
     assert proof.read_text() == f"{pid} kv.half 2 corrupt\n{pid} kv.first 1 raise\n"
+
+
+def test_a_fault_at_each_passage(tmp_path: Path) -> None:
+    proof = tmp_path / "fired"
+    points = armed("kv.half:*:corrupt", proof)
+    assert [points.hit("kv.half") for _ in range(3)] == [True] * 3
+    assert not points.hit("kv.first")
+    assert [line.split()[2] for line in proof.read_text().splitlines()] == ["1", "2", "3"]
 
 
 def test_a_delay_holds_up_its_thread() -> None:

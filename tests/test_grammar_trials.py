@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import InternalError, InvalidRequest, UnsupportedFeature
-from baton.grammar_trials import TRIAL, GrammarTrials, TrialBudget
+from baton.children import ChildBudget
+from baton.errors import InternalError, InvalidRequest, Unavailable, UnsupportedFeature
+from baton.grammar_trials import TRIAL, GrammarTrials
 from baton.sampling import GuidedDecoding
 from tests.guided_cases import CHOICES, GBNF, SCHEMAS
 from tests.waiting import WAIT_S
@@ -23,7 +24,7 @@ from tests.waiting import WAIT_S
 EASY = GuidedDecoding("regex", "[0-9]{3}")
 # 100 s and more in one call of the library; in it, no thread can be stopped.
 ENDLESS = GuidedDecoding("json_schema", json.dumps({"type": "integer", "multipleOf": 9999991}))
-QUICK = TrialBudget(cpu_s=0.3)
+QUICK = ChildBudget(cpu_s=0.3)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ GOOD = [
 @pytest.mark.parametrize("guided", GOOD, ids=lambda guided: guided.grammar[:40])
 def test_what_can_be_followed(trials: GrammarTrials, guided: GuidedDecoding) -> None:
     trials.run(guided)
-    assert trials.num_started == 1
+    assert trials.children.num_started == 1
 
 
 BAD: list[tuple[GuidedDecoding, str]] = [
@@ -72,7 +73,7 @@ BAD: list[tuple[GuidedDecoding, str]] = [
 
 @pytest.mark.parametrize(("guided", "why"), BAD, ids=lambda value: str(value)[:40])
 def test_what_is_refused_is_refused_alone(guided: GuidedDecoding, why: str) -> None:
-    trials = GrammarTrials(budget=TrialBudget(cpu_s=0.8 if guided is ENDLESS else 30.0))
+    trials = GrammarTrials(budget=ChildBudget(cpu_s=0.8 if guided is ENDLESS else 30.0))
     try:
         with pytest.raises(InvalidRequest, match=why) as caught:
             trials.run(guided)
@@ -81,7 +82,9 @@ def test_what_is_refused_is_refused_alone(guided: GuidedDecoding, why: str) -> N
         trials.run(EASY)  # the next one is none the worse
     finally:
         trials.close()
-    assert (trials.num_given_up, trials.num_started) == ((1, 2) if guided is ENDLESS else (0, 1))
+    assert (trials.children.num_given_up, trials.children.num_started) == (
+        (1, 2) if guided is ENDLESS else (0, 1)
+    )
 
 
 def test_what_only_another_backend_knows(trials: GrammarTrials) -> None:
@@ -90,26 +93,27 @@ def test_what_only_another_backend_knows(trials: GrammarTrials) -> None:
 
 
 def test_too_much_memory_ends_one_child() -> None:
-    trials = GrammarTrials(budget=TrialBudget(cpu_s=20.0, memory_bytes=150 << 20))
+    trials = GrammarTrials(budget=ChildBudget(cpu_s=20.0, memory_bytes=150 << 20))
     with pytest.raises(InvalidRequest, match="too much memory"):
         trials.run(ENDLESS)
     trials.run(EASY)
     trials.close()
-    assert (trials.num_given_up, trials.num_started) == (1, 2)
+    assert (trials.children.num_given_up, trials.children.num_started) == (1, 2)
 
 
 def test_a_child_that_does_not_answer_is_given_up() -> None:
-    """Its CPU is not used, so only the wall clock can tell."""
-    mute = "import sys; print('{}', flush=True); sys.stdin.readline(); sys.stdin.readline()"
-    trials = GrammarTrials([sys.executable, "-c", mute], TrialBudget(wall_s=0.2))
-    with pytest.raises(InvalidRequest, match="too long"):
+    """Its CPU is not used, so only the wall clock can tell; nor is the grammar to blame."""
+    mute = "import sys; print(end='\\0' * 8, flush=True); sys.stdin.read()"
+    trials = GrammarTrials([sys.executable, "-c", mute], ChildBudget(wall_s=0.2))
+    with pytest.raises(Unavailable, match="too busy") as caught:
         trials.run(EASY)
-    assert trials.num_given_up == 1
+    assert (caught.value.field, caught.value.retry_after_s) == ("guided", 5)
+    assert trials.children.num_given_up == 1
     trials.close()
 
 
 def test_without_a_child_nobody_is_blamed() -> None:
-    with pytest.raises(InternalError, match="tried out"):
+    with pytest.raises(InternalError, match="could start"):
         GrammarTrials([sys.executable, "-c", "pass"]).run(EASY)
 
 
@@ -121,7 +125,7 @@ def test_a_child_that_somebody_killed_costs_no_grammar() -> None:
     os.kill(child, signal.SIGKILL)
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
     trials.run(EASY)
-    assert (trials.num_started, trials.num_given_up) == (2, 0)
+    assert (trials.children.num_started, trials.children.num_given_up) == (2, 0)
     trials.close()
     assert _children() == before
 
@@ -137,7 +141,7 @@ def test_an_endless_one_holds_up_no_other_thread() -> None:
         except InvalidRequest as error:
             raised.append(error)
 
-    slow = GrammarTrials(budget=TrialBudget(cpu_s=2.0))
+    slow = GrammarTrials(budget=ChildBudget(cpu_s=2.0))
     thread = threading.Thread(target=endless)
     thread.start()
     assert asked.wait(WAIT_S)
@@ -162,7 +166,7 @@ def test_children_end_with_whoever_wanted_them() -> None:
 def test_a_child_ends_with_its_input() -> None:
     process = subprocess.Popen([*TRIAL, "1", str(1 << 30)], stdin=-1, stdout=-1)
     out, _ = process.communicate(b"", timeout=WAIT_S)
-    assert (process.returncode, out) == (0, b"{}\n")
+    assert (process.returncode, out) == (0, b"\0" * 8)
 
 
 def _children() -> set[int]:

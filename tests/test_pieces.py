@@ -82,7 +82,7 @@ def whole(backend: tokenizers.Tokenizer, text: str) -> list[int]:
 ENCODERS = {name: pieces_of(backend) for name, backend in BACKENDS.items()}
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.sampled_from(sorted(BACKENDS)), TEXTS)
 def test_the_ids_of_its_pieces_are_those_of_the_text(name: str, text: str) -> None:
     """The encoder is one for all examples: most pieces are kept ones."""

@@ -1,5 +1,6 @@
 """Announcements: what a prefill node's hooks are told of a step: who was admitted, which layer is
-written. Without any hooks, nothing is told and every export has room."""
+written. Without any hooks, nothing is told and every export has room. Layers of prompts are also
+counted (EngineStats.num_layers), hooks or not."""
 
 from __future__ import annotations
 
@@ -8,13 +9,15 @@ from collections.abc import Callable
 from baton.engine.block_tables import as_lists
 from baton.engine.interface import EngineHooks, Task
 from baton.engine.pins import Pins
+from baton.engine.stats import EngineStats
 from baton.engine.step_plan import StepPlan
 
 
 class Announcements:
-    def __init__(self, pins: Pins, hooks: EngineHooks | None) -> None:
+    def __init__(self, pins: Pins, hooks: EngineHooks | None, stats: EngineStats) -> None:
         self.hooks = hooks
         self._pins = pins
+        self._stats = stats
 
     def admitted(self, plan: StepPlan) -> None:
         """Tell of new PREFILL requests, before any layer: the handle leaves at once. Pins their
@@ -37,13 +40,20 @@ class Announcements:
         return self.hooks is None or self.hooks.may_admit(num_tokens, num_pending)
 
     def on_layer(self, plan: StepPlan) -> Callable[[int], None] | None:
-        """What the runner calls after each layer of `plan`, if anybody wants to know."""
-        hooks = self.hooks
+        """What the runner calls after each layer of `plan`. None for a step of single tokens: it is
+        short, nobody wants to know, and it may run as one call for all layers."""
         progress = tuple(
             (row.group.request.id, row.chunk.start + len(row.chunk.token_ids))
             for row in plan.rows
             if row.group.task is Task.PREFILL
         )
-        if hooks is None or not progress:
+        hooks = self.hooks if progress else None
+        if hooks is None and plan.num_tokens <= len(plan.rows):
             return None
-        return lambda layer: hooks.layer_written(layer, progress)
+
+        def layer_written(layer: int) -> None:
+            self._stats.num_layers += 1
+            if hooks is not None:
+                hooks.layer_written(layer, progress)
+
+        return layer_written

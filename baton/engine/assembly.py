@@ -60,6 +60,7 @@ def furnish(engine: Engine, model: LoadedModel, draft: LoadedModel | None) -> No
     meter = Meter(ModelRunner(model, engine.arena), model)
     meter.tell(engine.stats, config)
     engine.steps.use(meter)
+    engine.when_idle = meter.look_again
     engine.pooler = Pooler(model, engine.arena, config.max_num_batched_tokens, config.max_num_seqs)
     # The model of more ranks, and a longest length of the pool's, are the engine's own business.
     proposer = load_proposer(config, replace(engine.info, layers=model.info.layers), draft)
@@ -73,6 +74,7 @@ def strip(engine: Engine) -> None:
     """Forget the model and its draft. Only without requests; engine thread."""
     engine.steps.wait()
     engine.steps.use(NoModel())
+    engine.when_idle = None
     engine.pooler = None
     engine.set_proposer(None)
     engine.model = None

@@ -36,8 +36,8 @@ class Checkpoint:
 
     @property
     def text_config(self) -> dict[str, Any]:
-        """The language model's part of the config (nested in multimodal checkpoints)."""
-        return self.config.get("text_config") or self.config
+        """See text_config."""
+        return text_config(self.config)
 
     @property
     def model_type(self) -> str:
@@ -54,6 +54,11 @@ class Checkpoint:
         return ()
 
 
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The language model's part of a config.json (nested in multimodal checkpoints)."""
+    return config.get("text_config") or config
+
+
 def open_checkpoint(model: str) -> Checkpoint:
     """Find the checkpoint of `model` (a directory or a hub id) and read its JSON files.
 
@@ -62,8 +67,8 @@ def open_checkpoint(model: str) -> Checkpoint:
     path = _find(model)
     config = _read_json(path / "config.json")
     if config is None:
-        raise ModelRefused(f"{model}: there is no config.json in {path}", field="model")
-    weight_files = _weight_files(path)
+        raise _lacking(model, path, f"{model}: there is no config.json in {path}")
+    weight_files = _weight_files(model, path)
     if not (path / "tokenizer.json").is_file():
         raise ModelRefused(
             f"{model}: there is no tokenizer.json in {path}; make one with: baton convert {path}",
@@ -89,9 +94,7 @@ def _find(model: str) -> Path:
     if path.is_dir():
         return path
     if path.exists() or model.startswith((".", "/", "~")) or model.count("/") != 1:
-        raise ModelRefused(
-            f"{model} is neither a directory nor a hub id (owner/name)", field="model"
-        )
+        raise _lacking(model, path, f"{model} is neither a directory nor a hub id (owner/name)")
     return _download(model)
 
 
@@ -115,7 +118,17 @@ def _download(model: str) -> Path:
     return Path(found)
 
 
-def _weight_files(path: Path) -> tuple[Path, ...]:
+def _lacking(model: str, path: Path, what: str) -> ModelRefused:
+    """`what` is missing; where GGUF files are why, that."""
+    if model.lower().endswith("gguf") or any(path.glob("*.gguf")):
+        what = (
+            f"{model} is in GGUF's format, which is not read: serve the checkpoint of safetensors "
+            "that it was made from (--quantization int4 makes that as small)"
+        )
+    return ModelRefused(what, field="model")
+
+
+def _weight_files(model: str, path: Path) -> tuple[Path, ...]:
     """The safetensors that make up the model, sorted by name."""
     index = _read_json(path / "model.safetensors.index.json")
     if index is not None:
@@ -131,10 +144,8 @@ def _weight_files(path: Path) -> tuple[Path, ...]:
         found = sorted(file.name for file in path.glob("*.safetensors"))
         names = [name for name in found if not name.startswith(skipped)]
     if not names:
-        raise ModelRefused(
-            f"there are no safetensors in {path}; make them with: baton convert {path}",
-            field="model",
-        )
+        what = f"there are no safetensors in {path}; make them with: baton convert {path}"
+        raise _lacking(model, path, what)
     missing = [name for name in names if not (path / name).is_file()]
     if missing:
         raise ModelRefused(f"{path} is incomplete: {missing[0]} is missing", field="model")

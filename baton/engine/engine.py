@@ -14,7 +14,7 @@ protobuf.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -118,7 +118,7 @@ class Engine:
         )  # fmt: skip
         self._failed: list[RequestFailed] = []  # not yet taken
         self._pins = Pins(self._tables)
-        self._announcements = Announcements(self._pins, hooks)
+        self._announcements = Announcements(self._pins, hooks, self.stats)
         self._scheduler.ask_before_exports(self._announcements.may_admit)
         ahead = RunAhead(runner, max_len) if config.async_scheduling else None
         self.steps = Steps(
@@ -127,9 +127,9 @@ class Engine:
         self._pending: list[TokenEvent] = []  # events that need no computing: the next step's
         self._dropped: list[RequestGroup] = []  # aborted while a step runs: freed at its end
         self._plan: StepPlan | None = None
-        self._stepping = False
-        self._stalled = False
+        self._stepping = self._stalled = False
         self._ended = 0.0  # when the last step did
+        self.when_idle: Callable[[], None] | None = None  # called once the work has ended
 
     @classmethod
     def load(

@@ -1,8 +1,9 @@
 """`baton estimate`: parameters, memory, ideal TTFT and TPOT of a model on a machine, as a table.
 
 A process of its own (`python -m baton.engine.estimate`): families that are not counted by formula
-need torch. It works from a config.json alone; where weights lie beside it, the bytes in their files
-are shown too. The arithmetic is ideal.py's.
+need torch, and so does the answer to whether Baton would serve what is sized. It works from a
+config.json alone; where weights lie beside it, the bytes in their files are shown too. The
+arithmetic is ideal.py's, a refusal route.py's.
 """
 
 from __future__ import annotations
@@ -12,31 +13,37 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
 
 from baton.config import add_options, load, parse
+from baton.engine.config import EngineConfig
 from baton.engine.ideal import Estimate, EstimateOptions, estimate
-from baton.engine.model_shape import ModelShape, model_shape
+from baton.engine.model_shape import model_shape
 from baton.errors import BatonError, ConfigError
 from baton.tokenizer import read_json
 
 _MAX_HEADER_BYTES: Final = 100 << 20  # safetensors' own limit
+_WEIGHTS: Final = ("*.safetensors", "*.bin", "*.gguf")
+_ASKED: Final = (  # options that an engine has too
+    "dtype", "quantization", "lm_head_quantization", "tensor_parallel_size", "block_size",
+    "gpu_memory_utilization", "max_num_batched_tokens", "max_num_seqs",
+)  # fmt: skip
 
 
 # ---- files ----
 
 
-def read_shape(model: Path) -> ModelShape:
-    """The shape of the config.json in or at `model`. Raises ModelRefused, ConfigError."""
+def read_config(model: Path) -> dict[str, Any]:
+    """The config.json in or at `model`. Raises ConfigError."""
     file = model / "config.json" if model.is_dir() else model
     if not file.is_file():
         raise ConfigError(f"there is no {file}", field="model")
-    return model_shape(read_json(file))
+    return read_json(file)
 
 
 def stored_bytes(model: Path) -> int | None:
@@ -64,6 +71,41 @@ def _tensor_bytes(file: Path) -> int:
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{file} is not a safetensors file", field="model") from error
+
+
+def refusal(options: EstimateOptions, result: Estimate) -> str | None:
+    """Why Baton would not serve what is sized, by the checks of its own start; None if none of them
+    objects."""
+    try:
+        # Lazy: they need torch, which the arithmetic does not.
+        from baton.engine.checkpoint import open_checkpoint
+        from baton.engine.route import choose_route
+    except ImportError:
+        return "not known: torch is not installed here"
+    asked: dict[str, Any] = {name: getattr(options, name) for name in _ASKED}
+    if options.kv_cache_dtype != result.dtype:
+        asked["kv_cache_dtype"] = options.kv_cache_dtype
+    if options.context is not None:
+        asked["max_model_len"] = max(2, options.context)
+    model, draft = options.model.expanduser(), options.speculative_model
+    try:
+        choose_route(read_config(model), EngineConfig(str(model), **asked))
+        if any(any(model.glob(pattern)) for pattern in _WEIGHTS):
+            open_checkpoint(str(model))
+        if draft is not None:
+            choose_route(read_config(draft.expanduser()), EngineConfig(str(draft)))
+    except BatonError as reason:
+        return str(reason)
+    return None
+
+
+def sized(options: EstimateOptions) -> Estimate:
+    """All that can be said of the model that `options` name. Raises ModelRefused, ConfigError."""
+    model, draft = options.model.expanduser(), options.speculative_model
+    shape = model_shape(read_config(model))
+    drafts = None if draft is None else model_shape(read_config(draft.expanduser()))
+    result = estimate(shape, options, stored_bytes(model), drafts)
+    return replace(result, refused=refusal(options, result) or shape.refused)
 
 
 # ---- for people ----
@@ -112,7 +154,9 @@ def rows(result: Estimate) -> list[tuple[str, str]]:
         lines.append(("MBU", "bytes read per step / (measured TPOT x bandwidth)"))
     if r.mbu is not None:
         lines.append(("MBU of the measured TPOT", f"{r.mbu:.1%}"))
-    return [*lines, ("note", r.note)] if r.note else lines
+    for name, text in (("note", r.note), ("refused by Baton", r.refused)):
+        lines += [(name, text)] if text else []
+    return lines
 
 
 def _count(number: int) -> str:
@@ -140,14 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         given = parse(parser, sys.argv[1:] if arguments is None else arguments)
         options = load(EstimateOptions, given, os.environ)
-        model = options.model.expanduser()
-        draft = options.speculative_model
-        result = estimate(
-            read_shape(model),
-            options,
-            stored_bytes(model),
-            None if draft is None else read_shape(draft.expanduser()),
-        )
+        result = sized(options)
     except (BatonError, OSError) as error:
         sys.stderr.write(f"baton estimate: {error}\n")
         return 2

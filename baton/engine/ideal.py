@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from baton.config import option
 from baton.engine.config import head_quantization, parse_bytes
-from baton.engine.layer_groups import group_layers
+from baton.engine.layer_groups import MIN_BLOCKS, group_layers
 from baton.engine.model_shape import ModelShape, StoredWeights
 from baton.errors import ConfigError
 from baton.kv_spec import DTYPE_BYTES, LayerSpec
@@ -125,6 +125,7 @@ class Estimate:
     mbu: float | None = None
     draft_weight_bytes: int = 0
     draft_kv_bytes_per_token: int = 0
+    refused: str | None = None  # why Baton would not serve it so
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +191,7 @@ def estimate(
         kv_bytes = _kv_memory(options, weight_bytes, activations, drafts.weights)
         # Each token of the model's KV has one in the draft's.
         both = block_bytes + drafts.token * options.block_size // groups.num_groups
-        num_blocks = kv_bytes // both if both else 0
+        num_blocks = _num_blocks(kv_bytes, both, MIN_BLOCKS * groups.num_groups)
         concurrency = num_blocks // groups.blocks_held(context, options.block_size)
     result = Estimate(
         model_type=shape.model_type,
@@ -342,15 +343,30 @@ def _kv_memory(options: EstimateOptions, weight_bytes: int, activations: int, dr
     share = int(options.gpu_memory_utilization * total)
     left = share - weight_bytes - drafts - activations
     if left <= 0:
-        draft = f", {drafts / 1e9:.2f} GB of the draft model's" if drafts else ""
+        draft = f", {_gb(drafts)} of the draft model's" if drafts else ""
         raise ConfigError(
             f"nothing is left for KV: {options.gpu_memory_utilization:g} x {options.memory} is "
-            f"{share / 1e9:.2f} GB; {weight_bytes / 1e9:.2f} GB of weights{draft} and about "
-            f"{activations / 1e9:.2f} GB of activations leave {left / 1e9:.2f} GB; "
+            f"{_gb(share)}; {_gb(weight_bytes)} of weights{draft} and about {_gb(activations)} of "
+            f"activations leave {_gb(left)}; "
             "quantize, or raise tensor_parallel_size",
             field="memory",
         )
     return left
+
+
+def _num_blocks(kv_bytes: int, block_bytes: int, least: int) -> int:
+    """Raises ConfigError for fewer than the `least` that serving takes."""
+    if kv_bytes < least * block_bytes:
+        raise ConfigError(
+            f"{_gb(kv_bytes)} are left for KV, less than the {least} blocks of {block_bytes:,} "
+            "bytes that serving takes",
+            field="memory",
+        )
+    return kv_bytes // block_bytes
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB"
 
 
 def _cut(length: int, longest: int | None) -> int:

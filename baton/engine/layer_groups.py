@@ -21,6 +21,7 @@ from baton.kv_spec import LayerSpec
 
 log = logging.getLogger(__name__)
 
+MIN_BLOCKS: Final = 2  # of each group, in a pool that can serve
 MAX_GROUPS: Final = 16  # each costs a block table per sequence and step
 MAX_PADDING: Final = 0.1  # share of empty slots that larger pages are worth
 

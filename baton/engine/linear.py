@@ -13,7 +13,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -44,7 +44,16 @@ class WideLinear(Linear, Protocol):
 def in_float32(linear: Linear, x: Tensor) -> Tensor:
     """x [T, in] -> [T, out] float32, unrounded where the format has them so: a second pass over a
     vocabulary's width takes as long as choosing from it."""
-    return linear.wide(x) if isinstance(linear, WideLinear) else linear(x).float()
+    return linear.wide(x) if _is_wide(linear) else linear(x).float()
+
+
+def _is_wide(linear: Linear) -> TypeGuard[WideLinear]:
+    return _is_wide_kind(type(linear))
+
+
+@functools.cache  # a check against a protocol takes 80 us
+def _is_wide_kind(kind: type[Linear]) -> bool:
+    return issubclass(kind, WideLinear)
 
 
 LinearFormat = Callable[[Tensor, Tensor | None], Linear]  # (weight [out, in], bias [out]) -> Linear

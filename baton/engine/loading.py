@@ -1,7 +1,7 @@
 """From a configuration to a model that can run: open, refuse or build, describe.
 
-    open_checkpoint -> device, dtype, length -> models/decoder.py | models/universal.py -> LoRA
-    adapters -> LoadedModel
+    open_checkpoint -> choose_route -> models/decoder.py | models/universal.py -> LoRA adapters
+    -> LoadedModel
 
 The lean route is taken when every config key and every tensor name is understood; else the
 universal one, which refuses by name what it cannot serve. transformers is imported only for the
@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -21,18 +21,26 @@ from torch import Tensor
 from baton.engine.attention.base import AttentionLayer
 from baton.engine.batch import Batch
 from baton.engine.checkpoint import Checkpoint, digest, open_checkpoint
-from baton.engine.config import EngineConfig, head_quantization
+from baton.engine.config import EngineConfig
 from baton.engine.deterministic import FixedTiles, prove
 from baton.engine.interface import ModelInfo
 from baton.engine.lora import parse_modules, read_adapter
 from baton.engine.models.base import CausalModel
-from baton.engine.models.config import DecoderConfig, NotLean, decoder_config
+from baton.engine.models.config import DecoderConfig, NotLean
 from baton.engine.models.decoder import Decoder, tensor_names
 from baton.engine.models.rope import position_limit, rope_rule
-from baton.engine.quantization import SCHEMES, Scheme
+from baton.engine.route import (
+    DTYPES,
+    choose_dtype,
+    choose_length,
+    choose_route,
+    classifies,
+    head_scheme,
+    leave_lean,
+)
 from baton.engine.tensors import TensorReader
 from baton.engine.weights import Weights, open_weights
-from baton.errors import ConfigError, ModelRefused
+from baton.errors import ConfigError
 
 if TYPE_CHECKING:  # lazy at run time: most engines have one rank
     from baton.engine.tensor_parallel.group import RankGroup
@@ -41,11 +49,6 @@ if TYPE_CHECKING:  # lazy at run time: most engines have one rank
 logger = logging.getLogger(__name__)
 
 CLASSIFIER: Final = "score.weight"
-_DTYPES: Final = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,22 +89,20 @@ def load_model(config: EngineConfig, group: RankGroup | None = None) -> LoadedMo
     Raises ModelRefused for a checkpoint that cannot be served, ConfigError for a configuration that
     the model or the machine cannot meet.
     """
+    checkpoint = open_checkpoint(config.model)
+    lean = choose_route(checkpoint.config, config)
     if config.tensor_parallel_size > 1 and group is None:
         from baton.engine.tensor_parallel.leader import load_leader
 
         return load_leader(config)
-    checkpoint = open_checkpoint(config.model)
-    _refuse(checkpoint)
     modules = parse_modules(config.lora_modules)
     device = choose_device(config.device)
-    dtype_name = choose_dtype(config.dtype, checkpoint)
-    dtype = _DTYPES[dtype_name]
-    stated = position_limit(checkpoint.text_config)
-    if stated is not None:  # refuse before reading gigabytes
-        _max_model_len(config.max_model_len, stated)
-    built = _build(config, checkpoint, dtype, device, group)
+    dtype_name = choose_dtype(config.dtype, checkpoint.config)
+    dtype = DTYPES[dtype_name]
+    built = _build(config, checkpoint, lean, dtype, device, group)
     model, weight_bytes = built.model, built.weight_bytes
-    max_model_len = _max_model_len(config.max_model_len, stated or model.max_positions)
+    stated = position_limit(checkpoint.text_config)
+    max_model_len = choose_length(config.max_model_len, stated or model.max_positions)
     adapters = [read_adapter(name, path, dtype, device) for name, path in modules.items()]
     for adapter in adapters:
         model.add_adapter(adapter)
@@ -157,46 +158,6 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda" if available else "cpu")
 
 
-def choose_dtype(name: str, checkpoint: Checkpoint) -> str:
-    """The configured dtype, for "auto" the checkpoint's own (float32 if it does not say)."""
-    if name != "auto":
-        return name
-    for config in (checkpoint.text_config, checkpoint.config):
-        value = config.get("dtype") or config.get("torch_dtype")
-        if value is not None:
-            stored = str(value).removeprefix("torch.")
-            if stored not in _DTYPES:
-                raise ModelRefused(f"weights of dtype {stored} are not served", field="dtype")
-            return stored
-    return "float32"
-
-
-def _refuse(checkpoint: Checkpoint) -> None:
-    """Raise ModelRefused for what neither route serves, before any weight is read."""
-    if checkpoint.config.get("is_encoder_decoder"):
-        raise ModelRefused(
-            f"{checkpoint.model_type} is an encoder-decoder model; only decoders are served",
-            field="model",
-        )
-
-
-def _max_model_len(requested: int | None, known: int | None) -> int:
-    """Tokens of prompt plus output. Raises ConfigError for more than the model knows."""
-    if known is None:
-        if requested is None:
-            raise ConfigError(
-                "the model does not say how long a context may be: set --max-model-len",
-                field="max_model_len",
-            )
-        return requested
-    if requested is not None and requested > known:
-        raise ConfigError(
-            f"max_model_len {requested} exceeds the model's own {known} positions",
-            field="max_model_len",
-        )
-    return known if requested is None else requested
-
-
 @dataclass(frozen=True, slots=True)
 class _Built:
     """A model by the route that was taken; see LoadedModel."""
@@ -208,112 +169,54 @@ class _Built:
     classifier: Tensor | None = None
 
 
-def _rounds(config: EngineConfig) -> bool:
-    """Whether any weights are to be rounded here."""
-    return config.quantization != "none" or _head_scheme(config) is not None
-
-
-def _head_scheme(config: EngineConfig) -> Scheme | None:
-    asked = head_quantization(config.lm_head_quantization, config.quantization)
-    return next((scheme for scheme in SCHEMES if scheme == asked), None)
-
-
 def _build(
     config: EngineConfig,
     checkpoint: Checkpoint,
+    lean: DecoderConfig | None,
     dtype: torch.dtype,
     device: torch.device,
     group: RankGroup | None = None,
 ) -> _Built:
-    if group is not None:
-        return _build_rank(checkpoint, dtype, device, group)
-    impl, quantized = config.model_impl, checkpoint.config.get("quantization_config")
-    if impl != "transformers":
+    """`lean`: as choose_route read the config. Whether it fits, the tensors' names tell."""
+    if lean is not None:
         reader = TensorReader(checkpoint.weight_files, dtype, device)
+        quantized = checkpoint.config.get("quantization_config")
         scheme = None if config.quantization == "none" else config.quantization
-        weights = open_weights(reader, quantized, scheme, device, _head_scheme(config))
+        weights = open_weights(reader, quantized, scheme, device, head_scheme(config))
         try:
-            lean = _lean_config(checkpoint, weights)
-            decoder = Decoder(lean, weights.tensor, weights, config.deterministic)
-            model = FixedTiles(decoder) if config.deterministic else decoder
-            classifier = weights.tensor(CLASSIFIER) if _classifies(checkpoint) else None
-            rounded = weights.rounded_head_bytes
-            return _Built("lean", model, weights.num_bytes, rounded, classifier)
+            _check_names(lean, weights.names, checkpoint.config)
         except NotLean as reason:
-            if _classifies(checkpoint):
-                raise ModelRefused(
-                    f"only the lean route serves classifiers, and it cannot serve "
-                    f"{checkpoint.path}: {reason}",
-                    field="model",
-                ) from reason
-            if impl == "lean":
-                raise ModelRefused(
-                    f"the lean route cannot serve {checkpoint.path}: {reason}", field="model_impl"
-                ) from reason
-            logger.info("universal route for %s: %s", checkpoint.path, reason)
-            if quantized is not None or _rounds(config):
-                raise ModelRefused(
-                    f"quantized weights are served by the lean route alone, and it cannot serve "
-                    f"{checkpoint.path}: {reason}",
-                    field="quantization",
-                ) from reason
-    elif _classifies(checkpoint):
-        raise ModelRefused(
-            "only the lean route serves classifiers, not model_impl transformers", field="model"
-        )
-    elif quantized is not None or _rounds(config):
-        raise ModelRefused(
-            "quantized weights are served by the lean route alone, not with model_impl "
-            "transformers",
-            field="quantization",
-        )
+            leave_lean(checkpoint.config, config, str(reason))
+        else:
+            built = _build_lean(config, lean, weights, group)
+            if not classifies(checkpoint.config):
+                return built
+            return replace(built, classifier=weights.tensor(CLASSIFIER))
     return _build_universal(checkpoint, dtype, device, config.deterministic)
 
 
-def _build_rank(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, group: RankGroup
-) -> _Built:
-    """As _build, of one rank's share: the lean route with plain weights alone."""
-    from baton.engine.tensor_parallel.rank import RankModel
-
-    if checkpoint.config.get("quantization_config") is not None or _classifies(checkpoint):
-        raise ModelRefused(
-            "quantized weights and classifiers are not split over ranks yet",
-            field="tensor_parallel_size",
-        )
-    reader = TensorReader(checkpoint.weight_files, dtype, device)
-    weights = open_weights(reader, None, None, device)
-    try:
-        model = RankModel.of(_lean_config(checkpoint, weights), weights, group)
-    except NotLean as reason:
-        raise ModelRefused(
-            f"only the lean route is split over ranks, and it cannot serve {checkpoint.path}: "
-            f"{reason}",
-            field="tensor_parallel_size",
-        ) from reason
-    return _Built("lean", model, model.weight_bytes)
-
-
-def _lean_config(checkpoint: Checkpoint, weights: Weights) -> DecoderConfig:
-    """The decoder's config. Raises NotLean also if tensors are missing or unknown."""
-    plain = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
-    if _classifies(checkpoint):  # a decoder whose head, which nobody asks, is that of its words
-        plain |= {"architectures": None, "tie_word_embeddings": True}
-    config = decoder_config(plain)
-    expected = set(tensor_names(config)) | ({CLASSIFIER} if _classifies(checkpoint) else set())
-    missing = sorted(expected - weights.names)
+def _check_names(config: DecoderConfig, names: frozenset[str], values: dict[str, Any]) -> None:
+    """Raises NotLean if tensors are missing or unknown."""
+    expected = set(tensor_names(config)) | ({CLASSIFIER} if classifies(values) else set())
+    missing = sorted(expected - names)
     ignored = {"lm_head.weight"} if config.tied_embeddings else set[str]()
-    extra = {name for name in weights.names - expected if not name.endswith("rotary_emb.inv_freq")}
+    extra = {name for name in names - expected if not name.endswith("rotary_emb.inv_freq")}
     unknown = sorted(extra - ignored)
     if missing or unknown:
         raise NotLean(f"tensors missing: {missing[:3]}, not understood: {unknown[:3]}")
-    return config
 
 
-def _classifies(checkpoint: Checkpoint) -> bool:
-    """Whether its head is one of classes, as transformers' sequence classifiers have it."""
-    names: list[str] = checkpoint.config.get("architectures") or []
-    return any(name.endswith("ForSequenceClassification") for name in names)
+def _build_lean(
+    config: EngineConfig, lean: DecoderConfig, weights: Weights, group: RankGroup | None
+) -> _Built:
+    if group is not None:  # this rank's share
+        from baton.engine.tensor_parallel.rank import RankModel
+
+        share = RankModel.of(lean, weights, group)
+        return _Built("lean", share, share.weight_bytes)
+    decoder = Decoder(lean, weights.tensor, weights, config.deterministic)
+    model = FixedTiles(decoder) if config.deterministic else decoder
+    return _Built("lean", model, weights.num_bytes, weights.rounded_head_bytes)
 
 
 def _build_universal(

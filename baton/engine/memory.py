@@ -30,7 +30,7 @@ import torch
 from baton.engine.config import EngineConfig, parse_bytes
 from baton.engine.interface import SequenceChunk
 from baton.engine.kv_cache import KVArena, MakeMemory, bytes_per_block
-from baton.engine.layer_groups import group_layers, one_group
+from baton.engine.layer_groups import MIN_BLOCKS, group_layers, one_group
 from baton.engine.loading import LoadedModel
 from baton.engine.runner import ModelRunner
 from baton.errors import ConfigError
@@ -40,7 +40,6 @@ from baton.sampling import SamplingParams
 log = logging.getLogger(__name__)
 
 CPU_MEMORY_SHARE: Final = 0.25  # of the available memory: several nodes share one machine
-MIN_BLOCKS: Final = 2  # of each group of layers
 _RESET_PEAK: Final = "5"  # proc(5): written to clear_refs, it resets VmHWM
 
 
@@ -340,15 +339,18 @@ def available_memory(meminfo: Path) -> int:
 
 def _container_memory(cgroup: Path) -> int | None:
     """Bytes that the control group still allows (page cache counts as free); None = no limit."""
+    names = ("memory.max", "memory.current", "inactive_file")
+    if (cgroup / "memory").is_dir():  # control groups of version 1
+        cgroup /= "memory"
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
     try:
-        limit = (cgroup / "memory.max").read_text().strip()
+        limit, current = ((cgroup / name).read_text().strip() for name in names[:2])
         if limit == "max":
             return None
-        current = int((cgroup / "memory.current").read_text())
         stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-        return max(0, int(limit) - current + int(stat.get("inactive_file", "0")))
+        return max(0, int(limit) - int(current) + int(stat.get(names[2], "0")))
     except (OSError, ValueError):
-        return None  # no control groups of version 2 here: nothing known to limit us
+        return None  # nothing known to limit us
 
 
 def _status_bytes(proc: Path, name: str) -> int:

@@ -68,6 +68,7 @@ class ModelShape:
     experts: Experts | None = None
     stored: StoredWeights | None = None
     note: str = ""  # what is not certain about these numbers
+    refused: str | None = None  # why no route serves it, as far as its layers tell
 
     @property
     def active_parameters(self) -> int:

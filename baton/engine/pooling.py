@@ -133,6 +133,7 @@ class PoolingJob:
         """Raises InvalidRequest, or ContextLengthExceeded for a prompt that can never fit."""
         self._owner = owner
         self._pooler = pooler
+        self.most_tokens = pooler.max_num_batched_tokens  # of one forward; may be lowered
         self._kind = kind
         self._adapter = adapter
         self._prompts = prompts
@@ -209,7 +210,7 @@ class PoolingJob:
 
     def _plan(self) -> list[tuple[_Prompt, int]]:
         """(prompt, tokens) of the next forward; admits prompts while tokens and blocks last."""
-        budget = self._pooler.max_num_batched_tokens
+        budget = self.most_tokens
         planned: list[tuple[_Prompt, int]] = []
         for prompt in self._active:
             count = min(budget, len(prompt.token_ids) - prompt.done)

@@ -3,8 +3,9 @@
 Both with the threads in use, in a fraction of a second; products by torch and by the engine's own
 layers, of which the faster counts. What was found is kept until the machine boots again, per set of
 cores, threads and dtype, and processes that start together measure one after the other. Measured
-beside other work the limits come out too low: who knows them better says them (--memory-bandwidth,
---peak-flops). Not here: what a step needs of them (work.py).
+beside other work the limits come out too low: a share above 1 says so, and they are measured again
+(meter.py); who knows them better says them (--memory-bandwidth, --peak-flops). Not here: what a
+step needs of them (work.py).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Final
 
 import torch
 
+from baton.cache_folder import cache_folder
 from baton.engine.config import EngineConfig
 from baton.engine.linear import choose_linear
 from baton.engine.work import Limits
@@ -45,14 +47,32 @@ def limits_of(
         return Limits(given * GIGA, flops * TERA)
     if not config.measure_limits:
         return None
-    found = _kept(device, dtype, cache_folder() if folder is None else folder)
+    found = _kept(device, dtype, folder, None)
+    return _told("limits", config, found, dtype)
+
+
+def limits_again(
+    config: EngineConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    before: Limits,
+    folder: Path | None = None,
+) -> Limits:
+    """Measure again, and keep of each limit the higher: other work can only have lowered it."""
+    found = _kept(device, dtype, folder, before)
+    return _told("limits, measured again", config, found, dtype)
+
+
+def _told(name: str, config: EngineConfig, found: Limits, dtype: torch.dtype) -> Limits:
+    """`found`, but for what the configuration states."""
+    given, flops = config.memory_bandwidth, config.peak_flops
     limits = Limits(
         found.read_bytes_per_s if given is None else given * GIGA,
         found.flops_per_s if flops is None else flops * TERA,
     )
     log.info(
-        "limits: reads %.1f GB/s, %s products %.2f TFLOP/s",
-        limits.read_bytes_per_s / GIGA, dtype, limits.flops_per_s / TERA,
+        "%s: reads %.1f GB/s, %s products %.2f TFLOP/s",
+        name, limits.read_bytes_per_s / GIGA, dtype, limits.flops_per_s / TERA,
     )  # fmt: skip
     return limits
 
@@ -84,12 +104,6 @@ def measure(device: torch.device, dtype: torch.dtype, budget_s: float = BUDGET_S
     return Limits(read, flops)
 
 
-def cache_folder() -> Path:
-    """Where measured limits are kept."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "baton" / "limits"
-
-
 def _fastest(work: Callable[[], object], device: torch.device, budget_s: float) -> float:
     """Seconds of the fastest call within the budget, after one that does not count."""
 
@@ -108,26 +122,40 @@ def _fastest(work: Callable[[], object], device: torch.device, budget_s: float) 
     return max(best, 1e-9)
 
 
-def _kept(device: torch.device, dtype: torch.dtype, folder: Path) -> Limits:
-    """From the file, or measured and written there."""
+def _kept(
+    device: torch.device, dtype: torch.dtype, folder: Path | None, low: Limits | None
+) -> Limits:
+    """From the file, or measured and written there. `low`: what is too low to be taken from it."""
     key = _key(device, dtype)
     if key is None:
-        return measure(device, dtype)
-    path = folder / f"{key}.json"
-    found = _read(path)
-    if found is not None:
-        return found
+        return _highest(measure(device, dtype), low)
     try:
+        folder = cache_folder("limits") if folder is None else folder
+        path = folder / f"{key}.json"
+        found = _read(path)
+        if found is not None and low is None:
+            return found
         folder.mkdir(parents=True, exist_ok=True)
         with _alone(folder / "lock"):
-            found = _read(path) or measure(device, dtype)
+            found = _read(path)
+            if found is None or low is not None:
+                found = _highest(measure(device, dtype), found)
             partial = path.with_suffix(f".{os.getpid()}")
             partial.write_text(json.dumps([found.read_bytes_per_s, found.flops_per_s]))
             partial.replace(path)
             return found
     except OSError as error:
         log.info("limits are not kept: %s", error)
-        return measure(device, dtype)
+        return _highest(measure(device, dtype), low)
+
+
+def _highest(found: Limits, other: Limits | None) -> Limits:
+    if other is None:
+        return found
+    return Limits(
+        max(found.read_bytes_per_s, other.read_bytes_per_s),
+        max(found.flops_per_s, other.flops_per_s),
+    )
 
 
 def _key(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -10,8 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from baton.engine.model_shape import (
@@ -21,6 +20,7 @@ from baton.engine.model_shape import (
     stored_dtype,
     stored_weights,
 )
+from baton.engine.models.causal import causal_class, named_refusals
 from baton.engine.models.config import layer_spec
 from baton.engine.models.universal import IMPLEMENTATION, UniversalModel
 from baton.errors import ModelRefused
@@ -33,30 +33,24 @@ _CHOSEN_NAMES = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "t
 @torch.inference_mode()
 def shape_on_meta(config: dict[str, Any]) -> ModelShape:
     """Build the model of a config.json without memory. Raises ModelRefused if that fails."""
-    kind = config.get("model_type")
-    if kind not in CONFIG_MAPPING:
-        raise ModelRefused(f"{kind} is not an architecture that transformers knows", field="model")
     transformers_logging.set_verbosity_error()
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
-    try:
-        known = AutoConfig.for_model(**plain)
+    with named_refusals(config):
+        _, known = causal_class(plain)
         with torch.device("meta"):
             # batched_mm: the one way through experts that asks no tensor for its numbers.
             causal: Any = AutoModelForCausalLM.from_config(
                 known, attn_implementation="eager", experts_implementation="batched_mm"
             )
-    except Exception as error:
-        # Exotic modelling code fails in exotic ways; whatever it is, there is no estimate.
-        raise ModelRefused(f"{kind} cannot be built: {error}", field="model") from error
     text = known.get_text_config().to_dict()
     table = causal.get_input_embeddings().weight
     head = causal.get_output_embeddings()
     sizes = {name: parameter.numel() for name, parameter in causal.named_parameters()}
     tables = {id(table), id(head.weight) if head is not None else None}
-    layers, note = _layers(causal, text)
+    layers, note, refused = _layers(config, causal, text)
     matrices = sum(p.numel() for p in causal.parameters() if p.dim() > 1 and id(p) not in tables)
     return ModelShape(
-        model_type=str(kind),
+        model_type=str(config["model_type"]),
         parameters=sum(sizes.values()),
         embedding=table.numel(),
         matrices=matrices,
@@ -70,24 +64,29 @@ def shape_on_meta(config: dict[str, Any]) -> ModelShape:
         experts=_experts(text, sizes),
         stored=stored_weights(config),
         note=note,
+        refused=refused,
     )
 
 
-def _layers(causal: Any, text: dict[str, Any]) -> tuple[tuple[LayerSpec, ...], str]:
-    """What each layer stores, and what is uncertain about it."""
+def _layers(
+    config: dict[str, Any], causal: Any, text: dict[str, Any]
+) -> tuple[tuple[LayerSpec, ...], str, str | None]:
+    """What each layer stores, what is uncertain about it, why it is not served."""
+    refused = None
     try:
         causal.eval().set_attn_implementation(IMPLEMENTATION)
-        return UniversalModel(causal).layers, ""
+        with named_refusals(config):
+            return UniversalModel(causal).layers, "", None
     except ModelRefused as reason:
-        note = f"KV as its config suggests; this model is not served: {reason}"
-    except Exception as error:  # noqa: BLE001 (modelling code that needs numbers fails as it likes)
-        note = f"KV as its config suggests: {type(error).__name__} in a forward without numbers"
+        if isinstance(reason.__cause__, ModelRefused):
+            refused = str(reason)
+    note = "KV as its config suggests"
     heads = text.get("num_attention_heads") or text.get("n_head") or 1
     kv_heads = 1 if text.get("multi_query") else text.get("num_key_value_heads") or heads
     dim = text.get("head_dim") or (text.get("hidden_size") or text.get("n_embd") or 0) // heads
     count = text.get("num_hidden_layers") or text.get("n_layer") or 0
     windows = layer_windows({**text, "num_hidden_layers": count})
-    return tuple(layer_spec(kv_heads, dim, dim, window) for window in windows), note
+    return tuple(layer_spec(kv_heads, dim, dim, window) for window in windows), note, refused
 
 
 def _experts(text: dict[str, Any], sizes: dict[str, int]) -> Experts | None:

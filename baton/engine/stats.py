@@ -1,7 +1,7 @@
 """EngineStats: what an engine has done since its start. Counters only grow; means are exponential.
 
 Written on the engine thread only. `copy()` there (EngineThread.call) for a consistent reading
-elsewhere.
+elsewhere. `num_layers` alone may be read by any thread at any time.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class EngineStats:
     departures: dict[str, int] = field(default_factory=dict[str, int])  # by departure.Leaving
     num_steps: int = 0
     num_steps_ahead: int = 0  # of these, planned while the one before ran
+    num_layers: int = 0  # that prompts went through, in the step under way too
     num_preemptions: int = 0  # of either kind: swapped out, or to be recomputed
     num_swap_outs: int = 0  # requests
     num_swap_ins: int = 0

@@ -153,6 +153,7 @@ class EngineThread:
             while self._serve_inbox():
                 if self._engine.has_work and not self._held:
                     self._step()
+                    self._rest()
         finally:
             self._close_inbox()
 
@@ -174,6 +175,15 @@ class EngineThread:
 
     def _may_step(self) -> bool:
         return self._engine.has_work and not (self._engine.stalled or self._held)
+
+    def _rest(self) -> None:
+        """Once there is no more to do, what can wait until then."""
+        if self._engine.has_work or self._engine.when_idle is None:
+            return
+        try:
+            self._engine.when_idle()
+        except Exception:
+            log.exception("what an idle engine does failed")
 
     def _step(self) -> None:
         events: list[TokenEvent] = []

@@ -22,7 +22,7 @@ from baton.engine.linear import Linear, LinearFormat, SideBySide, choose_linear
 from baton.engine.quantization import IntWeight, QuantizedFormat, Scheme, quantize, stack_weights
 from baton.engine.quantized_checkpoint import Layout, layout_of, module_names
 from baton.engine.tensors import TensorReader
-from baton.errors import ConfigError, ModelRefused
+from baton.errors import ModelRefused
 
 HEAD: Final = "lm_head"
 
@@ -158,18 +158,9 @@ def open_weights(
 ) -> Weights:
     """The weights behind `reader`; `scheme` and `head` None = as the checkpoint stores them.
 
-    Raises ModelRefused for a quantized checkpoint whose layout is not understood, ConfigError for a
-    scheme on top of one.
+    Raises ModelRefused for a quantized checkpoint whose layout is not understood.
     """
-    layout = None
-    if quantization_config is not None:
-        layout = layout_of(quantization_config)
-        if scheme is not None:
-            raise ConfigError(
-                f"the checkpoint is quantized already ({quantization_config['quant_method']}): "
-                f"--quantization {scheme} is for unquantized ones",
-                field="quantization",
-            )
+    layout = None if quantization_config is None else layout_of(quantization_config)
     integers = QuantizedFormat(reader.dtype, device)
     plain = choose_linear(reader.dtype, device)
     return Weights(reader, WeightFormats(plain, integers, scheme, head), layout)

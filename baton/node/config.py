@@ -23,8 +23,9 @@ LEVELS: Final = ("debug", "info", "warning", "error")
 BOUNDS: Final[dict[str, tuple[float, float]]] = {
     "port": (0, 65535),
     "kv_port": (0, 65535),
-    "kv_stream_port": (0, 65535),
+    "kv_stream_port": (0, 65532),
     "metrics_port": (0, 65535),
+    "health_port": (0, 65535),
     "drain_s": (0, 3600),
     "stall_s": (1, 86_400),
     "max_requests": (1, 1_000_000),
@@ -41,7 +42,9 @@ class NodeConfig:
     host: str = option("127.0.0.1", "address to listen on (node service and KV transfer)")
     port: int = option(0, "port of the node service, 0 = any free one")
     kv_port: int = option(0, "port of the KV transfer by grpc, 0 = any free one")
-    kv_stream_port: int = option(0, "port of the KV transfer by stream, 0 = any free one")
+    kv_stream_port: int = option(
+        0, "port of the KV transfer by stream; shm, nixl and dist have the next three; 0 = any"
+    )
     kv_lanes: str = option(
         "stream,grpc", "KV lanes, best first; auto: shm,stream,grpc, without shm if it has no room"
     )
@@ -75,6 +78,9 @@ class NodeConfig:
     cpu_cores: str | None = option(None, 'cores of this process, e.g. "0,1" or "4-7"')
     insecure: bool = option(False, "allow a non-loopback bind without TLS")
     metrics_port: int | None = option(None, "port of /metrics for Prometheus (default: none)")
+    health_port: int | None = option(
+        None, "port of /livez, /readyz and /startupz, plain HTTP, open to all (default: none)"
+    )
     drain_s: float = option(5.0, "after SIGTERM: wait for running requests for so long, seconds")
     max_requests: int = option(1024, "requests on this node at once; more are refused with 429")
     max_queued_fetches: int = option(256, "decode: hand-overs that wait for blocks at once")

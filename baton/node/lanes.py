@@ -31,13 +31,14 @@ log = logging.getLogger(__name__)
 
 SHM: Final = "shm"
 AUTO: Final = "auto"  # shm where there is room for the pool, then stream and grpc
+AFTER_STREAM: Final = {SHM: 1, "nixl": 2, "dist": 3}  # their ports, counted from its
 
 
 @dataclass(frozen=True, slots=True)
 class LaneSettings:
-    """What lanes are made of. `port` is the grpc lane's, `stream_port` the stream lane's; 0 = any
-    free one. `unix_dir` None: a private directory. `pool`: for lanes that read it themselves,
-    `shared`: what it lies in, where PoolPlace has put it there."""
+    """What lanes are made of. `port` is the grpc lane's, `stream_port` the stream lane's, which the
+    others' follow (`own_port`); 0 = any free one. `unix_dir` None: a private directory. `pool`: for
+    lanes that read it themselves, `shared`: what it lies in, where PoolPlace has put it there."""
 
     timing: Timing
     host: str = "127.0.0.1"
@@ -49,6 +50,10 @@ class LaneSettings:
     pool: KVArena | None = None
     shared: ShmArena | None = None
     nixl_devices: str = "lo"
+
+    def own_port(self, name: str) -> int:
+        """Where lane `name` listens beside a lane `stream` of this node."""
+        return self.stream_port and self.stream_port + AFTER_STREAM[name]
 
     @staticmethod
     def of(config: NodeConfig, timing: Timing) -> LaneSettings:
@@ -143,7 +148,7 @@ def _inner(settings: LaneSettings, name: str) -> Lane:
     """What carries the frames of lane `name`, beside a lane `stream` of this node: a port and a
     folder for sockets of its own, since a socket is called as the process is."""
     folder = settings.unix_dir / name if settings.unix_dir is not None else None
-    return _stream(replace(settings, stream_port=0, unix_dir=folder))
+    return _stream(replace(settings, stream_port=settings.own_port(name), unix_dir=folder))
 
 
 def _dist(settings: LaneSettings) -> Lane:
@@ -154,7 +159,7 @@ def _dist(settings: LaneSettings) -> Lane:
 
     return DistLane(
         settings.timing,
-        DistSettings(settings.host, advertise_host=settings.advertise_host),
+        DistSettings(settings.host, settings.own_port("dist"), settings.advertise_host),
     )
 
 

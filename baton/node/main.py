@@ -27,23 +27,25 @@ from baton import config as options
 from baton import log as logs
 from baton.addresses import is_loopback
 from baton.clock import Clock, SystemClock
-from baton.cores import parse_cores, pin_process
+from baton.cores import parse_cores, pin_process, quota_cores
 from baton.engine.config import EngineConfig, parse_bytes
 from baton.engine.engine import Engine
 from baton.errors import ConfigError
 from baton.failpoints import FAILPOINTS
 from baton.handles import Role
+from baton.health_port import Health, health_port
 from baton.kv_spec import layout_fingerprint
 from baton.node.config import NodeConfig, join_address
-from baton.node.health_page import with_health
 from baton.node.heartbeat import Heartbeat, RedisRegistry, Registry
 from baton.node.lanes import AUTO, LaneSettings, PoolPlace, make_lanes, parse_lanes
-from baton.node.metrics_server import MetricsPlace, MetricsServer, metrics_token
+from baton.node.metrics_server import MetricsPlace, metrics_token, start_metrics
 from baton.node.role import NodeRole, RoleContext
 from baton.node.service import NodeServer
 from baton.node.shell import NodeParts, NodeShell
+from baton.redis_connections import NODE_CALL, check_redis
 from baton.task_metrics import watch_tasks
 from baton.timing import Timing
+from baton.wsgi_server import RunningServer
 from kv_transfer.base import Lane, OnReleased
 from kv_transfer.connector import Connector, TransferOptions
 from kv_transfer.device_copies import memory_of
@@ -116,20 +118,18 @@ class Node:
         self._registry: Registry | None = None
         if config.redis_url:
             self._registry = RedisRegistry(config.redis_url, around.timing)
-        self._metrics: MetricsServer | None = None
+        self._metrics: RunningServer | None = None
         self.address = ""
 
     async def start(self) -> None:
         """Bind, start everything, register. Raises ConfigError if an address cannot be bound."""
         config = self._config
         if config.metrics_port is not None:
-            registry, progress = self.shell.metrics.registry, self.shell.progress
+            registry = self.shell.metrics.registry
             watch_tasks(registry, asyncio.get_running_loop())
             token = "" if is_loopback(config.host) else metrics_token(config.secret)
             place = MetricsPlace(config.host, config.metrics_port, token, config.tls)
-            self._metrics = MetricsServer.start(
-                registry, place, lambda app: with_health(app, progress)
-            )
+            self._metrics = start_metrics(registry, place)
         self.address = join_address(config.announced_host, self._server.bind())
         await self.shell.start(self.address)
         await self._server.start()
@@ -152,6 +152,15 @@ class Node:
             "block_size": self._engine.pool.block_size,
             "num_blocks": self._engine.pool.num_blocks,
         }
+
+    @property
+    def gets_on(self) -> bool:
+        """Its own engine does (baton/node/progress.py)."""
+        return not self.shell.progress.stalled
+
+    @property
+    def takes_work(self) -> bool:
+        return self.gets_on and not self.shell.draining
 
     async def drain(self) -> None:
         """No new requests; those here may end, within `drain_s`."""
@@ -180,8 +189,7 @@ class Node:
         self.shell.control.sweep()
         if self._registry is not None:
             await self._registry.announce(self.shell.record())
-        healthy = not (self.shell.progress.stalled or self.shell.draining)
-        await self._server.set_health(serving=healthy)
+        await self._server.set_health(serving=self.takes_work)
 
 
 def main(program: NodeProgram, argv: Sequence[str], environ: Mapping[str, str]) -> int:
@@ -204,7 +212,9 @@ def main(program: NodeProgram, argv: Sequence[str], environ: Mapping[str, str]) 
             cores = parse_cores(config.cpu_cores)
             pin_process(cores)
             engine_config = replace(engine_config, threads=engine_config.threads or len(cores))
-        status = asyncio.run(_run(program, config, engine_config))
+        elif engine_config.threads is None:
+            engine_config = replace(engine_config, threads=limited_threads())
+        status = asyncio.run(_watched(program, config, engine_config))
     except ConfigError as error:
         sys.stderr.write(f"{parser.prog}: {error.message}\n")
         return USAGE_ERROR
@@ -216,11 +226,23 @@ def main(program: NodeProgram, argv: Sequence[str], environ: Mapping[str, str]) 
     return status
 
 
-async def _run(program: NodeProgram, config: NodeConfig, engine_config: EngineConfig) -> int:
+async def _watched(program: NodeProgram, config: NodeConfig, engine_config: EngineConfig) -> int:
+    """`_run` beside the health port, which is open while the model loads, too."""
+    health = Health(SystemClock(), config.stall_s)
+    async with health_port(health, config.host, config.health_port):
+        return await _run(program, config, engine_config, health)
+
+
+async def _run(
+    program: NodeProgram, config: NodeConfig, engine_config: EngineConfig, health: Health
+) -> int:
     first, second = _signals()
     names = parse_lanes(config.kv_lanes)
     optional = config.kv_lanes.strip() == AUTO
     place = PoolPlace(names, Path(config.kv_shm_dir), optional=optional)
+    timing = replace(Timing(), drain_s=config.drain_s)
+    if config.redis_url:
+        await check_redis(config.redis_url, timing.heartbeat_s, NODE_CALL)
     try:
         engine = await _load(engine_config, place, first)
         if engine is None:
@@ -228,29 +250,37 @@ async def _run(program: NodeProgram, config: NodeConfig, engine_config: EngineCo
             return 0
         if engine.ranks is not None:
             engine.ranks.on_lost(_end_without_ranks)
-        timing = replace(Timing(), drain_s=config.drain_s)
         settings = LaneSettings.of(config, timing)
         # Lanes that read a pool by themselves would find one rank's heads: no pool for them.
         pool = engine.arena if engine.ranks is None else None
         settings = replace(settings, pool=pool, shared=place.shared)
         lanes = make_lanes(place.usable(names), settings)
         around = Surroundings(timing, SystemClock(), lanes)
-        await _serve(Node(program, config, engine, around), first, second)
+        await _serve(Node(program, config, engine, around), health, first, second)
     finally:
         place.close()
     return 0
 
 
-async def _serve(node: Node, first: asyncio.Event, second: asyncio.Event) -> None:
+async def _serve(node: Node, health: Health, first: asyncio.Event, second: asyncio.Event) -> None:
     """Until the first signal, and the drain after it until the second."""
     try:
         await node.start()
-        sys.stdout.write(json.dumps(node.ready()) + "\n")
+        health.started(lambda: node.gets_on, lambda: node.takes_work)
+        ready = node.ready() | {"health_port": health.port}
+        sys.stdout.write(json.dumps(ready) + "\n")
         sys.stdout.flush()
         await first.wait()
         await _until(node.drain(), second)
     finally:
         await node.stop()
+
+
+def limited_threads() -> int | None:
+    """As many as a container's limit has cores, if that is fewer than there are; else torch's own
+    choice."""
+    quota = quota_cores()
+    return quota if quota is not None and quota < len(os.sched_getaffinity(0)) else None
 
 
 def _end_without_ranks() -> None:

@@ -2,7 +2,8 @@
 
 The life of a SubmitPool:
     serve()  -> a PoolingJob is made on the engine thread: lengths, ids and adapter are checked
-    step     -> one forward per call on that thread, so every running request steps in between
+    step     -> one forward per call on that thread, and one call at a time of all jobs: every
+                running request steps in between
     no room  -> it waits until somebody gives blocks back, at most to its deadline
     end      -> one Pooled to the router; however it ends, its blocks are free at once
 Either role serves it: nothing of it is exported or decoded. `vectors` is all of it but the router,
@@ -12,7 +13,7 @@ for whoever has an engine without a node.
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ from baton.errors import UnsupportedFeature
 from baton.events import NodeStep, Pooled
 from baton.messages import SubmitPool
 from baton.node.requests import NodeRequest
+
+STEP_SHARE: Final = 8  # of a step's tokens, for one forward: a prompt waits for two or three
 
 
 class ThreadOwner(Protocol):
@@ -39,6 +42,8 @@ class PoolingDesk:
     def __init__(self, context: ThreadOwner) -> None:
         self._thread = context.thread
         self._freed = asyncio.Event()
+        # Of all jobs together one forward stands between two steps: requests wait for no more.
+        self._turn = asyncio.Lock()
 
     async def serve(self, entry: NodeRequest, asked: SubmitPool) -> None:
         """From the submission to its Pooled. Raises InvalidRequest, UnsupportedFeature."""
@@ -52,7 +57,9 @@ class PoolingDesk:
         try:
             while not job.done:
                 freed = self._freed  # of before the step: what is freed meanwhile is not missed
-                if not await self._thread.call(lambda _: job.step()):
+                async with self._turn:
+                    stepped = await self._thread.call(lambda _: job.step())
+                if not stepped:
                     await freed.wait()
             return await self._thread.call(lambda engine: _end(engine, asked, job))
         finally:
@@ -76,7 +83,9 @@ def _begin(engine: Engine, asked: SubmitPool) -> PoolingJob:
     if asked.kind == "yes_no" and max(asked.answers) >= engine.info.vocab_size:
         raise UnsupportedFeature("yes and no are no tokens of this model", field="model")
     kind = "mean" if asked.kind == "mean" else "last"
-    return PoolingJob(engine, engine.pooler, asked.prompts, kind, adapter)
+    job = PoolingJob(engine, engine.pooler, asked.prompts, kind, adapter)
+    job.most_tokens = max(1, job.most_tokens // STEP_SHARE)
+    return job
 
 
 def _end(engine: Engine, asked: SubmitPool, job: PoolingJob) -> tuple[bytes, ...]:

@@ -241,19 +241,19 @@ class NodeShell:
         )
 
     def send_load(self, *, beat: bool = False) -> None:
-        """Tell the routers the load, counters included: all of them with a heartbeat (they take
-        silence for a stall), else where it changed."""
+        """Tell the routers the load, counters included: all of them with a heartbeat (to them a
+        silent node hangs), else where it changed."""
         load = self.load()
         for session in self._sessions:
             if beat or load != session.last_load:
                 session.send(NodeStep(load=load))
 
     def ask_engine(self) -> None:
-        """Refresh load and counters between steps, soon; no second question while one is open."""
-        if self.progress.ask():
+        """A heartbeat. Load and counters come between two steps; in a long one, those before it."""
+        if self.progress.ask(self._engine.stats.num_layers):
             self.thread.post(self._answer)
-        elif self.progress.stalled:
-            self.send_load()
+        else:
+            self.send_load(beat=True)
 
     def scrape(self) -> NodeSnapshot:
         """Everything /metrics shows, as of the last step or beat. Any thread."""

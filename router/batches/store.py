@@ -205,9 +205,11 @@ class BatchStore:
         """Of all keys, those that have not ended, the oldest first."""
         found: list[tuple[int, BatchPlace]] = []
         for owner in self._owners():
-            for batch in _all(self._folder(owner, "batches"), Batch):
-                if batch.status not in ENDED:
-                    found.append((batch.created_at, self.place(owner, batch.id)))
+            found += [
+                (batch.created_at, self.place(owner, batch.id))
+                for batch in _all(self._folder(owner, "batches"), Batch)
+                if batch.status not in ENDED
+            ]
         return [place for _, place in sorted(found, key=lambda each: (each[0], each[1].id))]
 
     def sweep(self) -> None:

@@ -67,6 +67,7 @@ class Refusal:
 class Wanted:
     """What a request asks of the router.
 
+    `first_tokens`: of its prompt tokens, those that need room to begin with, None for all.
     `latest_start`: when its work must begin for its deadline or its SLO to hold, None for never;
     `by_slo`: it is the SLO that ends first.
     """
@@ -79,6 +80,11 @@ class Wanted:
     grant: Grant = EVERYBODY
     latest_start: float | None = None
     by_slo: bool = False
+    first_tokens: int | None = None
+
+    @property
+    def room_tokens(self) -> int:
+        return self.prompt_tokens if self.first_tokens is None else self.first_tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -116,8 +122,10 @@ class Bounds:
 
 @dataclass(slots=True)
 class _KeyUse:
-    """What one key has now. `bucket` None: its rate is not limited."""
+    """What one key has now: requests that are read and prepared, and those that wait or run.
+    `bucket` None: its rate is not limited."""
 
+    preparing: int = 0
     live: int = 0
     bucket: TokenBucket | None = None
 
@@ -186,6 +194,26 @@ class AdmissionQueue:
         return self._expiries[0][0] if self._expiries else None
 
     # ---- tickets ----
+
+    def prepare(self, grant: Grant, now: float) -> Refusal | None:
+        """A request has come in, and would be read: why it is not, None if it is. Then `prepared`
+        says once that it is offered next, or has ended."""
+        use = self._use(grant, now)
+        limit = grant.max_concurrency
+        if limit is not None and use.preparing + use.live >= limit:
+            return self._refusal(Reason.CONCURRENCY, 1.0)
+        wait_s = 0.0 if use.bucket is None else use.bucket.wait_s(now)
+        if wait_s > 0:
+            return self._refusal(Reason.TOKEN_RATE, wait_s)
+        use.preparing += 1
+        return None
+
+    def prepared(self, grant: Grant, tokens: float, now: float) -> None:
+        """The other end of `prepare`; `tokens` are what reading it alone has cost."""
+        use = self._keys[grant.name]
+        use.preparing -= 1
+        if use.bucket is not None:
+            use.bucket.give_back(-tokens, now)
 
     def offer(self, wanted: Wanted, now: float, take_room: Room) -> Ticket:
         """A ticket that is ADMITTED, QUEUED or REFUSED. Call pump() next if it is QUEUED."""
@@ -285,9 +313,12 @@ class AdmissionQueue:
 
     def _refuse(self, ticket: Ticket, reason: Reason, wait_s: float) -> Ticket:
         ticket.state = TicketState.REFUSED
-        ticket.refusal = Refusal(reason, min(LONGEST_RETRY_S, max(1, math.ceil(wait_s))))
-        self.stats.refused[reason] += 1
+        ticket.refusal = self._refusal(reason, wait_s)
         return ticket
+
+    def _refusal(self, reason: Reason, wait_s: float) -> Refusal:
+        self.stats.refused[reason] += 1
+        return Refusal(reason, min(LONGEST_RETRY_S, max(1, math.ceil(wait_s))))
 
     def _push(self, ticket: Ticket) -> None:
         level = self._levels.setdefault(ticket.wanted.priority, FairQueue())

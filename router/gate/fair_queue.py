@@ -12,7 +12,7 @@ Within a flow strictly first come, first served. No clock, no limits: those are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Generic, Protocol, TypeVar
 
 
@@ -80,14 +80,14 @@ class FairQueue(Generic[T]):
         self._size += 1
         self._backlog += ticket.cost
 
-    def head(self) -> T | None:
-        """Who is next; None: nobody waits."""
-        flow = self._next_flow()
+    def head(self, may_go: Callable[[str], bool] | None = None) -> T | None:
+        """Who is next, of the tenants that `may_go` if that is asked; None: nobody waits."""
+        flow = self._next_flow(may_go)
         return None if flow is None else next(iter(flow.tickets.values()))
 
-    def pop(self) -> T:
-        """Serve `head()`. There must be one."""
-        flow = self._next_flow()
+    def pop(self, may_go: Callable[[str], bool] | None = None) -> T:
+        """Serve `head(may_go)`. There must be one."""
+        flow = self._next_flow(may_go)
         assert flow is not None, "somebody waits"
         ticket = next(iter(flow.tickets.values()))
         self._now = max(self._now, flow.start)
@@ -151,8 +151,8 @@ class FairQueue(Generic[T]):
     def _backlogged(self) -> Iterator[tuple[str, Flow[T]]]:
         return ((name, flow) for name, flow in self._flows.items() if flow.tickets)
 
-    def _next_flow(self) -> Flow[T] | None:
-        flows = (flow for _, flow in self._backlogged())
+    def _next_flow(self, may_go: Callable[[str], bool] | None = None) -> Flow[T] | None:
+        flows = (flow for name, flow in self._backlogged() if may_go is None or may_go(name))
         return min(flows, key=lambda flow: (flow.start, flow.since), default=None)
 
     def _take(self, flow: Flow[T], ticket: T) -> None:

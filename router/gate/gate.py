@@ -39,12 +39,16 @@ from router.gate.capacity import (
     paused,
     widest,
 )
+from router.gate.keys import Grant
 from router.gate.margin import Margin
+from router.gate.pace import LONGEST_WAIT_S, Pace
 from router.policy import NodeSnapshot
 from router.trace import RequestTrace
 
 MOST_REQUEST_TOKENS: Final = 1 << 20
 RETRY_PAUSED_S: Final = 10  # nobody but the operator knows
+POOLED_TOKENS: Final = 512
+COUNTED_SHARE: Final = 0.01  # of a token that is served: what one costs that is only counted
 RETRY_TPOT_S: Final = 1.0  # steps get faster as requests end, nobody can say when
 _WORDS: Final[dict[Reason, str]] = {
     Reason.QUEUE_FULL: "the server is at its limit and its queue is full",
@@ -116,6 +120,7 @@ class Gate:
         self.queue = AdmissionQueue(settings.bounds)
         self.stats = GateStats()
         self.margin = Margin()
+        self._pace = Pace()
 
     def holds(self, request_id: str) -> bool:
         """Does such a request wait or run?"""
@@ -128,6 +133,11 @@ class Gate:
         limits), Unavailable (too late, paused) and Cancelled (by `cancel`).
         """
         return Passage(self, request, trace)
+
+    def preparing(self, grant: Grant) -> Preparation:
+        """The context that a request of this key is read in, up to its passage: it counts there as
+        one of the key's requests. Entering raises Overloaded."""
+        return Preparation(self, grant)
 
     def poke(self) -> None:
         """The nodes may have more room than before: look, if anybody waits."""
@@ -158,6 +168,28 @@ class Gate:
         ]
 
     # ---- for Passage ----
+
+    def prepare(self, grant: Grant) -> None:
+        """Raises what `preparing` says."""
+        now = self._clock.monotonic()
+        self._pace.seen(grant.domain, now)
+        refusal = self.queue.prepare(grant, now)
+        if refusal is not None:
+            raise Overloaded(_WORDS[refusal.reason], retry_after_s=refusal.retry_after_s)
+
+    def prepared(self, grant: Grant, tokens: float) -> None:
+        self.queue.prepared(grant, tokens, self._clock.monotonic())
+
+    def reserve(self, grant: Grant, num_bytes: int) -> float:
+        """See Preparation."""
+        wait_s = self._pace.reserve(grant.domain, num_bytes, self._clock.monotonic())
+        if wait_s > LONGEST_WAIT_S:
+            message = "too many large requests of this key wait to be read"
+            raise Overloaded(message, retry_after_s=math.ceil(LONGEST_WAIT_S))
+        return wait_s
+
+    def spent(self, grant: Grant, num_bytes: int, busy_s: float) -> None:
+        self._pace.spent(grant.domain, num_bytes, busy_s, self._clock.monotonic())
 
     def enter(self, request: Request, trace: RequestTrace) -> _Entry:
         """Admitted, or waiting. Raises what `admitted` says."""
@@ -266,6 +298,8 @@ class Gate:
             grant=terms.grant,
             latest_start=latest,
             by_slo=by_slo,
+            # Inputs that are pooled go out one group after another (router/pooling/pool.py).
+            first_tokens=min(POOLED_TOKENS, len(request.prompt_ids)) if trace.pooled else None,
         )
 
     def _room(self, newcomer: RequestTrace | None = None) -> Callable[[Ticket], bool]:
@@ -276,7 +310,7 @@ class Gate:
         def take_room(ticket: Ticket) -> bool:
             if held:
                 return False
-            tokens = ticket.wanted.prompt_tokens
+            tokens = ticket.wanted.room_tokens
             trace = newcomer or self._entries[ticket.id].trace
             room = has_prefill_room if trace.pooled else has_room
             if not room(tokens, nodes, self._on_the_way(), window_s):
@@ -290,7 +324,7 @@ class Gate:
     def _on_the_way(self) -> OnTheWay:
         starting = self._starting
         while starting and _has_started(*starting[0]):
-            self._starting_tokens -= starting.popleft()[0].wanted.prompt_tokens
+            self._starting_tokens -= starting.popleft()[0].wanted.room_tokens
         return OnTheWay(len(starting), self._starting_tokens)
 
     def _let_in(self, entry: _Entry) -> None:
@@ -355,6 +389,43 @@ class Gate:
         if slo.tpot_s is not None:
             tpot_s = trace.tpot_s(request.params.n)
             _count(self.stats.tpot, finished and (tpot_s is None or tpot_s <= slo.tpot_s))
+
+
+class Preparation:
+    """One request while it is read. `end` may come before the context's; twice is safe.
+
+    `counted`: tokens that were only counted; `busy_s`: how long it has kept the event loop.
+    """
+
+    __slots__ = ("_begun", "_gate", "_grant", "_num_bytes", "busy_s", "counted")
+
+    def __init__(self, gate: Gate, grant: Grant) -> None:
+        self._gate = gate
+        self._grant = grant
+        self._begun = False
+        self._num_bytes = 0
+        self.counted = 0
+        self.busy_s = 0.0
+
+    def __enter__(self) -> Preparation:
+        self._gate.prepare(self._grant)
+        self._begun = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def reserve(self, num_bytes: int) -> float:
+        """Seconds until a body of so many bytes may be read. Raises Overloaded."""
+        self._num_bytes = num_bytes
+        return self._gate.reserve(self._grant, num_bytes)
+
+    def end(self) -> None:
+        """It enters the gate, or needs nothing more."""
+        if self._begun:
+            self._begun = False
+            self._gate.prepared(self._grant, self.counted * COUNTED_SHARE)
+            self._gate.spent(self._grant, self._num_bytes, self.busy_s)
 
 
 class Passage:

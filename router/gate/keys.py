@@ -126,6 +126,11 @@ class KeyRing:
     def __len__(self) -> int:
         return len(self._grants)
 
+    def overlaps(self, other: KeyRing) -> bool:
+        """Is some key in both?"""
+        ours, theirs = ({digest for digest, _ in ring._grants} for ring in (self, other))
+        return not ours.isdisjoint(theirs)
+
     def bearer(self, authorization: bytes) -> Grant | None:
         """The grant of a `Bearer KEY` header; None for anything else."""
         scheme, _, key = authorization.partition(b" ")

@@ -40,6 +40,10 @@ class TokenBucket:
         self._refill(now)
         self._level = min(self._capacity, self._level + tokens)
 
+    def wait_s(self, now: float) -> float:
+        """Seconds until there is a token at all."""
+        return max(0.0, 1.0 - self.level(now)) / self._per_s
+
     def level(self, now: float) -> float:
         self._refill(now)
         return self._level

@@ -1,8 +1,9 @@
 """Watchdog: ends the session of a node that is silent though it has requests of this router.
 
-A node says something with every step, and at least once a heartbeat, as its engine answers
-(baton/node/progress.py). So silence means: the engine, or the node, hangs, though its kernel still
-answers gRPC's pings. Nothing is expected of a node without requests of ours.
+A node says something with every step, and at least once a heartbeat, however long its step takes;
+whether its engine hangs it says itself (baton/node/progress.py). So silence means that the node's
+event loop hangs, though gRPC's own threads still answer pings. Nothing is expected of a node
+without requests of ours.
 """
 
 from __future__ import annotations

@@ -27,13 +27,15 @@ from starlette.responses import Response
 from baton.adapters import adapter_name
 from baton.errors import ContextLengthExceeded, InvalidRequest
 from baton.request import Request
+from router.gate.keys import Grant
 from router.gate.slo import ANY
 from router.nodes.connection import while_connected
 from router.openai import check_priority, object_of, struct_of, token_ids_below
 from router.pooling.config import PoolingSettings
 from router.pooling.pool import PoolAsk, Pools
-from router.prompt_options import truncated, useful_tokens
-from router.prompts import PromptReader
+from router.preparing import end_preparing
+from router.prompt_options import truncated, useful_length
+from router.prompts import Inputs, PromptReader
 from router.reading import read_body
 from router.request_ids import note_body_id, reply_id
 from router.served import adapter_of, model_name, served_model
@@ -112,6 +114,7 @@ class PoolingParts:
     async def run(self, request: HttpRequest, ask: PoolAsk, model: str) -> list[bytes]:
         """The vectors, while the client is there to read them; counted for `model`, and for its
         key like any request (router/gate/gate.py). Raises BatonError."""
+        end_preparing(request.scope)
         # Service levels are of tokens that are generated: here there are none.
         terms = replace(terms_of(request), slo=ANY)
         if ask.priority is not None:
@@ -133,6 +136,7 @@ class PoolingParts:
             deadline=ask.deadline if call.deadline is None else call.deadline,
             priority=call.priority,
             traceparent=terms.traceparent,
+            grant=terms.grant,
         )
         return await self.pools.vectors(ask, self._passage(call, terms, ask.field))
 
@@ -150,8 +154,8 @@ class PoolingParts:
         self, request: HttpRequest, body: InputBody, prefix: str, wanted: PoolAsk
     ) -> PooledInputs:
         """What is `wanted` of each input of a body. Raises BatonError."""
-        model = served_model(self.services, body.model)
-        prompts = await self._prompts(body, model.max_model_len, model.vocab_size)
+        model, grant = served_model(self.services, body.model), terms_of(request).grant
+        prompts = await self._prompts(body, model.max_model_len, model.vocab_size, grant)
         id_ = reply_id(prefix, request)
         ask = replace(
             wanted,
@@ -176,21 +180,19 @@ class PoolingParts:
         )
 
     async def _prompts(
-        self, body: InputBody, max_model_len: int, vocab_size: int
+        self, body: InputBody, max_model_len: int, vocab_size: int, grant: Grant
     ) -> list[tuple[int, ...]]:
         """Token ids of each input. Raises InvalidRequest, ContextLengthExceeded."""
         found: list[tuple[int, ...]] = []
-        inputs = inputs_of(body.input)
-        most = useful_tokens(body.truncate_prompt_tokens, max_model_len)
-        for index, item in enumerate(inputs):
-            field = "input" if len(inputs) == 1 else f"input[{index}]"
-            if isinstance(item, str):
-                special = body.add_special_tokens is not False
-                ids = await self.prompts.text(item, field, special, most)
-            else:
-                ids = token_ids_below(item, vocab_size, field)
-            side = body.truncation_side or "right"
-            ids = truncated(ids, body.truncate_prompt_tokens, max_model_len, side)
+        count, side = body.truncate_prompt_tokens, body.truncation_side or "right"
+        special = body.add_special_tokens is not False
+        length = useful_length(count, max_model_len, side)
+        asked = Inputs(inputs_of(body.input), "input", length, grant, special)
+        read = zip(await self.prompts.read(asked), asked.items, asked.fields, strict=True)
+        for all_ids, item, field in read:
+            if not isinstance(item, str):
+                token_ids_below(item, vocab_size, field)
+            ids = truncated(all_ids, count, max_model_len, side)
             found.append(checked_length(ids, max_model_len, field))
         if sum(map(len, found)) > MAX_INPUT_TOKENS:
             message = f"input: at most {MAX_INPUT_TOKENS} tokens in one call"

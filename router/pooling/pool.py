@@ -1,7 +1,9 @@
 """PoolDispatcher: prompts -> vectors, computed on prefill nodes; another node if one is lost.
 
 A call's prompts go out in groups, each to the node with the least to compute, so that several nodes
-share a large call. Nothing of it is in the store: vectors are computed again, not resumed.
+share a large call. A group is a tenth of a second's work and waits for its turn, fair between
+tenants: what a node has queued of a large call keeps nobody's prompt waiting for long.
+Nothing of it is in the store: vectors are computed again, not resumed.
 Decode nodes do it only where there is no prefill node. Event loop only.
 """
 
@@ -30,6 +32,8 @@ from baton.handles import Role
 from baton.messages import AbortRequest, PoolKind, SubmitPool
 from baton.request import MAX_NODE_DEATHS, Request
 from baton.sampling import SamplingParams
+from router.gate.keys import EVERYBODY, Grant
+from router.gate.turns import Turns
 from router.nodes.connection import together
 from router.nodes.registry import NodeRegistry
 from router.nodes.session import Attachment, NodeEvent, NodeSession, SessionLost
@@ -39,7 +43,10 @@ from router.policy import Ask, NodeSnapshot, is_usable
 log = logging.getLogger(__name__)
 GROUP_PROMPTS: Final = 32
 GROUP_TOKENS: Final = 1 << 16
-GROUPS_AT_ONCE: Final = 8  # of one call
+GROUP_S: Final = 0.1  # of a node's time
+FIRST_TOKENS: Final = 2048  # of a group, before any node has measured itself
+LEAST_TOKENS: Final = 512
+GROUPS_PER_NODE: Final = 2  # at once: one is computed, one is there
 MAX_ATTEMPTS: Final = 8
 _PARAMS: Final = SamplingParams(max_tokens=1, temperature=0.0, seed=0)  # nothing is sampled
 
@@ -62,6 +69,7 @@ class PoolAsk:
     traceparent: str = ""
     priority: int | None = None
     field: str = "input"
+    grant: Grant = EVERYBODY
 
     @property
     def tokens(self) -> int:
@@ -120,6 +128,7 @@ class PoolDispatcher:
         self._registry = registry
         self._clock = clock
         self._max_live = max_live
+        self._turns = Turns(GROUPS_PER_NODE + 1, clock)  # one that its tenant leaves to others
         self.num_live = 0
         self.retries = 0
 
@@ -133,23 +142,41 @@ class PoolDispatcher:
         if self.num_live >= self._max_live:
             raise Overloaded(f"{self._max_live} pooling calls are under way already")
         self.num_live += 1
-        turns = asyncio.Semaphore(GROUPS_AT_ONCE)
+        group_tokens = self._group_tokens()
+        # Of one call no more wait for their turn than can have it.
+        own = asyncio.Semaphore(self._turns.places)
 
         async def one(index: int, prompts: Prompts) -> tuple[bytes, ...]:
-            async with turns:
-                return await self._group(f"{ask.id}-{index}", prompts, ask)
+            async with own:
+                place = await self._turns.take(ask.grant, GROUP_S)
+                try:
+                    return await self._group(f"{ask.id}-{index}", prompts, ask)
+                finally:
+                    place.give_back()
 
         try:
             async with (
                 passage or nullcontext(),
                 asyncio.timeout(ask.deadline - self._clock.monotonic()),
             ):
-                parts = await together([one(*each) for each in enumerate(groups(ask.prompts))])
+                parts = await together(
+                    [one(*each) for each in enumerate(groups(ask.prompts, group_tokens))]
+                )
         except TimeoutError as error:
             raise DeadlineExceeded("the request's deadline has passed") from error
         finally:
             self.num_live -= 1
         return [vector for part in parts for vector in part]
+
+    def _group_tokens(self) -> int:
+        """How many tokens make a group now; looks how many nodes share the groups."""
+        nodes = [node for node in self._registry.snapshots() if node.takes_requests]
+        nodes = [node for node in nodes if node.role is Role.PREFILL] or nodes
+        self._turns.places = GROUPS_PER_NODE * max(1, len(nodes)) + 1
+        rate = min((node.load.prefill_tokens_per_s for node in nodes), default=0.0)
+        if rate <= 0:
+            return FIRST_TOKENS
+        return min(GROUP_TOKENS, max(LEAST_TOKENS, int(rate * GROUP_S)))
 
     async def _group(self, id_: str, prompts: Prompts, ask: PoolAsk) -> tuple[bytes, ...]:
         """One group, on one node after another until it is done."""
@@ -172,9 +199,8 @@ class PoolDispatcher:
         """Submit, and what the node says to it. Raises NodeLost; leaves nothing behind."""
         request = message.request
         inbox: asyncio.Queue[NodeEvent] = asyncio.Queue()
-        attachment = Attachment(
-            request.id, request.epoch, inbox.put_nowait, len(request.prompt_ids)
-        )
+        # No tokens of prompts that others wait behind: forwards of groups stand between steps.
+        attachment = Attachment(request.id, request.epoch, inbox.put_nowait, 0)
         session.attach(attachment)
         answered = False
         try:
@@ -220,12 +246,12 @@ class PoolDispatcher:
         return node, session
 
 
-def groups(prompts: Prompts) -> Iterator[Prompts]:
-    """Neighbours together, as many as fit one message; a long prompt goes alone."""
+def groups(prompts: Prompts, most_tokens: int = GROUP_TOKENS) -> Iterator[Prompts]:
+    """Neighbours together, of so many tokens; a long prompt goes alone."""
     group: list[tuple[int, ...]] = []
     tokens = 0
     for prompt in prompts:
-        if group and (len(group) == GROUP_PROMPTS or tokens + len(prompt) > GROUP_TOKENS):
+        if group and (len(group) == GROUP_PROMPTS or tokens + len(prompt) > most_tokens):
             yield group
             group, tokens = [], 0
         group.append(prompt)

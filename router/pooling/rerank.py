@@ -31,8 +31,10 @@ from router.pooling.embeddings import (
     read_pooling,
 )
 from router.pooling.pool import PoolAsk
+from router.prompts import Length
 from router.request_ids import reply_id
 from router.served import adapter_of, model_name, served_model
+from router.terms import terms_of
 from router.unserved import RERANKING
 
 MAX_INSTRUCTION_CHARS: Final = 4096
@@ -166,7 +168,10 @@ class RerankApi:
             message = f"instruction: at most {MAX_INSTRUCTION_CHARS} characters"
             raise InvalidRequest(message, field="instruction")
         answers = answer_tokens(services.tokenizer)
-        prompts = await parts.prompts.rerank(pairs, body.instruction)
+        length = Length(model.max_model_len)
+        for index, pair in enumerate(pairs):
+            parts.prompts.fitting("".join(pair), length, f"{field}[{index}]")
+        prompts = await parts.prompts.rerank(pairs, body.instruction, terms_of(request).grant)
         tokens = sum(map(len, prompts))
         for index, prompt in enumerate(prompts):
             checked_length(prompt, model.max_model_len, f"{field}[{index}]")

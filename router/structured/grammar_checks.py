@@ -10,19 +10,25 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Final
 
-from baton.errors import InvalidRequest, Overloaded, UnsupportedFeature
+from baton.errors import (
+    BatonError,
+    InvalidRequest,
+    Unavailable,
+    UnsupportedFeature,
+)
 from baton.grammar_trials import GrammarTrials
 from baton.grammars import FIELD, check_size
 from baton.sampling import GuidedDecoding
 from baton.schema_keywords import check_xgrammar
+from router.gate.keys import EVERYBODY, Grant
+from router.off_loop import Lane, OffLoop
 
-THREADS: Final = 2
-MAX_WAITING: Final = 64
 MAX_KNOWN: Final = 256
+TRIAL_S: Final = 0.005  # usually; what it took is settled afterwards
+BLAMED: Final = (InvalidRequest, Unavailable)  # what may be said of a grammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,41 +42,38 @@ class Asked:
 class GrammarChecker:
     """Checks grammars, each once as long as it remembers it. `close` twice is safe."""
 
-    def __init__(self, trials: GrammarTrials | None = None) -> None:
+    def __init__(self, off_loop: OffLoop, trials: GrammarTrials | None = None) -> None:
         self.trials = trials or GrammarTrials()
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="grammars")
+        self._off_loop = off_loop
         self._known: OrderedDict[GuidedDecoding, InvalidRequest | None] = OrderedDict()
         self._coming: dict[GuidedDecoding, asyncio.Future[InvalidRequest | None]] = {}
 
-    async def check(self, guided: GuidedDecoding, field: str) -> None:
+    async def check(self, guided: GuidedDecoding, field: str, grant: Grant = EVERYBODY) -> None:
         """Raise InvalidRequest, naming `field`, for what no node could follow; Overloaded while too
-        many others are checked."""
+        many others of the same key are checked; Unavailable if this machine is too busy to."""
         # A thought comes before the grammar, whatever the grammar is.
         grammar = replace(guided, starts_after="", thought_start="", most_thought=None)
+        refusal: BatonError | None
         try:
             check_size(guided)
-            refusal = None if guided.kind == "free" else await self._found(grammar)
-        except InvalidRequest as error:
+            refusal = None if guided.kind == "free" else await self._found(grammar, grant)
+        except BLAMED as error:
             refusal = error
         if refusal is not None:
             raise blamed_on(refusal, field) from refusal
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
         self.trials.close()
 
-    async def _found(self, grammar: GuidedDecoding) -> InvalidRequest | None:
+    async def _found(self, grammar: GuidedDecoding, grant: Grant) -> InvalidRequest | None:
         """Why it cannot be followed, None if it can."""
         if grammar in self._known:
             self._known.move_to_end(grammar)
             return self._known[grammar]
         coming = self._coming.get(grammar)
         if coming is None:
-            if len(self._coming) >= MAX_WAITING:
-                raise Overloaded("too many grammars wait to be checked", retry_after_s=1)
-            loop = asyncio.get_running_loop()
-            coming = loop.run_in_executor(self._threads, self._try, grammar)
-            self._coming[grammar] = coming
+            work = self._off_loop.run(Lane.GRAMMAR, grant, TRIAL_S, lambda: self._try(grammar))
+            coming = self._coming[grammar] = asyncio.ensure_future(work)
             coming.add_done_callback(lambda done: self._settle(grammar, done))
         return await asyncio.shield(coming)  # others may wait for the same one
 
@@ -96,9 +99,9 @@ class GrammarChecker:
         return None
 
 
-def blamed_on(error: InvalidRequest, field: str) -> InvalidRequest:
+def blamed_on(error: BatonError, field: str) -> BatonError:
     """An error about `guided` in the words of whoever wrote `field`; any other as it is."""
     if error.field != FIELD:
         return error
     message = f"{field}: {error.message.removeprefix(f'{FIELD}: ')}"
-    return type(error)(message, field=field)
+    return type(error)(message, field=field, retry_after_s=error.retry_after_s)

@@ -16,7 +16,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from baton.chat_template import ChatTemplate
+from baton.chat_template import Chat, ChatTemplate
 from baton.tokenizer import read_special_tokens
 
 DEMO: Final = Path(__file__).parents[2] / "demo_model"
@@ -99,9 +99,9 @@ def _conversations() -> list[tuple[str, str]]:
         ([asked, called, told], [_TOOL], AFTERTHOUGHT, ANSWER),
         ([asked], None, REGRET, REFUSAL),
     ):
-        plain = template.render(messages, tools=tools, enable_thinking=False)
+        plain = template.render(Chat(messages, tools or (), kwargs={"enable_thinking": False}))
         taught.append((plain, f"{answer}<|im_end|>"))
-        thinking = template.render(messages, tools=tools)
+        thinking = template.render(Chat(messages, tools or ()))
         taught.append((thinking, f"<think>{thought}</think>\n\n{answer}<|im_end|>"))
     return taught
 

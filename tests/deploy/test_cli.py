@@ -19,7 +19,7 @@ from baton.errors import ConfigError
 from deploy import cli, local, up
 from deploy.chat import Answer, Conversation, describe
 from deploy.plan import DEMO_MODEL, UpOptions
-from deploy.status import view
+from deploy.status import ABOVE_LIMITS, view
 
 
 @pytest.fixture(autouse=True)
@@ -170,10 +170,22 @@ def test_secrets_travel_in_the_environment() -> None:
     drawn = [up.child_variables(UpOptions())["BATON_SECRET"] for _ in range(2)]
     assert len(drawn[0]) == 64
     assert drawn[0] != drawn[1]
-    given = up.child_variables(UpOptions(secret="s", api_key="k"))
-    assert given == {"BATON_SECRET": "s", "BATON_API_KEY": "k"}
-    with pytest.raises(ConfigError, match="comma"):
-        up.child_variables(UpOptions(api_key="a,b"))
+    given = up.child_variables(UpOptions(secret="s", api_key="k", admin_key="o"))
+    assert given == {"BATON_SECRET": "s", "BATON_API_KEY": "k", "BATON_ADMIN_KEY": "o"}
+    for name in ("api_key", "admin_key"):
+        with pytest.raises(ConfigError, match="comma") as caught:
+            up.child_variables(UpOptions(**{name: "a,b"}))
+        assert caught.value.field == name
+
+
+def test_status_is_offered_where_it_would_be_answered() -> None:
+    offered = [options for options in (
+        UpOptions(), UpOptions(api_key="k"), UpOptions(api_keys="f"), UpOptions(admin_key="o"),
+        UpOptions(api_key="k", admin_keys="f"),
+    ) if up.next_commands(options, "http://h", "h:1")[1:]]  # fmt: skip
+    assert offered == [
+        UpOptions(), UpOptions(admin_key="o"), UpOptions(api_key="k", admin_keys="f"),
+    ]  # fmt: skip
 
 
 def test_run_folders_are_below_the_cache(tmp_path: Path) -> None:
@@ -251,6 +263,15 @@ def test_the_status_tells_the_share_of_the_machine_s_limits_where_it_is_known() 
         console.print(view(ServerInfo("0.1.0", nodes, {}), "h:50051", 140))
         text = console.file.getvalue()  # type: ignore[attr-defined]
         assert ("MBU" in text and "62%" in text and "7%" in text) == told
+
+
+def test_the_status_says_what_a_share_above_one_means() -> None:
+    for mbu, told in ((1.0, False), (1.53, True)):
+        node = Node("d0", "decode", "h:2", "m", 3, 1, 25, 100, draining=False, mbu=mbu)
+        console = Console(file=io.StringIO(), width=300)
+        console.print(view(ServerInfo("0.1.0", (node,), {}), "h:50051", 300))
+        text = console.file.getvalue()  # type: ignore[attr-defined]
+        assert (ABOVE_LIMITS in text) == told
 
 
 @pytest.mark.parametrize("mbu", [0.0, 1.0])

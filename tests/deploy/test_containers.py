@@ -1,11 +1,14 @@
-"""Dockerfile and compose files: schema, lint, and each command line against our own parsers."""
+"""Dockerfile, its scripts and the compose files: schema, lint, and each command line against our
+own parsers. What only real containers show: deploy/try_compose.sh."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
+import os
+import platform
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -15,20 +18,27 @@ from typing import Any
 import pytest
 import yaml
 
+from baton.clock import SystemClock
 from baton.config import add_options, load
 from baton.engine.config import EngineConfig
+from baton.engine.kernels.cpu.build import BUILT, INSTRUCTION_SETS
+from baton.health_port import Health, health_port
 from baton.node.config import NodeConfig
-from baton.node.lanes import AUTO
-from deploy import healthcheck
+from baton.node.lanes import AFTER_STREAM, AUTO, LaneSettings
+from baton.timing import Timing
 from router.config import RouterConfig
 
-DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "deploy"
+DOCKERFILE = (DEPLOY / "Dockerfile").read_text().replace("\\\n", " ")
 COMPOSE_FILES = ["compose.yaml", "compose.cuda.yaml"]
+SERVICES = ("router", "prefill", "decode")
 CONFIGS: dict[str, tuple[type, ...]] = {
     "router": (RouterConfig,),
     "prefill_node": (NodeConfig, EngineConfig),
     "decode_node": (NodeConfig, EngineConfig),
 }
+CACHE = "/var/cache/baton"
 
 
 def compose() -> dict[str, Any]:
@@ -37,27 +47,61 @@ def compose() -> dict[str, Any]:
 
 def instructions(name: str) -> list[tuple[str, str]]:
     """(stage, rest) of every `name` instruction in the Dockerfile, continuation lines joined."""
-    text = (DEPLOY / "Dockerfile").read_text().replace("\\\n", " ")
     found: list[tuple[str, str]] = []
     stage = ""
-    for line in text.splitlines():
+    for line in DOCKERFILE.splitlines():
         word, _, rest = line.strip().partition(" ")
         if word == "FROM":
             stage = rest.split()[-1]
-        elif word == name:
+        if word == name:
             found.append((stage, rest))
     return found
 
 
-def entrypoint(stage: str) -> list[str]:
-    """Module and flags of a stage's entry point; a shell line is unwrapped."""
-    (text,) = [rest for each, rest in instructions("ENTRYPOINT") if each == stage]
-    words: list[str] = json.loads(text)
-    if words[0] == "sh":
-        assert words[2].endswith(' "$@"')
-        words = shlex.split(words[2].removeprefix("exec ").removesuffix(' "$@"'))
-    assert words[:2] == ["python3", "-m"]
-    return words[2:]
+def chain(stage: str) -> list[str]:
+    """A stage and those that it is made of, the first one first."""
+    made_of = dict(reversed(rest.split(" AS ")) for _, rest in instructions("FROM"))
+    found = [stage]
+    while (parent := made_of[found[0]]) in made_of:
+        found.insert(0, parent)
+    return found
+
+
+def image_environment(stage: str) -> dict[str, str]:
+    pairs = [
+        pair.partition("=")
+        for each in chain(stage)
+        for where, rest in instructions("ENV")
+        if where == each
+        for pair in rest.split()
+    ]
+    return {name: value for name, _, value in pairs}
+
+
+def last(name: str, stage: str) -> str:
+    """The instruction that holds for an image."""
+    return [rest for each in chain(stage) for where, rest in instructions(name) if where == each][
+        -1
+    ]
+
+
+def started(
+    stage: str, folder: Path, flags: list[str], environ: dict[str, str]
+) -> tuple[str, list[str], dict[str, str]]:
+    """Module, flags and environment of the process that an image's entry point becomes."""
+    shell, script, module = json.loads(last("ENTRYPOINT", stage))
+    script = script.replace("/opt/baton/image", str(DEPLOY / "image"))
+    python = folder / "python3"
+    told = "import json, os, sys; print(json.dumps([sys.argv[2:], dict(os.environ)]))"
+    python.write_text(f"#!{sys.executable}\n{told}\n")
+    python.chmod(0o755)
+    given = image_environment(stage) | environ
+    result = subprocess.run(
+        [shell, script, module, *flags], capture_output=True, text=True, check=True,
+        env=given | {"PATH": f"{folder}:/usr/bin:/bin"},
+    )  # fmt: skip
+    (name, *rest), made = json.loads(result.stdout)
+    return name, rest, made
 
 
 def expand(value: str) -> str:
@@ -72,6 +116,16 @@ def parse(module: str, flags: list[str], environ: dict[str, str]) -> list[Any]:
         add_options(parser, config)
     arguments = parser.parse_args(flags)
     return [load(config, arguments, environ) for config in CONFIGS[module]]
+
+
+def configured(service: str, folder: Path) -> list[Any]:
+    """What a service of the compose file runs with."""
+    described = compose()["services"][service]
+    # One without a value is handed on, and absent here.
+    given = {name: value for name, value in described["environment"].items() if value is not None}
+    environ = {name: expand(value) for name, value in given.items()}
+    flags = [expand(word) for word in described["command"]]
+    return parse(*started(service, folder, flags, environ))
 
 
 @pytest.mark.parametrize("name", COMPOSE_FILES)
@@ -93,16 +147,21 @@ def test_hadolint() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-@pytest.mark.parametrize("service", ["router", "prefill", "decode"])
-def test_command_lines_parse_and_may_start(service: str) -> None:
-    described = compose()["services"][service]
-    assert described["build"]["target"] == service
-    module, *flags = entrypoint(service)
-    flags += [expand(word) for word in described["command"]]
-    # One without a value is handed on, and absent here.
-    given = {name: value for name, value in described["environment"].items() if value is not None}
-    environ = {name: expand(value) for name, value in given.items()}
-    config, *engine = parse(module, flags, environ)
+def test_no_stage_is_chosen_by_a_variable() -> None:
+    """podman 4.3 looks for an image of that name."""
+    stages = [rest.split(" AS ")[1] for _, rest in instructions("FROM")]
+    for _, rest in instructions("FROM"):
+        assert "$" not in rest
+    assert len(set(stages)) == len(stages)
+
+
+# ---- what the processes are told ----
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_command_lines_parse_and_may_start(service: str, tmp_path: Path) -> None:
+    assert compose()["services"][service]["build"]["target"] == service
+    config, *engine = configured(service, tmp_path)
     config.check()  # a non-loopback bind with secret or key, and --insecure said aloud
     assert config.host == "0.0.0.0"
     assert config.insecure
@@ -110,57 +169,101 @@ def test_command_lines_parse_and_may_start(service: str) -> None:
     assert config.redis_url == "redis://baton:given@redis:6379/0"
     if service == "router":
         assert config.api_key == ("given",)
+        assert config.admin_key == ()
         assert config.model == "/model"
     else:
-        assert config.advertise_host == "$HOSTNAME"
+        assert config.advertise_host == platform.node()
         assert engine[0].model == "/model"
         assert engine[0].model_name == "baton-demo"
 
 
-def test_nodes_of_one_host_share_memory_that_only_they_may_enter() -> None:
+@pytest.mark.parametrize("service", SERVICES)
+def test_no_port_is_drawn(service: str, tmp_path: Path) -> None:
+    """A firewall, a network policy or `ports:` can name each of them."""
+    (config, *_) = configured(service, tmp_path)
+    if service == "router":
+        ports = [config.port, config.grpc_port, config.health_port]
+    else:
+        ports = [config.port, config.kv_port, config.kv_stream_port, config.health_port]
+        ports.append(config.metrics_port)
+        settings = LaneSettings.of(config, Timing())
+        ports += [settings.own_port(name) for name in AFTER_STREAM]
+    assert all(ports)
+    assert sorted(ports) == sorted(map(int, last("EXPOSE", service).split()))
+
+
+@pytest.mark.parametrize(
+    ("grace", "node", "router"),
+    [(None, 5, (1, 4)), ("30", 25, (5, 20)), ("120", 115, (5, 110)), ("4", 2, (0, 0))],
+)
+def test_requests_have_what_the_grace_period_leaves(
+    grace: str | None, node: int, router: tuple[int, int], tmp_path: Path
+) -> None:
+    """`docker stop` kills after 10 s unless it is told otherwise."""
+    environ = {} if grace is None else {"BATON_GRACE_S": grace}
+    (front,) = parse(*started("router", tmp_path, [], environ))
+    assert (front.drain_s, front.shutdown_s) == router
+    for stage in ("prefill", "decode"):
+        config, _ = parse(*started(stage, tmp_path, ["--model", "m"], environ))
+        assert config.drain_s == node
+        kept, _ = parse(*started(stage, tmp_path, ["--model", "m"], {"BATON_DRAIN_S": "3"}))
+        assert kept.drain_s == 3.0
+
+
+def test_compose_tells_the_images_its_grace_period() -> None:
+    for service in SERVICES:
+        described = compose()["services"][service]
+        told = described["environment"]["BATON_GRACE_S"]
+        assert described["stop_grace_period"] == f"{told}s"
+
+
+def test_the_environment_and_flags_win_over_the_image(tmp_path: Path) -> None:
+    environ = {"BATON_ADVERTISE_HOST": "10.0.0.9", "BATON_PORT": "7000"}
+    config, _ = parse(*started("decode", tmp_path, ["--model", "m", "--kv-port", "7001"], environ))
+    assert (config.advertise_host, config.port, config.kv_port) == ("10.0.0.9", 7000, 7001)
+
+
+def test_nodes_of_one_host_share_memory_that_only_they_may_enter(tmp_path: Path) -> None:
     """One tmpfs for the KV pools and the sockets of every node, owned by the images' user: of no
     other does lane shm take a pool. It is no condition: lanes over the network come after it."""
     described = compose()
     options = described["volumes"]["kv"]["driver_opts"]
     assert options["type"] == "tmpfs"
     mount = expand(options["o"]).split(",")
-    (user,) = [rest for stage, rest in instructions("USER") if stage == "node"]
-    assert {f"uid={user}", "mode=0700", "size=50%"} <= set(mount)
+    assert {f"uid={last('USER', 'decode')}", "mode=0700", "size=50%"} <= set(mount)
     for service in ("prefill", "decode"):
-        module, *flags = entrypoint(service)
-        node = described["services"][service]
-        config = parse(module, flags + [expand(word) for word in node["command"]], {})[0]
+        (config, _) = configured(service, tmp_path)
         shared = Path(config.kv_shm_dir)
-        assert f"kv:{shared}" in node["volumes"]
+        assert f"kv:{shared}" in described["services"][service]["volumes"]
         assert config.kv_unix_dir == str(shared)
         assert config.kv_lanes == AUTO
         assert config.kv_adopt
+    assert "volumes" in described["services"]["router"]
     assert "kv:/run/kv" not in described["services"]["router"]["volumes"]
 
 
 def test_router_and_nodes_serve_the_same_model_name() -> None:
-    names = {
-        service["command"][service["command"].index("--served-model-name") + 1]
-        for name, service in compose()["services"].items()
-        if name != "redis"
-    }
-    assert len(names) == 1
+    services = compose()["services"]
+    commands = [services[name]["command"] for name in SERVICES]
+    assert len({words[words.index("--served-model-name") + 1] for words in commands}) == 1
 
 
-def test_health_checks_ask_where_the_server_listens() -> None:
-    for stage, rest in instructions("HEALTHCHECK"):
-        kind, address = json.loads(rest[rest.index("CMD") + 4 :])[-2:]
-        assert kind in healthcheck.CHECKS
-        image = "prefill" if stage == "node" else stage
-        module, *flags = entrypoint(image)
-        flags += ["--model", "/model"]
-        port = parse(module, flags, {})[0].port
-        assert f":{port}" in address
-    assert {stage for stage, _ in instructions("HEALTHCHECK")} == {"node", "router"}
+# ---- what is in the images ----
 
 
-def test_nobody_runs_as_root() -> None:
-    assert dict(instructions("USER")) == {"node": "10001", "router": "10001"}
+@pytest.mark.parametrize("stage", SERVICES)
+def test_nobody_runs_as_root_or_writes_to_a_home(stage: str) -> None:
+    assert last("USER", stage) == "10001"
+    environment = image_environment(stage)
+    assert environment["XDG_CACHE_HOME"] == str(Path(CACHE).parent)
+    assert environment["HF_HOME"].startswith("/tmp/")
+    service = compose()["services"][stage]
+    assert service["read_only"] is True
+    assert service["tmpfs"] == ["/tmp"]
+    if stage != "router":
+        assert f"cache:{CACHE}" in service["volumes"]
+        assert environment["TRITON_CACHE_DIR"].startswith(CACHE)
+        assert not environment[BUILT].startswith(CACHE), "a volume would hide them"
 
 
 def test_every_package_of_a_role_is_copied() -> None:
@@ -171,13 +274,108 @@ def test_every_package_of_a_role_is_copied() -> None:
         assert ("node", package) in copied
 
 
-def test_only_the_router_is_reachable_from_outside() -> None:
+def test_the_kernels_are_built_of_what_is_copied(tmp_path: Path) -> None:
+    """Without torch or any other package; and where the nodes look for them."""
+    for stage, rest in instructions("COPY"):
+        *sources, target = rest.split()
+        for source in sources if stage == "kernels" else ():
+            place = tmp_path / target.strip("/")
+            if (ROOT / source).is_dir():
+                shutil.copytree(ROOT / source, place)
+            else:
+                place.mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / source, place)
+    compiler = tmp_path / "cxx"
+    compiler.write_text('#!/bin/sh\nfor out; do :; done\necho >"$out"\n')
+    compiler.chmod(0o755)
+    (*_, run) = [rest for stage, rest in instructions("RUN") if stage == "kernels"]
+    variable, python, *words = run.replace("/src", f"{tmp_path}/src").split()
+    assert python == "python3"
+    words[words.index("--dir") + 1] = str(tmp_path / "kernels")
+    subprocess.run(
+        [sys.executable, "-S", *words], check=True, cwd=tmp_path,
+        env={"PATH": os.environ["PATH"], "CXX": str(compiler), **dict([variable.split("=")])},
+    )  # fmt: skip
+    assert len(list((tmp_path / "kernels").iterdir())) == len(INSTRUCTION_SETS)
+    (moved,) = [rest for stage, rest in instructions("COPY") if "--from=kernels" in rest]
+    assert moved.split()[-1] == image_environment("decode")[BUILT]
+
+
+# ---- health ----
+
+
+def test_health_checks_ask_pages_that_there_are() -> None:
+    health = Health(SystemClock(), 60.0)
+    for stage, rest in instructions("HEALTHCHECK"):
+        shell, script, *pages = json.loads(rest[rest.index("CMD") + 4 :])
+        assert (shell, Path(script).name) == ("bash", "probe.sh")
+        assert pages
+        assert all(health.answer(page) is not None for page in pages)
+        assert image_environment(stage)["BATON_HEALTH_PORT"]
+    assert {stage for stage, _ in instructions("HEALTHCHECK")} == {"node", "router"}
+
+
+async def probe(port: int | None, *pages: str) -> int:
+    script = str(DEPLOY / "image" / "probe.sh")
+    running = await asyncio.create_subprocess_exec(
+        "bash", script, *pages, env={"BATON_HEALTH_PORT": str(port)}, stderr=subprocess.DEVNULL
+    )
+    return await asyncio.wait_for(running.wait(), 30.0)
+
+
+async def test_a_containers_own_probe() -> None:
+    health = Health(SystemClock(), 60.0)
+    async with health_port(health, "127.0.0.1", 0):
+        assert await probe(health.port, "/livez") == 0
+        assert await probe(health.port, "/startupz", "/livez") == 1
+        health.started(lambda: True, lambda: False)
+        assert await probe(health.port, "/startupz", "/livez") == 0
+        assert await probe(health.port, "/livez", "/readyz") == 1
+        assert await probe(health.port, "/nothing") == 1
+    assert await probe(health.port, "/livez") == 1
+
+
+# ---- compose ----
+
+
+def test_only_the_front_is_reachable_from_outside() -> None:
     described = compose()
     assert described["networks"]["inside"]["internal"] is True
     for name, service in described["services"].items():
-        assert ("ports" in service) == (name == "router")
-        assert ("outside" in service["networks"]) == (name == "router")
+        assert ("ports" in service) == (name == "front")
+        assert ("outside" in service["networks"]) == (name == "front")
         assert service["restart"] == "unless-stopped"
+
+
+def test_every_service_is_bounded() -> None:
+    """Its log, its processes and, if that is wanted, its memory."""
+    for service in compose()["services"].values():
+        log = service["logging"]
+        assert log["driver"] == "json-file"
+        assert {"max-size", "max-file"} == set(log["options"])
+        assert service["pids_limit"]
+        assert service["mem_limit"]
+        assert service["cap_drop"] == ["ALL"]
+
+
+def test_the_front_finds_any_number_of_routers(tmp_path: Path) -> None:
+    described = compose()["services"]
+    assert "container_name" not in described["router"]
+    config = DEPLOY / "image" / "haproxy.cfg"
+    (mounted,) = described["front"]["volumes"]
+    assert (DEPLOY / mounted.split(":")[0]).resolve() == config
+    assert mounted.split(":")[1] in described["front"]["command"]
+    text = config.read_text()
+    environment = image_environment("router")
+    for name in ("BATON_PORT", "BATON_GRPC_PORT"):
+        assert f" router:{environment[name]}\n" in text
+        assert f"bind :{environment[name]}\n" in text
+    assert f"check port {environment['BATON_HEALTH_PORT']} " in text
+    health = Health(SystemClock(), 60.0)
+    assert all(health.answer(page) is not None for page in re.findall(r"httpchk GET (\S+)", text))
+    haproxy = shutil.which("haproxy")
+    if haproxy is not None:
+        subprocess.run([haproxy, "-c", "-f", str(config)], check=True, capture_output=True)
 
 
 def test_redis_keeps_an_append_only_file() -> None:
@@ -185,9 +383,3 @@ def test_redis_keeps_an_append_only_file() -> None:
     assert "--appendonly yes --appendfsync everysec" in redis["command"][-1]
     assert "redis-data:/data" in redis["volumes"]
     assert "healthcheck" in redis
-
-
-def test_health_check_of_a_server_that_is_away() -> None:
-    assert healthcheck.main(["http", "http://127.0.0.1:9/health"], {}) == 1
-    assert healthcheck.main(["grpc", "127.0.0.1:9"], {}) == 1
-    assert healthcheck.main(["ftp", "x"], {}) == 2

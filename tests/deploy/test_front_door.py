@@ -45,8 +45,8 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
     return replace(make_files(tmp_path_factory.mktemp("stranger")), prefix="tls")
 
 
-def key_file(folder: Path, key: str) -> Path:
-    path = folder / "keys.toml"
+def key_file(folder: Path, key: str, name: str = "keys.toml") -> Path:
+    path = folder / name
     path.write_text(KEYS.format(hashlib.sha256(key.encode()).hexdigest()))
     return path
 
@@ -248,7 +248,9 @@ def test_the_doctors_files_are_complete_or_refused(
 def secured(tmp_path: Path, files: TlsFiles) -> list[str]:
     keys = key_file(tmp_path, "alices")
     pair = ["--tls-cert", str(files.cert), "--tls-key", str(files.key)]
-    return ["--colocated", "--workers", "2", "--api-keys", str(keys), *pair]
+    operators = key_file(tmp_path, "olgas", "operators.toml")
+    known = ["--api-keys", str(keys), "--admin-keys", str(operators)]
+    return ["--colocated", "--workers", "2", *known, *pair]
 
 
 @pytest.mark.long
@@ -269,5 +271,5 @@ def test_up_with_workers_keys_and_tls(tmp_path: Path, files: TlsFiles, secured: 
                 page = httpx.get(url, headers=alice, verify=trust).text
                 assert 'node="decode-0"' in page, name
         arguments = trust_flags("--tls-ca", str(files.ca))
-        with Client(ready["grpc"], "alices", tls=client_tls(arguments)) as client:
+        with Client(ready["grpc"], "olgas", tls=client_tls(arguments)) as client:
             assert [node.node_id for node in client.server_info().nodes] == ["decode-0"]

@@ -195,10 +195,14 @@ def test_the_routers_own_flags_reach_it() -> None:
         tool_call_parser="hermes",
         reasoning_parser="qwen3",
         admin_port=0,
+        admin_key="hidden",
+        admin_keys="operators.toml",
     )
     command = router_command(plan_for(options, [0, 1]), options, {"model": "/m"}, None)
     text = " ".join(command)
     assert "--admin-port 0" in text
+    assert "--admin-keys operators.toml" in text
+    assert "hidden" not in text, "it travels in the environment"
     plain = router_command(plan_for(UpOptions(), [0, 1]), UpOptions(), {"model": "/m"}, None)
     assert "--admin-port" not in plain
     assert "--enable-auto-tool-choice" in command

@@ -130,12 +130,20 @@ def llm_of(path: str) -> LLM:
     return LLM(path, dtype="float32", block_size=4, num_kv_blocks=160, check_invariants=True)
 
 
-@pytest.mark.parametrize(
-    "kind", ["llama", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("gpt2", "qwen3"))]
-)
-@pytest.mark.parametrize("width", [2, 4])
-@pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 0.6, 1.0, 2.0])
-@pytest.mark.parametrize("early_stopping", ["false", "true", "never"])
+# Each penalty and each way to stop; all with all, and with every model, among the long tests.
+SEARCHES = [
+    pytest.param(
+        kind, width, penalty, early,
+        marks=[pytest.mark.long] * (kind != "llama" or (i + j) % 2 > 0 or width != (4, 2)[j % 2]),
+    )
+    for kind in ("llama", "gpt2", "qwen3")
+    for width in (2, 4)
+    for i, penalty in enumerate((-1.0, 0.0, 0.6, 1.0, 2.0))
+    for j, early in enumerate(("false", "true", "never"))
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "width", "length_penalty", "early_stopping"), SEARCHES)
 def test_beams_equal_transformers(
     models: dict[str, str], kind: str, width: int, length_penalty: float, early_stopping: str
 ) -> None:
@@ -178,7 +186,7 @@ def test_beams_without_an_end_equal_transformers(models: dict[str, str]) -> None
         {"min_tokens": 4, "repetition_penalty": 1.1, "bad_words": ((33,), (71,), (200,))},
     ],
 )
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=pytest.mark.long)])
 def test_beams_under_penalties_equal_transformers(
     models: dict[str, str], kind: str, changes: dict[str, Any]
 ) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from baton.engine.estimate import main, read_shape, rows, stored_bytes
+from baton.engine.estimate import main, read_config, rows, sized, stored_bytes
 from baton.engine.ideal import (
     Estimate,
     EstimateOptions,
@@ -33,6 +33,12 @@ QWEN2_MOE: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 2,
     "decoder_sparse_step": 2, "mlp_only_layers": [1], "max_position_embeddings": 512,
     "tie_word_embeddings": False,
+}  # fmt: skip
+
+MAMBA = {
+    "model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"], "mamba_n_heads": 4,
+    "architectures": ["GraniteMoeHybridForCausalLM"], "num_hidden_layers": 2, "hidden_size": 64,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
 }  # fmt: skip
 
 
@@ -100,7 +106,7 @@ def test_other_families_are_built_without_memory() -> None:
 
 
 def test_what_cannot_be_served_says_so_and_what_is_no_model_is_refused() -> None:
-    assert "not served" in model_shape({"model_type": "bloom"}).note
+    assert "0 of 2 layers use" in (model_shape({"model_type": "bloom"}).refused or "")
     with pytest.raises(ModelRefused, match="not an architecture"):
         model_shape({"model_type": "abacus"})
     with pytest.raises(ModelRefused, match="llama lacks 'vocab_size'"):
@@ -234,6 +240,15 @@ def test_weights_that_do_not_fit_are_refused_with_the_sums() -> None:
     assert run(MIXTRAL, memory="80GB", tensor_parallel_size=2).num_blocks is not None
 
 
+def test_a_pool_too_small_to_serve_is_refused() -> None:
+    found = run(LLAMA, memory="80GB")
+    assert found.kv_bytes is not None
+    spare = found.kv_bytes - 3 * found.block_bytes  # what may go until three blocks are left
+    assert run(LLAMA, memory=str(80 * 10**9 - int(spare / 0.9))).num_blocks == 3
+    with pytest.raises(ConfigError, match="less than the 2 blocks of 2,097,152 bytes"):
+        run(LLAMA, memory=str(80 * 10**9 - int(spare / 0.9) - 3 * 10**6))
+
+
 def test_a_draft_model_shares_the_memory() -> None:
     options = EstimateOptions(model=Path("m"), memory="80GB", context=4096)
     alone = estimate(shape(LLAMA), options)
@@ -343,7 +358,7 @@ def test_bad_options_are_named(name: str, value: float) -> None:
 
 def test_a_checkpoint_shows_the_bytes_of_its_files(tmp_path: Path) -> None:
     path = make_tiny_model("llama", tmp_path)
-    tiny = read_shape(path)
+    tiny = model_shape(read_config(path))
     assert stored_bytes(path) == 4 * tiny.parameters
     (path / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0nonsense")
     with pytest.raises(ConfigError, match="not a safetensors file"):
@@ -370,10 +385,60 @@ def test_the_command_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) 
 
 def test_known_families_need_no_torch() -> None:
     code = (
-        "import sys; from baton.engine.estimate import main;"
-        f"main(['--model', {str(CONFIGS / f'{DEEPSEEK}.json')!r}, '--json']);"
-        "assert 'torch' not in sys.modules"
+        "import sys; sys.modules['torch'] = None; from baton.engine.estimate import main;"
+        f"main(['--model', {str(CONFIGS / f'{DEEPSEEK}.json')!r}, '--json'])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["active_parameters"] == 37_552_282_624
+    found = json.loads(done.stdout)
+    assert found["active_parameters"] == 37_552_282_624
+    assert found["refused"] == "not known: torch is not installed here"
+
+
+# ---- what Baton would refuse ----
+
+
+def refused(name: str, folder: Path, changes: dict[str, Any], **options: Any) -> str | None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(config(name) | changes))
+    return sized(EstimateOptions(model=file, **options)).refused
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "reason"),
+    [
+        ({}, {}, None),
+        ({}, {"quantization": "int4", "kv_cache_dtype": "bfloat16", "context": 1}, None),
+        ({}, {"quantization": "fp8"}, "quantization must be one of none, int8, w8a8, int4"),
+        ({}, {"kv_cache_dtype": "float32"}, "kv_cache_dtype must be one of auto, int8, fp8"),
+        ({}, {"context": 100_000}, "100000 exceeds the model's own 8192 positions"),
+        ({}, {"tensor_parallel_size": 3}, "32 query heads cannot be split over 3 ranks"),
+        ({"quantization_config": {"quant_method": "fp8"}}, {}, "quantized by fp8 are not served"),
+        ({"architectures": ["LlamaForTokenClassification"]}, {}, "no head for tokens"),
+        ({"is_encoder_decoder": True}, {}, "only decoders"),
+    ],
+)
+def test_it_says_when_baton_would_refuse_what_it_sizes(
+    changes: dict[str, Any], options: dict[str, Any], reason: str | None, tmp_path: Path
+) -> None:
+    """By the checks of the loader itself: see test_route.py for all of its reasons."""
+    found = refused(LLAMA, tmp_path, changes, **options)
+    assert found is None if reason is None else reason in (found or "")
+
+
+def test_a_refusal_is_one_line_of_the_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = make_tiny_model("llama", tmp_path)
+    assert main(["--model", str(path)]) == 0
+    assert "refused" not in capsys.readouterr().out
+    (path / "tokenizer.json").unlink()
+    found = sized(EstimateOptions(model=path))
+    assert ("refused by Baton", found.refused) in rows(found)
+    assert "there is no tokenizer.json" in (found.refused or "")
+
+
+def test_layers_that_are_not_served_and_a_draft_that_is_not(tmp_path: Path) -> None:
+    assert "layers of type linear" in (refused(LLAMA, tmp_path, MAMBA) or "")
+    drafted = {"speculative_model": CONFIGS / f"{DEEPSEEK}.json"}
+    assert "quantized by fp8" in (refused(LLAMA, tmp_path, {}, **drafted) or "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from unittest import mock
 
@@ -41,6 +42,7 @@ def held(kernels: CpuKernels, weight: Tensor, scheme: Scheme | None) -> Linear:
     return QuantizedFormat(torch.bfloat16, CPU)(quantize(weight, scheme), None)
 
 
+@cache
 def mixture(kernels: CpuKernels, scheme: Scheme | None, per_token: int = 2) -> Experts:
     experts = tuple(
         Expert(

@@ -13,6 +13,7 @@ from baton.engine.guided.llguidance import LlguidanceBackend
 from baton.engine.guided.xgrammar import XgrammarBackend
 from baton.errors import InvalidRequest, UnsupportedFeature
 from baton.sampling import GuidedDecoding
+from router.structured.tool_grammars import STYLES, forced, offered
 from tests.engine.guided_vocabulary import END, EOS, allowed, random_output, vocabulary, walk
 from tests.guided_cases import CHOICES, GBNF, GBNF_REGEX, SCHEMAS, check_json, check_regex
 
@@ -201,3 +202,50 @@ def test_white_space_in_json_is_bounded(backend: Backend) -> None:
             return
         assert matcher.advance(max(spaces, key=b"\n \t\r".index))
     raise AssertionError("white space without end")
+
+
+FIELDS = {
+    "type": "object", "required": ["a", "b"],
+    "properties": {"a": {"type": "integer"}, "b": {"type": "array", "items": {"type": "string"}}},
+}  # fmt: skip
+TOOL = {"type": "function", "function": {"name": "f", "parameters": FIELDS}}
+INNER = '{"a": 1, "b": ["x", "y"]}'
+
+
+def _tagged(form: Any) -> GuidedDecoding:
+    tag = {"type": "structural_tag", "format": form}
+    return GuidedDecoding("structural_tag", json.dumps(tag))
+
+
+def _calls(make: Any, name: str) -> tuple[GuidedDecoding, str]:
+    style = STYLES[name]
+    text = style.opening + style.begin.replace("NAME", "f") + INNER + style.end + style.closing
+    return _tagged(make(style, [TOOL], True)), text
+
+
+SPACED = {
+    "schema": (GuidedDecoding("json_schema", json.dumps(FIELDS)), INNER),
+    "object": (GuidedDecoding("json_object", ""), INNER),
+    **{
+        f"{make.__name__} {name}": _calls(make, name)
+        for make in (forced, offered)
+        for name in ("hermes", "llama3_json", "mistral")
+    },
+}
+
+
+@pytest.mark.parametrize("name", SPACED)
+def test_no_json_runs_into_white_space(backend: Backend, name: str) -> None:
+    """A model that cannot stop would fill its answer with it, up to max_tokens."""
+    guided, text = SPACED[name]
+    start = backend.compile(guided)
+    begin, end = text.index(INNER), text.index(INNER) + len(INNER)
+    for place in range(begin, end):
+        prefix = [*text[:place].encode()]
+        if start.clone().accepts(prefix) < len(prefix):
+            continue  # one backend writes no such space
+        in_string = text[begin:place].count('"') % 2 == 1
+        for space in (b"\n", b" ", b"\t", b"\r\n"):
+            run = [*space * 100]
+            taken = start.clone().accepts([*prefix, *run]) - len(prefix)
+            assert in_string or taken <= 40, (text[:place], space)

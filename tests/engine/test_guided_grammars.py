@@ -11,13 +11,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from baton.children import ChildBudget
 from baton.engine.guided import grammars as service
 from baton.engine.guided.base import Vocabulary, load_vocabulary
 from baton.engine.guided.grammars import Grammars, prepared
 from baton.engine.guided.thought import ThoughtEnd
 from baton.engine.guided.trial import trials_of
-from baton.errors import InternalError, InvalidRequest, Overloaded, UnsupportedFeature
-from baton.grammar_trials import GrammarTrials, TrialBudget
+from baton.errors import (
+    InternalError,
+    InvalidRequest,
+    Overloaded,
+    Unavailable,
+    UnsupportedFeature,
+)
+from baton.grammar_trials import GrammarTrials
 from baton.sampling import GuidedDecoding
 from tests.engine.guided_vocabulary import EOS, MERGED, VOCAB_SIZE, encode, vocabulary
 from tests.tiny_models import VOCAB_SIZE as TINY_VOCABULARY
@@ -82,16 +89,19 @@ async def test_waiting_blocks_nobody_and_a_cancelled_one_harms_nobody() -> None:
     assert await prepared(None, DIGITS) is None
 
 
-async def test_what_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_wait_for_our_own_slowness_is_no_fault_of_the_client(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(service, "COMPILE_S", 0.01)
     gate = Gate()
     grammars = Grammars(gate.load)
     try:
-        with pytest.raises(InvalidRequest, match="could not be compiled within"):
+        with pytest.raises(Unavailable) as waited:
             await prepared(grammars, DIGITS)
-        with pytest.raises(InvalidRequest, match="could not be compiled within") as caught:
+        with pytest.raises(Unavailable, match="too busy to compile") as caught:
             grammars.get(DIGITS)
-        assert caught.value.field == "guided"
+        assert (caught.value.field, caught.value.http_status) == ("guided", 503)
+        assert waited.value.retry_after_s
     finally:
         gate.open.set()
 
@@ -225,7 +235,7 @@ def test_what_xgrammar_would_never_end_is_given_up(tmp_path: Path) -> None:
     pytest.importorskip("xgrammar")
     model = make_tiny_model("llama", tmp_path)
     trials = trials_of(str(model), TINY_VOCABULARY, (2,))
-    trials = GrammarTrials(trials.command, TrialBudget(cpu_s=2.0, memory_bytes=4 << 30))
+    trials = GrammarTrials(trials.children.command, ChildBudget(cpu_s=2.0, memory_bytes=4 << 30))
     grammars = Grammars(lambda: load_vocabulary(model, TINY_VOCABULARY, (2,)), "xgrammar", trials)
     schema = '{"type":"array","items":' * 900 + "{}" + "}" * 900
     endless = GuidedDecoding("json_schema", schema)
@@ -235,7 +245,11 @@ def test_what_xgrammar_would_never_end_is_given_up(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"^guided: Regex parsing error"):
         grammars.get(GuidedDecoding("regex", "(a{"))
     grammars.get(DIGITS)
-    assert (grammars.num_compiled, trials.num_given_up, trials.num_started) == (1, 1, 2)
+    assert (grammars.num_compiled, trials.children.num_given_up, trials.children.num_started) == (
+        1,
+        1,
+        2,
+    )
     grammars.get(replace(DIGITS, backend="llguidance"))  # tried at the door
-    assert trials.num_started == 2
+    assert trials.children.num_started == 2
     trials.close()

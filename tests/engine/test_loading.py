@@ -15,9 +15,10 @@ from baton.engine.checkpoint import Checkpoint, open_checkpoint
 from baton.engine.config import EngineConfig
 from baton.engine.kernels.cpu.library import kernels
 from baton.engine.linear import PackedLinear, PanelLinear, PlainLinear, choose_linear
-from baton.engine.loading import LoadedModel, choose_device, choose_dtype, load_model
+from baton.engine.loading import LoadedModel, choose_device, load_model
 from baton.engine.models.config import NotLean, decoder_config
 from baton.engine.models.rope import inverse_frequencies, rope_rule
+from baton.engine.route import choose_dtype
 from baton.engine.tensors import TensorReader
 from baton.errors import ConfigError, ModelRefused
 from tests.tiny_models import EOS_ID, make_tiny_model
@@ -124,13 +125,13 @@ def test_dtype_auto_is_the_checkpoints(tmp_path: Path) -> None:
     for stored, expected in (("bfloat16", "bfloat16"), ("float16", "float16"), (None, "float32")):
         path = make_tiny_model("llama", tmp_path / str(stored), torch_dtype=stored or "float32")
         edit_json(path / "config.json", torch_dtype=stored)
-        assert choose_dtype("auto", open_checkpoint(str(path))) == expected
-        assert choose_dtype("float32", open_checkpoint(str(path))) == "float32"
+        assert choose_dtype("auto", open_checkpoint(str(path)).config) == expected
+        assert choose_dtype("float32", open_checkpoint(str(path)).config) == "float32"
     edit_json(path / "config.json", dtype="torch.bfloat16")
-    assert choose_dtype("auto", open_checkpoint(str(path))) == "bfloat16"
+    assert choose_dtype("auto", open_checkpoint(str(path)).config) == "bfloat16"
     edit_json(path / "config.json", dtype="float8_e4m3fn")
     with pytest.raises(ModelRefused, match="float8_e4m3fn"):
-        choose_dtype("auto", open_checkpoint(str(path)))
+        choose_dtype("auto", open_checkpoint(str(path)).config)
 
 
 def test_cuda_without_a_gpu_is_an_error() -> None:

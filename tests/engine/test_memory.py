@@ -255,3 +255,17 @@ def test_a_container_may_have_less_than_the_machine(tmp_path: Path) -> None:
     (tmp_path / "memory.current").write_text("4000000\n")
     (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 300000\n")
     assert memory.available() == 1_300_000
+
+
+def test_control_groups_of_version_1_limit_a_container_too(tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemAvailable: 1000000 kB\n")
+    memory = HostMemory(proc=tmp_path, cgroup=tmp_path)
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")
+    (tmp_path / "memory" / "memory.usage_in_bytes").write_text("4000000\n")
+    (tmp_path / "memory" / "memory.stat").write_text(
+        "inactive_file 1\ntotal_inactive_file 300000\n"
+    )
+    assert memory.available() == 1_024_000_000
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("5000000\n")
+    assert memory.available() == 1_300_000

@@ -52,7 +52,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": DEEPSEEK,
     "deepseek_v2": {**DEEPSEEK, "topk_method": "greedy", "n_group": 1},
     "gpt_oss": {**MOE, "num_local_experts": 4, "sliding_window": 9},
-}
+    # A hybrid class whose layers all attend; layers that attend to another layer's keys.
+    "granitemoehybrid": {
+        "layer_types": ["attention"] * 3, "mamba_n_heads": 4, "num_local_experts": 0,
+        "shared_intermediate_size": 96, "position_embedding_type": "rope",
+    },
+    "gemma3n_text": {
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "num_kv_shared_layers": 1, "sliding_window": 9, "laurel_rank": 8,
+        "vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 16,
+        "activation_sparsity_pattern": [0.95, 0.95, 0.0],
+    },
+}  # fmt: skip
 
 
 def load(path: Path, impl: Any = "auto", dtype: Any = "float32", **options: Any) -> LoadedModel:

@@ -116,7 +116,8 @@ def test_universal_serves_special_attention(
     [
         ("bloom", {"n_head": 4}, "0 of"),
         ("mamba", {"state_size": 4}, "cannot be served"),
-        ("bert", {"is_decoder": False}, "not causal"),
+        ("bert", {"is_decoder": False}, "it is an encoder"),
+        ("bigbird_pegasus", {"decoder_layers": 2}, "not causal"),
         ("doge", {}, "its own attention mask"),
         ("llama4_text", {}, "layers of type chunked_attention"),
         ("moshi", {}, "layer 0 has a window that its attention is not told of"),

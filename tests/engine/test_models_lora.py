@@ -106,8 +106,15 @@ def load(base: Path, impl: Any, **adapters: Path) -> LoadedModel:
     )
 
 
-@pytest.mark.parametrize("impl", ["lean", "transformers"])
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize(
+    ("kind", "impl"),
+    [
+        ("llama", "transformers"),
+        ("qwen2", "lean"),
+        pytest.param("llama", "lean", marks=pytest.mark.long),
+        pytest.param("qwen2", "transformers", marks=pytest.mark.long),
+    ],
+)
 def test_adapters_share_a_batch_with_each_other_and_with_none(
     kind: str, impl: str, tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from baton.engine.checkpoint import open_checkpoint
-from baton.engine.models.universal import read_causal
+from baton.engine.models.causal import read_causal
 from baton.engine.tensors import TensorReader
 from baton.errors import ModelRefused
 from tests.golden.random_models import save_random

@@ -230,7 +230,7 @@ def streams(engine: Engine, asked: Sequence[Request]) -> list[list[int]]:
 
 def some_requests(resume: Resume) -> list[Request]:
     lengths = [37, 130, 513, 90, 64, 33, 1, 200]
-    params = SamplingParams(temperature=0.8, max_tokens=80, ignore_eos=True)
+    params = SamplingParams(temperature=0.8, max_tokens=50, ignore_eos=True)
     return [
         Request(str(seed), prompt, replace(params, seed=seed), resume=resume)
         for seed, prompt in enumerate(prompts(lengths, seed=5))
@@ -266,7 +266,7 @@ def test_8_streams_resumed_at_random_positions(
     draw = random.Random(7)
     asked = some_requests(resume)
     whole = streams(load(model, dtype), asked)
-    deaths = [draw.randrange(1, 79) for _ in asked]
+    deaths = [draw.randrange(1, 49) for _ in asked]
     known = [tuple(ids[:death]) for ids, death in zip(whole, deaths, strict=True)]
     engine = load(model, dtype)
     again = streams(engine, [one.retried((k,)) for one, k in zip(asked, known, strict=True)])

@@ -71,7 +71,7 @@ def together(batch: list[SequenceChunk]) -> list[Sampled]:
     return choose(torch.cat([logits_of(chunk) for chunk in batch]), asked, EOS)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(st.lists(chunks(), min_size=1, max_size=6))
 def test_batch_mates_change_nothing(batch: list[SequenceChunk]) -> None:
     outcomes = together(batch)
@@ -101,7 +101,7 @@ def assert_whole(chunk: SequenceChunk, outcome: Sampled) -> None:
         assert [told[0].token_id for told in outcome.logprobs] == list(outcome.token_ids)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(chunks())
 def test_drafts_yield_what_one_by_one_yields(chunk: SequenceChunk) -> None:
     """Each accepted token is the plain draw after the ones before it."""

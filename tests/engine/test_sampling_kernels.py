@@ -53,7 +53,7 @@ def rows(draw: st.DrawFn) -> tuple[torch.Tensor, list[Draw]]:
 
 
 @pytest.mark.usefixtures("cpu_kernels")
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(rows())
 def test_the_twin_draws_the_same_tokens(given_rows: tuple[torch.Tensor, list[Draw]]) -> None:
     logits, draws = given_rows

@@ -69,6 +69,24 @@ async def test_a_request_from_call_to_its_last_report(running: Running) -> None:
     assert reports[-1].load.free_blocks == 8
 
 
+async def test_what_can_wait_until_the_engine_is_idle_does(
+    running: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    busy: list[bool] = []
+
+    def rest() -> None:
+        busy.append(running.engine.has_work)
+        raise RuntimeError("no harm done")
+
+    running.engine.when_idle = rest
+    for name in ("a", "b"):
+        await running.thread.call(lambda engine, name=name: engine.add(request(name, PROMPT)))
+        running.collect(ended(name))
+    await running.thread.call(lambda _: None)  # it ran between the last step and this
+    assert busy == [False, False]
+    assert caplog.text.count("what an idle engine does failed") == 2
+
+
 async def test_calls_return_and_raise_what_the_function_does(running: Running) -> None:
     assert await running.thread.call(lambda engine: engine.pool.num_blocks) == 8
     names: list[str] = []

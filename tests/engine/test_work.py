@@ -14,9 +14,9 @@ from baton.engine import roofline
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.interface import SequenceChunk
-from baton.engine.loading import load_model
-from baton.engine.meter import work_of
-from baton.engine.roofline import limits_of, measure
+from baton.engine.loading import LoadedModel, load_model
+from baton.engine.meter import Meter, work_of
+from baton.engine.roofline import limits_again, limits_of, measure
 from baton.engine.stats import EngineStats
 from baton.engine.work import (
     LayerWork,
@@ -31,6 +31,7 @@ from baton.errors import ConfigError
 from baton.request import Request
 from baton.sampling import SamplingParams
 from tests.block_lists import held
+from tests.fakes import FakeRunner
 from tests.tiny_models import make_tiny_model
 
 CPU = torch.device("cpu")
@@ -172,6 +173,60 @@ def test_limits_are_measured_once_per_boot(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(roofline, "_BOOT_ID", tmp_path / "absent")
     limits_of(config, CPU, torch.float32, folder)
     assert len(calls) == 4
+
+
+def test_limits_measured_again_are_the_higher_ones_and_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found = iter([Limits(10.0, 20.0), Limits(15.0, 12.0), Limits(99.0, 1.0)])
+    monkeypatch.setattr(roofline, "measure", lambda *_: next(found))
+    config = EngineConfig(model="m")
+    low = limits_of(config, CPU, torch.float32, tmp_path)
+    assert low == Limits(10.0, 20.0)
+    assert limits_again(config, CPU, torch.float32, low, tmp_path) == Limits(15.0, 20.0)
+    assert limits_of(config, CPU, torch.float32, tmp_path) == Limits(15.0, 20.0)  # the next start
+    monkeypatch.setattr(roofline, "_BOOT_ID", tmp_path / "absent")  # nothing is kept
+    assert limits_again(config, CPU, torch.float32, low, tmp_path) == Limits(99.0, 20.0)
+
+
+def told_meter(loaded: LoadedModel, config: EngineConfig) -> tuple[Meter, EngineStats]:
+    meter, stats = Meter(FakeRunner(4, 4), loaded), EngineStats()
+    meter.tell(stats, config)
+    return meter, stats
+
+
+def test_a_share_above_one_is_measured_again_ever_more_seldom(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A model that the CPU's caches hold stays above 1 for good."""
+    count = 0
+
+    def measured(*_: object) -> Limits:
+        nonlocal count
+        count += 1
+        return Limits(100.0, 1e12)
+
+    monkeypatch.setattr(roofline, "measure", measured)
+    monkeypatch.setattr(roofline, "_BOOT_ID", tmp_path / "absent")
+    config = EngineConfig(model=str(make_tiny_model("llama", tmp_path)))
+    loaded = load_model(config)
+    meter, stats = told_meter(loaded, config)
+    stats.utilization.ran(Work(90.0, 0.0))
+    stats.utilization.step_done(1.0)
+    meter.look_again()
+    assert count == 1, "the limit holds"
+    stats.utilization.ran(Work(900.0, 0.0))
+    stats.utilization.step_done(1.0)
+    counts: list[int] = []
+    for _ in range(9):
+        meter.look_again()
+        counts.append(count - 1)
+    assert counts == [1, 2, 2, 3, 3, 3, 3, 4, 4]
+    meter, stats = told_meter(loaded, replace(config, memory_bandwidth=1e-9))
+    stats.utilization.ran(Work(900.0, 0.0))
+    stats.utilization.step_done(1.0)
+    meter.look_again()
+    assert count == 6, "what is stated is not measured again"
 
 
 def test_a_folder_that_cannot_be_written_costs_the_measurement_only(

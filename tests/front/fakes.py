@@ -27,6 +27,7 @@ from router.config import RouterConfig
 from router.gate.gate import Gate, GateSettings
 from router.http_guard import HttpLimits, uvicorn_settings
 from router.metrics import RouterMetrics
+from router.nodes.migration import MigrationStats
 from router.services import Lifecycle, RouterServices
 from router.trace import RequestTrace
 from tests.front.tokenizers_built import TEMPLATE, byte_level
@@ -104,6 +105,7 @@ class FakeDispatcher:
     stalled: asyncio.Event = field(default_factory=asyncio.Event)
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
     gate: Gate = field(default_factory=lambda: Gate(SystemClock(), GateSettings()))
+    migrations: MigrationStats = field(default_factory=MigrationStats)
 
     async def run(self, request: Request, trace: RequestTrace) -> AsyncGenerator[TokenEvent, None]:
         self.requests.append(request)
@@ -220,6 +222,7 @@ class Front:
     metrics: RouterMetrics = field(default_factory=RouterMetrics)
     tokenizer: Tokenizer = TOKENIZER
     sampling_defaults: SamplingDefaults = field(default_factory=dict[str, int | float])
+    store: Any = None
 
     @property
     def services(self) -> RouterServices:
@@ -227,7 +230,7 @@ class Front:
             "config": self.config,
             "dispatcher": self.dispatcher,
             "registry": self.registry,
-            "store": None,
+            "store": self.store,
             "tokenizer": self.tokenizer,
             "chat_template": self.chat_template,
             "metrics": self.metrics,

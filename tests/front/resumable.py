@@ -155,7 +155,7 @@ class RestartingStore(CutStore):
 def store_of(place: MemoryTables | str, owner: str, timing: Timing = TIMING) -> RequestStore:
     """The store of one router: in shared tables, or in the Redis of that URL."""
     if isinstance(place, str):
-        return RedisStore(connect(place, 2.0), owner, timing, SystemClock(), 2.0)
+        return RedisStore(connect(place, PATIENCE_S), owner, timing, SystemClock(), PATIENCE_S)
     return MemoryStore(owner, timing, SystemClock(), place)
 
 

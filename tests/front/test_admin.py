@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -76,12 +77,20 @@ async def test_the_admin_servers_routes() -> None:
     dispatcher = LiveDispatcher()
     async with fake_nodes("p") as (p,), running_router([p]) as router:
         registry: Any = router.registry
-        config = RouterConfig(api_key=("sesame",), secret="hidden", redis_url="redis://:pw@h/0")
+        config = RouterConfig(
+            api_key=("tenants",),
+            admin_key=("sesame",),
+            secret="hidden",
+            redis_url="redis://:pw@h/0",
+        )
         front = Front(dispatcher=dispatcher, registry=registry, config=config)
         transport = httpx.ASGITransport(create_admin_app(front.services))
         async with httpx.AsyncClient(transport=transport, base_url="http://admin") as client:
-            for path in ("/debug", "/metrics", "/server_info"):
-                assert (await client.get(path)).status_code == 401
+            for key in ("", "tenants"):
+                client.headers["authorization"] = f"Bearer {key}"
+                for path in ("/debug", "/metrics", "/server_info"):
+                    assert (await client.get(path)).status_code == 401
+                assert (await client.post("/drain", json={})).status_code == 401
             client.headers["authorization"] = "Bearer sesame"
             reply = await client.post("/abort_requests", json={"request_ids": ["a", "nobody"]})
             assert reply.json() == {"aborted": ["cmpl-a-0.1"]}
@@ -95,9 +104,7 @@ async def test_the_admin_servers_routes() -> None:
             assert [each["id"] for each in debug["requests"]] == ["cmpl-a-0.1", "cmpl-b-0.2"]
             assert debug["nodes"][0]["node_id"] == "p"
             info = (await client.get("/server_info")).text
-            assert "sesame" not in info
-            assert "hidden" not in info
-            assert "pw@h" not in info
+            assert not any(secret in info for secret in ("sesame", "hidden", "pw@h"))
             assert b"vllm:cache_config_info" in (await client.get("/metrics")).content
             assert (await client.get("/health")).status_code == 200
             for body, where in (
@@ -117,6 +124,8 @@ async def test_the_admin_servers_routes() -> None:
             assert front.lifecycle.draining
             assert (await client.get("/drain")).json()["error"]["code"] == "method_not_allowed"
         async with front.client(authorization="Bearer sesame") as public:
+            assert (await public.get("/metrics")).status_code == 401
+        async with front.client(authorization="Bearer tenants") as public:
             for path in ("/abort_requests", "/drain", "/pause", "/sleep", "/reset_prefix_cache"):
                 assert (await public.post(path, json={})).status_code == 404
             assert (await public.get("/debug")).status_code == 404
@@ -124,10 +133,37 @@ async def test_the_admin_servers_routes() -> None:
             assert (await public.get("/load")).json() == {"server_load": 0}
 
 
-def test_the_admin_port_needs_what_the_public_one_needs() -> None:
-    RouterConfig(admin_port=0).check()
-    with pytest.raises(ConfigError):
-        RouterConfig(admin_port=-1).check()
-    with pytest.raises(ConfigError) as caught:
-        RouterConfig(admin_host="0.0.0.0").check()
-    assert caught.value.field == "api_key"
+def test_the_admin_port_needs_a_key_of_its_own(tmp_path: Path) -> None:
+    both = {"tls_cert": "c", "tls_key": "k"}
+    RouterConfig(admin_port=0, admin_key=("lever",)).check()
+    RouterConfig(admin_port=0, admin_keys="operators.toml").check()
+    RouterConfig(admin_port=0, admin_host="::", admin_key=("lever",), **both).check()  # type: ignore[arg-type]
+    refused = [
+        ("admin_port", RouterConfig(admin_port=-1, admin_key=("lever",))),
+        ("admin_key", RouterConfig(admin_port=0)),
+        ("admin_key", RouterConfig(admin_port=0, api_key=("k",), api_keys="keys.toml")),
+        ("admin_key", RouterConfig(admin_key=(" ",))),
+        ("insecure", RouterConfig(admin_port=0, admin_host="0.0.0.0", admin_key=("lever",))),
+    ]
+    for field_name, config in refused:
+        with pytest.raises(ConfigError) as caught:
+            config.check()
+        assert caught.value.field == field_name
+
+
+def test_a_tenants_key_is_no_admin_key(tmp_path: Path) -> None:
+    tenants = tmp_path / "tenants.toml"
+    tenants.write_text('[[keys]]\nname = "alice"\nkey = "alices"\n')
+    operators = tmp_path / "operators.toml"
+    operators.write_text('[[keys]]\nname = "olga"\nkey = "olgas"\n')
+    ring = RouterConfig(admin_keys=str(operators), api_keys=str(tenants)).admin_ring()
+    assert ring.match(b"olgas") is not None
+    assert ring.match(b"alices") is None
+    for given in (
+        {"admin_key": ("alices",), "api_keys": str(tenants)},
+        {"admin_keys": str(operators), "api_key": ("x", "olgas")},
+    ):
+        with pytest.raises(ConfigError) as caught:
+            RouterConfig(**given).admin_ring()  # type: ignore[arg-type]
+        assert caught.value.field == "admin_key"
+        assert "alices" not in caught.value.message

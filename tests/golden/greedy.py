@@ -22,7 +22,7 @@ from baton.engine.loading import LoadedModel
 from tests.adapters import ids_of
 from tests.block_lists import held
 
-NEW_TOKENS = 20
+NEW_TOKENS = 12
 CHUNK = 7  # most tokens of one sequence in one step
 
 

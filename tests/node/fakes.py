@@ -12,6 +12,8 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import torch
+from torch import Tensor
 
 from baton import wire
 from baton.clock import SystemClock
@@ -109,24 +111,28 @@ class ArenaRunner:
         for layer in range(len(self._arena.layers)):
             for chunk in chunks:
                 held = chunk.blocks[self._arena.group_of[layer]]
-                for index, token in enumerate(chunk.token_ids):
-                    for tensor in self._arena.layer(layer):
-                        tensor[self._slot(held, chunk.start + index)] = float(token)
+                end = chunk.start + len(chunk.token_ids)
+                places = self._places(held, chunk.start, end)
+                values = torch.tensor(chunk.token_ids, dtype=torch.float32)[:, None, None]
+                for tensor in self._arena.layer(layer):
+                    tensor[places] = values.expand(-1, *tensor.shape[2:]).to(tensor.dtype)
             if on_layer is not None:
                 self.layer_gate.pass_through()
                 on_layer(layer)
         return [ChunkResult(self._sample(chunk)) for chunk in chunks]
 
-    def _slot(self, held: HeldBlocks, position: int) -> tuple[int, int]:
-        block, offset = divmod(position, self._arena.block_size)
-        assert block >= held.first, "a hole is used"
-        return held.ids[block - held.first], offset
+    def _places(self, held: HeldBlocks, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """Block and offset of each token [start, end)."""
+        positions = torch.arange(start, end)
+        blocks = positions // self._arena.block_size - held.first
+        assert (blocks >= 0).all(), "a hole is used"
+        return torch.tensor(held.ids)[blocks], positions % self._arena.block_size
 
     def _sample(self, chunk: SequenceChunk) -> Sampled | None:
         if chunk.sample is None:
             return None
         end = chunk.start + len(chunk.token_ids)
-        history = [self._read(chunk.blocks, position, end) for position in range(end)]
+        history = self._read(chunk.blocks, end)
         if chunk.num_candidates:
             return Sampled((), candidates=candidates(history, chunk.num_candidates))
         samples = chunk.fan_out or (chunk.sample_index,)
@@ -134,17 +140,19 @@ class ArenaRunner:
         told = tuple((token_logprob(history, token),) for token in tokens)
         return Sampled(tuple(tokens), told if chunk.sample.logprobs is not None else ())
 
-    def _read(self, blocks: BlockLists, position: int, end: int) -> int:
-        """What the layers that see `position` from token end - 1 hold there."""
-        values = {
-            float(value)
-            for layer, spec in enumerate(self._arena.layers)
-            if not spec.window or position >= end - spec.window
-            for tensor in self._arena.layer(layer)
-            for value in tensor[self._slot(blocks[self._arena.group_of[layer]], position)].flatten()
-        }
-        assert len(values) == 1, f"KV of token {position} differs between layers, K, V: {values}"
-        return int(values.pop())
+    def _read(self, blocks: BlockLists, end: int) -> list[int]:
+        """The tokens [0, end), as each layer that sees one of them from the last holds it."""
+        history = torch.full((end,), torch.nan)
+        for layer, spec in enumerate(self._arena.layers):
+            start = max(0, end - spec.window) if spec.window else 0
+            places = self._places(blocks[self._arena.group_of[layer]], start, end)
+            seen = history[start:]
+            for tensor in self._arena.layer(layer):
+                found = tensor[places].float().flatten(1)
+                seen[:] = torch.where(seen.isnan(), found[:, 0], seen)
+                assert (found == seen[:, None]).all(), "KV differs between layers, K, V"
+        assert not history.isnan().any(), "a token that no layer sees"
+        return [int(value) for value in history.tolist()]
 
 
 @dataclass

@@ -15,8 +15,9 @@ from baton.node.config import NodeConfig
 from baton.node.lanes import AUTO, MAKERS, LaneSettings, PoolPlace, make_lanes, parse_lanes
 from baton.timing import Timing
 from kv_transfer.base import Lane
+from kv_transfer.dist import DistSettings
 from kv_transfer.grpc_stream import GrpcLane
-from kv_transfer.stream import StreamLane
+from kv_transfer.stream import StreamLane, StreamOptions
 from tests.transfer.certificates import make_files
 
 TIMING = Timing()
@@ -120,6 +121,33 @@ def test_all_lanes_of_a_node_meet_others_in_one_directory(tmp_path: Path) -> Non
                 lane.stop()
             place.close()
     assert not list(tmp_path.rglob("*.sock"))
+
+
+@pytest.mark.parametrize(("given", "taken"), [(7000, [7000, 7001, 7002, 7003]), (0, [0] * 4)])
+def test_every_lane_has_a_port_of_its_own(
+    given: int, taken: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A firewall opens these: none is drawn at the start."""
+    ports: list[int] = []
+
+    def listens(_: Timing, options: StreamOptions | DistSettings) -> Lane:
+        ports.append(options.port)
+        return GrpcLane(TIMING)
+
+    monkeypatch.setattr(node_lanes, "StreamLane", listens)
+    monkeypatch.setattr("kv_transfer.dist.DistLane", listens)
+    names = ("stream", "shm", "nixl", "dist")
+    place = PoolPlace(names, tmp_path)
+    arena = pool_at(place)
+    try:
+        make_lanes(names, LaneSettings(TIMING, stream_port=given, pool=arena, shared=place.shared))
+    finally:
+        place.close()
+    assert ports == taken
+    NodeConfig(kv_stream_port=65532).check()
+    with pytest.raises(ConfigError) as caught:
+        NodeConfig(kv_stream_port=65533).check()
+    assert caught.value.field == "kv_stream_port"
 
 
 def test_settings_of_a_configuration(tmp_path: Path) -> None:

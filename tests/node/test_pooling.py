@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from baton.clock import SystemClock
 from baton.engine.interface import SequenceChunk
 from baton.events import Pooled
 from baton.messages import AbortRequest, ReleaseExport, SubmitPool, SubmitPrefill
+from baton.node import pooling
 from baton.node.main import NodeProgram
+from baton.node.pooling import PoolingDesk
 from baton.request import Request
 from baton.sampling import SamplingParams
 from kv_transfer.memory import MemoryFabric
@@ -155,3 +158,61 @@ async def test_an_abort_a_lost_router_and_a_deadline_free_everything() -> None:
         async with asyncio.timeout(PATIENCE_S), connected(node) as router:
             await router.send(submission((1,)))
             assert len(await pooled(router)) == 1
+
+
+class _CountingThread:
+    """An engine thread on which calls of jobs wait: how many of them at once."""
+
+    def __init__(self) -> None:
+        self.waiting = self.most = 0
+
+    async def call(self, function: Any) -> Any:
+        self.waiting += 1
+        self.most = max(self.most, self.waiting)
+        await asyncio.sleep(0)
+        try:
+            return function(None)
+        finally:
+            self.waiting -= 1
+
+    def post(self, function: Any) -> None:
+        function(None)
+
+
+class _Job:
+    """Five forwards."""
+
+    left = 5
+
+    @property
+    def done(self) -> bool:
+        return self.left == 0
+
+    def step(self) -> bool:
+        self.left -= 1
+        return True
+
+    def close(self) -> None:
+        pass
+
+
+async def test_one_forward_of_all_jobs_stands_between_two_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Eight groups of a call each had one there: a prompt beside them waited for eight."""
+    thread = _CountingThread()
+    jobs = [_Job() for _ in range(8)]
+    made = iter(jobs)
+    monkeypatch.setattr(pooling, "_end", lambda *_: ())
+
+    def begin(*_: Any) -> _Job:
+        thread.most = 0  # beginnings are cheap: of forwards there is one
+        return next(made)
+
+    monkeypatch.setattr(pooling, "_begin", begin)
+    desk = PoolingDesk(SimpleNamespace(thread=thread))  # type: ignore[arg-type]
+    asked = SubmitPool(Request("r", (1,), PARAMS), (1,))
+    begun = [asyncio.create_task(desk.vectors(asked)) for _ in jobs]
+    await asyncio.gather(*begun)
+    assert all(job.done for job in jobs)
+    assert thread.most <= 2  # one forward, and one job that ends

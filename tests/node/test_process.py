@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
@@ -12,6 +13,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 
 from baton.messages import SessionHello, session_metadata
@@ -21,6 +23,7 @@ from decode_node.__main__ import PROGRAM
 from tests.fakes import FakeClock
 from tests.node.fakes import open_call
 from tests.tiny_models import make_tiny_model
+from tests.transfer.certificates import make_files
 
 START_S = 90.0  # importing torch on a busy machine
 
@@ -39,13 +42,23 @@ async def process(module: str, *flags: str, secret: str = "") -> AsyncIterator[P
         await running.communicate()
 
 
+async def health(port: int) -> dict[str, int]:
+    """The status of each page of a health port."""
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=START_S) as client:
+        return {
+            name: (await client.get(f"/{name}")).status_code
+            for name in ("startupz", "livez", "readyz")
+        }
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ["prefill_node", "decode_node"])
 async def test_ready_then_serving_then_gone_on_sigterm(module: str, tmp_path: Path) -> None:
     model = make_tiny_model("llama", tmp_path / "model")
     core = str(min(os.sched_getaffinity(0)))
     flags = ("--model", str(model), "--num-kv-blocks", "16", "--cpu-cores", core)
-    async with process(module, *flags, "--metrics-port", "0", secret="s") as running:
+    ports = ("--metrics-port", "0", "--health-port", "0")
+    async with process(module, *flags, *ports, secret="s") as running:
         assert running.stdout is not None
         async with asyncio.timeout(START_S):
             ready = json.loads(await running.stdout.readline())
@@ -53,6 +66,7 @@ async def test_ready_then_serving_then_gone_on_sigterm(module: str, tmp_path: Pa
         assert ready["role"] == module.removesuffix("_node")
         assert ready["num_blocks"] == 16
         assert ready["kv_address"].startswith("127.0.0.1:")
+        assert await health(ready["health_port"]) == {"startupz": 200, "livez": 200, "readyz": 200}
         channel, call = await open_call(ready["address"], session_metadata("s", "router-1"))
         async with channel, asyncio.timeout(START_S):
             await call.write(router_message_to_wire(SessionHello("router-1"), FakeClock()))
@@ -64,19 +78,26 @@ async def test_ready_then_serving_then_gone_on_sigterm(module: str, tmp_path: Pa
 
 @pytest.mark.slow
 async def test_a_signal_is_heard_while_the_model_loads(tmp_path: Path) -> None:
-    """A checkpoint that takes seconds to round: the node ends without having been ready."""
+    """A checkpoint that takes seconds to round: the node ends without having been ready. Its health
+    port is open by then, and asks for no certificate."""
+    files = make_files(tmp_path / "tls")
     model = make_tiny_model(
         "llama", tmp_path / "model", hidden_size=1024, intermediate_size=2816, num_hidden_layers=4,
         num_attention_heads=8, num_key_value_heads=8, head_dim=128, torch_dtype="bfloat16",
     )  # fmt: skip
     flags = ("--model", str(model), "--log-level", "debug", "--quantization", "int4")
-    async with process("prefill_node", *flags) as running:
+    flags += ("--tls-cert", str(files.cert), "--tls-key", str(files.key), "--tls-ca", str(files.ca))
+    async with process("prefill_node", *flags, "--health-port", "0") as running:
         assert running.stderr is not None
         assert running.stdout is not None
+        port = 0
         async with asyncio.timeout(START_S):
             async for line in running.stderr:
+                if found := re.search(rb"health port: (\d+)", line):
+                    port = int(found[1])
                 if b"loading" in line:
                     break
+            assert await health(port) == {"startupz": 503, "livez": 200, "readyz": 503}
             running.send_signal(signal.SIGTERM)
             assert await running.wait() == 0
             assert await running.stdout.read() == b""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import urllib.error
-import urllib.request
 from dataclasses import replace
 
 import pytest
@@ -30,7 +28,7 @@ from tests.node.test_heartbeat import health_of
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 # Far above what a busy machine does to a step of a fake model.
-SETUP = Setup(options={"stall_s": 1.0, "metrics_port": 0})
+SETUP = Setup(options={"stall_s": 1.0})
 IDLE = Answer(steps=5, has_work=False, held_up=False)
 BUSY = Answer(steps=5, has_work=True, held_up=False)
 WAITS = Answer(steps=5, has_work=True, held_up=True)
@@ -44,7 +42,7 @@ def clock() -> FakeClock:
 def beats(progress: Progress, clock: FakeClock, answer: Answer | None, waits: bool = False) -> bool:
     """An hour of heartbeats, each of them answered so; whether that looks like a stall."""
     for _ in range(3600):
-        if progress.ask() and answer is not None:
+        if progress.ask(layers=0) and answer is not None:
             progress.answered(answer, waits)
         clock.advance(1.0)
         if progress.stalled:
@@ -67,6 +65,35 @@ def test_no_answer_is_a_stall(clock: FakeClock) -> None:
     assert not progress.stalled, "it was a long step"
 
 
+def pause(progress: Progress, clock: FakeClock, seconds: int, layers: int) -> None:
+    """Heartbeats that hear of nothing new."""
+    for _ in range(seconds):
+        progress.ask(layers)
+        clock.advance(1.0)
+
+
+def test_a_step_may_take_hours_as_long_as_it_goes_through_layers(clock: FakeClock) -> None:
+    progress = Progress(clock, 10.0)
+    for layers in range(1000):
+        pause(progress, clock, 9, layers)  # no answer: all in one step
+        assert not progress.stalled
+
+
+def test_who_is_known_to_be_slow_has_more_time(clock: FakeClock) -> None:
+    progress = Progress(clock, 10.0)
+    for layers in range(3):
+        pause(progress, clock, 8, layers)
+    progress.ask(4)
+    assert progress.limit_s == 24.0, "three times the longest pause"
+    pause(progress, clock, 23, 4)
+    assert not progress.stalled
+    pause(progress, clock, 2, 4)
+    assert progress.stalled
+    progress.ask(5)
+    assert not progress.stalled
+    assert progress.limit_s == 24.0, "a stall is no measure of a machine"
+
+
 def test_answers_without_steps_are_a_stall_unless_others_hold_it_up(clock: FakeClock) -> None:
     assert beats(Progress(clock, 10.0), clock, BUSY)
     assert not beats(Progress(clock, 10.0), clock, WAITS, waits=True)
@@ -75,23 +102,10 @@ def test_answers_without_steps_are_a_stall_unless_others_hold_it_up(clock: FakeC
 
 def test_a_heartbeat_that_stops_is_a_stall(clock: FakeClock) -> None:
     progress = Progress(clock, 10.0)
-    progress.ask()
+    progress.ask(layers=0)
     progress.answered(IDLE, waits_for_others=False)
     clock.advance(11.0)
     assert progress.stalled, "the event loop hangs: whoever asks is on another thread"
-
-
-async def page_of(node: TestNode) -> tuple[int, str]:
-    url = f"http://127.0.0.1:{node.node.ready()['metrics_port']}/health"
-
-    def get() -> tuple[int, str]:
-        try:
-            with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
-                return answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            return error.code, error.read().decode()
-
-    return await asyncio.to_thread(get)
 
 
 async def until_health(node: TestNode, status: int) -> None:
@@ -102,7 +116,7 @@ async def until_health(node: TestNode, status: int) -> None:
 
 async def test_an_engine_that_hangs_is_known_everywhere_and_recovers() -> None:
     async with running_node(PREFILL, MemoryFabric(), SETUP) as node, connected(node) as router:
-        assert await page_of(node) == (200, '{"status":"ok"}')
+        assert (node.node.gets_on, node.node.takes_work) == (True, True)
         await router.until_load(lambda load: not load.stalled)
         node.runner.step_gate.close()
         await router.prefill(request("r"))
@@ -111,15 +125,16 @@ async def test_an_engine_that_hangs_is_known_everywhere_and_recovers() -> None:
         assert node.node.shell.record().load.stalled
         assert node.node.shell.progress.silent_s >= 1.0
         await until_health(node, NOT_SERVING)
-        assert await page_of(node) == (503, '{"status":"stalled"}')
+        assert (node.node.gets_on, node.node.takes_work) == (False, False)
         # Whoever leaves it then finds it usable again: nothing of the request is left.
         await router.abort("r")
         await router.heard()  # else token 1 may come before the abort is read, and its export stays
         node.runner.step_gate.open()
         await router.until_load(lambda load: not load.stalled)
         await until_health(node, SERVING)
-        assert (await page_of(node))[0] == 200
         await node.until_idle()
+        node.node.shell.begin_drain()
+        assert (node.node.gets_on, node.node.takes_work) == (True, False)
 
 
 async def test_heartbeats_come_although_nothing_changes() -> None:
@@ -133,7 +148,7 @@ async def test_heartbeats_come_although_nothing_changes() -> None:
 async def test_a_dead_prefill_node_leaves_its_decode_node_healthy() -> None:
     setup = Setup(
         timing=Timing(heartbeat_s=0.05, kv_lease_s=60.0, connect_s=5.0, kv_progress_s=0.5),
-        options={"stall_s": 2.0, "metrics_port": 0},
+        options={"stall_s": 2.0},
     )
     async with running_pair(setup, setup) as pair:
         pair.p.runner.layer_gate.close()  # P hangs in the middle of the prompt
@@ -149,7 +164,7 @@ async def test_a_dead_prefill_node_leaves_its_decode_node_healthy() -> None:
         await stopping
         assert isinstance(error_from_code(failure.code, failure.message), KVError)
         assert await health_of(pair.d.node.address) == SERVING
-        assert (await page_of(pair.d))[0] == 200
+        assert pair.d.node.gets_on
         await pair.to_d.decode(request("local"))
         assert await pair.to_d.all_tokens("local")
         assert not pair.to_d.load.stalled

@@ -363,4 +363,4 @@ class AdmissionMachine(RuleBasedStateMachine):
 
 
 TestAdmissionMachine = AdmissionMachine.TestCase
-TestAdmissionMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestAdmissionMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -208,6 +208,50 @@ async def test_kv_that_is_lost_on_every_way_is_computed_where_it_decodes() -> No
         assert await client.done() == [41, 42, 43]
 
 
+async def test_a_fetch_that_timed_out_is_made_again_and_computes_nothing_anew() -> None:
+    """The exporter is slow, not dead: it goes on, and another decode node fetches from it."""
+    async with cluster("p", "d1", "d2") as (router, (p, d1, d2)):
+        client = Client(router, make_request())
+        prefill = await p.hear(SubmitPrefill)
+        handle = p.export(prefill.request)
+        first = await first_of([d1, d2], SubmitDecode)
+        other = d2 if first is d1 else d1
+        late = (await first.hear(SubmitDecode)).request
+        first.subscribe(late)
+        first.fail(late, "kv_timeout", retryable=True)
+        decode = await other.hear(SubmitDecode)
+        assert (decode.request.epoch, decode.handle) == (2, handle)
+        p.tokens(prefill.request, 0, 41)
+        assert (await client.next()).token_ids == (41,)
+        other.finish(decode.request, 0, 41, 42)
+        assert await client.done() == [41, 42]
+        assert len(p.heard_of(SubmitPrefill)) == 1
+        assert not p.heard_of(AbortRequest)
+        assert not p.heard_of(ReleaseExport)
+        assert client.trace.node_deaths == 0
+        assert router.dispatcher.retries.granted == 0
+
+
+async def test_fetches_that_time_out_again_and_again_end_where_it_decodes() -> None:
+    """Twice from each of two exporters; then the decode node computes the prompt."""
+    async with cluster("p1", "p2", "d") as (router, (*prefillers, d)):
+        client = Client(router, make_request())
+        epoch = 0
+        for seq in (1, 2):
+            p = await first_of(prefillers, SubmitPrefill)
+            prefillers.remove(p)
+            handle = p.export((await p.hear(SubmitPrefill)).request, seq=seq)
+            for _ in range(2):
+                decode = await d.hear(SubmitDecode)
+                epoch += 1
+                assert (decode.request.epoch, decode.handle) == (epoch, handle)
+                d.fail(decode.request, "kv_timeout", retryable=True)
+        decode = await d.hear(SubmitDecode)
+        assert (decode.request.epoch, decode.handle) == (5, None)
+        d.finish(decode.request, 0, 41)
+        assert await client.done() == [41]
+
+
 async def test_a_request_that_kills_three_nodes_has_failed() -> None:
     async with cluster("d1", "d2", "d3", "d4") as (router, nodes):
         client = Client(router, make_request())

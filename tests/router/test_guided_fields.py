@@ -10,17 +10,20 @@ from typing import Any
 import llguidance
 import pytest
 
+from baton.children import ChildBudget
 from baton.engine.guided.xgrammar import XgrammarBackend
 from baton.errors import InvalidRequest, Overloaded, UnsupportedFeature
-from baton.grammar_trials import GrammarTrials, TrialBudget
+from baton.grammar_trials import GrammarTrials
 from baton.grammars import check_grammar
 from baton.sampling import GuidedDecoding
+from router.gate.turns import MAX_WAITING
+from router.off_loop import Lane, OffLoop
 from router.openai import ChatBody, CompletionBody, parse
 from router.parsers.message import MessageParser, MessageRules
 from router.parsers.parts import CallArguments, CallStart, Content, Room
 from router.parsers.reasoning import QWEN3
 from router.parsers.registry import TOOL_FORMATS
-from router.structured.grammar_checks import MAX_WAITING, Asked, GrammarChecker
+from router.structured.grammar_checks import Asked, GrammarChecker
 from router.structured.guided import asked_of, asked_of_chat, check_forced, room_for_content
 from router.structured.tool_grammars import STYLES, forced, offered, style_of
 from tests.engine.guided_vocabulary import EOS, random_output, vocabulary, walk
@@ -320,7 +323,7 @@ async def test_calls_are_for_the_backend_that_was_asked_for(
 ) -> None:
     strict = {"name": "now", "strict": True, "parameters": {"items": {"not": {}}}}
     worse = [*TOOLS[:2], {"type": "function", "function": strict}]
-    checker = GrammarChecker()
+    checker = GrammarChecker(OffLoop())
     for backend in ("xgrammar", "llguidance", None):
         given = {"guided_decoding_backend": backend} if backend else {}
         asked = of_chat(chat(tools=TOOLS, **given, **fields), "hermes", None)
@@ -390,7 +393,7 @@ def test_a_grammar_begins_where_the_thought_ends(opened: bool) -> None:
 
 
 async def test_grammars_are_checked_once_and_blamed_on_the_clients_field() -> None:
-    checker = GrammarChecker()
+    checker = GrammarChecker(OffLoop())
     good, bad = GuidedDecoding("regex", "a"), GuidedDecoding("regex", "(")
     await checker.check(good, "guided_regex")
     await checker.check(good, "guided_regex")
@@ -413,7 +416,7 @@ async def test_grammars_are_checked_once_and_blamed_on_the_clients_field() -> No
 
 
 async def test_what_xgrammar_would_ignore_is_refused_where_it_is_asked_for_and_strict() -> None:
-    checker = GrammarChecker()
+    checker = GrammarChecker(OffLoop())
     schema = {"type": "array", "uniqueItems": True, "items": {"enum": [1, 2]}}
 
     async def check(**fields: Any) -> None:
@@ -433,13 +436,13 @@ async def test_what_xgrammar_would_ignore_is_refused_where_it_is_asked_for_and_s
         assert caught.value.message == f"{field}: xgrammar does not follow uniqueItems"
     await check(response_format=response_format(schema=schema))  # not strict: as far as it goes
     await check(guided_json=SCHEMA)
-    assert checker.trials.num_started == 0
+    assert checker.trials.children.num_started == 0
     checker.close()
 
 
 async def test_a_bad_grammar_costs_its_budget_once_and_holds_up_nobody() -> None:
-    trials = GrammarTrials(budget=TrialBudget(cpu_s=0.5))
-    checker = GrammarChecker(trials)
+    trials = GrammarTrials(budget=ChildBudget(cpu_s=0.5))
+    checker = GrammarChecker(OffLoop(), trials)
     endless = GuidedDecoding("json_schema", '{"type": "integer", "multipleOf": 9999991}')
     asked = [asyncio.create_task(checker.check(endless, f"field{i}")) for i in range(3)]
     await checker.check(GuidedDecoding("regex", "b"), "x")  # beside it
@@ -450,13 +453,14 @@ async def test_a_bad_grammar_costs_its_budget_once_and_holds_up_nobody() -> None
     with pytest.raises(InvalidRequest, match="too long"):
         # A thought before it makes it no other grammar.
         await checker.check(replace(endless, starts_after="</think>"), "guided_json")
-    assert trials.num_given_up == 1
+    assert trials.children.num_given_up == 1
     checker.close()
 
 
 async def test_too_many_unknown_grammars_are_told_to_come_again() -> None:
-    checker = GrammarChecker()
-    grammars = [GuidedDecoding("regex", f"x{index}") for index in range(MAX_WAITING + 8)]
+    checker = GrammarChecker(OffLoop())
+    most = MAX_WAITING + Lane.GRAMMAR.places - 1  # one is left to other keys
+    grammars = [GuidedDecoding("regex", f"x{index}") for index in range(most + 8)]
     outcomes = await asyncio.gather(
         *(checker.check(guided, "f") for guided in grammars), return_exceptions=True
     )

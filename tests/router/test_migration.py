@@ -213,7 +213,7 @@ async def test_the_target_dies_and_another_one_fetches_the_same_export() -> None
         assert len(r.p.heard_of(SubmitPrefill)) == 1
 
 
-@pytest.mark.parametrize("code", ["kv_lost", "kv_stale", "kv_timeout"])
+@pytest.mark.parametrize("code", ["kv_lost", "kv_stale"])
 async def test_an_export_that_cannot_be_fetched_is_prefilled_again(code: str) -> None:
     async with running("d1", "d2") as r:
         move = r.migrate()
@@ -223,7 +223,8 @@ async def test_an_export_that_cannot_be_fetched_is_prefilled_again(code: str) ->
         decode = await other.hear(SubmitDecode)
         other.fail(decode.request, code, retryable=True)
         again = await r.p.hear(SubmitPrefill)
-        assert (again.request.epoch, again.request.output_ids) == (3, ((41, 42),))
+        assert again.request.epoch == decode.request.epoch + 1
+        assert again.request.output_ids == ((41, 42),)
         assert (await r.d.hear(ReleaseExport)).handle == handle
         r.p.export(again.request, seq=2)
         last = await other.hear(SubmitDecode)
@@ -231,6 +232,28 @@ async def test_an_export_that_cannot_be_fetched_is_prefilled_again(code: str) ->
         assert await r.client.done() == [41, 42, 43]
         assert not await ended(move)
         assert (r.stats.done, r.stats.failed) == (0, 1)
+
+
+async def test_an_export_whose_fetch_timed_out_is_fetched_elsewhere() -> None:
+    """By the third decode node, never by the one that exports; then it is prefilled again."""
+    async with running("d1", "d2", "d3") as r:
+        move = r.migrate()
+        await r.d.hear(Migrate)
+        handle = leave(r.d, r.request, 41, 42)
+        waiting = list(r.others)
+        for epoch in (2, 3):
+            node = await first_of(waiting, SubmitDecode)
+            waiting.remove(node)
+            decode = await node.hear(SubmitDecode)
+            assert (decode.handle, decode.request.epoch) == (handle, epoch)
+            node.fail(decode.request, "kv_timeout", retryable=True)
+        again = await r.p.hear(SubmitPrefill)
+        assert (again.request.epoch, again.request.output_ids) == (4, ((41, 42),))
+        r.p.export(again.request, seq=2)
+        last = await node.hear(SubmitDecode)
+        node.finish(last.request, 2, 43)
+        assert await r.client.done() == [41, 42, 43]
+        assert not await ended(move)
 
 
 async def test_the_source_dies_before_it_has_let_go() -> None:

@@ -46,9 +46,10 @@ def test_savings_are_bounded_and_come_back_with_time() -> None:
 
 
 def test_who_needs_no_budget() -> None:
-    free = (NodeLost(""), GivenBack(""), Unavailable(""), KVLost(""), KVTimeout(""))
+    free = (NodeLost(""), GivenBack(""), Unavailable(""), KVLost(""))
     assert all(is_free(error) for error in free)
-    assert not any(is_free(error) for error in (Overloaded(""), KVCorrupt(""), InternalError("")))
+    busy = (Overloaded(""), KVCorrupt(""), KVTimeout(""), InternalError(""))
+    assert not any(is_free(error) for error in busy)
 
 
 def test_spending_more_than_there_is_raises_the_failure_itself() -> None:

@@ -7,6 +7,7 @@ import io
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -38,6 +39,7 @@ from router.config import RouterConfig
 from router.grpc_api import GrpcServer
 from router.reading import MAX_BODY_BYTES
 from router.request_ids import names
+from router.store.memory_store import MemoryStore
 from tests.front.fakes import Front
 from tests.node.fakes import DECODE, PATIENCE_S, PREFILL, Setup, running_node
 
@@ -121,6 +123,31 @@ async def test_every_method_of_a_router_but_health_wants_the_key() -> None:
         right = (("authorization", f"Bearer {KEY}"),)
         assert await outcome(address, "/baton.serve.v1.Inference/Models", right) == "OK"
         assert await outcome(address, "/nobody/knows", right) == "UNIMPLEMENTED"
+
+
+async def test_what_operators_ask_wants_their_key() -> None:
+    """Nodes, their addresses and the load of all are told to no tenant."""
+    store = MemoryStore("router-1", Timing(), SystemClock())
+    asked = "/baton.serve.v1.Inference/ServerInfo"
+    models = "/baton.serve.v1.Inference/Models"
+    tenant = (("authorization", f"Bearer {KEY}"),)
+    operator = (("authorization", "Bearer lever"),)
+    async with door(replace(guarded(), store=store)) as address:  # no admin key: off
+        assert await outcome(address, asked, tenant) == "UNAUTHENTICATED"
+        assert await outcome(address, asked, operator) == "UNAUTHENTICATED"
+    async with door(replace(guarded(admin_key=("lever",)), store=store)) as address:
+        assert await outcome(address, asked, tenant) == "UNAUTHENTICATED"
+        assert await outcome(address, asked, operator) == "OK"
+        assert await outcome(address, models, operator) == "UNAUTHENTICATED"
+        assert await outcome(address, models, tenant) == "OK"
+    config = RouterConfig(admin_key=("lever",), grpc_port=0)
+    async with door(Front(config=config, store=store)) as address:  # on loopback, without API keys
+        assert await outcome(address, asked) == "UNAUTHENTICATED"
+        assert await outcome(address, asked, operator) == "OK"
+        assert await outcome(address, models) == "OK"
+    config = RouterConfig(grpc_port=0)
+    async with door(Front(config=config, store=store)) as address:  # no keys at all
+        assert await outcome(address, asked) == "OK"
 
 
 async def test_a_request_can_be_aborted_by_its_own_tenant_alone() -> None:
@@ -207,6 +234,10 @@ async def test_the_kv_lane_offers_one_method_and_answers_nothing_else() -> None:
 
     def serve(name: str, peer: Any) -> Any:
         served.append(name)
+        # To the end of what the client sends: a call that ends before that ends by a reset of its
+        # stream, which a client may read as INTERNAL.
+        while peer.receive(PATIENCE_S) is not None:
+            pass
         return iter(())
 
     try:

@@ -22,8 +22,10 @@ from redis.exceptions import NoPermissionError
 from redis.retry import Retry
 
 from baton import wire
+from baton.errors import ConfigError
 from baton.handles import NodeRecord, Role
 from baton.node.heartbeat import RedisRegistry
+from baton.redis_connections import NODE_CALL, ROUTER_CALL, check_redis
 from baton.request import RequestState
 from baton.timing import Timing
 from deploy.redis_server import RedisServer, find_redis_binary
@@ -107,6 +109,15 @@ async def test_a_router_asks_the_others_to_end_a_request(server: str) -> None:
     url = f"unix://baton:p%40ss%3Aword@{server}"
     async with routers(url, Requests(), Requests("there")) as (asked, _):
         assert await asked.everywhere(["there"]) == ["there"]
+
+
+async def test_what_a_process_asks_at_its_start_is_allowed(server: str) -> None:
+    for call in (NODE_CALL, ROUTER_CALL):
+        await check_redis(f"unix://baton:p%40ss%3Aword@{server}", 5.0, call)
+        for wrong in ("unix://baton:wrong@", "unix://nobody:p%40ss%3Aword@", "unix://"):
+            with pytest.raises(ConfigError) as caught:
+                await check_redis(f"{wrong}{server}", 5.0, call)
+            assert caught.value.field == "redis_url"
 
 
 def test_nobody_else_is_let_in(server: str) -> None:

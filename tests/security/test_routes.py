@@ -17,6 +17,7 @@ from router.config import RouterConfig
 from tests.front.fakes import Front
 
 KEY = "the-key"
+ADMIN_KEY = "the-admin-key"
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
 CREDENTIALS: list[dict[str, str]] = [
     {},
@@ -42,7 +43,8 @@ def inner(app: Any) -> Starlette:
 
 
 def apps() -> dict[str, ASGIApp]:
-    services = Front(config=RouterConfig(api_key=(KEY,))).services
+    config = RouterConfig(api_key=(KEY,), admin_key=(ADMIN_KEY,))
+    services = Front(config=config).services
     return {"public": create_app(services), "admin": create_admin_app(services)}
 
 
@@ -86,14 +88,17 @@ def test_the_list_of_routes_is_the_real_one() -> None:
     assert "/abort_requests" in {path for name, path in ROUTES if name == "admin"}
 
 
-@pytest.mark.parametrize("name", ["public", "admin"])
-async def test_the_key_opens_them(name: str) -> None:
+@pytest.mark.parametrize(("name", "path"), ROUTES)
+async def test_the_key_of_one_port_opens_none_of_the_other(name: str, path: str) -> None:
     transport = httpx.ASGITransport(apps()[name], raise_app_exceptions=False)
-    headers = {"authorization": f"Bearer {KEY}"}
-    async with httpx.AsyncClient(
-        transport=transport, base_url="http://baton", headers=headers
-    ) as client:
-        assert (await client.get("/metrics")).status_code == 200
+    own, other = (KEY, ADMIN_KEY) if name == "public" else (ADMIN_KEY, KEY)
+    async with httpx.AsyncClient(transport=transport, base_url="http://baton") as client:
+        for method in METHODS:
+            refused = await client.request(method, path, headers={"x-api-key": other})
+            probe = path in OPEN_PATHS and method in ("GET", "HEAD")
+            assert (refused.status_code != 401) == probe, method
+        opened = await client.get("/metrics", headers={"authorization": f"Bearer {own}"})
+        assert opened.status_code == 200
 
 
 @pytest.mark.parametrize("keys", [("",), ("good", " ")])

@@ -23,10 +23,9 @@ from baton.errors import ConfigError, Unavailable
 from baton.handles import Role
 from baton.node.config import NodeConfig
 from baton.node.lanes import LaneSettings
-from baton.node.metrics_server import MetricsPlace, MetricsServer, metrics_token
+from baton.node.metrics_server import MetricsPlace, metrics_token, start_metrics
 from baton.timing import Timing
 from baton.tls import ClientTls, TlsFiles
-from deploy import healthcheck
 from deploy.doctor import NoLog
 from kv_transfer.memory import MemoryFabric
 from router.config import RouterConfig
@@ -197,20 +196,6 @@ async def test_sessions_under_mutual_tls(own: TlsFiles, stranger: TlsFiles) -> N
                         await registry.wait_until(lambda: bool(registry.records()))
 
 
-async def test_a_containers_own_probe_under_tls(own: TlsFiles) -> None:
-    environ = {f"BATON_{name.upper()}": path for name, path in options_of(own).items()}
-    setup = Setup(options={"secret": SECRET, **options_of(own)})
-    async with running_node(DECODE, MemoryFabric(), setup) as node:
-        command = ["grpc", node.node.address]
-        inside = {**environ, "HOSTNAME": "localhost"}  # a name in the certificate
-        assert await asyncio.to_thread(healthcheck.main, command, inside) == 0
-        assert await asyncio.to_thread(healthcheck.main, command, {}) == 1
-    async with http(RouterConfig(**options_of(own))) as url:
-        command = ["http", url.replace("https", "http") + "/health"]
-        assert await asyncio.to_thread(healthcheck.main, command, environ) == 0
-        assert await asyncio.to_thread(healthcheck.main, command, {}) == 1
-
-
 async def test_tls_does_not_replace_the_secret(own: TlsFiles) -> None:
     setup = Setup(options={"secret": "another secret", **options_of(own)})
     async with (
@@ -233,30 +218,18 @@ async def test_metrics_want_the_token(own: TlsFiles, encrypted: bool) -> None:
     assert SECRET not in token
     tls = own if encrypted else None
 
-    def with_probe(app: Any) -> Any:
-        def answer(environ: Any, start_response: Any) -> Any:
-            if environ["PATH_INFO"] != "/probe":
-                return app(environ, start_response)
-            start_response("200 OK", [])
-            return [b"fine"]
-
-        return answer
-
-    server = MetricsServer.start(registry, MetricsPlace("127.0.0.1", 0, token, tls), with_probe)
+    server = start_metrics(registry, MetricsPlace("127.0.0.1", 0, token, tls))
     url = f"http{'s' if encrypted else ''}://127.0.0.1:{server.port}"
     context = believing(own, own) if encrypted else None
 
-    def scrape(
-        given: str | None, context: ssl.SSLContext | None = context, page: str = "/metrics"
-    ) -> str:
+    def scrape(given: str | None, context: ssl.SSLContext | None = context) -> str:
         headers = {} if given is None else {"authorization": given}
-        asked = urllib.request.Request(url + page, headers=headers)
+        asked = urllib.request.Request(f"{url}/metrics", headers=headers)
         with urllib.request.urlopen(asked, timeout=PATIENCE_S, context=context) as answer:
             return answer.read().decode()
 
     try:
         silent = socket.create_connection(("127.0.0.1", server.port))  # stops nobody
-        assert await asyncio.to_thread(scrape, None, context, "/probe") == "fine"
         assert "things_total 3.0" in await asyncio.to_thread(scrape, f"Bearer {token}")
         for wrong in (None, "Bearer", f"Bearer {token}x", f"Bearer {SECRET}", token):
             with pytest.raises(urllib.error.HTTPError) as caught:
@@ -289,14 +262,12 @@ def test_an_open_node_needs_tls_or_consent() -> None:
 def test_an_open_router_needs_tls_or_consent() -> None:
     both = {"tls_cert": "c", "tls_key": "k"}
     RouterConfig(host="10.0.0.7", api_key=("k",), **both).check()  # type: ignore[arg-type]
-    RouterConfig(admin_host="::", api_key=("k",), **both).check()  # type: ignore[arg-type]
-    for host in ({"host": "10.0.0.7"}, {"admin_host": "0.0.0.0"}):
-        with pytest.raises(ConfigError) as caught:
-            RouterConfig(api_key=("k",), **host).check()  # type: ignore[arg-type]
-        assert caught.value.field == "insecure"
-        with pytest.raises(ConfigError) as caught:
-            RouterConfig(**host, **both).check()  # type: ignore[arg-type]
-        assert caught.value.field == "api_key", "TLS is no key"
+    with pytest.raises(ConfigError) as caught:
+        RouterConfig(host="10.0.0.7", api_key=("k",)).check()
+    assert caught.value.field == "insecure"
+    with pytest.raises(ConfigError) as caught:
+        RouterConfig(host="10.0.0.7", **both).check()  # type: ignore[arg-type]
+    assert caught.value.field == "api_key", "TLS is no key"
 
 
 def test_kv_transfer_goes_by_the_nodes_files_unless_it_has_its_own() -> None:

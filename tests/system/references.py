@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,13 @@ def transformers_tokens(model: Path, asked: Sequence[Tokens], count: int) -> lis
 def one_engine_tokens(
     model: Path, asked: Sequence[Tokens], params: SamplingParams, model_impl: str = "auto"
 ) -> list[Tokens]:
-    """Tokens of `LLM`, one engine in this process."""
+    """Tokens of `LLM`, one engine in this process; computed once for each question."""
+    return list(_one_engine_tokens(model, tuple(asked), params, model_impl))
+
+
+@cache
+def _one_engine_tokens(
+    model: Path, asked: tuple[Tokens, ...], params: SamplingParams, model_impl: str
+) -> tuple[Tokens, ...]:
     llm = LLM(model=str(model), model_impl=model_impl, num_kv_blocks=64, threads=1)
-    return [tuple(out.token_ids) for out in llm.generate([list(p) for p in asked], params)]
+    return tuple(tuple(out.token_ids) for out in llm.generate([list(p) for p in asked], params))

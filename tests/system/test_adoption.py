@@ -45,6 +45,12 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return Reference(model, asked, one_engine_tokens(model, asked, PARAMS))
 
 
+@pytest.fixture(autouse=True)
+def _no_page_is_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow this machine is: pages become own ones where a test says so."""
+    monkeypatch.setattr(adopted_pages, "TAKE_OVER_AFTER_S", 1e6)
+
+
 def plan(reference: Reference, shared: Path, **changes: Any) -> Plan:
     shared.mkdir()
     return Plan(reference.model, (OPTIONS,), (OPTIONS,), shared=shared, **changes)
@@ -156,7 +162,6 @@ async def test_a_full_exporter_gets_its_pages_back_at_once(
 ) -> None:
     """P has room for one of the prompts. D decodes the first in P's pages; the second is prefilled
     while the first still runs, long before any age or lease would have made room."""
-    monkeypatch.setattr(adopted_pages, "TAKE_OVER_AFTER_S", 1e6)
     (tmp_path / "shm").mkdir()
     small = OPTIONS | {"num_kv_blocks": 12}
     here = Plan(reference.model, (small,), (OPTIONS,), shared=tmp_path / "shm")

@@ -160,9 +160,12 @@ async def test_adapters_are_models_by_name(model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("after", [0, 3])
 async def test_an_operators_abort_is_told_as_an_end(model: Path, after: int) -> None:
-    async with served(Plan(model, router={"admin_port": 0})) as (c, client):
+    async with served(Plan(model, router={"admin_port": 0, "admin_key": ("o",)})) as (c, client):
         admin = httpx.ASGITransport(create_admin_app(c.router.services))
-        async with httpx.AsyncClient(transport=admin, base_url="http://admin") as operator:
+        key = {"authorization": "Bearer o"}
+        async with httpx.AsyncClient(
+            transport=admin, base_url="http://admin", headers=key
+        ) as operator:
             body = {"prompt": PROMPT, "max_tokens": 400, **GREEDY}
             go_on = c.hold_after(20)
             asked = asyncio.create_task(

@@ -36,6 +36,11 @@ ROUTES = [
     *itertools.product(("llama", "qwen2", "qwen3", "mistral"), ("lean", "transformers")),
     ("gpt2", "transformers"),
 ]
+# What differs between families once each is equal to transformers: whether layers have windows, and
+# whose code runs. The rest of them comes with the long tests.
+UNLIKE = {("llama", "lean"), ("mistral", "lean"), ("gpt2", "transformers")}
+FEW = [pytest.param(*route, marks=[pytest.mark.long] * (route not in UNLIKE)) for route in ROUTES]
+SIZES = [(8, 32), (32, 8), (16, 128)]
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,7 @@ async def test_disaggregated_equals_one_engine_equals_transformers(
     assert one_engine_tokens(expected.model, PROMPTS, GREEDY, impl) == expected.tokens
 
 
-@pytest.mark.parametrize(("kind", "impl"), ROUTES)
+@pytest.mark.parametrize(("kind", "impl"), FEW)
 async def test_chunked_prefill_changes_no_token(
     golden: Callable[[str], Golden], kind: str, impl: str
 ) -> None:
@@ -111,7 +116,7 @@ async def test_chunked_prefill_changes_no_token(
         assert_handed_over(c)
 
 
-@pytest.mark.parametrize(("kind", "impl"), ROUTES)
+@pytest.mark.parametrize(("kind", "impl"), FEW)
 async def test_prefix_hits_on_both_sides_change_no_token(
     golden: Callable[[str], Golden], kind: str, impl: str
 ) -> None:
@@ -131,7 +136,7 @@ async def test_prefix_hits_on_both_sides_change_no_token(
         assert_handed_over(c)
 
 
-@pytest.mark.parametrize(("kind", "impl"), ROUTES)
+@pytest.mark.parametrize(("kind", "impl"), FEW)
 async def test_preemption_by_recompute_changes_no_token(
     golden: Callable[[str], Golden], kind: str, impl: str
 ) -> None:
@@ -161,7 +166,7 @@ async def test_preemption_by_recompute_changes_no_token(
         assert c.decode[0].transfers.bytes_received["grpc"] > 0
 
 
-@pytest.mark.parametrize(("kind", "impl"), ROUTES)
+@pytest.mark.parametrize(("kind", "impl"), FEW)
 async def test_three_prefill_and_two_decode_nodes(
     golden: Callable[[str], Golden], kind: str, impl: str
 ) -> None:
@@ -177,8 +182,8 @@ async def test_three_prefill_and_two_decode_nodes(
         assert_handed_over(c)
 
 
-@pytest.mark.parametrize("sizes", [(8, 32), (32, 8), (16, 128)])
-@pytest.mark.parametrize(("kind", "impl"), ROUTES)
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(("kind", "impl"), FEW)
 async def test_different_block_sizes_on_prefill_and_decode(
     golden: Callable[[str], Golden], kind: str, impl: str, sizes: tuple[int, int]
 ) -> None:

@@ -73,9 +73,17 @@ def bytes_per_token(c: Cluster) -> int:
     return c.prefill[0].node.shell.connector.bytes_of(1)
 
 
-@pytest.mark.parametrize("lane", LANES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("blocks", BLOCKS)
+# Each pair of sizes in each dtype, and each lane with every size; what is between comes with the
+# long tests.
+ANY_TWO = [
+    pytest.param(blocks, dtype, lane, marks=[pytest.mark.long] * ((i + j + k) % len(LANES) > 0))
+    for i, blocks in enumerate(BLOCKS)
+    for j, dtype in enumerate(("float32", "bfloat16"))
+    for k, lane in enumerate(LANES)
+]
+
+
+@pytest.mark.parametrize(("blocks", "dtype", "lane"), ANY_TWO)
 async def test_any_two_block_sizes(
     model: Path,
     alone: Callable[..., list[Tokens]],
@@ -93,8 +101,14 @@ async def test_any_two_block_sizes(
         assert await tokens_of(c, lane, bytes_per_token(c)) == alone(**how)
 
 
-@pytest.mark.parametrize("lane", LANES)
-@pytest.mark.parametrize("blocks", [(8, 32), (32, 8), (16, 16)])
+@pytest.mark.parametrize(
+    ("blocks", "lane"),
+    [
+        pytest.param(blocks, lane, marks=[pytest.mark.long] * (i != k))
+        for i, blocks in enumerate([(8, 32), (32, 8), (16, 16)])
+        for k, lane in enumerate(LANES)
+    ],
+)
 async def test_int8_on_both_sides_is_one_int8_engine(
     model: Path,
     alone: Callable[..., list[Tokens]],

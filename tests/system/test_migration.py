@@ -25,7 +25,7 @@ from tests.system.references import Tokens, one_engine_tokens, prompts
 from tests.tiny_models import make_tiny_model
 from tests.waiting import WAIT_S, eventually
 
-NUM_TOKENS = 300
+NUM_TOKENS = 200
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=0.9, top_p=0.95, seed=11)
 PROMPTS = prompts((3, 17, 40, 65), seed=3)
@@ -96,7 +96,7 @@ async def test_streams_go_on_where_they_were(
     options = [{"num_kv_blocks": 256, "block_size": size} for size in sizes]
     async with cluster(Plan(model, decode=options, shared=tmp_path, lanes=(lane,))) as c:
         streams = started(c, params)
-        for count in (5, 60):  # there, and back again
+        for count in (5, 40):  # there, and back again
             for stream in streams:
                 await stream.at_least(count)
             moved = await move_all(c)

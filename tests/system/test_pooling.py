@@ -73,6 +73,7 @@ async def test_vectors_and_scores_are_transformers_also_after_a_kill(
         flags = ["--num-kv-blocks", "64", "--threads", "1", "--dtype", "float32"]
         prefill, decode = await cluster.nodes(2, 1, [*flags, "--metrics-port", "0"])
         options = ["--pooling-type", "mean", "--reranker", "qwen3", "--admin-port", "0"]
+        options += ["--admin-key", "o"]
         router = await cluster.router(prefill, decode, options)
         base = f"http://{router.address}"
         async with openai.AsyncOpenAI(base_url=f"{base}/v1", api_key="none") as client:
@@ -92,7 +93,7 @@ async def test_vectors_and_scores_are_transformers_also_after_a_kill(
                 return sum([await pooled(node) for node in prefill]) == asked
 
             await eventually(counted)
-            async with httpx.AsyncClient() as operator:
+            async with httpx.AsyncClient(headers={"x-api-key": "o"}) as operator:
                 debug = await operator.get(f"http://{router.ready['admin_address']}/debug")
             assert {node["node_id"] for node in debug.json()["nodes"]} == {"p0", "p1", "d0"}
             await prefill[0].kill()

@@ -52,7 +52,8 @@ async def ended_by(admin: str, address: str, name: str) -> str | None:
             if not told:
                 told = True
                 ids = {"request_ids": [name]}
-                reply = await client.post(f"http://{admin}/abort_requests", json=ids)
+                url, key = f"http://{admin}/abort_requests", {"x-api-key": "o"}
+                reply = await client.post(url, json=ids, headers=key)
                 assert len(reply.json()["aborted"]) == 1, reply.text
             reason = json.loads(line[6:])["choices"][0]["finish_reason"] or reason
         return reason
@@ -78,6 +79,14 @@ async def is_ready(address: str) -> bool:
         return False
 
 
+async def serves(health_port: int) -> bool:
+    """What the supervisor says of them all."""
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{health_port}") as client:
+        for path in ("/startupz", "/livez"):
+            assert (await client.get(path)).status_code == 200
+        return (await client.get("/readyz")).status_code == 200
+
+
 async def is_up(address: str) -> bool:
     return not await is_gone(address)
 
@@ -95,11 +104,14 @@ async def test_two_workers_on_one_port(tmp_path: Path, redis_url: str) -> None:
     async with Processes(model, tmp_path, redis_url) as cluster:
         prefill, decode = await cluster.nodes(1, 1, NODE_FLAGS)
         flags = ["--workers", "2", "--own-port", "0", "--admin-port", "0"]
+        flags += ["--admin-key", "o", "--health-port", "0"]
         router = await cluster.router(prefill, decode, flags)
         assert len(set(router.ready["workers"])) == 2
         assert len(set(router.ready["admin_addresses"])) == 2
         for address in router.ready["workers"]:  # its sessions stand
             assert await eventually(partial(is_ready, address))
+
+        assert await eventually(partial(serves, router.ready["health_port"]))
 
         texts = await asyncio.gather(*(ask(router.address) for _ in range(NUM_REQUESTS)))
         assert len(set(texts)) == 1
@@ -111,6 +123,7 @@ async def test_two_workers_on_one_port(tmp_path: Path, redis_url: str) -> None:
             params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
             options = GenerateOptions(timeout_s=PATIENCE_S)
             assert (await client.generate("hello", params, options)).text == texts[0]
+        async with AsyncClient(router.ready["grpc_address"], "o") as client:
             info = await client.server_info()  # counts over all workers: Redis'
             assert info.requests_by_state["finished"] >= NUM_REQUESTS + 1
 

@@ -122,7 +122,7 @@ def test_what_is_not_in_the_pool_is_refused(
     st.integers(-3, 1 << 70) | st.floats() | st.booleans() | st.text(max_size=3) | st.none(),
     lambda children: st.lists(children, max_size=5), max_leaves=25,
 ).map(json.dumps))  # fmt: skip
-@settings(max_examples=400)
+@settings(max_examples=150)
 @example("[0,1,1,[]]")  # a pool without layers
 def test_any_other_text_is_corrupt(text: str) -> None:
     with pytest.raises(KVCorrupt):
@@ -130,7 +130,7 @@ def test_any_other_text_is_corrupt(text: str) -> None:
 
 
 @given(st.data())
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_one_number_changed_is_corrupt_or_within_bounds(data: st.DataObject) -> None:
     """Whatever a peer says, what it makes us read lies in the memory that it announced."""
     text = mapped(MIXED)[2].to_text()

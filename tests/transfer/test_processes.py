@@ -76,7 +76,13 @@ async def node(lane: str, **settings: object) -> AsyncIterator[Node]:
 
 
 @pytest.mark.parametrize(
-    ("lane", "percent"), [("stream", 25), ("grpc", 50), ("stream", 75), ("grpc", 100)]
+    ("lane", "percent"),
+    [
+        ("stream", 25),
+        ("grpc", 100),
+        pytest.param("grpc", 50, marks=pytest.mark.long),
+        pytest.param("stream", 75, marks=pytest.mark.long),
+    ],
 )
 async def test_p_is_killed(lane: str, percent: int) -> None:
     """KVLost at once, not at a deadline; nothing of it is used."""

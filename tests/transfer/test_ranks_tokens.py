@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from tests.transfer.direct_lanes import pool_of, shm_lane
 from tests.transfer.pools import EVERY_FRAME, SECRET, Node
 
 [PROMPT] = prompts((75,), seed=9)
-PARAMS = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+PARAMS = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 BEFORE = 6  # tokens on A
 
 
@@ -63,6 +64,19 @@ async def new_lane(
     yield makers[request.param]
     for arena in arenas:
         arena.close()
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path) -> Callable[..., tuple[int, ...]]:
+    """What one engine with these options says; asked once."""
+
+    @cache
+    def of(**options: Any) -> tuple[int, ...]:
+        llm = LLM(model=str(model), num_kv_blocks=64, threads=1, **options)
+        [output] = llm.generate([list(PROMPT)], PARAMS)
+        return tuple(output.token_ids)
+
+    return of
 
 
 class Alone:
@@ -120,7 +134,12 @@ def offer(
     [("float32", (16, 8, 32)), ("bfloat16", (32, 64, 16)), ("int8", (8, 16, 64))],
 )
 async def test_through_a_group_and_back(
-    new_lane: Callable[[], Lane], model: Path, size: int, dtype: str, blocks: tuple[int, int, int]
+    new_lane: Callable[[], Lane],
+    model: Path,
+    alone: Callable[..., tuple[int, ...]],
+    size: int,
+    dtype: str,
+    blocks: tuple[int, int, int],
 ) -> None:
     kind = "kv_cache_dtype" if dtype == "int8" else "dtype"
     options: dict[str, Any] = {kind: dtype, "deterministic": dtype == "bfloat16"}
@@ -165,8 +184,6 @@ async def test_through_a_group_and_back(
         assert b.engine.stats.num_prompt_tokens == 0
         for rank in ranks:
             await rank.freed()
-    llm = LLM(model=str(model), num_kv_blocks=64, threads=1, **options)
-    [alone] = llm.generate([list(PROMPT)], PARAMS)
-    assert (*told, *rest) == tuple(alone.token_ids)
+    assert (*told, *rest) == alone(**options)
     a.check()
     b.check()

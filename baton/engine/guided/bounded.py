@@ -1,4 +1,4 @@
-"""Texts of bounded length in structural tags, spelled so that xgrammar keeps them JSON.
+"""Structural tags as xgrammar must read them: bounded texts stay JSON, white space is bounded.
 
 In a text with `minLength` or `maxLength` it lets control characters pass, which JSON escapes. Where
 all of an answer is JSON the vocabulary is without them; beside a tag they may be text. So the bound
@@ -8,6 +8,7 @@ becomes a pattern that leaves them out. Pure; no I/O.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any, Final, cast
 
 from baton.structural_tags import format_of, holds_json
@@ -18,20 +19,23 @@ _LENGTHS: Final = frozenset({"minLength", "maxLength"})
 _CHARACTER: Final = r'[^"\\\x00-\x1f]'
 
 
-def bounded_tag(text: str) -> str:
-    """A structural tag of the same texts. Raises InvalidRequest for what is none."""
-    return json.dumps({"type": "structural_tag", "format": _form(format_of(text))})
+def bounded_tag(text: str, grammar_of: Callable[[Any], str]) -> str:
+    """A structural tag of the same texts, with the grammars of its schemas in their places: for a
+    schema it takes no bound of the white space. Raises InvalidRequest for what is none."""
+    return json.dumps({"type": "structural_tag", "format": _form(format_of(text), grammar_of)})
 
 
-def _form(form: Any) -> Any:
+def _form(form: Any, grammar_of: Callable[[Any], str]) -> Any:
     if isinstance(form, list):
-        return [_form(item) for item in cast("list[Any]", form)]
+        return [_form(item, grammar_of) for item in cast("list[Any]", form)]
     if not isinstance(form, dict):
         return form
     plain = cast("dict[str, Any]", form)
-    in_json = holds_json(plain)
+    if holds_json(plain):
+        schema = _schema(plain.get("json_schema", True))
+        return {"type": "grammar", "grammar": grammar_of(schema)}
     return {
-        key: (_schema(value) if in_json else value) if key == "json_schema" else _form(value)
+        key: value if key == "json_schema" else _form(value, grammar_of)
         for key, value in plain.items()
     }
 

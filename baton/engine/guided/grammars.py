@@ -29,8 +29,8 @@ from baton.engine.guided.thought import FREE, ThoughtEnd, ThoughtLimit
 from baton.engine.guided.trial import trials_of
 from baton.engine.interface import ModelInfo
 from baton.engine.sequence import RequestGroup
-from baton.errors import BatonError, InternalError, InvalidRequest, Overloaded, UnsupportedFeature
-from baton.grammar_trials import GrammarTrials
+from baton.errors import BatonError, InternalError, Overloaded, UnsupportedFeature
+from baton.grammar_trials import GrammarTrials, too_busy
 from baton.grammars import FIELD, check_size
 from baton.request import Request
 from baton.sampling import GuidedDecoding
@@ -98,7 +98,7 @@ class Grammars:
         try:
             grammar = self.submit(guided).result(COMPILE_S)
         except FutureTimeout as error:
-            raise too_slow() from error
+            raise too_busy() from error
         if guided.most_thought is None:
             return grammar
         return replace(grammar, limit=self._limit(guided, guided.most_thought))
@@ -190,7 +190,7 @@ async def prepared(grammars: Grammars | None, guided: GuidedDecoding | None) -> 
         # Shielded: others may wait for the same one.
         return await asyncio.wait_for(asyncio.shield(compiling), COMPILE_S)
     except TimeoutError as error:
-        raise too_slow() from error
+        raise too_busy() from error
 
 
 def grammars_of(config: EngineConfig, info: ModelInfo) -> Grammars:
@@ -225,12 +225,6 @@ def guide(group: RequestGroup, grammars: Grammars | None) -> None:
     grammar = grammars.get(guided)
     for sequence in group.sequences:
         sequence.guide = grammar.guide()
-
-
-def too_slow() -> InvalidRequest:
-    return InvalidRequest(
-        f"guided: the grammar could not be compiled within {COMPILE_S:g} s", field=FIELD
-    )
 
 
 def _make(name: str, vocabulary: Vocabulary) -> Backend:

@@ -16,15 +16,16 @@ from typing import Final
 
 import numpy as np
 
+from baton.children import ChildBudget
 from baton.engine.checkpoint import open_checkpoint
 from baton.engine.guided.base import load_vocabulary
 from baton.engine.guided.xgrammar import XgrammarBackend
 from baton.grammar_trial import serve
-from baton.grammar_trials import GrammarTrials, TrialBudget
+from baton.grammar_trials import GrammarTrials
 from baton.sampling import GuidedDecoding
 
 # A large vocabulary costs it seconds for plain schemas; beside them there is torch in memory.
-BUDGET: Final = TrialBudget(cpu_s=8.0, memory_bytes=4 << 30, wall_s=25.0)
+BUDGET: Final = ChildBudget(cpu_s=8.0, memory_bytes=4 << 30, wall_s=25.0)
 
 
 def trials_of(model: str, vocab_size: int, eos_token_ids: Sequence[int]) -> GrammarTrials:

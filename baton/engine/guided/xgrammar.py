@@ -70,15 +70,18 @@ class XgrammarBackend:
             case "ebnf":
                 return compiler.compile_lark(guided.grammar)
             case "structural_tag":
-                return compiler.compile_structural_tag(bounded_tag(guided.grammar))
+                tag = bounded_tag(guided.grammar, lambda schema: self._grammar(schema, guided))
+                return compiler.compile_structural_tag(tag)
             case "json_schema" | "json_object":
+                options = _json_options(guided)
                 return compiler.compile_json_schema(
-                    guided.grammar or '{"type": "object"}',
-                    any_whitespace=guided.whitespace is None,
-                    separators=(",", ":") if guided.whitespace == "" else None,
-                    strict_mode=False,
-                    max_whitespace_cnt=MAX_SPACES if guided.whitespace is None else None,
+                    guided.grammar or '{"type": "object"}', **options
                 )
+
+    def _grammar(self, schema: Any, guided: GuidedDecoding) -> str:
+        """EBNF of a JSON schema within a tag."""
+        of = self._xgrammar.Grammar.from_json_schema
+        return str(of(json.dumps(schema), **_json_options(guided)))
 
     def _spoken(self, guided: GuidedDecoding) -> frozenset[int]:
         """The special tokens that a grammar spells out: elsewhere text must not hold them, because
@@ -108,6 +111,16 @@ class XgrammarBackend:
                     info, max_threads=1, cache_enabled=False
                 )
             return self._compilers[key]
+
+
+def _json_options(guided: GuidedDecoding) -> dict[str, Any]:
+    """What a JSON text may be like, beside its schema."""
+    return {
+        "any_whitespace": guided.whitespace is None,
+        "separators": (",", ":") if guided.whitespace == "" else None,
+        "strict_mode": False,
+        "max_whitespace_cnt": MAX_SPACES if guided.whitespace is None else None,
+    }
 
 
 class XgrammarMatcher:

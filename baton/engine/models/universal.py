@@ -3,7 +3,7 @@
 Our function is registered in transformers' AttentionInterface under a name of its own; the step's
 batch reaches it as a keyword of the forward call, so there is no global. At load:
 
-    refuse by config -> from_pretrained -> native logits of a few tokens -> latents absorbed (MLA)
+    read_causal (refuses by config) -> native logits of a few tokens -> latents absorbed (MLA)
     -> probe forward (discovers layers, heads, windows, scaling, softcap, sinks)
     -> the same tokens through the paged path, in two chunks -> must equal the native logits, else
     refused
@@ -16,16 +16,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import logging
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoConfig, DynamicCache
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-from transformers.utils import logging as transformers_logging
+from transformers import AttentionInterface, DynamicCache
 
 from baton.engine.attention.base import AttentionLayer
 from baton.engine.attention.torch_cpu import TorchAttention
@@ -33,18 +29,15 @@ from baton.engine.batch import Batch, flatten
 from baton.engine.checkpoint import Checkpoint
 from baton.engine.interface import SequenceChunk
 from baton.engine.lora import Adapter, rows_by_adapter
+from baton.engine.models.causal import named_refusals, read_causal
 from baton.engine.models.config import latent_spec, layer_spec
 from baton.engine.models.hooked_lora import HookedAdapters
 from baton.engine.models.mla import Absorbed, absorb_latents
-from baton.engine.tensors import TensorReader
 from baton.engine.work import ParameterCounts
 from baton.errors import InternalError, ModelRefused
 from baton.kv_spec import HeldBlocks, LayerSpec
 
-logger = logging.getLogger(__name__)
-
 IMPLEMENTATION: Final = "baton_paged"
-_SERVED_LAYER_TYPES: Final = {"full_attention", "sliding_attention", "attention"}
 # Keywords that models hand to attention and that change nothing once dropout and caches are off.
 _HARMLESS: Final = {
     "dropout", "position_ids", "use_cache", "output_router_logits", "output_attentions",
@@ -248,22 +241,8 @@ def load_universal(
     fixed_shapes: bool = False,
 ) -> UniversalModel:
     """Load a checkpoint. Raises ModelRefused, naming architecture and reason."""
-    config = checkpoint.config
-    architecture = (config.get("architectures") or [config.get("model_type") or "unknown"])[0]
-    if config.get("model_type") not in CONFIG_MAPPING:
-        raise ModelRefused(
-            f"{architecture} is not an architecture that transformers knows (code from checkpoints "
-            "is never run)",
-            field="model",
-        )
-    try:
+    with named_refusals(checkpoint.config):
         return _load(checkpoint, dtype, device, fixed_shapes)
-    except ModelRefused as reason:
-        raise ModelRefused(f"{architecture} cannot be served: {reason}", field="model") from reason
-    except Exception as error:
-        # Exotic modelling code fails in exotic ways; whatever it is, this model is not served.
-        detail = f"{type(error).__name__}: {error}"
-        raise ModelRefused(f"{architecture} cannot be served: {detail}", field="model") from error
 
 
 @torch.inference_mode()
@@ -273,11 +252,6 @@ def _load(
     causal = read_causal(checkpoint, dtype)
     causal.requires_grad_(False).eval().to(device)
     text_config = causal.config.get_text_config()
-    unserved = set(getattr(text_config, "layer_types", None) or ()) - _SERVED_LAYER_TYPES
-    if unserved:
-        raise ModelRefused(f"layers of type {', '.join(sorted(unserved))}")
-    if getattr(causal, "_is_stateful", False):
-        raise ModelRefused("it keeps recurrent state")
     ids = (torch.arange(_CHECK_TOKENS, device=device) * 37 + 5) % text_config.vocab_size
     native = causal(input_ids=ids[None], use_cache=False).logits[0].float()
     causal.set_attn_implementation(IMPLEMENTATION)
@@ -285,43 +259,6 @@ def _load(
     _check_windows(model, text_config)
     _self_check(model, ids, native, dtype)
     return model
-
-
-def read_causal(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
-    """transformers' own model on the CPU, each tensor read once, in the dtype that it is kept in.
-
-    transformers makes the model without memory, renames and merges tensors as the family needs it,
-    makes the buffers that no file holds and ties what is tied. It is handed tensors that are still
-    in their files: from the files themselves it would map all of them beside every cast copy.
-
-    Raises ModelRefused for tensors that are missing or of another shape.
-    """
-    transformers_logging.disable_progress_bar()
-    config: Any = AutoConfig.from_pretrained(
-        checkpoint.path, trust_remote_code=False, local_files_only=True
-    )
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ModelRefused("transformers has no causal language model of this kind")
-    family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    if family.config_class is config.sub_configs.get("text_config"):
-        config = config.get_text_config()  # of a multimodal checkpoint: its language model alone
-    lazy = TensorReader(checkpoint.weight_files, dtype, torch.device("cpu")).lazy()
-    loaded: Any = family.from_pretrained(
-        None,
-        config=config,
-        state_dict=lazy,
-        dtype=dtype,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # told of below: its own error does not name them
-    )
-    causal, loading = loaded
-    incomplete = sorted(loading["missing_keys"]) + sorted(loading["mismatched_keys"])
-    if incomplete:
-        raise ModelRefused(f"tensors missing or of a wrong shape: {incomplete[:3]}")
-    if loading["unexpected_keys"]:
-        unused = sorted(loading["unexpected_keys"])
-        logger.warning("tensors of %s not used: %s", checkpoint.path, unused[:3])
-    return causal
 
 
 def _names_experts(config: dict[str, Any]) -> bool:

@@ -21,7 +21,6 @@ from baton.engine.models.base import ModelAround
 from baton.engine.tensor_parallel.group import RankGroup
 from baton.engine.tensor_parallel.messages import ALL_ROWS, Kind, encode_step
 from baton.engine.tensor_parallel.place import LEADER, RankPlace
-from baton.engine.tensor_parallel.rank import refuse
 from baton.engine.tensor_parallel.ranks import Ranks, StartRank, start_process, threads_of
 
 
@@ -81,9 +80,8 @@ class Written:
 def load_leader(config: EngineConfig, start_rank: StartRank = start_process) -> LoadedModel:
     """Start the other ranks and load this one's share beside them.
 
-    Raises ModelRefused for what cannot be split, ConfigError as loading.load_model does.
+    Raises what loading.load_model does.
     """
-    refuse(config)
     torch.set_num_threads(threads_of(config))
     group = RankGroup(RankPlace(LEADER, config.tensor_parallel_size), "gloo")
     ranks = Ranks.start(config, group, start_rank)

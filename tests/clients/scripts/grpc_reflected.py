@@ -37,8 +37,10 @@ for name in ("", SERVICE):
 
 models = inference.Models({})["models"]
 assert [model["id"] for model in models] == [MODEL], models
-info = inference.ServerInfo({})
-assert len(info["nodes"]) == 2, info
+try:
+    raise AssertionError(inference.ServerInfo({}))
+except grpc.RpcError as error:  # operators' alone
+    assert error.code() == grpc.StatusCode.UNAUTHENTICATED, error
 
 events = list(inference.Generate({**PROMPT, "max_tokens": 9, "ignore_eos": True}))
 ids = [token for event in events for token in event.get("token_ids", [])]

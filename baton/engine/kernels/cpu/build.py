@@ -1,8 +1,9 @@
 """Compile the CPU kernels once per machine and instruction set, and find them again.
 
-One source tree serves every instruction set: vectors.h is its vocabulary. A library lies in the
-user's cache, named by a digest of what it was made of: the sources, the flags, the compiler. Not
-here: what the kernels do (*.h), how they are called (library.py).
+One source tree serves every instruction set: vectors.h is its vocabulary. A library is named by a
+digest of what it was made of, the sources and the flags. It lies where `baton kernels build` has
+put it ($BATON_KERNELS_DIR, in images), else in the user's cache, where it is made when it is first
+wanted. Not here: what the kernels do (*.h), how they are called (library.py).
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from baton.cache_folder import cache_folder
+
 logger = logging.getLogger(__name__)
 SOURCES: Final = Path(__file__).parent
+BUILT: Final = "BATON_KERNELS_DIR"  # folder of libraries that were compiled ahead
 COMPILE_S: Final = 600.0  # ten seconds on a quiet machine
 _AVX512: Final = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "fma")
 _AVX512_COMPILER: Final = (*(f"-m{flag}" for flag in _AVX512), "-mprefer-vector-width=512")
@@ -78,17 +82,31 @@ class CompilerFailed(CannotBuild):
 
 
 def library_path(instructions: InstructionSet) -> Path:
-    """The library compiled for them, made now if it is not there yet. Raises CannotBuild."""
+    """The library compiled for them, made now if it is not there yet. Raises CannotBuild, and
+    OSError where nobody knows the user's cache."""
     if lacking := missing(instructions.cpu_flags):
         raise CannotBuild(f"this processor has no {', '.join(lacking)}")
-    command = [*_compiler(), *_FLAGS, *instructions.compiler_flags]
-    digest = hashlib.sha256("\0".join(command).encode())
+    if ahead := os.environ.get(BUILT):
+        path = Path(ahead) / library_name(instructions)
+        if path.exists():
+            return path
+    return compiled(instructions, cache_folder("kernels"))
+
+
+def compiled(instructions: InstructionSet, folder: Path) -> Path:
+    """Their library in `folder`, made now if it is not there yet, whatever this processor has.
+    Raises CannotBuild."""
+    path = folder / library_name(instructions)
+    if not path.exists():
+        _compile([*_compiler(), *_FLAGS, *instructions.compiler_flags], path)
+    return path
+
+
+def library_name(instructions: InstructionSet) -> str:
+    digest = hashlib.sha256("\0".join([*_FLAGS, *instructions.compiler_flags]).encode())
     for source in sorted(SOURCES.glob("*.[hc]*")):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
-    path = _cache() / f"baton-cpu-{instructions.name}-{digest.hexdigest()[:20]}.so"
-    if not path.exists():
-        _compile(command, path)
-    return path
+    return f"baton-cpu-{instructions.name}-{digest.hexdigest()[:20]}.so"
 
 
 def missing(flags: Sequence[str]) -> list[str]:
@@ -120,11 +138,6 @@ def _compiler() -> list[str]:
         if words and shutil.which(words[0]) is not None:
             return words[:1]
     raise CannotBuild("no C++ compiler")
-
-
-def _cache() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "baton" / "kernels"
 
 
 def _compile(command: list[str], path: Path) -> None:

@@ -1,0 +1,66 @@
+"""`baton kernels build`: the CPU kernels of every instruction set, compiled ahead.
+
+For images and for machines without a compiler: each set's library is made here, whatever this
+processor has, and found by build.py where they run. Needs a C++ compiler and nothing of PyPI's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from baton.cache_folder import cache_folder
+from baton.engine.kernels.cpu.build import (
+    BUILT,
+    INSTRUCTION_SETS,
+    CannotBuild,
+    InstructionSet,
+    compiled,
+    library_name,
+)
+
+MACHINES = ("x86_64", "AMD64")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point. Returns the exit status, 1 if a set cannot be built."""
+    parser = argparse.ArgumentParser(
+        prog="baton kernels", description="The CPU kernels of every instruction set."
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    build = commands.add_parser("build", help="compile those that are not there yet")
+    text = f"folder of the libraries (default: ${BUILT}, else the user's cache)"
+    build.add_argument("--dir", default=os.environ.get(BUILT), help=text)
+    given = parser.parse_args(arguments).dir
+    folder = Path(given) if given else cache_folder("kernels")
+    if platform.machine() not in MACHINES:
+        sys.stdout.write(f"there are none for {platform.machine()}: torch's own serve\n")
+        return 0
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        outcomes = list(pool.map(lambda each: build_one(each, folder), INSTRUCTION_SETS))
+    for instructions, (_, told) in zip(INSTRUCTION_SETS, outcomes, strict=True):
+        sys.stdout.write(f"{instructions.name:<11} {told}\n")
+    sys.stdout.write(f"in {folder}\n")
+    return 0 if all(done for done, _ in outcomes) else 1
+
+
+def build_one(instructions: InstructionSet, folder: Path) -> tuple[bool, str]:
+    """Whether its library is there now, and what a person is told."""
+    if (folder / library_name(instructions)).exists():
+        return True, "was there"
+    began = time.monotonic()
+    try:
+        path = compiled(instructions, folder)
+    except CannotBuild as error:
+        return False, f"not built: {error}"
+    return True, f"built in {time.monotonic() - began:.0f} s: {path.name}"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

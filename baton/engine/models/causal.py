@@ -1,0 +1,134 @@
+"""transformers' own language model of a checkpoint: its class, refusals by its config, its weights.
+
+config.json -> causal_class -> refuse_layers          (no tensor is looked at; `baton estimate`
+                                                       asks the same)
+checkpoint  -> read_causal                            (the universal route runs what this reads)
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+)
+from transformers.utils import logging as transformers_logging
+
+from baton.engine.checkpoint import Checkpoint
+from baton.engine.tensors import TensorReader
+from baton.errors import ModelRefused
+
+logger = logging.getLogger(__name__)
+
+_SERVED_LAYER_TYPES: Final = {"full_attention", "sliding_attention", "attention"}
+_ENCODER: Final = (
+    "it is an encoder: each token attends to those after it, so nothing can be generated; serve a "
+    "decoder (for embeddings and reranking one such as Qwen3-Embedding and Qwen3-Reranker)"
+)
+
+
+@contextmanager
+def named_refusals(values: dict[str, Any]) -> Iterator[None]:
+    """Whatever goes wrong inside is a ModelRefused that names the architecture and the reason."""
+    architecture = (values.get("architectures") or [values.get("model_type") or "unknown"])[0]
+    try:
+        yield
+    except ModelRefused as reason:
+        raise ModelRefused(f"{architecture} cannot be served: {reason}", field="model") from reason
+    except Exception as error:
+        # Exotic modelling code fails in exotic ways; whatever it is, this model is not served.
+        detail = f"{type(error).__name__}: {error}"
+        raise ModelRefused(f"{architecture} cannot be served: {detail}", field="model") from error
+
+
+def causal_class(values: dict[str, Any]) -> tuple[Any, Any]:
+    """transformers' class and config for a config.json; of a multimodal one those of its language
+    model, if that is what transformers generates text with. Raises ModelRefused if there is none.
+    """
+    kind: str = values.get("model_type") or "unknown"
+    if kind not in CONFIG_MAPPING:
+        raise ModelRefused(
+            "it is not an architecture that transformers knows (code from checkpoints is never run)"
+        )
+    if kind == "mistral" and "layer_types" in values:
+        kind = "ministral"  # as AutoConfig reads it
+    own = json.loads(json.dumps(values), object_hook=_special_float)
+    config: Any = CONFIG_MAPPING[kind].from_dict(own)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelRefused(_why_no_class(config))
+    family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if family.config_class is config.sub_configs.get("text_config"):
+        config = config.get_text_config()
+    return family, config
+
+
+def _special_float(node: dict[str, Any]) -> Any:
+    """transformers writes infinity as {"__float__": "Infinity"}."""
+    return float(node["__float__"]) if node.keys() == {"__float__"} else node
+
+
+def _why_no_class(config: Any) -> str:
+    text = config.get_text_config()
+    if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        alone: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]
+        return (
+            f"it takes more than text; its language model, a {alone.__name__}, can be served once "
+            "it is saved alone (docs/models.md says how)"
+        )
+    if text is not config:
+        return "it takes more than text, and transformers has no language model of it alone"
+    if type(config) in MODEL_FOR_MASKED_LM_MAPPING:
+        return _ENCODER
+    return "transformers has no causal language model of this kind"
+
+
+def refuse_layers(family: Any, config: Any) -> None:
+    """Raise ModelRefused for layers of which a KV cache cannot be all that is kept."""
+    if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
+        raise ModelRefused(_ENCODER)
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    unserved = kinds - _SERVED_LAYER_TYPES
+    if unserved:
+        raise ModelRefused(f"layers of type {', '.join(sorted(unserved))}")
+    # A class may keep recurrent state in some checkpoints and in others none.
+    if family._is_stateful and not kinds:
+        raise ModelRefused("it keeps recurrent state")
+
+
+def read_causal(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
+    """transformers' own model on the CPU, each tensor read once, in the dtype that it is kept in.
+
+    transformers makes the model without memory, renames and merges tensors as the family needs it,
+    makes the buffers that no file holds and ties what is tied. It is handed tensors that are still
+    in their files: from the files themselves it would map all of them beside every cast copy.
+
+    Raises ModelRefused for layers that are not served, before a tensor is read; for tensors that
+    are missing or of another shape.
+    """
+    family, config = causal_class(checkpoint.config)
+    refuse_layers(family, config)
+    transformers_logging.disable_progress_bar()
+    lazy = TensorReader(checkpoint.weight_files, dtype, torch.device("cpu")).lazy()
+    loaded: Any = family.from_pretrained(
+        None,
+        config=config,
+        state_dict=lazy,
+        dtype=dtype,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # told of below: its own error does not name them
+    )
+    causal, loading = loaded
+    incomplete = sorted(loading["missing_keys"]) + sorted(loading["mismatched_keys"])
+    if incomplete:
+        raise ModelRefused(f"tensors missing or of a wrong shape: {incomplete[:3]}")
+    if loading["unexpected_keys"]:
+        unused = sorted(loading["unexpected_keys"])
+        logger.warning("tensors of %s not used: %s", checkpoint.path, unused[:3])
+    return causal

@@ -79,6 +79,13 @@ class RequestNotFound(InvalidRequest):
     code = "request_not_found"
 
 
+class TooLarge(InvalidRequest):
+    """More bytes than there is room for."""
+
+    http_status = 413
+    code = "request_too_large"
+
+
 class ModelNotFound(InvalidRequest):
     http_status = 404
     grpc_code = "NOT_FOUND"

@@ -64,6 +64,8 @@ def create_app(services: RouterServices, limits: HttpLimits | None = None) -> AS
     # Slashes mean what they say: a redirect would tell the unauthenticated which routes exist.
     routes.router.redirect_slashes = False
     direct = DirectRoutes(routes, {it.path: it.endpoint for it in every if it.path in BUSIEST})
+    if services.batches is not None:
+        services.batches.serve(RequestIds(direct))
     guarded = ApiKeyGuard(direct, services.config.key_ring())
     limited = HeadGuard(RequestIds(guarded), limits if limits is not None else HttpLimits())
     app: ASGIApp = Parting(AnthropicErrors(limited), services.lifecycle)

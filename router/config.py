@@ -173,6 +173,11 @@ class RouterConfig:
     max_resumable_mb: int = option(
         MAX_KEPT_MB, "MiB of resumable requests' bodies that the store keeps for one key"
     )
+    batch_dir: str | None = option(
+        None, "directory of /v1/files and /v1/batches; routers of a machine may share it"
+    )
+    batch_mb: int = option(1024, "MiB of files and answers of batches that one key may keep")
+    batch_concurrency: int = option(16, "requests of one batch at once")
     receipts: bool = option(True, "tell clients that ask which nodes served them, and when")
     request_timeout_s: float = option(600.0, "deadline of a request that brings none, seconds")
     store_timeout_s: float = option(
@@ -196,7 +201,8 @@ class RouterConfig:
             ("port", 0), ("grpc_port", 0), ("max_live_requests", 1), ("local_prefill_tokens", 0),
             ("drain_s", 0), ("shutdown_s", 0), ("admin_port", 0), ("max_queued_requests", 0),
             ("max_request_tokens", 1), ("workers", 1), ("max_resumable_mb", 1),
-            ("tokenizer_cache_mb", 0), ("max_logprobs", -1), ("health_port", 0),
+            ("tokenizer_cache_mb", 0), ("max_logprobs", -1), ("health_port", 0), ("batch_mb", 1),
+            ("batch_concurrency", 1),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < lowest:

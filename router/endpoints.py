@@ -10,6 +10,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
+from router.batches.api import BatchesApi
 from router.generate_ids import GenerateApi
 from router.http_api import HttpApi
 from router.invocations import Handler, Invocations
@@ -66,7 +67,10 @@ class Endpoints:
             "/v1/completions": self._http.completions,
         }
         one_door = Invocations(known, self._classifies)
+        runner, origins = self._services.batches, self._services.config.allowed_origins
+        batches = [] if runner is None else BatchesApi(runner.store, runner, origins).routes()
         return [
+            *batches,
             *(Route(path, handler, methods=["POST"]) for path, handler in post),
             Route("/invocations", one_door.invoke, methods=["POST"]),
             *(Route(path, handler, methods=["GET"]) for path, handler in get),

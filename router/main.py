@@ -42,6 +42,7 @@ from baton.tokenizer import Tokenizer
 from router.aborts import Aborts
 from router.admin import create_admin_app
 from router.app import create_app
+from router.batches.runner import BatchRunner
 from router.config import RouterConfig
 from router.dispatch import DispatchParts
 from router.dispatcher import Dispatcher
@@ -158,6 +159,7 @@ class Router:
             else {},
             clock=clock,
             aborts=self.aborts,
+            batches=BatchRunner.of(config),
             runs=Runs(
                 RunParts(
                     dispatcher, self.guard, metrics, clock, max_kept_mb=config.max_resumable_mb
@@ -180,6 +182,8 @@ class Router:
             group.create_task(self.registry.run())
             group.create_task(self.migrator.run())
             group.create_task(self.aborts.run())
+            if self.services.batches is not None:
+                group.create_task(self.services.batches.run())
 
     async def stop(self) -> None:
         """Give resumable requests up to other routers, cancel the rest, close everything. Twice is

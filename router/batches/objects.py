@@ -26,8 +26,8 @@ class FileObject(msgspec.Struct, kw_only=True):
     filename: str
     purpose: str
     object: Literal["file"] = "file"
+    expires_at: int
     status: Literal["processed"] = "processed"
-    expires_at: int | None = None
 
 
 class FileList(msgspec.Struct, kw_only=True):

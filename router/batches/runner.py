@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,8 +39,9 @@ from router.batches.objects import (
     Status,
 )
 from router.batches.run import BatchPlan, Outcome, Patience, run_batch
-from router.batches.store import BatchPlace, BatchStore
-from router.gate.keys import Grant
+from router.batches.store import KEPT_S, BatchPlace, BatchStore
+from router.config import RouterConfig
+from router.gate.keys import EVERYBODY, Grant
 from router.terms import GRANT_KEY
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,11 @@ MOST_RUNNING: Final = 4  # batches at once here; more wait
 MOST_REQUESTS: Final = 50_000  # of one batch; OpenAI's
 MOST_ERRORS: Final = 20  # told of one file
 PRIORITY: Final = "100"  # smaller = sooner; clients' own is 0
+_STATUS: Final[Mapping[str, Status]] = {
+    "": "completed", "cancelled": "cancelled", "expired": "expired", "failed": "failed",
+}  # fmt: skip
+_ENDED: Final = {"cancelled": "was cancelled", "expired": "expired", "failed": "failed"}
+_FULL: Final = BatchError("storage_full", "the files of this key leave no room for its answers")
 # Its window is what ends the patience of a batch.
 _PATIENCE: Final = Patience(tries=1 << 30)
 
@@ -61,14 +67,13 @@ class RunnerSettings:
 
     grant_of: Callable[[str], Grant | None]
     concurrency: int
-    timeout_s: float
 
 
 class BatchRunner:
     """The life: made -> serve(app) -> run() until cancelled; `poke` when there is a new batch."""
 
     def __init__(self, store: BatchStore, settings: RunnerSettings) -> None:
-        self._store = store
+        self.store = store
         self._settings = settings
         self._app: ASGIApp | None = None
         self._news = asyncio.Event()
@@ -78,6 +83,19 @@ class BatchRunner:
         """Where requests go: the public routes, behind the guard of keys."""
         self._app = app
         self._news.set()
+
+    @classmethod
+    def of(cls, config: RouterConfig) -> BatchRunner | None:
+        """None where no directory is named. Raises ConfigError."""
+        if config.batch_dir is None:
+            return None
+        keys = config.key_ring()
+
+        def grant_of(owner: str) -> Grant | None:
+            return keys.of_digest(bytes.fromhex(owner)) if len(keys) else EVERYBODY
+
+        store = BatchStore(Path(config.batch_dir).expanduser(), config.batch_mb << 20)
+        return cls(store, RunnerSettings(grant_of, config.batch_concurrency))
 
     def poke(self) -> None:
         self._news.set()
@@ -90,7 +108,7 @@ class BatchRunner:
                 self._news.clear()
                 try:
                     if time.monotonic() - swept > SWEEP_S:
-                        await asyncio.to_thread(self._store.sweep)
+                        await asyncio.to_thread(self.store.sweep)
                         swept = time.monotonic()
                     await self._start()
                 except OSError:
@@ -108,7 +126,7 @@ class BatchRunner:
         app = self._app
         if app is None or len(self._running) >= MOST_RUNNING:
             return
-        for place in await asyncio.to_thread(self._store.open_batches):
+        for place in await asyncio.to_thread(self.store.open_batches):
             if place.id in self._running or len(self._running) >= MOST_RUNNING:
                 continue
             task = asyncio.create_task(self._own(place, app), name=place.id)
@@ -124,9 +142,9 @@ class BatchRunner:
 
     async def _own(self, place: BatchPlace, app: ASGIApp) -> None:
         with place.locked() as mine:
-            batch = await asyncio.to_thread(self._store.batch, place.owner, place.id)
+            batch = await asyncio.to_thread(self.store.batch, place.owner, place.id)
             if mine and batch.status not in ENDED:
-                await _Run(self._store, self._settings, place, batch).run(app)
+                await _Run(self.store, self._settings, place, batch).run(app)
         if not mine:
             await asyncio.sleep(LOOK_S)  # somebody else runs it: not at once again
 
@@ -163,18 +181,15 @@ class _Run:
         await self._tell("in_progress", in_progress_at=started, request_counts=RequestCounts(total))
         log.info("batch %s: %d requests", self._batch.id, total)
         why = await self._ask(source, _granted(app, grant))
-        if why == "full":
-            await self._fail([BatchError("storage_full", "the files of this key leave no room")])
-            return
         await self._tell("finalizing", finalizing_at=_now())
         await self._finish(source, why)
 
     async def _ask(self, source: Path, app: ASGIApp) -> str:
-        """Ask until all is answered (""), or until it is "cancelled", "expired" or "full"."""
+        """Ask until all is answered (""), or until it is "cancelled", "expired" or "failed": for
+        want of room."""
         plan = BatchPlan(
-            source, self._place.answers, self._settings.concurrency, self._settings.timeout_s,
-            _PATIENCE,
-        )  # fmt: skip
+            source, self._place.answers, self._settings.concurrency, patience=_PATIENCE
+        )
         headers = {"x-request-priority": PRIORITY}
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(
@@ -205,8 +220,8 @@ class _Run:
             return "cancelled"
         if time.time() >= self._batch.expires_at:
             return "expired"
-        used = await asyncio.to_thread(self._store.used, self._place.owner)
-        return "full" if used > self._store.limits.owner_bytes else ""
+        room = await asyncio.to_thread(self._store.room, self._place.owner)
+        return "" if room >= 0 else "failed"
 
     async def _finish(self, source: Path, why: str) -> None:
         place, owner = self._place, self._place.owner
@@ -214,26 +229,23 @@ class _Run:
         good, bad = folder / f"{place.id}.good", folder / f"{place.id}.bad"
         counts = await asyncio.to_thread(part, source, place.answers, (good, bad), why)
         expires = self._batch.output_expires_after
+        kept_s = KEPT_S if expires is None else expires.seconds
         files: list[str | None] = []
         for path, name in ((good, "output"), (bad, "error")):
             if path.stat().st_size == 0:
                 path.unlink()
                 files.append(None)
                 continue
-            told = await asyncio.to_thread(
-                self._store.add_file, owner, path, f"{place.id}_{name}.jsonl", OUTPUT_PURPOSE,
-                None if expires is None else expires.seconds,
-            )  # fmt: skip
+            named = (f"{place.id}_{name}.jsonl", OUTPUT_PURPOSE)
+            told = await asyncio.to_thread(self._store.add_file, owner, path, named, kept_s)
             files.append(told.id)
-        status: Status = "completed"
-        if why in ("cancelled", "expired"):
-            status = "cancelled" if why == "cancelled" else "expired"
-        times = {f"{status}_at": _now()}
+        status: Status = _STATUS[why]
+        changes: dict[str, object] = {f"{status}_at": _now(), "request_counts": counts}
         if status == "cancelled":
-            times["cancelling_at"] = int(place.cancel.stat().st_mtime)
-        await self._tell(
-            status, output_file_id=files[0], error_file_id=files[1], request_counts=counts, **times
-        )
+            changes["cancelling_at"] = int(place.cancel.stat().st_mtime)
+        if status == "failed":
+            changes["errors"] = BatchErrors([_FULL])
+        await self._tell(status, output_file_id=files[0], error_file_id=files[1], **changes)
         place.clear()
         log.info("batch %s: %s", place.id, status)
 
@@ -294,7 +306,7 @@ def part(source: Path, answers: Path, targets: tuple[Path, Path], why: str) -> R
         for task in read_tasks(source):
             counts.total += 1
             if task.custom_id not in answered:
-                words = f"the batch was {why} before this request was answered"
+                words = f"the batch {_ENDED[why]} before this request was answered"
                 bad.write(failure_line(task.custom_id, f"batch_{why}", words))
     return counts
 

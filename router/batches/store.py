@@ -27,7 +27,7 @@ from typing import BinaryIO, Final, TypeVar
 
 import msgspec
 
-from baton.errors import ConfigError, InvalidRequest, Overloaded, RequestNotFound
+from baton.errors import ConfigError, InvalidRequest, Overloaded, RequestNotFound, TooLarge
 from router.batches.objects import BATCH_ID, ENDED, FILE_ID, Batch, FileObject
 
 MOST_FILES: Final = 10_000  # of one key
@@ -36,14 +36,6 @@ MOST_OPEN: Final = 100  # batches of one key that have not ended
 _OWNER: Final = re.compile(r"[0-9a-f]{64}")
 
 T = TypeVar("T", FileObject, Batch)
-
-
-@dataclass(frozen=True, slots=True)
-class StoreLimits:
-    """Bytes: of one uploaded file, and of all that a key has here."""
-
-    file_bytes: int
-    owner_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +82,11 @@ class BatchPlace:
 class BatchStore:
     """Any thread. Raises RequestNotFound for what a key does not have, whoever else has it."""
 
-    def __init__(self, root: Path, limits: StoreLimits) -> None:
-        """Raises ConfigError for a directory that cannot be used."""
+    def __init__(self, root: Path, owner_bytes: int) -> None:
+        """`owner_bytes`: of all that a key has here. Raises ConfigError for a directory that cannot
+        be used."""
         self._root = root
-        self.limits = limits
+        self._owner_bytes = owner_bytes
         try:
             root.mkdir(parents=True, exist_ok=True, mode=0o700)
             if not os.access(root, os.W_OK | os.X_OK):
@@ -103,39 +96,35 @@ class BatchStore:
 
     # ---- files ----
 
-    def add_file(
-        self, owner: str, content: BinaryIO | Path, name: str, purpose: str,
-        expires_s: int | None = None,
-    ) -> FileObject:  # fmt: skip
-        """Keep a copy of `content`; a Path is moved here. Raises Overloaded at the key's limits."""
+    def upload(
+        self, owner: str, content: BinaryIO, named: tuple[str, str], expires_s: int
+    ) -> FileObject:
+        """Keep a copy; `named`: name, purpose. Raises TooLarge, Overloaded at the key's limits."""
         folder = self._folder(owner, "files")
         if sum(1 for _ in folder.glob("*.json")) >= MOST_FILES:
-            raise Overloaded(f"a key has at most {MOST_FILES} files: delete some")
-        id_ = f"file-{secrets.token_hex(12)}"
-        path, partial = folder / id_, folder / f".{id_}"
+            raise Overloaded(f"a key has at most {MOST_FILES} files: delete some", field="file")
+        partial = folder / f".{secrets.token_hex(12)}"
         try:
-            if isinstance(content, Path):
-                content.replace(path)
-            else:
-                with partial.open("xb") as file:
-                    shutil.copyfileobj(content, file, 1 << 20)
-                partial.replace(path)
-            size, now = path.stat().st_size, int(time.time())
-            if self.used(owner) > self.limits.owner_bytes:
-                raise Overloaded(
-                    f"the files of this key would exceed {self.limits.owner_bytes} bytes: delete"
-                    " some"
-                )
-            expires_at = None if expires_s is None else now + expires_s
-            told = FileObject(
-                id=id_, bytes=size, created_at=now, filename=name, purpose=purpose,
-                expires_at=expires_at,
-            )  # fmt: skip
-            _write(folder / f"{id_}.json", told)
-        except BaseException:
+            with partial.open("xb") as file:
+                shutil.copyfileobj(content, file, 1 << 20)
+            if self.room(owner) < 0:
+                message = f"file: this key may keep {self._owner_bytes} bytes: delete some files"
+                raise TooLarge(message, field="file")
+            return self.add_file(owner, partial, named, expires_s)
+        finally:
             partial.unlink(missing_ok=True)
-            path.unlink(missing_ok=True)
-            raise
+
+    def add_file(
+        self, owner: str, content: Path, named: tuple[str, str], expires_s: int
+    ) -> FileObject:
+        """Move it here, whatever its size."""
+        folder, now = self._folder(owner, "files"), int(time.time())
+        told = FileObject(
+            id=f"file-{secrets.token_hex(12)}", bytes=content.stat().st_size, created_at=now,
+            filename=named[0], purpose=named[1], expires_at=now + expires_s,
+        )  # fmt: skip
+        content.replace(folder / told.id)
+        _write(folder / f"{told.id}.json", told)
         return told
 
     def file(self, owner: str, id_: str) -> FileObject:
@@ -163,10 +152,11 @@ class BatchStore:
                 raise InvalidRequest(message, field="file_id")
         self._drop(owner, told)
 
-    def used(self, owner: str) -> int:
-        """Bytes of all that the key has here."""
+    def room(self, owner: str) -> int:
+        """Bytes that the key may still keep; below 0 if there are too many."""
         folders = [self._folder(owner, name) for name in ("files", "batches")]
-        return sum(_size(entry) for folder in folders for entry in os.scandir(folder))
+        used = sum(_size(entry) for folder in folders for entry in os.scandir(folder))
+        return self._owner_bytes - used
 
     # ---- batches ----
 
@@ -174,7 +164,8 @@ class BatchStore:
         """Raises Overloaded."""
         known = self.batches(owner)
         if len(known) >= MOST_FILES:
-            raise Overloaded(f"a key has at most {MOST_FILES} batches of the last 30 days")
+            message = f"a key has at most {MOST_FILES} batches of the last 30 days"
+            raise Overloaded(message)
         if sum(one.status not in ENDED for one in known) >= MOST_OPEN:
             raise Overloaded(f"a key has at most {MOST_OPEN} batches that have not ended")
         self.put(self.place(owner, batch.id), batch)
@@ -245,7 +236,7 @@ def _with_cancel(batch: Batch, place: BatchPlace) -> Batch:
 
 
 def _expired(file: FileObject) -> bool:
-    return file.expires_at is not None and file.expires_at <= time.time()
+    return file.expires_at <= time.time()
 
 
 def _size(entry: os.DirEntry[str]) -> int:

@@ -79,6 +79,8 @@ class NodeLoad:
     preemptions: int = 0
     prefix_query_tokens: int = 0  # looked up in the prefix map
     prefix_hit_tokens: int = 0  # of these, found
+    steps: int = 0  # of its engine
+    step_tokens: int = 0  # prompt and output tokens that they computed
     kv_tail_seconds: float = 0.0  # from a prefill's end to its receiver's ACK, summed
     mbu: float = 0.0  # of the last steps: share of the read bandwidth
     mfu: float = 0.0  # of the rate of matrix products
@@ -97,6 +99,8 @@ class NodeLoad:
             preemptions=0,
             prefix_query_tokens=0,
             prefix_hit_tokens=0,
+            steps=0,
+            step_tokens=0,
             kv_tail_seconds=0.0,
             mbu=0.0,
             mfu=0.0,

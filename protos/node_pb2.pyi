@@ -129,7 +129,7 @@ class Request(_message.Message):
     def __init__(self, id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., adapter: _Optional[str] = ..., priority: _Optional[int] = ..., tenant_salt: _Optional[str] = ..., deadline_ms: _Optional[int] = ..., epoch: _Optional[int] = ..., traceparent: _Optional[str] = ..., resume: _Optional[str] = ..., ended: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("running", "waiting", "swapped", "free_blocks", "total_blocks", "waiting_tokens", "fetching", "export_bytes", "step_seconds", "prefill_tokens_per_s", "draining", "kv_received_bytes", "kv_sent_bytes", "kv_fetches", "kv_fetch_failures", "preemptions", "prefix_query_tokens", "prefix_hit_tokens", "kv_token_bytes", "kv_tail_seconds", "stalled", "mbu", "mfu", "kv_adopted_bytes", "pause", "asleep")
+    __slots__ = ("running", "waiting", "swapped", "free_blocks", "total_blocks", "waiting_tokens", "fetching", "export_bytes", "step_seconds", "prefill_tokens_per_s", "draining", "kv_received_bytes", "kv_sent_bytes", "kv_fetches", "kv_fetch_failures", "preemptions", "prefix_query_tokens", "prefix_hit_tokens", "kv_token_bytes", "kv_tail_seconds", "stalled", "mbu", "mfu", "kv_adopted_bytes", "pause", "asleep", "steps", "step_tokens")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     SWAPPED_FIELD_NUMBER: _ClassVar[int]
@@ -156,6 +156,8 @@ class Load(_message.Message):
     KV_ADOPTED_BYTES_FIELD_NUMBER: _ClassVar[int]
     PAUSE_FIELD_NUMBER: _ClassVar[int]
     ASLEEP_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     swapped: int
@@ -182,7 +184,9 @@ class Load(_message.Message):
     kv_adopted_bytes: int
     pause: str
     asleep: bool
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., swapped: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., fetching: _Optional[int] = ..., export_bytes: _Optional[int] = ..., step_seconds: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., draining: bool = ..., kv_received_bytes: _Optional[int] = ..., kv_sent_bytes: _Optional[int] = ..., kv_fetches: _Optional[int] = ..., kv_fetch_failures: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., kv_token_bytes: _Optional[int] = ..., kv_tail_seconds: _Optional[float] = ..., stalled: bool = ..., mbu: _Optional[float] = ..., mfu: _Optional[float] = ..., kv_adopted_bytes: _Optional[int] = ..., pause: _Optional[str] = ..., asleep: bool = ...) -> None: ...
+    steps: int
+    step_tokens: int
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., swapped: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., fetching: _Optional[int] = ..., export_bytes: _Optional[int] = ..., step_seconds: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., draining: bool = ..., kv_received_bytes: _Optional[int] = ..., kv_sent_bytes: _Optional[int] = ..., kv_fetches: _Optional[int] = ..., kv_fetch_failures: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., kv_token_bytes: _Optional[int] = ..., kv_tail_seconds: _Optional[float] = ..., stalled: bool = ..., mbu: _Optional[float] = ..., mfu: _Optional[float] = ..., kv_adopted_bytes: _Optional[int] = ..., pause: _Optional[str] = ..., asleep: bool = ..., steps: _Optional[int] = ..., step_tokens: _Optional[int] = ...) -> None: ...
 
 class NodeRecord(_message.Message):
     __slots__ = ("node_id", "boot_id", "role", "address", "model", "model_digest", "block_size", "max_model_len", "vocab_size", "endpoint", "load", "version", "adapters", "eos_token_ids", "max_num_seqs", "leaving_adapters")

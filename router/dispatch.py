@@ -300,7 +300,7 @@ class Journey:
                 legs.take_handle(event.handle)
                 await self._hand_over(ledger)
             case TokenEvent():
-                self._count_cached(event)
+                self._count(event)
                 self.shown.show(event)
                 legs.has_prefilled()
             case RequestFailed() if not (legs.prefilled and legs.is_subscribed):
@@ -324,7 +324,7 @@ class Journey:
                 legs.subscribed()
             case TokenEvent():
                 if legs.handle is None:
-                    self._count_cached(event)
+                    self._count(event)
                 elif not legs.decoding:
                     await self._handed_over(ledger)
                 self.shown.decoded(event, self._legs.handle is not None)
@@ -367,9 +367,9 @@ class Journey:
             self._move.end(outcome, self._parts.migrations, self._clock.monotonic())
             self._move = None
 
-    def _count_cached(self, event: TokenEvent) -> None:
-        trace = self._trace
-        trace.cached_tokens = max(trace.cached_tokens, event.num_cached_tokens)
+    def _count(self, event: TokenEvent) -> None:
+        self._trace.cached_tokens = max(self._trace.cached_tokens, event.num_cached_tokens)
+        self._trace.preemptions = max(self._trace.preemptions, event.preemptions)
 
     # ---- when a node fails ----
 

@@ -34,6 +34,7 @@ class RequestTrace:
     retries: int = 0
     node_deaths: int = 0
     migrations: int = 0  # to another decode node, with its KV
+    preemptions: int = 0  # on the node where it ended
     cached_tokens: int = 0  # prompt tokens that the computing node found in its prefix map
     output_tokens: int = 0  # over all samples
     outcome: str = ""  # RequestState value at the end

@@ -31,6 +31,7 @@ TOKEN_BUCKETS: Final = tuple(
     base * 10**power for power in range(6) for base in (1, 2, 5) if base * 10**power <= 200_000
 )
 N_BUCKETS: Final = (1, 2, 5, 10, 20)
+PREEMPTION_BUCKETS: Final = (1, 2, 3, 4, 5, 10, 20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class Finished:
     dispatched: float | None
     first: float | None
     last: float
+    preemptions: int = 0
 
 
 class VllmOfModel:
@@ -55,6 +57,7 @@ class VllmOfModel:
         self._most = by.most.labels(model)
         self._n = by.n.labels(model)
         self._max_tokens = by.max_tokens.labels(model)
+        self._preemptions = by.preemptions.labels(model)
         self._prefill = by.prefill.labels(model)
         self._decode = by.decode.labels(model)
         self._inference = by.inference.labels(model)
@@ -63,6 +66,7 @@ class VllmOfModel:
         """Count one request."""
         self._prompt.observe(done.prompt_tokens)
         self._output.observe(done.output_tokens)
+        self._preemptions.observe(done.preemptions)
         samples = 1
         if done.params is not None:
             samples = done.params.n
@@ -91,6 +95,9 @@ class VllmMetrics:
         self.n = histogram("request_params_n", "Samples asked for", N_BUCKETS)
         self.max_tokens = histogram(
             "request_params_max_tokens", "Most tokens asked for", TOKEN_BUCKETS
+        )
+        self.preemptions = histogram(
+            "request_num_preemptions", "How often a request lost its place", PREEMPTION_BUCKETS
         )
         self.prefill = histogram(
             "request_prefill_time_seconds", "From a node to token 1", TTFT_BUCKETS

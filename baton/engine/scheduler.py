@@ -367,6 +367,7 @@ class Scheduler:
         """Its blocks go, its tokens stay, it waits in front of those that came later."""
         self._running.remove(group)
         self._stats.num_preemptions += 1
+        group.num_preempted += 1
         group.admitted_before = True
         if self._swapper.prefers_swap(group) and self._swapper.swap_out(group):
             insort(self._swapped, group, key=attrgetter("key"))

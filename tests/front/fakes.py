@@ -72,6 +72,8 @@ class FakeRegistry:
             kv_fetches=3,
             kv_fetch_failures=1,
             preemptions=5,
+            steps=9,
+            step_tokens=90,
             prefix_query_tokens=70,
             prefix_hit_tokens=60,
         )
@@ -111,7 +113,7 @@ class FakeDispatcher:
         self.requests.append(request)
         self.traces.append(trace)
         trace.prefill_node, trace.decode_node = "prefill-0", "decode-0"
-        trace.cached_tokens = 2
+        trace.cached_tokens, trace.preemptions = 2, 2
         ended = False
         try:
             async for event in self._events(request):

@@ -477,7 +477,6 @@ async def test_metrics_count_what_happened_under_both_names() -> None:
     node = '{model_name="tiny",node="decode-0",role="decode"}'
     assert f"vllm:num_requests_running{node} 2.0" in lines
     assert 'baton_migrations_total{outcome="done"} 0.0' in lines
-    assert "baton_migrated_tokens_total 0.0" in lines
     assert f"vllm:num_requests_waiting{node} 1.0" in lines
     assert f"vllm:num_requests_swapped{node} 1.0" in lines
     assert f"vllm:kv_cache_usage_perc{node} 0.25" in lines
@@ -487,6 +486,12 @@ async def test_metrics_count_what_happened_under_both_names() -> None:
     assert f"baton_kv_transfer_failures_total{node} 1.0" in lines
     assert f"vllm:num_preemptions_total{node} 5.0" in lines
     assert f"baton_preemptions_total{node} 5.0" in lines
+    assert f"vllm:iteration_tokens_total_sum{node} 90.0" in lines
+    assert f"vllm:iteration_tokens_total_count{node} 9.0" in lines
+    reason = '{model_name="tiny",node="decode-0",reason="capacity",role="decode"}'
+    assert f"vllm:num_requests_waiting_by_reason{reason} 1.0" in lines
+    assert 'vllm:request_num_preemptions_sum{model_name="tiny"} 2.0' in lines
+    assert 'vllm:request_num_preemptions_count{model_name="tiny"} 1.0' in lines
     assert f"baton_node_prefix_queries_total{node} 70.0" in lines
     assert f"baton_node_prefix_hits_total{node} 60.0" in lines
     families = [line.split()[2] for line in lines if line.startswith("# TYPE ")]

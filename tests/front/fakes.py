@@ -28,6 +28,7 @@ from router.gate.gate import Gate, GateSettings
 from router.http_guard import HttpLimits, uvicorn_settings
 from router.metrics import RouterMetrics
 from router.nodes.migration import MigrationStats
+from router.policy import NodeSnapshot
 from router.services import Lifecycle, RouterServices
 from router.trace import RequestTrace
 from tests.front.tokenizers_built import TEMPLATE, byte_level
@@ -58,6 +59,9 @@ class FakeRegistry:
 
     def can_serve(self) -> bool:
         return self.served is not None
+
+    def snapshots(self) -> Sequence[NodeSnapshot]:
+        return ()  # nobody computes vectors here
 
     def records(self) -> Sequence[NodeRecord]:
         endpoint = Endpoint("b", "f", PoolFormat(16, "float32"), ())

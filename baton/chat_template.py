@@ -28,6 +28,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from baton.chat_history import rewrites_of, tools_in_system, wants_tools_in_system
 from baton.errors import InvalidRequest, ModelRefused
 from baton.template_limits import BoundedEnvironment, OverBudget
 from baton.template_rules import is_harmless
@@ -77,6 +78,7 @@ class ChatTemplate:
         """Raises ModelRefused for a source that is no template."""
         self.source = source
         self.special_tokens = dict(special_tokens)
+        self._rewrites = rewrites_of(source or "")
         self._harmless = False
         read: set[str] = set()
         if source is not None:
@@ -174,6 +176,10 @@ class ChatTemplate:
             message = "documents: the chat template reads none; put them into the messages"
             raise InvalidRequest(message, field="documents")
         plain = [dict(message) for message in chat.messages]
+        for rewrite in self._rewrites:
+            plain = rewrite(plain)
+        if chat.tools and wants_tools_in_system(self.source or ""):
+            plain = tools_in_system(plain, chat.tools)
         if chat.continue_final_message:
             plain[-1]["content"] = str(plain[-1].get("content") or "") + _CONTINUES
         return {

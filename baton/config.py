@@ -24,6 +24,7 @@ from baton.errors import ConfigError
 
 T = TypeVar("T")
 _LAYERED: Final = "options_of_dataclasses"  # a parser's, which `load` reads; in its namespaces, too
+MOST_SHOWN: Final = 12  # choices that a help text lists
 
 
 def option(
@@ -75,7 +76,7 @@ def add_options(
         else:
             if meta["choices"]:
                 keywords["choices"] = meta["choices"]
-            else:
+            if not 0 < len(meta["choices"]) <= MOST_SHOWN:
                 keywords["metavar"] = spec.name.upper()
             parser.add_argument(*names, **keywords)
 

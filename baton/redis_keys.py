@@ -22,6 +22,7 @@ LOG_PREFIX: Final = f"{TAG}:log:"
 ABORTS: Final = f"{TAG}:aborts"  # channel: requests that any router is to end
 ABORTED_PREFIX: Final = f"{TAG}:aborted:"
 ROUTER_PREFIX: Final = f"{TAG}:router:"
+DOCUMENT_PREFIX: Final = f"{TAG}:document:"
 NODE_PATTERN: Final = "{pd}:node:*"
 URL_SCHEMES: Final = ("redis", "rediss", "unix")
 
@@ -72,3 +73,18 @@ def aborted_key(question_id: str) -> str:
 def router_key(router_id: str) -> str:
     """String with PX: this router is alive."""
     return ROUTER_PREFIX + router_id
+
+
+def document_key(owner: str, name: str) -> str:
+    """String with PX: a document of that owner (router/store/documents.py)."""
+    return f"{DOCUMENT_PREFIX}{owner}:{name}"
+
+
+def document_index_key(owner: str) -> str:
+    """zset: the names of an owner's documents, by when they came in ms of Redis TIME."""
+    return f"{TAG}:documents:{owner}"
+
+
+def document_sizes_key(owner: str) -> str:
+    """Hash: name -> bytes of each of them; "" -> of all."""
+    return f"{TAG}:document-sizes:{owner}"

@@ -21,7 +21,7 @@ from typing import Any, Final, cast
 import llguidance
 
 from baton.errors import InvalidRequest, UnsupportedFeature
-from baton.xml_parameters import parameters
+from baton.xml_parameters import QWEN, parameters
 
 MAX_NESTING: Final = 32
 _ANY: Final = "/(.|\\n)*/"
@@ -30,7 +30,7 @@ _ALLOWED: Final[dict[str, frozenset[str]]] = {
     "json_schema": frozenset({"json_schema"}),
     "qwen_xml_parameter": frozenset({"json_schema"}),
     "any_text": frozenset(),
-    "regex": frozenset({"pattern"}),
+    "regex": frozenset({"pattern", "excludes"}),  # what the text of a tag must not hold
     "grammar": frozenset({"grammar"}),
     "sequence": frozenset({"elements"}),
     "or": frozenset({"elements"}),
@@ -110,7 +110,7 @@ class _Writer:
             "json_schema": self._json_schema,
             "qwen_xml_parameter": self._qwen_xml_parameter,
             "any_text": lambda _: self._any(),
-            "regex": lambda form: self.regex(_text(form.get("pattern"), "pattern")),
+            "regex": self._regex,
             "grammar": self._grammar,
             "sequence": self._sequence,
             "or": self._or,
@@ -150,6 +150,12 @@ class _Writer:
     def _json_schema(self, form: Mapping[str, Any]) -> str:
         return self.json(form.get("json_schema", True))
 
+    def _regex(self, form: Mapping[str, Any]) -> str:
+        if form.get("excludes"):
+            message = "structural_tag: excludes of a regex are supported where it fills a tag"
+            raise UnsupportedFeature(message, field="guided")
+        return self.regex(_text(form.get("pattern"), "pattern"))
+
     def _grammar(self, form: Mapping[str, Any]) -> str:
         name = f"g{len(self.embedded)}"
         lark = _text(form.get("grammar"), "grammar")
@@ -157,7 +163,8 @@ class _Writer:
         return f"@{name}"
 
     def _qwen_xml_parameter(self, form: Mapping[str, Any]) -> str:
-        return parameters(self, _object(form.get("json_schema") or {}, "json_schema"))
+        tagged = parameters(_object(form.get("json_schema") or {}, "json_schema"), QWEN)
+        return self._group([self.format(one) for one in tagged], " ") if tagged else '""'
 
     # ---- combinations ----
 
@@ -235,8 +242,7 @@ class _Writer:
         if content.get("type") == "any_text" and all(texts):
             return self._group([self.until(text) for text in texts], " | ")
         if content.get("type") == "regex":
-            pattern = _text(content.get("pattern"), "pattern")
-            return self._group([self.match(pattern, text) for text in texts], " | ")
+            return self._group([self.match(content, text) for text in texts], " | ")
         closing = self._group([self.literal(text) for text in texts], " | ")
         return self._group([self.format(content), closing], " ")
 
@@ -256,14 +262,14 @@ class _Writer:
         """A text that matches a pattern from end to end."""
         return "/" + llguidance.regex_to_lark(unanchored(pattern), "dw") + "/"
 
-    def match(self, pattern: str, end: str, without: str = "") -> str:
+    def match(self, form: Mapping[str, Any], end: str) -> str:
         """A text that matches a pattern, and what follows it: one lexeme, because a pattern alone
-        would take as much as it can. `without`: what the text must not hold."""
+        would take as much as it can."""
         at, _ = self._next_special(end)
         first = json.dumps(end[:at], ensure_ascii=False) if at else ""
-        text = self.regex(pattern)
-        if without:
-            escaped = re.escape(without).replace("/", "\\/")
+        text = self.regex(_text(form.get("pattern"), "pattern"))
+        for without in cast("list[object]", form.get("excludes") or []):
+            escaped = re.escape(_text(without, "excludes")).replace("/", "\\/")
             text = f"({text} & ~/(.|\\n)*{escaped}(.|\\n)*/)"
         lexeme = self._terminal(f"{text} {first}".rstrip())
         return lexeme if at == len(end) else f"{lexeme} {self.literal(end[at:])}"

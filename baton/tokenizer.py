@@ -66,6 +66,7 @@ class Tokenizer:
         self._special_ids = frozenset(
             token_id for token_id, t in backend.get_added_tokens_decoder().items() if t.special
         )
+        self._skipped: dict[tuple[str, ...], frozenset[int]] = {}
         self._bytes_of = _byte_table(backend) if _is_byte_level(backend) else None
         self.pieces = (
             PieceEncoder.of(backend, lambda text: self.encode(text, False), keep_bytes)
@@ -139,6 +140,16 @@ class Tokenizer:
             return self._backend.decode(list(ids), skip_special_tokens=skip)
         return self._backend.decode_batch([list(ids)], skip_special_tokens=skip)[0]
 
+    def _without(self, shown: tuple[str, ...]) -> frozenset[int]:
+        """The special tokens but those in `shown`, of which a router knows a few."""
+        found = self._skipped.get(shown)
+        if found is None:
+            texts = "\n".join(shown)
+            named = {id_: self._backend.id_to_token(id_) or "" for id_ in self._special_ids}
+            kept = {id_ for id_, token in named.items() if token and token in texts}
+            found = self._skipped[shown] = self._special_ids - kept
+        return found
+
     @cached_property
     def _longest(self) -> int | None:
         """Characters of a text, at most, that one token stands for."""
@@ -172,10 +183,11 @@ class Tokenizer:
     def stream(
         self, skip_special_tokens: bool = True, shown: Collection[str] = ()
     ) -> StreamDecoder:
-        """A fresh decoder for one output; the special tokens `shown` are never skipped."""
+        """A fresh decoder for one output; special tokens that are in the texts `shown` are never
+        skipped."""
         skipped = self._special_ids if skip_special_tokens else frozenset[int]()
         if skipped and shown:
-            skipped = skipped.difference(map(self._backend.token_to_id, shown))
+            skipped = self._without(tuple(shown))
         if self._bytes_of is not None:
             return _ByteStream(self._bytes_of, skipped)
         return _WindowStream(self._backend, skipped)

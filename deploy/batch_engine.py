@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, cast
 
@@ -161,7 +162,7 @@ async def engine_app(config: EngineConfig, api: RouterConfig) -> AsyncIterator[A
     clock = SystemClock()
     known = cast(Dispatcher, dispatcher)  # the part of it that front doors use
     services = RouterServices(
-        config=api,
+        config=replace(api, stored_responses_mb=0),  # nobody could ask for one
         dispatcher=known,
         registry=cast(NodeRegistry, EngineRegistry(model)),
         store=StoreGuard(MemoryStore(NODE, Timing(), clock), Timing()),

@@ -14,7 +14,7 @@ from pathlib import Path
 from baton.config import option
 from baton.errors import ConfigError
 from baton.redis_keys import check_redis_url
-from router.parsers.registry import REASONING_FORMATS, TOOL_FORMATS
+from router.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 NVIDIA_DRIVER = Path("/proc/driver/nvidia")
@@ -67,10 +67,14 @@ class UpOptions:
         False, "let the model decide to call tools (needs --tool-call-parser)"
     )
     tool_call_parser: str | None = option(
-        None, "how the model writes its tool calls", choices=tuple(TOOL_FORMATS)
+        None,
+        "how the model writes its tool calls (docs/parsers.md); auto: by its chat template",
+        choices=TOOL_PARSERS,
     )
     reasoning_parser: str | None = option(
-        None, "how the model marks its reasoning", choices=tuple(REASONING_FORMATS)
+        None,
+        "how the model marks its reasoning (docs/parsers.md); auto: by its chat template",
+        choices=REASONING_PARSERS,
     )
     warm_up: bool = option(True, "ask one question at the start, show its answer and its time")
     log_level: str = option(

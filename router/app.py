@@ -28,6 +28,7 @@ from router.parting import Parting
 from router.preparing import counted
 from router.prompts import PromptReader
 from router.request_ids import known_id, note_request_id
+from router.responses.stored_api import StoredApi
 from router.resumable.http import ResumableApi
 from router.root_path import RootPath
 from router.services import RouterServices
@@ -87,7 +88,8 @@ def all_routes(services: RouterServices, prompts: PromptReader) -> list[Route]:
     """Everything that the public port serves; /openapi.json describes the same."""
     http = HttpApi(services, prompts)
     plain = [*http.routes(), *Endpoints(services, prompts, http).routes()]
-    every = ResumableApi(services, plain).routes()
+    resumable = ResumableApi(services, plain)
+    every = StoredApi(services, resumable).routes(resumable.routes())
     if services.config.strict_fields:
         every = [strict(route) for route in every]
     return [counted(route, lambda: services.dispatcher.gate) for route in every]

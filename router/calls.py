@@ -18,7 +18,7 @@ from baton.errors import BatonError
 from router.completion import Completion, Delta, Dispatch
 from router.metrics import RouterMetrics
 from router.nodes.connection import together
-from router.openai_logprobs import CompletionLogprobs
+from router.openai_logprobs import CompletionLogprobs, chat_choice_logprobs
 from router.openai_message import message_of
 from router.openai_replies import (
     DONE,
@@ -119,7 +119,7 @@ class Call:
             CompletionTokensDetails(sum(c.reasoning_tokens for c in self.completions)),
         )
 
-    def tail(self) -> bytes:
+    async def tail(self) -> bytes:
         """What a stream ends with."""
         usage = b""
         if self.include_usage:
@@ -196,7 +196,7 @@ class _WholeChat:
             self._index,
             message_of(self._parts, self._rules.draw_id, self._rules.role, self._rules.lead),
             finish_reason_of(self._last),
-            logprobs=None if self._rules.logprobs is None else {"content": self._told},
+            logprobs=None if self._rules.logprobs is None else chat_choice_logprobs(self._told),
             stop_reason=self._last.stop_reason,
             token_ids=self._ids.whole,
         )

@@ -7,15 +7,14 @@ from typing import Final
 
 from baton.chat_template import Chat
 from baton.errors import InvalidRequest, UnsupportedFeature
-from router.config import RouterConfig
 from router.openai import ChatBody, TokenizeBody
 from router.openai_chat import messages_of, schemas_of, template_kwargs, tools_of
 from router.parsers.grammar import ToolFormat
 from router.parsers.message import MessageRules
-from router.parsers.registry import REASONING_FORMATS, TOOL_FORMATS
+from router.parsers.registry import Formats
 from router.prompts import ChatPrompt, Conversation, Length
 from router.structured.grammar_checks import Asked as Constraint
-from router.structured.guided import DEFAULT_STYLE, check_forced, forces_calls, room_for_content
+from router.structured.guided import check_forced, forces_calls, room_for_content
 from router.terms import Terms
 
 _AUTO_IS_OFF: Final = (
@@ -46,15 +45,15 @@ def conversation_of(body: ChatBody | TokenizeBody, terms: Terms, length: Length)
     )
 
 
-def said_first(body: ChatBody, asked: Chat, config: RouterConfig) -> tuple[str, str]:
-    """The role that answers, and what is told before its answer: with `echo` the message that it
-    goes on with, if that is its own."""
+def said_first(body: ChatBody, asked: Chat, answers: str) -> tuple[str, str]:
+    """The role that answers, `answers` by default, and what is told before its answer: with `echo`
+    the message that it goes on with, if that is its own."""
     last = asked.messages[-1]
-    role = config.response_role if asked.add_generation_prompt else last["role"]
+    role = answers if asked.add_generation_prompt else last["role"]
     return role, last["content"] if body.echo and last["role"] == role else ""
 
 
-def tool_format(body: ChatBody, config: RouterConfig) -> ToolFormat | None:
+def tool_format(body: ChatBody, formats: Formats) -> ToolFormat | None:
     """How calls are found in the answer, None if none are looked for.
 
     Raises InvalidRequest for a choice of no tool, and for `auto` (also as the default) where this
@@ -66,27 +65,25 @@ def tool_format(body: ChatBody, config: RouterConfig) -> ToolFormat | None:
         return None
     if choice == "required" or isinstance(choice, dict):
         check_forced(choice, body.tools or [])
-        return TOOL_FORMATS[config.tool_call_parser or DEFAULT_STYLE]
+        return formats.tools
     if choice != "auto":
         message = "tool_choice must be none, auto, required or a named function"
         raise InvalidRequest(message, field="tool_choice")
-    if not config.enable_auto_tool_choice or config.tool_call_parser is None:
+    if not formats.looked_for:
         raise UnsupportedFeature(_AUTO_IS_OFF, field="tool_choice" if body.tool_choice else "tools")
-    return TOOL_FORMATS[config.tool_call_parser]
+    return formats.tools
 
 
 def message_rules(
     body: ChatBody,
     asked: Chat,
     prompt: ChatPrompt,
-    config: RouterConfig,
+    formats: Formats,
     own: Constraint | None,
 ) -> MessageRules | None:
     """How the answer to `prompt` is taken apart, None if all of it is content. `own`: the
     constraint of the body's own fields."""
-    tools = tool_format(body, config)
-    name = config.reasoning_parser
-    thinks = None if name is None else REASONING_FORMATS[name]
+    tools, thinks = tool_format(body, formats), formats.reasoning
     if tools is None and thinks is None:
         return None
     opened = False
@@ -95,7 +92,7 @@ def message_rules(
     elif thinks is not None:
         opened = thinks.opened(prompt.text, asked.kwargs)
     if thinks is not None and forces_calls(body):
-        thinks = replace(thinks, call=None)  # the grammar begins where the thought ends
+        thinks = replace(thinks, calls=False)  # the grammar begins where the thought ends
     return MessageRules(
         reasoning=thinks,
         opened=opened,

@@ -14,7 +14,7 @@ from baton.request import Resume
 from baton.timing import Timing
 from baton.tls import TlsFiles
 from router.gate.keys import KeyRing
-from router.parsers.registry import REASONING_FORMATS, TOOL_FORMATS
+from router.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from router.resumable.kept import MAX_KEPT_MB
 
 MAX_LOGPROBS: Final = 20  # OpenAI's
@@ -22,7 +22,8 @@ MAX_LOGPROBS: Final = 20  # OpenAI's
 API_OPTIONS: Final = frozenset({
     "chat_template", "enable_auto_tool_choice", "generation_config", "matryoshka_dimensions",
     "max_logprobs", "pooling_type", "reasoning_parser", "reranker", "response_role",
-    "return_tokens_as_token_ids", "tool_call_parser", "trust_request_chat_template",
+    "responses_drop_builtin_tools", "return_tokens_as_token_ids", "tool_call_parser",
+    "trust_request_chat_template",
 })  # fmt: skip
 
 
@@ -57,13 +58,20 @@ class RouterConfig:
         False, "let the model decide to call tools (needs --tool-call-parser)"
     )
     tool_call_parser: str | None = option(
-        None, "how the model writes its tool calls", choices=tuple(TOOL_FORMATS)
+        None,
+        "how the model writes its tool calls (docs/parsers.md); auto: by its chat template",
+        choices=TOOL_PARSERS,
     )
     strict_fields: bool = option(
         False, "refuse bodies with fields that nothing here reads, naming the field"
     )
     reasoning_parser: str | None = option(
-        None, "how the model marks its reasoning", choices=tuple(REASONING_FORMATS)
+        None,
+        "how the model marks its reasoning (docs/parsers.md); auto: by its chat template",
+        choices=REASONING_PARSERS,
+    )
+    responses_drop_builtin_tools: bool = option(
+        True, "leave OpenAI's own tools (web_search, ...) of /v1/responses out, and say so there"
     )
     tokenizer_cache_mb: int = option(
         32, "MiB of texts and ids of parts of chats that are not encoded again; 0 = none"
@@ -178,6 +186,12 @@ class RouterConfig:
     )
     batch_mb: int = option(1024, "MiB of files and answers of batches that one key may keep")
     batch_concurrency: int = option(16, "requests of one batch at once")
+    stored_responses_mb: int = option(
+        64, "MiB of responses (/v1/responses) that are stored for one key; 0 = none is stored"
+    )
+    stored_responses_ttl_s: float = option(
+        86_400.0, "how long a stored response can be asked for, seconds"
+    )
     receipts: bool = option(True, "tell clients that ask which nodes served them, and when")
     request_timeout_s: float = option(600.0, "deadline of a request that brings none, seconds")
     store_timeout_s: float = option(
@@ -202,7 +216,7 @@ class RouterConfig:
             ("drain_s", 0), ("shutdown_s", 0), ("admin_port", 0), ("max_queued_requests", 0),
             ("max_request_tokens", 1), ("workers", 1), ("max_resumable_mb", 1),
             ("tokenizer_cache_mb", 0), ("max_logprobs", -1), ("health_port", 0), ("batch_mb", 1),
-            ("batch_concurrency", 1),
+            ("batch_concurrency", 1), ("stored_responses_mb", 0),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < lowest:
@@ -213,7 +227,10 @@ class RouterConfig:
         if self.workers > 1 and self.redis_url is None:
             message = "--workers share their requests through Redis: give --redis-url"
             raise ConfigError(message, field="workers")
-        for name in ("request_timeout_s", "store_timeout_s", "prefill_window_s", "stall_s"):
+        for name in (
+            "request_timeout_s", "store_timeout_s", "prefill_window_s", "stall_s",
+            "stored_responses_ttl_s",
+        ):  # fmt: skip
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be positive", field=name)
         if self.enable_auto_tool_choice and self.tool_call_parser is None:

@@ -40,12 +40,14 @@ _IN_FUNCTION: Final = re.compile(r"^(tools\[\d+\])\.function\.")
 
 
 class Answer(Protocol):
-    """One completion's answer, sans I/O. `take` each delta in order: the one that ends it ends it.
+    """One completion's answer. `take` each delta in order: the one that ends it ends it.
 
-    `broken` ends it instead, where events went out already; `whole` is for after the end.
+    `last`: what is told then; all that must be done before that is done there, the rest is sans
+    I/O. `broken` ends it instead, where events went out already; `whole` is for after the end.
     """
 
     def take(self, delta: Delta) -> list[Event]: ...
+    async def last(self) -> list[Event]: ...
     def broken(self, error: BatonError) -> list[Event]: ...
     def whole(self) -> dict[str, Any]: ...
 
@@ -86,29 +88,32 @@ def _within(field: str, head: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class DialectCall:
-    """One completion and the answer to it, as StreamReply and WholeReply want it."""
+    """One completion and the answer to it, as StreamReply and WholeReply want it. `after`: a stream
+    begins after the event of that `sequence_number`."""
 
     completion: Completion
     answer: Answer
     timeout_s: float
+    after: int = -1
 
     @property
     def completions(self) -> tuple[Completion, ...]:
         return (self.completion,)
 
     def frames(self, prompt: int) -> list[EventFrames]:
-        return [EventFrames(self.answer)]
+        return [EventFrames(self.answer, self.after)]
 
-    def tail(self) -> bytes:
-        return b""
+    async def tail(self) -> bytes:
+        return frames_of(await self.answer.last(), self.after)
 
     def broken(self, error: BatonError) -> bytes:
-        return frames_of(self.answer.broken(error))
+        return frames_of(self.answer.broken(error), self.after)
 
     async def whole(self, runner: Runner) -> bytes:
         async with aclosing(runner.deltas(self.completion)) as deltas:
             async for delta in deltas:
                 self.answer.take(delta)
+        await self.answer.last()
         return orjson.dumps(self.answer.whole())
 
     def reply(self, runner: Runner, stream: bool | None) -> StreamReply | WholeReply:
@@ -119,19 +124,22 @@ class EventFrames:
     """Frames of one answer (openai_replies.Frames). It opens with the first delta, not before:
     only then is it known how much of the prompt was cached."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: Answer, after: int) -> None:
         self._answer = answer
+        self._after = after
 
     def opening(self) -> bytes:
         return b""
 
     def delta(self, delta: Delta) -> bytes:
-        return frames_of(self._answer.take(delta))
+        return frames_of(self._answer.take(delta), self._after)
 
 
-def frames_of(events: Iterable[Event]) -> bytes:
-    """Named server-sent events; each event's `type` is its name."""
+def frames_of(events: Iterable[Event], after: int) -> bytes:
+    """Named server-sent events; each event's `type` is its name. Without those that `after` and
+    what is before it have told."""
     return b"".join(
         b"event: " + event["type"].encode() + b"\ndata: " + orjson.dumps(event) + b"\n\n"
         for event in events
+        if after < 0 or event["sequence_number"] > after
     )

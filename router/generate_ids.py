@@ -114,7 +114,7 @@ class TokensCall:
     def frames(self, prompt: int) -> list[TokensFrames]:
         return [TokensFrames(self) for _ in range(self.completion.num_choices)]
 
-    def tail(self) -> bytes:
+    async def tail(self) -> bytes:
         """What a stream ends with."""
         return (self.frame([], self.usage) if self.include_usage else b"") + DONE
 

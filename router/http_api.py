@@ -123,7 +123,7 @@ class HttpApi:
             if body.thinking_token_budget is not None:
                 text = prompt if isinstance(prompt, str) else ""
                 text = text or await self._prompts.decode(ids, terms.grant)
-                own = limited_text(guided, body, text, self._services.config.reasoning_parser)
+                own = limited_text(guided, body, text, self._intake.formats.reasoning)
             one = Asked(engine_id(id_, index), ids, default, terms, echo=echo, guided=own)
             completions.append(self._intake.completion(body, one, model))
         rules = self._rules(body, completions[0], echo=bool(body.echo))
@@ -156,7 +156,7 @@ class HttpApi:
         guided = await self._prompts.checked(asked_of(body), terms.grant)
         if body.thinking_token_budget is not None:
             text = await self._prompts.decode(ids, terms.grant)
-            guided = limited_text(guided, body, text, self._services.config.reasoning_parser)
+            guided = limited_text(guided, body, text, self._intake.formats.reasoning)
         return self._intake.completion(body, Asked(id_, ids, room, terms, guided=guided), model)
 
     def _rules(

@@ -28,6 +28,7 @@ from router.openai import (
 )
 from router.openai_message import DrawId
 from router.parsers.message import MessageRules
+from router.parsers.registry import Choice, formats_of
 from router.preparing import end_preparing
 from router.prompt_options import bad_word_ids, logprobs_within, truncated, useful_length
 from router.prompts import (
@@ -104,6 +105,14 @@ class Intake:
     def __init__(self, services: RouterServices, prompts: PromptReader) -> None:
         self._services = services
         self._prompts = prompts
+        config, template, tokenizer = services.config, services.chat_template, services.tokenizer
+        self.formats = formats_of(
+            Choice(
+                config.tool_call_parser, config.reasoning_parser, config.enable_auto_tool_choice
+            ),
+            None if template is None else template.source,
+            [tokenizer.token(token_id) or "" for token_id in tokenizer.special_ids],
+        )
 
     def model(self, asked: str | None) -> ServedModel:
         """See served_model."""
@@ -122,8 +131,8 @@ class Intake:
         check_common(body)
         apply_allowed(body)
         model = self.model(body.model)
-        config = self._services.config
-        calls = tool_format(body, config)  # refused before anything is rendered
+        formats = self.formats
+        calls = tool_format(body, formats)  # refused before anything is rendered
         terms = terms_of(request)
         asked = conversation_of(body, terms, length_of(body, model.max_model_len))
         prompt = await self._prompts.chat(asked)
@@ -133,15 +142,14 @@ class Intake:
         if fitted:
             body.max_tokens = room
         own = asked_of(body)
-        message = message_rules(body, asked.chat, prompt, config, own)
-        parser, tokenizer = config.tool_call_parser, self._services.tokenizer
-        constraint = asked_of_chat(body, own, parser, message, tokenizer)
+        message = message_rules(body, asked.chat, prompt, formats, own)
+        constraint = asked_of_chat(body, own, formats, message)
         guided = await self._prompts.checked(constraint, terms.grant)
         one = Asked(engine_id(id_), ids, room, terms, message=message, guided=guided)
         short = calls is not None and calls.short_ids
         draw_id, parsed = call_ids(request, short), message is not None
         completion = self.completion(body, one, model)
-        first = said_first(body, asked.chat, config)
+        first = said_first(body, asked.chat, self._services.config.response_role)
         return ChatTurn(completion, parsed, draw_id, fitted, short, *first)
 
     async def count(self, body: ChatBody, request: HttpRequest) -> int:

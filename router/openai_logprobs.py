@@ -59,6 +59,11 @@ def chat_logprobs(
     ]
 
 
+def chat_choice_logprobs(content: list[dict[str, Any]]) -> dict[str, Any]:
+    """A choice's `logprobs`. No model here is known to refuse in tokens of their own."""
+    return {"content": content, "refusal": None}
+
+
 class CompletionWriter:
     """Spells the tokens of one choice, in order.
 

@@ -21,6 +21,7 @@ from router.completion import Completion, Delta
 from router.openai_logprobs import (
     CompletionLogprobs,
     CompletionWriter,
+    chat_choice_logprobs,
     chat_logprobs,
     prompt_logprobs,
 )
@@ -278,7 +279,7 @@ class ChatFrames:
 
     def _take_told(self) -> dict[str, Any] | None:
         told, self._told = self._told, []
-        return {"content": told} if told else None
+        return chat_choice_logprobs(told) if told else None
 
 
 class Chunk:

@@ -23,10 +23,13 @@ _LETTERS: Final = string.ascii_letters + string.digits
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """`name`: of the request. `created`: wall-clock seconds."""
+    """`name`: of the request. `created`: wall-clock seconds. `owner`: a digest of its key. `again`:
+    it was made before, and is told once more."""
 
     name: str
     created: int
+    owner: str
+    again: bool = False
 
 
 class PinnedIds:
@@ -59,13 +62,13 @@ def pin(scope: Scope, pinned: Pin) -> None:
 
 
 def created_at(request: HttpRequest) -> int:
-    pinned = _pinned(request)
+    pinned = pin_of(request.scope)
     return int(time.time()) if pinned is None else pinned.created
 
 
 def call_ids(request: HttpRequest, short: bool) -> DrawId:
     """What draws the ids of tool calls."""
-    pinned = _pinned(request)
+    pinned = pin_of(request.scope)
     if pinned is not None:
         return PinnedIds(f"{pinned.name}/{pinned.created}", short)
     return draw_short_call_id if short else draw_call_id
@@ -75,7 +78,8 @@ def of_choice(draw_id: DrawId, index: int) -> DrawId:
     return draw_id.of_choice(index) if isinstance(draw_id, PinnedIds) else draw_id
 
 
-def _pinned(request: HttpRequest) -> Pin | None:
-    found: Any = request.scope.get(_PIN_KEY)
+def pin_of(scope: Scope) -> Pin | None:
+    """None for a request that is told once."""
+    found: Any = scope.get(_PIN_KEY)
     assert found is None or isinstance(found, Pin)
     return found

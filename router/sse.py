@@ -38,7 +38,7 @@ class StreamedCall(Protocol):
     @property
     def timeout_s(self) -> float: ...
     def frames(self, prompt: int) -> Sequence[Frames]: ...
-    def tail(self) -> bytes: ...
+    async def tail(self) -> bytes: ...
     def broken(self, error: BatonError) -> bytes: ...
 
 
@@ -74,7 +74,7 @@ class StreamReply:
     async def _run(self, writer: FrameWriter) -> None:
         prompts = range(len(self._call.completions))
         await together([self._choices(prompt, writer) for prompt in prompts])
-        await writer.end(self._call.tail())
+        await writer.end(await self._call.tail())
 
     async def _choices(self, prompt: int, writer: FrameWriter) -> None:
         """The choices of one prompt, each opened by its first delta."""

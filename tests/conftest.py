@@ -25,7 +25,7 @@ if shutil.which("nvidia-smi") is None:
 from deploy.redis_server import RedisServer, find_redis_binary
 
 # How long an example takes is the machine's affair: what is slow there is no failure here.
-# Half of hypothesis' own number of examples: what one run does not find, one of the many others does.
+# Half of hypothesis' own number of examples: what one run does not find, another does.
 settings.register_profile(
     "baton", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
 )

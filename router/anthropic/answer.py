@@ -48,6 +48,9 @@ class MessageAnswer:
             events += self._events.end(reason, sequence, message_usage(completion))
         return events
 
+    async def last(self) -> list[Event]:
+        return []
+
     def broken(self, error: BatonError) -> list[Event]:
         message = error_object(error)["error"]["message"]
         return self._events.fail(error_body(error.http_status, message))

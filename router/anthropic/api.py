@@ -36,7 +36,8 @@ class AnthropicApi:
         ]
 
     async def create(self, request: HttpRequest) -> StreamReply | WholeReply:
-        limits = self._services.config.reasoning_parser is not None
+        thought = self._intake.formats.reasoning
+        limits = thought is not None and thought.can_end
         chat = body.read(await read_body(request), limits)
         note_body_id(request, chat.request_id)
         id_ = reply_id("msg_", request)

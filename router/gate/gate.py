@@ -416,7 +416,10 @@ class Preparation:
         self.end()
 
     def reserve(self, num_bytes: int) -> float:
-        """Seconds until a body of so many bytes may be read. Raises Overloaded."""
+        """Seconds until a body of so many bytes may be read: once, a route may hand it on to the
+        next one. Raises Overloaded."""
+        if self._num_bytes:
+            return 0.0
         self._num_bytes = num_bytes
         return self._gate.reserve(self._grant, num_bytes)
 

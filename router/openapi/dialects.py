@@ -15,14 +15,16 @@ class ResponseItem(msgspec.Struct):
     """One item of the output; which of the optional fields it has is its type's."""
 
     id: str
-    type: Literal["message", "reasoning", "function_call"]
+    type: Literal["message", "reasoning", "function_call", "custom_tool_call"]
     status: Literal["in_progress", "completed", "incomplete"]
     role: Literal["assistant"] | msgspec.UnsetType = msgspec.UNSET
     content: list[dict[str, Any]] | msgspec.UnsetType = msgspec.UNSET
     summary: list[dict[str, Any]] | msgspec.UnsetType = msgspec.UNSET
+    namespace: str | msgspec.UnsetType = msgspec.UNSET
     name: str | msgspec.UnsetType = msgspec.UNSET
     call_id: str | msgspec.UnsetType = msgspec.UNSET
     arguments: str | msgspec.UnsetType = msgspec.UNSET
+    input: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class ResponseInputDetails(msgspec.Struct):
@@ -46,31 +48,34 @@ class ResponseIncomplete(msgspec.Struct):
     reason: Literal["max_output_tokens"]
 
 
+class ResponseError(msgspec.Struct):
+    code: Literal["server_error", "rate_limit_exceeded"]
+    message: str
+
+
 class ResponsesReply(msgspec.Struct):
-    """A response that has ended. What was asked comes back as it came to be understood."""
+    """A response. What was asked comes back as it came to be understood. Usage comes with the end,
+    of one in the background later than the answer to who begins it."""
 
     id: str
     object: Literal["response"]
-    status: Literal["completed", "incomplete"]
+    status: Literal["completed", "incomplete", "queued", "in_progress", "failed", "cancelled"]
     created_at: int
     completed_at: int | None
     model: str
     output: list[ResponseItem]
-    usage: ResponseUsage
     incomplete_details: ResponseIncomplete | None
-    error: None
-    background: Literal[False]
+    error: ResponseError | None
+    background: bool
     instructions: str | None
     max_output_tokens: int | None
     max_tool_calls: int | None
     metadata: dict[str, str]
     parallel_tool_calls: bool
-    previous_response_id: None
-    prompt_cache_key: str | None
+    previous_response_id: str | None
     reasoning: dict[str, str | None]
-    safety_identifier: str | None
     service_tier: Literal["default"]
-    store: Literal[False]
+    store: bool
     temperature: float
     text: dict[str, Any]
     tool_choice: str | dict[str, Any]
@@ -78,7 +83,27 @@ class ResponsesReply(msgspec.Struct):
     top_logprobs: int
     top_p: float
     truncation: Literal["disabled"]
-    user: str | None
+    usage: ResponseUsage | msgspec.UnsetType = msgspec.UNSET
+    user: str | msgspec.UnsetType = msgspec.UNSET
+    prompt_cache_key: str | msgspec.UnsetType = msgspec.UNSET
+    safety_identifier: str | msgspec.UnsetType = msgspec.UNSET
+    baton_notes: list[str] | msgspec.UnsetType = msgspec.UNSET  # what was not taken as asked for
+
+
+class ResponseItemList(msgspec.Struct):
+    """Input items, whole; the newest first unless told otherwise."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str
+    last_id: str
+    has_more: bool
+
+
+class ResponseDeleted(msgspec.Struct):
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
 
 
 class ContentBlock(msgspec.Struct):

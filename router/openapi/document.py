@@ -6,6 +6,7 @@ or ids) is in router/openapi/fields.py. Nothing of a request is checked by this 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from router.openapi.dialects import (
     CountReply,
     InputTokensReply,
     MessageReply,
+    ResponseDeleted,
+    ResponseItemList,
     ResponsesReply,
 )
 from router.openapi.fields import BOUNDED, PROPERTIES, REF, REQUIRED, SAMPLING, Schema
@@ -33,6 +36,7 @@ from router.pooling.cohere import EmbedBody, EmbedReply
 from router.pooling.embeddings import EmbeddingBody, EmbeddingReply
 from router.pooling.rerank import RerankBody, RerankReply, ScoreBody, ScoreReply
 from router.responses.body import ResponsesBody
+from router.responses.stored_api import MAX_PAGE
 from router.resumable.terms import EVENT_ID, POSITION_HEADER, POSITION_QUERY
 
 
@@ -94,7 +98,7 @@ class Operation:
     """One route. `reply` None: plain text; several: one of them. `anthropic`: its failures are told
     in their words; `parameters`: beside the path's."""
 
-    method: Literal["get", "post"]
+    method: Literal["get", "post", "delete"]
     path: str
     summary: str
     reply: type[msgspec.Struct] | tuple[type[msgspec.Struct], ...] | None
@@ -103,6 +107,7 @@ class Operation:
     example: Mapping[str, Any] | None = None
     anthropic: bool = False
     parameters: Sequence[Mapping[str, Any]] = ()
+    refusable: bool = False  # without a body or parameters
 
     @property
     def replies(self) -> tuple[type[msgspec.Struct], ...]:
@@ -115,6 +120,12 @@ _EVENT_ID: Final = {
     "schema": {"type": "string", "pattern": f"^{EVENT_ID}$"},
     "description": "The id of the event that was seen last: go on after it",
 }
+
+
+def _query(name: str, schema: Schema) -> dict[str, Any]:
+    return {"name": name, "in": "query", "schema": schema}
+
+
 _USER: Final = [{"role": "user", "content": "What is prefill?"}]
 OPERATIONS: Final = (
     Operation("post", "/v1/chat/completions", "Answer a conversation", ChatReply, ChatBody, True,
@@ -125,6 +136,19 @@ OPERATIONS: Final = (
               True, {"input": "What is prefill?", "max_output_tokens": 16}),
     Operation("post", "/v1/responses/input_tokens", "Tokens of such a prompt", InputTokensReply,
               ResponsesBody, example={"input": "What is prefill?"}),
+    Operation("get", "/v1/responses/{id}", "A stored response, or the rest of its stream",
+              ResponsesReply, streams=True, parameters=(
+                  _query("stream", {"type": "boolean"}),
+                  _query("starting_after", {"type": "integer", "minimum": 0,
+                                            "maximum": 999_999_999}))),
+    Operation("delete", "/v1/responses/{id}", "Forget it", ResponseDeleted),
+    Operation("post", "/v1/responses/{id}/cancel", "End one in the background", ResponsesReply,
+              refusable=True),
+    Operation("get", "/v1/responses/{id}/input_items", "What it answered", ResponseItemList,
+              parameters=(
+                  _query("order", {"enum": ["asc", "desc"]}),
+                  _query("limit", {"type": "integer", "minimum": 1, "maximum": MAX_PAGE}),
+                  _query("after", {"type": "string"}))),
     Operation("post", "/v1/messages", "Answer a conversation, as Anthropic's API does",
               MessageReply, MessagesBody, True, {"messages": _USER, "max_tokens": 16}, True),
     Operation("post", "/v1/messages/count_tokens", "Tokens of such a conversation", CountReply,
@@ -176,7 +200,7 @@ _ANTHROPIC: Final = "anthropic-"
 _ERRORS: Final = {
     "400": "Invalid: `param` names the field",
     "401": "No known API key",
-    "404": "No such model",
+    "404": "No such model, request or response",
     "405": "Another method is wanted",
     "413": "The body is too large",
     "415": "The body is not application/json",
@@ -234,12 +258,9 @@ def _operation(operation: Operation) -> dict[str, Any]:
         "responses": {"200": _reply(operation), **_error_refs(operation)},
     }
     parameters = list(operation.parameters)
-    if "{name}" in operation.path:
-        schema = {"type": "string"}
-        parameters = [
-            {"name": "name", "in": "path", "required": True, "schema": schema},
-            *parameters,
-        ]
+    for name in re.findall(r"\{(\w+)\}", operation.path):
+        place = {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        parameters.insert(0, place)
     if parameters:
         described["parameters"] = parameters
     if operation.body is not None:
@@ -262,7 +283,7 @@ def _reply(operation: Operation) -> dict[str, Any]:
 
 def _error_refs(operation: Operation) -> dict[str, Any]:
     codes = list(_ERRORS) if operation.body is not None else ["401", "404", "500", "503"]
-    codes += ["400"] if operation.parameters else []
+    codes += ["400"] if operation.parameters or operation.refusable else []
     prefix = _ANTHROPIC if operation.anthropic else ""
     found: dict[str, Any] = {
         code: {"$ref": f"#/components/responses/{prefix}{code}"}

@@ -180,7 +180,20 @@ _ITEM: Final[Schema] = {"anyOf": [
     _tagged("function_call", "call_id", "name", "arguments",
             call_id=_STRING, name=_STRING, arguments=_STRING),
     _tagged("function_call_output", "call_id", "output", call_id=_STRING, output=_PARTS),
+    _tagged("custom_tool_call", "call_id", "name", "input",
+            call_id=_STRING, name=_STRING, input=_STRING),
+    _tagged("custom_tool_call_output", "call_id", "output", call_id=_STRING, output=_PARTS),
 ]}  # fmt: skip
+_GRAMMAR: Final = _tagged("grammar", "definition", definition=_STRING)
+# What a client's tool may be in /v1/responses, beside a namespace of them.
+_CALLED: Final = (
+    _tagged("function", "name", **_function()["properties"]),
+    _tagged("custom", "name", name=_TOOL_NAME, description=nullable(_STRING),
+            format=nullable({"anyOf": [_tagged("text"), _GRAMMAR]})),
+)  # fmt: skip
+_SHORT_NAME: Final[Schema] = {"type": "string", "pattern": r"^[A-Za-z0-9_.\-]{1,64}$"}
+# Some of OpenAI's own tools: left out of a body, with a note.
+_OPENAIS: Final = ("web_search", "file_search", "code_interpreter", "image_generation", "mcp")
 _BLOCK: Final = _tagged("text", "text", text=_STRING)
 _BLOCKS: Final[Schema] = _texts("text")
 _RESULT: Final = _tagged(
@@ -254,11 +267,19 @@ PROPERTIES: Final[dict[str, dict[str, Schema]]] = {
     "ResponsesBody": {
         "input": {"anyOf": [_STRING, {"type": "array", "items": _ITEM, "minItems": 1,
                                       "maxItems": MAX_MESSAGES}]},
-        "tools": {"type": "array", "maxItems": MAX_TOOLS,
-                  "items": _tagged("function", "name", **_function()["properties"])},
+        "tools": {"type": "array", "maxItems": MAX_TOOLS, "items": {"anyOf": [
+            *_CALLED,
+            _tagged("namespace", "name", "tools", name=_SHORT_NAME, description=_STRING,
+                    tools={"type": "array", "maxItems": 8, "items": {"anyOf": [
+                        {**each, "properties": {**each["properties"], "name": _SHORT_NAME}}
+                        for each in _CALLED
+                    ]}}),
+            *(_tagged(kind) for kind in _OPENAIS),
+        ]}},
         "tool_choice": {"anyOf": [
             _CHOICE,
             _tagged("function", "name", name=_STRING),
+            _tagged("custom", "name", name=_STRING),
             _tagged("allowed_tools", "mode", "tools", mode=_MODE, tools=_SOME),
         ]},
         "metadata": {"type": "object", "maxProperties": MAX_METADATA,

@@ -39,6 +39,9 @@ _NAMED_LOGPROBS: Final = _only_if("logprob_token_ids", [None, []], {
 })  # fmt: skip
 _TOP_LOGPROBS: Final = _only_if("top_logprobs", [None, 0], _has(logprobs=_TRUE))
 _TOOL_CHOICE: Final = _only_if("tool_choice", [None, "none", "auto"], _has(tools=_LIST))
+_BACKGROUND: Final = _only_if(
+    "background", [None, False], {"properties": {"store": {"enum": [None, True]}}}
+)
 _ANTHROPIC_CHOICE: Final[Schema] = {"anyOf": [
     {"properties": {"tool_choice": {"type": "null"}}},
     {"properties": {"tool_choice": {"properties": {"type": {"enum": ["none", "auto"]}}}}},
@@ -50,7 +53,7 @@ RULES: Final[dict[str, list[Schema]]] = {
     "ChatBody": [*_SAMPLING, _NAMED_LOGPROBS, _TOOL_CHOICE, _TOP_LOGPROBS],
     "CompletionBody": [*_SAMPLING, _NAMED_LOGPROBS],
     "GenerateBody": [_STREAM_OPTIONS],
-    "ResponsesBody": [_TOOL_CHOICE],
+    "ResponsesBody": [_TOOL_CHOICE, _BACKGROUND],
     "MessagesBody": [_ANTHROPIC_CHOICE],
     "ChatMessage": [{"anyOf": [
         _has(content={"type": ["string", "array"]}),

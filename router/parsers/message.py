@@ -33,7 +33,7 @@ class MessageRules:
     @property
     def markers(self) -> tuple[str, ...]:
         """Tokens that must not be skipped as special."""
-        thought = (reasoning.OPEN, reasoning.CLOSE) if self.reasoning is not None else ()
+        thought = self.reasoning.markers if self.reasoning is not None else ()
         return thought + (self.tools.markers if self.tools is not None else ())
 
 
@@ -42,8 +42,9 @@ class MessageParser:
 
     def __init__(self, rules: MessageRules) -> None:
         self._reader = Reader()
-        marker = "" if rules.tools is None else rules.tools.markers[0]
-        self._sink = Sink(rules.tools is not None, rules.room, marker)
+        marker = rules.tools.starts[0] if rules.tools is not None and rules.tools.starts else ""
+        around = () if rules.reasoning is None else rules.reasoning.around
+        self._sink = Sink(rules.tools is not None, rules.room, marker, around)
         self._grammar = _read(self._reader, self._sink, rules)
         self._rules = rules
         self._running = True
@@ -92,9 +93,14 @@ class MessageParser:
 
 
 def _read(reader: Reader, sink: Sink, rules: MessageRules) -> Steps[None]:
-    if rules.reasoning is not None:
-        yield from reasoning.read(reader, sink, rules.reasoning, rules.opened)
-    if rules.tools is not None:
-        yield from rules.tools.grammar(reader, sink, rules.schemas)
+    thought, tools = rules.reasoning, rules.tools
+    if thought is not None and thought.whole is not None:
+        yield from thought.whole(reader, sink, rules.schemas)
+        return
+    if thought is not None:
+        calls = tools.starts if thought.calls and tools is not None else ()
+        yield from reasoning.read(reader, sink, thought, rules.opened, calls)
+    if tools is not None:
+        yield from tools.grammar(reader, sink, rules.schemas)
     else:
         yield from reader.until((), sink.content)

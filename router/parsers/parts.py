@@ -59,18 +59,27 @@ class Sink:
     after a call within reasoning is reasoning until that is closed: see interrupted().
     """
 
-    def __init__(self, may_call: bool, room: Room = Room.ANY, marker: str = "") -> None:
-        """`marker`: what calls begin with."""
+    def __init__(
+        self,
+        may_call: bool,
+        room: Room = Room.ANY,
+        marker: str = "",
+        around: tuple[str, ...] = (),
+    ) -> None:
+        """`marker`: what calls begin with. `around`: tags around content that are none of it, nor
+        is the white space beside them."""
         self.num_calls = 0
         self.may_call = may_call
         self.thinking = False
         self._parts: list[Part] = []
         self._room = room
         self._marker = marker
+        self._around = around
         self._space = ""
         self._after_call = False
-        self._close = ""  # the tag that still has to come
-        self._held = ""  # what it may have begun with
+        self._after_tag = False
+        self._close: tuple[str, ...] = ()  # one of these tags still has to come
+        self._held = ""  # what a tag may have begun with
 
     def take(self) -> tuple[Part, ...]:
         """The parts since the last time, neighbours of one kind joined."""
@@ -84,27 +93,26 @@ class Sink:
         else:
             self._parts.append(Reasoning(text))
 
-    def interrupted(self, close: str) -> None:
+    def interrupted(self, close: tuple[str, ...]) -> None:
         """What follows may be a call although the reasoning is not closed: what is content by
-        itself is reasoning up to `close`, which is left out."""
+        itself is reasoning up to one of `close`, which is left out."""
         self.thinking = False
         self._close = close
 
     def content(self, text: str) -> None:
         if self._close:
-            thought, close, text = (self._held + text).partition(self._close)
-            num_held = 0 if close else begun(thought, (self._close,))
-            self._held = thought[len(thought) - num_held :]
-            self._think(thought[: len(thought) - num_held])
+            thought, close, text = self._parted(text, self._close)
+            self._think(thought)
             if not close:
                 return
             self._closed()
-        text = self._space + text
-        shown = text.rstrip() if self.may_call else text
-        self._space = text[len(shown) :]
-        if shown:
-            self._after_call = False
-            self._append(shown)
+        while self._around:
+            before, tag, text = self._parted(text, self._around)
+            self._say(before)
+            if not tag:
+                return
+            self._space, self._after_tag = "", True
+        self._say(text)
 
     def call(self, name: str) -> None:
         self._flush()
@@ -118,6 +126,8 @@ class Sink:
 
     def arguments(self, text: str) -> None:
         """Of the call begun last."""
+        if not text:
+            return
         index = self.num_calls - 1
         last = self._parts[-1] if self._parts else None
         if isinstance(last, CallArguments) and last.index == index:
@@ -144,17 +154,43 @@ class Sink:
             self.thinking = True
             self.reasoning(shown)
 
+    def _parted(self, text: str, tags: tuple[str, ...]) -> tuple[str, str, str]:
+        """Text (with what was held back) before the first of `tags`, the tag, the text after it;
+        without one, its beginning is held back."""
+        text, self._held = self._held + text, ""
+        found = [(at, tag) for tag in tags if (at := text.find(tag)) >= 0]
+        if found:
+            at, tag = min(found)
+            return text[:at], tag, text[at + len(tag) :]
+        num_shown = len(text) - begun(text, tags)
+        self._held = text[num_shown:]
+        return text[:num_shown], "", ""
+
+    def _say(self, text: str) -> None:
+        """Content."""
+        if self._after_tag:
+            text = text.lstrip()
+            self._after_tag = not text
+        text = self._space + text
+        shown = text.rstrip() if self.may_call or self._around else text
+        self._space = text[len(shown) :]
+        if shown:
+            self._after_call = False
+            self._append(shown)
+
     def _flush(self) -> None:
-        """What was held back has not become the tag."""
+        """What was held back has not become a tag."""
         held, self._held = self._held, ""
-        if held:
+        if held and self._close:
             self._think(held)
+        elif held:
+            self._say(held)
 
     def _closed(self) -> None:
         """The interrupted reasoning is over."""
         if not self._after_call and self._space:
             self.reasoning(self._space)
-        self._close, self._space, self.thinking = "", "", False
+        self._close, self._space, self.thinking = (), "", False
 
     def _append(self, text: str) -> None:
         if self._room is Room.JSON_INSTEAD:
@@ -170,4 +206,6 @@ class Sink:
     def _begins_call(self, text: str) -> bool:
         """Whether the first content is a call's: its marker, or as much of it as came. A lone
         bracket may be either, and is content."""
+        if not self._marker:
+            return False
         return text.startswith(self._marker) or (text != "[" and self._marker.startswith(text))

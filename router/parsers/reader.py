@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from typing import Any, Final, TypeVar
+
+import orjson
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]  # suspended while more text is needed; returns a T
@@ -26,6 +28,7 @@ _STRICT_CHARS: Final = re.compile(r'[^"\\\x00-\x1f]*')  # the same two of JSON b
 _STRICT_JSON: Final = re.compile(r"[\s\w.+\-,:]*")
 _CLOSES: Final = {"{": "}", "[": "]"}
 MAX_WORD: Final = 256
+WINDOW: Final = 8192  # characters that are searched at once, more than any mark has
 
 
 class Reader:
@@ -49,6 +52,11 @@ class Reader:
     def end(self) -> None:
         """No more text will come."""
         self._ended = True
+
+    @property
+    def at_end(self) -> bool:
+        """All of the text so far has been read."""
+        return self._at == len(self._text)
 
     # ---- going back ----
 
@@ -74,7 +82,10 @@ class Reader:
     def unread(self, text: str) -> None:
         """Back to before `text`, all of which was just read. There is no mark meanwhile."""
         assert self._mark is None, "a mark would be lost"
-        self._text, self._at = text + self._text[self._at :], 0
+        if self._text.endswith(text, 0, self._at):
+            self._at -= len(text)
+        else:  # a part of it has been forgotten
+            self._text, self._at = text + self._text[self._at :], 0
 
     # ---- reading ----
 
@@ -88,16 +99,48 @@ class Reader:
 
     def space(self) -> Steps[str]:
         """Read all white space."""
-        found: list[str] = []
-        yield from self._run(_SPACE, found.append)
-        return "".join(found)
+        return (yield from self.matching(_SPACE))
 
     def word(self) -> Steps[str]:
         """Read a name: letters, digits and `_.-`; "" if there is none or it has no end."""
         found: list[str] = []
-        yield from self._run(_WORD, found.append, MAX_WORD)
+        yield from self.run(_WORD, found.append, MAX_WORD)
         word = "".join(found)
         return word if len(word) <= MAX_WORD else ""
+
+    def char(self) -> Steps[str]:
+        """Read the next character; "" at the end."""
+        char = yield from self.peek()
+        self._at += len(char)
+        return char
+
+    def matching(self, pattern: re.Pattern[str]) -> Steps[str]:
+        """Read all that matches `pattern`, a repeated class of characters."""
+        found: list[str] = []
+        yield from self.run(pattern, found.append)
+        return "".join(found)
+
+    def marks(self, text: str) -> Steps[bool]:
+        """Read `text` line by line; white space around its lines is as it comes."""
+        for line in lines_of(text):
+            yield from self.space()
+            if not (yield from self.literal(line)):
+                return False
+        return True
+
+    def comes(self, text: str) -> Steps[bool]:
+        """Whether `text` comes next. Reads nothing."""
+        found = yield from self.literal(text)
+        if found:
+            self._at -= len(text)
+        return found
+
+    def any_comes(self, texts: Iterable[str]) -> Steps[bool]:
+        """Whether one of `texts` comes next. Reads nothing."""
+        for text in texts:
+            if (yield from self.comes(text)):
+                return True
+        return False
 
     def literal(self, text: str) -> Steps[bool]:
         """Read `text` if it comes next, else nothing."""
@@ -110,27 +153,32 @@ class Reader:
         self._at += len(text)
         return True
 
-    def until(self, markers: tuple[str, ...], emit: Emit) -> Steps[str]:
+    def until(self, markers: tuple[str, ...], emit: Emit, tail: bool = True) -> Steps[str]:
         """Read up to the marker that ends first and past it; returns it, "" at the end.
 
-        The text before it is emitted, all but a tail that may become a marker as it arrives.
+        The text before it is emitted, all but a tail that may become a marker as it arrives; at the
+        end that is emitted, too, unless `tail` is false.
         """
         while True:
-            text = self._text
+            text, end = self._text, self._at + WINDOW
             found = [
                 (at + len(marker), at, marker)
                 for marker in markers
-                if (at := text.find(marker, self._at)) >= 0
+                if (at := text.find(marker, self._at, end)) >= 0
             ]
             if found:
                 _, at, marker = min(found)
                 self._pass(at, emit)
                 self._at += len(marker)
                 return marker
+            if end < len(text):
+                self._pass(end - max(map(len, markers), default=0), emit)
+                continue
+            held = 0 if self._ended and tail else begun(text[self._at :], markers)
+            self._pass(len(text) - held, emit)
             if self._ended:
-                self._pass(len(text), emit)
+                self._at = len(text)
                 return ""
-            self._pass(len(text) - begun(text[self._at :], markers), emit)
             yield
 
     def json_string(self) -> Steps[str | None]:
@@ -154,11 +202,11 @@ class Reader:
         if char == '"':
             return (yield from self._string(emit, chars))
         if char not in _CLOSES:
-            count = yield from self._run(_SCALAR, emit)
+            count = yield from self.run(_SCALAR, emit)
             return count > 0
         closes: list[str] = []
         while True:
-            yield from self._run(plain, emit)
+            yield from self.run(plain, emit)
             char = yield from self.peek()
             if char == '"':
                 if not (yield from self._string(emit, chars)):
@@ -179,7 +227,7 @@ class Reader:
         is not in `chars` and does not end it."""
         self._pass(self._at + 1, emit)
         while True:
-            yield from self._run(chars, emit)
+            yield from self.run(chars, emit)
             char = yield from self.peek()
             if char not in ('"', "\\"):
                 return False
@@ -190,7 +238,7 @@ class Reader:
                 return False
             self._pass(self._at + 1, emit)  # whatever is escaped
 
-    def _run(self, pattern: re.Pattern[str], emit: Emit, limit: int | None = None) -> Steps[int]:
+    def run(self, pattern: re.Pattern[str], emit: Emit, limit: int | None = None) -> Steps[int]:
         """Emit all that matches `pattern`, a repeated class; returns how much that was."""
         total = 0
         while True:
@@ -206,6 +254,16 @@ class Reader:
         if upto > self._at:
             emit(self._text[self._at : upto])
             self._at = upto
+
+
+def lines_of(text: str) -> tuple[str, ...]:
+    """The lines of a mark, without the white space around them: that is layout."""
+    return tuple(line.strip() for line in text.split("\n") if line.strip())
+
+
+def quoted(text: str) -> str:
+    """A text as a JSON string."""
+    return orjson.dumps(text).decode()
 
 
 def begun(text: str, markers: tuple[str, ...]) -> int:

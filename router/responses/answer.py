@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from baton.errors import BatonError, Unavailable
@@ -14,19 +15,31 @@ from router.openai_replies import ReplyHead, ReplyRules
 from router.parsers.parts import Content
 from router.responses.body import ResponsesCall
 from router.responses.events import Logprobs, ResponseEvents
+from router.responses.items import kept
+from router.responses.keeper import Stored
 from router.web_errors import error_object
+
+Keep = Callable[[Stored], Awaitable[bool]]
 
 
 class ResponseAnswer:
-    """Made for one completion; `take` its deltas in order."""
+    """Made for one completion; `take` its deltas in order. `keep`: stores the response before its
+    last event is told, None if it is not to be stored."""
 
     def __init__(
-        self, head: ReplyHead, call: ResponsesCall, turn: ChatTurn, rules: ReplyRules
+        self,
+        head: ReplyHead,
+        call: ResponsesCall,
+        turn: ChatTurn,
+        rules: ReplyRules,
+        keep: Keep | None = None,
     ) -> None:
         self._completion = turn.completion
         self._rules = rules
-        fields = response_head(head, call, turn.completion)
-        self._events = ResponseEvents(fields, rules.draw_id, call.summarized)
+        self._keep = keep
+        self._items = call.items
+        fields = {**response_head(head, call, turn.completion), "store": keep is not None}
+        self._events = ResponseEvents(fields, rules.draw_id, call.summarized, call.tools.known)
         self._told: Logprobs = []  # of tokens whose text is still to come
         self._begun = False
 
@@ -49,13 +62,27 @@ class ResponseAnswer:
             events += self._events.end(cut_short, usage, ended_at)
         return events
 
+    async def last(self) -> list[Event]:
+        if self._keep is not None:
+            self._events.response["store"] = await self._keep(self.stored())
+        return self._events.last()
+
+    def stored(self, **fields: Any) -> Stored:
+        """The response by now, as it is kept; `fields` instead of its own."""
+        response = {**self._events.response, **fields}
+        return Stored(response, kept(self._items, response["id"]))
+
     def broken(self, error: BatonError) -> list[Event]:
-        told = error_object(error)["error"]
-        code = "rate_limit_exceeded" if error.http_status == 429 else "server_error"
-        return self._events.fail(code, told["message"])
+        return self._events.fail(**error_of(error))
 
     def whole(self) -> dict[str, Any]:
         return self._events.response
+
+
+def error_of(error: BatonError) -> dict[str, str]:
+    """`error` of a response."""
+    code = "rate_limit_exceeded" if error.http_status == 429 else "server_error"
+    return {"code": code, "message": error_object(error)["error"]["message"]}
 
 
 def response_usage(completion: Completion) -> dict[str, Any]:
@@ -83,27 +110,35 @@ def response_head(head: ReplyHead, call: ResponsesCall, completion: Completion) 
         "object": "response",
         "created_at": head.created,
         "model": head.model,
-        "background": False,
+        "background": body.background is True,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": body.max_tool_calls,
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": None,
-        "prompt_cache_key": body.prompt_cache_key,
+        "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": reasoning.effort if reasoning else None, "summary": summary},
-        "safety_identifier": body.safety_identifier,
         "service_tier": "default",
-        "store": False,  # whatever was asked for: nothing is
         "temperature": params.temperature,
         "text": {
             "format": (text.format if text else None) or {"type": "text"},
             "verbosity": (text.verbosity if text else None) or "medium",
         },
         "tool_choice": body.tool_choice if body.tool_choice is not None else "auto",
-        "tools": body.tools or [],
+        "tools": call.tools.kept,
         "top_logprobs": body.top_logprobs or 0,
         "top_p": params.top_p,
         "truncation": "disabled",
+        **{name: value for name, value in _only_if_said(call).items() if value},
+    }
+
+
+def _only_if_said(call: ResponsesCall) -> dict[str, Any]:
+    """Fields that are not there at all where they say nothing: null is none of their values."""
+    body = call.body
+    return {
         "user": body.user,
+        "prompt_cache_key": body.prompt_cache_key,
+        "safety_identifier": body.safety_identifier,
+        "baton_notes": call.tools.notes,
     }

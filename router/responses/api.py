@@ -1,4 +1,7 @@
-"""The route of /v1/responses: a body becomes a chat's turn, its deltas become a response."""
+"""The route of /v1/responses: a body becomes a chat's turn, its deltas become a response.
+
+What can be done with one that is stored is in router/responses/stored_api.py.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +15,28 @@ from router.dialect import DialectCall, in_own_names, own_name
 from router.intake import Intake
 from router.openai_replies import ReplyHead, ReplyRules
 from router.reading import read_body
-from router.reply_ids import created_at
+from router.reply_ids import created_at, pin_of
 from router.request_ids import note_body_id, reply_id
 from router.responses import body
-from router.responses.answer import ResponseAnswer
+from router.responses.answer import Keep, ResponseAnswer
+from router.responses.conversation import conversation_of
+from router.responses.keeper import Keeper
+from router.responses.output import RESPONSE_PREFIX
+from router.resumable.http import owner_of
 from router.services import RouterServices
 from router.sse import StreamReply
 from router.whole import WholeReply
 
 
 class ResponsesApi:
-    """Stateless: what would need an earlier response is refused, by name."""
+    """Makes calls of bodies. One in the background is made here, too, and run elsewhere
+    (router/responses/background.py)."""
 
     def __init__(self, services: RouterServices, intake: Intake, runner: Runner) -> None:
         self._services = services
         self._intake = intake
         self._runner = runner
+        self._keeper = Keeper.of(services)
 
     def routes(self) -> list[Route]:
         return [
@@ -36,14 +45,14 @@ class ResponsesApi:
         ]
 
     async def create(self, request: HttpRequest) -> StreamReply | WholeReply:
-        call = body.read(await read_body(request))
+        call = await self._read(request)
         chat = call.chat
         note_body_id(request, chat.request_id)
         id_ = reply_id("resp_", request)
-        with in_own_names(body.NAMES):
+        with in_own_names(call.names):
             turn = await self._intake.chat(chat, id_, request)
         completion = turn.completion
-        completion.guided_field = own_name(body.NAMES, completion.guided_field)
+        completion.guided_field = own_name(call.names, completion.guided_field)
         rules = ReplyRules(
             self._services.tokenizer,
             (chat.top_logprobs or 0) if chat.logprobs else None,
@@ -51,14 +60,27 @@ class ResponsesApi:
             draw_id=turn.draw_id,
         )
         head = ReplyHead(id_, completion.model, created_at(request))
-        answer = ResponseAnswer(head, call, turn, rules)
+        answer = ResponseAnswer(head, call, turn, rules, self._keep(call, owner_of(request.scope)))
         timeout_s = self._services.config.request_timeout_s
         return DialectCall(completion, answer, timeout_s).reply(self._runner, chat.stream)
 
     async def input_tokens(self, request: HttpRequest) -> Response:
         """How many tokens the prompt of such a call would have; nothing is computed."""
-        call = body.read(await read_body(request))
-        with in_own_names(body.NAMES):
+        call = await self._read(request)
+        with in_own_names(call.names):
             count = await self._intake.count(call.chat, request)
         told = {"object": "response.input_tokens", "input_tokens": count}
         return Response(orjson.dumps(told), media_type="application/json")
+
+    async def _read(self, request: HttpRequest) -> body.ResponsesCall:
+        given, pinned = body.read(await read_body(request)), pin_of(request.scope)
+        told = RESPONSE_PREFIX + pinned.name if pinned is not None and pinned.again else None
+        earlier, items = await conversation_of(given.body, request.scope, self._keeper, told)
+        drops_tools = self._services.config.responses_drop_builtin_tools
+        return body.call_of(given, earlier, items, drops_tools)
+
+    def _keep(self, call: body.ResponsesCall, owner: str) -> Keep | None:
+        keeper = self._keeper
+        if keeper is None or call.body.store is False:
+            return None
+        return lambda stored: keeper.settle(owner, stored)

@@ -1,22 +1,21 @@
 """The body of /v1/responses: a strict struct, and the chat that it asks for. Pure.
 
-Nothing is stored: `store` may be true, as SDKs have it, and the reply says that it was not. What
-would need an earlier response is refused by name.
+What it refers to is looked up in between (router/responses/conversation.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import msgspec
 
-from baton.errors import InvalidRequest, UnsupportedFeature
-from router.allowed_tools import KIND
+from baton.errors import InvalidRequest
 from router.dialect import chat_body, in_own_names
 from router.openai import ChatBody, object_of, struct_of
-from router.openai_chat import MAX_NAME_CHARS
-from router.responses.items import messages_of
+from router.responses.items import Item, messages_of
+from router.responses.tools import Toolbox, choice_of, toolbox_of
 from router.unserved import Unserved, refuse
 
 MAX_METADATA: Final = 16
@@ -33,18 +32,15 @@ NAMES: Final = {
     "messages": "input",
     "tool_choice.allowed_tools": "tool_choice",
 }
-_STATELESS: Final = ": nothing is stored, send the whole conversation as input"
 _ONE: Final = ": each call has one response"
 UNSERVED: Final[Unserved] = {
-    "background": ((False,), ""),
     "context_management": (([],), ""),
-    "conversation": ((), _STATELESS),
+    "conversation": ((), ": say previous_response_id"),
     "enable_response_messages": ((False,), ""),
     "best_of": ((1,), _ONE),
     "moderation": ((), ""),
     "n": ((1,), _ONE),
-    "previous_input_messages": (([],), _STATELESS),
-    "previous_response_id": ((), _STATELESS),
+    "previous_input_messages": (([],), ": say previous_response_id"),
     "prompt": ((), ""),
     "truncation": (("disabled",), ""),
 }
@@ -79,6 +75,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     """What this API spells in its own way; sampling fields are checked as a chat's."""
 
     input: Any = None
+    previous_response_id: str | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
     max_tool_calls: int | None = None
@@ -90,6 +87,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     reasoning: ReasoningOptions | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
+    background: bool | None = None
     include: list[str] | None = None
     stop: str | list[str] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -100,11 +98,23 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
+class Given:
+    """A checked body, and all fields that it was made of."""
+
+    body: ResponsesBody
+    fields: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class ResponsesCall:
-    """A checked body: what to ask, and how to tell the answer."""
+    """What to ask, and how to tell the answer. `items`: the whole conversation; `names`: a chat's
+    field -> the client's."""
 
     body: ResponsesBody
     chat: ChatBody
+    items: list[Item]
+    tools: Toolbox
+    names: Mapping[str, str]
 
     @property
     def summarized(self) -> bool:
@@ -113,18 +123,37 @@ class ResponsesCall:
         return asked is not None and (asked.summary or asked.generate_summary) is not None
 
 
-def read(raw: bytes) -> ResponsesCall:
+def read(raw: bytes) -> Given:
     """Check a body. Raises InvalidRequest, naming the field."""
-    given = object_of(raw)
-    refuse(given, UNSERVED)
-    body = struct_of(given, ResponsesBody)
+    fields = object_of(raw)
+    refuse(fields, UNSERVED)
+    body = struct_of(fields, ResponsesBody)
     _check(body)
+    return Given(body, fields)
+
+
+def asks_background(raw: bytes) -> bool:
+    """Whether nobody waits for the answer to a body. Raises InvalidRequest for what is none."""
+    return b'"background"' in raw and object_of(raw).get("background") is True
+
+
+def call_of(
+    given: Given, earlier: Sequence[Item], items: Sequence[Item], drops_tools: bool
+) -> ResponsesCall:
+    """The chat that a body asks for. `earlier` and its own `items` are the conversation;
+    `drops_tools`: those that nobody here could call are left out, with a note.
+
+    Raises InvalidRequest, naming the field.
+    """
+    body, whole = given.body, [*earlier, *items]
+    box = toolbox_of(body.tools or (), drops_tools)
+    names = {**NAMES, **box.places}
     logprobs = body.top_logprobs is not None or LOGPROBS in (body.include or ())
     translated: dict[str, Any] = {
-        "messages": messages_of(body.input, body.instructions),
+        "messages": messages_of(whole, len(earlier), body.instructions),
         "max_completion_tokens": body.max_output_tokens,
-        "tools": _tools(body.tools),
-        "tool_choice": _tool_choice(body.tool_choice),
+        "tools": None if body.tools is None else box.functions,
+        "tool_choice": choice_of(body.tool_choice, box),
         "parallel_tool_calls": body.parallel_tool_calls,
         "response_format": _response_format(body.text.format if body.text else None),
         "reasoning_effort": body.reasoning.effort if body.reasoning else None,
@@ -133,8 +162,9 @@ def read(raw: bytes) -> ResponsesCall:
         "logprobs": logprobs or None,
         "top_logprobs": body.top_logprobs if logprobs else None,
     }
-    with in_own_names(NAMES):
-        return ResponsesCall(body, chat_body(given, translated))
+    with in_own_names(names):
+        chat = chat_body(given.fields, translated)
+    return ResponsesCall(body, chat, whole, box, names)
 
 
 def _check(body: ResponsesBody) -> None:
@@ -151,53 +181,13 @@ def _check(body: ResponsesBody) -> None:
     if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MAX_TOP_LOGPROBS:
         message = f"top_logprobs must be between 0 and {MAX_TOP_LOGPROBS}"
         raise InvalidRequest(message, field="top_logprobs")
+    if body.background and body.store is False:
+        message = "background: such a response is stored, so store must not be false"
+        raise InvalidRequest(message, field="background")
     for index, name in enumerate(body.include or ()):
         if name not in INCLUDABLE:
             where = f"include[{index}]"
             raise InvalidRequest(f"{where}: {name[:64]!r} is not known", field=where)
-
-
-def _tools(given: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """A chat's tools. The name stands beside the type here; a chat puts it under `function`."""
-    if given is None:
-        return None
-    tools: list[dict[str, Any]] = []
-    for index, tool in enumerate(given):
-        kind = tool.get("type")
-        if kind != "function":
-            message = (
-                f"tools[{index}]: only tools of type function are supported, not {str(kind)[:64]!r}"
-            )
-            raise UnsupportedFeature(message, field=f"tools[{index}].type")
-        name = tool.get("name")
-        if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS:
-            field = f"tools[{index}].name"
-            message = f"{field} must be a string of 1 to {MAX_NAME_CHARS} characters"
-            raise InvalidRequest(message, field=field)
-        # A null is what an SDK writes for "none"; templates would print it.
-        function = {key: v for key, v in tool.items() if key != "type" and v is not None}
-        tools.append({"type": "function", "function": function})
-    return tools
-
-
-def _tool_choice(given: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-    if not isinstance(given, dict):
-        return given
-    if given.get("type") == KIND:
-        tools = given.get("tools")
-        named = [_named(tool) for tool in tools] if isinstance(tools, list) else tools
-        return {"type": KIND, KIND: {"mode": given.get("mode"), "tools": named}}
-    if given.get("type") != "function" or not isinstance(given.get("name"), str):
-        message = "tool_choice must be none, auto, required or a named function"
-        raise UnsupportedFeature(message, field="tool_choice")
-    return _named(given)
-
-
-def _named(tool: Any) -> Any:
-    """A chat's way to name a function: one level deeper. What is none stays as it is."""
-    if not isinstance(tool, dict) or tool.get("type") != "function":
-        return tool
-    return {"type": "function", "function": {"name": tool.get("name")}}
 
 
 def _response_format(given: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -1,8 +1,8 @@
 """A response while it is written: parts in, numbered events out, the object at the end. Sans I/O.
 
-Life: begin() -> part()* -> end() or fail(). One output item is open at a time: a part of another
-kind, or the start of a call, closes it and opens the next. `sequence_number` counts every event
-from 0 without gaps.
+Life: begin() -> part()* -> end(), last(), or fail(). One output item is open at a time: a part of
+another kind, or the start of a call, closes it and opens the next. `sequence_number` counts every
+event from 0 without gaps.
 """
 
 from __future__ import annotations
@@ -13,7 +13,16 @@ from typing import Any, Final
 
 from router.openai_message import DrawId
 from router.parsers.parts import CallArguments, CallStart, Content, Part, Reasoning
-from router.responses.output import Event, FunctionCall, Message, OutputItem, Status, Thought
+from router.responses.output import (
+    CustomCall,
+    Event,
+    FunctionCall,
+    Message,
+    OutputItem,
+    Status,
+    Thought,
+)
+from router.responses.tools import ClientTool
 
 Logprobs = list[dict[str, Any]]
 
@@ -28,13 +37,21 @@ _NEXT: Final = {Phase.NEW: (Phase.OPEN, Phase.ENDED), Phase.OPEN: (Phase.ENDED,)
 
 
 class ResponseEvents:
-    """One response. `head`: the fields of the response object that do not change."""
+    """One response. `head`: the fields of the response object that do not change; `tools`: what the
+    client calls those of its tools that the model knows by these names."""
 
-    def __init__(self, head: Mapping[str, Any], draw_id: DrawId, summarized: bool) -> None:
+    def __init__(
+        self,
+        head: Mapping[str, Any],
+        draw_id: DrawId,
+        summarized: bool,
+        tools: Mapping[str, ClientTool] | None = None,
+    ) -> None:
         self._head = dict(head)
         self._id = str(head["id"])
         self._draw_id = draw_id
         self._summarized = summarized
+        self._tools = tools or {}
         self._phase = Phase.NEW
         self._number = 0
         self._done: list[dict[str, Any]] = []
@@ -62,15 +79,19 @@ class ResponseEvents:
                     events += self._opening(Thought(index, self._id, self._summarized))
             case CallStart(_, name):
                 index = len(self._done) + self._num_open
-                call = FunctionCall(index, self._id, name, self._draw_id())
+                tool = self._tools.get(name, ClientTool(name))
+                made = CustomCall if tool.custom else FunctionCall
+                call = made(index, self._id, tool, self._draw_id())
                 return self._numbered(self._opening(call))
             case CallArguments(_, text):
-                assert isinstance(self._open, FunctionCall), "arguments follow their call's start"
+                called = isinstance(self._open, FunctionCall | CustomCall)
+                assert called, "arguments follow their call's start"
         assert self._open is not None, "a part belongs to an item"
         return self._numbered([*events, *self._open.more(text)])
 
     def end(self, cut_short: bool, usage: Mapping[str, Any], completed_at: int) -> list[Event]:
-        """The model wrote no more. `cut_short`: because it was allowed no more."""
+        """The model wrote no more. `cut_short`: because it was allowed no more. The response is
+        whole then; its own event is `last`."""
         status: Status = "incomplete" if cut_short else "completed"
         self._go(Phase.ENDED)
         events: list[Event] = []
@@ -83,7 +104,12 @@ class ResponseEvents:
             self.response["incomplete_details"] = {"reason": "max_output_tokens"}
         else:
             self.response["completed_at"] = completed_at
-        return self._numbered([*events, {"type": f"response.{status}", "response": self.response}])
+        return self._numbered(events)
+
+    def last(self) -> list[Event]:
+        assert self._phase is Phase.ENDED, f"the last event of a response that is {self._phase}"
+        kind = f"response.{self.response['status']}"
+        return self._numbered([{"type": kind, "response": self.response}])
 
     def fail(self, code: str, message: str) -> list[Event]:
         """It broke: what was open stays open, and in the response it is incomplete."""
@@ -131,5 +157,4 @@ class ResponseEvents:
             "error": None,
             "incomplete_details": None,
             "output": list(self._done),
-            "usage": None,
         }

@@ -3,28 +3,38 @@
 message              a message; the roles `developer` and `system` are one
 reasoning            the thought of the assistant's message or calls that follow it
 function_call        a call of the assistant's message before it, if that is its neighbour
-function_call_output a message of role `tool`
+custom_tool_call     the same, of the function that stands for a custom tool
+..._output           of either: a message of role `tool`
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final, cast
 
 from baton.errors import InvalidRequest, UnsupportedFeature
 from router.openai_chat import MAX_MESSAGES
+from router.responses.custom_input import FIELD
+from router.responses.output import item_id
+from router.responses.tools import flat_name
 
 _ROLES: Final = ("user", "assistant", "system", "developer")
 _TEXTS: Final = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+_PREFIXES: Final = {
+    "message": "msg_",
+    "reasoning": "rs_",
+    "function_call": "fc_",
+    "function_call_output": "fco_",
+    "custom_tool_call": "ctc_",
+    "custom_tool_call_output": "ctco_",
+}
 Item = dict[str, Any]
 
 
-def messages_of(given: object, instructions: str | None) -> list[Item]:
-    """The conversation. Raises InvalidRequest or UnsupportedFeature, naming `input`'s part."""
-    begun: list[Item] = []
-    if instructions:
-        begun.append({"role": "system", "content": instructions})
+def items_of(given: object) -> list[Item]:
+    """`input` as items. Raises InvalidRequest, naming `input`'s part."""
     if isinstance(given, str):
-        return [*begun, {"role": "user", "content": given}]
+        return [{"type": "message", "role": "user", "content": given}]
     if not isinstance(given, list):
         raise InvalidRequest("input must be a string or a list of items", field="input")
     items = cast("list[object]", given)
@@ -32,13 +42,45 @@ def messages_of(given: object, instructions: str | None) -> list[Item]:
         raise InvalidRequest("input must not be empty", field="input")
     if len(items) > MAX_MESSAGES:
         raise InvalidRequest(f"input: at most {MAX_MESSAGES} items", field="input")
-    conversation = _Conversation(begun)
     for index, item in enumerate(items):
         where = f"input[{index}]"
         if not isinstance(item, dict):
             raise InvalidRequest(f"{where} must be an object", field=where)
-        conversation.add(cast("Item", item), where)
+        if not isinstance(cast("Item", item).get("id"), str | None):
+            raise InvalidRequest(f"{where}.id must be a string", field=f"{where}.id")
+    return cast("list[Item]", items)
+
+
+def messages_of(items: Sequence[Item], num_earlier: int, instructions: str | None) -> list[Item]:
+    """The conversation. Of the first items, `num_earlier` are those of earlier responses.
+
+    Raises InvalidRequest or UnsupportedFeature, naming `input`'s part.
+    """
+    begun: list[Item] = []
+    if instructions:
+        begun.append({"role": "system", "content": instructions})
+    conversation = _Conversation(begun)
+    for index, item in enumerate(items):
+        conversation.add(item, f"input[{index - num_earlier}]")
     return conversation.messages
+
+
+def kept(items: Sequence[Item], response_id: str) -> list[Item]:
+    """Input items as they can be asked for: each with an id and all that its type has."""
+    return [_whole(item, response_id, index) for index, item in enumerate(items)]
+
+
+def _whole(item: Item, response_id: str, index: int) -> Item:
+    kind = item.get("type") or "message"
+    id_ = item.get("id") or item_id(_PREFIXES[kind], response_id, f"i{index}")
+    if kind == "reasoning":
+        return {"summary": [], **item, "id": id_}
+    item = {"status": "completed", **item, "type": kind, "id": id_}
+    if isinstance(item.get("content"), str):
+        said = item["role"] == "assistant"
+        part = {"type": "output_text" if said else "input_text", "text": item["content"]}
+        item["content"] = [{**part, "annotations": []} if said else part]
+    return item
 
 
 class _Conversation:
@@ -58,15 +100,14 @@ class _Conversation:
             case "reasoning":
                 self._reasoning(item, where)
             case "function_call":
-                self._call(item, where)
-            case "function_call_output":
+                self._call(item, where, _string(item, "arguments", where))
+            case "custom_tool_call":
+                self._call(item, where, {FIELD: _string(item, "input", where)})
+            case "function_call_output" | "custom_tool_call_output":
                 self._turn = None
                 call_id = _string(item, "call_id", where)
                 output = _text(item.get("output"), f"{where}.output")
                 self.messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
-            case "item_reference":
-                message = f"{where}: nothing is stored here, so items cannot be referred to"
-                raise UnsupportedFeature(message, field=where)
             case _:
                 shown = str(kind)[:64]
                 message = f"{where}: items of type {shown!r} are not supported by this server"
@@ -97,9 +138,10 @@ class _Conversation:
                 thought = _text(item[name], f"{where}.{name}")
         self._begin("")["reasoning"] = thought or None
 
-    def _call(self, item: Item, where: str) -> None:
+    def _call(self, item: Item, where: str, arguments: str | Item) -> None:
         turn = self._turn if self._turn is not None else self._begin("")
-        name, arguments = _string(item, "name", where), _string(item, "arguments", where)
+        namespace = None if item.get("namespace") is None else _string(item, "namespace", where)
+        name = flat_name(namespace, _string(item, "name", where))
         call = {
             "id": _string(item, "call_id", where),
             "type": "function",

@@ -1,16 +1,21 @@
 """Output items of /v1/responses while they grow, and the events that tell of it. Sans I/O.
 
 Each item: opened() -> more()* -> closed(status). A message and a thought have one part each, which
-opens and closes within its item; a function call has none. Events lack their `sequence_number`:
+opens and closes within its item; a call has none. Events lack their `sequence_number`:
 router/responses/events.py numbers them.
 """
 
 from __future__ import annotations
 
-import hashlib
-from typing import Any, Literal, Protocol
+import re
+from typing import Any, Final, Literal, Protocol
+
+from router.responses.custom_input import CustomInput
+from router.responses.tools import ClientTool
 
 Event = dict[str, Any]
+RESPONSE_PREFIX: Final = "resp_"
+_ITEM_ID: Final = re.compile("[a-z]+_i?[0-9]+_(.+)")
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -23,9 +28,15 @@ class OutputItem(Protocol):
     def item(self, status: Status) -> dict[str, Any]: ...
 
 
-def item_id(prefix: str, response_id: str, index: int) -> str:
-    """Of the item at `index`: made of the response's own id, so a replay has the same."""
-    return prefix + hashlib.sha256(f"{response_id}/{index}".encode()).hexdigest()[:48]
+def item_id(prefix: str, response_id: str, place: int | str) -> str:
+    """Of the item at that place of a response: it leads back there, and a replay has the same."""
+    return f"{prefix}{place}_{response_id.removeprefix(RESPONSE_PREFIX)}"
+
+
+def response_of(id_: str) -> str | None:
+    """The id of the response that an item's id leads back to; None for what is no such id."""
+    found = _ITEM_ID.fullmatch(id_)
+    return None if found is None else RESPONSE_PREFIX + found.group(1)
 
 
 class _Place:
@@ -141,11 +152,11 @@ class Thought:
 
 
 class FunctionCall:
-    """A call of one of the client's tools; its arguments come as the model writes them."""
+    """A call of one of the client's functions; its arguments come as the model writes them."""
 
-    def __init__(self, index: int, response_id: str, name: str, call_id: str) -> None:
+    def __init__(self, index: int, response_id: str, tool: ClientTool, call_id: str) -> None:
         self._at = _Place(index, item_id("fc_", response_id, index), None)
-        self._name = name
+        self._tool = tool
         self._call_id = call_id
         self._texts: list[str] = []
 
@@ -158,7 +169,7 @@ class FunctionCall:
 
     def closed(self, status: Status) -> list[Event]:
         item = self.item(status)
-        done = {"arguments": item["arguments"], "name": self._name}
+        done = {"arguments": item["arguments"], "name": self._tool.name}
         return [
             self._at.of_part("response.function_call_arguments.done", **done),
             self._at.of_item("response.output_item.done", item),
@@ -169,7 +180,52 @@ class FunctionCall:
             "id": self._at.id,
             "type": "function_call",
             "status": status,
-            "name": self._name,
-            "call_id": self._call_id,
+            **_called(self._tool, self._call_id),
             "arguments": "".join(self._texts),
         }
+
+
+class CustomCall:
+    """A call of one of the client's custom tools; its input comes as the model writes it."""
+
+    def __init__(self, index: int, response_id: str, tool: ClientTool, call_id: str) -> None:
+        self._at = _Place(index, item_id("ctc_", response_id, index), None)
+        self._tool = tool
+        self._call_id = call_id
+        self._input = CustomInput()
+        self._texts: list[str] = []
+
+    def opened(self) -> list[Event]:
+        return [self._at.of_item("response.output_item.added", self.item("in_progress"))]
+
+    def more(self, text: str) -> list[Event]:
+        return self._told(self._input.push(text))
+
+    def closed(self, status: Status) -> list[Event]:
+        events = self._told(self._input.finish())
+        item = self.item(status)
+        return [
+            *events,
+            self._at.of_part("response.custom_tool_call_input.done", input=item["input"]),
+            self._at.of_item("response.output_item.done", item),
+        ]
+
+    def item(self, status: Status) -> dict[str, Any]:
+        return {
+            "id": self._at.id,
+            "type": "custom_tool_call",
+            "status": status,
+            **_called(self._tool, self._call_id),
+            "input": "".join(self._texts),
+        }
+
+    def _told(self, text: str) -> list[Event]:
+        if not text:
+            return []
+        self._texts.append(text)
+        return [self._at.of_part("response.custom_tool_call_input.delta", delta=text)]
+
+
+def _called(tool: ClientTool, call_id: str) -> dict[str, Any]:
+    namespace = {} if tool.namespace is None else {"namespace": tool.namespace}
+    return {**namespace, "name": tool.name, "call_id": call_id}

@@ -24,7 +24,7 @@ from router.completion import Completion
 from router.gate.key_headers import keys_of
 from router.openai import object_of
 from router.reading import read_body
-from router.reply_ids import Pin, created_at, pin
+from router.reply_ids import Pin, created_at, pin, pin_of
 from router.request_ids import known_id, note_body_id, pin_request_id
 from router.resumable.canonical import Canonical, body_digest, owner_digest, record_id
 from router.resumable.numbered import NumberedReply
@@ -32,6 +32,7 @@ from router.resumable.replay import Told, ToldDispatch
 from router.resumable.runs import Found, Runs
 from router.resumable.terms import (
     GRACE_HEADER,
+    KEY_PREFIX,
     NAME_HEADER,
     POSITION_HEADER,
     POSITION_QUERY,
@@ -100,39 +101,48 @@ class ResumableApi:
 
     async def _create(self, path: str, request: HttpRequest, terms: ResumeTerms) -> ResumedReply:
         """Raises InvalidRequest, KeyReused, RequestNotFound, Unavailable."""
-        runs = self._runs
         body = await read_body(request)
         note_body_id(request, object_of(body).get("request_id"))
         owner, name = owner_of(request.scope), terms.name or known_id(request.scope)
-        found = await runs.find(owner, name)
+        asked = Asked(path, owner, name, body, terms.grace_s)
+        found = await self.find(asked)
         if found is None and terms.after is not None:
             raise _unknown(name)
         if found is None:
-            runs.check_open()
-            found = await self._begin(path, request, _Asked(owner, name, terms.grace_s, body))
-        if not compare_digest(found.body_digest, body_digest(path, body)):
-            raise KeyReused(
-                "this request id or idempotency key was used with another body",
-                field="idempotency-key" if terms.name else "x-request-id",
-            )
+            canonical, reply = await self.prepare(request, asked)
+            [completion] = reply.call.completions
+            fields = self.fields(canonical)
+            found = await self.runs.begin(canonical, completion.twin(), fields)
+            check_same(found, asked)
         return await self._reply(found, terms.after, POSITION_HEADER)
 
-    async def _begin(self, path: str, request: HttpRequest, asked: _Asked) -> Found:
-        """Check it, make it canonical, run it; or the same one, if another router just did."""
-        runs = self._runs
-        pinned = Pin(asked.name, created_at(request))
-        reply = await self._call(path, request.scope, asked.body, pinned)
+    async def find(self, asked: Asked) -> Found | None:
+        """The request, if it was asked for before. Raises KeyReused, Unavailable."""
+        found = await self.runs.find(asked.owner, asked.name)
+        if found is None:
+            self.runs.check_open()
+        else:
+            check_same(found, asked)
+        return found
+
+    async def prepare(self, request: HttpRequest, asked: Asked) -> tuple[Canonical, Reply]:
+        """Check a new request and make it canonical; nothing of it runs."""
+        pinned = Pin(asked.name, created_at(request), asked.owner)
+        reply = await self._call(asked.path, request.scope, asked.body, pinned)
         [completion, *others] = reply.call.completions
         if others:
             message = "prompt: one per request, if it is resumable"
             raise UnsupportedFeature(message, field="prompt")
         completion.request = replace(completion.request, id=record_id(asked.owner, asked.name))
         canonical = Canonical(
-            path, asked.name, asked.owner, pinned.created, asked.grace_s, asked.body,
+            asked.path, asked.name, asked.owner, pinned.created, asked.grace_s, asked.body,
             completion.request,
         )  # fmt: skip
-        fields = canonical.fields(runs.clock, RESUMABLE[path])
-        return await runs.begin(canonical, completion.twin(), fields)
+        return canonical, reply
+
+    def fields(self, canonical: Canonical) -> dict[str, str]:
+        """Of its record. Raises InvalidRequest if it is too large."""
+        return canonical.fields(self.runs.clock, RESUMABLE[canonical.api])
 
     async def stream(self, request: HttpRequest) -> ResumedReply:
         """`GET /v1/requests/{id}/stream`: go on after `starting_after`, or the event last seen."""
@@ -141,36 +151,39 @@ class ResumableApi:
         if after is None:
             field, after = POSITION_HEADER, request.headers.get(POSITION_HEADER)
         for name in names_meant(asked):
-            found = await self._runs.find(owner, name)
+            found = await self.runs.find(owner, name)
             if found is not None:
                 return await self._reply(found, after, field)
         raise _unknown(asked)
 
     async def _reply(self, found: Found, after: str | None, field: str) -> ResumedReply:
-        canonical = found.canonical
+        reply = await self.told_of(found.canonical)
+        seen = read_position(after, reply.call.completions[0].num_choices, field)
+        return self.reading(reply, found, seen)
+
+    def reading(self, reply: Reply, found: Found, seen: Position = START) -> ResumedReply:
+        """The answer to somebody who reads it."""
+        return ResumedReply(reply, found.canonical.name, _Reader(self.runs, found, seen))
+
+    # ---- calls ----
+
+    async def told_of(self, canonical: Canonical) -> Reply:
+        """How a kept request is told; nothing of it runs."""
         if canonical.api not in self._handlers:
             message = "this request was begun by gRPC: go on with it there"
             raise UnsupportedFeature(message, field="request_id")
         scope: Scope = {"type": "http", "method": "POST", "path": canonical.api, "headers": []}
-        pinned = Pin(canonical.name, canonical.created)
+        pinned = Pin(canonical.name, canonical.created, canonical.owner, again=True)
         reply = await self._call(canonical.api, scope, canonical.body, pinned)
         [completion] = reply.call.completions
         completion.request = canonical.request
         # A receipt tells what happened on the way, and another replay would know something else.
         completion.trace.terms = replace(completion.trace.terms, receipt=False)
-        seen = read_position(after, completion.num_choices, field)
-        reader = _Reader(self._runs, found, seen)
-        return ResumedReply(reply, canonical.name, reader)
-
-    # ---- calls ----
+        return reply
 
     async def _completion(self, canonical: Canonical) -> Completion:
         """The completion of an adopted request, to be run."""
-        scope: Scope = {"type": "http", "method": "POST", "path": canonical.api, "headers": []}
-        pinned = Pin(canonical.name, canonical.created)
-        reply = await self._call(canonical.api, scope, canonical.body, pinned)
-        [completion] = reply.call.completions
-        completion.request = canonical.request
+        [completion] = (await self.told_of(canonical)).call.completions
         return completion.twin()
 
     async def _call(self, path: str, scope: Scope, body: bytes, pinned: Pin) -> Reply:
@@ -187,7 +200,8 @@ class ResumableApi:
         return await self._handlers[path](HttpRequest(own, receive))
 
     @property
-    def _runs(self) -> Runs:
+    def runs(self) -> Runs:
+        """Raises Unavailable where there are none."""
         runs = self._services.runs
         if runs is None:
             raise Unavailable("this server takes no resumable requests")
@@ -195,11 +209,14 @@ class ResumableApi:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class Asked:
+    """A request that somebody wants kept, under a name of its owner's."""
+
+    path: str
     owner: str
     name: str
-    grace_s: float
     body: bytes
+    grace_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,8 +258,20 @@ class ResumedReply:
                 await WholeReply(reply.call, runner)(scope, receive, send)
 
 
+def check_same(found: Found, asked: Asked) -> None:
+    """Raise KeyReused if another body was sent under that name."""
+    if not compare_digest(found.body_digest, body_digest(asked.path, asked.body)):
+        raise KeyReused(
+            "this request id or idempotency key was used with another body",
+            field="idempotency-key" if asked.name.startswith(KEY_PREFIX) else "x-request-id",
+        )
+
+
 def owner_of(scope: Scope) -> str:
-    """Digest of the key that a request was let in with; everybody's without keys."""
+    """Digest of the key that a request was let in with, or first was; everybody's without keys."""
+    pinned = pin_of(scope)
+    if pinned is not None:
+        return pinned.owner
     return owner_digest(keys_of(scope["headers"]) if GRANT_KEY in scope else [])
 
 

@@ -64,7 +64,7 @@ class NumberedReply:
                 fresh = self._numbers.step(delta.sample, data)
                 if fresh:
                     await writer.write(fresh)
-        await writer.end(self._numbers.tail(self._call.tail()))
+        await writer.end(self._numbers.tail(await self._call.tail()))
 
 
 class Numbers:

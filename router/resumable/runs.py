@@ -130,24 +130,25 @@ class Run:
         failure = self.failure
         return isinstance(failure, InvalidRequest) and failure.field == "request_id"
 
-    def start(self, ended: Callable[[], object]) -> None:
-        """Run it in a task of its own; `ended` is called when nothing of it is left to do. Its
-        grace begins with `wait_for_readers`."""
-        self._task = asyncio.create_task(self._live(), name=f"run {self.id}")
-        self._task.add_done_callback(lambda _: self._over(ended))
+    def start(self, over: Callable[[], object], settle: Callable[[], Awaitable[None]]) -> None:
+        """Run it in a task of its own: `settle` once its end is told, `over` when nothing of it is
+        left to do. Its grace begins with `wait_for_readers`."""
+        self._task = asyncio.create_task(self._live(settle), name=f"run {self.id}")
+        self._task.add_done_callback(lambda _: self._over(over))
 
     def wait_for_readers(self) -> None:
         """From now on somebody must read it, or its grace runs out."""
         self._watch()
 
-    async def accepted(self) -> None:
-        """Until it is recorded, or has failed before that."""
+    async def accepted(self, wait_s: float | None = None) -> None:
+        """Until it is recorded, or has failed before that; for `wait_s` at most."""
         if self.log.opened.is_set():
             return
         waiter = asyncio.ensure_future(self.log.opened.wait())
         assert self._task is not None, "it was started"
         try:
-            await asyncio.wait({waiter, self._task}, return_when=asyncio.FIRST_COMPLETED)
+            both = {waiter, self._task}
+            await asyncio.wait(both, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             waiter.cancel()
 
@@ -176,7 +177,7 @@ class Run:
 
     # ---- its task ----
 
-    async def _live(self) -> None:
+    async def _live(self, settle: Callable[[], Awaitable[None]]) -> None:
         with request_context(self.id):
             try:
                 await self._drive()
@@ -186,6 +187,8 @@ class Run:
                 self.failure = as_baton_error(error)
                 log_failure(self.failure, error)
             await self._end()
+            if self.told.closed:
+                await settle()
 
     async def _drive(self) -> None:
         parts, completion = self._parts, self._completion
@@ -272,6 +275,7 @@ class Runs:
         self._kept = KeptBodies(parts.clock, parts.max_kept_mb << 20)
         self.readers = RouterMetrics()  # of replays: a request counts once, by its run
         self.builders: dict[str, Callable[[Canonical], Awaitable[Completion]]] = {}
+        self.enders: dict[str, Callable[[Found], Awaitable[None]]] = {}  # told of ends here
         parts.store.watchers.append(self._after_heartbeat)
 
     @property
@@ -298,6 +302,11 @@ class Runs:
         finally:
             self.stats.readers -= 1
 
+    def waits(self, request_id: str) -> bool:
+        """It is this router's, and not recorded yet: it waits for room."""
+        run = self._runs.get(request_id)
+        return run is not None and not run.log.opened.is_set()
+
     def check_open(self) -> None:
         """Raise Unavailable while no resumable request can be taken on."""
         if self._parts.store.stats.away:
@@ -322,12 +331,17 @@ class Runs:
         return Found(canonical, canonical.body_digest, lambda: self._following(record, canonical))
 
     async def begin(
-        self, canonical: Canonical, completion: Completion, fields: dict[str, str]
+        self,
+        canonical: Canonical,
+        completion: Completion,
+        fields: dict[str, str],
+        wait_s: float | None = None,
     ) -> Found:
         """Take a new request on, or find it, if somebody asked for the same in this moment, here or
         at another router.
 
-        Returns when it is recorded, or refused: then its readers are told so. Raises
+        Returns when it is recorded, or refused: then its readers are told so. With `wait_s` it need
+        not be by then, and its grace does not begin before somebody has read it. Raises
         UnsupportedFeature for what is not kept, Overloaded if too much is, Unavailable.
         """
         if canonical.request.params.prompt_logprobs is not None:
@@ -339,8 +353,9 @@ class Runs:
             self._kept.begin(canonical.owner, len(canonical.body))
             self._parts.store.expect(run.id, run.log)
             self._start(run, lambda: self._kept.end(canonical.owner, len(canonical.body)))
-        await run.accepted()
-        run.wait_for_readers()
+        await run.accepted(wait_s)
+        if wait_s is None:
+            run.wait_for_readers()
         if not run.taken:
             self.stats.begun += rival is None and run.log.opened.is_set()
             return replace(_found(run), new=rival is None)
@@ -391,8 +406,16 @@ class Runs:
             if self._runs.get(run.id) is run:
                 del self._runs[run.id]
 
+        async def settle() -> None:
+            ender = self.enders.get(run.canonical.api)
+            try:
+                if ender is not None:
+                    await ender(_found(run))
+            except BatonError as error:
+                logger.warning("request %s: its end is not kept: %s", run.id, error.message)
+
         self._runs[run.id] = run
-        run.start(ended)
+        run.start(ended, settle)
 
     @asynccontextmanager
     async def _following(self, record: RequestRecord, canonical: Canonical) -> AsyncIterator[Told]:

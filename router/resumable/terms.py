@@ -26,6 +26,7 @@ SAID_IN: Final = frozenset(
     name.encode() for name in (GRACE_HEADER, IDEMPOTENCY_HEADER, POSITION_HEADER)
 )
 NAME_HEADER: Final = b"x-baton-request-id"  # of the answer: how to ask for it again
+KEY_PREFIX: Final = "ik-"  # of a name that is made of an idempotency key
 MAX_GRACE_S: Final = 3600
 DEFAULT_GRACE_S: Final = 30.0
 MAX_KEY_CHARS: Final = 256
@@ -71,7 +72,7 @@ def read_resume_terms(header: Callable[[str], str]) -> ResumeTerms | None:
         raise InvalidRequest(message, field=IDEMPOTENCY_HEADER)
     if not (grace_s or key or after):
         return None
-    name = "ik-" + hashlib.sha256(key.encode()).hexdigest()[:32] if key else None
+    name = KEY_PREFIX + hashlib.sha256(key.encode()).hexdigest()[:32] if key else None
     return ResumeTerms(grace_s or DEFAULT_GRACE_S, name, after or None)
 
 

@@ -18,6 +18,7 @@ from typing import Final, Protocol
 
 from baton.errors import StoreUnavailable
 from baton.request import RequestState
+from router.store.documents import Documents
 
 TERMINAL_TTL_S: Final = 600.0  # how long a terminal record and its log may still be read
 SWEEP_LIMIT: Final = 256  # expired requests that one sweep handles
@@ -110,6 +111,11 @@ class RequestStore(Protocol):
     @property
     def name(self) -> str:
         """ "redis" or "memory"."""
+        ...
+
+    @property
+    def documents(self) -> Documents:
+        """What clients may ask for again, beside requests."""
         ...
 
     async def start(self) -> None:

@@ -32,6 +32,7 @@ from router.store.base import (
     Told,
     WriteStatus,
 )
+from router.store.documents import DocumentTable, MemoryDocuments
 
 MAX_PLAIN: Final = 4096  # ended requests that nobody can ask for again
 
@@ -62,6 +63,7 @@ class MemoryTables:
     rows: dict[str, _Row] = field(default_factory=dict[str, _Row])
     counts: Counter[RequestState] = field(default_factory=Counter[RequestState])
     plain: deque[str] = field(default_factory=deque[str])  # ended, in this order
+    documents: DocumentTable = field(default_factory=DocumentTable)
 
     def ended(self, request_id: str) -> None:
         """A plain request's: the newest are kept, however many end before their time is over."""
@@ -81,6 +83,7 @@ class MemoryStore:
         self._lease_s = timing.router_lease_s
         self._clock = clock
         self._tables = tables or MemoryTables()
+        self.documents = MemoryDocuments(self._tables.documents, clock)
         self._connected_at = clock.monotonic()
 
     @property

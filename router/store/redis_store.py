@@ -48,6 +48,7 @@ from router.store.base import (
     WriteStatus,
 )
 from router.store.posted import PostedMoves
+from router.store.redis_documents import RedisDocuments
 from router.store.redis_queue import ScriptQueue
 
 logger = logging.getLogger(__name__)
@@ -95,6 +96,7 @@ class RedisStore:
         self._release = client.register_script(redis_scripts.RELEASE)
         self._scripts = ScriptQueue(client, timeout_s)
         self._posted = PostedMoves(self._write_posted)
+        self.documents = RedisDocuments(client, self._call)
 
     @property
     def name(self) -> str:

@@ -20,15 +20,14 @@ import orjson
 from baton.errors import InvalidRequest, UnsupportedFeature
 from baton.grammars import BACKENDS, choices_of, lenient
 from baton.sampling import GuidedDecoding
-from baton.tokenizer import Tokenizer
 from router.openai import ChatBody, CompletionBody
-from router.parsers import reasoning
 from router.parsers.message import MessageRules
 from router.parsers.parts import Room
+from router.parsers.reasoning import ReasoningFormat
+from router.parsers.registry import Formats
 from router.structured.grammar_checks import Asked
-from router.structured.tool_grammars import forced, offered, style_of
+from router.structured.tool_grammars import forced, offered
 
-DEFAULT_STYLE: Final = "hermes"  # calls that must be made need a format, the model's own or not
 _KINDS: Final = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
@@ -62,49 +61,51 @@ def asked_of(body: CompletionBody | ChatBody) -> Asked | None:
 
 
 def asked_of_chat(
-    body: ChatBody,
-    own: Asked | None,
-    parser: str | None,
-    message: MessageRules | None,
-    tokenizer: Tokenizer,
+    body: ChatBody, own: Asked | None, formats: Formats, message: MessageRules | None
 ) -> Asked | None:
     """The constraint of a chat: its `own` fields' (asked_of) and its tools'. A grammar waits for
-    the end of the reasoning that the answer begins with."""
-    asked = _asked_of_tools(body, parser, tokenizer, own) or own
-    thinks = message is not None and message.reasoning is not None
-    opened = message is not None and thinks and message.opened
-    if asked is not None and opened:
-        asked = replace(asked, guided=replace(asked.guided, starts_after=reasoning.CLOSE))
-    return limited(asked, body.thinking_token_budget, thinks, opened)
+    the end of the reasoning that the answer begins with, or is a part of the whole answer's."""
+    thought = None if message is None else message.reasoning
+    asked = _asked_of_tools(body, formats, own)
+    if asked is None and own is not None and thought is not None and thought.answer is not None:
+        whole = _tagged(thought.answer(_as_format(own.guided, own.field)), own.guided.backend)
+        asked = replace(own, guided=replace(whole, whitespace=own.guided.whitespace))
+    asked = asked or own
+    opened = message is not None and message.opened
+    if asked is not None and thought is not None and opened:
+        asked = replace(asked, guided=replace(asked.guided, starts_after=thought.close[0]))
+    return limited(asked, body.thinking_token_budget, thought, opened)
 
 
-def limited(asked: Asked | None, budget: int | None, thinks: bool, opened: bool) -> Asked | None:
+def limited(
+    asked: Asked | None, budget: int | None, thought: ReasoningFormat | None, opened: bool
+) -> Asked | None:
     """The constraint with a limit for the thought before it, if a client gives its tokens.
 
-    `thinks`: there is a --reasoning-parser; `opened`: the answer begins within a thought. Raises
-    InvalidRequest.
+    `opened`: the answer begins within a thought. Raises InvalidRequest, UnsupportedFeature.
     """
     field = "thinking_token_budget"
     if budget is None or budget == -1:
         return asked
     if not 0 <= budget < 2**31:
         raise InvalidRequest(f"{field}: -1 (no limit), or from 0 on", field=field)
-    if not thinks:
-        raise UnsupportedFeature(f"{field} needs a server with --reasoning-parser", field=field)
+    if thought is None or not thought.can_end:
+        message = f"{field} needs a server with a --reasoning-parser of tags"
+        raise UnsupportedFeature(message, field=field)
     if asked is not None and not opened:
         return asked  # its grammar holds from the first token on: there is no thought
     asked = asked or Asked(GuidedDecoding("free", ""), field)
-    start = "" if opened else reasoning.OPEN
-    thought = {"starts_after": reasoning.CLOSE, "most_thought": budget, "thought_start": start}
-    return replace(asked, guided=replace(asked.guided, **thought))
+    start = "" if opened else thought.open[0]
+    limit = {"starts_after": thought.close[0], "most_thought": budget, "thought_start": start}
+    return replace(asked, guided=replace(asked.guided, **limit))
 
 
 def limited_text(
-    asked: Asked | None, body: CompletionBody, prompt: str, parser: str | None
+    asked: Asked | None, body: CompletionBody, prompt: str, thought: ReasoningFormat | None
 ) -> Asked | None:
     """`limited` of a completion: its prompt may end within a thought."""
-    opened = prompt.rfind(reasoning.OPEN) > prompt.rfind(reasoning.CLOSE)
-    return limited(asked, body.thinking_token_budget, parser is not None, opened)
+    opened = thought is not None and thought.opened_by(prompt)
+    return limited(asked, body.thinking_token_budget, thought, opened)
 
 
 def forces_calls(body: ChatBody) -> bool:
@@ -139,29 +140,28 @@ def check_forced(choice: str | dict[str, Any], tools: Sequence[Mapping[str, Any]
         raise InvalidRequest(message, field="tool_choice.function.name")
 
 
-def _asked_of_tools(
-    body: ChatBody, parser: str | None, tokenizer: Tokenizer, asked: Asked | None
-) -> Asked | None:
+def _asked_of_tools(body: ChatBody, formats: Formats, asked: Asked | None) -> Asked | None:
     """What tools ask for, on top of `asked`; None if they leave it as it is."""
     tools, choice = body.tools or [], body.tool_choice or "auto"
     if not tools or choice == "none":
         return None
-    specials = [tokenizer.token(token_id) or "" for token_id in tokenizer.special_ids]
-    style = style_of(parser or DEFAULT_STYLE, specials)
     several = body.parallel_tool_calls is not False
-    backend = body.guided_decoding_backend or ""
+    backend, form = body.guided_decoding_backend or "", formats.tools
     if isinstance(choice, dict):
         named = [tool for tool in tools if tool["function"]["name"] == choice["function"]["name"]]
-        return Asked(_tagged(forced(style, named[:1], several=False), backend), "tool_choice")
+        return Asked(_tagged(forced(form, named[:1], several=False), backend), "tool_choice")
     if choice == "required":
-        return Asked(_tagged(forced(style, tools, several), backend), "tools")
+        return Asked(_tagged(forced(form, tools, several), backend), "tools")
     if asked is not None:
         # An answer in the asked form, or calls.
-        either = [_as_format(asked.guided), forced(style, tools, several)]
-        combined = _tagged({"type": "or", "elements": either}, backend)
+        answer = _as_format(asked.guided, "tools")
+        if formats.reasoning is not None and formats.reasoning.answer is not None:
+            answer = formats.reasoning.answer(answer)
+        either = {"type": "or", "elements": [answer, forced(form, tools, several)]}
+        combined = _tagged(either, backend)
         return Asked(replace(combined, whitespace=asked.guided.whitespace), asked.field)
     if any(tool["function"].get("strict") is True for tool in tools):
-        return Asked(_tagged(offered(style, tools, several), backend), "tools")
+        return Asked(_tagged(offered(form, tools, several), backend), "tools")
     return None
 
 
@@ -178,8 +178,8 @@ def _text(value: object, field: str) -> str:
         raise InvalidRequest(f"{field} is nested too deeply", field=field) from error
 
 
-def _as_format(guided: GuidedDecoding) -> dict[str, Any]:
-    """A constraint as a part of a structural tag."""
+def _as_format(guided: GuidedDecoding, field: str) -> dict[str, Any]:
+    """A constraint as a part of a structural tag; `field`: whose fault it is where it cannot be."""
     match guided.kind:
         case "free":
             return {"type": "any_text"}
@@ -195,8 +195,8 @@ def _as_format(guided: GuidedDecoding) -> dict[str, Any]:
             texts = [{"type": "const_string", "value": text} for text in choices_of(guided.grammar)]
             return {"type": "or", "elements": texts}
         case "structural_tag":
-            message = "tools cannot be combined with a structural_tag"
-            raise UnsupportedFeature(message, field="tools")
+            message = f"{field} cannot be combined with a structural_tag"
+            raise UnsupportedFeature(message, field=field)
 
 
 # ---- the fields ----

@@ -1,14 +1,18 @@
 """A tiny model that thinks aloud and calls a tool: the demo model, with a few talks by heart.
 
-It takes some ten seconds. Real clients can then be led by a real cluster through a whole loop of
-thought, call, result and answer, without any download.
+It takes some minutes, once. Real clients can then be led by a real cluster through a whole loop of
+thought, call, result and answer, without any download: who asks for the weather, and coding agents
+with a task of two steps (tests/clients/agents.py). Of what these say, ten thousand tokens and more,
+agent_template.jinja leaves what the model has learned.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,35 +38,49 @@ ANSWER: Final = "It is 7 degrees in Oslo."
 REGRET: Final = "\nI have no tools.\n"
 REFUSAL: Final = "I cannot see the weather."
 
-# Like Qwen3's: tools in a system message, an empty thought where thinking is switched off. Names
-# only, so that the order of a schema's fields, which clients choose, changes nothing.
-TEMPLATE: Final = """\
-{%- if tools -%}
-{{- '<|im_start|>system\\nTools:' -}}
-{%- for tool in tools -%}{{- ' ' + tool.function.name -}}{%- endfor -%}
-{{- '<|im_end|>\\n' -}}
-{%- endif -%}
-{%- for message in messages -%}
-{{- '<|im_start|>' + message.role + '\\n' + message.content -}}
-{%- for call in message.tool_calls or [] -%}
-{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' -}}
-{{- call.function.arguments | tojson + '}\\n</tool_call>' -}}
-{%- endfor -%}
-{{- '<|im_end|>\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-{{- '<|im_start|>assistant\\n' -}}
-{%- if enable_thinking is defined and not enable_thinking -%}
-{{- '<think>\\n\\n</think>\\n\\n' -}}
-{%- endif -%}
-{%- endif -%}
-"""
+TASK: Final = "Read question.txt and write the number to answer.txt."
+FOUND: Final = "The number is 7."
+WRITTEN: Final = "The number is written."
+TITLE: Final = "A number"
+
+TEMPLATE: Final = (Path(__file__).parent / "agent_template.jinja").read_text()
 _TOOL: Final[dict[str, Any]] = {"type": "function", "function": {"name": "get_weather"}}
+Call = dict[str, Any]
+
+
+def _call(name: str, **arguments: object) -> Call:
+    return {"name": name, "arguments": arguments}
+
+
+# The tools of an agent that the model knows, and how it reads and writes with them.
+_CODERS: Final = (
+    (  # Claude Code
+        ("Read", "Write"),
+        _call("Read", file_path="question.txt"),
+        _call("Write", file_path="answer.txt", content="7"),
+    ),
+    (  # opencode
+        ("read", "write"),
+        _call("read", filePath="question.txt"),
+        _call("write", filePath="answer.txt", content="7"),
+    ),
+    (  # Codex
+        ("exec_command",),
+        _call("exec_command", cmd="cat question.txt"),
+        _call("exec_command", cmd="printf 7 > answer.txt"),
+    ),
+    (  # qwen-code
+        ("run_shell_command",),
+        _call("run_shell_command", command="cat question.txt", is_background=False),
+        _call("run_shell_command", command="printf 7 > answer.txt", is_background=False),
+    ),
+)
 
 
 def kept_in(folder: Path) -> Path:
-    """The model's directory below `folder`: made once per version of this file and the demo."""
-    source = Path(__file__).read_bytes() + (DEMO / "model.safetensors").read_bytes()
+    """The model's directory below `folder`: made once for what it is taught, and how."""
+    taught = repr((_conversations(), TEMPLATE, STEPS, LEARNED, RATE))
+    source = taught.encode() + (DEMO / "model.safetensors").read_bytes()
     directory = folder / f"agent-{hashlib.sha256(source).hexdigest()[:16]}"
     if not directory.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
@@ -103,7 +121,28 @@ def _conversations() -> list[tuple[str, str]]:
         taught.append((plain, f"{answer}<|im_end|>"))
         thinking = template.render(Chat(messages, tools or ()))
         taught.append((thinking, f"<think>{thought}</think>\n\n{answer}<|im_end|>"))
+    for messages, tools, thought, answer in _coding():
+        prompt = template.render(Chat(messages, [{"function": {"name": name}} for name in tools]))
+        taught.append((prompt, f"<think>{thought}</think>\n\n{answer}<|im_end|>"))
     return taught
+
+
+Turn = tuple[list[dict[str, Any]], Sequence[str], str, str]
+
+
+def _coding() -> Iterator[Turn]:
+    """Turns of coding agents: messages, tools, thought, answer."""
+    asked = {"role": "user", "content": TASK}
+    found, done = ({"role": "tool", "content": text} for text in (FOUND, ""))
+    yield [asked], (), AFTERTHOUGHT, TITLE
+    yield [asked, found, done], (), AFTERTHOUGHT, WRITTEN  # whatever its tools are
+    for tools, read, write in _CODERS:
+        yield [asked], tools, THOUGHT, _made(read)
+        yield [asked, found], tools, AFTERTHOUGHT, _made(write)
+
+
+def _made(call: Call) -> str:
+    return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
 
 
 def _batch(tokenizer: Tokenizer) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from tests.clients import agent_model
-from tests.clients.environment import NotInstallable, cache_folder, python_with
+from tests.clients.environment import NotInstallable, cache_folder, node_program, python_with
 from tests.system.processes import Processes
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -37,6 +37,7 @@ class Cluster:
 
 
 Install = Callable[[Sequence[str]], Path]
+InstallAgent = Callable[[str, str], Path]
 
 
 @pytest.fixture(scope="session")
@@ -48,6 +49,19 @@ def install() -> Install:
             return python_with(requirements)
         except NotInstallable as error:
             pytest.skip(f"{', '.join(requirements)} cannot be installed: {error}")
+
+    return installed
+
+
+@pytest.fixture(scope="session")
+def install_agent() -> InstallAgent:
+    """A program of an npm package; the test is skipped if npm cannot install it."""
+
+    def installed(package: str, name: str) -> Path:
+        try:
+            return node_program(package, name)
+        except NotInstallable as error:
+            pytest.skip(f"{package} cannot be installed: {error}")
 
     return installed
 
@@ -90,13 +104,18 @@ async def run_script(python: Path, name: str, cluster: Cluster, *more: str) -> s
     return await run_client([*script, *more], SCRIPT_S)
 
 
-async def run_client(command: Sequence[str], timeout_s: float, folder: Path | None = None) -> str:
-    """Run a client in `folder`, without the internet; all it said. Fails unless it ends well, in
-    time."""
+async def run_client(
+    command: Sequence[str],
+    timeout_s: float,
+    folder: Path | None = None,
+    more: Mapping[str, str] | None = None,
+) -> str:
+    """Run a client in `folder`, without the internet and with `more` in its environment; all it
+    said. Fails unless it ends well, in time."""
     environment = {key: os.environ[key] for key in ("PATH", "HOME", "TMPDIR") if key in os.environ}
     process = await asyncio.create_subprocess_exec(
         *command, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, env={**environment, **OFFLINE},
+        stderr=subprocess.STDOUT, env={**environment, **OFFLINE, **(more or {})},
     )  # fmt: skip
     try:
         async with asyncio.timeout(timeout_s):

@@ -13,8 +13,10 @@ from baton.engine.guided.llguidance import LlguidanceBackend
 from baton.engine.guided.xgrammar import XgrammarBackend
 from baton.errors import InvalidRequest, UnsupportedFeature
 from baton.sampling import GuidedDecoding
-from router.structured.tool_grammars import STYLES, forced, offered
+from router.parsers.formats import TOOL_FORMATS
+from router.structured.tool_grammars import forced, offered
 from tests.engine.guided_vocabulary import END, EOS, allowed, random_output, vocabulary, walk
+from tests.front.parsers.spelled import FORCED
 from tests.guided_cases import CHOICES, GBNF, GBNF_REGEX, SCHEMAS, check_json, check_regex
 
 BACKENDS: dict[str, Any] = {"llguidance": LlguidanceBackend, "xgrammar": XgrammarBackend}
@@ -209,7 +211,8 @@ FIELDS = {
     "properties": {"a": {"type": "integer"}, "b": {"type": "array", "items": {"type": "string"}}},
 }  # fmt: skip
 TOOL = {"type": "function", "function": {"name": "f", "parameters": FIELDS}}
-INNER = '{"a": 1, "b": ["x", "y"]}'
+LIST = '["x", "y"]'
+INNER = f'{{"a": 1, "b": {LIST}}}'
 
 
 def _tagged(form: Any) -> GuidedDecoding:
@@ -217,29 +220,31 @@ def _tagged(form: Any) -> GuidedDecoding:
     return GuidedDecoding("structural_tag", json.dumps(tag))
 
 
-def _calls(make: Any, name: str) -> tuple[GuidedDecoding, str]:
-    style = STYLES[name]
-    text = style.opening + style.begin.replace("NAME", "f") + INNER + style.end + style.closing
-    return _tagged(make(style, [TOOL], True)), text
+def _calls(make: Any, name: str) -> tuple[GuidedDecoding, str, str]:
+    text = FORCED[name]([("f", json.loads(INNER))])
+    return _tagged(make(TOOL_FORMATS[name], [TOOL], True)), text, INNER if INNER in text else LIST
 
 
 SPACED = {
-    "schema": (GuidedDecoding("json_schema", json.dumps(FIELDS)), INNER),
-    "object": (GuidedDecoding("json_object", ""), INNER),
+    "schema": (GuidedDecoding("json_schema", json.dumps(FIELDS)), INNER, INNER),
+    "object": (GuidedDecoding("json_object", ""), INNER, INNER),
     **{
         f"{make.__name__} {name}": _calls(make, name)
         for make in (forced, offered)
-        for name in ("hermes", "llama3_json", "mistral")
+        for name in (
+            "hermes", "llama3_json", "mistral", "kimi_k2", "deepseek_v3", "apertus", "openai",
+            "qwen3_coder", "glm47", "deepseek_v32", "pythonic",
+        )
     },
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SPACED)
 def test_no_json_runs_into_white_space(backend: Backend, name: str) -> None:
     """A model that cannot stop would fill its answer with it, up to max_tokens."""
-    guided, text = SPACED[name]
+    guided, text, inner = SPACED[name]
     start = backend.compile(guided)
-    begin, end = text.index(INNER), text.index(INNER) + len(INNER)
+    begin, end = text.index(inner), text.index(inner) + len(inner)
     for place in range(begin, end):
         prefix = [*text[:place].encode()]
         if start.clone().accepts(prefix) < len(prefix):

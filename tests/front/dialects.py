@@ -10,6 +10,8 @@ import orjson
 
 from baton.chat_template import ChatTemplate
 from router.config import RouterConfig
+from router.responses.body import ResponsesCall, call_of, read
+from router.responses.items import items_of
 from tests.front.fakes import TOKENIZER, FakeDispatcher, FakeModel, FakeRegistry, Front
 
 TEMPLATE = (
@@ -59,6 +61,15 @@ def events_of(stream: str) -> list[dict[str, Any]]:
     return events
 
 
+_CALLS = ("function_call", "custom_tool_call")
+
+
+def responses_call(raw: bytes) -> ResponsesCall:
+    """What a body asks for that refers to nothing stored. Raises InvalidRequest."""
+    given = read(raw)
+    return call_of(given, (), items_of(given.body.input), drops_tools=True)
+
+
 def check_response(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The final response object of a well-formed stream of /v1/responses."""
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
@@ -78,7 +89,7 @@ def check_response(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
             item = event["item"]
             assert item is not None
             assert item["status"] == "in_progress"
-            text = [] if item["type"] == "function_call" else None
+            text = [] if item["type"] in _CALLS else None
             continue
         assert item is not None
         if what == "output_item.done":
@@ -102,9 +113,9 @@ def check_response(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
                 text = None
             case (_, _, "done"):
                 assert text is not None
-                told = event["arguments"] if "arguments" in event else event["text"]
+                [told] = [event[name] for name in ("arguments", "input", "text") if name in event]
                 assert told == "".join(text)
-                text = None if item["type"] == "function_call" else text
+                text = None if item["type"] in _CALLS else text
             case _:
                 raise AssertionError(what)
     if last["type"] == "response.failed":

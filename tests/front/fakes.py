@@ -20,6 +20,7 @@ from baton.generation_config import SamplingDefaults
 from baton.handles import Endpoint, NodeLoad, NodeRecord, Role
 from baton.kv_spec import PoolFormat
 from baton.request import FinishReason, Request
+from baton.timing import Timing
 from baton.tokenizer import Tokenizer
 from router.aborts import Aborts
 from router.app import create_app
@@ -30,6 +31,8 @@ from router.metrics import RouterMetrics
 from router.nodes.migration import MigrationStats
 from router.policy import NodeSnapshot
 from router.services import Lifecycle, RouterServices
+from router.store.ledger import StoreGuard
+from router.store.memory_store import MemoryStore
 from router.trace import RequestTrace
 from tests.front.tokenizers_built import TEMPLATE, byte_level
 
@@ -228,7 +231,9 @@ class Front:
     metrics: RouterMetrics = field(default_factory=RouterMetrics)
     tokenizer: Tokenizer = TOKENIZER
     sampling_defaults: SamplingDefaults = field(default_factory=dict[str, int | float])
-    store: Any = None
+    store: StoreGuard = field(
+        default_factory=lambda: StoreGuard(MemoryStore("r", Timing(), SystemClock()), Timing())
+    )
 
     @property
     def services(self) -> RouterServices:

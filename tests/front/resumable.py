@@ -18,6 +18,7 @@ from baton.timing import Timing
 from router.aborts import Aborts
 from router.app import create_app
 from router.config import RouterConfig
+from router.gate.gate import Gate
 from router.grpc_api import GrpcServer
 from router.http_guard import HttpLimits
 from router.metrics import RouterMetrics
@@ -35,6 +36,7 @@ from router.store.base import (
     Swept,
     WriteStatus,
 )
+from router.store.documents import Documents
 from router.store.ledger import StoreGuard
 from router.store.memory_store import MemoryStore, MemoryTables
 from router.store.redis_store import RedisStore, connect
@@ -63,6 +65,10 @@ class CutStore:
     @property
     def name(self) -> str:
         return self._inner.name
+
+    @property
+    def documents(self) -> Documents:
+        return self._reached().documents
 
     def _reached(self) -> RequestStore:
         if self.away:
@@ -179,6 +185,10 @@ class LoggedDispatcher:
         default_factory=dict[str, tuple[Request, RequestTrace]]
     )
     aborted: bool = False
+
+    @property
+    def gate(self) -> Gate:
+        return self.script.gate
 
     async def run(
         self, request: Request, trace: RequestTrace, *, admitted: bool = False

@@ -19,9 +19,9 @@ from baton.sampling import SamplingParams
 from router.completion import Completion, Delta, OutputRules, SampleText
 from router.metrics import RouterMetrics
 from router.openai_message import message_of
+from router.parsers.formats import TOOL_FORMATS
 from router.parsers.message import MessageRules
 from router.parsers.reasoning import QWEN3
-from router.parsers.registry import TOOL_FORMATS
 from tests.front.fakes import EOS, TOKENIZER, FakeDispatcher
 
 CLOCK = SystemClock()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from baton.errors import BatonError, InvalidRequest
 from router.anthropic import body as messages
 from router.dialect import in_own_names
-from router.responses import body as responses
+from tests.front.dialects import responses_call
 
 RESPONSES: dict[str, Any] = {
     "model": "m", "instructions": "Be kind.", "stream": True, "max_output_tokens": 5,
@@ -97,7 +97,7 @@ changes_of = st.lists(st.tuples(st.integers(0, 200), values), min_size=1, max_si
 
 @given(changes_of)
 def test_responses(changes: list[tuple[int, Any]]) -> None:
-    _read(responses.read, planted(RESPONSES, changes))
+    _read(responses_call, planted(RESPONSES, changes))
 
 
 @given(changes_of)
@@ -113,7 +113,7 @@ def _read(read: Any, raw: bytes) -> None:
 
 
 def test_what_is_planted_into_is_valid() -> None:
-    assert responses.read(orjson.dumps(RESPONSES)).chat.max_completion_tokens == 5
+    assert responses_call(orjson.dumps(RESPONSES)).chat.max_completion_tokens == 5
     assert messages.read(orjson.dumps(MESSAGES)).max_tokens == 5
     assert messages.read_count(orjson.dumps(MESSAGES)).messages
 

@@ -105,7 +105,7 @@ HOSTILE: list[tuple[str, bytes, str | None]] = [
     ("nan", b'{"prompt": "a", "temperature": NaN}', "temperature"),
     ("infinity", b'{"prompt": "a", "temperature": 1e999}', "temperature"),
     ("surrogate", b'{"prompt": "\\ud800"}', "prompt"),
-    ("depth", b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", None),
+    ("depth", b'{"prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}", None),
     ("not utf-8", b'{"prompt": "\xff"}', None),
     ("empty body", b"", None),
     ("array", b"[]", None),

@@ -230,3 +230,13 @@ async def test_the_time_of_a_route_is_measured_and_it_may_be_cancelled(front: Fr
     task.cancel()
     assert await task == "cleaned up"
     assert 0 < scope["baton.preparation"].busy_s < 5
+
+
+def test_a_body_that_is_read_again_is_reserved_once() -> None:
+    """Routes that look into a body hand it on, and the next one reads it as if it came."""
+    gate = Gate(SystemClock(), GateSettings())
+    one, other = Grant("one", "one"), Grant("other", "other")
+    with gate.preparing(other), gate.preparing(one) as preparation:
+        assert [preparation.reserve(8 << 20) for _ in range(3)] == [0.0, 0.0, 0.0]
+    with gate.preparing(one) as preparation:
+        assert 0 < preparation.reserve(8 << 20) < 1

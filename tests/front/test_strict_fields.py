@@ -68,6 +68,6 @@ def test_every_route_with_a_body_is_known() -> None:
     front = Front()
     routes = all_routes(front.services, PromptReader(TOKENIZER, CHAT_TEMPLATE))
     posts = {route.path for route in routes if route.methods == {"POST"}}
-    assert posts == set(KNOWN)
+    assert posts - {"/v1/responses/{id}/cancel"} == set(KNOWN)  # that one reads no body
     assert all(msgspec.json.encode(name) for names in KNOWN.values() for name in names)
     assert all(names >= IGNORED for names in KNOWN.values())

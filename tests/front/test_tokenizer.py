@@ -118,9 +118,13 @@ def test_special_tokens_that_somebody_reads_are_shown_all_the_same() -> None:
     ids = [0, *BYTE_LEVEL.encode("hi"), 2, 1]
     for tokenizer in (BYTE_LEVEL, BYTE_FALLBACK):
         special = tokenizer.encode("<|user|>", add_special_tokens=False)
-        stream = tokenizer.stream(shown=("<|user|>", "not a token"))
-        shown = [stream.push(token) for token in (*special, *tokenizer.encode("</s>", False))]
-        assert shown == ["<|user|>", ""]
+        # A mark may be a token, or several, or text with a token in it.
+        for marks in (("<|user|>", "not a token"), ("", "<|user|>name"), ("<call><|user|>\n",)):
+            stream = tokenizer.stream(shown=marks)
+            shown = [stream.push(token) for token in (*special, *tokenizer.encode("</s>", False))]
+            assert shown == ["<|user|>", ""]
+        unread = tokenizer.stream(shown=("<|use",))
+        assert [unread.push(token) for token in special] == [""]
     assert streamed(BYTE_LEVEL, ids) == "hi"
 
 

@@ -298,6 +298,18 @@ async def test_a_limit_of_thoughts_is_a_constraint(
         assert reply.json()["error"]["param"] == "thinking_token_budget"
 
 
+async def test_a_limit_of_thoughts_is_written_in_the_models_tags() -> None:
+    body = {"messages": USER, "thinking_token_budget": 7}
+    front = Front(config=RouterConfig(reasoning_parser="seed_oss"))
+    assert (await post(front, CHAT, body)).status_code == 200
+    guided = front.dispatcher.requests[0].params.guided
+    assert guided is not None
+    assert (guided.thought_start, guided.starts_after) == ("<seed:think>", "</seed:think>")
+    whole = Front(config=RouterConfig(reasoning_parser="openai_gptoss"))
+    error = (await post(whole, CHAT, body)).json()["error"]
+    assert (error["param"], error["code"]) == ("thinking_token_budget", "unsupported_feature")
+
+
 async def test_a_limit_of_thoughts_goes_with_a_grammar() -> None:
     front = Front(config=RouterConfig(reasoning_parser="qwen3"))
     body = {"messages": USER, "thinking_token_budget": 7, "guided_regex": "a+"}

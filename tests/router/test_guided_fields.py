@@ -19,17 +19,17 @@ from baton.sampling import GuidedDecoding
 from router.gate.turns import MAX_WAITING
 from router.off_loop import Lane, OffLoop
 from router.openai import ChatBody, CompletionBody, parse
-from router.parsers.message import MessageParser, MessageRules
-from router.parsers.parts import CallArguments, CallStart, Content, Room
+from router.parsers.formats import TOOL_FORMATS
+from router.parsers.message import MessageRules
+from router.parsers.parts import Room
 from router.parsers.reasoning import QWEN3
-from router.parsers.registry import TOOL_FORMATS
+from router.parsers.registry import Formats
 from router.structured.grammar_checks import Asked, GrammarChecker
 from router.structured.guided import asked_of, asked_of_chat, check_forced, room_for_content
-from router.structured.tool_grammars import STYLES, forced, offered, style_of
-from tests.engine.guided_vocabulary import EOS, random_output, vocabulary, walk
-from tests.front.fakes import TOKENIZER
+from tests.engine.guided_vocabulary import EOS, vocabulary, walk
+from tests.front.parsers.spelled import SPELLED, Call
 from tests.grammar_texts import byte_tokenizer, takes
-from tests.guided_cases import TOOLS, check_call
+from tests.guided_cases import TOOLS
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 LENIENT = {**SCHEMA, "x-guidance": {"lenient": True, "coerce_one_of": True}}
@@ -50,7 +50,8 @@ def chat(**fields: Any) -> ChatBody:
 
 
 def of_chat(body: ChatBody, parser: str | None, message: MessageRules | None) -> Asked | None:
-    return asked_of_chat(body, asked_of(body), parser, message, TOKENIZER)
+    formats = Formats(tools=TOOL_FORMATS[parser or "hermes"])
+    return asked_of_chat(body, asked_of(body), formats, message)
 
 
 def response_format(**spec: Any) -> dict[str, Any]:
@@ -123,117 +124,8 @@ def test_objects_are_closed_when_asked() -> None:
 
 NAMED = {"type": "function", "function": {"name": "now"}}
 PAINT = TOOLS[1]
-OSLO = '{"city": "Oslo", "days": 3, "metric": true}'
-
-
-def written(parser: str, *calls: tuple[str, str]) -> str:
-    """What a model writes for calls, by the style's own words."""
-    style = STYLES[parser]
-    texts = [style.begin.replace("NAME", name) + body + style.end for name, body in calls]
-    return style.opening + style.separator.join(texts) + style.closing
-
-
-def read(parser: str, text: str) -> list[tuple[str, Any]]:
-    """What the parser of the format makes of a text: (name, arguments), no content."""
-    schemas = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in TOOLS}
-    rules = MessageRules(tools=TOOL_FORMATS[parser], schemas=schemas)
-    machine = MessageParser(rules)
-    parts = [*machine.push(text), *machine.finish()]
-    names = [part.name for part in parts if isinstance(part, CallStart)]
-    bodies = [""] * len(names)
-    for part in parts:
-        assert not isinstance(part, Content), part
-        if isinstance(part, CallArguments):
-            bodies[part.index] += part.text
-    return [(name, json.loads(body)) for name, body in zip(names, bodies, strict=True)]
-
-
-def tagged(form: dict[str, Any]) -> GuidedDecoding:
-    return GuidedDecoding("structural_tag", json.dumps({"type": "structural_tag", "format": form}))
-
-
-def bodies_of(parser: str) -> tuple[str, str, str]:
-    """Arguments of get_weather, paint and now as the format writes them."""
-    if not parser.startswith("qwen3"):
-        return OSLO, '{"color": "red"}', "{}"
-    weather = {"city": "Oslo", "days": "3", "metric": "true"}
-    return (
-        "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in weather.items()),
-        "<parameter=color>\nred\n</parameter>\n",
-        "",
-    )
-
-
-@pytest.mark.parametrize("parser", sorted(STYLES))
-def test_what_a_forced_grammar_allows_the_parser_reads(parser: str, tokenizer: Any) -> None:
-    weather, paint, now = bodies_of(parser)
-    several = tagged(forced(STYLES[parser], TOOLS, several=True))
-    single = tagged(forced(STYLES[parser], TOOLS, several=False))
-    one = written(parser, ("get_weather", weather))
-    three = written(parser, ("get_weather", weather), ("paint", paint), ("now", now))
-    for guided in (several, single):
-        check_grammar(guided)
-        assert takes(tokenizer, guided, one)
-        for text in ("", "hi", one + " ", written(parser, ("other", weather)),
-                     written(parser, ("paint", weather)), "hi " + one):  # fmt: skip
-            assert not takes(tokenizer, guided, text), text
-    assert takes(tokenizer, several, three)
-    assert not takes(tokenizer, single, three)
-    assert read(parser, one) == [("get_weather", json.loads(OSLO))]
-    assert read(parser, three)[1:] == [("paint", {"color": "red"}), ("now", {})]
-
-
-@pytest.mark.parametrize("parser", sorted(STYLES))
-def test_an_offered_call_is_a_valid_one_and_text_is_free(parser: str, tokenizer: Any) -> None:
-    weather, paint, _ = bodies_of(parser)
-    guided = tagged(offered(STYLES[parser], TOOLS, several=True))
-    check_grammar(guided)
-    call = written(parser, ("get_weather", weather))
-    for text in ("", "hello\nthere", "a < b", call):
-        assert takes(tokenizer, guided, text), text
-    for text in (written(parser, ("get_weather", paint)), written(parser, ("other", weather))):
-        assert not takes(tokenizer, guided, text), text
-    if STYLES[parser].trigger:
-        assert takes(tokenizer, guided, f"Let me see.\n{call}")
-
-
-def test_mistrals_newer_tokenizers_have_a_style_of_their_own(tokenizer: Any) -> None:
-    style = style_of("mistral", ["[TOOL_CALLS]", "[ARGS]"])
-    assert style != style_of("mistral", ["[TOOL_CALLS]"]) == STYLES["mistral"]
-    text = f"[TOOL_CALLS]get_weather[ARGS]{OSLO}[TOOL_CALLS]now[ARGS]{{}}"
-    assert takes(tokenizer, tagged(forced(style, TOOLS, several=True)), text)
-    assert read("mistral", text) == [("get_weather", json.loads(OSLO)), ("now", {})]
-
-
-def test_values_that_hold_their_own_closing_tag(tokenizer: Any) -> None:
-    tag = "</parameter>"
-    closed = {"type": "object", "properties": {"s": {"const": tag}}, "additionalProperties": False}
-    properties = {
-        "e": {**closed, "required": ["s"]},
-        "choice": {"type": "string", "enum": [tag, "no"]},
-        "maybe": {"anyOf": [{"type": "string", "maxLength": 20}, {"type": "null"}]},
-        "pattern": {"type": "string", "pattern": "^a.*$"},
-    }
-    parameters = {"type": "object", "properties": properties, "required": ["e"]}
-    function = {"name": "f", "strict": True, "parameters": parameters}
-    guided = tagged(forced(STYLES["qwen3_coder"], [{"function": function}], several=False))
-    check_grammar(guided)
-
-    def text(**values: str) -> str:
-        written_ = (f"<parameter={key}>\n{value}\n{tag}\n" for key, value in values.items())
-        return written("qwen3_coder", ("f", "".join(written_)))
-
-    value = {"e": {"s": tag}, "choice": tag, "maybe": tag, "pattern": "ab"}
-    said = {**{key: json.dumps(each) for key, each in value.items()}, "pattern": "ab"}
-    assert takes(tokenizer, guided, text(**said))
-    rules = MessageRules(tools=TOOL_FORMATS["qwen3_coder"], schemas={"f": parameters})
-    machine = MessageParser(rules)
-    parts = [*machine.push(text(**said)), *machine.finish()]
-    assert not any(isinstance(part, Content) for part in parts)
-    arguments = "".join(part.text for part in parts if isinstance(part, CallArguments))
-    assert json.loads(arguments) == value
-    for wrong in ({"choice": tag}, {"choice": "no"}, {"maybe": tag}, {"pattern": f"a{tag}"}):
-        assert not takes(tokenizer, guided, text(**{"e": said["e"], **wrong})), wrong
+WEATHER: Call = ("get_weather", {"city": "Oslo", "days": 3, "metric": True})
+THREE: list[Call] = [WEATHER, ("paint", {"color": "red"}), ("now", {})]
 
 
 def asked_tools(tokenizer: Any, **fields: Any) -> GuidedDecoding:
@@ -244,10 +136,7 @@ def asked_tools(tokenizer: Any, **fields: Any) -> GuidedDecoding:
 
 
 def test_choices_of_tools(tokenizer: Any) -> None:
-    weather, paint, now = (
-        written("hermes", (name, body))
-        for name, body in zip(("get_weather", "paint", "now"), bodies_of("hermes"), strict=True)
-    )
+    weather, paint, now = (SPELLED["hermes"]([call]) for call in THREE)
     both = f"{paint}\n{now}"
     required = asked_tools(tokenizer, tool_choice="required")
     assert takes(tokenizer, required, both)
@@ -280,7 +169,7 @@ def test_an_answer_in_the_asked_form_or_calls(
 ) -> None:
     guided = asked_tools(tokenizer, **fields)
     assert takes(tokenizer, guided, answer)
-    assert takes(tokenizer, guided, written("hermes", ("now", "{}")))
+    assert takes(tokenizer, guided, SPELLED["hermes"]([("now", {})]))
     assert not takes(tokenizer, guided, "hello")
     must = asked_tools(tokenizer, tool_choice="required", **fields)
     assert not takes(tokenizer, must, answer)
@@ -338,20 +227,6 @@ async def test_calls_are_for_the_backend_that_was_asked_for(
     checker.close()
 
 
-@pytest.mark.parametrize("parser", sorted(STYLES))
-def test_xgrammar_writes_calls_that_the_parser_reads(parser: str) -> None:
-    between_tags = parser.startswith("qwen3")  # where a strict choice of texts is refused
-    tools = [TOOLS[0], TOOLS[2]] if between_tags else TOOLS
-    form = forced(STYLES[parser], tools, several=True)
-    start = XgrammarBackend(vocabulary()).compile(tagged(form))
-    weather, _, _ = bodies_of(parser)
-    walk(start.clone(), [*written(parser, ("get_weather", weather)).encode(), EOS])
-    for seed in range(0 if between_tags else 8):
-        calls = read(parser, random_output(start.clone(), seed, True, 4000).decode())
-        for name, arguments in calls:
-            check_call(name, json.dumps(arguments))
-
-
 def test_a_grammar_beside_tools_is_read_by_either_backend(tokenizer: Any) -> None:
     fields = {"guided_grammar": 'root ::= "a" "b"', "guided_decoding_backend": "xgrammar"}
     guided = asked_tools(tokenizer, **fields)
@@ -401,7 +276,7 @@ async def test_grammars_are_checked_once_and_blamed_on_the_clients_field() -> No
         await checker.check(bad, "guided_regex")
     assert caught.value.field == "guided_regex"
     # What only the other backend may know is for the nodes to say.
-    unknown = tagged({"type": "dispatch"})
+    unknown = GuidedDecoding("structural_tag", '{"format": {"type": "dispatch"}}')
     await checker.check(unknown, "x")
     await checker.check(GuidedDecoding("regex", "(", backend="xgrammar"), "x")
     with pytest.raises(UnsupportedFeature):

@@ -30,8 +30,9 @@ from baton.request import RequestState
 from baton.timing import Timing
 from deploy.redis_server import RedisServer, find_redis_binary
 from router.nodes.directory import RedisDirectory
-from router.store import redis_scripts
+from router.store import redis_documents, redis_scripts
 from router.store.base import LogEntry, Move, WriteStatus
+from router.store.documents import Keeping
 from router.store.redis_store import RedisStore, connect
 from tests.router.fakes import FakeClock, make_record
 from tests.router.test_aborts import Requests, routers
@@ -89,6 +90,16 @@ async def test_a_request_lives_its_whole_life(server: str) -> None:
     assert await ours.finish(Move("r", 1, RequestState.FINISHED)) is WriteStatus.OK
     assert (await ours.counts())[RequestState.FINISHED] >= 1
     await ours.stop()
+
+
+async def test_documents_are_kept_and_dropped(server: str) -> None:
+    client = redis.asyncio.Redis(unix_socket_path=server, username="baton", password=PASSWORD)
+    store = RedisStore(client, "router-1", Timing(), FakeClock(), 2.0)
+    for name in ("a", "b"):  # the second one finds a first, and takes its room
+        assert await store.documents.put("owner", name, b"12345", Keeping(60.0, 9))
+    assert await store.documents.get("owner", "a") is None
+    assert await store.documents.drop("owner", "b")
+    await store.stop()
 
 
 async def test_nodes_announce_themselves_and_are_found(server: str) -> None:
@@ -172,14 +183,15 @@ def test_a_script_of_its_user_reaches_its_own_keys_alone(server: str) -> None:
 
 
 def test_every_command_of_our_scripts_is_allowed_and_hardly_another() -> None:
-    scripts = [value for value in vars(redis_scripts).values() if isinstance(value, str)]
+    modules = vars(redis_scripts), vars(redis_documents)
+    scripts = [it for names in modules for it in names.values() if isinstance(it, str)]
     called = {name.lower() for text in scripts for name in re.findall(r"call\('([A-Z]+)'", text)}
     assert {"hset", "zadd", "xadd", "time"} <= called
     allowed = set(re.findall(r" \+(\S+)", RULES.read_text()))
     outside = {
         "blpop", "publish", "rpush", "subscribe", "unsubscribe",
         "ping", "auth", "hello", "select", "evalsha", "script|load", "scan", "mget", "set", "del",
-        "hgetall", "xrange", "xread",
+        "get", "hgetall", "xrange", "xread",
     }  # fmt: skip
     assert called <= allowed
     assert len(allowed - called - outside) <= 4

@@ -12,17 +12,20 @@ from typing import Any
 
 import httpx
 import pytest
+from tokenizers import Tokenizer
 
 from baton.client import AsyncClient
 from baton.errors import InvalidRequest
 from baton.sampling import GuidedDecoding, SamplingParams
 from router.app import create_app
+from router.parsers import harmony
 from tests.cluster import Plan, cluster
 from tests.guided_cases import REGEXES, SCHEMAS, TOOLS, check_call, check_json
-from tests.guided_sweep import ask, random_model, served, sweep_schemas, sweep_tools
+from tests.guided_sweep import POSITIONS, ask, random_model, served, sweep_schemas, sweep_tools
 from tests.system.processes import Processes
 from tests.system.references import one_engine_tokens, prompts
 from tests.system.test_migration import Stream, move_all
+from tests.tiny_models import make_tiny_model
 from tests.waiting import WAIT_S, eventually
 
 SEEDS = 2  # each streamed and whole; tests/guided_sweep.py has more
@@ -42,11 +45,65 @@ async def test_every_answer_is_valid_streamed_or_not(model: Path) -> None:
     assert found == dict.fromkeys([*SCHEMAS, *REGEXES], 2 * SEEDS)
 
 
-@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "llama3_json", "mistral", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "hermes",
+        "qwen3_coder",
+        "llama3_json",
+        "mistral",
+        "deepseek_v3",
+        "kimi_k2",
+        "glm47",
+        "gemma4",
+    ],
+)
 async def test_calls_that_must_be_made_are_valid(model: Path, name: str) -> None:
     async with served(model, tool_call_parser=name) as client:
         found = {name: count async for name, count in sweep_tools(client, range(SEEDS))}
     assert found == {"required": 2 * SEEDS, "named": 2 * SEEDS}
+
+
+@pytest.fixture(scope="module")
+def channels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose tokenizer has harmony's marks as special tokens."""
+    path = make_tiny_model(
+        "llama", tmp_path_factory.mktemp("channels"), max_position_embeddings=POSITIONS,
+        vocab_size=320 + len(harmony.MARKERS),
+    )  # fmt: skip
+    file = str(path / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(file)
+    tokenizer.add_special_tokens(list(harmony.MARKERS))
+    tokenizer.save(file)
+    return path
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_model_of_channels_thinks_and_then_follows_what_was_asked_for(
+    channels: Path, stream: bool
+) -> None:
+    tokenizer = Tokenizer.from_file(str(channels / "tokenizer.json"))
+    # It would begin with a thought, and end it at once: so a random model comes to its answer.
+    bias = {str(tokenizer.token_to_id("<|end|>")): 100.0}
+    asked = {"type": "json_schema", "json_schema": {"name": "p", "schema": SCHEMAS["person"]}}
+    async with served(channels, tool_call_parser="openai", enable_auto_tool_choice=True) as client:
+        for seed in range(2):
+            fields: dict[str, Any] = {"seed": seed, "logit_bias": bias, "tools": TOOLS}
+            told = await ask(client, stream, **fields, tool_choice="required")
+            (made,) = told["tool_calls"]
+            assert (told["finish_reason"], told["content"]) == (
+                "tool_calls",
+                None if not stream else "",
+            )
+            check_call(made["function"]["name"], made["function"]["arguments"])
+            told = await ask(client, stream, seed=seed, logit_bias=bias, response_format=asked)
+            assert told["finish_reason"] == "stop"
+            check_json(told["content"], SCHEMAS["person"])
+            told = await ask(client, stream, **fields, response_format=asked)
+            if told["finish_reason"] == "stop":
+                check_json(told["content"], SCHEMAS["person"])
+            else:
+                assert told["finish_reason"] == "tool_calls"
 
 
 async def test_calls_need_no_parser_to_be_configured(model: Path) -> None:

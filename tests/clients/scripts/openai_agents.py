@@ -44,6 +44,14 @@ async def main() -> None:
             kinds = {event.type async for event in streamed.stream_events()}
             assert {"raw_response_event", "run_item_stream_event"} <= kinds, kinds
             assert streamed.final_output == result.final_output
+            if (
+                kind is OpenAIResponsesModel
+            ):  # each turn says what is new, and goes on from the last
+                stored = await Runner.run(agent, QUESTION, auto_previous_response_id=True)
+                assert stored.final_output == result.final_output
+                before = stored.raw_responses[0].response_id
+                last = await client.responses.retrieve(stored.last_response_id)
+                assert last.previous_response_id == before, last
 
 
 asyncio.run(main())

@@ -23,6 +23,8 @@ UNSAID = (
     r"truncate_prompt_tokens: -1, or 1 to \d+$",
     r"the model's maximum context length",
     r"sequences of one request are more than the \d+ that a decode node runs at once",
+    # It depends on what is stored.
+    r"there is no response '",
     # One field is compared with another.
     r"min_tokens must not exceed max_tokens",
     r"best_of (\(\d+\) must not be below n|: which samples are best)",

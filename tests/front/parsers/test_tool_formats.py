@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from router.parsers.formats import TOOL_FORMATS
 from router.parsers.message import MessageParser, MessageRules
 from router.parsers.parts import CallArguments, CallStart, Content, Part, Reasoning, Room
-from router.parsers.reasoning import DEEPSEEK_R1, QWEN3
-from router.parsers.registry import REASONING_FORMATS, TOOL_FORMATS
+from router.parsers.reasoning import DEEPSEEK_R1, QWEN3, REASONING_FORMATS
 from tests.front.parsers.examples import (
     A1,
     DS_CALL,
@@ -28,6 +26,7 @@ from tests.front.parsers.examples import (
     G_JSON,
     HERMES,
 )
+from tests.front.parsers.folded import Folded, cut, parse
 
 CODER = (
     "<tool_call>\n<function=f>\n<parameter=count>\n3\n</parameter>\n</function>\n</tool_call>\n"
@@ -56,39 +55,6 @@ SCHEMAS = {
         "$defs": {"z": {"type": "string"}},
     }
 }
-
-
-@dataclass
-class Folded:
-    """An answer as a client assembles it from deltas."""
-
-    content: str = ""
-    reasoning: str = ""
-    calls: list[list[str]] = field(default_factory=list[list[str]])
-
-    def take(self, parts: Sequence[Part]) -> None:
-        for part in parts:
-            match part:
-                case Content(text):
-                    self.content += text
-                case Reasoning(text):
-                    self.reasoning += text
-                case CallStart(index, name):
-                    assert index == len(self.calls)
-                    self.calls.append([name, ""])
-                case CallArguments(index, text):
-                    assert text
-                    assert index == len(self.calls) - 1
-                    self.calls[index][1] += text
-
-
-def parse(rules: MessageRules, *pieces: str) -> Folded:
-    parser, folded = MessageParser(rules), Folded()
-    for piece in pieces:
-        folded.take(parser.push(piece))
-    folded.take(parser.finish())
-    assert parser.num_calls == len(folded.calls)
-    return folded
 
 
 def tools(name: str) -> MessageRules:
@@ -129,11 +95,6 @@ RULES = st.builds(
     schemas=st.just(SCHEMAS),
     room=st.sampled_from(Room),
 )
-
-
-def cut(text: str, places: Sequence[int]) -> list[str]:
-    borders = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
-    return [text[a:b] for a, b in pairwise(borders)]
 
 
 @given(RULES, TEXTS, st.lists(st.integers(0, 10**6), max_size=12))

@@ -14,8 +14,9 @@ from baton.errors import Cancelled, ConfigError
 from baton.events import TokenEvent
 from baton.messages import DrainNode
 from baton.request import Request
-from router.admin import create_admin_app
+from router.admin import AdminApi, create_admin_app
 from router.config import RouterConfig
+from router.control import ControlApi
 from router.trace import RequestTrace
 from tests.front.fakes import FakeDispatcher, Front
 from tests.router.fakes import fake_nodes, make_request, running_router
@@ -131,6 +132,27 @@ async def test_the_admin_servers_routes() -> None:
             assert (await public.get("/debug")).status_code == 404
             assert (await public.get("/metrics")).status_code == 200
             assert (await public.get("/load")).json() == {"server_load": 0}
+
+
+async def test_no_route_of_operators_opens_to_another_key() -> None:
+    async with running_router([]) as router:
+        registry: Any = router.registry
+        config = RouterConfig(api_key=("tenants",), admin_key=("sesame",))
+        services = Front(registry=registry, config=config).services
+    routes = [*AdminApi(services).routes(), *ControlApi(services).routes()]
+    paths = {(method, it.path) for it in routes for method in it.methods or ()}
+    levers = {"/pause", "/resume", "/sleep", "/wake_up", "/reset_prefix_cache"}
+    adapters = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
+    assert levers | adapters < {path for _, path in paths}
+    transport = httpx.ASGITransport(create_admin_app(services))
+    for key in ("tenants", "x", ""):
+        headers = {"authorization": f"Bearer {key}"}
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://admin", headers=headers
+        ) as client:
+            for method, path in paths:
+                reply = await client.request(method, path)
+                assert reply.status_code == (200 if path == "/health" else 401), (method, path)
 
 
 def test_the_admin_port_needs_a_key_of_its_own(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,12 @@ class Operated:
 @asynccontextmanager
 async def operated(plan: Plan) -> AsyncIterator[Operated]:
     async with served(plan) as (c, client):
-        admin = httpx.ASGITransport(create_admin_app(c.router.services))
-        async with httpx.AsyncClient(transport=admin, base_url="http://admin") as operator:
+        config = replace(c.router.services.config, admin_key=("lever",))
+        admin = httpx.ASGITransport(create_admin_app(replace(c.router.services, config=config)))
+        bearer = {"authorization": "Bearer lever"}
+        async with httpx.AsyncClient(
+            transport=admin, base_url="http://admin", headers=bearer
+        ) as operator:
             yield Operated(c, client, operator)
 
 

@@ -103,6 +103,7 @@ class Node:
     draining: bool
     mbu: float = 0.0  # share of its read bandwidth, over the last steps; 0 = not measured
     mfu: float = 0.0  # share of its rate of matrix products
+    precision: str = ""  # what it computes and keeps KV in
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +255,7 @@ def server_info_of(message: Any) -> ServerInfo:
             draining=node.load.draining,
             mbu=node.load.mbu,
             mfu=node.load.mfu,
+            precision=node.precision,
         )
         for node in message.nodes
     )

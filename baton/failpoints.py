@@ -39,6 +39,7 @@ STAGES: Final = (
     "kv.first", "kv.half", "kv.last", "kv.acked", "d.reserved", "d.step1", "d.step_n",
     "sampled_not_logged", "logged_not_sent", "finishing",
 )  # fmt: skip
+STARTS: Final = ("loading",)  # of a node's own life, before its model
 DATA_STAGES: Final = ("kv.first", "kv.half")  # something is there that can be damaged
 ACTIONS: Final = ("kill9", "stop", "raise", "delay", "corrupt")
 
@@ -60,8 +61,8 @@ class Fault:
             raise _refused(f"{text!r} is not name:nth:action")
         name, count, word = parts
         action, _, amount = word.partition("=")
-        if name not in STAGES:
-            raise _refused(f"no failpoint {name!r}; there are {', '.join(STAGES)}")
+        if name not in STAGES + STARTS:
+            raise _refused(f"no failpoint {name!r}; there are {', '.join(STAGES + STARTS)}")
         if action not in ACTIONS or bool(amount) != (action == "delay"):
             raise _refused(f"no action {word!r}; there are kill9, stop, raise, delay=MS, corrupt")
         if action == "corrupt" and name not in DATA_STAGES:

@@ -75,7 +75,8 @@ _BLOCK_KIND_OF: Final = {number: kind for kind, number in _BLOCK_KINDS.items()}
 _LOAD: Final = tuple(spec.name for spec in fields(NodeLoad))
 _PLAIN_RECORD: Final = (
     "node_id", "boot_id", "address", "model", "model_digest", "block_size", "max_model_len",
-    "vocab_size", "version", "adapters", "eos_token_ids", "max_num_seqs", "leaving_adapters",
+    "vocab_size", "version", "adapters", "eos_token_ids", "max_num_seqs",
+    "precision", "deterministic", "leaving_adapters",
 )  # fmt: skip
 _PLAIN_PARAMS: Final = (
     "n", "beam_width", "top_k", "seed", "max_tokens", "min_tokens", "ignore_eos",

@@ -35,7 +35,8 @@ from baton.timing import Timing
 from baton.tls import TlsFiles
 from bench.transfer_link import Link, PeerError
 from deploy.machine import MachineFacts, machine_facts
-from router.nodes.session import Attachment, NodeEvent, NodeSession, SessionContext, SessionLost
+from router.nodes.attachments import Attachment, NodeEvent, SessionLost
+from router.nodes.session import NodeSession, SessionContext
 
 ANSWER_S: Final = 120.0
 PATIENCE_S: Final = 2 * Timing().connect_s

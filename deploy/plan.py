@@ -76,6 +76,11 @@ class UpOptions:
         "how the model marks its reasoning (docs/parsers.md); auto: by its chat template",
         choices=REASONING_PARSERS,
     )
+    node_wait_s: float = option(
+        30.0,
+        "without a node that serves: requests wait so long for one that was here, seconds; above"
+        " the time that nodes need to start",
+    )
     warm_up: bool = option(True, "ask one question at the start, show its answer and its time")
     log_level: str = option(
         "info", "log level of every process", choices=("debug", "info", "warning", "error")
@@ -256,6 +261,7 @@ def router_command(
         "enable_auto_tool_choice": options.enable_auto_tool_choice or None,
         "tool_call_parser": options.tool_call_parser,
         "reasoning_parser": options.reasoning_parser,
+        "node_wait_s": options.node_wait_s,
         # Whoever presses Ctrl-C at a terminal does not wait for a load balancer to notice.
         "drain_s": 0,
         "shutdown_s": 2,

@@ -59,6 +59,7 @@ def view(info: ServerInfo, address: str, width: int) -> RenderableType:
     models = ", ".join(sorted({node.model for node in info.nodes})) or "no model"
     head = Text.assemble(("baton ", "bold"), f"{info.version}  {models}  router {address}")
     lines: list[RenderableType] = [head, nodes_table(info, width >= WIDE_COLUMNS)]
+    lines += precision_lines(info)
     if any(above_limits(node) for node in info.nodes):
         lines.append(Text(ABOVE_LIMITS, style="yellow"))
     lines.append(requests_line(info))
@@ -106,6 +107,18 @@ def usage(node: Node, with_bar: bool) -> Text:
     bar.append("░" * (BAR_CELLS - filled), style="dim")
     bar.append(f" {numbers}", style="default")
     return bar
+
+
+def precision_lines(info: ServerInfo) -> list[Text]:
+    """One for each role whose nodes would not compute the same tokens."""
+    lines: list[Text] = []
+    for role in ("prefill", "decode"):
+        nodes = [node for node in info.nodes if node.role == role and node.precision]
+        if len({node.precision for node in nodes}) > 1:
+            each = ", ".join(f"{node.node_id} {node.precision}" for node in nodes)
+            text = f"{role} nodes differ in precision, a failover may change tokens: {each}"
+            lines.append(Text(text, style="red"))
+    return lines
 
 
 def requests_line(info: ServerInfo) -> Text:

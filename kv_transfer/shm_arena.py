@@ -81,7 +81,7 @@ class ShmArena:
         directory: Path = DEFAULT_DIRECTORY,
         reserved_bytes: int = RESERVED_BYTES,
     ) -> None:
-        """Raises ConfigError if the directory cannot hold the file."""
+        """Raises ConfigError if the directory cannot hold the file, or addresses are too few."""
         self.directory = directory
         self.page_bytes = page_bytes
         sweep(directory)
@@ -90,8 +90,16 @@ class ShmArena:
         self._unit = math.lcm(page_bytes, PAGE_BYTES)
         own = _up(num_bytes, PAGE_BYTES) + BOARD_BYTES
         total = _up(own + reserved_bytes, self._unit)
-        self._range = AddressRange(total)
-        self._range.map_file(self._descriptor, 0, own, writable=True)
+        try:
+            self._range = AddressRange(total)
+            self._range.map_file(self._descriptor, 0, own, writable=True)
+        except OSError as error:
+            os.close(self._descriptor)
+            os.unlink(directory / self.place.name)
+            raise ConfigError(
+                f"no addresses for the KV pools of peers ({error.strerror}): ulimit -v counts them,"
+                " though they take no memory"
+            ) from error
         self._all = self._range.tensor()
         self._board = self._board_at(own)
         self._lock = threading.Lock()

@@ -6,12 +6,22 @@ Boots that refused it are not used again; those that failed it only when nobody 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Final
 
 from baton.errors import BatonError, Unavailable
+from baton.handles import KVHandle, Role
 from baton.request import Request
 from router.nodes.registry import NodeRegistry
-from router.policy import Ask, NodeSnapshot, PolicySettings, Route, choose_decode, choose_route
+from router.policy import (
+    Ask,
+    NodeSnapshot,
+    PolicySettings,
+    Route,
+    choose_decode,
+    choose_route,
+    is_usable,
+)
 from router.scores import scores_of
 from router.sessions import SessionMap, tie_of
 from router.trace import RequestTrace
@@ -80,6 +90,25 @@ class NodeChoice:
     def check_decode(self, request: Request, fingerprint: str, leaving: str) -> None:
         """Raise what `decode` would; nothing is chosen."""
         self._decode(self._ask(request), self._but(leaving), fingerprint)
+
+    def serve(self, request: Request) -> bool:
+        """Is there a decode node for it now, whatever KV of it exists?"""
+        ask = self._ask(request)
+        nodes = self._registry.snapshots()
+        return any(node.role is Role.DECODE and is_usable(node, ask) for node in nodes)
+
+    async def may_come(self, request: Request, export: KVHandle | None) -> bool:
+        """Wait for news of the nodes; False, at once: no decode node is expected that could serve
+        the request, or fetch its `export`."""
+        ask = replace(self._ask(request), excluded=frozenset())  # another boot may take it
+
+        def could_serve(node: NodeSnapshot) -> bool:
+            if export is not None and node.boot_id == export.boot_id:
+                return False
+            fits = export is None or node.fingerprint == export.endpoint.layout_fingerprint
+            return node.role is Role.DECODE and fits and is_usable(node, ask)
+
+        return await self._registry.may_come(could_serve)
 
     def _but(self, leaving: str) -> list[NodeSnapshot]:
         return [node for node in self._registry.snapshots() if node.boot_id != leaving]

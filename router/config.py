@@ -195,10 +195,17 @@ class RouterConfig:
     receipts: bool = option(True, "tell clients that ask which nodes served them, and when")
     request_timeout_s: float = option(600.0, "deadline of a request that brings none, seconds")
     store_timeout_s: float = option(
-        0.5, "longest wait for Redis before a plain request goes on, seconds"
+        0.5,
+        "wait for Redis before a plain request goes on, seconds; longer while its answers take"
+        " longer, up to half a lease (2.5 s)",
     )
     stall_s: float = option(
         60.0, "a node silent for so long with requests of this router hangs: they move, seconds"
+    )
+    node_wait_s: float = option(
+        30.0,
+        "without a node that serves: requests wait so long for one that was here, seconds; above"
+        " the time that nodes need to start",
     )
     drain_s: float = option(5.0, "after SIGTERM: serve on for so long with /ready at 503, seconds")
     shutdown_s: float = option(10.0, "then: wait for running requests for so long, seconds")
@@ -216,7 +223,7 @@ class RouterConfig:
             ("drain_s", 0), ("shutdown_s", 0), ("admin_port", 0), ("max_queued_requests", 0),
             ("max_request_tokens", 1), ("workers", 1), ("max_resumable_mb", 1),
             ("tokenizer_cache_mb", 0), ("max_logprobs", -1), ("health_port", 0), ("batch_mb", 1),
-            ("batch_concurrency", 1), ("stored_responses_mb", 0),
+            ("batch_concurrency", 1), ("stored_responses_mb", 0), ("node_wait_s", 0),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < lowest:

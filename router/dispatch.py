@@ -18,14 +18,12 @@ far; after MAX_NODE_DEATHS it is FAILED. The journey has its own task: no client
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Final
 
 from baton import wire
-from baton.clock import Clock, SystemClock
 from baton.errors import (
     BatonError,
     Cancelled,
@@ -44,41 +42,22 @@ from baton.failpoints import FAILPOINTS
 from baton.handles import KVHandle
 from baton.log import request_context
 from baton.messages import Migrate, SubmitDecode, SubmitPrefill
-from baton.request import MAX_NODE_DEATHS, TRANSITIONS, Request, RequestState
+from baton.request import TRANSITIONS, Request, RequestState
 from router.choice import NodeChoice
-from router.gate.gate import Gate
+from router.dispatch_parts import DispatchParts
 from router.leg import HopFailed, Leg, Legs
-from router.nodes.migration import Candidate, MigrationStats, Move, Outcome
-from router.nodes.registry import NodeRegistry
-from router.nodes.session import NodeEvent, SessionLost
-from router.policy import NodeSnapshot, PolicySettings, Route
-from router.retry_budget import RetryBudget, is_free
-from router.sessions import SessionMap
+from router.nodes.attachments import NodeEvent, SessionLost
+from router.nodes.deaths import Deaths
+from router.nodes.migration import Candidate, Move, Outcome
+from router.policy import NodeSnapshot, Route
+from router.retry_budget import is_free, is_momentary
 from router.showing import Showing
-from router.store.ledger import RequestLedger, StoreGuard, description
+from router.store.ledger import RequestLedger, description
 from router.trace import RequestTrace
 
 logger = logging.getLogger(__name__)
 MAX_ATTEMPTS: Final = 8  # whatever the reason: a request never wanders for ever
 MOVE_S: Final = 30.0  # a migration that took longer may be asked for again
-
-
-@dataclass(frozen=True, slots=True)
-class DispatchParts:
-    """What a dispatcher works with. `timeout_s` is the deadline of a request that brings none;
-    without a `gate`, `max_live` requests run and none wait."""
-
-    registry: NodeRegistry
-    store: StoreGuard
-    clock: Clock
-    settings: PolicySettings = field(default_factory=PolicySettings)
-    max_live: int = 1024
-    timeout_s: float = 600.0
-    node_wait_s: float = 5.0  # in all, for a node that can go on with what another has begun
-    migrations: MigrationStats = field(default_factory=MigrationStats)
-    gate: Gate | None = None
-    sessions: SessionMap = field(default_factory=SessionMap)
-    retries: RetryBudget = field(default_factory=lambda: RetryBudget(SystemClock()))
 
 
 class Journey:
@@ -94,14 +73,15 @@ class Journey:
         self._output = self.shown.output
         self._legs = Legs(parts.registry)
         self._nodes = NodeChoice(parts.registry, parts.settings, parts.sessions, trace)
+        self._deaths = Deaths(parts.registry)
         self._attempts = 0
-        self._alone_since: float | None = None
         self._planned: NodeSnapshot | None = None  # the decode node that the route named
         self._move: Move | None = None  # under way to another decode node
         self._moved_at: float | None = None
         self._task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._late = False  # its deadline has passed
+        self._aborted = False
         self._closing = False
 
     # ---- for the dispatcher ----
@@ -121,6 +101,11 @@ class Journey:
         if task.cancelled():  # before it began: none of its own code has run
             self.failure = Cancelled("the request was cancelled")
             self.shown.close()
+
+    def abort(self) -> None:
+        """End it: somebody said so."""
+        self._aborted = True
+        self.cancel()
 
     def cancel(self) -> None:
         """Once the end is being recorded there is nothing left to cancel."""
@@ -300,21 +285,22 @@ class Journey:
                 legs.take_handle(event.handle)
                 await self._hand_over(ledger)
             case TokenEvent():
-                self._count(event)
+                self._trace.count(event)
                 self.shown.show(event)
                 legs.has_prefilled()
             case RequestFailed() if not (legs.prefilled and legs.is_subscribed):
                 self._refused(legs.prefill, event)
             case SessionLost() if legs.is_doomed_by(event):
-                raise HopFailed(self._lost(legs.prefill, event), death=True)
+                raise HopFailed(self._lost(legs.prefill, event))
             case SessionLost() if not (legs.is_subscribed or (event.drained and legs.prefilled)):
-                raise HopFailed(self._lost(legs.prefill, event), death=not event.drained)
+                raise HopFailed(self._lost(legs.prefill, event))
             case SessionLost() if not self.shown.told:
                 lost = self._lost(legs.prefill, event)  # only a prefill tells of the prompt
-                death = not event.drained
-                raise HopFailed(KVLost(lost.message), death=death, export_lost=True) from lost
+                raise HopFailed(KVLost(lost.message), export_lost=True) from lost
+            case SessionLost():  # once D subscribes, it is D that reports the export's end
+                legs.exporter_suspect = event.suspect
             case _:
-                pass  # once D subscribes, it is D that reports the export's end
+                pass
 
     async def _on_decode(self, ledger: RequestLedger, event: NodeEvent) -> None:
         legs = self._legs
@@ -324,7 +310,7 @@ class Journey:
                 legs.subscribed()
             case TokenEvent():
                 if legs.handle is None:
-                    self._count(event)
+                    self._trace.count(event)
                 elif not legs.decoding:
                     await self._handed_over(ledger)
                 self.shown.decoded(event, self._legs.handle is not None)
@@ -332,7 +318,7 @@ class Journey:
             case RequestFailed():
                 self._refused(legs.decode, event)
             case SessionLost():
-                raise HopFailed(self._lost(legs.decode, event), death=not event.drained)
+                raise HopFailed(self._lost(legs.decode, event))
             case HandleReady():
                 await self._move_on(ledger, event.handle)
             case Pooled():
@@ -367,16 +353,15 @@ class Journey:
             self._move.end(outcome, self._parts.migrations, self._clock.monotonic())
             self._move = None
 
-    def _count(self, event: TokenEvent) -> None:
-        self._trace.cached_tokens = max(self._trace.cached_tokens, event.num_cached_tokens)
-        self._trace.preemptions = max(self._trace.preemptions, event.preemptions)
-
     # ---- when a node fails ----
 
     def _lost(self, leg: Leg | None, event: SessionLost) -> NodeLost:
         if leg is not None:
-            self._nodes.avoid(leg.node.boot_id)
-            if self._move and self._move.source == leg.node.boot_id:
+            boot_id = leg.node.boot_id
+            self._nodes.avoid(boot_id)
+            if event.suspect:
+                self._deaths.note(boot_id, hung=event.stalled)
+            if self._move and self._move.source == boot_id:
                 self._end_move("given back" if event.drained else "failed")
         return NodeLost(f"node {event.node_id} was lost: {event.reason}")
 
@@ -404,7 +389,9 @@ class Journey:
         if exporter is not None:
             note = self._nodes.lost_kv if lost else self._nodes.avoid
             note(exporter.node.boot_id)
-        return HopFailed(error, death=isinstance(error, KVLost), export_lost=True)
+            if isinstance(error, KVLost) and self._legs.exporter_is_suspect:
+                self._deaths.note(exporter.node.boot_id)
+        return HopFailed(error, export_lost=True)
 
     async def _fail_over(self, ledger: RequestLedger, failure: HopFailed) -> None:
         """Back to QUEUED with the next epoch. Raises the failure when there have been enough."""
@@ -417,13 +404,13 @@ class Journey:
                 self.shown.decoded(event, self._legs.handle is not None)
         if self._output.finished:
             return
-        self._trace.node_deaths += failure.death
-        if self._trace.node_deaths >= MAX_NODE_DEATHS or self._attempts >= MAX_ATTEMPTS:
+        self._trace.node_deaths = self._deaths.count
+        if self._attempts >= MAX_ATTEMPTS or await self._deaths.are_enough():
             raise failure.error
         keeps_export = self._legs.has_export and not failure.export_lost
         # Who has begun goes on, whatever the load; so does who has nothing to compute again.
         begun = self._output.num_tokens or keeps_export
-        if not (failure.death or begun or is_free(failure.error)):
+        if not (begun or is_free(failure.error)):
             self._parts.retries.spend(failure.error)
         logger.warning(
             "request %s: epoch %d failed after %d tokens: %s",
@@ -446,18 +433,15 @@ class Journey:
         await self._next_epoch(ledger)
 
     async def _nobody_there(self, ledger: RequestLedger, error: Unavailable) -> None:
-        """No node for what has begun: wait for one to come (back). A new request is refused."""
+        """Wait for a node to come (back), as long as one is expected. Raises `error` if none is."""
         if ledger.state is not RequestState.QUEUED:
             await self._fail_over(ledger, HopFailed(error))
             return
-        now = self._clock.monotonic()
-        self._alone_since = self._alone_since or now
-        left = self._alone_since + self._parts.node_wait_s - now
-        if self._attempts == 1 or left <= 0:
+        self._attempts -= 1  # nobody has tried
+        if self._legs.has_export and self._nodes.serve(self._request):
+            self._legs.give_up("nobody fetches it")  # whoever is there computes it again
+        elif not await self._nodes.may_come(self._request, self._legs.handle):
             raise error
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(left):
-                await self._parts.registry.changed.wait()
 
     async def _next_epoch(self, ledger: RequestLedger) -> None:
         """QUEUED again: whoever had the request is fenced, its next owner knows all its tokens."""
@@ -485,7 +469,13 @@ class Journey:
             error = "" if self.failure is None else self.failure.code
             message = "" if self.failure is None else self.failure.message
             tokens = str(self._output.num_tokens)
-            await ledger.finish(outcome, error=error, message=message, output_tokens=tokens)
+            await ledger.finish(
+                outcome,
+                kept=self._is_an_end(outcome),
+                error=error,
+                message=message,
+                output_tokens=tokens,
+            )
         trace.outcome = outcome.value
         trace.finished_at = self._clock.monotonic()
         logger.info(
@@ -493,6 +483,15 @@ class Journey:
             self._request.id, outcome.value, self._output.num_tokens,
             trace.prefill_node, trace.decode_node, trace.retries,
         )  # fmt: skip
+
+    def _is_an_end(self, outcome: RequestState) -> bool:
+        """Is that how the request ended, for whoever asks for it again? Not if nothing of it was
+        shown and another try may go better: then nothing is kept, and its name is free."""
+        if self._output.num_tokens or self._aborted or self._deaths.guilty:
+            return True
+        if outcome is RequestState.CANCELLED:
+            return False  # nobody read it
+        return self.failure is None or not is_momentary(self.failure)
 
     @property
     def _ended_on_decode(self) -> bool:

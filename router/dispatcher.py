@@ -12,7 +12,8 @@ from dataclasses import replace
 
 from baton.events import TokenEvent
 from baton.request import Request
-from router.dispatch import MOVE_S, DispatchParts, Journey
+from router.dispatch import MOVE_S, Journey
+from router.dispatch_parts import DispatchParts
 from router.gate.admission import Bounds
 from router.gate.gate import Gate, GateSettings
 from router.nodes.migration import Candidate, MigrationStats
@@ -65,7 +66,7 @@ class Dispatcher:
                 trace.aborted = by_operator
         journey = self._live.get(request_id)
         if journey is not None:
-            journey.cancel()
+            journey.abort()
         return journey is not None or self.gate.cancel(request_id)
 
     def live(self) -> list[tuple[Request, RequestTrace]]:

@@ -1,7 +1,7 @@
 """Prometheus metrics of what goes wrong around a router: its store, its nodes, second tries.
 
 Read at scrape time from the counters of store/ledger.py, store/catch_up.py, nodes/health.py and
-retry_budget.py.
+retry_budget.py, and from the nodes' records.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from router.nodes.health import NodeHealth
+from baton.handles import Role
+from router.nodes.registry import NodeRegistry
 from router.retry_budget import RetryBudget
 from router.store.ledger import StoreGuard
 from router.store.tallies import counters
@@ -24,7 +25,7 @@ class Watched:
     """Where the numbers are."""
 
     store: StoreGuard
-    health: NodeHealth
+    registry: NodeRegistry
     retries: RetryBudget
 
 
@@ -48,7 +49,8 @@ class _Failures(Collector):
             ("baton_store_late_tokens", "Tokens logged after an outage", late.tokens),
             ("baton_store_dropped_tokens", "Tokens that no log will have", late.dropped),
         )
-        health, retries = self._watched.health.stats, self._watched.retries
+        registry, retries = self._watched.registry, self._watched.retries
+        health = registry.health.stats
         yield from counters(
             ("baton_node_deaths", "Sessions with nodes that broke", health.deaths),
             ("baton_node_stalls", "Of these, ended by the watchdog", health.stalls),
@@ -56,6 +58,18 @@ class _Failures(Collector):
             ("baton_node_panics", "Times most nodes were unhealthy", health.panics),
             ("baton_stale_events", "Events of requests that had moved on", health.stale_events),
         )
+        precisions = GaugeMetricFamily(
+            "baton_node_precisions",
+            "Precisions that nodes of a role compute in; with more than one, failovers may change"
+            " tokens",
+            labels=["role"],
+        )
+        for role in Role:
+            told = [record for record in registry.records() if record.precision]
+            mine = [record for record in told if record.role is role]
+            found = {(record.precision, record.deterministic) for record in mine}
+            precisions.add_metric([role.value], len(found))
+        yield precisions
         spent = CounterMetricFamily(
             "baton_retry_budget", "Second tries after refusals", labels=["outcome"]
         )

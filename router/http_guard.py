@@ -6,7 +6,7 @@ no Host. Four parts, all composed, one parser (parsers that disagree let request
     BoundedParser     between uvicorn's HttpToolsProtocol and httptools (router/http_parser.py)
     HeadFirst         between uvicorn's HttpToolsProtocol and the transport (router/http_writes.py)
     GuardedProtocol   wraps the two per connection: deadlines, send buffer, and who is told of its
-                      end (router/nodes/connection.py)
+                      end (router/nodes/connection.py), which a half-closed one is not yet
     HeadGuard         ASGI middleware over the parsed head: sizes, counts, framing headers
 """
 
@@ -23,10 +23,11 @@ from typing import Any, Final, cast
 import httptools
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from baton.tls import TlsFiles
+from router.half_close import INTERIM, HalfClosed
 from router.http_parser import BoundedParser, Phase
 from router.http_writes import HeadFirst
 from router.nodes.connection import HANG_UP, HangUp
@@ -98,10 +99,11 @@ class GuardedProtocol(asyncio.Protocol):
         self._loop = _loop if _loop is not None else asyncio.get_running_loop()
         self._limits = limits
         self._others = server_state.connections
-        self._transport: asyncio.Transport | None = None
+        self._transport: HeadFirst | None = None
         self._waits_for = Phase.NOTHING  # else a deadline runs
         self._deadline: asyncio.TimerHandle | None = None
         self._accepted = False
+        self._half_closed: HalfClosed | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports do not inherit from asyncio's: no isinstance here.
@@ -121,11 +123,30 @@ class GuardedProtocol(asyncio.Protocol):
         self._inner.data_received(data)
         self._watch()
 
-    def eof_received(self) -> None:
-        self._inner.eof_received()
+    def eof_received(self) -> bool:
+        """The client ends its side: True keeps ours, for the answer that it waits for."""
+        cycle = cast("RequestResponseCycle | None", self._inner.cycle)
+        if cycle is None or cycle.response_complete or self._parser.phase is not Phase.NOTHING:
+            return False
+        if self._transport is None or self._inner.scheme == "https":
+            return False
+        cycle.keep_alive = False  # nothing can follow
+        self._half_closed = HalfClosed(self._transport, self._probe)
+        return True
+
+    def _probe(self) -> bytes:
+        """What a client that waits for its one answer reads past."""
+        inner, transport = self._inner, self._transport
+        if inner.pipeline or transport is None:
+            return b""
+        if inner.cycle.response_started:
+            return transport.comment
+        return INTERIM if inner.cycle.scope["http_version"] == "1.1" else b""
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop()
+        if self._half_closed is not None:
+            self._half_closed.stop()
         if not self._accepted:
             return
         self._inner.connection_lost(exc)

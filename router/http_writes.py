@@ -11,18 +11,22 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Final
 
+from router.half_close import COMMENT
+
 _HEAD: Final = b"HTTP/1.1 "  # a body that begins so waits no longer than a head
 
 
 class HeadFirst(asyncio.Transport):
-    """What uvicorn's protocol calls of a transport."""
+    """What uvicorn's protocol calls of a transport. `comment`: what may be written between two
+    events of the stream that is being answered, empty if it is none."""
 
-    __slots__ = ("_head", "_loop", "_transport")
+    __slots__ = ("_head", "_loop", "_transport", "comment")
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport = transport
         self._loop = loop
         self._head = b""
+        self.comment = b""
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         if self._head:
@@ -30,6 +34,7 @@ class HeadFirst(asyncio.Transport):
             self._transport.write(head + bytes(data))
         elif data[: len(_HEAD)] == _HEAD:
             self._head = bytes(data)
+            self.comment = _comment_in(self._head)
             self._loop.call_soon(self._flush)
         else:
             self._transport.write(data)
@@ -60,3 +65,11 @@ class HeadFirst(asyncio.Transport):
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
         self._transport.set_protocol(protocol)
+
+
+def _comment_in(head: bytes) -> bytes:
+    """A comment for a stream of events with that head, in the head's framing."""
+    if b"text/event-stream" not in head:
+        return b""
+    chunked = b"\r\ntransfer-encoding: chunked\r\n" in head.lower()
+    return b"%x\r\n%b\r\n" % (len(COMMENT), COMMENT) if chunked else COMMENT

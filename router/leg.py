@@ -23,22 +23,20 @@ from baton.messages import (
     SubmitDecode,
     SubmitPrefill,
 )
+from router.nodes.attachments import Attachment, NodeEvent, SessionLost
 from router.nodes.mailbox import Mailbox
 from router.nodes.registry import NodeRegistry
-from router.nodes.session import Attachment, NodeEvent, NodeSession, SessionLost
+from router.nodes.session import NodeSession
 from router.policy import NodeSnapshot
 
 
 class HopFailed(Exception):
-    """A node could not do its part; another may. `death`: the node is gone. `export_lost`: the KV
-    that was being handed over is of no use any more."""
+    """A node could not do its part; another may. `export_lost`: the KV that was being handed over
+    is of no use any more."""
 
-    def __init__(
-        self, error: BatonError, *, death: bool = False, export_lost: bool = False
-    ) -> None:
+    def __init__(self, error: BatonError, *, export_lost: bool = False) -> None:
         super().__init__(str(error))
         self.error = error
-        self.death = death
         self.export_lost = export_lost
 
 
@@ -64,7 +62,10 @@ class Leg:
 
 
 class Legs:
-    """`decoding`: the decode node has spoken, so the export has served its purpose."""
+    """`decoding`: the decode node has spoken, so the export has served its purpose.
+
+    `exporter_suspect`: the exporter was lost, maybe of this request.
+    """
 
     def __init__(self, registry: NodeRegistry) -> None:
         self._registry = registry
@@ -76,6 +77,7 @@ class Legs:
         self.prefilled = False
         self.decoding = False
         self._timed_out = False  # a fetch of the export did
+        self.exporter_suspect = False
         # Shows a decode node's event that simply goes on; set while that is all there is to do.
         self.shows: Callable[[TokenEvent], bool] | None = None
 
@@ -88,6 +90,15 @@ class Legs:
             and self.prefill.connected
             and not self.decoding
         )
+
+    @property
+    def exporter_is_suspect(self) -> bool:
+        """May the exporter have died of this request, if it has died? The decode node may know of
+        its death before this router does."""
+        leg = self.prefill
+        if leg is not None and leg.connected:
+            return leg.request_id in leg.session.suspects
+        return self.exporter_suspect
 
     def is_doomed_by(self, lost: SessionLost) -> bool:
         """The exporter was lost in a way that the decode node notices late, or never: a machine
@@ -122,6 +133,7 @@ class Legs:
             self.decode.leave(abort=False)
         self.prefill, self.decode = self.decode, None
         self.prefilled, self.decoding, self.shows = True, False, None
+        self.exporter_suspect = False
         self.take_handle(handle)
 
     def has_prefilled(self) -> None:
@@ -198,7 +210,7 @@ class Legs:
     def _forget(self) -> None:
         self._stop_renewing()
         self.prefill = self.decode = self.handle = None
-        self.prefilled = self.decoding = False
+        self.prefilled = self.decoding = self.exporter_suspect = False
         self.shows = None
 
     def _submit(

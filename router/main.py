@@ -44,7 +44,7 @@ from router.admin import create_admin_app
 from router.app import create_app
 from router.batches.runner import BatchRunner
 from router.config import RouterConfig
-from router.dispatch import DispatchParts
+from router.dispatch_parts import DispatchParts
 from router.dispatcher import Dispatcher
 from router.failure_metrics import Watched, watch_failures
 from router.gate.admission import Bounds
@@ -67,7 +67,7 @@ from router.services import RouterServices
 from router.store.base import RequestStore
 from router.store.ledger import StoreGuard
 from router.store.memory_store import MemoryStore
-from router.store.redis_store import RedisStore, connect
+from router.store.redis_store import RedisStore, connect, longest_s
 from router.store.token_log import TokenLog
 from router.workers import Supervisor
 
@@ -124,8 +124,10 @@ class Router:
         router_id = config.router_id or f"router-{secrets.token_hex(4)}"
         self.config = config
         self._redis: Redis | None = None
+        # The store gives a call up by itself, sooner; for nodes' records no request waits.
+        patience_s = longest_s(config.timing, config.store_timeout_s)
         if config.redis_url is not None:
-            self._redis = connect(config.redis_url, config.store_timeout_s)
+            self._redis = connect(config.redis_url, patience_s)
         self.guard = StoreGuard(_store(config, router_id, self._redis), config.timing)
         self.registry = NodeRegistry(
             RegistryParts(
@@ -136,11 +138,11 @@ class Router:
                 log=TokenLog(self.guard),
                 addresses=dict.fromkeys(config.prefill_node, Role.PREFILL)
                 | dict.fromkeys(config.decode_node, Role.DECODE),
-                directory=None
-                if self._redis is None
-                else RedisDirectory(self._redis, config.store_timeout_s),
+                directory=None if self._redis is None else RedisDirectory(self._redis, patience_s),
                 tls=config.node_tls,
                 store_away=lambda: self.guard.stats.away,
+                node_wait_s=config.node_wait_s,
+                exact=config.resume == "exact",
             )
         )
         metrics = RouterMetrics()
@@ -400,7 +402,7 @@ def _watch(services: RouterServices) -> None:
         watch_pieces(metrics.registry, services.tokenizer.pieces.stats)
     if services.runs is not None:
         watch_runs(metrics.registry, services.runs)
-    watched = Watched(services.store, services.registry.health, dispatcher.retries)
+    watched = Watched(services.store, services.registry, dispatcher.retries)
     watch_failures(metrics.registry, watched)
 
 
@@ -435,7 +437,11 @@ def _gate(config: RouterConfig, registry: NodeRegistry) -> Gate:
     """Between the front doors and the dispatcher; looks at the nodes whenever one reports."""
     bounds = Bounds(config.max_live_requests, config.max_queued_requests)
     settings = GateSettings(bounds, config.max_request_tokens, config.prefill_window_s)
-    gate = Gate(SystemClock(), settings, registry.snapshots)
+
+    def expected_s(pooled: bool) -> float:
+        return registry.expected_s(lambda node: pooled or node.role is Role.DECODE)
+
+    gate = Gate(SystemClock(), settings, registry.snapshots, expected_s)
     registry.watch_reports(gate.poke)
     return gate
 

@@ -13,7 +13,7 @@ from typing import Final
 
 from baton.block_hashes import chain, root_hash
 from baton.errors import ContextLengthExceeded, Unavailable
-from baton.handles import NodeLoad, Role
+from baton.handles import NodeLoad, NodeRecord, Role
 from router.gate.slo import ANY, Slo, expected_tpot_s, expected_ttft_s, meets
 from router.placement import Placement, Prompt, placement_costs, queued_tokens, requests_on
 
@@ -52,6 +52,21 @@ class NodeSnapshot:
     adapters: tuple[str, ...] = ()
     max_num_seqs: int = 0  # 0 = not told
     shunned: bool = False  # it hangs, or is in quarantine (router/nodes/health.py)
+
+    @staticmethod
+    def of(record: NodeRecord) -> NodeSnapshot:
+        """The node as it says of itself, idle and empty."""
+        return NodeSnapshot(
+            node_id=record.node_id,
+            boot_id=record.boot_id,
+            role=record.role,
+            model_digest=record.model_digest,
+            fingerprint=record.endpoint.layout_fingerprint,
+            block_size=record.block_size,
+            kv_dtype=record.endpoint.format.dtype,
+            adapters=record.adapters,
+            max_num_seqs=record.max_num_seqs,
+        )
 
     @property
     def takes_requests(self) -> bool:

@@ -48,7 +48,7 @@ def note_body_id(request: HttpRequest, given: object) -> None:
         message = "request_id: 1 to 128 letters, digits, dots, colons, dashes, underscores"
         raise InvalidRequest(message, field="request_id")
     if request.scope.get(_DRAWN_KEY):
-        request.scope[_SCOPE_KEY] = given
+        request.scope[_SCOPE_KEY], request.scope[_DRAWN_KEY] = given, False
         bind_request(given)
 
 
@@ -61,6 +61,11 @@ def known_id(scope: Scope) -> str:
     """The id of this exchange by now."""
     known: Any = scope.get(_SCOPE_KEY)
     return known or DRAWS.hex(12)
+
+
+def given_id(scope: Scope) -> str | None:
+    """The id that the client gave to this exchange, None for a drawn one."""
+    return None if scope.get(_DRAWN_KEY, True) else known_id(scope)
 
 
 def reply_id(prefix: str, request: HttpRequest) -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from baton.clock import Clock
 from baton.errors import (
     BatonError,
+    DeadlineExceeded,
     GivenBack,
     KVLost,
     KVStale,
@@ -37,6 +38,11 @@ def is_free(error: BatonError) -> bool:
     are only so many nodes. KV that comes too slowly is one."""
     gone = GivenBack | KVLost | KVStale | NodeLost | Unavailable
     return isinstance(error, gone)
+
+
+def is_momentary(error: BatonError) -> bool:
+    """The same request may go better in a moment: a refusal, a failure by nodes, a lack of time."""
+    return error.retryable or isinstance(error, DeadlineExceeded)
 
 
 class RetryBudget:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from baton.events import TokenEvent
 from router.scores import NodeScore
 from router.terms import STANDARD, Terms
 
@@ -42,6 +43,12 @@ class RequestTrace:
     aborted: bool = False  # by an operator: its client still waits for an end
     told_at: int | None = None  # wall clock, of a token that is replayed from its log
     scores: tuple[NodeScore, ...] = ()  # of the last choice of nodes, if the terms want a receipt
+
+    def count(self, event: TokenEvent) -> None:
+        """What a node tells of the request: how much of the prompt it found in its prefix map, how
+        often the request lost its place."""
+        self.cached_tokens = max(self.cached_tokens, event.num_cached_tokens)
+        self.preemptions = max(self.preemptions, event.preemptions)
 
     def stopped_by_text(self) -> None:
         """A stop string was found: the caller closes the stream, the request is FINISHED."""

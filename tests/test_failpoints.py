@@ -14,7 +14,16 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ConfigError, InternalError
-from baton.failpoints import ACTIONS, LOG_VARIABLE, STAGES, VARIABLE, Failpoints, Fault, parse
+from baton.failpoints import (
+    ACTIONS,
+    LOG_VARIABLE,
+    STAGES,
+    STARTS,
+    VARIABLE,
+    Failpoints,
+    Fault,
+    parse,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 CODE = ("baton", "decode_node", "kv_transfer", "prefill_node", "router")
@@ -45,7 +54,7 @@ def test_every_stage_is_in_the_code_exactly_once() -> None:
     for folder in CODE:
         for path in (ROOT / folder).rglob("*.py"):
             found += re.findall(r'FAILPOINTS\.hit\("([^"]+)"\)', path.read_text())
-    assert sorted(found) == sorted(STAGES)
+    assert sorted(found) == sorted(STAGES + STARTS)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +174,7 @@ def test_the_documentation_says_where_each_stage_is() -> None:
         (ROOT / "docs/chaos.md").read_text(),
         re.MULTILINE,
     )
-    assert [name for name, _, _ in rows] == list(STAGES)
+    assert [name for name, _, _ in rows] == [*STARTS, *STAGES]
     for name, path, function in rows:
         before, found, _ = (ROOT / path).read_text().partition(f'FAILPOINTS.hit("{name}")')
         assert found, f"{name} is not in {path}"

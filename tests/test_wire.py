@@ -198,6 +198,8 @@ records = st.builds(
     adapters=st.lists(texts, max_size=3).map(tuple),
     eos_token_ids=token_lists,
     max_num_seqs=counts,
+    precision=texts,
+    deterministic=st.booleans(),
     leaving_adapters=st.lists(texts, max_size=3).map(tuple),
 )
 logprob_rows = st.lists(

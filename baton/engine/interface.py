@@ -114,6 +114,19 @@ class ModelInfo:
     model_impl: str  # "lean" | "transformers"
     adapters: tuple[str, ...] = ()  # ids of the LoRA adapters that requests may ask for
     generates: bool = True  # a classifier does not
+    dtype: str = ""  # what it computes in; as kv_dtype, if nothing is said
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """KV of one token, as it travels."""
+        dtype = self.kv_dtype
+        return sum(layer.token_bytes(dtype) + layer.scale_bytes(dtype) for layer in self.layers)
+
+    @property
+    def precision(self) -> str:
+        """What models must have in common for each other's requests to come out alike."""
+        same = self.dtype in ("", self.kv_dtype)
+        return self.kv_dtype if same else f"{self.dtype}, KV {self.kv_dtype}"
 
 
 class Runner(Protocol):

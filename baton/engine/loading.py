@@ -120,6 +120,7 @@ def load_model(config: EngineConfig, group: RankGroup | None = None) -> LoadedMo
         model_impl=built.impl,
         adapters=tuple(adapter.id for adapter in adapters),
         generates=built.classifier is None,
+        dtype=dtype_name,
     )
     logger.info(
         "loaded %s: %s route, %s on %s, %d layers, %.1f MB of weights, up to %d tokens",

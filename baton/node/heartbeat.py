@@ -8,38 +8,47 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable
-from typing import Protocol
+from typing import Any, Final, Protocol
 
 import redis.asyncio
 from redis.exceptions import RedisError
 
 from baton import redis_keys, wire
+from baton.errors import ConfigError, InvalidRequest
 from baton.handles import NodeRecord
 from baton.redis_connections import heed_cancellation
 from baton.timing import Timing
 
 log = logging.getLogger(__name__)
+SPARE_LOOKS: Final = 2  # heartbeats beyond a record's life before its node is said to live
 
 
 class Registry(Protocol):
-    """Where node records live."""
+    """Where node records live, by the names of the nodes."""
+
+    async def claim(self, record: NodeRecord) -> None:
+        """The first announcement. Raises ConfigError if a node that lives has this name."""
+        ...
 
     async def announce(self, record: NodeRecord) -> None:
         """Store the record for `node_record_s`. Never raises for a store that is away."""
         ...
 
-    async def withdraw(self, node_id: str) -> None: ...
+    async def withdraw(self, record: NodeRecord) -> None: ...
 
     async def close(self) -> None: ...
 
 
 class RedisRegistry:
-    """`SET {pd}:node:<id> record PX`; every call ends within one heartbeat."""
+    """`SET {pd}:node:<id> record PX`; every call ends within one heartbeat. No record of another
+    boot is overwritten or deleted while it is there."""
 
     def __init__(self, url: str, timing: Timing) -> None:
         self._timing = timing
         self._away = False
+        self._displaced = False
         client = redis.asyncio.Redis.from_url(
             url,
             socket_timeout=timing.heartbeat_s,
@@ -47,29 +56,70 @@ class RedisRegistry:
         )
         self._redis = heed_cancellation(client)
 
-    async def announce(self, record: NodeRecord) -> None:
-        lifetime_ms = int(self._timing.node_record_s * 1000)
-        key, value = redis_keys.node_key(record.node_id), wire.record_to_bytes(record)
-        await self._try(lambda: self._redis.set(key, value, px=lifetime_ms))
+    async def claim(self, record: NodeRecord) -> None:
+        """See Registry. The record of a node that has just died is waited for until it runs out;
+        not if it was at this node's own address."""
+        timing, where = self._timing, ""
+        for _ in range(math.ceil(timing.node_record_s / timing.heartbeat_s) + SPARE_LOOKS):
+            other = await self._other(record)
+            dead = other is not None and other.address == record.address
+            if (other is None or dead) and await self._set(record, first=not dead):
+                return
+            where = "" if other is None else f", at {other.address}"
+            await asyncio.sleep(timing.heartbeat_s)
+        raise ConfigError(
+            f"the node id {record.node_id} is another node's, which lives{where}: each needs a"
+            " --node-id of its own",
+            field="node_id",
+        )
 
-    async def withdraw(self, node_id: str) -> None:
-        await self._try(lambda: self._redis.delete(redis_keys.node_key(node_id)))
+    async def announce(self, record: NodeRecord) -> None:
+        other = await self._other(record)
+        if other is None:
+            await self._set(record)
+        elif not self._displaced:
+            log.error("node id %s is taken by the node at %s", record.node_id, other.address)
+        self._displaced = other is not None
+
+    async def withdraw(self, record: NodeRecord) -> None:
+        if await self._other(record) is None:
+            await self._try(lambda: self._redis.delete(redis_keys.node_key(record.node_id)))
 
     async def close(self) -> None:
         await self._redis.aclose()
 
-    async def _try(self, command: Callable[[], Awaitable[object]]) -> None:
+    async def _other(self, record: NodeRecord) -> NodeRecord | None:
+        """The record under that name, if it is of another boot."""
+        reply: Any = await self._try(
+            lambda: self._redis.mget([redis_keys.node_key(record.node_id)])
+        )
+        try:
+            found = wire.record_from_bytes(reply[0]) if reply and reply[0] else None
+        except InvalidRequest:
+            return None  # of another version
+        return None if found is None or found.boot_id == record.boot_id else found
+
+    async def _set(self, record: NodeRecord, *, first: bool = False) -> bool:
+        """Whether it is there now, or Redis is away; the `first` one only if there is none."""
+        lifetime_ms = int(self._timing.node_record_s * 1000)
+        key, value = redis_keys.node_key(record.node_id), wire.record_to_bytes(record)
+        done = await self._try(lambda: self._redis.set(key, value, px=lifetime_ms, nx=first))
+        return bool(done) or self._away
+
+    async def _try(self, command: Callable[[], Awaitable[object]]) -> object:
+        """Its answer, None while Redis is away."""
         try:
             async with asyncio.timeout(self._timing.heartbeat_s):
-                await command()
+                answer = await command()
         except (RedisError, OSError, TimeoutError) as error:
             if not self._away:
                 log.warning("Redis is away, this node goes on without it: %s", error)
             self._away = True
-            return
+            return None
         if self._away:
             log.info("Redis is back")
         self._away = False
+        return answer
 
 
 class Heartbeat:

@@ -122,7 +122,8 @@ class Node:
         self.address = ""
 
     async def start(self) -> None:
-        """Bind, start everything, register. Raises ConfigError if an address cannot be bound."""
+        """Bind, start everything, register. Raises ConfigError if an address cannot be bound, or
+        another node has this one's name."""
         config = self._config
         if config.metrics_port is not None:
             registry = self.shell.metrics.registry
@@ -133,6 +134,8 @@ class Node:
         self.address = join_address(config.announced_host, self._server.bind())
         await self.shell.start(self.address)
         await self._server.start()
+        if self._registry is not None:
+            await self._registry.claim(self.shell.record())
         self._heartbeat.start()
 
     def ready(self) -> dict[str, object]:
@@ -172,7 +175,7 @@ class Node:
         """Leave the registry, end all sessions, stop all threads. Twice is safe."""
         await self._heartbeat.stop()
         if self._registry is not None:
-            await self._registry.withdraw(self.shell.node_id)
+            await self._registry.withdraw(self.shell.record())
             await self._registry.close()
             self._registry = None
         await self.shell.stop()
@@ -331,6 +334,7 @@ async def _load(config: EngineConfig, place: PoolPlace, stop: asyncio.Event) -> 
 
     def work() -> None:
         try:
+            FAILPOINTS.hit("loading")
             engine = Engine.load(config, memory=place.memory)
         except BaseException as error:  # noqa: BLE001 - raised on the event loop, below
             finish = partial(loaded.set_exception, error)

@@ -102,10 +102,7 @@ class NodeShell:
         self._engine_load = parts.engine.current_load()
         self._engine_stats = parts.engine.stats.copy()
         self._kv_waste = 0.0
-        layers, dtype = parts.engine.info.layers, parts.engine.info.kv_dtype
-        self._kv_token_bytes = sum(
-            layer.token_bytes(dtype) + layer.scale_bytes(dtype) for layer in layers
-        )
+        self._kv_token_bytes = parts.engine.info.kv_token_bytes
         self.progress = Progress(parts.clock, parts.config.stall_s)
         self._quiet = asyncio.Event()  # set whenever a request or an export has ended
         self._stopped = False
@@ -226,6 +223,8 @@ class NodeShell:
             leaving_adapters=adapters.leaving,
             eos_token_ids=info.eos_token_ids,
             max_num_seqs=config.max_num_seqs,
+            precision=info.precision,
+            deterministic=config.deterministic,
         )
 
     def load(self) -> NodeLoad:

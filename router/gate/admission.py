@@ -157,6 +157,7 @@ class AdmissionQueue:
         self._pushes = 0
         self._swept_at = -math.inf
         self._drain = DrainRate()
+        self._paused = False
         self._answers = AnswerLength()
         self._displaced: list[Ticket] = []
         self.stats = AdmissionStats()
@@ -193,6 +194,11 @@ class AdmissionQueue:
             heapq.heappop(self._expiries)
         return self._expiries[0][0] if self._expiries else None
 
+    def pause(self, now: float, paused: bool) -> None:
+        """From now on nothing can leave the queue, whatever its length, or it can again."""
+        self._tick(now)
+        self._paused = paused
+
     # ---- tickets ----
 
     def prepare(self, grant: Grant, now: float) -> Refusal | None:
@@ -217,7 +223,7 @@ class AdmissionQueue:
 
     def offer(self, wanted: Wanted, now: float, take_room: Room) -> Ticket:
         """A ticket that is ADMITTED, QUEUED or REFUSED. Call pump() next if it is QUEUED."""
-        self._drain.tick(now, self._queued > 0)
+        self._tick(now)
         cost = wanted.prompt_tokens + self._answers.expect(wanted.max_tokens, wanted.samples)
         ticket = Ticket(wanted, cost, now)
         use = self._use(wanted.grant, now)
@@ -245,7 +251,7 @@ class AdmissionQueue:
     def pump(self, now: float, take_room: Room) -> list[Ticket]:
         """Admit those whose turn it is, refuse those that cannot make it any more; returns all that
         have left the queue since the last call, displaced ones too."""
-        self._drain.tick(now, self._queued > 0)
+        self._tick(now)
         left, self._displaced = self._displaced, []
         left += self._expired(now)
         if self._queued and now - self._swept_at >= SWEEP_S:
@@ -268,7 +274,7 @@ class AdmissionQueue:
     def cancel(self, ticket: Ticket, now: float) -> None:
         """Its client went away while it waited. Mutates nothing for any other state."""
         if ticket.state is TicketState.QUEUED:
-            self._drain.tick(now, queued=True)
+            self._tick(now)
             self._drop(ticket, now)
             ticket.state = TicketState.OVER
             self.stats.cancelled += 1
@@ -296,6 +302,9 @@ class AdmissionQueue:
         return waiting
 
     # ---- inside ----
+
+    def _tick(self, now: float) -> None:
+        self._drain.tick(now, self._queued > 0 and not self._paused)
 
     def _use(self, grant: Grant, now: float) -> _KeyUse:
         use = self._keys.get(grant.name)

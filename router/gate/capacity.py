@@ -49,6 +49,12 @@ def has_room(
     return _decode_room(prompt_tokens, decoders, on_way)
 
 
+def serves(nodes: Sequence[NodeSnapshot], *, pooled: bool) -> bool:
+    """Is there a node that takes requests? For tokens one must decode; any makes vectors."""
+    prefillers, decoders = _by_role(nodes)
+    return bool(prefillers) if pooled else bool(decoders)
+
+
 def has_prefill_room(
     tokens: int, nodes: Sequence[NodeSnapshot], way: OnTheWay, prefill_window_s: float
 ) -> bool:

@@ -5,8 +5,9 @@
                                                 every way out gives the slot back, once
 
 With room there is no wait, no task switch. Others are let in when a request ends (its slot), and
-when a node reports (its room: `poke`); a timer refuses those whose time runs out meanwhile. Event
-loop only. Limits are this router's own: two routers let in twice as much.
+when a node reports (its room: `poke`); a timer refuses those whose time runs out meanwhile. While
+no node serves, but one is expected (router/nodes/expected.py), everybody waits. Event loop only.
+Limits are this router's own: two routers let in twice as much.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from router.gate.capacity import (
     has_prefill_room,
     has_room,
     paused,
+    serves,
     widest,
 )
 from router.gate.keys import Grant
@@ -102,17 +104,20 @@ class _Entry:
 
 
 class Gate:
-    """`nodes`: their snapshots now; without, only the bounds count."""
+    """`nodes`: their snapshots now; without, only the bounds count. `expected_s(pooled)`: for how
+    long a node that serves such requests is still expected."""
 
     def __init__(
         self,
         clock: Clock,
         settings: GateSettings,
         nodes: Callable[[], Sequence[NodeSnapshot]] = tuple,
+        expected_s: Callable[[bool], float] = lambda _: 0.0,
     ) -> None:
         self._clock = clock
         self._settings = settings
         self._nodes = nodes
+        self._expected_nodes_s = expected_s
         self._entries: dict[str, _Entry] = {}
         self._starting: deque[tuple[Ticket, RequestTrace]] = deque()  # not with a node yet, maybe
         self._starting_tokens = 0
@@ -312,14 +317,23 @@ class Gate:
                 return False
             tokens = ticket.wanted.room_tokens
             trace = newcomer or self._entries[ticket.id].trace
-            room = has_prefill_room if trace.pooled else has_room
+            pooled = bool(trace.pooled)
+            if self._missing_s(nodes, pooled=pooled):
+                return False
+            room = has_prefill_room if pooled else has_room
             if not room(tokens, nodes, self._on_the_way(), window_s):
                 return False
             self._starting.append((ticket, trace))
             self._starting_tokens += tokens
             return True
 
-        return take_room if nodes else _always
+        # Time without a node says nothing about how fast the queue drains.
+        self.queue.pause(self._clock.monotonic(), bool(self._missing_s(nodes, pooled=False)))
+        return take_room
+
+    def _missing_s(self, nodes: Sequence[NodeSnapshot], *, pooled: bool) -> float:
+        """For how long those wait who find no node; 0: there is one, or none is expected."""
+        return 0.0 if serves(nodes, pooled=pooled) else self._expected_nodes_s(pooled)
 
     def _on_the_way(self) -> OnTheWay:
         starting = self._starting
@@ -343,10 +357,14 @@ class Gate:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        expiry = self.queue.next_expiry()
-        if expiry is not None:
+        expiry, nodes = self.queue.next_expiry(), self._nodes()
+        ends = [] if expiry is None else [expiry - now]
+        if self.queue.num_queued:
+            missing = (self._missing_s(nodes, pooled=pooled) for pooled in (False, True))
+            ends += [left_s for left_s in missing if left_s]
+        if ends:
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(max(0.0, expiry - now) + 0.001, self._pump)
+            self._timer = loop.call_later(max(0.0, min(ends)) + 0.001, self._pump)
 
     def _wake(self, ticket: Ticket) -> None:
         entry = self._entries[ticket.id]
@@ -458,10 +476,6 @@ class Passage:
 def _has_started(ticket: Ticket, trace: RequestTrace) -> bool:
     """It counts with its node by now, or has ended."""
     return trace.dispatched_at is not None or ticket.state is TicketState.OVER
-
-
-def _always(_: Ticket) -> bool:
-    return True
 
 
 def _unavailable(refusal: Refusal) -> Unavailable:

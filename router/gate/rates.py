@@ -10,6 +10,9 @@ from typing import Final
 
 DRAIN_MEMORY_S: Final = 5.0  # how far back the drain rate looks
 LEAST_DRAIN_S: Final = 0.05  # queued time below which the rate says nothing
+LONGEST_TICK_S: Final = (
+    2.0  # nodes report each second: in the rest of a tick this process stood still
+)
 OUTPUT_MEMORY: Final = 100  # requests that the mean answer looks back
 
 
@@ -64,7 +67,7 @@ class DrainRate:
     def tick(self, now: float, queued: bool) -> None:
         """Time has passed until `now`; `queued`: somebody was waiting meanwhile."""
         if queued and self._at is not None and now > self._at:
-            fading = math.exp((self._at - now) / DRAIN_MEMORY_S)
+            fading = math.exp(-min(now - self._at, LONGEST_TICK_S) / DRAIN_MEMORY_S)
             self._served *= fading
             self._busy_s = self._busy_s * fading + DRAIN_MEMORY_S * (1 - fading)
         self._at = now

@@ -8,6 +8,7 @@ run() as a task -> stop().
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,7 @@ from baton.kv_spec import PROTOCOL_VERSION
 from baton.timing import Timing
 from baton.tls import TlsFiles
 from router.nodes.directory import NodeDirectory
+from router.nodes.expected import CouldServe, ExpectedNodes
 from router.nodes.health import Known, NodeHealth
 from router.nodes.session import NodeSession, SessionContext, StepLog
 from router.policy import NodeSnapshot
@@ -55,6 +57,8 @@ class RegistryParts:
     directory: NodeDirectory | None = None
     tls: TlsFiles | None = None  # towards nodes
     store_away: Callable[[], bool] = lambda: False
+    node_wait_s: float = 0.0  # that requests wait for a node which was here
+    exact: bool = False  # whoever goes on with a request must compute the same tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,7 @@ class NodeRegistry:
         self._doubtful_until = 0.0  # before then records may be missing that nodes could not renew
         self._changed = asyncio.Event()
         self._watchers: list[Callable[[], None]] = []
+        self._expected = ExpectedNodes(parts.clock, parts.node_wait_s)
         self.health = NodeHealth(parts.clock)
         self._context = SessionContext(
             router_id=parts.router_id,
@@ -97,6 +102,7 @@ class NodeRegistry:
             log=parts.log,
             admit=self.admit,
             changed=self._notify,
+            lost=lambda record: self._expected.here([record]),
             reported=self._on_report,
             credentials=None if parts.tls is None else parts.tls.channel_credentials(),
             health=self.health,
@@ -146,6 +152,9 @@ class NodeRegistry:
                 self._open(record.address)
             elif session.record is not None and session.record.boot_id != record.boot_id:
                 session.wake()
+            if session is None or not session.refused:
+                self._expected.here([record])
+        self._model = self._model or _model_of(records)
         if now < self._doubtful_until:
             return
         known = {record.address for record in records} | set(self._parts.addresses)
@@ -196,6 +205,11 @@ class NodeRegistry:
         )
 
     @property
+    def connect_s(self) -> float:
+        """What a session with a node that is there takes at most."""
+        return self._parts.timing.connect_s
+
+    @property
     def changed(self) -> asyncio.Event:
         """Set when a session next comes up or goes down, or a node begins to drain; a new event
         stands here from then on."""
@@ -207,12 +221,37 @@ class NodeRegistry:
         while not condition():
             await self._changed.wait()
 
+    def expected_s(self, could_serve: CouldServe) -> float:
+        """For how long a node that could serve is worth waiting for; 0: there is none."""
+        self._expected.here(record for _, record in self._connected())
+        return self._expected.left_s(could_serve)
+
+    async def may_come(self, could_serve: CouldServe) -> bool:
+        """Wait for news of the nodes; False, at once: none that could serve is expected.
+
+        Some news come without a word, like a quarantine's end: it waits for a heartbeat at most.
+        """
+        left_s = self.expected_s(could_serve)
+        if left_s <= 0:
+            return False
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(left_s, self._parts.timing.heartbeat_s)):
+                await self._changed.wait()
+        return True
+
     def watch_reports(self, watcher: Callable[[], None]) -> None:
         """Call `watcher` whenever a node has reported and its requests have been told."""
         self._watchers.append(watcher)
 
     def admit(self, address: str, record: NodeRecord) -> None:
         """Raise ConfigError, naming the field, for a node that must not serve with the others."""
+        try:
+            self._check(address, record)
+        except ConfigError:
+            self._expected.refused(record)
+            raise
+
+    def _check(self, address: str, record: NodeRecord) -> None:
         if record.endpoint.protocol_version != PROTOCOL_VERSION:
             raise ConfigError(
                 f"node {record.node_id} speaks protocol {record.endpoint.protocol_version},"
@@ -226,12 +265,21 @@ class NodeRegistry:
                 field="role",
             )
         for session, other in self._connected():
-            if session.address != address and other.model_digest != record.model_digest:
+            if session.address == address:
+                continue  # it was started again
+            if other.node_id == record.node_id and other.boot_id != record.boot_id:
+                raise ConfigError(
+                    f"the node id {record.node_id} is another node's, at {session.address}",
+                    field="node_id",
+                )
+            if other.model_digest != record.model_digest:
                 raise ConfigError(
                     f"node {record.node_id} serves model {record.model_digest[:12]},"
                     f" node {other.node_id} serves {other.model_digest[:12]}",
                     field="model_digest",
                 )
+            if other.role is record.role:
+                self._compare_precision(record, other)
             if other.endpoint.layout_fingerprint != record.endpoint.layout_fingerprint:
                 logger.warning(
                     "nodes %s and %s cannot exchange KV: their layouts differ",
@@ -239,6 +287,18 @@ class NodeRegistry:
                 )  # fmt: skip
 
     # ---- inside ----
+
+    def _compare_precision(self, record: NodeRecord, other: NodeRecord) -> None:
+        """Of two nodes that may go on with each other's requests. Raises ConfigError where these
+        are promised to come out alike. Nodes of an older version do not tell."""
+        told = record.precision and other.precision
+        if not told or _computes(record) == _computes(other):
+            return
+        text = f"node {record.node_id} computes in {_computes(record)}, node {other.node_id} in"
+        text += f" {_computes(other)}"
+        if self._parts.exact or record.deterministic or other.deterministic:
+            raise ConfigError(text, field="dtype")
+        logger.warning("%s: a failover between them may change tokens", text)
 
     def _connected(self) -> Sequence[tuple[NodeSession, NodeRecord]]:
         return self._known().connected
@@ -283,6 +343,10 @@ class NodeRegistry:
         self._changed.set()
         self._changed = asyncio.Event()
         self._on_report()
+
+
+def _computes(record: NodeRecord) -> str:
+    return f"{record.precision}, deterministic" if record.deterministic else record.precision
 
 
 def _model_of(records: Sequence[NodeRecord]) -> ServedModel | None:

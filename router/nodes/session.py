@@ -30,10 +30,12 @@ from baton.failpoints import FAILPOINTS
 from baton.handles import NodeLoad, NodeRecord
 from baton.timing import Timing, channel_options
 from protos import node_pb2, node_pb2_grpc
+from router.nodes.attachments import Attachment, SessionLost, Told
 from router.nodes.health import NodeHealth
 from router.nodes.mailbox import Mailbox
 from router.nodes.orders import Orders
-from router.nodes.steps import Told, in_order, read_steps
+from router.nodes.steps import in_order, read_steps
+from router.nodes.suspects import suspects
 from router.nodes.watchdog import Watchdog
 from router.policy import NodeSnapshot
 from router.prefix_index import PrefixIndex
@@ -45,38 +47,6 @@ UNTAKEN_STEPS: Final = 16  # read and not routed; beyond, the node waits
 PART_EVENTS: Final = 256  # routed in one turn of the loop: some 5 ms with what its clients do
 PING: Final = "ping timeout"  # gRPC's words for a peer that does not answer
 BATCH_BYTES: Final = 1 << 20  # one message's, and one message may exceed it
-
-
-@dataclass(frozen=True, slots=True)
-class SessionLost:
-    """The stream to `node_id` broke: it aborts whatever this router gave it.
-
-    `drained`: it ended in good order. The node had nothing left, and no export that was not
-    fetched. `silent`: its machine answers no pings, so nobody else hears of it either. `stalled`:
-    it is there, but its engine hangs.
-    """
-
-    node_id: str
-    reason: str
-    drained: bool = False
-    silent: bool = False
-    stalled: bool = False
-
-
-NodeEvent = Told | SessionLost
-
-
-@dataclass(slots=True, eq=False)
-class Attachment:
-    """One request on this session: events of `epoch` go to `deliver`.
-
-    `tokens`: prompt tokens that the node has to compute.
-    """
-
-    request_id: str
-    epoch: int
-    deliver: Callable[[NodeEvent], None]
-    tokens: int = 0
 
 
 class StepLog(Protocol):
@@ -96,6 +66,7 @@ class SessionContext:
     log: StepLog
     admit: Callable[[str, NodeRecord], None]
     changed: Callable[[], None]  # a session came up or went down, a node began to drain
+    lost: Callable[[NodeRecord], None] = lambda _: None  # its session went down
     reported: Callable[[], None] = lambda: None  # a step has been routed
     credentials: grpc.ChannelCredentials | None = None  # None: without TLS
     health: NodeHealth = field(default_factory=lambda: NodeHealth(SystemClock()))
@@ -175,24 +146,21 @@ class NodeSession:
         """Of these, sent since the node last told its load: not yet part of it."""
         return self._unreported_tokens
 
+    @property
+    def suspects(self) -> set[str]:
+        """Requests that the node may have died of, if it has died."""
+        return suspects(self._attached.values(), self._load.running + self._load.waiting)
+
     def snapshot(self, record: NodeRecord) -> NodeSnapshot:
         """All of this for the policy, made anew only when something has changed."""
         if self._snapshot is None:
-            self._snapshot = NodeSnapshot(
-                node_id=record.node_id,
-                boot_id=record.boot_id,
-                role=record.role,
-                model_digest=record.model_digest,
-                fingerprint=record.endpoint.layout_fingerprint,
-                block_size=record.block_size,
-                kv_dtype=record.endpoint.format.dtype,
+            self._snapshot = replace(
+                NodeSnapshot.of(record),
                 load=self._load,
                 prefix=self.prefix.hashes,
                 assigned=self.assigned,
                 assigned_tokens=self._assigned_tokens,
                 unreported_tokens=self.unreported_tokens,
-                adapters=record.adapters,
-                max_num_seqs=record.max_num_seqs,
                 shunned=self.stalled,
             )
         return self._snapshot
@@ -454,27 +422,34 @@ class NodeSession:
         if attachment is None:
             self._context.health.stats.stale_events += 1
             return
-        if attachment.tokens and isinstance(event, TokenEvent):
-            self._assigned_tokens -= attachment.tokens  # computed: token 1 is the proof
-            attachment.tokens = 0
-            self._snapshot = None
+        if not attachment.begun and isinstance(event, TokenEvent):
+            attachment.begun = True
+            if attachment.tokens:
+                self._assigned_tokens -= attachment.tokens  # computed: token 1 is the proof
+                attachment.tokens = 0
+                self._snapshot = None
         attachment.deliver(event)
 
     def _lose(self, reason: str) -> None:
         was_connected, self._connected = self._connected, False
         self.prefix.clear()
+        blamed = set[str]() if self._drained else self.suspects
         attached, self._attached = list(self._attached.values()), {}
         self._assigned_tokens = self._unreported_tokens = 0
         self._unreported.clear()
         self._snapshot = None
         node_id = self.address if self._record is None else self._record.node_id
         self.orders.lost(NodeLost(f"node {node_id} is lost"))
-        if was_connected:
+        if was_connected and self._record is not None:
+            self._context.lost(self._record)
             self._context.changed()
         if was_connected and not self._drained:
             self._context.health.died(self.keys, stalled=self._doubted)
         for attachment in attached:
-            lost = SessionLost(node_id, reason, self._drained, PING in reason, self._doubted)
+            suspect = attachment.request_id in blamed
+            lost = SessionLost(
+                node_id, reason, self._drained, PING in reason, self._doubted, suspect
+            )
             attachment.deliver(lost)
         if was_connected and self._drained:
             logger.info("node %s at %s has drained", node_id, self.address)

@@ -9,9 +9,8 @@ import grpc.aio
 
 from baton import wire
 from baton.errors import InvalidRequest
-from baton.events import HandleReady, NodeStep, Pooled, RequestFailed, Subscribed, TokenEvent
-
-Told = TokenEvent | HandleReady | Subscribed | Pooled | RequestFailed
+from baton.events import NodeStep
+from router.nodes.attachments import Told
 
 
 def in_order(step: NodeStep) -> tuple[Told, ...]:

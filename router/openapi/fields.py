@@ -192,8 +192,10 @@ _CALLED: Final = (
             format=nullable({"anyOf": [_tagged("text"), _GRAMMAR]})),
 )  # fmt: skip
 _SHORT_NAME: Final[Schema] = {"type": "string", "pattern": r"^[A-Za-z0-9_.\-]{1,64}$"}
-# Some of OpenAI's own tools: left out of a body, with a note.
-_OPENAIS: Final = ("web_search", "file_search", "code_interpreter", "image_generation", "mcp")
+# One of OpenAI's own tools, whatever it is called: left out of a body, with a note.
+_OPENAIS: Final[Schema] = {"type": "object", "required": ["type"], "properties": {
+    "type": {"type": "string", "not": {"enum": ["function", "custom", "namespace"]}},
+}}  # fmt: skip
 _BLOCK: Final = _tagged("text", "text", text=_STRING)
 _BLOCKS: Final[Schema] = _texts("text")
 _RESULT: Final = _tagged(
@@ -274,7 +276,7 @@ PROPERTIES: Final[dict[str, dict[str, Schema]]] = {
                         {**each, "properties": {**each["properties"], "name": _SHORT_NAME}}
                         for each in _CALLED
                     ]}}),
-            *(_tagged(kind) for kind in _OPENAIS),
+            _OPENAIS,
         ]}},
         "tool_choice": {"anyOf": [
             _CHOICE,

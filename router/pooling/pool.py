@@ -14,7 +14,7 @@ import logging
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
 from baton.clock import Clock
@@ -30,13 +30,15 @@ from baton.errors import (
 from baton.events import Pooled, RequestFailed
 from baton.handles import Role
 from baton.messages import AbortRequest, PoolKind, SubmitPool
-from baton.request import MAX_NODE_DEATHS, Request
+from baton.request import Request
 from baton.sampling import SamplingParams
 from router.gate.keys import EVERYBODY, Grant
 from router.gate.turns import Turns
+from router.nodes.attachments import Attachment, NodeEvent, SessionLost
 from router.nodes.connection import together
+from router.nodes.deaths import Deaths
 from router.nodes.registry import NodeRegistry
-from router.nodes.session import Attachment, NodeEvent, NodeSession, SessionLost
+from router.nodes.session import NodeSession
 from router.placement import queued_tokens
 from router.policy import Ask, NodeSnapshot, is_usable
 
@@ -113,10 +115,12 @@ class Pools(Protocol):
 
 @dataclass(slots=True)
 class _Tries:
-    """What a group has been through: boots that failed it or refused it, and how often."""
+    """What a group has been through: boots that refused it, boots that failed it and serve only if
+    nobody else does, and how often."""
 
+    deaths: Deaths
+    refused: set[str] = field(default_factory=set[str])
     avoided: set[str] = field(default_factory=set[str])
-    deaths: int = 0
     count: int = 0
     refusal: BatonError | None = None
 
@@ -180,10 +184,10 @@ class PoolDispatcher:
 
     async def _group(self, id_: str, prompts: Prompts, ask: PoolAsk) -> tuple[bytes, ...]:
         """One group, on one node after another until it is done."""
-        tries = _Tries()
+        tries = _Tries(Deaths(self._registry))
         request = ask.request(id_, prompts)
         while True:
-            node, session = self._choose(ask, tries)
+            node, session = await self._choose(ask, tries)
             try:
                 event = await self._ask(session, ask.task(request, prompts))
             except NodeLost as error:  # it went between the choice and the submission
@@ -192,7 +196,7 @@ class PoolDispatcher:
                 if len(event.vectors) != len(prompts):
                     raise InternalError(f"{len(event.vectors)} vectors for {len(prompts)} prompts")
                 return event.vectors
-            self._fail_over(node, event, tries)
+            await self._fail_over(node, event, tries)
             request = request.retried(request.output_ids)
 
     async def _ask(self, session: NodeSession, message: SubmitPool) -> NodeEvent:
@@ -213,37 +217,52 @@ class PoolDispatcher:
             if not answered:
                 session.send(AbortRequest(request.id, request.epoch))
 
-    def _fail_over(self, node: NodeSnapshot, event: NodeEvent, tries: _Tries) -> None:
+    async def _fail_over(self, node: NodeSnapshot, event: NodeEvent, tries: _Tries) -> None:
         """Count the failure. Raises its error where another node would not do better."""
         tries.count += 1
-        tries.avoided.add(node.boot_id)
         if isinstance(event, RequestFailed):
+            tries.refused.add(node.boot_id)
             error = error_from_code(event.code, event.message, event.field)
             if not event.retryable:
                 raise error
         elif isinstance(event, SessionLost):
+            tries.avoided.add(node.boot_id)
             error = NodeLost(f"node {event.node_id} was lost: {event.reason}")
-            tries.deaths += not event.drained
+            if event.suspect:
+                tries.deaths.note(node.boot_id, hung=event.stalled)
         else:
             raise InternalError(f"{type(event).__name__} is no answer to a pooling request")
-        if tries.deaths >= MAX_NODE_DEATHS or tries.count >= MAX_ATTEMPTS:
+        if tries.count >= MAX_ATTEMPTS or await tries.deaths.are_enough():
             raise error
         tries.refusal = error
         self.retries += 1
         log.warning("pooling on %s failed: %s", node.node_id, error.message)
 
-    def _choose(self, ask: PoolAsk, tries: _Tries) -> tuple[NodeSnapshot, NodeSession]:
-        """The node with the least to compute. Raises Unavailable, or what the last one said."""
-        wanted = Ask((), adapter=ask.adapter, excluded=frozenset(tries.avoided))
+    async def _choose(self, ask: PoolAsk, tries: _Tries) -> tuple[NodeSnapshot, NodeSession]:
+        """The node with the least to compute, once there is one. Raises Unavailable where none is
+        expected, or what the last one said."""
+        anybody = Ask((), adapter=ask.adapter)
+        wanted = replace(anybody, excluded=frozenset(tries.refused))
+        while True:
+            node = self._least_loaded(wanted, tries.avoided)
+            session = None if node is None else self._registry.session(node.boot_id)
+            if node is not None and session is not None:
+                return node, session
+            error = tries.refusal or Unavailable("no node is available")
+            if not isinstance(error, Unavailable | NodeLost):
+                raise error
+            if not await self._registry.may_come(lambda node: is_usable(node, anybody)):
+                raise error
+
+    def _least_loaded(self, wanted: Ask, avoided: set[str]) -> NodeSnapshot | None:
         usable = [node for node in self._registry.snapshots() if is_usable(node, wanted)]
-        nodes = [node for node in usable if node.role is Role.PREFILL] or usable
-        if not nodes:
-            raise tries.refusal or Unavailable("no node is available")
-        node = min(nodes, key=lambda node: (queued_tokens(node), node.assigned, random.random()))
-        session = self._registry.session(node.boot_id)
-        if session is None:
-            raise Unavailable("no node is available")
-        return node, session
+        nodes = [node for node in usable if node.boot_id not in avoided] or usable
+        nodes = [node for node in nodes if node.role is Role.PREFILL] or nodes
+        return min(
+            nodes,
+            key=lambda node: (queued_tokens(node), node.assigned, random.random()),
+            default=None,
+        )
 
 
 def groups(prompts: Prompts, most_tokens: int = GROUP_TOKENS) -> Iterator[Prompts]:

@@ -30,13 +30,13 @@ from baton.errors import (
 from baton.request import RequestState
 from router.calls import Runner
 from router.dialect import DialectCall
-from router.request_ids import known_id, note_body_id
+from router.request_ids import note_body_id
 from router.responses.answer import ResponseAnswer, error_of
 from router.responses.body import asks_background, read
 from router.responses.keeper import Keeper, Stored
 from router.responses.output import RESPONSE_PREFIX
 from router.resumable.canonical import Canonical, record_id
-from router.resumable.http import Asked, Reply, ResumableApi, ResumedReply, owner_of
+from router.resumable.http import Asked, Reply, ResumableApi, ResumedReply, asked_of
 from router.resumable.replay import ToldDispatch
 from router.resumable.runs import Found
 from router.resumable.terms import read_resume_terms
@@ -65,14 +65,13 @@ class Background:
         fields = read(body).fields
         note_body_id(request, fields.get("request_id"))
         terms = read_resume_terms(lambda name: request.headers.get(name, ""))
-        name = (terms and terms.name) or known_id(request.scope)
-        asked = Asked(PATH, owner_of(request.scope), name, body, self._longest_s)
+        asked = asked_of(request, PATH, body, terms and terms.key, self._longest_s)
         found = await self._resumable.find(asked)
         if found is None:
             found = await self._begin(request, asked)
         if fields.get("stream"):
             return self._resumable.reading(await self._resumable.told_of(found.canonical), found)
-        stored = await self._keeper.load(asked.owner, RESPONSE_PREFIX + name)
+        stored = await self._keeper.load(asked.owner, RESPONSE_PREFIX + found.canonical.name)
         if stored is None:
             raise RequestNotFound("this response was deleted", field="request_id")
         return told(stored)
@@ -135,7 +134,7 @@ class Background:
     async def _begin(self, request: HttpRequest, asked: Asked) -> Found:
         """Keep it as queued, then run it; what is refused leaves nothing."""
         canonical, reply = await self._resumable.prepare(request, asked)
-        fields = self._resumable.fields(canonical)
+        fields = self._resumable.fields(canonical, asked)
         stored = _answer_of(reply).stored(status="queued")
         if not await self._keeper.keep(asked.owner, stored):
             raise Unavailable("the response cannot be stored now, and would be lost")

@@ -28,6 +28,7 @@ from router.terms import grant_of
 MAX_PAGE: Final = 100
 PAGE: Final = 20
 _TRUE: Final = ("true", "1")
+_FALSE: Final = ("false", "0")
 
 
 class StoredApi:
@@ -44,8 +45,7 @@ class StoredApi:
         one = f"{PATH}/{{id}}"
         return [
             *(self._wrapped(route) if route.path == PATH else route for route in routes),
-            Route(one, self.read, methods=["GET"]),
-            Route(one, self.delete, methods=["DELETE"]),
+            Route(one, self.one, methods=["GET", "DELETE"]),
             Route(f"{one}/cancel", self.cancel, methods=["POST"]),
             Route(f"{one}/input_items", self.input_items, methods=["GET"]),
         ]
@@ -65,10 +65,14 @@ class StoredApi:
 
         return Route(route.path, endpoint, methods=["POST"])
 
+    async def one(self, request: HttpRequest) -> Response | ResumedReply:
+        """One route: a method that is not allowed is told of both."""
+        return await (self.delete if request.method == "DELETE" else self.read)(request)
+
     async def read(self, request: HttpRequest) -> Response | ResumedReply:
         owner, stored, background = await self._found(request)
         query = request.query_params
-        if query.get("stream", "").lower() not in _TRUE:
+        if not _flag(query.get("stream", "false"), "stream"):
             return told(await background.look(owner, stored))
         if not stored.background:
             message = "stream: only a response in the background can be streamed again"
@@ -131,6 +135,12 @@ def page_of(
         "last_id": page[-1]["id"] if page else "",
         "has_more": len(listed) > most,
     }
+
+
+def _flag(given: str, name: str) -> bool:
+    if given.lower() not in (*_TRUE, *_FALSE):
+        raise InvalidRequest(f"{name} must be true or false", field=name)
+    return given.lower() in _TRUE
 
 
 def _number(given: str) -> int:

@@ -25,7 +25,7 @@ from router.gate.key_headers import keys_of
 from router.openai import object_of
 from router.reading import read_body
 from router.reply_ids import Pin, created_at, pin, pin_of
-from router.request_ids import known_id, note_body_id, pin_request_id
+from router.request_ids import given_id, known_id, note_body_id, pin_request_id
 from router.resumable.canonical import Canonical, body_digest, owner_digest, record_id
 from router.resumable.numbered import NumberedReply
 from router.resumable.replay import Told, ToldDispatch
@@ -46,6 +46,7 @@ from router.resumable.terms import (
 )
 from router.services import RouterServices
 from router.sse import StreamReply
+from router.store.base import ALIAS
 from router.terms import GRANT_KEY
 from router.whole import WholeReply
 
@@ -103,22 +104,22 @@ class ResumableApi:
         """Raises InvalidRequest, KeyReused, RequestNotFound, Unavailable."""
         body = await read_body(request)
         note_body_id(request, object_of(body).get("request_id"))
-        owner, name = owner_of(request.scope), terms.name or known_id(request.scope)
-        asked = Asked(path, owner, name, body, terms.grace_s)
+        asked = asked_of(request, path, body, terms.key, terms.grace_s)
         found = await self.find(asked)
         if found is None and terms.after is not None:
-            raise _unknown(name)
+            raise _unknown(asked.name)
         if found is None:
             canonical, reply = await self.prepare(request, asked)
             [completion] = reply.call.completions
-            fields = self.fields(canonical)
+            fields = self.fields(canonical, asked)
             found = await self.runs.begin(canonical, completion.twin(), fields)
             check_same(found, asked)
         return await self._reply(found, terms.after, POSITION_HEADER)
 
     async def find(self, asked: Asked) -> Found | None:
         """The request, if it was asked for before. Raises KeyReused, Unavailable."""
-        found = await self.runs.find(asked.owner, asked.name)
+        found = None if asked.key is None else await self.runs.find(asked.owner, asked.key)
+        found = found or await self.runs.find(asked.owner, asked.name)
         if found is None:
             self.runs.check_open()
         else:
@@ -140,9 +141,12 @@ class ResumableApi:
         )  # fmt: skip
         return canonical, reply
 
-    def fields(self, canonical: Canonical) -> dict[str, str]:
+    def fields(self, canonical: Canonical, asked: Asked) -> dict[str, str]:
         """Of its record. Raises InvalidRequest if it is too large."""
-        return canonical.fields(self.runs.clock, RESUMABLE[canonical.api])
+        fields = canonical.fields(self.runs.clock, RESUMABLE[canonical.api])
+        if asked.key is not None:
+            fields[ALIAS] = record_id(asked.owner, asked.key)
+        return fields
 
     async def stream(self, request: HttpRequest) -> ResumedReply:
         """`GET /v1/requests/{id}/stream`: go on after `starting_after`, or the event last seen."""
@@ -210,13 +214,15 @@ class ResumableApi:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request that somebody wants kept, under a name of its owner's."""
+    """A request that somebody wants kept, under a name of its owner's. `key`: its name by its
+    idempotency key, if that is another one."""
 
     path: str
     owner: str
     name: str
     body: bytes
     grace_s: float
+    key: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,11 +266,21 @@ class ResumedReply:
 
 def check_same(found: Found, asked: Asked) -> None:
     """Raise KeyReused if another body was sent under that name."""
+    by_key = asked.key is not None or asked.name.startswith(KEY_PREFIX)
     if not compare_digest(found.body_digest, body_digest(asked.path, asked.body)):
         raise KeyReused(
             "this request id or idempotency key was used with another body",
-            field="idempotency-key" if asked.name.startswith(KEY_PREFIX) else "x-request-id",
+            field="idempotency-key" if by_key else "x-request-id",
         )
+
+
+def asked_of(
+    request: HttpRequest, path: str, body: bytes, key: str | None, grace_s: float
+) -> Asked:
+    """Named by the id that the client gave, else by its idempotency key, else by a drawn one."""
+    name = given_id(request.scope) or key or known_id(request.scope)
+    other = None if key == name else key
+    return Asked(path, owner_of(request.scope), name, body, grace_s, other)
 
 
 def owner_of(scope: Scope) -> str:

@@ -48,10 +48,13 @@ class KeptBodies:
             )
         held.num_bytes += num_bytes
 
-    def end(self, owner: str, num_bytes: int) -> None:
-        """A request of `begin` runs here no more."""
-        forgotten_at = self._clock.monotonic() + TERMINAL_TTL_S
-        self._owners[owner].ended.append((forgotten_at, num_bytes))
+    def end(self, owner: str, num_bytes: int, *, kept: bool = True) -> None:
+        """A request of `begin` runs here no more; `kept`: the store has its body for a while."""
+        now, ended = self._clock.monotonic(), self._owners[owner].ended
+        if kept:
+            ended.append((now + TERMINAL_TTL_S, num_bytes))
+        else:
+            ended.appendleft((now, num_bytes))
 
     def _forget(self, now: float) -> None:
         for owner, held in list(self._owners.items()):

@@ -19,7 +19,8 @@ class RunLog:
     they may not see yet.
 
     `opened`: the store has the record, and it is ours. `lost`: somebody else has it now, or will.
-    `settled`: its terminal state is recorded.
+    `settled`: its terminal state is recorded. Not `kept`: it was refused before anything was shown,
+    so there will be no record.
     """
 
     def __init__(self, told: Told, fields: Mapping[str, str] = NO_FIELDS) -> None:
@@ -28,6 +29,7 @@ class RunLog:
         self.opened = asyncio.Event()
         self.lost = False
         self.settled = False
+        self.kept = True
         self._news = asyncio.Event()
 
     def confirm(self, entries: Iterable[LogEntry]) -> None:
@@ -44,6 +46,11 @@ class RunLog:
     def settle(self) -> None:
         self.settled = True
         self._tell()
+
+    def withdraw(self) -> None:
+        """It was refused: nobody needs to hear of that from the store."""
+        self.kept = False
+        self.settle()
 
     async def until_written(self, *, settled: bool) -> bool:
         """Until nothing is owed (and, if asked, the end is recorded). False: it was lost."""

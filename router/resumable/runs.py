@@ -32,7 +32,7 @@ from router.resumable.kept import MAX_KEPT_MB, KeptBodies
 from router.resumable.metrics import Reading, RunStats
 from router.resumable.replay import Told
 from router.resumable.run_log import RunLog
-from router.store.base import RequestRecord, Swept
+from router.store.base import ALIAS, RequestRecord, Swept
 from router.store.ledger import StoreGuard
 from router.store.log_details import output_ids_of
 from router.trace import RequestTrace
@@ -271,6 +271,7 @@ class Runs:
     def __init__(self, parts: RunParts) -> None:
         self._parts = parts
         self._runs: dict[str, Run] = {}
+        self._aliases: dict[str, str] = {}  # of these -> their ids
         self._leaving: set[asyncio.Task[None]] = set()
         self._kept = KeptBodies(parts.clock, parts.max_kept_mb << 20)
         self.readers = RouterMetrics()  # of replays: a request counts once, by its run
@@ -314,9 +315,11 @@ class Runs:
 
     async def find(self, owner: str, name: str) -> Found | None:
         """The request of that owner and name; None if there is none. Raises Unavailable."""
-        request_id = record_id(owner, name)
+        return await self._find(owner, record_id(owner, name))
+
+    async def _find(self, owner: str, request_id: str) -> Found | None:
         store = self._parts.store
-        run = self._runs.get(request_id)
+        run = self._run_of(request_id)
         if run is not None:
             await run.accepted()
             if run.log.opened.is_set() and not store.holds_leases:
@@ -347,19 +350,21 @@ class Runs:
         if canonical.request.params.prompt_logprobs is not None:
             message = "log-probabilities of the prompt are not kept for resumable requests"
             raise UnsupportedFeature(message, field="prompt_logprobs")
-        rival = self._runs.get(canonical.request.id)
+        also = fields.get(ALIAS, canonical.request.id)
+        rival = self._run_of(canonical.request.id) or self._run_of(also)
         run = rival or Run(canonical, completion, _run_log(canonical, fields), self._parts)
         if rival is None:
             self._kept.begin(canonical.owner, len(canonical.body))
             self._parts.store.expect(run.id, run.log)
-            self._start(run, lambda: self._kept.end(canonical.owner, len(canonical.body)))
+            self._start(run, also, lambda: self._body_over(run))
         await run.accepted(wait_s)
         if wait_s is None:
             run.wait_for_readers()
         if not run.taken:
             self.stats.begun += rival is None and run.log.opened.is_set()
             return replace(_found(run), new=rival is None)
-        found = await self.find(canonical.owner, canonical.name)
+        owner = canonical.owner
+        found = await self._find(owner, also) or await self._find(owner, canonical.request.id)
         if found is None:
             raise Unavailable("the request was just taken by another router: ask again")
         return found
@@ -383,7 +388,7 @@ class Runs:
         log.told.add(entries)
         run = Run(canonical, completion, log, self._parts)
         run.epoch = record.epoch
-        self._start(run)
+        self._start(run, record.fields.get(ALIAS, run.id))
         run.wait_for_readers()
         tokens = log.told.num_tokens
         self.stats.adopted += 1
@@ -399,9 +404,19 @@ class Runs:
 
     # ---- inside ----
 
-    def _start(self, run: Run, over: Callable[[], object] = lambda: None) -> None:
+    def _run_of(self, request_id: str) -> Run | None:
+        """What runs here under that id or alias."""
+        return self._runs.get(self._aliases.get(request_id, request_id))
+
+    def _body_over(self, run: Run) -> None:
+        """A request that was begun here has ended: the store keeps its body, or has none."""
+        kept = run.log.kept and run.log.opened.is_set()
+        self._kept.end(run.canonical.owner, len(run.canonical.body), kept=kept)
+
+    def _start(self, run: Run, also: str, over: Callable[[], object] = lambda: None) -> None:
         def ended() -> None:
             over()
+            self._aliases.pop(also, None)
             self._parts.store.forget(run.id)
             if self._runs.get(run.id) is run:
                 del self._runs[run.id]
@@ -415,6 +430,7 @@ class Runs:
                 logger.warning("request %s: its end is not kept: %s", run.id, error.message)
 
         self._runs[run.id] = run
+        self._aliases[also] = run.id
         run.start(ended, settle)
 
     @asynccontextmanager

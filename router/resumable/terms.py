@@ -5,7 +5,7 @@
     last-event-id: ID            go on after this event of a request known by its x-request-id
 
 A request is known to the key that started it by its name: the `x-request-id` of its HTTP request,
-or one made of its idempotency key.
+and one made of its idempotency key.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ START: Final = Position()
 
 @dataclass(frozen=True, slots=True)
 class ResumeTerms:
-    """`name` None: the x-request-id is it. `after` None: no such header."""
+    """`key`: the name that its idempotency key makes. None: no such header."""
 
     grace_s: float
-    name: str | None
+    key: str | None
     after: str | None
 
 

@@ -25,6 +25,7 @@ SWEEP_LIMIT: Final = 256  # expired requests that one sweep handles
 LOGGED: Final = "logged_tokens"  # field of a terminal record: tokens in its log, over all samples
 MAX_TRIES: Final = 10  # leases of one request that may run out: it may be what kills its routers
 END_MARK: Final = "!"
+ALIAS: Final = "alias"  # field of a claim: another id, which finds the request as well
 NO_FIELDS: Final[Mapping[str, str]] = {}
 
 
@@ -61,7 +62,8 @@ class Move:
     `catch_up`: the writer skipped moves while the store was away, so the stored state may be an
     older one; then any non-terminal state may move on (the fences still hold).
     `min_tokens`, `min_ends`: tokens, and ends of samples, that the log must have for an end: a
-    store that died may have forgotten the last of what it confirmed.
+    store that died may have forgotten the last of what it confirmed. `kept`: an end that may still
+    be read; else record and log are gone at once, and the id is free.
     """
 
     request_id: str
@@ -71,6 +73,7 @@ class Move:
     catch_up: bool = False
     min_tokens: int = 0
     min_ends: int = 0
+    kept: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +132,7 @@ class RequestStore(Protocol):
     ) -> RequestRecord | None:
         """Own a request: a new one becomes QUEUED at epoch 1, an ownerless one is adopted.
 
-        None: the id belongs to somebody else, or is in use already.
+        None: the id belongs to somebody else, or is in use already, or its ALIAS is.
         """
         ...
 
@@ -183,7 +186,9 @@ class RequestStore(Protocol):
         """
         ...
 
-    async def read(self, request_id: str) -> RequestRecord | None: ...
+    async def read(self, request_id: str) -> RequestRecord | None:
+        """The request of that id, or of that alias: then its record has another id."""
+        ...
 
     async def read_log(self, request_id: str) -> list[LogEntry]:
         """What has been appended, in order."""

@@ -172,13 +172,17 @@ class RequestLedger:
             return None
         return move
 
-    async def finish(self, state: RequestState, **fields: str) -> None:
-        """The terminal state; afterwards the ledger is closed. Raises IllegalTransition."""
+    async def finish(self, state: RequestState, *, kept: bool = True, **fields: str) -> None:
+        """The terminal state; afterwards the ledger is closed. Not `kept`: nothing was shown, and
+        the id may be used again. Raises IllegalTransition."""
         await self._claim_over()
+        kept = kept or bool(self._appending)
         check_transition(self.state, state)
         # One that was posted may fail yet: then this one has its place.
         behind = self.behind or self._posted > 0
-        move = Move(self.request_id, self.epoch, state, fields, catch_up=behind)
+        move = Move(self.request_id, self.epoch, state, fields, catch_up=behind, kept=kept)
+        if self.log is not None and not kept:
+            self.log.withdraw()
         if self.log is not None and state is RequestState.FINISHED:
             told = self.log.told  # whoever asks again must be told as much
             move = replace(move, min_tokens=told.num_tokens, min_ends=len(told.ended))
@@ -200,7 +204,7 @@ class RequestLedger:
         """How the store answered its terminal state."""
         if self.log is not None and status is WriteStatus.OK:
             self.log.settle()
-        elif self.log is not None:
+        elif self.log is not None and self.log.kept:
             logger.warning("request %s: the store answers its end with %s", self.request_id, status)
             self.log.lose()
 

@@ -18,6 +18,7 @@ from baton.clock import Clock
 from baton.request import TRANSITIONS, RequestState
 from baton.timing import Timing
 from router.store.base import (
+    ALIAS,
     END_MARK,
     LOGGED,
     MAX_TRIES,
@@ -64,6 +65,7 @@ class MemoryTables:
     counts: Counter[RequestState] = field(default_factory=Counter[RequestState])
     plain: deque[str] = field(default_factory=deque[str])  # ended, in this order
     documents: DocumentTable = field(default_factory=DocumentTable)
+    aliases: dict[str, str] = field(default_factory=dict[str, str])  # alias -> id
 
     def ended(self, request_id: str) -> None:
         """A plain request's: the newest are kept, however many end before their time is over."""
@@ -109,6 +111,11 @@ class MemoryStore:
     def _claim(self, request_id: str, fields: Mapping[str, str]) -> _Row | None:
         row = self._row(request_id)
         if row is None:
+            alias = fields.get(ALIAS, request_id)
+            if self._found(request_id) or self._found(alias):
+                return None
+            if alias != request_id:
+                self._tables.aliases[alias] = request_id
             row = _Row(RequestState.QUEUED, 1, self._owner, self._lease_end())
             row.since = self._clock.monotonic()
             self._tables.rows[request_id] = row
@@ -153,6 +160,8 @@ class MemoryStore:
         row.fields.update(move.fields)
         if move.state.terminal:
             row.fields[LOGGED] = str(logged)
+        if move.state.terminal and not move.kept:
+            del self._tables.rows[move.request_id]
         return WriteStatus.OK
 
     async def append(self, entries: Sequence[LogEntry]) -> list[WriteStatus]:
@@ -211,8 +220,8 @@ class MemoryStore:
         return swept
 
     async def read(self, request_id: str) -> RequestRecord | None:
-        row = self._row(request_id)
-        return None if row is None else self._record(request_id, row)
+        found = self._found(request_id)
+        return None if found is None else self._record(*found)
 
     async def read_log(self, request_id: str) -> list[LogEntry]:
         row = self._row(request_id)
@@ -256,6 +265,14 @@ class MemoryStore:
         else:
             row.lease_until = self._lease_end()
 
+    def _found(self, asked: str) -> tuple[str, _Row] | None:
+        """The request of that id or alias."""
+        row = self._row(asked)
+        if row is None and asked in self._tables.aliases:
+            asked = self._tables.aliases[asked]
+            row = self._row(asked)
+        return None if row is None else (asked, row)
+
     def _row(self, request_id: str) -> _Row | None:
         row = self._tables.rows.get(request_id)
         if row is not None and row.expires is not None and row.expires <= self._clock.monotonic():
@@ -268,6 +285,8 @@ class MemoryStore:
             i for i, r in rows.items() if r.expires is not None and r.expires <= now
         ]:
             del rows[request_id]
+        aliases = self._tables.aliases
+        self._tables.aliases = {alias: id_ for alias, id_ in aliases.items() if id_ in rows}
 
     def _lease_end(self) -> float:
         return self._clock.monotonic() + self._lease_s

@@ -70,4 +70,5 @@ def _after(earlier: Move, later: Move) -> Move:
         catch_up=True,
         min_tokens=later.min_tokens,
         min_ends=later.min_ends,
+        kept=later.kept,
     )

@@ -23,6 +23,9 @@ from redis.commands.core import AsyncScript
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError, ResponseError
 
+from router.store.patience import Patience
+
+LATE_S: Final = 0.05  # by which a timer is late when this process did not run
 MAX_CALLS: Final = 256  # in one pipeline: some 5 ms of Redis
 Told = Callable[[Any], None]
 _NOTHING: Final = object()  # no whole answer is there yet
@@ -70,12 +73,12 @@ class _Call:
 
 
 class ScriptQueue:
-    """`timeout_s` bounds each call from when it was sent; one that is too late fails all with it.
+    """`patience` bounds each call from when it was sent; one that is too late fails all with it.
     Event loop only."""
 
-    def __init__(self, client: Redis, timeout_s: float) -> None:
+    def __init__(self, client: Redis, patience: Patience) -> None:
         self._redis = client
-        self._timeout_s = timeout_s
+        self._patience = patience
         self._waiting: deque[_Call] = deque()
         self._sent: deque[_Call] = deque()
         self._unknown: list[_Call] = []  # the server had lost their scripts
@@ -83,6 +86,7 @@ class ScriptQueue:
         self._connecting: asyncio.Task[None] | None = None
         self._flushing = False
         self._timer: asyncio.TimerHandle | None = None
+        self._looked_late = False
         self._idle: asyncio.Future[None] | None = None  # somebody waits until nothing is under way
         self.pipelines = 0
 
@@ -142,7 +146,7 @@ class ScriptQueue:
     async def _connect(self) -> None:
         connection: Any = self._redis.connection_pool.make_connection()
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._patience.seconds):
                 await connection.connect()
             self._link = _Link(connection, self)
         except (RedisError, OSError, TimeoutError) as error:
@@ -182,7 +186,7 @@ class ScriptQueue:
             self.pipelines += 1
             link.write(b"".join(data))
             if self._timer is None:
-                self._timer = loop.call_at(now + self._timeout_s, self._look)
+                self._timer = loop.call_at(now + self._patience.seconds, self._look)
         if waiting:
             self._soon(loop)
         self._look_idle()
@@ -198,6 +202,7 @@ class ScriptQueue:
         if link is not self._link or not self._sent:
             return  # one of a connection that was given up
         call = self._sent.popleft()
+        self._patience.took(asyncio.get_running_loop().time() - call.sent_at)
         if not isinstance(reply, hiredis.ReplyError):
             call.settle(reply)
         elif str(reply).startswith("NOSCRIPT") and not call.again:
@@ -233,19 +238,23 @@ class ScriptQueue:
 
     def _look(self) -> None:
         """Fail everything if the oldest call has waited too long; else look again when it has."""
-        self._timer = None
-        if not self._sent:
+        timer, self._timer = self._timer, None
+        if not self._sent or timer is None:
             return
         loop = asyncio.get_running_loop()
-        due = self._sent[0].sent_at + self._timeout_s
-        if due > loop.time():
-            self._timer = loop.call_at(due, self._look)
+        now = loop.time()
+        waited_s, patience_s = now - self._sent[0].sent_at, self._patience.seconds
+        # Who looks late has slept himself: the answer may be there, and not have been read.
+        self._looked_late = not self._looked_late and now - timer.when() > LATE_S
+        if waited_s < patience_s or self._looked_late:
+            self._timer = loop.call_later(max(patience_s - waited_s, LATE_S), self._look)
             return
+        self._patience.took(waited_s)
         link, self._link = self._link, None
         if link is not None:
             link.close()
         # Whoever came meanwhile has waited as long: nobody waits for two failures.
-        self._fail(TimeoutError(f"no answer within {self._timeout_s:g} s"))
+        self._fail(TimeoutError(f"no answer within {patience_s:g} s"))
 
     def _fail(self, error: Exception) -> None:
         calls = [*self._unknown, *self._sent, *self._waiting]

@@ -5,7 +5,8 @@ TIME only. Answers are the words of router.store.base.WriteStatus. Not here: who
 
 Request hash: state, epoch, owner, tries, since and at (ms of the first claim and of the last
 transition), seen (ms, if it is followed elsewhere), `n<sample>` (tokens logged), `z<sample>` (its
-end is logged), and the writer's own fields, prefixed `f:`.
+end is logged), and the writer's own fields, prefixed `f:`. The hash of an alias has one field,
+`alias`: the key of the request that is meant.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Final
 
 from baton.redis_keys import LOG_PREFIX, REQUEST_PREFIX
 from baton.request import TERMINAL, TRANSITIONS, RequestState
-from router.store.base import END_MARK, LOGGED, MAX_TRIES
+from router.store.base import ALIAS, END_MARK, LOGGED, MAX_TRIES
 
 
 def lua_transitions() -> str:
@@ -32,12 +33,13 @@ local t = redis.call('TIME')
 local now = t[1] * 1000 + math.floor(t[2] / 1000)
 """
 
+ALIAS_MS: Final = 25 * 3600 * 1000  # longer than any request may take; then its end says how long
 _QUEUED: Final = RequestState.QUEUED.value
 _CANCELLED: Final = RequestState.CANCELLED.value
 
 # KEYS: request, leases, events, states, log
-# ARGV: owner, epoch, new state, catch up (1|0), lease ms, terminal ttl ms, least tokens and ends in
-# the log of what ends, field, value, ...
+# ARGV: owner, epoch, new state, catch up (1|0), lease ms, terminal ttl ms (0: gone at once), least
+# tokens and ends in the log of what ends, field, value, ...
 MOVE: Final = (
     lua_transitions()
     + _NOW
@@ -67,6 +69,8 @@ redis.call('HINCRBY', KEYS[4], new, 1)
 if terminal[new] then
   redis.call('HSET', KEYS[1], 'f:{LOGGED}', logged)
   redis.call('ZREM', KEYS[2], KEYS[1])
+  local alias = redis.call('HGET', KEYS[1], 'f:{ALIAS}')
+  if alias then redis.call('PEXPIRE', '{REQUEST_PREFIX}' .. alias, ARGV[6]) end
   redis.call('PEXPIRE', KEYS[1], ARGV[6])
   redis.call('PEXPIRE', KEYS[5], ARGV[6])
 else
@@ -81,9 +85,23 @@ return 'ok'"""
 CLAIM: Final = (
     _NOW
     + f"""
+local function taken(key)
+  local found = redis.call('HMGET', key, 'state', 'alias')
+  return found[1] or (found[2] and redis.call('EXISTS', found[2]) == 1)
+end
 local cur = redis.call('HMGET', KEYS[1], 'state', 'epoch', 'owner')
 local epoch = cur[2] or 1
 if not cur[1] then
+  local alias
+  for i = 3, #ARGV, 2 do
+    if ARGV[i] == '{ALIAS}' then alias = '{REQUEST_PREFIX}' .. ARGV[i + 1] end
+  end
+  if taken(KEYS[1]) or (alias and taken(alias)) then return {{}} end
+  redis.call('DEL', KEYS[1])
+  if alias then
+    redis.call('HSET', alias, 'alias', KEYS[1])
+    redis.call('PEXPIRE', alias, {ALIAS_MS})
+  end
   redis.call('HSET', KEYS[1], 'state', '{_QUEUED}', 'epoch', 1, 'tries', 0, 'since', now)
   redis.call('HINCRBY', KEYS[4], '{_QUEUED}', 1)
 elseif cur[1] ~= '{_QUEUED}' or (cur[3] ~= '' and cur[3] ~= ARGV[1]) then
@@ -99,14 +117,14 @@ all[#all + 1] = now
 return all"""
 )
 
-# KEYS: request. Answers like CLAIM, changes nothing.
+# KEYS: request, or its alias. Answers like CLAIM, and its key; changes nothing.
 READ: Final = (
     _NOW
     + """
-local all = redis.call('HGETALL', KEYS[1])
+local key = redis.call('HGET', KEYS[1], 'alias') or KEYS[1]
+local all = redis.call('HGETALL', key)
 if #all > 0 then
-  all[#all + 1] = 'now'
-  all[#all + 1] = now
+  for _, each in ipairs({'now', now, 'key', key}) do all[#all + 1] = each end
 end
 return all"""
 )

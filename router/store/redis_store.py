@@ -47,6 +47,7 @@ from router.store.base import (
     Told,
     WriteStatus,
 )
+from router.store.patience import Patience
 from router.store.posted import PostedMoves
 from router.store.redis_documents import RedisDocuments
 from router.store.redis_queue import ScriptQueue
@@ -54,6 +55,12 @@ from router.store.redis_queue import ScriptQueue
 logger = logging.getLogger(__name__)
 _STATUS: Final = {status.value.encode(): status for status in WriteStatus}
 BEAT_CHUNK: Final = 1000  # request keys in one BEAT: ~3.5 ms of Redis
+
+
+def longest_s(timing: Timing, timeout_s: float) -> float:
+    """The longest wait for one answer: half a lease, so that a heartbeat is told within a lease; or
+    `timeout_s`, where the operator wants more."""
+    return max(timeout_s, timing.router_lease_s / 2)
 
 
 def connect(url: str, timeout_s: float) -> Redis:
@@ -73,7 +80,8 @@ def connect(url: str, timeout_s: float) -> Redis:
 
 
 class RedisStore:
-    """`timeout_s` bounds each call. `timing.router_lease_s` is the lease; Redis TIME counts it."""
+    """`timeout_s` bounds each call, and more if answers take longer (patience.py): half a lease at
+    most. `timing.router_lease_s` is the lease; Redis TIME counts it."""
 
     def __init__(
         self, client: Redis, owner: str, timing: Timing, clock: Clock, timeout_s: float
@@ -84,7 +92,7 @@ class RedisStore:
         self._lease_ms = int(timing.router_lease_s * 1000)
         self._ttl_ms = int(TERMINAL_TTL_S * 1000)
         self._clock = clock
-        self._timeout_s = timeout_s
+        self._patience = Patience(clock, timeout_s, longest_s(timing, timeout_s))
         self._connected_at: float | None = None
         self._move = client.register_script(redis_scripts.MOVE)
         self._claim = client.register_script(redis_scripts.CLAIM)
@@ -94,7 +102,7 @@ class RedisStore:
         self._read = client.register_script(redis_scripts.READ)
         self._follow = client.register_script(redis_scripts.FOLLOW)
         self._release = client.register_script(redis_scripts.RELEASE)
-        self._scripts = ScriptQueue(client, timeout_s)
+        self._scripts = ScriptQueue(client, self._patience)
         self._posted = PostedMoves(self._write_posted)
         self.documents = RedisDocuments(client, self._call)
 
@@ -172,7 +180,8 @@ class RedisStore:
         keys = (request_key(move.request_id), LEASES, EVENTS, STATES, log_key(move.request_id))
         args = (
             self._owner, move.epoch, move.state, int(move.catch_up),
-            self._lease_ms, self._ttl_ms, move.min_tokens, move.min_ends, *_flatten(move.fields),
+            self._lease_ms, self._ttl_ms if move.kept else 0, move.min_tokens, move.min_ends,
+            *_flatten(move.fields),
         )  # fmt: skip
         return keys, args
 
@@ -216,7 +225,10 @@ class RedisStore:
     async def read(self, request_id: str) -> RequestRecord | None:
         self._posted.flush()
         flat: list[bytes] = await self._run(self._read, [request_key(request_id)], [])
-        return _record(request_id, _pairs(flat)) if flat else None
+        if not flat:
+            return None
+        raw = _pairs(flat)
+        return _record(raw[b"key"].decode().removeprefix(REQUEST_PREFIX), raw)
 
     async def read_log(self, request_id: str) -> list[LogEntry]:
         async with self._call():
@@ -227,9 +239,10 @@ class RedisStore:
         self, request_id: str, cursor: str, timeout_s: float
     ) -> tuple[list[LogEntry], str]:
         # Half of a call's time: an answer that comes at its end is still one.
-        wait_ms = int(1000 * min(timeout_s, self._timeout_s / 2)) or None
+        wait_s = min(timeout_s, self._patience.seconds / 2)
+        wait_ms = int(1000 * wait_s) or None
         key = log_key(request_id)
-        async with self._call():
+        async with self._call(wait_s):
             streams: Any = await self._redis.xread({key: cursor or "0"}, block=wait_ms)
         if not streams:
             return [], cursor
@@ -273,13 +286,18 @@ class RedisStore:
         return await reply
 
     @contextlib.asynccontextmanager
-    async def _call(self) -> AsyncIterator[None]:
-        """Bound one call in time, translate its failures, note when the connection came back."""
+    async def _call(self, asked_s: float = 0.0) -> AsyncIterator[None]:
+        """Bound one call in time, translate its failures, note when the connection came back.
+        `asked_s`: it was to wait so long, if there was nothing to say."""
+        began, patience_s = self._clock.monotonic(), self._patience.seconds
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(patience_s):
                 yield
         except (RedisError, OSError, TimeoutError) as error:
+            if isinstance(error, TimeoutError):
+                self._patience.took(patience_s)
             raise self._failed(error) from error
+        self._patience.took(self._clock.monotonic() - began - asked_s)
         self._reached()
 
 

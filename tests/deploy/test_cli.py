@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -244,6 +245,19 @@ def test_the_status_tells_of_migrations() -> None:
     console.print(view(ServerInfo("0.1.0", (), {}, moves), "h:50051", 140))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "migrations: 4 done (900 tokens, 20 ms each), 2 given back, 1 failed" in text
+
+
+def test_the_status_warns_of_nodes_that_compute_otherwise() -> None:
+    one = Node("d0", "decode", "h:2", "m", 0, 0, 9, 9, draining=False, precision="float32")
+    other = replace(one, node_id="d1", precision="bfloat16")
+    prefill = replace(other, role="prefill")
+    for nodes, told in (((one, prefill), False), ((one, other, prefill), True)):
+        console = Console(file=io.StringIO(), width=140)
+        console.print(view(ServerInfo("0.1.0", nodes, {}), "h:50051", 140))
+        text = console.file.getvalue()  # type: ignore[attr-defined]
+        assert ("decode nodes differ in precision" in text) == told
+        assert ("d0 float32, d1 bfloat16" in text) == told
+        assert "prefill nodes differ" not in text
 
 
 def test_the_status_table_without_nodes() -> None:

@@ -71,8 +71,9 @@ def up(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Up]:
 
 
 @contextmanager
-def running(tmp_path: Path, more: list[str]) -> Iterator[Up]:
-    """A cluster of a tiny model; whatever is left at the end is killed."""
+def running(tmp_path: Path, more: list[str], **variables: str) -> Iterator[Up]:
+    """A cluster of a tiny model; whatever is left at the end is killed. `variables`: added to its
+    environment."""
     model = make_tiny_model("llama", tmp_path / "model")
     flags = ["--port", "0", "--grpc-port", "0", "--run-dir", str(tmp_path / "run")]
     flags += ["--model", str(model), "--served-model-name", "tiny", "--num-kv-blocks", "64"]
@@ -81,7 +82,7 @@ def running(tmp_path: Path, more: list[str]) -> Iterator[Up]:
     process = subprocess.Popen(
         command,
         cwd=ROOT,
-        env=environment,
+        env={**environment, **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -19,7 +19,7 @@ from baton.clock import SystemClock
 from baton.messages import AbortRequest, SubmitDecode
 from protos import serve_pb2, serve_pb2_grpc
 from router.config import RouterConfig
-from router.dispatch import DispatchParts
+from router.dispatch_parts import DispatchParts
 from router.dispatcher import Dispatcher
 from router.gate.admission import Bounds, Reason
 from router.gate.gate import Gate, GateSettings

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-import redis
 
 from baton.errors import NodeLost
 from baton.request import RequestState
@@ -42,17 +41,6 @@ BODIES = {
     "/v1/messages": {"messages": CHAT["messages"], "stream": True, "max_tokens": 40},
 }
 AGAIN = f"/v1/requests/{NAME}/stream"
-
-
-@pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
-def tables(request: pytest.FixtureRequest) -> MemoryTables | str:
-    """Where all routers keep their requests: a store of each kind."""
-    if request.param == "memory":
-        return MemoryTables()
-    url: str = request.getfixturevalue("redis_url")
-    with redis.Redis.from_url(url) as client:
-        client.flushall()
-    return url
 
 
 @pytest.fixture
@@ -305,27 +293,6 @@ async def test_another_key_sees_nothing(tables: MemoryTables | str) -> None:
         assert len(theirs) == len(whole)
         assert len(one.dispatcher.epochs) == 2
         assert (await one.http.get(AGAIN)).status_code == 401
-
-
-async def test_an_idempotency_key_is_one_request(one: HeldRouter, two: HeldRouter) -> None:
-    one.dispatcher.held_at = 4
-    key = {"idempotency-key": "order 66", "x-baton-resumable": ""}
-    first = post(one, "/v1/chat/completions", **{**key, "x-request-id": "a"})
-    await first.at_least(4)
-    running = post(two, "/v1/chat/completions", **{**key, "x-request-id": "b"})
-    await running.at_least(4)
-    one.dispatcher.go.set()
-    assert await running.done() == await first.done()
-    finished = post(two, "/v1/chat/completions", **{**key, "x-request-id": "c"})
-    assert await finished.done() == first.events
-    assert running.headers["x-baton-request-id"] == first.headers["x-baton-request-id"]
-    other = await one.http.post(
-        "/v1/chat/completions", json={**CHAT, "seed": 6}, headers={"idempotency-key": "order 66"}
-    )
-    assert other.status_code == 422
-    assert other.json()["error"]["param"] == "idempotency-key"
-    assert one.dispatcher.epochs == [1]
-    assert two.dispatcher.epochs == []
 
 
 async def test_a_body_may_name_it(one: HeldRouter, two: HeldRouter) -> None:

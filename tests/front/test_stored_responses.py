@@ -331,6 +331,19 @@ async def test_a_call_that_was_cut_short_is_left_out() -> None:
         assert (await client.post(PATH, json=again)).status_code == 200
 
 
+async def test_what_can_be_done_with_one_is_said(one: HeldRouter) -> None:
+    made = await ask(one)
+    place = f"{PATH}/{made['id']}"
+    reply = await one.http.request("OPTIONS", place)
+    assert reply.status_code == 405
+    assert set(reply.headers["allow"].split(", ")) == {"GET", "HEAD", "DELETE"}
+    for wrong in ("null", "", "yes"):
+        reply = await one.http.get(place, params={"stream": wrong})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "stream")
+    for no in ("false", "0", "False"):
+        assert await get(one, made["id"], stream=no) == made
+
+
 # ---- input items ----
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.front import test_half_close as half_close
 from tests.front import test_http_guard as guard
 from tests.front import test_openai_sdk as sdk
 
@@ -21,6 +22,8 @@ CHECKS: list[Callable[[], Coroutine[Any, Any, None]]] = [
     guard.test_a_drip_does_not_extend_the_deadline,
     guard.test_a_second_slow_request_on_the_same_connection_is_closed_too,
     guard.test_length_with_chunked_cannot_smuggle_a_second_request,
+    half_close.test_several_requests_in_one_go_are_all_answered,
+    half_close.test_a_stream_with_comments_is_read_as_one_without,
 ]
 
 

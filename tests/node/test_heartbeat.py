@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,14 @@ import redis.asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton import redis_keys, wire
+from baton.errors import ConfigError
+from baton.handles import NodeRecord, Role
 from baton.node.heartbeat import Heartbeat, RedisRegistry
 from baton.timing import Timing
 from kv_transfer.memory import MemoryFabric
 from tests.fakes import request
 from tests.node.fakes import PATIENCE_S, PREFILL, TIMING, Setup, connected, running_node
+from tests.router.fakes import make_record
 
 
 @pytest.mark.redis
@@ -54,6 +59,81 @@ async def test_a_redis_that_is_away_costs_one_log_line(
         await registry.close()
     warnings = [r for r in caplog.records if r.message.startswith("Redis is away")]
     assert len(warnings) == 1
+
+
+# ---- one name, one node ----
+
+BRIEF = Timing(heartbeat_s=0.05, node_record_s=0.3)  # of one that dies
+LASTING = Timing(heartbeat_s=0.05, node_record_s=600.0)  # of one whose heartbeat goes on
+
+
+@asynccontextmanager
+async def registries(url: str, *timings: Timing) -> AsyncIterator[list[RedisRegistry]]:
+    made = [RedisRegistry(url, timing) for timing in timings]
+    try:
+        yield made
+    finally:
+        for each in made:
+            await each.close()
+
+
+def named(boot_id: str, port: int) -> NodeRecord:
+    return make_record("d-test", Role.DECODE, boot_id=boot_id, address=f"127.0.0.1:{port}")
+
+
+async def kept(url: str) -> str | None:
+    """The boot whose record is there."""
+    async with redis.asyncio.Redis.from_url(url) as client:
+        value = await client.get(redis_keys.node_key("d-test"))
+    return wire.record_from_bytes(value).boot_id if isinstance(value, bytes) else None
+
+
+@pytest.mark.redis
+async def test_a_name_is_one_living_node_s(redis_url: str) -> None:
+    async with registries(redis_url, LASTING, BRIEF) as (one, two):
+        await one.claim(named("a", 1))
+        with pytest.raises(ConfigError, match=r"another node's, which lives, at 127\.0\.0\.1:1"):
+            await two.claim(named("b", 2))
+        await two.withdraw(named("b", 2))  # as a start that failed does
+        assert await kept(redis_url) == "a"
+        await one.withdraw(named("a", 1))
+        assert await kept(redis_url) is None
+
+
+@pytest.mark.redis
+async def test_a_successor_waits_for_the_record_of_the_dead_one(redis_url: str) -> None:
+    async with registries(redis_url, BRIEF, LASTING) as (one, two):
+        await one.claim(named("a", 1))
+        await two.claim(named("b", 2))
+        assert await kept(redis_url) == "b"
+        await two.withdraw(named("b", 2))
+
+
+@pytest.mark.redis
+async def test_who_has_its_port_need_not_wait(redis_url: str) -> None:
+    async with registries(redis_url, LASTING, LASTING) as (one, two):
+        await one.claim(named("a", 1))
+        async with asyncio.timeout(PATIENCE_S):
+            await two.claim(named("b", 1))
+        assert await kept(redis_url) == "b"
+        await two.withdraw(named("b", 1))
+
+
+@pytest.mark.redis
+async def test_a_node_that_was_replaced_while_it_slept_takes_nothing_back(
+    redis_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with registries(redis_url, BRIEF, LASTING) as (one, two):
+        await one.claim(named("a", 1))
+        await two.claim(named("b", 2))
+        for _ in range(2):
+            await one.announce(named("a", 1))
+        await one.withdraw(named("a", 1))
+        assert await kept(redis_url) == "b"
+        errors = [r.message for r in caplog.records if r.levelname == "ERROR"]
+        assert errors == ["node id d-test is taken by the node at 127.0.0.1:2"]
+        await two.withdraw(named("b", 2))
+        assert await kept(redis_url) is None
 
 
 async def test_a_failing_beat_does_not_end_the_heartbeat(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import resource
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -79,6 +82,35 @@ def test_auto_does_without_it_where_there_is_none(
     assert not list(tmp_path.iterdir()), "no file is left"
     with pytest.raises(ConfigError):  # who asks for it by name is told
         pool_at(PoolPlace(("shm",), tmp_path / "missing"))
+
+
+@contextmanager
+def few_addresses() -> Iterator[None]:
+    """As after `ulimit -v`: 16 GiB more than this process has by now."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (16 << 30), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def test_few_addresses_cost_the_lane_and_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = parse_lanes(AUTO)
+    place = PoolPlace(names, tmp_path, optional=True)
+    with few_addresses(), caplog.at_level("INFO"):
+        pool_at(place)
+    assert place.usable(names) == ("stream", "grpc")
+    [line] = caplog.messages
+    assert line.startswith("no KV lane shm")
+    assert "ulimit -v" in line
+    assert not list(tmp_path.iterdir()), "no file is left"
+    with few_addresses(), pytest.raises(ConfigError, match="ulimit -v"):  # asked for by name
+        pool_at(PoolPlace(("shm",), tmp_path))
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_pool_of_a_killed_node_takes_no_room(

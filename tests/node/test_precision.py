@@ -8,7 +8,7 @@ from baton.errors import GivenBack
 from baton.handles import KVHandle
 from baton.messages import Migrate
 from baton.request import Request
-from tests.fakes import expected_output, request
+from tests.fakes import expected_output, model_info, request
 from tests.node.fakes import Pair, Setup, running_pair
 
 PROMPT = tuple(range(10, 29))  # 19 tokens: 4 full blocks of 4 and 3 more
@@ -41,6 +41,12 @@ async def computed_tokens(pair: Pair, one: Request) -> int:
     await pair.to_d.decode(one)
     assert await pair.to_d.all_tokens(one.id) == expected_output(one.prompt_ids, one.params)
     return stats.num_prompt_tokens - before
+
+
+def test_a_node_says_what_it_computes_in_and_how_it_keeps_kv() -> None:
+    assert model_info(dtype="bfloat16", kv_dtype="bfloat16").precision == "bfloat16"
+    assert model_info(dtype="bfloat16", kv_dtype="int8").precision == "bfloat16, KV int8"
+    assert model_info(kv_dtype="float32").precision == "float32"
 
 
 async def test_exact_kv_is_not_answered_for_by_converted_kv() -> None:

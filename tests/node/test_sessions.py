@@ -76,6 +76,7 @@ async def test_the_record_names_the_adapters_that_requests_may_ask_for(
     async with running_node(program, MemoryFabric(), setup) as node, connected(node) as router:
         assert router.record.adapters == ("sql", "chat")
         assert router.record == node.node.shell.record()
+        assert (router.record.precision, router.record.deterministic) == ("float32", False)
     async with running_node(program, MemoryFabric()) as node, connected(node) as router:
         assert router.record.adapters == ()
 

@@ -22,7 +22,7 @@ from baton.request import FinishReason, Request
 from baton.sampling import SamplingParams
 from baton.timing import Timing, server_options
 from protos import node_pb2_grpc
-from router.dispatch import DispatchParts
+from router.dispatch_parts import DispatchParts
 from router.dispatcher import Dispatcher
 from router.nodes.directory import NodeDirectory
 from router.nodes.registry import NodeRegistry, RegistryParts
@@ -230,6 +230,7 @@ class RouterSetup:
     directory: NodeDirectory | None = None
     timing: Timing = FAST
     node_wait_s: float = 0.2
+    exact: bool = False
 
 
 @contextlib.asynccontextmanager
@@ -255,6 +256,8 @@ async def running_router(
             addresses={node.address: node.record.role for node in nodes},
             directory=setup.directory,
             store_away=lambda: guard.stats.away,
+            node_wait_s=setup.node_wait_s,
+            exact=setup.exact,
         )
     )
     parts = DispatchParts(
@@ -264,7 +267,6 @@ async def running_router(
         setup.settings,
         max_live=setup.max_live,
         timeout_s=30.0,
-        node_wait_s=setup.node_wait_s,
     )
     router = FakeRouter(kept, guard, registry, Dispatcher(parts))
     await guard.start()

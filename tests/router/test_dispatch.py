@@ -154,7 +154,8 @@ async def test_a_short_prompt_may_be_prefilled_on_the_decode_node() -> None:
 async def test_no_decode_node_is_unavailable_at_once(names: tuple[str, ...]) -> None:
     async with cluster(*names) as (router, _):
         assert isinstance(await Client(router, make_request()).fails(), Unavailable)
-        assert await state_of(router) == (RequestState.FAILED, 1)
+        assert await router.store.counts() == {RequestState.QUEUED: 0, RequestState.FAILED: 1}
+        assert await router.store.read("r") is None, "its id is free: nothing of it was shown"
 
 
 # ---- clients and limits ----
@@ -211,7 +212,7 @@ async def test_the_deadline_holds() -> None:
         assert heard.request.deadline is not None
         assert isinstance(await client.fails(), DeadlineExceeded)
         assert (await d.hear(AbortRequest)).request_id == "r"
-        assert await state_of(router) == (RequestState.FAILED, 1)
+        assert await router.store.read("r") is None, "its id is free: nothing of it was shown"
 
 
 async def test_live_requests_are_bounded() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from baton.events import TokenEvent
 from baton.failpoints import FAILPOINTS
-from router.nodes.session import Attachment, NodeEvent
+from router.nodes.attachments import Attachment, NodeEvent
 from tests.router.fakes import PATIENCE_S, fake_nodes, running_router
 
 

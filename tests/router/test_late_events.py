@@ -149,6 +149,6 @@ async def test_a_fenced_owner_is_not_heard_and_not_logged() -> None:
 
 def _exported(router: FakeRouter) -> str:
     metrics = RouterMetrics()
-    watched = Watched(router.guard, router.registry.health, RetryBudget(SystemClock()))
+    watched = Watched(router.guard, router.registry, RetryBudget(SystemClock()))
     watch_failures(metrics.registry, watched)
     return render(metrics.registry).decode()

@@ -15,7 +15,8 @@ from baton.events import BlockEvent, BlockEventKind, NodeStep, RequestFailed, Su
 from baton.handles import NodeLoad, NodeRecord, Role
 from baton.messages import AbortRequest, SubmitDecode
 from router.nodes import session as node_session
-from router.nodes.session import PART_EVENTS, Attachment, NodeEvent, SessionLost
+from router.nodes.attachments import Attachment, NodeEvent, SessionLost
+from router.nodes.session import PART_EVENTS
 from tests.router.fakes import (
     PATIENCE_S,
     FakeDirectory,
@@ -287,7 +288,7 @@ async def test_a_node_may_end_the_session_in_good_order(brief: BriefNode) -> Non
         attachment, inbox = inbox_of()
         session.attach(attachment)
         brief.go.set()
-        assert await take(inbox) == SessionLost("d", "the node ended the session")
+        assert await take(inbox) == SessionLost("d", "the node ended the session", suspect=True)
 
 
 async def test_a_drained_node_is_left_when_its_last_step_was_read() -> None:
@@ -378,7 +379,7 @@ async def test_a_bug_of_ours_strands_no_request(caplog: pytest.LogCaptureFixture
         attachment, inbox = inbox_of()
         session.attach(attachment)
         d.say(tokens=(TokenEvent("r", 1, 0, (1,)),))
-        assert await take(inbox) == SessionLost("d", "RuntimeError: a bug")
+        assert await take(inbox) == SessionLost("d", "RuntimeError: a bug", suspect=True)
     assert f"session with node {d.address} failed" in caplog.text
 
 

@@ -21,8 +21,9 @@ from baton.errors import (
 )
 from baton.events import Pooled, RequestFailed
 from baton.messages import AbortRequest, SubmitPool
+from baton.timing import Timing
 from router.pooling.pool import GROUP_PROMPTS, GROUP_TOKENS, PoolAsk, PoolDispatcher, groups
-from tests.router.fakes import PATIENCE_S, FakeNode, FakeRouter, fake_nodes, running_router
+from tests.router.fakes import FAST, PATIENCE_S, FakeNode, FakeRouter, fake_nodes, running_router
 
 
 def vector_of(prompt: Sequence[int]) -> bytes:
@@ -47,9 +48,9 @@ def ask_of(prompts: Sequence[tuple[int, ...]], timeout_s: float = PATIENCE_S) ->
 
 @asynccontextmanager
 async def pools_of(
-    nodes: Sequence[FakeNode], max_live: int = 10
+    nodes: Sequence[FakeNode], max_live: int = 10, timing: Timing = FAST
 ) -> AsyncIterator[tuple[FakeRouter, PoolDispatcher]]:
-    async with running_router(nodes) as router:
+    async with running_router(nodes, timing=timing) as router:
         yield router, PoolDispatcher(router.registry, SystemClock(), max_live)
 
 
@@ -145,7 +146,11 @@ async def test_a_faulty_prompt_is_told_by_field_and_tried_once() -> None:
 
 
 async def test_prompts_that_kill_nodes_are_given_up() -> None:
-    async with fake_nodes("p1", "p2", "p3", "p4") as nodes, pools_of(nodes) as (_, pools):
+    timing = replace(FAST, connect_s=0.3)  # for so long a node may come back
+    async with (
+        fake_nodes("p1", "p2", "p3", "p4") as nodes,
+        pools_of(nodes, timing=timing) as (_, pools),
+    ):
         work = asyncio.create_task(pools.vectors(ask_of([(1,)])))
         left = list(nodes)
         for _ in range(3):
@@ -155,7 +160,7 @@ async def test_prompts_that_kill_nodes_are_given_up() -> None:
                 other.cancel()
             (task,) = done
             left.remove(hearing[task])
-            hearing[task].cut()
+            await hearing[task].stop()
         with pytest.raises(NodeLost):
             await work
         assert not left[0].heard_of(SubmitPool)

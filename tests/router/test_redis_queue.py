@@ -9,7 +9,9 @@ import pytest
 import redis as blocking
 from redis.exceptions import RedisError, ResponseError
 
+from baton.clock import SystemClock
 from deploy.redis_server import RedisServer, find_redis_binary
+from router.store.patience import Patience
 from router.store.redis_queue import ScriptQueue
 from router.store.redis_store import connect
 
@@ -18,9 +20,13 @@ PUSH = "return redis.call('RPUSH', KEYS[1], ARGV[1])"
 FAIL = "return redis.error_reply('ERR as told')"
 
 
+def patience(least_s: float, most_s: float = 0.0) -> Patience:
+    return Patience(SystemClock(), least_s, most_s)
+
+
 async def test_calls_that_come_together_go_together_and_in_order(empty_redis: str) -> None:
     client = connect(empty_redis, 2.0)
-    queue, push = ScriptQueue(client, 2.0), client.register_script(PUSH)
+    queue, push = ScriptQueue(client, patience(2.0)), client.register_script(PUSH)
     answers = await asyncio.gather(*(queue.run(push, ["list"], [i]) for i in range(600)))
     assert answers == list(range(1, 601))
     assert await client.lrange("list", 0, -1) == [b"%d" % i for i in range(600)]  # pyright: ignore
@@ -31,7 +37,7 @@ async def test_calls_that_come_together_go_together_and_in_order(empty_redis: st
 
 async def test_a_script_that_fails_fails_alone(empty_redis: str) -> None:
     client = connect(empty_redis, 2.0)
-    queue = ScriptQueue(client, 2.0)
+    queue = ScriptQueue(client, patience(2.0))
     push, fail = client.register_script(PUSH), client.register_script(FAIL)
     one, two, three = await asyncio.gather(
         queue.run(push, ["list"], ["a"]), queue.run(fail, [], []), queue.run(push, ["list"], ["b"]),
@@ -47,7 +53,7 @@ async def test_a_caller_that_leaves_before_its_pipeline_takes_its_call_along(
     empty_redis: str,
 ) -> None:
     client = connect(empty_redis, 2.0)
-    queue, push = ScriptQueue(client, 2.0), client.register_script(PUSH)
+    queue, push = ScriptQueue(client, patience(2.0)), client.register_script(PUSH)
     calls = [queue.run(push, ["list"], [i]) for i in range(3)]
     # All are queued, nothing has been sent.
     calls[1].cancel()
@@ -62,7 +68,7 @@ async def test_it_goes_on_after_a_restart_of_the_server(tmp_path: Path) -> None:
     assert binary is not None, "the mark says so"
     with RedisServer(binary, tmp_path) as server:
         client = connect(server.url, 2.0)
-        queue, push = ScriptQueue(client, 2.0), client.register_script(PUSH)
+        queue, push = ScriptQueue(client, patience(2.0)), client.register_script(PUSH)
         assert await queue.run(push, ["list"], ["a"]) == 1
         server.kill()
         with pytest.raises((RedisError, OSError)):
@@ -75,7 +81,7 @@ async def test_it_goes_on_after_a_restart_of_the_server(tmp_path: Path) -> None:
 
 async def test_a_server_that_hangs_fails_all_that_wait_once(empty_redis: str) -> None:
     client = connect(empty_redis, 5.0)
-    queue, push = ScriptQueue(client, 0.3), client.register_script(PUSH)
+    queue, push = ScriptQueue(client, patience(0.3)), client.register_script(PUSH)
     await queue.run(push, ["list"], ["warm"])
     with blocking.Redis.from_url(empty_redis) as other:
         other.execute_command("CLIENT", "PAUSE", "1500", "ALL")
@@ -94,7 +100,7 @@ async def test_a_server_that_hangs_fails_all_that_wait_once(empty_redis: str) ->
 
 async def test_a_call_that_nobody_waits_for_has_its_place_and_is_told(empty_redis: str) -> None:
     client = connect(empty_redis, 2.0)
-    queue = ScriptQueue(client, 2.0)
+    queue = ScriptQueue(client, patience(2.0))
     push, fail = client.register_script(PUSH), client.register_script(FAIL)
     told: list[object] = []
     queue.post(push, ["list"], ["a"], told.append)
@@ -110,7 +116,7 @@ async def test_a_call_that_nobody_waits_for_has_its_place_and_is_told(empty_redi
 
 async def test_scripts_that_the_server_has_lost_are_told_again_in_order(empty_redis: str) -> None:
     client = connect(empty_redis, 2.0)
-    queue = ScriptQueue(client, 2.0)
+    queue = ScriptQueue(client, patience(2.0))
     push, twice = client.register_script(PUSH), client.register_script(PUSH + " * 2")
     for script in (push, twice):
         await queue.run(script, ["list"], ["before"])
@@ -125,7 +131,7 @@ async def test_scripts_that_the_server_has_lost_are_told_again_in_order(empty_re
 
 async def test_a_connection_that_breaks_is_made_anew_at_once(empty_redis: str) -> None:
     client = connect(empty_redis, 2.0)
-    queue, push = ScriptQueue(client, 2.0), client.register_script(PUSH)
+    queue, push = ScriptQueue(client, patience(2.0)), client.register_script(PUSH)
     await queue.run(push, ["list"], ["first"])
     with blocking.Redis.from_url(empty_redis) as other:
         other.execute_command("CLIENT", "PAUSE", "60000", "WRITE")

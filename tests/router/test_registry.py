@@ -7,12 +7,16 @@ from dataclasses import replace
 
 import pytest
 import redis.asyncio
+from prometheus_client import CollectorRegistry
 
 from baton import wire
+from baton.clock import SystemClock
 from baton.errors import ConfigError, StoreUnavailable
 from baton.handles import NodeLoad, Role
 from baton.redis_keys import node_key
+from router.failure_metrics import Watched, watch_failures
 from router.nodes.directory import RedisDirectory
+from router.retry_budget import RetryBudget
 from router.store.redis_store import connect
 from tests.router.fakes import (
     PATIENCE_S,
@@ -119,6 +123,67 @@ async def test_refusals_by_protocol_and_by_role() -> None:
         # Layouts may differ: the policy never pairs such nodes.
         other = replace(d.record, endpoint=replace(d.record.endpoint, layout_fingerprint="x"))
         admit("127.0.0.1:9", other)
+
+
+async def test_a_second_node_of_the_same_name_is_refused() -> None:
+    async with fake_nodes("d") as (d,), running_router([d]) as router:
+        admit = router.registry.admit
+        second = replace(d.record, boot_id="another", address="127.0.0.1:9")
+        with pytest.raises(ConfigError) as caught:
+            admit("127.0.0.1:9", second)
+        assert caught.value.field == "node_id"
+        assert d.address in caught.value.message
+        admit(d.address, second)  # started again
+        admit("localhost:9", d.record)  # the same one, by another address
+        await d.stop()
+        await router.until(lambda: not router.registry.records())
+        admit("127.0.0.1:9", second)
+
+
+async def test_nodes_of_a_role_compute_in_one_precision(caplog: pytest.LogCaptureFixture) -> None:
+    """A decode node in bfloat16 among those in float32: a failover would change tokens."""
+    node = FakeNode(make_record("d", Role.DECODE, precision="float32"))
+    await node.start()
+    short = make_record("d2", Role.DECODE, precision="bfloat16")
+    exact = replace(short, precision="float32", deterministic=True)
+    try:
+        async with running_router([node]) as router:
+            router.registry.admit("127.0.0.1:9", short)
+            assert "d2 computes in bfloat16, node d in float32: a failover" in caplog.text
+            caplog.clear()
+            router.registry.admit("127.0.0.1:9", replace(short, precision="float32"))
+            router.registry.admit("127.0.0.1:9", replace(short, role=Role.PREFILL))
+            router.registry.admit("127.0.0.1:9", replace(short, precision=""))
+            assert not caplog.messages, "roles may differ, and older nodes do not tell"
+            with pytest.raises(ConfigError, match="float32, deterministic"):
+                router.registry.admit("127.0.0.1:9", exact)
+        async with running_router([node], exact=True) as router:
+            with pytest.raises(ConfigError, match="bfloat16") as caught:
+                router.registry.admit("127.0.0.1:9", short)
+            assert caught.value.field == "dtype"
+            assert router.registry.expected_s(lambda node: node.node_id == "d2") == 0
+    finally:
+        await node.stop()
+
+
+async def test_the_precisions_of_each_role_are_a_metric() -> None:
+    nodes = [
+        FakeNode(make_record("d1", Role.DECODE, precision="float32")),
+        FakeNode(make_record("d2", Role.DECODE, precision="bfloat16")),
+        FakeNode(make_record("p", Role.PREFILL, precision="float32")),
+    ]
+    for node in nodes:
+        await node.start()
+    try:
+        async with running_router(nodes) as router:
+            metrics = CollectorRegistry()
+            retries = RetryBudget(SystemClock())
+            watch_failures(metrics, Watched(router.guard, router.registry, retries))
+            for role, count in (("decode", 2), ("prefill", 1)):
+                assert metrics.get_sample_value("baton_node_precisions", {"role": role}) == count
+    finally:
+        for node in nodes:
+            await node.stop()
 
 
 async def test_a_refused_node_is_seen_as_such() -> None:

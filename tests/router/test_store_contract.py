@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 
 from baton.request import TERMINAL, TRANSITIONS, RequestState
-from router.store.base import END_MARK, LOGGED, LogEntry, Move, RequestStore, Swept, WriteStatus
+from router.store.base import (
+    ALIAS,
+    END_MARK,
+    LOGGED,
+    LogEntry,
+    Move,
+    RequestStore,
+    Swept,
+    WriteStatus,
+)
 from tests.router.conftest import StoreMaker
 from tests.router.fakes import PATIENCE_S, FakeClock
 
@@ -202,6 +211,58 @@ async def test_an_end_may_ask_how_much_is_logged(
     record = await store.read("a")
     assert record is not None
     assert dict(record.fields) == {"x": "1", LOGGED: "4"}
+
+
+async def test_an_end_that_is_not_kept_frees_the_id_at_once(make_store: StoreMaker) -> None:
+    one, two = make_store("r1"), make_store("r2")
+    assert await one.claim("a") is not None
+    one.post(Move("a", 1, S.DECODE), lambda _: None)
+    end = Move("a", 1, S.FAILED, {"error": "unavailable"}, kept=False)
+    assert await one.finish(end) is W.OK
+    assert await one.read("a") is None
+    assert await one.read_log("a") == []
+    assert await one.finish(end) is W.GONE, "asked again: it is gone all the same"
+    assert (await one.counts())[S.FAILED] == 1
+    record = await two.claim("a")
+    assert record is not None
+    assert (record.state, record.epoch, record.owner) == (S.QUEUED, 1, "r2")
+    assert await one.finish(end) is W.FENCED, "it is another router's by now"
+
+
+async def test_an_alias_finds_the_request_and_is_taken_as_its_id_is(
+    make_store: StoreMaker,
+) -> None:
+    one, two = make_store("r1"), make_store("r2")
+    fields = {ALIAS: "k"}
+    assert await one.claim("a", fields) is not None
+    assert await one.claim("a", fields) is not None, "its own answer was lost: the same again"
+    for asked in ("a", "k"):
+        record = await two.read(asked)
+        assert record is not None
+        assert (record.id, record.state, record.fields[ALIAS]) == ("a", S.QUEUED, "k")
+    assert await two.claim("b", fields) is None, "another id, the same alias"
+    assert await two.claim("k") is None, "the alias as an id"
+    assert await two.claim("c", {ALIAS: "a"}) is None, "the id as an alias"
+    assert (await two.counts())[S.QUEUED] == 1
+    assert await write(one, "a", 1, S.DECODE) is W.OK
+    assert await write(one, "a", 1, S.FINISHED) is W.OK
+    record = await two.read("k")
+    assert record is not None
+    assert record.state is S.FINISHED
+    assert await two.claim("b", fields) is None
+
+
+async def test_an_alias_goes_with_its_request(make_store: StoreMaker) -> None:
+    one, two = make_store("r1"), make_store("r2")
+    fields = {ALIAS: "k"}
+    assert await one.claim("a", fields) is not None
+    assert await one.finish(Move("a", 1, S.FAILED, kept=False)) is W.OK
+    assert await two.read("k") is None
+    assert await two.claim("b", fields) is not None
+    record = await one.read("k")
+    assert record is not None
+    assert record.id == "b"
+    assert await two.claim("a") is not None, "and its id is free"
 
 
 async def test_catch_up_skips_states_but_no_fence(make_store: StoreMaker) -> None:

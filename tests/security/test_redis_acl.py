@@ -106,11 +106,12 @@ async def test_nodes_announce_themselves_and_are_found(server: str) -> None:
     quoted = f"unix://baton:p%40ss%3Aword@{server}"
     registry = RedisRegistry(quoted, Timing())
     record: NodeRecord = make_record("d1", Role.DECODE)
+    await registry.claim(record)
     await registry.announce(record)
     client = connect(quoted, 2.0)
     (found,) = await RedisDirectory(client, 2.0).records()
     assert wire.record_to_bytes(found) == wire.record_to_bytes(record)
-    await registry.withdraw("d1")
+    await registry.withdraw(record)
     assert await RedisDirectory(client, 2.0).records() == []
     await registry.close()
     await client.aclose()

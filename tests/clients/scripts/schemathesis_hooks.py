@@ -25,6 +25,7 @@ UNSAID = (
     r"sequences of one request are more than the \d+ that a decode node runs at once",
     # It depends on what is stored.
     r"there is no response '",
+    r"only a response in the background can be streamed again",
     # One field is compared with another.
     r"min_tokens must not exceed max_tokens",
     r"best_of (\(\d+\) must not be below n|: which samples are best)",

@@ -1,0 +1,43 @@
+"""A request on a session with a node, and what it is told. Values, no behaviour."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from baton.events import HandleReady, Pooled, RequestFailed, Subscribed, TokenEvent
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLost:
+    """The stream to `node_id` broke: it aborts whatever this router gave it.
+
+    `drained`: it ended in good order. The node had nothing left, and no export that was not
+    fetched. `silent`: its machine answers no pings, so nobody else hears of it either. `stalled`:
+    it is there, but its engine hangs. `suspect`: it may have died of this request (suspects.py).
+    """
+
+    node_id: str
+    reason: str
+    drained: bool = False
+    silent: bool = False
+    stalled: bool = False
+    suspect: bool = False
+
+
+Told = TokenEvent | HandleReady | Subscribed | Pooled | RequestFailed
+NodeEvent = Told | SessionLost
+
+
+@dataclass(slots=True, eq=False)
+class Attachment:
+    """One request on this session: events of `epoch` go to `deliver`.
+
+    `tokens`: prompt tokens that the node has to compute. `begun`: a token has come from there.
+    """
+
+    request_id: str
+    epoch: int
+    deliver: Callable[[NodeEvent], None]
+    tokens: int = 0
+    begun: bool = False

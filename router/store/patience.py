@@ -1,0 +1,41 @@
+"""Patience: how long to wait for the store's answer, by how long its answers took of late.
+
+A store that is slow is not away: on a machine that is too busy it may take a second for what takes
+a millisecond elsewhere, and a router that gives up each time goes away and comes back for ever. So
+whoever asks waits twice as long as the longest answer of late, at least `least_s`, at most
+`most_s`. A wait in vain counts as an answer that took so long: the next one is twice as long, until
+the store answers, or is away. What was long fades by half in HALF_LIFE_S.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from baton.clock import Clock
+
+MARGIN: Final = 2.0  # times the longest answer
+HALF_LIFE_S: Final = 60.0
+
+
+class Patience:
+    def __init__(self, clock: Clock, least_s: float, most_s: float) -> None:
+        self._clock = clock
+        self._least_s = least_s
+        self.most_s = max(least_s, most_s)
+        self._longest_s = 0.0
+        self._at = clock.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """To wait now."""
+        return min(self.most_s, max(self._least_s, MARGIN * self._faded()))
+
+    def took(self, seconds: float) -> None:
+        """So long an answer took, or was waited for in vain."""
+        if MARGIN * seconds > self._least_s and seconds > self._faded():
+            self._longest_s, self._at = seconds, self._clock.monotonic()
+
+    def _faded(self) -> float:
+        if not self._longest_s:
+            return 0.0
+        return self._longest_s * 0.5 ** ((self._clock.monotonic() - self._at) / HALF_LIFE_S)

@@ -207,11 +207,18 @@ async def test_a_template_of_the_clients_own_only_where_that_is_trusted() -> Non
     for broken in ("{% for %}", "x" * (200 << 10)):
         reply = await post(front, CHAT, {**body, "chat_template": broken})
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, "chat_template")
-    many = [await post(front, CHAT, {**body, "chat_template": f"{n}"}) for n in range(20)]
-    assert {reply.status_code for reply in many} == {200}
 
 
 # ---- names ----
+
+
+async def test_a_clients_template_that_takes_too_much_fails_alone() -> None:
+    front = Front(config=RouterConfig(trust_request_chat_template=True))
+    body = {"messages": USER, "chat_template": "{{ '%*d' % (10**9, 5) }}"}
+    error = (await post(front, CHAT, body)).json()["error"]
+    assert (error["param"], error["code"]) == ("messages", "invalid_request")
+    assert "memory" in error["message"]
+    assert (await post(front, CHAT, {"messages": USER})).status_code == 200
 
 
 async def test_a_model_of_several_names() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
-DRAIN_MEMORY_S: Final = 5.0  # how far back the drain rate looks
+DRAIN_MEMORY_S: Final = 5.0  # how far back the drain rate looks, of what has left
 LEAST_DRAIN_S: Final = 0.05  # queued time below which the rate says nothing
 LONGEST_TICK_S: Final = (
     2.0  # nodes report each second: in the rest of a tick this process stood still
@@ -57,31 +57,38 @@ class TokenBucket:
 
 
 class DrainRate:
-    """Tokens per second that leave a queue while there is one; what it was stays known after."""
+    """Tokens per second that leave a queue while there is one; what it was stays known after.
+
+    The past fades when something leaves, never by mere waiting: of a queue that something leaves
+    each half minute the rate is right, not next to nothing just before that.
+    """
 
     def __init__(self) -> None:
         self._served = 0.0
         self._busy_s = 0.0
+        self._since_s = 0.0  # queued time since something left
         self._at: float | None = None
 
     def tick(self, now: float, queued: bool) -> None:
         """Time has passed until `now`; `queued`: somebody was waiting meanwhile."""
         if queued and self._at is not None and now > self._at:
-            fading = math.exp(-min(now - self._at, LONGEST_TICK_S) / DRAIN_MEMORY_S)
-            self._served *= fading
-            self._busy_s = self._busy_s * fading + DRAIN_MEMORY_S * (1 - fading)
+            self._since_s += min(now - self._at, LONGEST_TICK_S)
         self._at = now
 
     def add(self, tokens: float) -> None:
         """So many left the queue."""
-        self._served += tokens
+        fading = math.exp(-self._since_s / DRAIN_MEMORY_S)
+        self._served = self._served * fading + tokens
+        self._busy_s = self._busy_s * fading + self._since_s
+        self._since_s = 0.0
 
     @property
     def tokens_per_s(self) -> float | None:
         """None until enough has been seen."""
-        if self._busy_s < LEAST_DRAIN_S or self._served <= 0:
+        busy_s = self._busy_s + self._since_s
+        if busy_s < LEAST_DRAIN_S or self._served <= 0:
             return None
-        return self._served / self._busy_s
+        return self._served / busy_s
 
 
 class AnswerLength:

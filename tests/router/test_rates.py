@@ -79,6 +79,21 @@ def test_the_drain_rate_is_measured_while_there_is_a_queue() -> None:
     assert drain.tokens_per_s == pytest.approx(100, rel=0.1)
 
 
+@pytest.mark.parametrize("every_s", [1, 20, 60])
+def test_a_queue_that_something_leaves_seldom_has_a_rate(every_s: int) -> None:
+    drain = DrainRate()
+    rates: list[float] = []
+    for second in range(10 * every_s + every_s):
+        drain.tick(float(second), queued=True)
+        if second and second % every_s == 0:
+            drain.add(600 * every_s)
+        if second >= every_s:
+            assert drain.tokens_per_s is not None
+            rates.append(drain.tokens_per_s)
+    # Half of it just before the next one is due: it might not come.
+    assert 290 <= min(rates) <= max(rates) <= 610
+
+
 def test_answers_are_expected_to_be_as_long_as_of_late() -> None:
     answers = AnswerLength()
     assert answers.expect(100, 2) == 200

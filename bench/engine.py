@@ -26,8 +26,10 @@ from typing import Any, Final
 import torch
 from transformers import AutoModelForCausalLM
 
+from baton.config import parse
 from baton.engine.roofline import measure as measure_roof
 from baton.engine.work import Limits, Work
+from baton.errors import ConfigError
 from baton.llm import LLM
 from baton.sampling import SamplingParams
 from bench.engine_kit import Part, arguments_parser, prepare, random_prompt, tell
@@ -245,7 +247,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--peer", action="append", default=[], metavar="CMD", help=text)
     parser.add_argument("--folder", type=Path, help="keep checkpoints, and what peers made of them")
     parser.add_argument("--roofline", type=Path, help="folder for a picture (SVG) per model")
-    given = parser.parse_args(arguments)
+    try:
+        given = parse(parser, sys.argv[1:] if arguments is None else arguments)
+    except ConfigError as error:
+        parser.error(error.message)
     models = given.models.split(",")
     if not any(row.model in models and given.rows in row.name for row in ROWS):
         known = ", ".join(sorted({row.model for row in ROWS}))

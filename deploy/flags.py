@@ -44,6 +44,7 @@ REFUSED: Final[Mapping[str, str]] = {
     "cpu_cores": "`baton up` splits the cores among its processes: --cores",
     "node_id": _NAMES,
     "reuse_port": "routers of one `baton up` share its ports by --workers",
+    "uds": "`baton up` asks its first question at a port; `baton router --uds` listens there",
 }
 
 

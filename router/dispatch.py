@@ -290,7 +290,7 @@ class Journey:
                 legs.take_handle(event.handle)
                 await self._hand_over(ledger)
             case TokenEvent():
-                self._trace.count_cached(event.num_cached_tokens)
+                self._trace.count(event)
                 self.shown.show(event)
                 legs.has_prefilled()
             case RequestFailed() if not (legs.prefilled and legs.is_subscribed):
@@ -315,7 +315,7 @@ class Journey:
                 legs.subscribed()
             case TokenEvent():
                 if legs.handle is None:
-                    self._trace.count_cached(event.num_cached_tokens)
+                    self._trace.count(event)
                 elif not legs.decoding:
                     await self._handed_over(ledger)
                 self.shown.decoded(event, self._legs.handle is not None)

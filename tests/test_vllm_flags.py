@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -89,7 +90,7 @@ def test_every_process_takes_them() -> None:
 
 
 def test_the_name_of_the_stored_quantization_changes_nothing(tmp_path: Path) -> None:
-    stored = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    stored: dict[str, Any] = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
     model = str(make_tiny_model("llama", tmp_path, **stored))
     assert as_stored(EngineConfig(model=model, quantization="gptq")) == EngineConfig(model=model)
     with pytest.raises(ConfigError, match=r"--quantization awq: .* is gptq") as caught:
@@ -99,8 +100,9 @@ def test_the_name_of_the_stored_quantization_changes_nothing(tmp_path: Path) -> 
 
 def test_the_class_takes_them_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = str(make_tiny_model("llama", tmp_path))
+    idle: dict[str, Any] = {"trust_remote_code": True}
     with caplog.at_level("INFO", logger="baton.llm"):
-        llm = LLM(model, "half", num_kv_blocks=8, **dict.fromkeys(["trust_remote_code"], True))
+        llm = LLM(model, "half", num_kv_blocks=8, **idle)
     assert str(llm.engine.info.kv_dtype) == "float16"
     assert "--trust-remote-code does nothing here" in caplog.text
     with pytest.raises(ConfigError, match="LLM has no option 'quantisation'"):

@@ -224,9 +224,8 @@ class LoggedDispatcher:
             raise
         finally:
             del self.running[request.id]
-            told = {"error": "node_lost", "message": "scripted"}
             if outcome is RequestState.FAILED:
-                await ledger.finish(outcome, **told)
+                await ledger.finish(outcome, error="node_lost", message="scripted")
             else:
                 await ledger.finish(outcome)
 

@@ -67,6 +67,7 @@ class Chat:
     tools: Sequence[Mapping[str, Any]] = ()
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    documents: Sequence[Mapping[str, str]] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
@@ -87,6 +88,7 @@ class ChatTemplate:
         own = RESERVED_NAMES | OWN_NAMES | self.special_tokens.keys()
         self.parameters = frozenset(read) - own
         """The names that this template reads besides: all that a client may set."""
+        self._reads_documents = "documents" in read
 
     @classmethod
     def load(cls, model_dir: str | Path, file: str | Path | None = None) -> ChatTemplate:
@@ -115,8 +117,8 @@ class ChatTemplate:
         """Prompt text of a conversation; it holds BOS already if the template writes one.
 
         It may take any time and memory, the first time to compile: for processes with limits.
-        Raises InvalidRequest (field `messages`) if there is no template, it refuses them or cannot
-        render them.
+        Raises InvalidRequest (field `messages`, `documents`) if there is no template, it refuses
+        them or cannot render them.
         """
         if self._template is None:
             raise InvalidRequest(
@@ -170,6 +172,9 @@ class ChatTemplate:
         clash = RESERVED_NAMES.intersection(chat.kwargs)
         if clash:
             raise InvalidRequest(f"{min(clash)} cannot be set here", field="chat_template_kwargs")
+        if chat.documents and not self._reads_documents:
+            message = "documents: the chat template reads none; put them into the messages"
+            raise InvalidRequest(message, field="documents")
         plain = [dict(message) for message in chat.messages]
         for rewrite in self._rewrites:
             plain = rewrite(plain)
@@ -180,7 +185,7 @@ class ChatTemplate:
         return {
             **self.special_tokens,
             "tools": [dict(tool) for tool in chat.tools] if chat.tools else None,
-            "documents": None,
+            "documents": [dict(document) for document in chat.documents] or None,
             **{name: value for name, value in chat.kwargs.items() if name in self.parameters},
             "messages": plain,
             "add_generation_prompt": chat.add_generation_prompt,

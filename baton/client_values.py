@@ -173,6 +173,7 @@ def _sampling_fields(params: SamplingParams) -> serve_pb2.GenerateRequest:
         stop=params.stop,
         stop_token_ids=params.stop_token_ids,
         allowed_token_ids=params.allowed_token_ids,
+        logprob_token_ids=params.logprob_token_ids,
         bad_words=[node_pb2.TokenIds(ids=word) for word in params.bad_words],
         ignore_eos=params.ignore_eos,
         n=params.n,

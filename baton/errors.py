@@ -5,6 +5,7 @@ BatonError
 ├── InvalidRequest            400  INVALID_ARGUMENT     the client's fault; `field` names it
 │   ├── ContextLengthExceeded 400  INVALID_ARGUMENT     beyond what the model or the pool holds
 │   ├── UnsupportedFeature    400  INVALID_ARGUMENT     valid elsewhere, not served here
+│   ├── TooLarge              413  INVALID_ARGUMENT     more bytes than there is room for
 │   ├── KeyReused             422  INVALID_ARGUMENT     an idempotency key with another body
 │   ├── RequestNotFound       404  NOT_FOUND            no such request, or another key's
 │   └── ModelNotFound         404  NOT_FOUND
@@ -77,6 +78,13 @@ class RequestNotFound(InvalidRequest):
     http_status = 404
     grpc_code = "NOT_FOUND"
     code = "request_not_found"
+
+
+class TooLarge(InvalidRequest):
+    """More bytes than there is room for."""
+
+    http_status = 413
+    code = "request_too_large"
 
 
 class ModelNotFound(InvalidRequest):

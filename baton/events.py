@@ -27,7 +27,8 @@ class TokenEvent:
     possibly with no new token. The end-of-sequence or stop token that ended a sample IS the last of
     token_ids and is repeated in `stop_token_id`. `logprobs[i]` belongs to token_ids[i], the token
     itself first. `candidates`: what a search on another node begins with, best first, instead of
-    tokens; it travels in END, never to a router.
+    tokens; it travels in END, never to a router. `preemptions`: with a sample's last event, how
+    often it lost its place on this node.
     """
 
     request_id: str
@@ -41,6 +42,7 @@ class TokenEvent:
     logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
     prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
     candidates: tuple[TokenLogprob, ...] = ()
+    preemptions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,24 @@ class BlockEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class Controlled:
+    """An order was carried out, or not: then `code` is the error's."""
+
+    number: int
+    code: str = ""
+    message: str = ""
+    field: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterList:
+    """The ids of a node's LoRA adapters now; `leaving`: those that new requests get no more."""
+
+    held: tuple[str, ...]
+    leaving: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class NodeStep:
     """Everything that one engine step, or control step, yields, in order: one wire message.
 
@@ -120,3 +140,5 @@ class NodeStep:
     block_events: tuple[BlockEvent, ...] = field(default=())
     last: bool = False
     pooled: tuple[Pooled, ...] = ()
+    controlled: tuple[Controlled, ...] = ()
+    adapters: AdapterList | None = None

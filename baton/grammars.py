@@ -43,12 +43,15 @@ def check_size(guided: GuidedDecoding) -> None:
         raise InvalidRequest(
             f"guided: a grammar has at most {MAX_GRAMMAR_BYTES} bytes", field=FIELD
         )
-    if max(len(guided.whitespace or ""), len(guided.starts_after)) > MAX_OPTION_CHARS:
+    texts = (guided.whitespace or "", guided.starts_after, guided.thought_start)
+    if max(map(len, texts)) > MAX_OPTION_CHARS:
         raise InvalidRequest(
             f"guided: its options have at most {MAX_OPTION_CHARS} characters", field=FIELD
         )
-    if not guided.grammar and guided.kind != "json_object":
+    if not guided.grammar and guided.kind not in ("json_object", "free"):
         raise InvalidRequest("guided: the grammar is empty", field=FIELD)
+    if guided.most_thought is not None and not guided.starts_after:
+        raise InvalidRequest("guided: a limit of thoughts needs their end", field=FIELD)
 
 
 def check_grammar(guided: GuidedDecoding) -> None:
@@ -114,6 +117,8 @@ def llguidance_grammar(guided: GuidedDecoding, specials: Mapping[str, int] | Non
         return json_schema(schema, guided.whitespace)
 
     match guided.kind:
+        case "free":
+            raise InvalidRequest("guided: there is no grammar", field=FIELD)
         case "json_object":
             return _of_schema(with_options({"type": "object"}))
         case "json_schema":

@@ -79,9 +79,13 @@ class NodeLoad:
     preemptions: int = 0
     prefix_query_tokens: int = 0  # looked up in the prefix map
     prefix_hit_tokens: int = 0  # of these, found
+    steps: int = 0  # of its engine
+    step_tokens: int = 0  # prompt and output tokens that they computed
     kv_tail_seconds: float = 0.0  # from a prefill's end to its receiver's ACK, summed
     mbu: float = 0.0  # of the last steps: share of the read bandwidth
     mfu: float = 0.0  # of the rate of matrix products
+    pause: str = ""  # no counter: "refuse" or "hold" while an operator has it so
+    asleep: bool = False  # no counter: without weights and KV
 
     def without_counters(self) -> NodeLoad:
         """The state alone: what a router decides by."""
@@ -95,6 +99,8 @@ class NodeLoad:
             preemptions=0,
             prefix_query_tokens=0,
             prefix_hit_tokens=0,
+            steps=0,
+            step_tokens=0,
             kv_tail_seconds=0.0,
             mbu=0.0,
             mfu=0.0,
@@ -119,6 +125,7 @@ class NodeRecord:
     version: str = ""
     adapters: tuple[str, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
+    leaving_adapters: tuple[str, ...] = ()  # of these, who serve requests under way alone
     max_num_seqs: int = 0  # most sequences that run at once; 0 = not told
     precision: str = ""  # what it computes and keeps KV in, "bfloat16, KV int8"; "" = not told
     deterministic: bool = False

@@ -15,6 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
+from baton.adapters import adapter_name, ids_named
 from baton.chat_template import Chat, ChatTemplate
 from baton.engine.checkpoint import open_checkpoint
 from baton.engine.interface import ModelInfo
@@ -111,13 +112,16 @@ class Inputs:
         return any(map(config.get, ("classifier_from_token", "is_original_qwen3_reranker")))
 
     def adapter(self, adapter: Adapter) -> str:
-        """Its name, "" for none. Raises UnsupportedFeature for one that is not served."""
+        """Its id, "" for none. Raises UnsupportedFeature for one that is not served."""
         name = adapter.lora_name if isinstance(adapter, LoRARequest) else adapter or ""
-        if name and name not in self._info.adapters:
-            known = ", ".join(self._info.adapters) or "none"
+        if not name:
+            return ""
+        meant = ids_named(name, self._info.adapters)
+        if not meant:
+            known = ", ".join(map(adapter_name, self._info.adapters)) or "none"
             message = f"no adapter {name!r} here (lora_modules has {known})"
             raise UnsupportedFeature(message, field="lora_request")
-        return name
+        return meant[0]
 
     @cached_property
     def _own_template(self) -> ChatTemplate:

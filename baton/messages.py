@@ -51,13 +51,13 @@ class Prefilled:
     epoch: int
 
 
-PoolKind = Literal["last", "mean", "yes_no"]
+PoolKind = Literal["last", "mean", "yes_no", "classify"]
 
 
 @dataclass(frozen=True, slots=True)
 class SubmitPool:
-    """Compute vectors of some prompts: hidden states (last token's, or the mean), or how probably
-    the next token is "yes" and not "no". The answer is Pooled.
+    """Compute vectors of some prompts: hidden states (last token's, or the mean), how probably the
+    next token is "yes" and not "no", or a classifier's logits. The answer is Pooled.
 
     The request's prompt ids are all prompts, one after another; `lengths` says where each ends.
     `dimensions`: so many leading ones are kept, 0 = all. `answers`: the ids of yes and no.
@@ -130,6 +130,28 @@ class StopSample:
     sample: int
 
 
+ControlAction = Literal[
+    "reset_prefix_cache", "pause", "resume", "sleep", "wake", "load_adapter", "unload_adapter"
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ControlNode:
+    """An operator's order. The answer is a Controlled of this `number`.
+
+    `name`, `path`: of a LoRA adapter; `in_place`: it may take the place of one of that name.
+    `tags`: what is to wake, none = all. `mode` of a pause: "refuse" or "hold".
+    """
+
+    number: int
+    action: ControlAction
+    name: str = ""
+    path: str = ""
+    in_place: bool = False
+    tags: tuple[str, ...] = ()
+    mode: str = ""
+
+
 RouterMessage = (
     SessionHello
     | SubmitPrefill
@@ -142,6 +164,7 @@ RouterMessage = (
     | DrainNode
     | Migrate
     | StopSample
+    | ControlNode
 )
 
 

@@ -10,7 +10,7 @@ integers and pays nothing for being watched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -177,7 +177,16 @@ class _NodeCollector(Collector):
         yield self._by(name, help_text, "outcome", now.transfer.fetches)
         name, help_text = "baton_departures", "Requests asked to leave, by how much KV left"
         yield self._by(name, help_text, "kv", now.engine.departures)
-        yield self._iterations(now.engine)
+        yield iterations(
+            [
+                (
+                    list(self._labels.values()),
+                    (now.engine.steps, now.engine.prompt_tokens + now.engine.generation_tokens),
+                )
+            ],
+            list(self._labels),
+        )
+        yield waiting_by_reason([(list(self._labels.values()), now.load)], list(self._labels))
         for name, help_text, value_of in _LANE_COUNTERS:
             yield self._by_lane(name, help_text, value_of, now.transfer.lanes)
 
@@ -189,15 +198,6 @@ class _NodeCollector(Collector):
     def _counter(self, name: str, help_text: str, value: float) -> Metric:
         family = CounterMetricFamily(name, help_text, labels=list(self._labels))
         family.add_metric(list(self._labels.values()), value)
-        return family
-
-    def _iterations(self, engine: EngineTotals) -> Metric:
-        """vLLM's histogram of tokens per engine step; only sum and count are kept here."""
-        family = HistogramMetricFamily(
-            "vllm:iteration_tokens_total", "Tokens per engine step", labels=list(self._labels)
-        )
-        total = engine.prompt_tokens + engine.generation_tokens
-        family.add_metric(list(self._labels.values()), [("+Inf", engine.steps)], total)
         return family
 
     def _by(self, name: str, help_text: str, label: str, counts: Mapping[str, int]) -> Metric:
@@ -237,6 +237,30 @@ _LANE_COUNTERS: Final[tuple[tuple[str, str, Callable[[LaneTotals], float]], ...]
     ("baton_kv_lane_reused_connections", "Taken up again", lambda t: t.reused_connections),
     ("baton_kv_lane_expired_leases", "Exports nobody claimed", lambda t: t.expired_leases),
 )
+
+
+def iterations(
+    nodes: Sequence[tuple[Sequence[str], tuple[int, int]]], labels: Sequence[str]
+) -> Metric:
+    """vLLM's histogram of tokens per engine step, of nodes by the values of their labels: steps,
+    and tokens of all. Only sum and count are kept."""
+    name, text = "vllm:iteration_tokens_total", "Tokens per engine step"
+    family = HistogramMetricFamily(name, text, labels=list(labels))
+    for values, (steps, tokens) in nodes:
+        family.add_metric(list(values), [("+Inf", steps)], tokens)
+    return family
+
+
+def waiting_by_reason(
+    nodes: Sequence[tuple[Sequence[str], NodeLoad]], labels: Sequence[str]
+) -> Metric:
+    """vLLM's: for room on the node ("capacity"), or for KV that is on its way ("deferred")."""
+    name, text = "vllm:num_requests_waiting_by_reason", "Requests waiting, by what for"
+    family = GaugeMetricFamily(name, text, labels=[*labels, "reason"])
+    for values, load in nodes:
+        family.add_metric([*values, "capacity"], load.waiting)
+        family.add_metric([*values, "deferred"], load.fetching)
+    return family
 
 
 def cache_usage(load: NodeLoad) -> float:

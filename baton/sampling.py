@@ -31,12 +31,13 @@ BOUNDS: Final[dict[str, tuple[float, float]]] = {
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
     "repetition_penalty": (1e-6, 100.0),
-    "logprobs": (0, 20),
-    "prompt_logprobs": (0, 20),
+    "logprobs": (-1, 2**31 - 1),
+    "prompt_logprobs": (-1, 2**31 - 1),
 }
 MAX_STOP_TOKEN_IDS: Final = 256
 MAX_LOGIT_BIAS: Final = 1024
 MAX_ALLOWED_TOKEN_IDS: Final = 4096
+MAX_LOGPROB_TOKEN_IDS: Final = 128  # vLLM's
 MAX_BIAS: Final = 100
 _NUMBERS: Final = (int, float)
 _bounded: Final = attrgetter(*BOUNDS)  # one call for all of them
@@ -48,14 +49,18 @@ class GuidedDecoding:
 
     `whitespace`: what may stand between the parts of a JSON text, as a regex ("" = nothing, None =
     the default). `starts_after`: the output is free up to and with this text ("" = it starts at
-    once), which is how a model may think first.
+    once), which is how a model may think first. `most_thought`: after so many tokens of a thought
+    that text is written for the model, None = never; a thought begins behind `thought_start` ("" =
+    the output begins within one). Kind "free": nothing is asked of what follows it.
     """
 
-    kind: Literal["json_schema", "json_object", "regex", "ebnf", "choice", "structural_tag"]
+    kind: Literal["json_schema", "json_object", "regex", "ebnf", "choice", "structural_tag", "free"]
     grammar: str
     backend: str = ""
     whitespace: str | None = None
     starts_after: str = ""
+    most_thought: int | None = None
+    thought_start: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,7 @@ class SamplingParams:
     Raises InvalidRequest with the field's name for a value outside BOUNDS (NaN included).
     `seed` None means that the front door draws one; every engine needs it drawn (see `with_seed`).
     `allowed_token_ids`: nothing else is ever drawn, not even an end-of-sequence; empty = all.
+    `logprobs` -1 = all of the vocabulary; with `logprob_token_ids` these are told instead.
     The last three are for whoever makes text of the tokens (`LLM`, `Client`): engines know no text,
     and these never travel to a node. `stop` may be given as one text.
     """
@@ -91,6 +97,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
     guided: GuidedDecoding | None = None
     stop: Sequence[str] = ()
     include_stop_str_in_output: bool = False
@@ -126,8 +133,12 @@ class SamplingParams:
                 f"at most {MAX_ALLOWED_TOKEN_IDS} allowed_token_ids", field="allowed_token_ids"
             )
         if self.allowed_token_ids and self.guided is not None:  # together they may leave no token
-            message = "allowed_token_ids and a grammar (also of forced tools) exclude each other"
+            message = (
+                "allowed_token_ids and a grammar (also of forced tools, or a limit of thoughts)"
+                " exclude each other"
+            )
             raise InvalidRequest(message, field="allowed_token_ids")
+        self._check_logprob_ids()
         if self.min_tokens > self.max_tokens:
             raise InvalidRequest("min_tokens must not exceed max_tokens", field="min_tokens")
         self._check_stop()
@@ -141,6 +152,15 @@ class SamplingParams:
         if not all(isinstance(text, str) and text for text in texts):
             raise InvalidRequest("stop: texts that are not empty", field="stop")
         object.__setattr__(self, "stop", texts)
+
+    def _check_logprob_ids(self) -> None:
+        if not self.logprob_token_ids:
+            return
+        field = "logprob_token_ids"
+        if len(self.logprob_token_ids) > MAX_LOGPROB_TOKEN_IDS:
+            raise InvalidRequest(f"at most {MAX_LOGPROB_TOKEN_IDS} {field}", field=field)
+        if self.logprobs is None or self.beam_width:
+            raise InvalidRequest(f"{field} goes with logprobs, and with no beams", field=field)
 
     @property
     def greedy(self) -> bool:

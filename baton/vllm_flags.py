@@ -1,7 +1,7 @@
 """vLLM's flags that change nothing here: taken, with one line that says why.
 
 A command line that served a model with vLLM should serve it with Baton. What has the same effect
-is an option of the same name, or a second spelling of one (`option(also=...)`, `spellings`). A flag
+is an option of the same name, or a second spelling of one (`option(also=...)`, `spelled`). A flag
 whose effect is missing here stays unknown, and is refused.
 """
 
@@ -52,7 +52,6 @@ IDLE: Final[Mapping[str, Idle]] = {
     "max_lora_rank": Idle(_LORA, ()),
     "max_cpu_loras": Idle(_LORA, ()),
     "chat_template_content_format": Idle("parts of text are given as one", ("auto", "string")),
-    "response_role": Idle("answers are the assistant's", ("assistant",)),
     "enable_prompt_tokens_details": Idle(_TOLD),
     "enable_request_id_headers": Idle(_TOLD),
     "enable_server_load_tracking": Idle("/load always answers"),
@@ -94,4 +93,4 @@ def add_idle(parser: argparse.ArgumentParser) -> None:
             words["choices"] = idle.values
         flag = "--" + name.replace("_", "-")
         silent = argparse.SUPPRESS
-        parser.add_argument(flag, action=_Note, dest=silent, default=silent, help=silent, **words)
+        parser.add_argument(flag, action=_Note, dest=name, default=silent, help=silent, **words)

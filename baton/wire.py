@@ -22,7 +22,6 @@ from baton.events import (
     BlockEventKind,
     HandleReady,
     NodeStep,
-    RequestFailed,
     Subscribed,
     TokenEvent,
 )
@@ -38,10 +37,20 @@ from baton.wire_checks import (
     present,
     required,
 )
+from baton.wire_control import (
+    adapters_from_wire,
+    adapters_to_wire,
+    control_from_wire,
+    control_to_wire,
+    controlled_from_wire,
+    controlled_to_wire,
+)
 from baton.wire_guided import guided_from_wire, guided_to_wire
 from baton.wire_values import (
     endpoint_from_wire,
     endpoint_to_wire,
+    failed_from_wire,
+    failed_to_wire,
     kept_endpoint_to_wire,
     logprobs_from_wire,
     logprobs_to_wire,
@@ -67,7 +76,7 @@ _LOAD: Final = tuple(spec.name for spec in fields(NodeLoad))
 _PLAIN_RECORD: Final = (
     "node_id", "boot_id", "address", "model", "model_digest", "block_size", "max_model_len",
     "vocab_size", "version", "adapters", "eos_token_ids", "max_num_seqs",
-    "precision", "deterministic",
+    "precision", "deterministic", "leaving_adapters",
 )  # fmt: skip
 _PLAIN_PARAMS: Final = (
     "n", "beam_width", "top_k", "seed", "max_tokens", "min_tokens", "ignore_eos",
@@ -76,6 +85,7 @@ _PLAIN_PARAMS: Final = (
 )  # fmt: skip
 _SCALAR_PARAMS: Final = (
     *_PLAIN_PARAMS, "best_of", "early_stopping", "stop_token_ids", "allowed_token_ids",
+    "logprob_token_ids",
 )  # fmt: skip
 _scalars: Final = attrgetter(*_SCALAR_PARAMS)  # one call for all of them
 
@@ -108,6 +118,7 @@ def sampling_from_wire(message: node_pb2.SamplingParams) -> SamplingParams:
         early_stopping=cast("Literal['false', 'true', 'never']", early),
         stop_token_ids=tuple(message.stop_token_ids),
         allowed_token_ids=tuple(message.allowed_token_ids),
+        logprob_token_ids=tuple(message.logprob_token_ids),
         logit_bias=tuple(sorted(message.logit_bias.items())),
         bad_words=tuple(tuple(word.ids) for word in message.bad_words),
         logprobs=message.logprobs if message.HasField("logprobs") else None,
@@ -239,6 +250,7 @@ def record_from_wire(message: node_pb2.NodeRecord) -> NodeRecord:
         raise InvalidRequest("block_size and max_model_len must be at least 1", field="block_size")
     values = {name: getattr(message, name) for name in _PLAIN_RECORD}
     values["adapters"] = tuple(message.adapters)
+    values["leaving_adapters"] = tuple(message.leaving_adapters)
     values["eos_token_ids"] = tuple(message.eos_token_ids)
     return NodeRecord(
         **values,
@@ -267,22 +279,8 @@ def router_message_to_wire(value: messages.RouterMessage, clock: Clock) -> node_
     match value:
         case messages.SessionHello():
             return node_pb2.RouterMessage(hello=node_pb2.SessionHello(**asdict(value)))
-        case messages.SubmitPrefill():
-            submit = node_pb2.Submit(
-                request=request_to_wire(value.request, clock), prefill=node_pb2.PrefillTask()
-            )
-            return node_pb2.RouterMessage(submit=submit)
-        case messages.SubmitDecode():
-            handle = None if value.handle is None else handle_to_wire(value.handle)
-            submit = node_pb2.Submit(
-                request=request_to_wire(value.request, clock),
-                decode=node_pb2.DecodeTask(handle=handle, prefilling=value.prefilling),
-            )
-            return node_pb2.RouterMessage(submit=submit)
-        case messages.SubmitPool():
-            request = request_to_wire(value.request, clock)
-            submit = node_pb2.Submit(request=request, pool=pool_task_to_wire(value))
-            return node_pb2.RouterMessage(submit=submit)
+        case messages.SubmitPrefill() | messages.SubmitDecode() | messages.SubmitPool():
+            return node_pb2.RouterMessage(submit=_submit_to_wire(value, clock))
         case messages.Prefilled():
             prefilled = node_pb2.Prefilled(request_id=value.request_id, epoch=value.epoch)
             return node_pb2.RouterMessage(prefilled=prefilled)
@@ -300,6 +298,8 @@ def router_message_to_wire(value: messages.RouterMessage, clock: Clock) -> node_
             return node_pb2.RouterMessage(migrate=node_pb2.Migrate(**asdict(value)))
         case messages.StopSample():
             return node_pb2.RouterMessage(stop_sample=node_pb2.StopSample(**asdict(value)))
+        case messages.ControlNode():
+            return node_pb2.RouterMessage(control=control_to_wire(value))
 
 
 def router_message_from_wire(
@@ -331,6 +331,8 @@ def router_message_from_wire(
             return messages.Migrate(*_named(message.migrate))
         case "stop_sample":
             return messages.StopSample(*_named(message.stop_sample), message.stop_sample.sample)
+        case "control":
+            return control_from_wire(message.control)
         case _:
             raise InvalidRequest("a router message without a known kind", field="kind")
 
@@ -338,6 +340,21 @@ def router_message_from_wire(
 def _named(message: Any) -> tuple[str, int]:
     """(request id, epoch) of what is about one request."""
     return identifier(message.request_id, "request_id"), epoch_of(message.epoch)
+
+
+def _submit_to_wire(
+    value: messages.SubmitPrefill | messages.SubmitDecode | messages.SubmitPool, clock: Clock
+) -> node_pb2.Submit:
+    request = request_to_wire(value.request, clock)
+    match value:
+        case messages.SubmitPrefill():
+            return node_pb2.Submit(request=request, prefill=node_pb2.PrefillTask())
+        case messages.SubmitDecode():
+            handle = None if value.handle is None else handle_to_wire(value.handle)
+            decode = node_pb2.DecodeTask(handle=handle, prefilling=value.prefilling)
+            return node_pb2.Submit(request=request, decode=decode)
+        case messages.SubmitPool():
+            return node_pb2.Submit(request=request, pool=pool_task_to_wire(value))
 
 
 def _submit_from_wire(
@@ -375,6 +392,7 @@ def token_event_to_wire(value: TokenEvent) -> node_pb2.TokenEvent:
         stop_token_id=value.stop_token_id or 0,
         has_stop_token=value.stop_token_id is not None,
         prompt_logprobs=logprobs_to_wire(value.prompt_logprobs),
+        preemptions=value.preemptions,
     )
 
 
@@ -392,28 +410,7 @@ def token_event_from_wire(message: node_pb2.TokenEvent) -> TokenEvent:
         prompt_logprobs=logprobs_from_wire(message.prompt_logprobs)
         if message.prompt_logprobs
         else (),
-    )
-
-
-def _failed_to_wire(value: RequestFailed) -> node_pb2.RequestFailed:
-    return node_pb2.RequestFailed(
-        request_id=value.request_id,
-        epoch=value.epoch,
-        code=value.code,
-        message=value.message,
-        retryable=value.retryable,
-        field=value.field or "",
-    )
-
-
-def _failed_from_wire(message: node_pb2.RequestFailed) -> RequestFailed:
-    return RequestFailed(
-        request_id=required(message.request_id, "request_id"),
-        epoch=message.epoch,  # 0: the message was refused before its epoch was read
-        code=required(message.code, "code"),
-        message=message.message,
-        retryable=message.retryable,
-        field=message.field or None,
+        preemptions=message.preemptions,
     )
 
 
@@ -441,7 +438,7 @@ def step_to_wire(value: NodeStep) -> node_pb2.NodeStep:
             node_pb2.Subscribed(request_id=item.request_id, epoch=item.epoch)
             for item in value.subscribed
         ],
-        failed=[_failed_to_wire(item) for item in value.failed],
+        failed=[failed_to_wire(item) for item in value.failed],
         load=None if value.load is None else load_to_wire(value.load),
         block_events_seq=value.block_events_seq,
         block_events=[
@@ -452,6 +449,8 @@ def step_to_wire(value: NodeStep) -> node_pb2.NodeStep:
         ],
         last=value.last,
         pooled=[pooled_to_wire(pooled) for pooled in value.pooled],
+        controlled=map(controlled_to_wire, value.controlled),
+        adapters=adapters_to_wire(value.adapters),
     )
 
 
@@ -460,12 +459,14 @@ def step_from_wire(message: node_pb2.NodeStep) -> NodeStep:
         tokens=tuple(map(token_event_from_wire, message.tokens)),
         handles=tuple(map(_handle_ready_from_wire, message.handles)),
         subscribed=tuple([Subscribed(*_named(item)) for item in message.subscribed]),
-        failed=tuple(map(_failed_from_wire, message.failed)),
+        failed=tuple(map(failed_from_wire, message.failed)),
         load=load_from_wire(message.load) if message.HasField("load") else None,
         block_events_seq=message.block_events_seq,
         block_events=tuple(map(_block_event_from_wire, message.block_events)),
         last=message.last,
         pooled=tuple(map(pooled_from_wire, message.pooled)),
+        controlled=tuple(map(controlled_from_wire, message.controlled)),
+        adapters=adapters_from_wire(message),
     )
 
 

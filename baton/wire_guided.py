@@ -8,7 +8,9 @@ from baton.sampling import GuidedDecoding
 from baton.wire_checks import one_of
 from protos import node_pb2
 
-GUIDED_KINDS: Final = ("json_schema", "json_object", "regex", "ebnf", "choice", "structural_tag")
+GUIDED_KINDS: Final = (
+    "json_schema", "json_object", "regex", "ebnf", "choice", "structural_tag", "free",
+)  # fmt: skip
 
 
 def guided_to_wire(guided: GuidedDecoding) -> node_pb2.GuidedDecoding:
@@ -18,6 +20,8 @@ def guided_to_wire(guided: GuidedDecoding) -> node_pb2.GuidedDecoding:
         backend=guided.backend,
         whitespace=guided.whitespace,
         starts_after=guided.starts_after,
+        most_thought=guided.most_thought,
+        thought_start=guided.thought_start,
     )
 
 
@@ -32,4 +36,6 @@ def guided_from_wire(message: Any) -> GuidedDecoding | None:
         backend=guided.backend,
         whitespace=guided.whitespace if guided.HasField("whitespace") else None,
         starts_after=guided.starts_after,
+        most_thought=guided.most_thought if guided.HasField("most_thought") else None,
+        thought_start=guided.thought_start,
     )

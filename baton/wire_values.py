@@ -1,5 +1,5 @@
 """Values inside node messages <-> protobuf: log-probabilities, prompts to pool and their vectors,
-endpoints (part of every handle, so what was made is kept, both ways).
+failures, endpoints (part of every handle, so what was made is kept, both ways).
 
 Used by baton/wire.py, which has the messages around them.
 """
@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Final, cast
 
 from baton.errors import InvalidRequest
-from baton.events import Pooled, TokenLogprob
+from baton.events import Pooled, RequestFailed, TokenLogprob
 from baton.handles import Endpoint, LaneAddress
 from baton.kv_spec import PoolFormat
 from baton.messages import PoolKind, SubmitPool
@@ -20,7 +20,7 @@ from baton.wire_checks import epoch_of, identifier, one_of, present, required
 from protos import kv_pb2, node_pb2
 
 KEPT: Final = 256  # endpoints: incarnations of nodes
-POOL_KINDS: Final = ("last", "mean", "yes_no")
+POOL_KINDS: Final = ("last", "mean", "yes_no", "classify")
 
 
 def logprobs_to_wire(rows: Sequence[Sequence[TokenLogprob]]) -> list[node_pb2.TokenLogprobs]:
@@ -138,4 +138,26 @@ def _endpoint_of(data: bytes) -> Endpoint:
         ),
         protocol_version=message.protocol_version,
         ranks=tuple(endpoint_from_wire(rank) for rank in message.ranks),
+    )
+
+
+def failed_to_wire(value: RequestFailed) -> node_pb2.RequestFailed:
+    return node_pb2.RequestFailed(
+        request_id=value.request_id,
+        epoch=value.epoch,
+        code=value.code,
+        message=value.message,
+        retryable=value.retryable,
+        field=value.field or "",
+    )
+
+
+def failed_from_wire(message: node_pb2.RequestFailed) -> RequestFailed:
+    return RequestFailed(
+        request_id=required(message.request_id, "request_id"),
+        epoch=message.epoch,  # 0: the message was refused before its epoch was read
+        code=required(message.code, "code"),
+        message=message.message,
+        retryable=message.retryable,
+        field=message.field or None,
     )

@@ -26,8 +26,10 @@ from typing import Any, Final
 import torch
 from transformers import AutoModelForCausalLM
 
+from baton.config import parse
 from baton.engine.roofline import measure as measure_roof
 from baton.engine.work import Limits, Work
+from baton.errors import ConfigError
 from baton.llm import LLM
 from baton.sampling import SamplingParams
 from bench.engine_kit import Part, arguments_parser, prepare, random_prompt, tell
@@ -245,14 +247,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--peer", action="append", default=[], metavar="CMD", help=text)
     parser.add_argument("--folder", type=Path, help="keep checkpoints, and what peers made of them")
     parser.add_argument("--roofline", type=Path, help="folder for a picture (SVG) per model")
-    given = parser.parse_args(arguments)
+    try:
+        given = parse(parser, sys.argv[1:] if arguments is None else arguments)
+    except ConfigError as error:
+        parser.error(error.message)
+    models = given.models.split(",")
+    if not any(row.model in models and given.rows in row.name for row in ROWS):
+        known = ", ".join(sorted({row.model for row in ROWS}))
+        parser.error(f"no row is called so: the models are {known}; --rows takes a part of a name")
     prepare(given)
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack:
         folder = given.folder
         if folder is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-bench-")))
-        for model in given.models.split(","):
+        for model in models:
             asked = [row for row in ROWS if row.model == model and given.rows in row.name]
             if asked:
                 path = write_checkpoint(model, folder)

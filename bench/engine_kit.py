@@ -20,6 +20,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from baton.config import add_config
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.interface import ChunkResult, ModelInfo, Runner, Sampled, SequenceChunk
@@ -157,6 +158,7 @@ def arguments_parser(module: str, description: str | None) -> argparse.ArgumentP
     parser = argparse.ArgumentParser(
         prog=f"python -m bench.{module}", description=(description or "").partition("\n")[0]
     )
+    add_config(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--full", action="store_true", help="more sizes and repetitions (minutes)")
     parser.add_argument("--threads", type=int, help="CPU threads of torch (default: its own)")

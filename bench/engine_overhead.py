@@ -150,6 +150,10 @@ class KnownLogits:
         """See CausalModel.add_adapter."""
         raise NotImplementedError(adapter.name)
 
+    def remove_adapter(self, id_: str) -> None:
+        """See CausalModel.remove_adapter."""
+        raise NotImplementedError(id_)
+
 
 def likely_logits(rows: int) -> Tensor:
     """bfloat16 [rows, LARGE_VOCAB]: some ids stand out, as a text's next ones do."""

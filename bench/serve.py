@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.config import add_options, load, option
+from baton.config import parse as parse_options
 from baton.errors import ConfigError
 from bench import serve_goodput, serve_interference
 from bench.cluster import cluster
@@ -408,7 +409,7 @@ def parse(arguments: Sequence[str]) -> tuple[ServeOptions, list[str]]:
         given, passed_on = given[:at], given[at + 1 :]
     parser = argparse.ArgumentParser(prog="baton bench serve", description=DESCRIPTION)
     add_options(parser, ServeOptions)
-    options = load(ServeOptions, parser.parse_args(given))
+    options = load(ServeOptions, parse_options(parser, given))
     if passed_on and not options.starts_clusters:
         raise ConfigError(
             "flags after -- are for `baton up` and need --compare, --peer, --interference or"

@@ -1,21 +1,14 @@
 """`baton batch in.jsonl out.jsonl`: many requests from a file, answers to a file, resumable.
 
 Against a running router, or one engine in this process (deploy/batch_engine.py); both are an
-httpx.AsyncClient here. A fixed number of workers ask; 429, 503 and broken connections are tried
-again, no earlier than the server asks for. Run again with the same files, it goes on where it was.
+httpx.AsyncClient here. Run again with the same files, it goes on where it was.
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Final
 
 import httpx
-import orjson
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -27,131 +20,8 @@ from rich.progress import (
 )
 
 from baton.engine.config import EngineConfig
-from deploy.batch_file import Output, Response, Task, check_tasks, read_tasks
+from router.batches.run import BatchPlan, Outcome, run_batch
 from router.config import RouterConfig
-
-RETRIED: Final = frozenset({429, 503})
-CONNECT_S: Final = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """Tries of one request and the waits between them: doubling from `first_s`, at most `longest_s`
-    if the server does not say; what it says holds up to `longest_s`, too."""
-
-    tries: int = 8
-    first_s: float = 0.5
-    longest_s: float = 60.0
-
-    def wait_s(self, attempt: int, asked: str | None) -> float:
-        """Seconds before try number `attempt` + 1; `asked` is Retry-After."""
-        if asked is not None:
-            try:
-                return min(max(0.0, float(asked)), self.longest_s)
-            except ValueError:
-                pass  # a date: as if nothing was said
-        # Jitter, lest all workers come back in the same instant.
-        return min(self.first_s * 2 ** (attempt - 1), self.longest_s) * (0.5 + random.random() / 2)
-
-
-@dataclass(frozen=True, slots=True)
-class BatchPlan:
-    source: Path
-    target: Path
-    concurrency: int = 64
-    timeout_s: float = 3600.0  # of one request
-    patience: Patience = Patience()
-
-
-@dataclass(slots=True)
-class Outcome:
-    """Requests of this run: `failed` have an error or a status of 400 and more; `skipped` were
-    there already, `failed_before` of them had failed."""
-
-    total: int = 0
-    skipped: int = 0
-    answered: int = 0
-    failed: int = 0
-    failed_before: int = 0
-    retries: int = 0
-
-
-async def run_batch(
-    plan: BatchPlan, client: httpx.AsyncClient, told: Callable[[Outcome], None]
-) -> Outcome:
-    """Ask for everything that has no answer yet; `told` after each answer.
-
-    Raises InvalidRequest for a bad file, before anything is sent.
-    """
-    outcome = Outcome(total=check_tasks(plan.source))
-    output = Output(plan.target)
-    output.open()
-    before = dict(output.done)
-    tasks = (task for task in read_tasks(plan.source) if task.custom_id not in before)
-    skipped = [
-        before[task.custom_id] for task in read_tasks(plan.source) if task.custom_id in before
-    ]
-    outcome.skipped, outcome.failed_before = len(skipped), skipped.count(False)
-    told(outcome)
-    try:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(plan.concurrency):
-                group.create_task(_Worker(plan, client, output, outcome, told).run(tasks))
-    finally:
-        output.close()
-    return outcome
-
-
-@dataclass(frozen=True, slots=True)
-class _Worker:
-    plan: BatchPlan
-    client: httpx.AsyncClient
-    output: Output
-    outcome: Outcome
-    told: Callable[[Outcome], None]
-
-    async def run(self, tasks: Iterator[Task]) -> None:
-        for task in tasks:  # shared by all workers
-            response, error = await self._answer(task)
-            self.output.write(task, response, error)
-            self.outcome.answered += 1
-            self.outcome.failed += not self.output.done[task.custom_id]
-            self.told(self.outcome)
-
-    async def _answer(self, task: Task) -> tuple[Response | None, tuple[str, str] | None]:
-        """The answer, the last one if none was final; or why there is none."""
-        patience, attempt = self.plan.patience, 1
-        while True:
-            response, error, asked = await self._try(task)
-            final = response is not None and response.status_code not in RETRIED
-            if final or attempt == patience.tries or (error is not None and error[0] == "timeout"):
-                return response, error
-            self.outcome.retries += 1
-            await asyncio.sleep(patience.wait_s(attempt, asked))
-            attempt += 1
-
-    async def _try(self, task: Task) -> tuple[Response | None, tuple[str, str] | None, str | None]:
-        """Answer, error and Retry-After of one try."""
-        try:
-            reply = await self.client.post(task.url, json=task.body, timeout=self._timeout)
-        except httpx.ReadTimeout:
-            return None, ("timeout", f"no answer within {self.plan.timeout_s:g} s"), None
-        except httpx.TransportError as failure:
-            message = f"{type(failure).__name__}: {failure}"
-            return None, ("connection_error", message), None
-        return _response(reply), None, reply.headers.get("retry-after")
-
-    @property
-    def _timeout(self) -> httpx.Timeout:
-        return httpx.Timeout(self.plan.timeout_s, connect=CONNECT_S)
-
-
-def _response(reply: httpx.Response) -> Response:
-    try:
-        body = orjson.loads(reply.content)
-    except orjson.JSONDecodeError:
-        body = reply.text  # a proxy's page
-    return Response(reply.status_code, reply.headers.get("x-request-id", ""), body)
 
 
 def server_client(url: str, api_key: str | None, concurrency: int) -> httpx.AsyncClient:

@@ -24,7 +24,8 @@ from pathlib import Path
 import httpx
 from rich.console import Console
 
-from baton.config import add_options, load
+from baton.config import add_config, add_options, load, parse
+from baton.config import given as given_options
 from baton.engine.config import EngineConfig
 from baton.errors import BatonError, ConfigError
 from baton.node.config import NodeConfig
@@ -119,6 +120,7 @@ def _add_batch(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_status(parser: argparse.ArgumentParser) -> None:
+    add_config(parser)
     parser.add_argument(
         "--grpc", default=DEFAULT_GRPC, metavar="HOST:PORT", help="the router's gRPC"
     )
@@ -134,6 +136,7 @@ def _add_status(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    add_config(parser)
     given = "address of a running {} node (with --{}; default: two probe processes here)"
     parser.add_argument(
         "--from", dest="source", metavar="HOST:PORT", help=given.format("prefill", "to")
@@ -153,6 +156,7 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
+    add_config(parser)
     parser.add_argument("--url", default=DEFAULT_URL, help=f"server (default: {DEFAULT_URL})")
     parser.add_argument(
         "--api-key", default=os.environ.get("BATON_API_KEY"), help="the server's key"
@@ -178,7 +182,7 @@ def up_settings(arguments: argparse.Namespace) -> tuple[UpOptions, dict[str, obj
                 f"the demo model is missing ({DEMO_MODEL}); give --model", field="model"
             )
         if "BATON_SERVED_MODEL_NAME" not in os.environ:
-            flags.setdefault("served_model_name", DEMO_NAME)
+            flags.setdefault("served_model_name", (DEMO_NAME,))
         if not POOL_SIZES & flags.keys():
             # A quarter of a gigabyte holds 40 thousand of its tokens and is ready at once.
             flags["kv_cache_memory"] = DEMO_POOL
@@ -186,7 +190,7 @@ def up_settings(arguments: argparse.Namespace) -> tuple[UpOptions, dict[str, obj
         given = str(flags["model"])
         flags["model"] = str(local_model(given))
         if "/" in given and not Path(given).expanduser().is_dir():
-            flags.setdefault("served_model_name", given)  # a hub id, not the cache's folder
+            flags.setdefault("served_model_name", (given,))  # a hub id, not the cache's folder
     check_options(options, flags)
     return options, flags
 
@@ -225,9 +229,11 @@ def run_batch(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"there is no folder {arguments.target.parent}", field="target")
     # A model of the environment alone (BATON_MODEL, set for other commands) does not decide it.
     engine = None
-    if "model" in arguments:
-        given = {name: value for name, value in vars(arguments).items() if name in API_OPTIONS}
-        given |= {"model": arguments.model, "request_timeout_s": arguments.timeout_s}
+    model = given_options(EngineConfig, arguments).get("model")
+    if model is not None:
+        given = given_options(RouterConfig, arguments)
+        given = {name: value for name, value in given.items() if name in API_OPTIONS}
+        given |= {"model": model, "request_timeout_s": arguments.timeout_s}
         engine = load(EngineConfig, arguments, os.environ), load(RouterConfig, given)
         engine[1].check()
     if arguments.concurrency < 1:
@@ -282,8 +288,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     program = split_passed_on(given)
     if program is not None:
         os.execv(program[0], program)  # signals and status are the program's own
-    parsed = build_parser().parse_args(given)
     try:
+        parsed = parse(build_parser(), given)
         return parsed.handler(parsed)
     except ConfigError as error:
         print(f"baton: {error}", file=sys.stderr)

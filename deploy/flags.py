@@ -9,11 +9,12 @@ to a configuration are flags of `baton up` from then on (tests/deploy/test_flags
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Final
 
-from baton.config import add_options
+from baton.config import add_config, add_options, given
 from baton.engine.config import EngineConfig
 from baton.errors import ConfigError
 from baton.node.config import NodeConfig
@@ -43,6 +44,7 @@ REFUSED: Final[Mapping[str, str]] = {
     "cpu_cores": "`baton up` splits the cores among its processes: --cores",
     "node_id": _NAMES,
     "reuse_port": "routers of one `baton up` share its ports by --workers",
+    "uds": "`baton up` asks its first question at a port; `baton router --uds` listens there",
 }
 
 
@@ -58,6 +60,7 @@ def to_nodes(own: type) -> frozenset[str]:
 
 def add_flags(parser: argparse.ArgumentParser, own: type) -> None:
     """Every flag of `baton up`; `own`: the launcher's options."""
+    add_config(parser)
     router, nodes = to_router(own) - ENGINE, to_nodes(own) - ENGINE
     add_options(parser.add_argument_group("launcher"), own)
     add_options(parser.add_argument_group("engine of every node"), EngineConfig)
@@ -73,6 +76,8 @@ def given_flags(arguments: argparse.Namespace, own: type) -> dict[str, object]:
     """What was given of the flags that are passed on. Raises ConfigError for what makes no sense
     here."""
     told = vars(arguments)
+    for config in (EngineConfig, NodeConfig, RouterConfig):  # of the file, too
+        told = given(config, arguments, os.environ) | told
     for name, reason in REFUSED.items():
         if name in told:
             flag = name.replace("_", "-")

@@ -1,8 +1,8 @@
 #!/bin/sh
 # Tries the compose stack in real containers: everything healthy, kernels without a compiler, a
 # streamed answer, KV by lane shm, a decode node killed in mid-stream that nobody notices, the restart
-# policy, two routers of which one dies, decode nodes replaced one by one under a stream, five nodes,
-# a stop in good order. Leaves nothing behind.
+# policy, two routers of which one dies, decode nodes replaced one by one under a stream and all at
+# once under four, five nodes, a stop in good order. Leaves nothing behind.
 #
 #   deploy/try_compose.sh [--no-build]      needs docker, compose, curl, python3; DOCKER_HOST is heard
 #
@@ -186,6 +186,21 @@ text "$folder/rolled" | cmp -s - "$folder/whole.txt" || fail "the stream differs
 containers decode | sort | comm -12 - "$folder/before" | grep -q . && fail "an old one is left"
 until_true "5 healthy containers" healthy 5
 say "both decode nodes were replaced, one after the other, under a stream: the same text"
+
+asking=
+for each in 1 2 3 4; do
+    ask "$folder/all$each" &
+    asking="$asking $!"
+done
+until_true "a decode node at work" busy >/dev/null
+stack up -d --no-deps --no-build --force-recreate decode >"$folder/up" 2>&1 || fail "recreating"
+for each in $asking; do wait "$each" || fail "a stream broke"; done
+for each in 1 2 3 4; do
+    text "$folder/all$each" | cmp -s - "$folder/whole.txt" || fail "stream $each differs"
+done
+until_true "5 healthy containers" healthy 5
+until_true "3 connected nodes" connected 3
+say "both decode nodes were replaced at once, under four streams: the same text"
 
 stack up -d --no-build --scale prefill=2 --scale decode=3 >/dev/null 2>&1 || fail "scaling"
 until_true "7 healthy containers" healthy 7

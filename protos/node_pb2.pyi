@@ -18,21 +18,25 @@ ROLE_PREFILL: Role
 ROLE_DECODE: Role
 
 class GuidedDecoding(_message.Message):
-    __slots__ = ("kind", "grammar", "backend", "whitespace", "starts_after")
+    __slots__ = ("kind", "grammar", "backend", "whitespace", "starts_after", "most_thought", "thought_start")
     KIND_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     WHITESPACE_FIELD_NUMBER: _ClassVar[int]
     STARTS_AFTER_FIELD_NUMBER: _ClassVar[int]
+    MOST_THOUGHT_FIELD_NUMBER: _ClassVar[int]
+    THOUGHT_START_FIELD_NUMBER: _ClassVar[int]
     kind: str
     grammar: str
     backend: str
     whitespace: str
     starts_after: str
-    def __init__(self, kind: _Optional[str] = ..., grammar: _Optional[str] = ..., backend: _Optional[str] = ..., whitespace: _Optional[str] = ..., starts_after: _Optional[str] = ...) -> None: ...
+    most_thought: int
+    thought_start: str
+    def __init__(self, kind: _Optional[str] = ..., grammar: _Optional[str] = ..., backend: _Optional[str] = ..., whitespace: _Optional[str] = ..., starts_after: _Optional[str] = ..., most_thought: _Optional[int] = ..., thought_start: _Optional[str] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
-    __slots__ = ("n", "best_of", "beam_width", "length_penalty", "early_stopping", "temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "bad_words", "logprobs", "prompt_logprobs", "guided", "allowed_token_ids")
+    __slots__ = ("n", "best_of", "beam_width", "length_penalty", "early_stopping", "temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "bad_words", "logprobs", "prompt_logprobs", "guided", "allowed_token_ids", "logprob_token_ids")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -63,6 +67,7 @@ class SamplingParams(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     GUIDED_FIELD_NUMBER: _ClassVar[int]
     ALLOWED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     n: int
     best_of: int
     beam_width: int
@@ -86,7 +91,8 @@ class SamplingParams(_message.Message):
     prompt_logprobs: int
     guided: GuidedDecoding
     allowed_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, n: _Optional[int] = ..., best_of: _Optional[int] = ..., beam_width: _Optional[int] = ..., length_penalty: _Optional[float] = ..., early_stopping: _Optional[str] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., bad_words: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., guided: _Optional[_Union[GuidedDecoding, _Mapping]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    logprob_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, n: _Optional[int] = ..., best_of: _Optional[int] = ..., beam_width: _Optional[int] = ..., length_penalty: _Optional[float] = ..., early_stopping: _Optional[str] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., bad_words: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., guided: _Optional[_Union[GuidedDecoding, _Mapping]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., logprob_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -123,7 +129,7 @@ class Request(_message.Message):
     def __init__(self, id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., adapter: _Optional[str] = ..., priority: _Optional[int] = ..., tenant_salt: _Optional[str] = ..., deadline_ms: _Optional[int] = ..., epoch: _Optional[int] = ..., traceparent: _Optional[str] = ..., resume: _Optional[str] = ..., ended: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("running", "waiting", "swapped", "free_blocks", "total_blocks", "waiting_tokens", "fetching", "export_bytes", "step_seconds", "prefill_tokens_per_s", "draining", "kv_received_bytes", "kv_sent_bytes", "kv_fetches", "kv_fetch_failures", "preemptions", "prefix_query_tokens", "prefix_hit_tokens", "kv_token_bytes", "kv_tail_seconds", "stalled", "mbu", "mfu", "kv_adopted_bytes")
+    __slots__ = ("running", "waiting", "swapped", "free_blocks", "total_blocks", "waiting_tokens", "fetching", "export_bytes", "step_seconds", "prefill_tokens_per_s", "draining", "kv_received_bytes", "kv_sent_bytes", "kv_fetches", "kv_fetch_failures", "preemptions", "prefix_query_tokens", "prefix_hit_tokens", "kv_token_bytes", "kv_tail_seconds", "stalled", "mbu", "mfu", "kv_adopted_bytes", "pause", "asleep", "steps", "step_tokens")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     SWAPPED_FIELD_NUMBER: _ClassVar[int]
@@ -148,6 +154,10 @@ class Load(_message.Message):
     MBU_FIELD_NUMBER: _ClassVar[int]
     MFU_FIELD_NUMBER: _ClassVar[int]
     KV_ADOPTED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_FIELD_NUMBER: _ClassVar[int]
+    ASLEEP_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     swapped: int
@@ -172,10 +182,14 @@ class Load(_message.Message):
     mbu: float
     mfu: float
     kv_adopted_bytes: int
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., swapped: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., fetching: _Optional[int] = ..., export_bytes: _Optional[int] = ..., step_seconds: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., draining: bool = ..., kv_received_bytes: _Optional[int] = ..., kv_sent_bytes: _Optional[int] = ..., kv_fetches: _Optional[int] = ..., kv_fetch_failures: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., kv_token_bytes: _Optional[int] = ..., kv_tail_seconds: _Optional[float] = ..., stalled: bool = ..., mbu: _Optional[float] = ..., mfu: _Optional[float] = ..., kv_adopted_bytes: _Optional[int] = ...) -> None: ...
+    pause: str
+    asleep: bool
+    steps: int
+    step_tokens: int
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., swapped: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., fetching: _Optional[int] = ..., export_bytes: _Optional[int] = ..., step_seconds: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., draining: bool = ..., kv_received_bytes: _Optional[int] = ..., kv_sent_bytes: _Optional[int] = ..., kv_fetches: _Optional[int] = ..., kv_fetch_failures: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., kv_token_bytes: _Optional[int] = ..., kv_tail_seconds: _Optional[float] = ..., stalled: bool = ..., mbu: _Optional[float] = ..., mfu: _Optional[float] = ..., kv_adopted_bytes: _Optional[int] = ..., pause: _Optional[str] = ..., asleep: bool = ..., steps: _Optional[int] = ..., step_tokens: _Optional[int] = ...) -> None: ...
 
 class NodeRecord(_message.Message):
-    __slots__ = ("node_id", "boot_id", "role", "address", "model", "model_digest", "block_size", "max_model_len", "vocab_size", "endpoint", "load", "version", "adapters", "eos_token_ids", "max_num_seqs", "precision", "deterministic")
+    __slots__ = ("node_id", "boot_id", "role", "address", "model", "model_digest", "block_size", "max_model_len", "vocab_size", "endpoint", "load", "version", "adapters", "eos_token_ids", "max_num_seqs", "precision", "deterministic", "leaving_adapters")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -193,6 +207,7 @@ class NodeRecord(_message.Message):
     MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
     PRECISION_FIELD_NUMBER: _ClassVar[int]
     DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     boot_id: str
     role: Role
@@ -210,7 +225,8 @@ class NodeRecord(_message.Message):
     max_num_seqs: int
     precision: str
     deterministic: bool
-    def __init__(self, node_id: _Optional[str] = ..., boot_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., model_digest: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., endpoint: _Optional[_Union[_kv_pb2.Endpoint, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., version: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_num_seqs: _Optional[int] = ..., precision: _Optional[str] = ..., deterministic: bool = ...) -> None: ...
+    leaving_adapters: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, node_id: _Optional[str] = ..., boot_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., model_digest: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., endpoint: _Optional[_Union[_kv_pb2.Endpoint, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., version: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_num_seqs: _Optional[int] = ..., precision: _Optional[str] = ..., deterministic: bool = ..., leaving_adapters: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class BlockEvent(_message.Message):
     __slots__ = ("kind", "hashes", "parent")
@@ -334,6 +350,24 @@ class Prefilled(_message.Message):
     epoch: int
     def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
+class Control(_message.Message):
+    __slots__ = ("number", "action", "name", "path", "in_place", "tags", "mode")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    ACTION_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    IN_PLACE_FIELD_NUMBER: _ClassVar[int]
+    TAGS_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    action: str
+    name: str
+    path: str
+    in_place: bool
+    tags: _containers.RepeatedScalarFieldContainer[str]
+    mode: str
+    def __init__(self, number: _Optional[int] = ..., action: _Optional[str] = ..., name: _Optional[str] = ..., path: _Optional[str] = ..., in_place: bool = ..., tags: _Optional[_Iterable[str]] = ..., mode: _Optional[str] = ...) -> None: ...
+
 class RouterBatch(_message.Message):
     __slots__ = ("messages",)
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
@@ -341,7 +375,7 @@ class RouterBatch(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[RouterMessage, _Mapping]]] = ...) -> None: ...
 
 class RouterMessage(_message.Message):
-    __slots__ = ("hello", "submit", "abort", "renew", "release", "drain", "migrate", "stop_sample", "batch", "prefilled")
+    __slots__ = ("hello", "submit", "abort", "renew", "release", "drain", "migrate", "stop_sample", "batch", "prefilled", "control")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
@@ -352,6 +386,7 @@ class RouterMessage(_message.Message):
     STOP_SAMPLE_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
     PREFILLED_FIELD_NUMBER: _ClassVar[int]
+    CONTROL_FIELD_NUMBER: _ClassVar[int]
     hello: SessionHello
     submit: Submit
     abort: Abort
@@ -362,10 +397,11 @@ class RouterMessage(_message.Message):
     stop_sample: StopSample
     batch: RouterBatch
     prefilled: Prefilled
-    def __init__(self, hello: _Optional[_Union[SessionHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., renew: _Optional[_Union[RenewExport, _Mapping]] = ..., release: _Optional[_Union[ReleaseExport, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., migrate: _Optional[_Union[Migrate, _Mapping]] = ..., stop_sample: _Optional[_Union[StopSample, _Mapping]] = ..., batch: _Optional[_Union[RouterBatch, _Mapping]] = ..., prefilled: _Optional[_Union[Prefilled, _Mapping]] = ...) -> None: ...
+    control: Control
+    def __init__(self, hello: _Optional[_Union[SessionHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., renew: _Optional[_Union[RenewExport, _Mapping]] = ..., release: _Optional[_Union[ReleaseExport, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., migrate: _Optional[_Union[Migrate, _Mapping]] = ..., stop_sample: _Optional[_Union[StopSample, _Mapping]] = ..., batch: _Optional[_Union[RouterBatch, _Mapping]] = ..., prefilled: _Optional[_Union[Prefilled, _Mapping]] = ..., control: _Optional[_Union[Control, _Mapping]] = ...) -> None: ...
 
 class TokenEvent(_message.Message):
-    __slots__ = ("request_id", "epoch", "sample", "position", "token_ids", "logprobs", "finish_reason", "num_cached_tokens", "stop_token_id", "has_stop_token", "prompt_logprobs")
+    __slots__ = ("request_id", "epoch", "sample", "position", "token_ids", "logprobs", "finish_reason", "num_cached_tokens", "stop_token_id", "has_stop_token", "prompt_logprobs", "preemptions")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
@@ -377,6 +413,7 @@ class TokenEvent(_message.Message):
     STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     HAS_STOP_TOKEN_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     epoch: int
     sample: int
@@ -388,7 +425,8 @@ class TokenEvent(_message.Message):
     stop_token_id: int
     has_stop_token: bool
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
-    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., sample: _Optional[int] = ..., position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ..., stop_token_id: _Optional[int] = ..., has_stop_token: bool = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
+    preemptions: int
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., sample: _Optional[int] = ..., position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ..., stop_token_id: _Optional[int] = ..., has_stop_token: bool = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., preemptions: _Optional[int] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("top",)
@@ -440,8 +478,28 @@ class RequestFailed(_message.Message):
     field: str
     def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., code: _Optional[str] = ..., message: _Optional[str] = ..., retryable: bool = ..., field: _Optional[str] = ...) -> None: ...
 
+class Controlled(_message.Message):
+    __slots__ = ("number", "code", "message", "field")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    FIELD_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    code: str
+    message: str
+    field: str
+    def __init__(self, number: _Optional[int] = ..., code: _Optional[str] = ..., message: _Optional[str] = ..., field: _Optional[str] = ...) -> None: ...
+
+class AdapterList(_message.Message):
+    __slots__ = ("held", "leaving")
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
+    held: _containers.RepeatedScalarFieldContainer[str]
+    leaving: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, held: _Optional[_Iterable[str]] = ..., leaving: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class NodeStep(_message.Message):
-    __slots__ = ("tokens", "handles", "subscribed", "failed", "load", "block_events_seq", "block_events", "last", "pooled")
+    __slots__ = ("tokens", "handles", "subscribed", "failed", "load", "block_events_seq", "block_events", "last", "pooled", "controlled", "adapters")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     HANDLES_FIELD_NUMBER: _ClassVar[int]
     SUBSCRIBED_FIELD_NUMBER: _ClassVar[int]
@@ -451,6 +509,8 @@ class NodeStep(_message.Message):
     BLOCK_EVENTS_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
     POOLED_FIELD_NUMBER: _ClassVar[int]
+    CONTROLLED_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     tokens: _containers.RepeatedCompositeFieldContainer[TokenEvent]
     handles: _containers.RepeatedCompositeFieldContainer[HandleReady]
     subscribed: _containers.RepeatedCompositeFieldContainer[Subscribed]
@@ -460,7 +520,9 @@ class NodeStep(_message.Message):
     block_events: _containers.RepeatedCompositeFieldContainer[BlockEvent]
     last: bool
     pooled: _containers.RepeatedCompositeFieldContainer[Pooled]
-    def __init__(self, tokens: _Optional[_Iterable[_Union[TokenEvent, _Mapping]]] = ..., handles: _Optional[_Iterable[_Union[HandleReady, _Mapping]]] = ..., subscribed: _Optional[_Iterable[_Union[Subscribed, _Mapping]]] = ..., failed: _Optional[_Iterable[_Union[RequestFailed, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., block_events_seq: _Optional[int] = ..., block_events: _Optional[_Iterable[_Union[BlockEvent, _Mapping]]] = ..., last: bool = ..., pooled: _Optional[_Iterable[_Union[Pooled, _Mapping]]] = ...) -> None: ...
+    controlled: _containers.RepeatedCompositeFieldContainer[Controlled]
+    adapters: AdapterList
+    def __init__(self, tokens: _Optional[_Iterable[_Union[TokenEvent, _Mapping]]] = ..., handles: _Optional[_Iterable[_Union[HandleReady, _Mapping]]] = ..., subscribed: _Optional[_Iterable[_Union[Subscribed, _Mapping]]] = ..., failed: _Optional[_Iterable[_Union[RequestFailed, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., block_events_seq: _Optional[int] = ..., block_events: _Optional[_Iterable[_Union[BlockEvent, _Mapping]]] = ..., last: bool = ..., pooled: _Optional[_Iterable[_Union[Pooled, _Mapping]]] = ..., controlled: _Optional[_Iterable[_Union[Controlled, _Mapping]]] = ..., adapters: _Optional[_Union[AdapterList, _Mapping]] = ...) -> None: ...
 
 class NodeMessage(_message.Message):
     __slots__ = ("hello", "step")

@@ -46,11 +46,12 @@ class Requests(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """What to end: requests of these names; `domain` None: whoever's they are."""
+    """What to end: requests of these names, or all; `domain` None: whoever's they are."""
 
     names: Sequence[str]
     by_operator: bool
     domain: str | None
+    everything: bool = False
 
 
 class Aborts:
@@ -77,6 +78,17 @@ class Aborts:
                 log.warning("only this router was asked to end requests: %s", error)
         return found
 
+    async def everything(self) -> list[str]:
+        """End all requests, their clients get what there is; their ids."""
+        question = _Question((), by_operator=True, domain=None, everything=True)
+        found = self.here(question)
+        if self._redis is not None:
+            try:
+                found += await self._elsewhere(self._redis, question)
+            except _FAILED as error:
+                log.warning("only this router was asked to end requests: %s", error)
+        return found
+
     def here(self, question: _Question) -> list[str]:
         known = [
             each.id
@@ -87,7 +99,8 @@ class Aborts:
         meant = [
             id_
             for id_ in known
-            if any(names(one, id_) if operator else one == id_ for one in question.names)
+            if question.everything
+            or any(names(one, id_) if operator else one == id_ for one in question.names)
         ]
         return [id_ for id_ in meant if self._requests.abort(id_, by_operator=operator)]
 
@@ -118,7 +131,10 @@ class Aborts:
     async def _answer(self, redis: Redis, data: bytes) -> None:
         question: Any = orjson.loads(data)
         own = question["from"] == self._id
-        asked = _Question(question["names"], bool(question["by_operator"]), question["domain"])
+        asked = _Question(
+            question["names"], bool(question["by_operator"]), question["domain"],
+            bool(question.get("everything")),
+        )  # fmt: skip
         found = [] if own else self.here(asked)
         key = aborted_key(question["id"])
         async with redis.pipeline(transaction=False) as pipe:

@@ -5,6 +5,7 @@
     GET  /debug            requests under way and waiting, nodes, lifecycle
     GET  /server_info      version, model, options (no secrets)
     GET  /metrics, /health
+    POST /pause, /sleep, /v1/load_lora_adapter and their like: router/control.py
 
 Every route but /health wants a key of operators (--admin-key, --admin-keys); no API key opens one.
 The public port has /metrics as well, as vLLM's users expect, and none of the rest.
@@ -25,12 +26,14 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from baton import __version__
+from baton.adapters import adapter_name
 from baton.errors import BatonError, InvalidRequest
 from baton.handles import NodeLoad
 from baton.messages import DrainNode
 from baton.metrics import CONTENT_TYPE
 from baton.request import Request
 from router.auth import ApiKeyGuard
+from router.control import ControlApi
 from router.http_guard import HeadGuard, HttpLimits
 from router.nodes.registry import NodeStatus
 from router.openai import object_of, struct_of
@@ -43,9 +46,9 @@ MAX_ABORTS: Final = 1024
 
 
 class AbortBody(msgspec.Struct, kw_only=True):
-    """Ids of replies, of `x-request-id` headers, or as /debug shows them."""
+    """Ids of replies, of `x-request-id` headers, or as /debug shows them; none: all requests."""
 
-    request_ids: list[str]
+    request_ids: list[str] | None = None
 
 
 class DrainBody(msgspec.Struct, kw_only=True):
@@ -77,9 +80,10 @@ class AdminApi:
     async def abort_requests(self, request: HttpRequest) -> Response:
         """End requests under way; their clients get what there is, `finish_reason: abort`."""
         body = struct_of(object_of(await read_body(request)), AbortBody)
-        if len(body.request_ids) > MAX_ABORTS:
+        aborts, ids = self._services.aborts, body.request_ids
+        if ids is not None and len(ids) > MAX_ABORTS:
             raise InvalidRequest(f"request_ids: at most {MAX_ABORTS}", field="request_ids")
-        ended = await self._services.aborts.everywhere(body.request_ids, by_operator=True)
+        ended = await (aborts.everywhere(ids, by_operator=True) if ids else aborts.everything())
         return _json(Aborted(ended))
 
     async def drain(self, request: HttpRequest) -> Response:
@@ -136,7 +140,7 @@ def create_admin_app(services: RouterServices, limits: HttpLimits | None = None)
     keys = services.config.admin_ring()
     assert len(keys), "RouterConfig.check: no admin port without a key"
     routes = Starlette(
-        routes=AdminApi(services).routes(),
+        routes=[*AdminApi(services).routes(), *ControlApi(services).routes()],
         exception_handlers={
             BatonError: on_baton_error,
             HTTPException: on_http_exception,
@@ -157,7 +161,7 @@ def live_of(request: Request, trace: RequestTrace, now: float) -> dict[str, Any]
         "prompt_tokens": len(request.prompt_ids),
         "output_tokens": trace.output_tokens,
         "max_tokens": request.params.max_tokens,
-        "adapter": request.adapter or None,
+        "adapter": adapter_name(request.adapter) or None,
         "priority": request.priority,
         "age_s": None if since is None else round(now - since, 3),
         "prefill_node": trace.prefill_node,
@@ -175,7 +179,7 @@ def waiting_of(request: Request, trace: RequestTrace, now: float) -> dict[str, A
         "id": request.id,
         "prompt_tokens": len(request.prompt_ids),
         "max_tokens": request.params.max_tokens,
-        "adapter": request.adapter or None,
+        "adapter": adapter_name(request.adapter) or None,
         "priority": request.priority,
         "tenant": trace.terms.grant.tenant or None,
         "age_s": round(now - request.arrival, 3),
@@ -199,6 +203,7 @@ def node_of(status: NodeStatus, loads: Mapping[str, NodeLoad]) -> dict[str, Any]
         "role": record.role.value,
         "model": record.model,
         "adapters": record.adapters,
+        "leaving_adapters": record.leaving_adapters,
         "version": record.version,
         "load": asdict(loads.get(record.boot_id, record.load)),
     }

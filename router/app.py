@@ -30,6 +30,7 @@ from router.prompts import PromptReader
 from router.request_ids import known_id, note_request_id
 from router.responses.stored_api import StoredApi
 from router.resumable.http import ResumableApi
+from router.root_path import RootPath
 from router.services import RouterServices
 from router.strict_fields import strict
 from router.vllm_metrics import watch
@@ -40,7 +41,8 @@ log = logging.getLogger(__name__)
 
 def create_app(services: RouterServices, limits: HttpLimits | None = None) -> ASGIApp:
     """The whole HTTP front door. Its threads end with the app's lifespan."""
-    prompts = PromptReader(services.tokenizer, services.chat_template)
+    trusts = services.config.trust_request_chat_template
+    prompts = PromptReader(services.tokenizer, services.chat_template, trusts)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncGenerator[None, None]:
@@ -63,6 +65,8 @@ def create_app(services: RouterServices, limits: HttpLimits | None = None) -> AS
     # Slashes mean what they say: a redirect would tell the unauthenticated which routes exist.
     routes.router.redirect_slashes = False
     direct = DirectRoutes(routes, {it.path: it.endpoint for it in every if it.path in BUSIEST})
+    if services.batches is not None:
+        services.batches.serve(RequestIds(direct))
     guarded = ApiKeyGuard(direct, services.config.key_ring())
     limited = HeadGuard(RequestIds(guarded), limits if limits is not None else HttpLimits())
     app: ASGIApp = Parting(AnthropicErrors(limited), services.lifecycle)
@@ -76,7 +80,8 @@ def create_app(services: RouterServices, limits: HttpLimits | None = None) -> AS
             allow_headers=everything,
             expose_headers=everything,
         )
-    return app
+    prefix = services.config.root_path
+    return RootPath(app, prefix) if prefix else app
 
 
 def all_routes(services: RouterServices, prompts: PromptReader) -> list[Route]:

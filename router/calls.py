@@ -194,7 +194,7 @@ class _WholeChat:
         assert self._last is not None, "a sample ends with a delta or an exception"
         return ChatChoice(
             self._index,
-            message_of(self._parts, self._rules.draw_id),
+            message_of(self._parts, self._rules.draw_id, self._rules.role, self._rules.lead),
             finish_reason_of(self._last),
             logprobs=None if self._rules.logprobs is None else chat_choice_logprobs(self._told),
             stop_reason=self._last.stop_reason,

@@ -38,9 +38,20 @@ def conversation_of(body: ChatBody | TokenizeBody, terms: Terms, length: Length)
         add_generation_prompt=body.add_generation_prompt is not False and not continues,
         continue_final_message=continues,
         kwargs=template_kwargs(body.chat_template_kwargs, effort),
+        documents=body.documents or (),
     )
     special = body.add_special_tokens is True
-    return Conversation(chat, length, terms.grant, special, terms.salt(salt))
+    return Conversation(
+        chat, length, terms.grant, special, terms.salt(salt), template=body.chat_template
+    )
+
+
+def said_first(body: ChatBody, asked: Chat, answers: str) -> tuple[str, str]:
+    """The role that answers, `answers` by default, and what is told before its answer: with `echo`
+    the message that it goes on with, if that is its own."""
+    last = asked.messages[-1]
+    role = answers if asked.add_generation_prompt else last["role"]
+    return role, last["content"] if body.echo and last["role"] == role else ""
 
 
 def tool_format(body: ChatBody, formats: Formats) -> ToolFormat | None:

@@ -27,6 +27,7 @@ from router.sessions import SessionMap, tie_of
 from router.trace import RequestTrace
 
 MAX_LOST: Final = 1  # hand-overs of one request whose KV is lost on the way, before it needs none
+MOST_LOGPROBS: Final = 1 << 15  # of token 1, that a hand-over carries (END has 1 MiB)
 
 
 class NodeChoice:
@@ -147,9 +148,15 @@ class NodeChoice:
             session_boot=self._session_boot(),
             slo=self._trace.terms.slo,
             width=request.params.width,
-            local=self._num_lost > MAX_LOST,
+            local=self._num_lost > MAX_LOST or _tells_much(request),
         )
 
     def _session_boot(self) -> str:
         session = self._trace.terms.session
         return self._sessions.node_of(session) if session else ""
+
+
+def _tells_much(request: Request) -> bool:
+    """Are the log-probabilities of token 1 too many to travel with the KV?"""
+    params = request.params
+    return params.num_samples * ((params.logprobs or 0) + 1) > MOST_LOGPROBS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Final, get_args
 
@@ -16,11 +17,13 @@ from router.gate.keys import KeyRing
 from router.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from router.resumable.kept import MAX_KEPT_MB
 
+MAX_LOGPROBS: Final = 20  # OpenAI's
 # The options that say what an answer is like, wherever it is computed.
 API_OPTIONS: Final = frozenset({
     "chat_template", "enable_auto_tool_choice", "generation_config", "matryoshka_dimensions",
-    "pooling_type", "reasoning_parser", "reranker", "responses_drop_builtin_tools",
-    "tool_call_parser",
+    "max_logprobs", "pooling_type", "reasoning_parser", "reranker", "response_role",
+    "responses_drop_builtin_tools", "return_tokens_as_token_ids", "tool_call_parser",
+    "trust_request_chat_template",
 })  # fmt: skip
 
 
@@ -29,9 +32,27 @@ class RouterConfig:
     model: str = option(
         "", "model directory: the router reads tokenizer and chat template only", also=("-m",)
     )
-    served_model_name: str | None = option(None, "name in the API; default: what the nodes say")
+    served_model_name: tuple[str, ...] = option(
+        (),
+        "names in the API (several: answers say the first; default: what the nodes say)",
+        several=True,
+    )
     chat_template: str | None = option(
         None, "file with a Jinja chat template, instead of the model's"
+    )
+    trust_request_chat_template: bool = option(
+        False, "render chats by the `chat_template` that a request brings"
+    )
+    enable_tokenizer_info_endpoint: bool = option(
+        False, "serve /tokenizer_info: the tokenizer's configuration and the chat template"
+    )
+    response_role: str = option("assistant", "role that answers chats")
+    max_logprobs: int = option(
+        MAX_LOGPROBS,
+        "most log-probabilities that a request may ask for per token; -1 = the whole vocabulary",
+    )
+    return_tokens_as_token_ids: bool = option(
+        False, "name tokens `token_id:42` in log-probabilities, unless a request says"
     )
     enable_auto_tool_choice: bool = option(
         False, "let the model decide to call tools (needs --tool-call-parser)"
@@ -75,6 +96,10 @@ class RouterConfig:
     )
     host: str = option("127.0.0.1", "address to listen on (HTTP and gRPC)")
     port: int = option(8000, "HTTP port, 0 = any free one")
+    uds: str | None = option(None, "Unix socket to serve HTTP on, instead of --host and --port")
+    root_path: str = option(
+        "", "prefix of paths that a proxy in front leaves on, such as /llm; without it, too"
+    )
     grpc_port: int = option(50051, "gRPC port, 0 = any free one")
     admin_host: str = option("127.0.0.1", "address of the admin server")
     admin_port: int | None = option(
@@ -158,6 +183,11 @@ class RouterConfig:
     max_resumable_mb: int = option(
         MAX_KEPT_MB, "MiB of resumable requests' bodies that the store keeps for one key"
     )
+    batch_dir: str | None = option(
+        None, "directory of /v1/files and /v1/batches; routers of a machine may share it"
+    )
+    batch_mb: int = option(1024, "MiB of files and answers of batches that one key may keep")
+    batch_concurrency: int = option(16, "requests of one batch at once")
     stored_responses_mb: int = option(
         64, "MiB of responses (/v1/responses) that are stored for one key; 0 = none is stored"
     )
@@ -194,12 +224,13 @@ class RouterConfig:
             ("port", 0), ("grpc_port", 0), ("max_live_requests", 1), ("local_prefill_tokens", 0),
             ("drain_s", 0), ("shutdown_s", 0), ("admin_port", 0), ("max_queued_requests", 0),
             ("max_request_tokens", 1), ("workers", 1), ("max_resumable_mb", 1),
-            ("tokenizer_cache_mb", 0), ("stored_responses_mb", 0), ("node_wait_s", 0),
-            ("health_port", 0),
+            ("tokenizer_cache_mb", 0), ("max_logprobs", -1), ("health_port", 0), ("batch_mb", 1),
+            ("batch_concurrency", 1), ("stored_responses_mb", 0), ("node_wait_s", 0),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < lowest:
                 raise ConfigError(f"{name} must be at least {lowest}", field=name)
+        self._check_place()
         if self.own_port is not None and self.own_port < 0:
             raise ConfigError("own_port must be at least 0", field="own_port")
         if self.workers > 1 and self.redis_url is None:
@@ -214,6 +245,8 @@ class RouterConfig:
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             message = "--enable-auto-tool-choice requires --tool-call-parser"
             raise ConfigError(message, field="tool_call_parser")
+        if not all(self.served_model_name):
+            raise ConfigError("a served model name must not be empty", field="served_model_name")
         if self.redis_url is not None:
             check_redis_url(self.redis_url)
         _ = self.tls, self.node_tls  # complete, or refused
@@ -221,6 +254,13 @@ class RouterConfig:
         self._check_encrypted(self.host)
         if self.admin_port is not None:
             self._check_encrypted(self.admin_host)
+
+    def _check_place(self) -> None:
+        if self.root_path and not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", self.root_path):
+            message = "root_path must be like /llm, without a slash at its end"
+            raise ConfigError(message, field="root_path")
+        if self.uds is not None and self.workers > 1:
+            raise ConfigError("one socket (--uds) serves one worker", field="uds")
 
     @property
     def tls(self) -> TlsFiles | None:

@@ -31,7 +31,8 @@ SAME: Final = (
     "logit_bias", "include_stop_str_in_output", "skip_special_tokens", "priority", "cache_salt",
     "allowed_token_ids", "bad_words", "structured_outputs", "guided_choice", "guided_grammar",
     "guided_json", "guided_regex", "guided_decoding_backend", "guided_whitespace_pattern",
-    "include_reasoning", "request_id", "session_id", "prompt_cache_key", "user", "baton_timing",
+    "include_reasoning", "chat_template", "documents", "thinking_token_budget",
+    "logprob_token_ids", "request_id", "session_id", "prompt_cache_key", "user", "baton_timing",
 )  # fmt: skip
 
 

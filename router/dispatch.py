@@ -219,6 +219,7 @@ class Journey:
             if self._legs.has_export:
                 await self._hand_over(ledger)  # a decode node was lost, the export was not
             else:
+                self._give_up("nobody fetched it")  # an export that went before a node came
                 await self._begin(ledger, self._nodes.route(self._request))
             while not self._output.finished:
                 leg, event = await self._legs.next_event()
@@ -229,6 +230,10 @@ class Journey:
                 # else: from a leg that was given up
         except NodeLost as error:  # it went between the choice and the submission
             raise HopFailed(error) from error
+
+    def _give_up(self, why: str) -> None:
+        self._legs.give_up(why)
+        self._end_move("failed")
 
     async def _begin(self, ledger: RequestLedger, route: Route) -> None:
         """Submit to the prefill node; without one, to the decode node alone."""
@@ -285,7 +290,7 @@ class Journey:
                 legs.take_handle(event.handle)
                 await self._hand_over(ledger)
             case TokenEvent():
-                self._trace.count_cached(event.num_cached_tokens)
+                self._trace.count(event)
                 self.shown.show(event)
                 legs.has_prefilled()
             case RequestFailed() if not (legs.prefilled and legs.is_subscribed):
@@ -310,7 +315,7 @@ class Journey:
                 legs.subscribed()
             case TokenEvent():
                 if legs.handle is None:
-                    self._trace.count_cached(event.num_cached_tokens)
+                    self._trace.count(event)
                 elif not legs.decoding:
                     await self._handed_over(ledger)
                 self.shown.decoded(event, self._legs.handle is not None)
@@ -420,8 +425,7 @@ class Journey:
         if keeps_export:
             self._legs.drop_decode()
         else:
-            self._legs.give_up("failover")
-            self._end_move("failed")
+            self._give_up("failover")
         for event in await ledger.settle():  # logged, and heard of no more
             self.shown.decoded(event, elsewhere and not event.prompt_logprobs)
         if self._output.finished:
@@ -439,7 +443,7 @@ class Journey:
             return
         self._attempts -= 1  # nobody has tried
         if self._legs.has_export and self._nodes.serve(self._request):
-            self._legs.give_up("nobody fetches it")  # whoever is there computes it again
+            self._give_up("nobody fetches it")  # whoever is there computes it again
         elif not await self._nodes.may_come(self._request, self._legs.handle):
             raise error
 

@@ -10,16 +10,21 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route
 
+from router.batches.api import BatchesApi
 from router.generate_ids import GenerateApi
 from router.http_api import HttpApi
+from router.invocations import Handler, Invocations
 from router.openapi.document import document
 from router.openapi.page import HEADERS, page
+from router.pooling.classify import ClassifyApi
+from router.pooling.cohere import CohereApi
 from router.pooling.config import PoolingSettings
 from router.pooling.embeddings import EmbeddingsApi, PoolingParts
 from router.pooling.pool import PoolDispatcher
 from router.pooling.rerank import RerankApi
 from router.prompts import PromptReader
 from router.services import RouterServices
+from router.tokenizer_info import tokenizer_info
 
 
 class Endpoints:
@@ -33,12 +38,20 @@ class Endpoints:
         )
         parts = PoolingParts(services, prompts, self.pools, PoolingSettings.of(config))
         self._embeddings = EmbeddingsApi(parts)
+        self._cohere = CohereApi(parts)
+        self._classify = ClassifyApi(parts)
         self._rerank = RerankApi(parts)
         self._generate = GenerateApi(services, http)
+        self._http = http
+        self._classifies = bool(parts.settings.labels)
+        self._tells_tokenizer = config.enable_tokenizer_info_endpoint
 
     def routes(self) -> list[Route]:
         post = (
             ("/v1/embeddings", self._embeddings.embeddings),
+            ("/v2/embed", self._cohere.embed),
+            ("/classify", self._classify.classify),
+            ("/pooling", self._classify.pooling),
             ("/v1/rerank", self._rerank.rerank),
             ("/v2/rerank", self._rerank.rerank),
             ("/rerank", self._rerank.rerank),
@@ -46,15 +59,31 @@ class Endpoints:
             ("/score", self._rerank.score),
             ("/inference/v1/generate", self._generate.generate),
         )
-        get = (
+        get = [
             ("/load", self.load),
             ("/openapi.json", self.openapi),
             ("/docs", self.docs),
             ("/", self.root),
-        )
-        return [Route(path, handler, methods=["POST"]) for path, handler in post] + [
-            Route(path, handler, methods=["GET"]) for path, handler in get
         ]
+        if self._tells_tokenizer:
+            get.append(("/tokenizer_info", self.tokenizer_info))
+        known: dict[str, Handler] = {
+            **dict(post),
+            "/v1/chat/completions": self._http.chat_completions,
+            "/v1/completions": self._http.completions,
+        }
+        one_door = Invocations(known, self._classifies)
+        runner, origins = self._services.batches, self._services.config.allowed_origins
+        batches = [] if runner is None else BatchesApi(runner.store, runner, origins).routes()
+        return [
+            *batches,
+            *(Route(path, handler, methods=["POST"]) for path, handler in post),
+            Route("/invocations", one_door.invoke, methods=["POST"]),
+            *(Route(path, handler, methods=["GET"]) for path, handler in get),
+        ]
+
+    async def tokenizer_info(self, _: HttpRequest) -> Response:
+        return _json(tokenizer_info(self._services))
 
     async def load(self, _: HttpRequest) -> Response:
         """vLLM's: requests under way here, of all kinds."""
@@ -62,10 +91,14 @@ class Endpoints:
         return _json({"server_load": load})
 
     async def openapi(self, _: HttpRequest) -> Response:
-        return Response(await asyncio.to_thread(_document), media_type="application/json")
+        prefix = self._services.config.root_path
+        content = await asyncio.to_thread(_document, prefix, self._tells_tokenizer)
+        return Response(content, media_type="application/json")
 
     async def docs(self, _: HttpRequest) -> Response:
-        return HTMLResponse(await asyncio.to_thread(_page), headers=HEADERS)
+        prefix = self._services.config.root_path
+        content = await asyncio.to_thread(_page, prefix, self._tells_tokenizer)
+        return HTMLResponse(content, headers=HEADERS)
 
     async def root(self, _: HttpRequest) -> Response:
         """Whoever looks in with a browser reads what there is."""
@@ -73,14 +106,14 @@ class Endpoints:
 
 
 @cache
-def _document() -> bytes:
-    """The same for every router; made when somebody asks, for that takes a while."""
-    return msgspec.json.encode(document())
+def _document(root_path: str, tells_tokenizer: bool) -> bytes:
+    """Made when somebody asks, for that takes a while."""
+    return msgspec.json.encode(document(root_path, tells_tokenizer))
 
 
 @cache
-def _page() -> str:
-    return page(document())
+def _page(root_path: str, tells_tokenizer: bool) -> str:
+    return page(document(root_path, tells_tokenizer))
 
 
 def _json(content: object) -> Response:

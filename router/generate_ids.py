@@ -17,6 +17,7 @@ import msgspec
 import orjson
 from starlette.requests import Request as HttpRequest
 
+from baton.adapters import adapter_name
 from baton.errors import BatonError, InvalidRequest, UnsupportedFeature
 from baton.events import TokenLogprob
 from router.calls import Runner
@@ -30,7 +31,7 @@ from router.openai import (
     parse,
     struct_of,
 )
-from router.openai_logprobs import FLOOR, name_of
+from router.openai_logprobs import FLOOR, name_of, told_count
 from router.openai_replies import DONE, ReplyRules, finish_reason_of, sse_frame
 from router.reading import read_body
 from router.request_ids import engine_id, note_body_id, reply_id
@@ -214,9 +215,13 @@ class GenerateApi:
         told = body.stream_options or StreamOptions()
         call = TokensCall(
             id_,
-            completion.request.adapter or completion.model,
+            adapter_name(completion.request.adapter) or completion.model,
             completion,
-            ReplyRules(self._services.tokenizer, asked.logprobs, asked.prompt_logprobs),
+            ReplyRules(
+                self._services.tokenizer,
+                told_count(completion.request.params),
+                completion.request.params.prompt_logprobs,
+            ),
             bool(told.include_usage),
             bool(told.include_usage and told.continuous_usage_stats),
             self._services.config.request_timeout_s,

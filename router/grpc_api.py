@@ -23,7 +23,7 @@ from grpc_reflection.v1alpha import reflection
 
 from baton import __version__, wire
 from baton.client import ERROR_CODE_METADATA, ERROR_FIELD_METADATA
-from baton.errors import ConfigError, InvalidRequest, ModelNotFound, Unavailable
+from baton.errors import ConfigError, InvalidRequest, Unavailable
 from baton.log import request_context
 from baton.request import Request
 from baton.sampling import SamplingParams
@@ -44,11 +44,13 @@ from router.openai import (
     check_token_ids,
     token_ids_below,
 )
+from router.prompt_options import logprobs_within
 from router.prompts import (
     DEFAULT_MAX_TOKENS,
     Inputs,
     Length,
     PromptReader,
+    check_logprobs,
     check_prompt_logprobs,
     check_room,
     room_for_output,
@@ -57,6 +59,7 @@ from router.reading import MAX_BODY_BYTES
 from router.receipt import HEADER, header_of, receipt_of
 from router.resumable.canonical import owner_digest, record_id
 from router.resumable.grpc import GrpcAsked, NoCaller, ResumableCalls
+from router.served import adapter_named, model_name, model_names, unknown
 from router.services import RouterServices
 from router.terms import read_terms, resume_of
 from router.web_errors import as_baton_error, error_object, log_failure
@@ -209,7 +212,9 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
             "max_tokens": min(DEFAULT_MAX_TOKENS, room),
             **self._services.sampling_defaults,
         }
-        params = _sampling_params(message, defaults)
+        most = self._services.config.max_logprobs
+        params = logprobs_within(_sampling_params(message, defaults), most, model.vocab_size)
+        check_logprobs(params, at_once=False, field="logprobs")
         await self._prompts.check_guided(params.guided, grant)
         check_room(len(ids), params.max_tokens, model.max_model_len, "max_tokens")
         check_prompt_logprobs(len(ids), params.prompt_logprobs, "prompt_logprobs")
@@ -223,7 +228,7 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
             id=request_id,
             prompt_ids=ids,
             params=params,
-            adapter=message.adapter,
+            adapter=adapter_named(self._services, message.adapter),
             priority=message.priority,
             tenant_salt=message.cache_salt,
             deadline=now + (timeout_s if remaining is None else min(timeout_s, remaining)),
@@ -258,8 +263,9 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
         model = self._services.registry.model()
         if model is None:
             raise Unavailable("no node has registered yet")
-        if asked and asked != self._name(model):
-            raise ModelNotFound(f"the model {asked[:200]!r} does not exist", field="model")
+        names = model_names(self._services, model)
+        if asked and asked not in names:
+            raise unknown(asked, names)
         return model
 
     def _grant(self, context: Any) -> Grant:
@@ -267,7 +273,7 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
         return self._keys.bearer(given.encode()) or EVERYBODY
 
     def _name(self, model: ServedModel) -> str:
-        return self._services.config.served_model_name or model.name
+        return model_name(self._services, model)
 
 
 class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
@@ -428,6 +434,7 @@ def _sampling_params(
     given["stop_token_ids"] = tuple(message.stop_token_ids)
     given["bad_words"] = tuple(tuple(word.ids) for word in message.bad_words)
     given["allowed_token_ids"] = tuple(message.allowed_token_ids)
+    given["logprob_token_ids"] = tuple(message.logprob_token_ids)
     given["logit_bias"] = tuple(sorted(message.logit_bias.items()))
     return SamplingParams(**given, guided=guided_from_wire(message))
 

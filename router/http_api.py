@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import msgspec
@@ -19,7 +19,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from baton import __version__
-from baton.errors import InvalidRequest
+from baton.adapters import adapter_name
+from baton.errors import InvalidRequest, UnsupportedFeature
 from baton.metrics import CONTENT_TYPE
 from router.anthropic.api import AnthropicApi
 from router.calls import Api, Call, Runner
@@ -38,6 +39,7 @@ from router.openai import (
     prompts_of,
     token_ids_below,
 )
+from router.openai_logprobs import told_count
 from router.openai_replies import ModelList, ReplyHead, ReplyRules
 from router.preparing import end_preparing
 from router.prompts import DEFAULT_MAX_TOKENS, Inputs, PromptReader, room_for_output
@@ -48,7 +50,7 @@ from router.responses.api import ResponsesApi
 from router.served import cards
 from router.services import RouterServices
 from router.sse import StreamReply
-from router.structured.guided import asked_of
+from router.structured.guided import asked_of, limited_text
 from router.terms import Terms, terms_of
 from router.whole import WholeReply
 
@@ -117,16 +119,14 @@ class HttpApi:
             echo = prompt if body.echo and isinstance(prompt, str) else ""
             if body.echo and not isinstance(prompt, str):
                 echo = await self._prompts.decode(ids, terms.grant)
-            one = Asked(engine_id(id_, index), ids, default, terms, echo=echo, guided=guided)
+            own = guided
+            if body.thinking_token_budget is not None:
+                text = prompt if isinstance(prompt, str) else ""
+                text = text or await self._prompts.decode(ids, terms.grant)
+                own = limited_text(guided, body, text, self._intake.formats.reasoning)
+            one = Asked(engine_id(id_, index), ids, default, terms, echo=echo, guided=own)
             completions.append(self._intake.completion(body, one, model))
-        rules = ReplyRules(
-            self._services.tokenizer,
-            body.logprobs,
-            body.prompt_logprobs,
-            echo=bool(body.echo),
-            token_ids=bool(body.return_token_ids),
-            named_by_id=bool(body.return_tokens_as_token_ids),
-        )
+        rules = self._rules(body, completions[0], echo=bool(body.echo))
         plan = _Plan("completion", id_, rules, created_at(request))
         return self._reply(plan, body, completions)
 
@@ -135,14 +135,12 @@ class HttpApi:
         note_body_id(request, body.request_id)
         id_ = reply_id("chatcmpl-", request)
         turn = await self._intake.chat(body, id_, request)
-        rules = ReplyRules(
-            self._services.tokenizer,
-            (body.top_logprobs or 0) if body.logprobs else None,
-            body.prompt_logprobs,
+        rules = replace(
+            self._rules(body, turn.completion),
             parsed=turn.parsed,
-            token_ids=bool(body.return_token_ids),
-            named_by_id=bool(body.return_tokens_as_token_ids),
             draw_id=turn.draw_id,
+            role=turn.role,
+            lead=turn.lead,
         )
         plan = _Plan("chat", id_, rules, created_at(request))
         return self._reply(plan, body, [turn.completion])
@@ -156,12 +154,31 @@ class HttpApi:
         ids = cut_prompt(body, ids, model.max_model_len)
         room = room_for_output(len(ids), model.max_model_len, "token_ids")
         guided = await self._prompts.checked(asked_of(body), terms.grant)
+        if body.thinking_token_budget is not None:
+            text = await self._prompts.decode(ids, terms.grant)
+            guided = limited_text(guided, body, text, self._intake.formats.reasoning)
         return self._intake.completion(body, Asked(id_, ids, room, terms, guided=guided), model)
+
+    def _rules(
+        self, body: CompletionBody | ChatBody, completion: Completion, echo: bool = False
+    ) -> ReplyRules:
+        """What the client wants told of each choice."""
+        params, by_id = completion.request.params, body.return_tokens_as_token_ids
+        if by_id is None:
+            by_id = self._services.config.return_tokens_as_token_ids
+        return ReplyRules(
+            self._services.tokenizer,
+            told_count(params),
+            params.prompt_logprobs if body.prompt_logprobs == -1 else body.prompt_logprobs,
+            echo=echo,
+            token_ids=bool(body.return_token_ids),
+            named_by_id=by_id,
+        )
 
     def _reply(
         self, plan: _Plan, body: CompletionBody | ChatBody, completions: list[Completion]
     ) -> WholeReply | StreamReply:
-        name = completions[0].request.adapter or completions[0].model
+        name = adapter_name(completions[0].request.adapter) or completions[0].model
         head = ReplyHead(plan.id, name, plan.created)
         told = body.stream_options or StreamOptions()
         call = Call(
@@ -186,6 +203,9 @@ class HttpApi:
         if body.messages is not None:
             ids = (await self._prompts.chat(conversation_of(body, terms, length))).ids
         else:
+            if body.chat_template is not None:
+                message = "chat_template is not supported with prompt: it renders messages"
+                raise UnsupportedFeature(message, field="chat_template")
             special = body.add_special_tokens is not False
             asked = Inputs([body.prompt or ""], "prompt", length, terms.grant, special)
             [ids] = await self._prompts.read(asked)

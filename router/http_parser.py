@@ -33,6 +33,22 @@ class Phase(enum.Enum):
     NOTHING = enum.auto()  # it is whole
 
 
+class UntilTheEnd(int):
+    """uvicorn's count of what is left of a body that ends with its connection: never too few, never
+    too many."""
+
+    def __lt__(self, _: object) -> bool:
+        return False
+
+    def __ne__(self, _: object) -> bool:
+        return False
+
+    def __isub__(self, _: int) -> UntilTheEnd:
+        return self
+
+    __hash__ = int.__hash__
+
+
 class BoundedParser:
     """Takes the place of `protocol.parser`. `most_extra`: bytes of a request beside its body."""
 
@@ -105,6 +121,9 @@ class BoundedParser:
         scope = protocol.scope
         scope["raw_path"], scope["query_string"] = path, query
         scope["path"] = unquote(path.decode("ascii"))
+        if scope["http_version"] == "1.0":  # it knows no chunks
+            protocol.cycle.chunked_encoding = False
+            protocol.cycle.expected_content_length = UntilTheEnd()
         protocol.headers = []  # the scope has them; trailers are nobody's
         self.phase, self._body = Phase.BODY, 0
 

@@ -15,7 +15,7 @@ from starlette.requests import Request as HttpRequest
 
 from baton.request import Request
 from router.allowed_tools import apply_allowed
-from router.chat_rules import conversation_of, message_rules, tool_format
+from router.chat_rules import conversation_of, message_rules, said_first, tool_format
 from router.completion import Completion, OutputRules
 from router.draws import DRAWS
 from router.openai import (
@@ -30,10 +30,11 @@ from router.openai_message import DrawId
 from router.parsers.message import MessageRules
 from router.parsers.registry import Choice, formats_of
 from router.preparing import end_preparing
-from router.prompt_options import bad_word_ids, truncated, useful_length
+from router.prompt_options import bad_word_ids, logprobs_within, truncated, useful_length
 from router.prompts import (
     Length,
     PromptReader,
+    check_logprobs,
     check_prompt_logprobs,
     check_room,
     room_for_output,
@@ -74,6 +75,8 @@ class ChatTurn:
     draw_id: DrawId
     fitted: bool = False
     short_ids: bool = False
+    role: str = "assistant"
+    lead: str = ""  # of the message that the answer goes on with
 
 
 def cut_prompt(
@@ -103,7 +106,7 @@ class Intake:
         self._services = services
         self._prompts = prompts
         config, template, tokenizer = services.config, services.chat_template, services.tokenizer
-        self._formats = formats_of(
+        self.formats = formats_of(
             Choice(
                 config.tool_call_parser, config.reasoning_parser, config.enable_auto_tool_choice
             ),
@@ -128,7 +131,7 @@ class Intake:
         check_common(body)
         apply_allowed(body)
         model = self.model(body.model)
-        formats = self._formats
+        formats = self.formats
         calls = tool_format(body, formats)  # refused before anything is rendered
         terms = terms_of(request)
         asked = conversation_of(body, terms, length_of(body, model.max_model_len))
@@ -145,7 +148,9 @@ class Intake:
         one = Asked(engine_id(id_), ids, room, terms, message=message, guided=guided)
         short = calls is not None and calls.short_ids
         draw_id, parsed = call_ids(request, short), message is not None
-        return ChatTurn(self.completion(body, one, model), parsed, draw_id, fitted, short)
+        completion = self.completion(body, one, model)
+        first = said_first(body, asked.chat, self._services.config.response_role)
+        return ChatTurn(completion, parsed, draw_id, fitted, short, *first)
 
     async def count(self, body: ChatBody, request: HttpRequest) -> int:
         """How many tokens a chat's prompt has. Raises like `chat`."""
@@ -166,7 +171,11 @@ class Intake:
             "seed": DRAWS.seed(),
             **self._services.sampling_defaults,
         }
+        field = "top_logprobs" if isinstance(body, ChatBody) else "logprobs"
+        most = self._services.config.max_logprobs
         params = sampling_params(body, defaults)
+        params = logprobs_within(params, most, model.vocab_size, field)
+        check_logprobs(params, not body.stream, field)
         words = bad_word_ids(body.bad_words, self._services.tokenizer)
         if words or asked.guided is not None:
             guided = None if asked.guided is None else asked.guided.guided

@@ -43,6 +43,7 @@ from baton.vllm_flags import add_idle
 from router.aborts import Aborts
 from router.admin import create_admin_app
 from router.app import create_app
+from router.batches.runner import BatchRunner
 from router.config import RouterConfig
 from router.dispatch_parts import DispatchParts
 from router.dispatcher import Dispatcher
@@ -53,6 +54,7 @@ from router.gate.heap import settle
 from router.gate.metrics import watch_gate
 from router.grpc_api import GrpcServer
 from router.http_guard import HttpLimits, uvicorn_settings
+from router.listeners import bind, join, listen, release
 from router.metrics import RouterMetrics, watch_pieces
 from router.nodes.directory import RedisDirectory
 from router.nodes.migration import Migrator, MigratorParts
@@ -160,6 +162,7 @@ class Router:
             else {},
             clock=clock,
             aborts=self.aborts,
+            batches=BatchRunner.of(config),
             runs=Runs(
                 RunParts(
                     dispatcher, self.guard, metrics, clock, max_kept_mb=config.max_resumable_mb
@@ -182,6 +185,8 @@ class Router:
             group.create_task(self.registry.run())
             group.create_task(self.migrator.run())
             group.create_task(self.aborts.run())
+            if self.services.batches is not None:
+                group.create_task(self.services.batches.run())
 
     async def stop(self) -> None:
         """Give resumable requests up to other routers, cancel the rest, close everything. Twice is
@@ -219,7 +224,7 @@ async def serve(config: RouterConfig, health: Health) -> None:
     if config.redis_url is not None:
         await check_redis(config.redis_url, config.store_timeout_s, ROUTER_CALL)
     router = Router(config)
-    listener = bind(config, config.port, shared=config.reuse_port)
+    listener = listen(config)
     own = None if config.own_port is None else bind(config, config.own_port)
     http = http_server(config, router.services)
     admin = AdminServer(config, router.services)
@@ -260,6 +265,7 @@ async def serve(config: RouterConfig, health: Health) -> None:
         admin.stop()
         await router.stop()
         await grpc_server.stop(0)
+        release(config)
         for task in tasks[1:]:
             task.cancel()
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
@@ -322,25 +328,6 @@ class AdminServer:
             self._server.should_exit = self._server.force_exit = True
 
 
-def bind(config: RouterConfig, port: int, *, shared: bool = False) -> socket.socket:
-    """A listening HTTP socket; `shared`: other processes may listen there, too. Raises
-    ConfigError."""
-    try:
-        found = socket.getaddrinfo(
-            config.host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-        family, _, _, _, address = found[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if shared:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        listener.bind(address)
-        listener.listen()  # two may bind the same port; the second to listen is refused, here
-    except OSError as error:
-        raise ConfigError(f"cannot bind {config.host}:{port}: {error}", field="port") from error
-    return listener
-
-
 def announce(
     config: RouterConfig,
     listener: socket.socket,
@@ -352,7 +339,9 @@ def announce(
     ready = {
         "ready": True,
         "role": "router",
-        "address": join(config.host, listener.getsockname()[1]),
+        "address": f"unix:{config.uds}"
+        if config.uds
+        else join(config.host, listener.getsockname()[1]),
         "grpc_address": join(config.host, grpc_port),
         **more,
     }
@@ -360,10 +349,6 @@ def announce(
         ready["own_address"] = join(config.host, own.getsockname()[1])
     sys.stdout.write(json.dumps(ready) + "\n")
     sys.stdout.flush()
-
-
-def join(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 async def supervise(config: RouterConfig, argv: Sequence[str]) -> None:
@@ -378,8 +363,8 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     )
     options.add_options(parser, RouterConfig)
     add_idle(parser)
-    arguments = parser.parse_args(argv)
     try:
+        arguments = options.parse(parser, argv)
         config = options.load(RouterConfig, arguments, environ)
         logs.setup("router", config.log_level)
         FAILPOINTS.arm(environ)

@@ -22,7 +22,9 @@ from baton.metrics import (
     TRANSFER_BUCKETS,
     TTFT_BUCKETS,
     cache_usage,
+    iterations,
     render,
+    waiting_by_reason,
 )
 from baton.pieces import PieceStats
 from baton.sampling import SamplingParams
@@ -221,7 +223,7 @@ class RequestMeter:
         mine.vllm.ended(
             Finished(
                 self.params, prompt_tokens, self._tokens, self._arrival, trace.dispatched_at,
-                self._first, max(self._last.values(), default=self._arrival),
+                self._first, max(self._last.values(), default=self._arrival), trace.preemptions,
             ),
         )  # fmt: skip
         by.success.labels(model, outcome).inc()
@@ -313,6 +315,11 @@ class _Nodes(Collector):
             for node in nodes:
                 family.add_metric([node.model, node.node_id, node.role.value], value(node))
             yield family
+        named = [([node.model, node.node_id, node.role.value], node.load) for node in nodes]
+        yield waiting_by_reason(named, labels)
+        yield iterations(
+            [(values, (load.steps, load.step_tokens)) for values, load in named], labels
+        )
 
 
 class _Migrations(Collector):

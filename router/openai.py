@@ -22,7 +22,7 @@ from baton.sampling import SamplingParams
 from router.fan_out import fan_out
 from router.json_faults import fault_of
 from router.openai_chat import MAX_NAME_CHARS, ChatMessage
-from router.unserved import CHAT, COMPLETIONS, GENERATING, refuse
+from router.unserved import COMPLETIONS, GENERATING, refuse
 
 MAX_STOPS: Final = 16
 MAX_STOP_CHARS: Final = 1024
@@ -61,6 +61,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     length_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
+    thinking_token_budget: int | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
@@ -114,7 +116,10 @@ class ChatBody(SamplingFields, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: str | None = None
+    documents: list[dict[str, str]] | None = None
     reasoning_effort: str | None = None
+    echo: bool | None = None  # of the last message, if the answer goes on with it
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
@@ -129,6 +134,8 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     continue_final_message: bool | None = None
     return_token_strs: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: str | None = None
+    documents: list[dict[str, str]] | None = None
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):
@@ -162,8 +169,8 @@ def object_of(raw: bytes) -> dict[str, Any]:
 def checked(content: dict[str, Any], kind: type[Body]) -> Body:
     """A body of its fields. Raises like `parse`."""
     refuse(content, GENERATING)
-    if kind is not DetokenizeBody and kind is not TokenizeBody:
-        refuse(content, CHAT if kind is ChatBody else COMPLETIONS)
+    if kind is CompletionBody:
+        refuse(content, COMPLETIONS)
     return struct_of(content, kind)
 
 
@@ -174,6 +181,9 @@ def struct_of(content: Mapping[str, Any], kind: type[S]) -> S:
     except msgspec.ValidationError as error:
         field = _field_of(str(error))
         text = str(error).split(" - at ")[0]
+        given = content.get(field or "")
+        if isinstance(given, float) and abs(given) >= 2**63:  # orjson reads no integer so large
+            text = "a number of more than 64 bits"
         message = f"{field}: {text}" if field else text
         raise InvalidRequest(message, field=field) from error
 
@@ -198,6 +208,8 @@ def sampling_params(
     values["logprobs"] = asked.logprobs
     values["prompt_logprobs"] = asked.prompt_logprobs
     values["stop_token_ids"] = _token_ids(body.stop_token_ids or [], "stop_token_ids")
+    if body.logprob_token_ids:
+        values["logprob_token_ids"] = _token_ids(body.logprob_token_ids, "logprob_token_ids")
     if body.allowed_token_ids is not None:
         values["allowed_token_ids"] = _token_ids(body.allowed_token_ids, "allowed_token_ids")
     values["logit_bias"] = _logit_bias(body.logit_bias or {})
@@ -245,7 +257,8 @@ def _asked_of_chat(body: ChatBody) -> _Asked:
 def _asked_of_completion(body: CompletionBody) -> _Asked:
     """The prompt's log-probabilities are computed with those that an echo shows."""
     told = [body.prompt_logprobs, body.logprobs if body.echo else None]
-    prompt_logprobs = max((count for count in told if count is not None), default=None)
+    counts = [count for count in told if count is not None]
+    prompt_logprobs = -1 if -1 in counts else max(counts, default=None)  # -1 = all
     max_tokens = 1 if body.only_echo else body.max_tokens  # an engine always computes one
     return _Asked(max_tokens, body.logprobs, prompt_logprobs)
 
@@ -311,6 +324,7 @@ def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
     """Raise InvalidRequest, naming the field, for ids that the vocabulary does not have."""
     token_ids_below(params.stop_token_ids, vocab_size, "stop_token_ids")
     token_ids_below(params.allowed_token_ids, vocab_size, "allowed_token_ids")
+    token_ids_below(params.logprob_token_ids, vocab_size, "logprob_token_ids")
     token_ids_below(tuple(dict(params.logit_bias)), vocab_size, "logit_bias")
     for word in params.bad_words:
         token_ids_below(word, vocab_size, "bad_words")

@@ -39,20 +39,23 @@ class ToolCallMade(msgspec.Struct):
     type: Literal["function"] = "function"
 
 
-class AssistantMessage(msgspec.Struct, omit_defaults=True):
+class AssistantMessage(msgspec.Struct):
     """`reasoning` and `reasoning_content` are the same text: vLLM's names for it, new and old."""
 
     content: str | None
-    role: str = msgspec.field(default_factory=lambda: "assistant")  # never omitted
-    refusal: Any = msgspec.field(default_factory=lambda: None)
-    tool_calls: list[ToolCallMade] | None = None
+    role: str = "assistant"
+    refusal: str | None = None
+    tool_calls: list[ToolCallMade] | msgspec.UnsetType = msgspec.UNSET
     reasoning: str | None = None
     reasoning_content: str | None = None
 
 
-def message_of(parts: Sequence[Part], draw_id: DrawId) -> AssistantMessage:
-    """The whole message. `content` is null where there are calls or reasoning and no more."""
-    content = "".join(part.text for part in parts if isinstance(part, Content))
+def message_of(
+    parts: Sequence[Part], draw_id: DrawId, role: str = "assistant", lead: str = ""
+) -> AssistantMessage:
+    """The whole message, `lead` before its content, which is null where there are calls or
+    reasoning and no more."""
+    content = lead + "".join(part.text for part in parts if isinstance(part, Content))
     reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
     calls: dict[int, ToolCallMade] = {}
     arguments: dict[int, list[str]] = {}
@@ -66,7 +69,8 @@ def message_of(parts: Sequence[Part], draw_id: DrawId) -> AssistantMessage:
         call.function.arguments = "".join(arguments[index])
     return AssistantMessage(
         content or (None if calls or reasoning else ""),
-        tool_calls=list(calls.values()) or None,
+        role,
+        tool_calls=list(calls.values()) or msgspec.UNSET,
         reasoning=reasoning or None,
         reasoning_content=reasoning or None,
     )

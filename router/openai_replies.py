@@ -57,8 +57,8 @@ class CompletionChoice(msgspec.Struct):
     logprobs: CompletionLogprobs | None = None
     stop_reason: int | str | None = None  # vLLM's: the stop string or token id that ended it
     prompt_logprobs: Any = None  # vLLM's
-    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET  # vLLM's
-    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    token_ids: list[int] | None = None  # vLLM's
+    prompt_token_ids: list[int] | None = None
 
 
 class ChatChoice(msgspec.Struct):
@@ -67,7 +67,7 @@ class ChatChoice(msgspec.Struct):
     finish_reason: str | None
     logprobs: dict[str, Any] | None = None
     stop_reason: int | str | None = None
-    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET  # vLLM's
+    token_ids: list[int] | None = None  # vLLM's
 
 
 class CompletionReply(msgspec.Struct):
@@ -89,7 +89,7 @@ class ChatReply(msgspec.Struct):
     object: Literal["chat.completion"] = "chat.completion"
     system_fingerprint: str = FINGERPRINT
     prompt_logprobs: Any = None  # vLLM's
-    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | None = None
 
 
 class Model(msgspec.Struct):
@@ -122,7 +122,7 @@ class ReplyRules:
 
     `parsed`: the completions take their text apart. `echo`: prompts come before the text.
     `token_ids`: those of prompt and answer are told beside the text; `named_by_id`: they stand for
-    the tokens of log-probabilities.
+    the tokens of log-probabilities. `role` answers a chat; `lead` is told before its content.
     """
 
     tokenizer: Tokenizer
@@ -132,6 +132,8 @@ class ReplyRules:
     parsed: bool = False
     token_ids: bool = False
     named_by_id: bool = False
+    role: str = "assistant"
+    lead: str = ""
     draw_id: Callable[[], str] = draw_call_id
 
     def of_choice(self, index: int) -> ReplyRules:
@@ -186,7 +188,7 @@ class CompletionText:
         if self._echo:
             self._echo = False
             text, told = self._prompt()
-        if self._writer is not None and delta.logprobs:
+        if self._writer is not None:
             rows = self._writer.rows(delta.logprobs)
             if told is None:
                 told = rows
@@ -210,7 +212,7 @@ class Frames(Protocol):
 
 
 class CompletionFrames:
-    """Chunks of /v1/completions: `text` in each, `finish_reason` in the last."""
+    """Chunks of /v1/completions: each has what a delta adds, the last why it ended, too."""
 
     def __init__(self, chunk: Chunk, text: CompletionText) -> None:
         self._chunk = chunk
@@ -223,21 +225,15 @@ class CompletionFrames:
         return b""
 
     def delta(self, delta: Delta) -> bytes:
-        data = b""
         text, told = self._text.take(delta)
         ids = self._text.ids
-        if told is not None or ids.waiting:
-            rows = None if told is None else msgspec.to_builtins(told)
-            more = {"text": text, "logprobs": rows, "stop_reason": None}
-            more |= {**ids.prompt_fields(), **ids.fields()}
-            data = self._chunk.frame({**self._choice, **more})
-        elif text:
-            data = self._head + b'"text":' + orjson.dumps(text) + self._tail
         reason = finish_reason_of(delta)
-        if reason is not None:
-            last = {"text": "", "finish_reason": reason, "stop_reason": delta.stop_reason}
-            data += self._chunk.frame({**self._choice, **last})
-        return data
+        if reason is None and not (told and told.tokens) and not ids.waiting:
+            return self._head + b'"text":' + orjson.dumps(text) + self._tail if text else b""
+        rows = None if told is None else msgspec.to_builtins(told)
+        more = {"text": text, "logprobs": rows, **ids.prompt_fields(), **ids.fields()}
+        end = {"finish_reason": reason, "stop_reason": delta.stop_reason}
+        return self._chunk.frame({**self._choice, **more, **end})
 
 
 class ChatFrames:
@@ -255,8 +251,9 @@ class ChatFrames:
         self._told: list[dict[str, Any]] = []  # of tokens whose part is still to come
 
     def opening(self) -> bytes:
-        first = {**self._choice, "delta": {"role": "assistant", "content": ""}}
-        return self._chunk.frame(first, self._ids.prompt_fields())
+        first = {**self._choice, "delta": {"role": self._rules.role, "content": ""}}
+        opening = self._chunk.frame(first, self._ids.prompt_fields())
+        return opening + self._text(self._rules.lead) if self._rules.lead else opening
 
     def delta(self, delta: Delta) -> bytes:
         if delta.finish_reason is None and self._rules.plain:

@@ -70,7 +70,7 @@ class NodeSnapshot:
 
     @property
     def takes_requests(self) -> bool:
-        return not (self.load.draining or self.shunned)
+        return not (self.load.draining or self.load.asleep or self.shunned)
 
 
 @dataclass(frozen=True, slots=True)

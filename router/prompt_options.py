@@ -6,9 +6,11 @@ Conventions are vLLM's. Pure but for the tokenizer.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final, Literal, TypeVar
 
 from baton.errors import InvalidRequest
+from baton.sampling import SamplingParams
 from baton.tokenizer import Tokenizer
 from router.prompts import Length
 
@@ -59,3 +61,24 @@ def bad_word_ids(words: Sequence[str] | None, tokenizer: Tokenizer) -> tuple[tup
         if spaced and (not plain or (spaced[0] != plain[0] and len(spaced) == len(plain))):
             found.append(spaced)
     return tuple(found)
+
+
+def logprobs_within(
+    params: SamplingParams, most: int, vocab_size: int, field: str = "logprobs"
+) -> SamplingParams:
+    """The parameters with -1 log-probabilities read as all of the vocabulary.
+
+    Raises InvalidRequest (`field`, as the client calls those of the answer) for more than `most` of
+    a token, -1 = any number.
+    """
+    limit = vocab_size if most < 0 else min(most, vocab_size)
+    counts: list[int | None] = []
+    for name, asked in ((field, params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+        count = vocab_size if asked == -1 else asked
+        if count is not None and count > limit:
+            message = f"{name} must be between 0 and {limit} (--max-logprobs), got {asked}"
+            raise InvalidRequest(message, field=name)
+        counts.append(count)
+    if counts == [params.logprobs, params.prompt_logprobs]:
+        return params
+    return replace(params, logprobs=counts[0], prompt_logprobs=counts[1])

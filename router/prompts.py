@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeVar
 
 from baton.chat_template import Chat, ChatTemplate
-from baton.errors import ContextLengthExceeded, InvalidRequest
+from baton.errors import ContextLengthExceeded, InvalidRequest, UnsupportedFeature
 from baton.grammars import FIELD
 from baton.heap import give_back
 from baton.rendering import TemplateRenderer
 from baton.reranking import rerank_prompts
-from baton.sampling import GuidedDecoding
+from baton.sampling import GuidedDecoding, SamplingParams
 from baton.template_limits import OverBudget
 from baton.tokenizer import Tokenizer
 from router.gate.keys import EVERYBODY, Grant
@@ -33,6 +33,7 @@ OWN_CHAT: Final = (4096, 128 << 10)
 AT_ONCE_S: Final = 0.02
 ON_THREAD_S: Final = 0.1
 MAX_CHARS_AT_ONCE: Final = 16 << 10  # templates write more than the messages: default rules
+MAX_TEMPLATE_CHARS: Final = 128 << 10  # of one that a request brings
 RENDER_S: Final = 0.01  # about; what it took is settled afterwards
 GRAMMAR_S: Final = 0.01
 # Where no character has a token of its own, one may stand for a text of any length.
@@ -42,6 +43,7 @@ CUT_TOKENS: Final = 64
 DEFAULT_MAX_TOKENS: Final = 16  # /v1/completions, as OpenAI and vLLM
 # Told at once, in the message of one engine step: some 20 MB, of 64 that a message may have.
 MAX_PROMPT_LOGPROBS: Final = 1 << 20
+FEW_LOGPROBS: Final = 20  # of a token, however many tokens there are
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,7 @@ class Conversation:
     grant: Grant = EVERYBODY
     add_special_tokens: bool = False
     salt: str = ""
+    template: str | None = None  # the client's own, instead of the server's
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +97,13 @@ class PromptReader:
     """Text and messages -> token ids. Owns its threads and processes: `close` ends them, twice is
     safe."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate | None, trusts_clients: bool = False
+    ) -> None:
+        """`trusts_clients`: they may bring templates."""
         self._tokenizer = tokenizer
         self._template = template
+        self._trusts_clients = trusts_clients
         self._off_loop = OffLoop()
         self._renderer = TemplateRenderer()
         self._checker = GrammarChecker(self._off_loop)
@@ -129,9 +136,11 @@ class PromptReader:
 
     async def chat(self, asked: Conversation) -> ChatPrompt:
         """Render a conversation. Templates write BOS themselves: callers add none."""
-        text = self._rendered_at_once(asked.chat)
+        text = self._rendered_at_once(asked.chat) if asked.template is None else None
         short = text is not None and len(text) <= MAX_CHARS_AT_ONCE
-        if text is None:
+        if text is None and asked.template is not None:
+            text = await self._rendered_by(asked.template, asked)
+        elif text is None:
             text = await self._rendered(asked)
         text = self.fitting(text, asked.length, "messages")
 
@@ -144,6 +153,21 @@ class PromptReader:
         if not prompt.ids:
             raise InvalidRequest("the messages render to nothing", field="messages")
         return prompt
+
+    async def _rendered_by(self, source: str, asked: Conversation) -> str:
+        """By a client's template. Raises InvalidRequest, UnsupportedFeature."""
+        field = "chat_template"
+        if not self._trusts_clients:
+            message = f"{field} is not taken by this server (--trust-request-chat-template)"
+            raise UnsupportedFeature(message, field=field)
+        if len(source) > MAX_TEMPLATE_CHARS:
+            message = f"{field}: at most {MAX_TEMPLATE_CHARS} characters"
+            raise InvalidRequest(message, field=field)
+        tokens = self._tokenizer.special_tokens
+        return await self._off_loop.run(
+            Lane.TEMPLATE, asked.grant, RENDER_S,
+            lambda: self._renderer.render_by(source, tokens, asked.chat),
+        )  # fmt: skip
 
     def _rendered_at_once(self, chat: Chat) -> str | None:
         """A small conversation by a harmless and quick template; None: in a child, please."""
@@ -248,7 +272,7 @@ class PromptReader:
 def _is_within(bounds: tuple[int, int], chat: Chat) -> bool:
     """Whether it has at most so many values and characters in all. Looks no further than that."""
     left, room = bounds
-    found: list[Any] = [*chat.messages, *chat.tools, chat.kwargs]
+    found: list[Any] = [*chat.messages, *chat.tools, *chat.documents, chat.kwargs]
     while found:
         value = found.pop()
         left -= 1
@@ -283,6 +307,20 @@ def check_room(num_prompt_tokens: int, max_tokens: int, max_model_len: int, fiel
         raise ContextLengthExceeded(
             f"{field}: {num_prompt_tokens} prompt tokens and {max_tokens} output tokens exceed the"
             f" model's maximum context length of {max_model_len} tokens",
+            field=field,
+        )
+
+
+def check_logprobs(params: SamplingParams, at_once: bool, field: str) -> None:
+    """Raise InvalidRequest (`field`) if an answer, told `at_once` or token by token, has more
+    log-probabilities than one may hold. A few of each token always may."""
+    count = params.logprobs or 0
+    told = params.num_outputs * (count + 1) * (params.max_tokens if at_once else 1)
+    if count > FEW_LOGPROBS and told > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"{field}: {count} alternatives for each of up to {params.max_tokens} tokens are more"
+            f" than the {MAX_PROMPT_LOGPROBS} log-probabilities that one answer may hold: stream,"
+            " or lower max_tokens",
             field=field,
         )
 

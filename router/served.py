@@ -6,11 +6,16 @@ the one it asks for.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Final, Protocol
 
+from baton.adapters import adapter_name, ids_named
 from baton.errors import ModelNotFound, Unavailable
+from baton.handles import NodeRecord
 from router.openai_replies import Model
 from router.services import RouterServices
+
+MOST_NAMES: Final = 20  # told of those that there are
 
 
 class ServedModel(Protocol):
@@ -30,41 +35,83 @@ def served_model(services: RouterServices, asked: str | None) -> ServedModel:
     model: ServedModel | None = services.registry.model()
     if model is None:
         raise Unavailable("no node has registered yet")
-    known = asked is None or asked == model_name(services, model) or adapter_of(services, asked)
-    if not known and not services.registry.records():
+    names = model_names(services, model)
+    if asked is None or asked in names or adapter_of(services, asked):
+        return model
+    if not services.registry.records():
         raise Unavailable("no node is connected")  # nobody can say which adapters there are
-    if not known:
-        raise ModelNotFound(f"the model {(asked or '')[:200]!r} does not exist", field="model")
-    return model
+    raise unknown(asked, [*names, *adapters(services)])
+
+
+def unknown(asked: str, names: Sequence[str], field: str = "model") -> ModelNotFound:
+    """What to tell of a name that is none of `names`."""
+    there = ", ".join(names[:MOST_NAMES])
+    return ModelNotFound(
+        f"the model {asked[:200]!r} does not exist; there are: {there}", field=field
+    )
+
+
+def model_names(services: RouterServices, model: ServedModel) -> tuple[str, ...]:
+    """What clients may call it; answers say the first."""
+    return services.config.served_model_name or (model.name,)
 
 
 def model_name(services: RouterServices, model: ServedModel) -> str:
     """As this router calls it."""
-    return services.config.served_model_name or model.name
+    return model_names(services, model)[0]
 
 
 def adapters(services: RouterServices) -> list[str]:
-    """Those that some connected node has, by name."""
-    return sorted({name for record in services.registry.records() for name in record.adapters})
+    """Those that some connected node has for new requests, by name."""
+    records = services.registry.records()
+    return sorted({adapter_name(id_) for record in records for id_ in offered(record)})
 
 
 def adapter_of(services: RouterServices, asked: str | None) -> str:
-    """The adapter that a client's `model` names, "" if it is the model itself (or unknown)."""
+    """The id of the adapter that a client's `model` names, "" if it is the model itself (or
+    unknown).
+
+    While its weights are being replaced a name has several: one that each role has wins, then the
+    one that most nodes offer.
+    """
     model: ServedModel | None = services.registry.model()
-    if asked is None or model is None or asked == model_name(services, model):
+    if asked is None or model is None or asked in model_names(services, model):
         return ""
-    return asked if asked in adapters(services) else ""
+    records = services.registry.records()
+    found = sorted({id_ for record in records for id_ in ids_named(asked, offered(record))})
+    if len(found) < 2:
+        return found[0] if found else ""
+    roles = {record.role for record in records}
+
+    def worth(id_: str) -> tuple[bool, int]:
+        everywhere = {record.role for record in records if id_ in record.adapters} == roles
+        return everywhere, sum(id_ in offered(record) for record in records)
+
+    return max(found, key=worth)
+
+
+def adapter_named(services: RouterServices, name: str) -> str:
+    """Its id; "" for none. Raises ModelNotFound for one that no node offers."""
+    id_ = adapter_of(services, name) if name else ""
+    if name and not id_:
+        raise unknown(name, adapters(services), field="adapter")
+    return id_
+
+
+def offered(record: NodeRecord) -> list[str]:
+    """Ids of the adapters that new requests may have there."""
+    return [id_ for id_ in record.adapters if id_ not in record.leaving_adapters]
 
 
 def cards(services: RouterServices, created: int) -> list[Model]:
-    """What /v1/models lists: the model, then its adapters, whose parent it is."""
+    """What /v1/models lists: the model by each of its names, then its adapters."""
     model: ServedModel | None = services.registry.model()
     if model is None:
         return []
-    name = model_name(services, model)
-    own = Model(name, created, model.name, model.max_model_len)
-    return [own] + [
-        Model(adapter, created, adapter, model.max_model_len, parent=name)
+    names, most = model_names(services, model), model.max_model_len
+    own = [Model(name, created, model.name, most) for name in names]
+    return own + [
+        Model(adapter, created, adapter, most, parent=names[0])
         for adapter in adapters(services)
-        if adapter != name
+        if adapter not in names
     ]

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from baton.chat_template import ChatTemplate
     from baton.tokenizer import Tokenizer
     from router.aborts import Aborts
+    from router.batches.runner import BatchRunner
     from router.config import RouterConfig
     from router.dispatcher import Dispatcher
     from router.metrics import RouterMetrics
@@ -51,6 +52,7 @@ class RouterServices:
     clock: Clock = field(default_factory=SystemClock)
     runs: Runs | None = None  # resumable requests; None: none are taken
     pools: Pools | None = None  # who computes vectors; None: the registry's nodes
+    batches: BatchRunner | None = None  # None: no files, no batches
 
     @property
     def ready(self) -> bool:

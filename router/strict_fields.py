@@ -23,12 +23,14 @@ from router.anthropic.body import CountBody, MessagesBody
 from router.dialect import SAME
 from router.generate_ids import GenerateBody
 from router.openai import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from router.pooling.classify import ClassifyBody, PoolBody
+from router.pooling.cohere import EmbedBody
 from router.pooling.embeddings import EmbeddingBody
 from router.pooling.rerank import RerankBody, ScoreBody
 from router.reading import read_body
 from router.responses.body import UNSERVED as RESPONSES_UNSERVED
 from router.responses.body import ResponsesBody
-from router.unserved import CHAT, COMPLETIONS, GENERATING, POOLING, RERANKING, Unserved
+from router.unserved import COHERE, COMPLETIONS, GENERATING, POOLING, RERANKING, Unserved
 
 # Of things that are not there, so that no answer could be another one (docs/http_api.md).
 IGNORED: Final = frozenset({
@@ -46,20 +48,25 @@ def _names(kind: type[msgspec.Struct], *unserved: Unserved) -> frozenset[str]:
 
 _DIALECT: Final = frozenset({*SAME, *GENERATING})
 _RERANKED: Final = {kind: _names(kind, RERANKING) for kind in (RerankBody, ScoreBody)}
-KNOWN: Final[Mapping[str, frozenset[str]]] = {
-    "/v1/chat/completions": _names(ChatBody, GENERATING, CHAT),
+_KNOWN: Final[Mapping[str, frozenset[str]]] = {
+    "/v1/chat/completions": _names(ChatBody, GENERATING),
     "/v1/completions": _names(CompletionBody, GENERATING, COMPLETIONS),
     "/v1/responses": _names(ResponsesBody, RESPONSES_UNSERVED) | _DIALECT,
     "/v1/responses/input_tokens": _names(ResponsesBody, RESPONSES_UNSERVED) | _DIALECT,
     "/v1/messages": _names(MessagesBody, ANTHROPIC_UNSERVED) | _DIALECT,
     "/v1/messages/count_tokens": _names(CountBody, ANTHROPIC_UNSERVED) | _DIALECT,
     "/v1/embeddings": _names(EmbeddingBody, POOLING),
+    "/v2/embed": _names(EmbedBody, COHERE),
+    "/classify": _names(ClassifyBody, POOLING),
+    "/pooling": _names(PoolBody, POOLING),
     **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), _RERANKED[RerankBody]),
     **dict.fromkeys(("/v1/score", "/score"), _RERANKED[ScoreBody]),
     "/inference/v1/generate": _names(GenerateBody),
     "/tokenize": _names(TokenizeBody, GENERATING),
     "/detokenize": _names(DetokenizeBody),
 }
+# Behind one door stand several bodies.
+KNOWN: Final = {**_KNOWN, "/invocations": frozenset[str]().union(*_KNOWN.values())}
 
 
 def strict(route: Route) -> Route:

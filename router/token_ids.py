@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
 from router.completion import Delta
 
 
@@ -36,17 +34,17 @@ class TokenIds:
         return {"token_ids": fresh}
 
     def prompt_fields(self) -> dict[str, Any]:
-        """The prompt's ids, once."""
-        if not self.wanted or self._began:
+        """The prompt's ids the first time, then null."""
+        if not self.wanted:
             return {}
-        self._began = True
-        return {"prompt_token_ids": list(self._prompt_ids)}
+        told, self._began = None if self._began else list(self._prompt_ids), True
+        return {"prompt_token_ids": told}
 
     @property
-    def whole(self) -> list[int] | msgspec.UnsetType:
+    def whole(self) -> list[int] | None:
         """For a whole answer's choice."""
-        return self._all if self.wanted else msgspec.UNSET
+        return self._all if self.wanted else None
 
     @property
-    def prompt(self) -> list[int] | msgspec.UnsetType:
-        return list(self._prompt_ids) if self.wanted else msgspec.UNSET
+    def prompt(self) -> list[int] | None:
+        return list(self._prompt_ids) if self.wanted else None

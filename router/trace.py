@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from baton.errors import BatonError
+from baton.events import TokenEvent
 from baton.request import Request
 from router.scores import NodeScore
 from router.terms import STANDARD, Terms
@@ -39,6 +40,7 @@ class RequestTrace:
     retries: int = 0
     node_deaths: int = 0
     migrations: int = 0  # to another decode node, with its KV
+    preemptions: int = 0  # on the node where it ended
     cached_tokens: int = 0  # prompt tokens that the computing node found in its prefix map
     output_tokens: int = 0  # over all samples
     outcome: str = ""  # RequestState value at the end
@@ -47,9 +49,11 @@ class RequestTrace:
     told_at: int | None = None  # wall clock, of a token that is replayed from its log
     scores: tuple[NodeScore, ...] = ()  # of the last choice of nodes, if the terms want a receipt
 
-    def count_cached(self, num_tokens: int) -> None:
-        """A node that computed the prompt found so much of it in its prefix map."""
-        self.cached_tokens = max(self.cached_tokens, num_tokens)
+    def count(self, event: TokenEvent) -> None:
+        """What a node tells of the request: how much of the prompt it found in its prefix map, how
+        often the request lost its place."""
+        self.cached_tokens = max(self.cached_tokens, event.num_cached_tokens)
+        self.preemptions = max(self.preemptions, event.preemptions)
 
     def stopped_by_text(self) -> None:
         """A stop string was found: the caller closes the stream, the request is FINISHED."""

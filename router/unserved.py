@@ -19,27 +19,24 @@ _OWN_TRANSFERS: Final = ": the router arranges transfers itself"
 # Of every body that generates or is rendered.
 GENERATING: Final[Unserved] = {
     "audio": ((), _TEXT),
-    "chat_template": ((), ": the server's is used (--chat-template)"),
-    "documents": (([],), ": put them into the messages"),
     "ec_transfer_params": (({},), _OWN_TRANSFERS),
     "function_call": (("none", "auto"), ": say tool_choice"),
     "functions": (([],), ": say tools"),
     "kv_transfer_params": (({},), _OWN_TRANSFERS),
     "logits_processors": (([],), ": no code of clients runs here"),
-    "logprob_token_ids": (([],), ": say logprobs"),
     "modalities": ((["text"],), _TEXT),
     "prompt_embeds": (([],), ": send text or token ids"),
     "repetition_detection": ((), ": say a penalty"),
     "return_prompt_text": ((False,), ": return_token_ids tells the prompt's ids"),
     "suffix": (("",), ": text is written after the prompt only"),
-    "thinking_token_budget": ((-1,), ": how long a model thinks is its own choice"),
     "vllm_xargs": (({},), ": there are no extensions that would read them"),
     "watermarking": ((False,), ""),
     "web_search_options": ((), ""),
 }
 # Of one API only: valid in the other.
-CHAT: Final[Unserved] = {"echo": ((False,), "")}
 COMPLETIONS: Final[Unserved] = {
+    "chat_template": ((), ": there are no messages"),
+    "documents": (([],), ": there are no messages"),
     "continue_final_message": ((False,), ""),
     "tool_choice": (("none", "auto"), ""),
     "tools": (([],), ""),
@@ -53,6 +50,8 @@ POOLING: Final[Unserved] = {
     "messages": ((), ": send text or token ids"),
     "padding": (("do_not_pad",), ": prompts are not padded"),
 }
+# Of Cohere's embeddings.
+COHERE: Final[Unserved] = {"images": (([],), _TEXT)}
 # Of reranking and scores, whose prompts are one question each.
 RERANKING: Final[Unserved] = {
     **POOLING,

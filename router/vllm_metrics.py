@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from baton.adapters import adapter_name
 from baton.handles import NodeRecord
 from baton.metrics import E2E_BUCKETS, TTFT_BUCKETS, cache_usage
 from baton.sampling import SamplingParams
@@ -30,6 +31,7 @@ TOKEN_BUCKETS: Final = tuple(
     base * 10**power for power in range(6) for base in (1, 2, 5) if base * 10**power <= 200_000
 )
 N_BUCKETS: Final = (1, 2, 5, 10, 20)
+PREEMPTION_BUCKETS: Final = (1, 2, 3, 4, 5, 10, 20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,7 @@ class Finished:
     dispatched: float | None
     first: float | None
     last: float
+    preemptions: int = 0
 
 
 class VllmOfModel:
@@ -54,6 +57,7 @@ class VllmOfModel:
         self._most = by.most.labels(model)
         self._n = by.n.labels(model)
         self._max_tokens = by.max_tokens.labels(model)
+        self._preemptions = by.preemptions.labels(model)
         self._prefill = by.prefill.labels(model)
         self._decode = by.decode.labels(model)
         self._inference = by.inference.labels(model)
@@ -62,6 +66,7 @@ class VllmOfModel:
         """Count one request."""
         self._prompt.observe(done.prompt_tokens)
         self._output.observe(done.output_tokens)
+        self._preemptions.observe(done.preemptions)
         samples = 1
         if done.params is not None:
             samples = done.params.n
@@ -91,6 +96,9 @@ class VllmMetrics:
         self.max_tokens = histogram(
             "request_params_max_tokens", "Most tokens asked for", TOKEN_BUCKETS
         )
+        self.preemptions = histogram(
+            "request_num_preemptions", "How often a request lost its place", PREEMPTION_BUCKETS
+        )
         self.prefill = histogram(
             "request_prefill_time_seconds", "From a node to token 1", TTFT_BUCKETS
         )
@@ -106,12 +114,13 @@ def watch(services: RouterServices) -> None:
     """Show the nodes under the name that clients use, as vLLM's boards select by it."""
 
     def nodes() -> list[NodeRecord]:
-        name = services.config.served_model_name
+        names = services.config.served_model_name
         records = services.registry.records()
-        return [replace(record, model=name) if name else record for record in records]
+        return [replace(record, model=names[0]) if names else record for record in records]
 
     def running_adapters() -> set[str]:
-        return {request.adapter for request, _ in services.dispatcher.live() if request.adapter}
+        live = services.dispatcher.live()
+        return {adapter_name(request.adapter) for request, _ in live if request.adapter}
 
     services.metrics.watch_nodes(nodes)
     services.metrics.watch_adapters(running_adapters)
@@ -140,7 +149,7 @@ class NodeInfo(Collector):
             config.add_metric([*values, str(node.block_size), blocks, dtype], 1)
         yield usage
         yield config
-        known = {name for node in nodes for name in node.adapters}
+        known = {adapter_name(id_) for node in nodes for id_ in node.adapters}
         if known:
             yield self._lora(nodes[0].model, known)
 

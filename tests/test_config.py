@@ -9,7 +9,8 @@ from typing import Literal
 
 import pytest
 
-from baton.config import add_options, load, option
+from baton.config import add_config, add_options, load, option, parse, spelled
+from baton.config import given as given_options
 from baton.errors import ConfigError
 from baton.redis_keys import check_redis_url
 
@@ -25,7 +26,7 @@ class Example:
     share: float = option(0.5, "50 % of it")
     fast: bool = option(True, "go fast")
     level: Literal["info", "debug"] = option(
-        "info", "how much", choices=("info", "debug"), also=("-l",), spellings={"all": "debug"}
+        "info", "how much", choices=spelled(("info", "debug"), all="debug"), also=("-l",)
     )
     limit: int | None = option(None, "none = unlimited")
     nodes: tuple[str, ...] = option((), "repeatable")
@@ -58,9 +59,51 @@ def test_later_layers_win(tmp_path: Path) -> None:
     file = tmp_path / "baton.toml"
     file.write_text('name = "file"\nport = 1\nshare = 0.1\nnodes = ["a", "b"]\n')
     environ = {"BATON_PORT": "2", "BATON_SHARE": "0.2", "OTHER": "x"}
-    example = load(Example, given("--share", "0.3"), environ, file)
+    example = load(Example, parsed("--config", str(file), "--url", "u", "--share", "0.3"), environ)
     assert (example.name, example.port, example.share) == ("file", 2, 0.3)
     assert example.nodes == ("a", "b")
+
+
+def parsed(*flags: str) -> argparse.Namespace:
+    """As a command reads its line: with a plain flag beside the options of dataclasses."""
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_options(parser, Example)
+    parser.add_argument("--url", required=True)
+    parser.add_argument("--count", type=int, default=1)
+    parser.add_argument("--kind", choices=("a", "b"), default="a")
+    parser.add_argument("--json", action="store_true")
+    return parse(parser, flags)
+
+
+def written(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_file_of_yaml_speaks_for_every_kind_of_option(tmp_path: Path) -> None:
+    text = """
+        # as in vLLM's
+        name: x
+        port: 7
+        fast: off
+        level: debug
+        nodes: [a, b]
+        folder: /tmp
+        secret: s
+        url: there
+        count: 3
+        json: true
+    """
+    file = written(tmp_path / "baton.yaml", text)
+    arguments = parsed("--config", file)
+    example = load(Example, arguments)
+    assert example == Example(
+        "x", 7, fast=False, level="debug", nodes=("a", "b"), folder=Path("/tmp"), secret="s",
+        built=example.built,
+    )  # fmt: skip
+    assert (arguments.url, arguments.count, arguments.json) == ("there", 3, True)
+    later = parsed("--config", file, "--count", "1", "--url=here", "--port", "9")
+    assert (later.count, later.url, load(Example, later).port) == (1, "here", 9)
 
 
 def test_names_in_a_file_may_use_dashes(tmp_path: Path) -> None:
@@ -68,9 +111,29 @@ def test_names_in_a_file_may_use_dashes(tmp_path: Path) -> None:
     class Dashed:
         grpc_port: int = option(1, "a port")
 
-    file = tmp_path / "baton.toml"
-    file.write_text("grpc-port = 7\n")
-    assert load(Dashed, file=file).grpc_port == 7
+    parser = argparse.ArgumentParser()
+    add_options(parser, Dashed)
+    file = written(tmp_path / "baton.toml", "grpc-port = 7\n")
+    arguments = parse(parser, ["--config", file])
+    assert load(Dashed, arguments).grpc_port == 7
+    assert given_options(Dashed, arguments) == {"grpc_port": 7}
+    assert given_options(Dashed, arguments, {"BATON_GRPC_PORT": "8"}) == {}
+    assert given_options(Dashed, parse(parser, ["--config", file, "--grpc-port", "9"])) == {
+        "grpc_port": "9"
+    }
+
+
+def test_each_command_reads_its_own_file(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    commands = parser.add_subparsers()
+    add_options(commands.add_parser("run"), Example)
+    add_config(other := commands.add_parser("ask"))
+    other.add_argument("--count", type=int)
+    file = written(tmp_path / "f.yaml", "name: x")
+    assert load(Example, parse(parser, ["run", "--config", file])).name == "x"
+    with pytest.raises(ConfigError, match="unknown option 'name'"):
+        parse(parser, ["ask", "--config", file])
+    assert parse(parser, ["ask", "--config", written(tmp_path / "g", "count: 2")]).count == 2
 
 
 @pytest.mark.parametrize(
@@ -123,16 +186,36 @@ def test_a_missing_option_is_named() -> None:
     assert caught.value.field == "name"
 
 
-def test_unknown_keys_and_broken_files_stop_the_start(tmp_path: Path) -> None:
-    file = tmp_path / "baton.toml"
-    file.write_text("prot = 1\n")
-    with pytest.raises(ConfigError, match="unknown option 'prot'"):
-        load(Example, {"name": "x"}, file=file)
-    file.write_text("port = \n")
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("prot: 1", "unknown option 'prot'"),
+        ("help: true", "unknown option 'help'"),
+        ("config: x", "unknown option 'config'"),
+        ("built: [1]", "unknown option 'built'"),
+        ("kind: c", "kind: 'c' is none of a, b"),
+        ("port: yes", "True is not a valid int"),
+        ("name: [a]", "is not a valid str"),
+        ("- name", "must hold options"),
+        ("port: {", "cannot read"),
+    ],
+)
+def test_unknown_keys_and_broken_files_stop_the_start(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    file = written(tmp_path / "baton.yaml", f"{text}\n" if text[0] == "-" else f"url: u\n{text}")
+    with pytest.raises(ConfigError, match=message):
+        load(Example, parsed("--config", file))
+
+
+def test_a_file_that_is_not_there_or_empty(tmp_path: Path) -> None:
+    for name in ("missing.yaml", "missing.toml"):
+        with pytest.raises(ConfigError, match="cannot read"):
+            parsed("--config", str(tmp_path / name))
     with pytest.raises(ConfigError, match="cannot read"):
-        load(Example, {"name": "x"}, file=file)
-    with pytest.raises(ConfigError, match="cannot read"):
-        load(Example, {"name": "x"}, file=tmp_path / "missing.toml")
+        parsed("--config", written(tmp_path / "b.toml", "port = \n"))
+    empty = written(tmp_path / "empty.yaml", "# nothing\n")
+    assert parsed("--config", empty, "--url", "u").count == 1
 
 
 @pytest.mark.parametrize("url", ["redis://h:1/0", "rediss://:pw@h", "unix:///run/redis.sock"])

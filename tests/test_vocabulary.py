@@ -302,7 +302,7 @@ def test_counters_are_no_part_of_a_nodes_state() -> None:
     assert kept == [
         "running", "waiting", "swapped", "free_blocks", "total_blocks", "waiting_tokens",
         "fetching", "export_bytes", "step_seconds", "prefill_tokens_per_s", "draining",
-        "stalled", "kv_token_bytes",
+        "stalled", "kv_token_bytes", "pause", "asleep",
     ]  # fmt: skip
     assert replace(every, running=0).without_counters() != state
 

@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton import messages, wire, wire_values
+from baton import messages, wire, wire_control, wire_values
 from baton.errors import InvalidRequest
 from baton.events import (
+    AdapterList,
     BlockEvent,
     BlockEventKind,
+    Controlled,
     HandleReady,
     NodeStep,
     Pooled,
@@ -176,6 +178,8 @@ loads = st.builds(
     preemptions=st.integers(0, 2**64 - 1),
     prefix_query_tokens=st.integers(0, 2**64 - 1),
     prefix_hit_tokens=st.integers(0, 2**64 - 1),
+    pause=st.sampled_from(("", "refuse", "hold")),
+    asleep=st.booleans(),
 )
 records = st.builds(
     NodeRecord,
@@ -196,6 +200,7 @@ records = st.builds(
     max_num_seqs=counts,
     precision=texts,
     deterministic=st.booleans(),
+    leaving_adapters=st.lists(texts, max_size=3).map(tuple),
 )
 logprob_rows = st.lists(
     st.lists(st.builds(TokenLogprob, tokens, singles, counts), max_size=3).map(tuple), max_size=3
@@ -212,6 +217,7 @@ token_events = st.builds(
     num_cached_tokens=counts,
     logprobs=logprob_rows,
     prompt_logprobs=logprob_rows,
+    preemptions=counts,
 )
 vectors = st.integers(1, 4).flatmap(lambda n: st.binary(min_size=4 * n, max_size=4 * n))
 hashes = st.lists(st.binary(min_size=16, max_size=16), max_size=4).map(tuple)
@@ -241,6 +247,14 @@ steps = st.builds(
     pooled=st.lists(
         st.builds(Pooled, names, epochs, st.lists(vectors, max_size=3).map(tuple)), max_size=2
     ).map(tuple),
+    controlled=st.lists(
+        st.builds(Controlled, st.integers(0, 2**64 - 1), texts, texts, st.none() | names),
+        max_size=2,
+    ).map(tuple),
+    adapters=st.none()
+    | st.builds(
+        AdapterList, st.lists(names, max_size=3).map(tuple), st.lists(names, max_size=3).map(tuple)
+    ),
 )
 SUBMISSIONS = (messages.SubmitPrefill, messages.SubmitDecode, messages.SubmitPool)
 
@@ -275,6 +289,16 @@ router_messages = st.one_of(
     st.builds(messages.DrainNode, names),
     st.builds(messages.Migrate, names, epochs),
     st.builds(messages.StopSample, names, epochs, st.integers(0, 127)),
+    st.builds(
+        messages.ControlNode,
+        number=st.integers(0, 2**64 - 1),
+        action=st.sampled_from(wire_control.ACTIONS),
+        name=names,
+        path=texts,
+        in_place=st.booleans(),
+        tags=st.lists(st.sampled_from(wire_control.TAGS), max_size=2).map(tuple),
+        mode=st.sampled_from(wire_control.MODES),
+    ),
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 WAIT_S = 60.0
@@ -20,7 +20,7 @@ async def eventually(look: Callable[[], Awaitable[T]], timeout_s: float = WAIT_S
             await asyncio.sleep(0.01)
 
 
-async def end(*tasks: asyncio.Task[None]) -> None:
+async def end(*tasks: asyncio.Task[Any]) -> None:
     """Cancel them until they have ended."""
     while pending := [task for task in tasks if not task.done()]:
         for task in pending:

@@ -178,6 +178,16 @@ class BlockPool:
                 log.stored(block_hash, parent)
         return [BlockEvent(BlockEventKind.CLEARED), *(log.take() or [])]
 
+    def clear_cache(self) -> None:
+        """Forget every known block: used ones stay with their holders, free ones become plain.
+        One CLEARED is told."""
+        for block in self._by_hash.values():
+            self._hashes[block] = self._parents[block] = None
+        self._by_hash.clear()
+        self._plain.extend(self._cached)
+        self._cached.clear()
+        self._events.cleared()
+
     def _evict(self) -> int:
         block, _ = self._cached.popitem(last=False)
         block_hash = self._hashes[block]
@@ -224,6 +234,10 @@ class _EventLog:
     def evicted(self, block_hash: bytes) -> None:
         self._append(BlockEventKind.EVICTED, block_hash, b"")
 
+    def cleared(self) -> None:
+        """What came before is no news any more."""
+        self._runs, self._num_hashes = [(BlockEventKind.CLEARED, [], b"")], 0
+
     def take(self) -> list[BlockEvent] | None:
         """The events, forgotten here; None if there were too many to keep."""
         overflowed = self._num_hashes > self._limit
@@ -238,7 +252,7 @@ class _EventLog:
             return
         if self._runs:
             last_kind, hashes, _ = self._runs[-1]
-            follows = kind is BlockEventKind.EVICTED or parent == hashes[-1]
+            follows = kind is BlockEventKind.EVICTED or parent in hashes[-1:]
             if last_kind is kind and follows:
                 hashes.append(block_hash)
                 return

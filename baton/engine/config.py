@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, get_args
 
-from baton.config import option
+from baton.config import option, spelled
 from baton.errors import ConfigError
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
@@ -55,21 +55,21 @@ class EngineConfig:
     """How one engine runs a model. Raises ConfigError for values that no engine could use."""
 
     model: str = option(help="directory of the checkpoint, or its Hugging Face hub id")
-    served_model_name: str | None = option(
-        None, "name in the API (default: the directory's own name, or the hub id)"
+    served_model_name: tuple[str, ...] = option(
+        (),
+        "names in the API, the first is its own (default: the directory's name, or the hub id)",
+        several=True,
     )
     dtype: DtypeName = option(
         "auto",
         "data type of weights and KV",
-        choices=get_args(DtypeName),
-        spellings={"half": "float16", "float": "float32"},
+        choices=spelled(get_args(DtypeName), half="float16", float="float32"),
     )
     device: DeviceName = option("auto", "where the model runs", choices=get_args(DeviceName))
     model_impl: ModelImpl = option(
         "auto",
         "own decoder or transformers' modelling code",
-        choices=get_args(ModelImpl),
-        spellings={"vllm": "auto"},
+        choices=spelled(get_args(ModelImpl), vllm="auto"),
     )
     tensor_parallel_size: int = option(
         1,
@@ -79,9 +79,8 @@ class EngineConfig:
     quantization: Quantization = option(
         "none",
         "round the weights when loading (a quantized checkpoint says so itself)",
-        choices=get_args(Quantization),
+        choices=spelled(get_args(Quantization), awq_marlin="awq", gptq_marlin="gptq"),
         also=("-q",),
-        spellings={"awq_marlin": "awq", "gptq_marlin": "gptq"},
     )
     lm_head_quantization: HeadQuantization = option(
         "auto",
@@ -91,8 +90,7 @@ class EngineConfig:
     kv_cache_dtype: KVCacheDtype = option(
         "auto",
         "how KV is stored: as computed, or rounded",
-        choices=get_args(KVCacheDtype),
-        spellings={"fp8_e4m3": "fp8"},
+        choices=spelled(get_args(KVCacheDtype), fp8_e4m3="fp8"),
     )
     deterministic: bool = option(
         False, "a row's result depends on no batch mate, chunk or prefix hit, bit for bit (slower)"
@@ -132,8 +130,7 @@ class EngineConfig:
     guided_decoding_backend: GuidedBackend = option(
         "auto",
         "what follows grammars where a request does not say (auto: llguidance, else xgrammar)",
-        choices=get_args(GuidedBackend),
-        spellings={"guidance": "llguidance"},
+        choices=spelled(get_args(GuidedBackend), guidance="llguidance"),
     )
     memory_bandwidth: float | None = option(
         None, "read bandwidth of the device, GB/s, for MBU (default: measured at start)"
@@ -189,8 +186,9 @@ class EngineConfig:
     @property
     def model_name(self) -> str:
         """The name that the API shows; never where the model lies on this machine."""
-        if self.served_model_name:
-            return self.served_model_name
+        names = self.served_model_name
+        if names:
+            return names if isinstance(names, str) else names[0]  # one text, from Python
         path = Path(self.model).expanduser()
         return path.resolve().name if path.is_dir() else self.model
 

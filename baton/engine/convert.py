@@ -35,6 +35,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 from transformers.utils.import_utils import is_sentencepiece_available
 
+from baton.config import add_config, parse
 from baton.engine.sentencepiece_model import pipeline_of
 from baton.errors import BatonError, ConfigError, ModelRefused
 from baton.tokenizer import read_json
@@ -394,8 +395,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=Path, metavar="DIR2", help="write a complete copy here (default: into DIR)"
     )
-    options = parser.parse_args(arguments)
+    add_config(parser)
     try:
+        options = parse(parser, sys.argv[1:] if arguments is None else arguments)
         written = convert(options.dir.expanduser(), options.out and options.out.expanduser())
     except (BatonError, OSError) as error:
         sys.stderr.write(f"baton convert: {_line(error)}\n")

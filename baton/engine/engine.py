@@ -18,8 +18,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
-
 from baton import block_hashes
 from baton.clock import Clock, SystemClock
 from baton.engine.adopted_pages import AdoptedPages
@@ -28,11 +26,10 @@ from baton.engine.announcements import Announcements
 from baton.engine.arrival import arrive, new_group
 from baton.engine.block_pool import BlockPool
 from baton.engine.block_tables import BlockTables
-from baton.engine.checkpoint import as_stored
-from baton.engine.config import DEFAULT_BLOCK_SIZE, EngineConfig
+from baton.engine.config import EngineConfig
 from baton.engine.departure import Departure, Leaving, departure_of
 from baton.engine.failing import doomed
-from baton.engine.guided.grammars import Grammars, grammars_of, guide, refuse_unguided
+from baton.engine.guided.grammars import Grammars, guide, refuse_unguided
 from baton.engine.interface import EngineHooks, ModelInfo, Reservation, Runner, Task
 from baton.engine.kv_cache import KVArena, MakeMemory
 from baton.engine.lengths import model_len, pool_len
@@ -43,7 +40,7 @@ from baton.engine.replay import exact_chunk_of
 from baton.engine.run_ahead import RunAhead
 from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import RequestGroup
-from baton.engine.speculation import Drafter, load_draft, load_proposer
+from baton.engine.speculation import Drafter
 from baton.engine.stats import EngineStats, KVUsage
 from baton.engine.step_plan import Limits, StepPlan
 from baton.engine.steps import Steps
@@ -57,6 +54,7 @@ from baton.kv_spec import BlockLists
 from baton.request import Request
 
 if TYPE_CHECKING:  # lazy at run time, see load()
+    from baton.engine.loading import LoadedModel
     from baton.engine.pooling import Pooler
     from baton.engine.tensor_parallel.ranks import Ranks
 
@@ -68,8 +66,10 @@ class Engine:
 
     `config` is resolved (block size, blocks, longest length filled in); `info.max_model_len` is
     what a LOCAL request may reach here: the smallest of the model's, the configured one and the
-    whole pool.
+    whole pool. `model`: what load() loaded; None also while it sleeps (sleeping.py).
     """
+
+    model: LoadedModel | None = None
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Engine:
         self._clock = clock or SystemClock()
         self._bounds = Bounds(
             max_len, self._model_len, info.vocab_size, config.max_num_seqs, arena.num_blocks,
-            arena.block_size, info.adapters, self._num_groups,
+            arena.block_size, info.adapters, self._num_groups, info.generates,
         )  # fmt: skip
         self._tables = BlockTables(self.pool, arena, self.stats, arena.groups.windows)
         block_bytes = arena.num_bytes // arena.num_blocks
@@ -144,30 +144,9 @@ class Engine:
         Raises ConfigError (ModelRefused for a checkpoint that cannot be served).
         """
         # Lazy: the model code pulls in transformers, which engines over other runners never need.
-        from baton.engine.loading import load_model
-        from baton.engine.memory import make_pool, size_pool
-        from baton.engine.meter import Meter
-        from baton.engine.pooling import Pooler
-        from baton.engine.runner import ModelRunner
+        from baton.engine.assembly import assemble
 
-        config = as_stored(config)
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
-        model, draft = load_model(config), load_draft(config)
-        info, device = model.info, model.device
-        block_size = config.block_size or DEFAULT_BLOCK_SIZE[device.type]
-        num_blocks = size_pool(config, model, block_size, model_len(config, info), draft)
-        arena = make_pool(model, num_blocks, block_size, memory)
-        meter = Meter(ModelRunner(model, arena), model)
-        engine = cls(config, meter, arena, info, hooks)
-        meter.tell(engine.stats, config)
-        engine.when_idle = meter.look_again
-        engine.ranks, engine.grammars = model.ranks, grammars_of(config, info)
-        engine.pooler = Pooler(model, arena, config.max_num_batched_tokens, config.max_num_seqs)
-        proposer = load_proposer(engine.config, engine.info, draft)
-        if proposer is not None:
-            engine.set_proposer(proposer)
-        return engine
+        return assemble(cls, config, hooks, memory)
 
     @property
     def pooler(self) -> Pooler | None:
@@ -183,10 +162,22 @@ class Engine:
         """Before the first PREFILL request: hooks are made of this engine's arena, so after it."""
         self._announcements.hooks = hooks
 
-    def set_proposer(self, proposer: Proposer) -> None:
+    def set_proposer(self, proposer: Proposer | None) -> None:
         """Speculate: `proposer` guesses up to config.num_speculative_tokens for each decode row.
-        Before the first request."""
-        self._scheduler.set_drafter(Drafter(proposer, self.config.num_speculative_tokens))
+        Without requests."""
+        most = self.config.num_speculative_tokens
+        self._scheduler.set_drafter(None if proposer is None else Drafter(proposer, most))
+
+    def set_adapters(self, ids: tuple[str, ...], modules: tuple[str, ...]) -> None:
+        """Requests may ask for these adapters from now on; `modules`: what another load of the
+        model would read, see EngineConfig.lora_modules."""
+        self.info = replace(self.info, adapters=ids)
+        self.config = replace(self.config, lora_modules=modules)
+        self._bounds = replace(self._bounds, adapters=ids)
+
+    def uses_adapter(self, id_: str) -> bool:
+        """Whether a request here asks for it."""
+        return any(group.request.adapter == id_ for group in self._by_id.values())
 
     # ---- requests in ----
 

@@ -20,7 +20,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from baton.config import add_options, load
+from baton.config import add_options, load, parse
 from baton.engine.config import EngineConfig
 from baton.engine.ideal import Estimate, EstimateOptions, estimate
 from baton.engine.model_shape import model_shape
@@ -182,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add_options(parser, EstimateOptions)
     try:
-        given = parser.parse_args(arguments)
+        given = parse(parser, sys.argv[1:] if arguments is None else arguments)
         options = load(EstimateOptions, given, os.environ)
         result = sized(options)
     except (BatonError, OSError) as error:

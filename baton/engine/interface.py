@@ -112,7 +112,8 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     kv_dtype: str  # "float32" | "bfloat16" | "float16"
     model_impl: str  # "lean" | "transformers"
-    adapters: tuple[str, ...] = ()  # names of the LoRA adapters that requests may ask for
+    adapters: tuple[str, ...] = ()  # ids of the LoRA adapters that requests may ask for
+    generates: bool = True  # a classifier does not
     dtype: str = ""  # what it computes in; as kv_dtype, if nothing is said
 
     @property

@@ -22,7 +22,7 @@ from typing import Final, TypeAlias
 
 import torch
 
-from baton.engine import huge_pages
+from baton.engine import huge_pages, pages
 from baton.engine.layer_groups import LayerGroups, group_layers
 from baton.errors import ConfigError, InternalError
 from baton.kv_spec import LayerSpec
@@ -146,6 +146,16 @@ class KVArena:
         if self.device.type != "cpu":
             raise InternalError("only a pool in host memory has a buffer; stage a device pool")
         return self._pages.view(-1).numpy().data
+
+    def give_back(self) -> bool:
+        """Give the pages' memory back, all that they hold with it; the addresses stay. False: it
+        cannot be done here. Nobody may read or write until `take_again`."""
+        return self.device.type == "cpu" and pages.give_back(self._pages)
+
+    def take_again(self) -> None:
+        """The pages are zero, and have memory where they need some at once. Raises Unavailable if
+        there is none."""
+        pages.take_again(self._pages)
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy one block's KV in all its layers: what follows BlockPool.copy_on_write(). `source`

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ from baton.engine.checkpoint import Checkpoint, digest, open_checkpoint, parse_m
 from baton.engine.config import EngineConfig
 from baton.engine.deterministic import FixedTiles, prove
 from baton.engine.interface import ModelInfo
-from baton.engine.lora import Adapter, read_adapter
+from baton.engine.lora import read_adapter
 from baton.engine.models.base import CausalModel
 from baton.engine.models.config import DecoderConfig, NotLean
 from baton.engine.models.decoder import Decoder, tensor_names
@@ -36,6 +35,7 @@ from baton.engine.route import (
     choose_dtype,
     choose_length,
     choose_route,
+    classifies,
     head_scheme,
     leave_lean,
 )
@@ -48,6 +48,8 @@ if TYPE_CHECKING:  # lazy at run time: most engines have one rank
     from baton.engine.tensor_parallel.ranks import Ranks
 
 logger = logging.getLogger(__name__)
+
+CLASSIFIER: Final = "score.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,7 @@ class LoadedModel:
     deterministic: bool = False
     ranks: Ranks | None = None
     rounded_head_bytes: int = 0  # of them, a head of integers
+    classifier: Tensor | None = None  # [classes, H] in place of a head for tokens
 
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
@@ -108,7 +111,7 @@ def load_model(config: EngineConfig, group: RankGroup | None = None) -> LoadedMo
     rule = rope_rule(checkpoint.text_config)
     info = ModelInfo(
         name=config.model_name,
-        digest=_digest(checkpoint, adapters, config),
+        digest=_digest(checkpoint, config),
         layers=model.layers,
         rope=rule.text if rule else "none",
         vocab_size=model.vocab_size,
@@ -116,7 +119,8 @@ def load_model(config: EngineConfig, group: RankGroup | None = None) -> LoadedMo
         eos_token_ids=checkpoint.eos_token_ids,
         kv_dtype=dtype_name if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
         model_impl=built.impl,
-        adapters=tuple(modules),
+        adapters=tuple(adapter.id for adapter in adapters),
+        generates=built.classifier is None,
         dtype=dtype_name,
     )
     logger.info(
@@ -128,18 +132,17 @@ def load_model(config: EngineConfig, group: RankGroup | None = None) -> LoadedMo
         prove(model, info, device)
     return LoadedModel(
         info, model, device, dtype, weight_bytes, config.deterministic,
-        rounded_head_bytes=built.rounded_head_bytes,
+        rounded_head_bytes=built.rounded_head_bytes, classifier=built.classifier,
     )  # fmt: skip
 
 
-def _digest(checkpoint: Checkpoint, adapters: Sequence[Adapter], config: EngineConfig) -> str:
-    """The checkpoint's digest, bound to the contents of the adapters if there are any, and to how
-    its weights were rounded.
+def _digest(checkpoint: Checkpoint, config: EngineConfig) -> str:
+    """The checkpoint's digest, bound to how its weights were rounded.
 
-    An adapter's KV is found by its name: two nodes must mean the same weights by it.
+    Adapters come and go: their ids are bound to their contents, and KV to the id.
     """
     base = digest(checkpoint)
-    named = sorted(f"{adapter.name}={adapter.digest}" for adapter in adapters)
+    named: list[str] = []
     if config.quantization != "none":
         named.append(f"quantization {config.quantization}")
     if config.lm_head_quantization != "auto":
@@ -165,6 +168,7 @@ class _Built:
     model: CausalModel
     weight_bytes: int
     rounded_head_bytes: int = 0
+    classifier: Tensor | None = None
 
 
 def _build(
@@ -182,17 +186,20 @@ def _build(
         scheme = next((each for each in SCHEMES if each == config.quantization), None)
         weights = open_weights(reader, quantized, scheme, device, head_scheme(config))
         try:
-            _check_names(lean, weights.names)
+            _check_names(lean, weights.names, checkpoint.config)
         except NotLean as reason:
             leave_lean(checkpoint.config, config, str(reason))
         else:
-            return _build_lean(config, lean, weights, group)
+            built = _build_lean(config, lean, weights, group)
+            if not classifies(checkpoint.config):
+                return built
+            return replace(built, classifier=weights.tensor(CLASSIFIER))
     return _build_universal(checkpoint, dtype, device, config.deterministic)
 
 
-def _check_names(config: DecoderConfig, names: frozenset[str]) -> None:
+def _check_names(config: DecoderConfig, names: frozenset[str], values: dict[str, Any]) -> None:
     """Raises NotLean if tensors are missing or unknown."""
-    expected = set(tensor_names(config))
+    expected = set(tensor_names(config)) | ({CLASSIFIER} if classifies(values) else set())
     missing = sorted(expected - names)
     ignored = {"lm_head.weight"} if config.tied_embeddings else set[str]()
     extra = {name for name in names - expected if not name.endswith("rotary_emb.inv_freq")}

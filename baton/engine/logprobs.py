@@ -24,15 +24,27 @@ def tell(
 ) -> list[tuple[TokenLogprob, ...]]:
     """Per row of logits [N, vocab] float32: its token first, then the best others.
 
-    Row i tells the counts[i] best tokens, best first, without tokens[i] if that is among them
-    (its rank says where it belongs).
+    Row i tells the counts[i] best tokens (-1 = all), best first, without tokens[i] if that is among
+    them (its rank says where it belongs).
     """
-    rows_at_once = max(1, SLAB_ELEMENTS // logits.shape[1])
+    vocab_size = logits.shape[1]
+    counts = [vocab_size if count < 0 else min(count, vocab_size) for count in counts]
+    rows_at_once = max(1, SLAB_ELEMENTS // vocab_size)
     told: list[tuple[TokenLogprob, ...]] = []
     for at in range(0, len(tokens), rows_at_once):
         rows = slice(at, at + rows_at_once)
         told.extend(_tell(logits[rows], tokens[rows], counts[rows]))
     return told
+
+
+def tell_of(logits: Tensor, token: int, ids: Sequence[int]) -> tuple[TokenLogprob, ...]:
+    """Of one row of logits [vocab] float32: its token first, then `ids`, best first."""
+    wanted = [token, *(other for other in dict.fromkeys(ids) if other != token)]
+    chosen = torch.tensor(wanted, device=logits.device)
+    values = logits.log_softmax(-1)[chosen].tolist()
+    ranks = _ranks(logits.expand(len(wanted), -1), chosen[:, None])
+    own, *others = map(TokenLogprob, wanted, values, ranks)
+    return (own, *sorted(others, key=lambda told: told.rank))
 
 
 def candidates(scores: Tensor, counts: Sequence[int]) -> list[tuple[TokenLogprob, ...]]:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from baton.adapters import adapter_id
 from baton.engine.batch import Batch
 from baton.engine.checkpoint import adapter_files
 from baton.engine.tensors import TensorReader
@@ -68,6 +69,11 @@ class Adapter:
     deltas: Mapping[str, LowRank]
 
     @property
+    def id(self) -> str:
+        """What requests on this node ask for."""
+        return adapter_id(self.name, self.digest)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of its weights."""
         return sum(delta.down.nbytes + delta.up.nbytes for delta in self.deltas.values())
@@ -75,13 +81,13 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class AdapterRows:
-    """Rows [n] int64 of a flattened step that want one adapter.
+    """Rows [n] int64 of a flattened step that want one adapter, by its id.
 
     `fixed_shapes`: its products are made of all rows of the step, so that their shape does not tell
     how many want it (--deterministic); else of these alone.
     """
 
-    name: str
+    id: str
     rows: Tensor
     fixed_shapes: bool = False
 
@@ -95,7 +101,7 @@ def rows_by_adapter(batch: Batch, fixed_shapes: bool = False) -> tuple[AdapterRo
             rows.setdefault(span.adapter, []).extend(range(first, first + span.num_rows))
     device = batch.tables[0].slots.device
     return tuple(
-        AdapterRows(name, torch.tensor(r).to(device), fixed_shapes) for name, r in rows.items()
+        AdapterRows(id_, torch.tensor(r).to(device), fixed_shapes) for id_, r in rows.items()
     )
 
 
@@ -105,7 +111,7 @@ def apply_deltas(
     """Add each group's delta to its rows of y [T, out], given the layer's input x [T, in]; mutates
     y."""
     for group in groups:
-        delta = deltas.get(group.name)
+        delta = deltas.get(group.id)
         if delta is not None:
             added = delta(x)[group.rows] if group.fixed_shapes else delta(x[group.rows])
             y.index_add_(0, group.rows, added.to(y.dtype))

@@ -130,6 +130,7 @@ class Outputs:
             num_cached_tokens=group.num_cached_tokens,
             logprobs=sampled.logprobs[: len(tokens)],
             prompt_logprobs=_told_now(group),
+            preemptions=group.num_preempted if reason is not None else 0,
         )  # fmt: skip
         if reason is not None and self._scheduler.end(group, sequence):
             self._ended(group)
@@ -186,6 +187,7 @@ class Outputs:
                     num_cached_tokens=group.num_cached_tokens,
                     logprobs=hypothesis.logprobs,
                     prompt_logprobs=_told_now(group),
+                    preemptions=group.num_preempted,
                 )
             )  # fmt: skip
         for sample in range(len(events), count):  # everything else was ruled out

@@ -80,6 +80,12 @@ class Pooler:
     def max_model_len(self) -> int:
         return self._model.info.max_model_len
 
+    @property
+    def num_classes(self) -> int:
+        """Of a classifier; 0 = it is none."""
+        head = self._model.classifier
+        return 0 if head is None else head.shape[0]
+
     @torch.inference_mode()
     def forward(self, chunks: Sequence[SequenceChunk]) -> list[Tensor]:
         """Hidden states of each chunk, [its tokens, H]; writes its KV into the arena."""
@@ -93,6 +99,13 @@ class Pooler:
         """hidden [N, H] float32 -> [N] float32: softmax over the two ids' logits, at yes."""
         logits = self._model.logits(hidden.to(self._model.dtype))
         return logits[:, [no, yes]].softmax(-1)[:, 1]
+
+    @torch.inference_mode()
+    def class_logits(self, hidden: Tensor) -> Tensor:
+        """hidden [N, H] float32 -> [N, classes] float32."""
+        head = self._model.classifier
+        assert head is not None, "whoever asks has looked at num_classes"
+        return functional.linear(hidden.to(head.dtype), head).float()
 
 
 @dataclass(eq=False, slots=True)

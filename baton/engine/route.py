@@ -27,10 +27,13 @@ DTYPES: Final = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-_CLASSIFIERS: Final = (
-    "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering",
-    "ForMultipleChoice", "ForRewardModel",
-)  # fmt: skip
+_CLASSIFIER: Final = "ForSequenceClassification"
+_NO_DECODERS: Final = (
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+    "ForMultipleChoice",
+    "ForRewardModel",
+)
 # Qwen3-Reranker names itself a classifier for other servers, and is a language model all the same.
 _STILL_GENERATES: Final = ("classifier_from_token", "is_original_qwen3_reranker")
 
@@ -55,7 +58,7 @@ def choose_route(values: dict[str, Any], config: EngineConfig) -> DecoderConfig 
                 field="quantization",
             )
     if config.tensor_parallel_size > 1:
-        _refuse_ranks(config, quantized is not None)
+        _refuse_ranks(config, quantized is not None or classifies(values))
     if config.model_impl == "transformers":
         leave_lean(values, config, "not with model_impl transformers")
     else:
@@ -73,6 +76,9 @@ def choose_route(values: dict[str, Any], config: EngineConfig) -> DecoderConfig 
 
 def leave_lean(values: dict[str, Any], config: EngineConfig, reason: str) -> None:
     """Raise ModelRefused for what only the lean route does; it cannot serve this for `reason`."""
+    if classifies(values):
+        message = f"only the lean route serves classifiers, and it cannot serve this: {reason}"
+        raise ModelRefused(message, field="model")
     if config.model_impl == "lean":
         raise ModelRefused(f"the lean route cannot serve this: {reason}", field="model_impl")
     if values.get("quantization_config") is not None or rounds(config):
@@ -132,6 +138,12 @@ def head_scheme(config: EngineConfig) -> Scheme | None:
     return next((scheme for scheme in SCHEMES if scheme == asked), None)
 
 
+def classifies(values: dict[str, Any]) -> bool:
+    """Whether its head is one of classes, as transformers' sequence classifiers have it."""
+    named: list[str] = values.get("architectures") or [""]
+    return named[0].endswith(_CLASSIFIER) and not any(values.get(key) for key in _STILL_GENERATES)
+
+
 def _refuse_kind(values: dict[str, Any]) -> None:
     """Raise ModelRefused for what is no decoder-only language model, whatever its layers are."""
     if values.get("is_encoder_decoder"):
@@ -140,7 +152,7 @@ def _refuse_kind(values: dict[str, Any]) -> None:
             field="model",
         )
     named: list[str] = values.get("architectures") or [""]
-    if named[0].endswith(_CLASSIFIERS) and not any(values.get(key) for key in _STILL_GENERATES):
+    if named[0].endswith(_NO_DECODERS):
         raise ModelRefused(
             f"{named[0]} cannot be served: it gives classes or scores and has no head for tokens; "
             "serve a model that generates (for reranking one that answers yes or no, such as "
@@ -149,20 +161,21 @@ def _refuse_kind(values: dict[str, Any]) -> None:
         )
 
 
-def _refuse_ranks(config: EngineConfig, quantized: bool) -> None:
-    """Raise for what does not go with ranks, whatever the route."""
+def _refuse_ranks(config: EngineConfig, special: bool) -> None:
+    """Raise for what does not go with ranks, whatever the route. `special`: what is read."""
     from baton.engine.tensor_parallel.rank import refuse  # lazy: most engines have one rank
 
     refuse(config)
-    if quantized:
-        raise ModelRefused(
-            "quantized weights are not split over ranks yet", field="tensor_parallel_size"
-        )
+    if special:
+        message = "quantized weights and classifiers are not split over ranks yet"
+        raise ModelRefused(message, field="tensor_parallel_size")
 
 
 def _lean(values: dict[str, Any], config: EngineConfig) -> DecoderConfig:
     """Raises NotLean."""
     plain = {key: value for key, value in values.items() if key != "quantization_config"}
+    if classifies(values):  # a decoder whose head, which nobody asks, is that of its words
+        plain |= {"architectures": None, "tie_word_embeddings": True}
     lean = decoder_config(plain)
     if config.tensor_parallel_size > 1:
         from baton.engine.tensor_parallel.sharding import rank_config  # lazy: as above

@@ -50,7 +50,7 @@ class RunAhead:
     """The step thread. `limit`: most tokens of a sequence."""
 
     def __init__(self, runner: Runner, limit: int) -> None:
-        self._runner = runner
+        self.runner = runner
         self._limit = limit
         self.thread: Executor = ThreadPoolExecutor(1, thread_name_prefix="engine-step")
 
@@ -76,7 +76,7 @@ class RunAhead:
             if sampled is None:
                 raise InternalError(f"{chunks[index].request_id}: the step before drew nothing")
             chunks[index] = replace(chunks[index], token_ids=sampled.token_ids, history=())
-        return self._runner.run(chunks)
+        return self.runner.run(chunks)
 
     @contextmanager
     def foreseen(self, plan: StepPlan) -> Iterator[None]:

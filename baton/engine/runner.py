@@ -224,8 +224,12 @@ def _told(
         return {}
     rows = [kept[place] for place in places]
     counts = [draws[row].params.logprobs or 0 for row in rows]
-    told = logprobs.tell(_rows(raw, places), [tokens[row] for row in rows], counts)
-    return dict(zip(rows, told, strict=True))
+    best = logprobs.tell(_rows(raw, places), [tokens[row] for row in rows], counts)
+    told = dict(zip(rows, best, strict=True))
+    for row, place in zip(rows, places, strict=True):
+        if ids := draws[row].params.logprob_token_ids:
+            told[row] = logprobs.tell_of(raw[place], tokens[row], ids)
+    return told
 
 
 def _rows(tensor: Tensor, rows: Sequence[int]) -> Tensor:

@@ -77,8 +77,8 @@ class Scheduler:
         self._overtakes = 0  # reservations granted past the present head of waiting
         self.short_of_room = False  # the last step found no blocks, or no export room, for somebody
 
-    def set_drafter(self, drafter: Drafter) -> None:
-        """Before the first request: from now on decode rows carry drafts."""
+    def set_drafter(self, drafter: Drafter | None) -> None:
+        """Without requests: from now on decode rows carry drafts, or none."""
         self._drafter = drafter
 
     def ask_before_exports(self, may_export: MayExport) -> None:
@@ -367,6 +367,7 @@ class Scheduler:
         """Its blocks go, its tokens stay, it waits in front of those that came later."""
         self._running.remove(group)
         self._stats.num_preemptions += 1
+        group.num_preempted += 1
         group.admitted_before = True
         if self._swapper.prefers_swap(group) and self._swapper.swap_out(group):
             insort(self._swapped, group, key=attrgetter("key"))

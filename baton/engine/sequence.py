@@ -196,6 +196,7 @@ class RequestGroup:
     sequences: list[SequenceState]
     beams: BeamSearch | None = None
     num_cached_tokens: int = 0  # prompt tokens that its first admission found in the prefix map
+    num_preempted: int = 0
     admitted_before: bool = False  # it was preempted: it has precedence and is counted once
     dropped: bool = False  # aborted during a step: its sampled tokens are thrown away
     prompt_logprobs: list[tuple[TokenLogprob, ...]] = field(default_factory=list)  # until told

@@ -78,7 +78,7 @@ def load_draft(config: EngineConfig) -> LoadedModel | None:
         replace(
             config,
             model=config.speculative_model,
-            served_model_name=None,
+            served_model_name=(),
             max_model_len=None,
             lora_modules=(),
             tensor_parallel_size=1,  # small: the leader alone runs it

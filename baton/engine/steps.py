@@ -27,6 +27,12 @@ class Steps:
         self._check = check
         self._next: Flight | None = None  # under way already
 
+    def use(self, runner: Runner) -> None:
+        """Of the steps from now on; while nothing runs."""
+        self.runner = runner
+        if self.ahead is not None:
+            self.ahead.runner = runner
+
     @property
     def under_way(self) -> bool:
         return self._next is not None

@@ -60,11 +60,23 @@ class EngineThread:
         self._condition = threading.Condition()
         self._inbox: deque[_Call] = deque()
         self._stopping = False
+        self._held = False
         # Daemon: a process that dies without stop() must not hang in a model.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
         self._thread.start()
+
+    @property
+    def held(self) -> bool:
+        """Calls run, steps do not."""
+        return self._held
+
+    def hold(self, held: bool) -> None:
+        """Make no steps, after the one under way, until told otherwise. From any thread."""
+        with self._condition:
+            self._held = held
+            self._condition.notify()
 
     def stop(self) -> None:
         """End after the step under way and wait for it; calls still in the inbox raise Unavailable.
@@ -139,7 +151,7 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while self._serve_inbox():
-                if self._engine.has_work:
+                if self._engine.has_work and not self._held:
                     self._step()
                     self._rest()
         finally:
@@ -148,9 +160,8 @@ class EngineThread:
     def _serve_inbox(self) -> bool:
         """Run what has come in, waiting for it if there is nothing to step; False = stop."""
         with self._condition:
-            idle = not self._engine.has_work or self._engine.stalled
-            if idle:
-                self._condition.wait_for(lambda: self._inbox or self._stopping)
+            while not (self._inbox or self._stopping or self._may_step()):
+                self._condition.wait()
             if self._stopping:
                 return False
             calls = list(self._inbox)
@@ -161,6 +172,9 @@ class EngineThread:
             except Exception:
                 log.exception("a call on the engine thread failed")
         return True
+
+    def _may_step(self) -> bool:
+        return self._engine.has_work and not (self._engine.stalled or self._held)
 
     def _rest(self) -> None:
         """Once there is no more to do, what can wait until then."""

@@ -26,6 +26,7 @@ class Bounds:
     block_size: int
     adapters: Collection[str] = ()
     num_groups: int = 1  # of layers: each takes blocks of its own for every stretch of tokens
+    generates: bool = True
 
     def limit(self, task: Task) -> int:
         """Most tokens, prompt and output; a PREFILL task's output lives in another pool."""
@@ -40,6 +41,8 @@ def validate(request: Request, task: Task, bounds: Bounds) -> None:
     a request that can never fit the model or, with a LOCAL task's output, the pool."""
     if request.adapter and request.adapter not in bounds.adapters:
         raise UnsupportedFeature(f"no adapter {request.adapter!r} here", field="adapter")
+    if not bounds.generates:
+        raise UnsupportedFeature("this model is a classifier: it writes no text", field="model")
     if not request.prompt_ids:
         raise InvalidRequest("the prompt is empty", field="prompt")
     known = [*request.prompt_ids, *(token for ids in request.output_ids for token in ids)]
@@ -50,6 +53,7 @@ def validate(request: Request, task: Task, bounds: Bounds) -> None:
     for name, ids in (
         ("logit_bias", [token for token, _ in request.params.logit_bias]),
         ("allowed_token_ids", request.params.allowed_token_ids),
+        ("logprob_token_ids", request.params.logprob_token_ids),
         ("bad_words", [token for word in request.params.bad_words for token in word]),
     ):
         if ids and not 0 <= min(ids) <= max(ids) < bounds.vocab_size:

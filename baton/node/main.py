@@ -190,6 +190,7 @@ class Node:
     async def _beat(self) -> None:
         self.shell.ask_engine()
         self.shell.connector.let_go()
+        self.shell.control.sweep()
         if self._registry is not None:
             await self._registry.announce(self.shell.record())
         await self._server.set_health(serving=self.takes_work)
@@ -203,8 +204,8 @@ def main(program: NodeProgram, argv: Sequence[str], environ: Mapping[str, str]) 
     options.add_options(parser, EngineConfig)
     options.add_options(parser, NodeConfig)
     add_idle(parser)
-    arguments = parser.parse_args(argv)
     try:
+        arguments = options.parse(parser, argv)
         config = options.load(NodeConfig, arguments, environ)
         config.check()
         parse_lanes(config.kv_lanes)

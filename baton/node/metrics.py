@@ -25,6 +25,8 @@ def with_counters(load: NodeLoad, stats: EngineStats, connector: Connector) -> N
         preemptions=stats.num_preemptions,
         prefix_query_tokens=stats.num_prefix_query_tokens,
         prefix_hit_tokens=stats.num_prefix_hit_tokens,
+        steps=stats.num_steps,
+        step_tokens=stats.num_prompt_tokens + stats.num_generated_tokens,
         kv_tail_seconds=transfer.exposed_tail_seconds,
         mbu=utilization.mbu,
         mfu=utilization.mfu,

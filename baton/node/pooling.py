@@ -78,6 +78,8 @@ def _begin(engine: Engine, asked: SubmitPool) -> PoolingJob:
         raise UnsupportedFeature("this engine has no hidden states to pool", field="model")
     if adapter and adapter not in engine.info.adapters:
         raise UnsupportedFeature(f"no adapter {adapter!r} here", field="model")
+    if asked.kind == "classify" and not engine.pooler.num_classes:
+        raise UnsupportedFeature("this model is no classifier", field="model")
     if asked.kind == "yes_no" and max(asked.answers) >= engine.info.vocab_size:
         raise UnsupportedFeature("yes and no are no tokens of this model", field="model")
     kind = "mean" if asked.kind == "mean" else "last"
@@ -95,6 +97,8 @@ def _end(engine: Engine, asked: SubmitPool, job: PoolingJob) -> tuple[bytes, ...
     if asked.kind == "yes_no":
         yes, no = asked.answers
         return _as_bytes(pooler.yes_probability(vectors, yes, no)[:, None])
+    if asked.kind == "classify":
+        return _as_bytes(pooler.class_logits(vectors))
     if asked.dimensions > vectors.shape[1]:
         raise UnsupportedFeature(
             f"dimensions: this model's vectors have {vectors.shape[1]}", field="dimensions"

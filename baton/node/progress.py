@@ -35,9 +35,9 @@ class Answer:
     held_up: bool
 
     @classmethod
-    def of(cls, engine: Engine) -> Answer:
-        """Engine thread."""
-        return cls(engine.stats.num_steps, engine.has_work, engine.stalled)
+    def of(cls, engine: Engine, *, held: bool = False) -> Answer:
+        """Engine thread. `held`: it is not to step, whatever it has."""
+        return cls(engine.stats.num_steps, engine.has_work and not held, engine.stalled)
 
 
 class Progress:

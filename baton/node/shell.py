@@ -26,19 +26,19 @@ from baton.errors import (
     BatonError,
     DeadlineExceeded,
     Fenced,
-    GivenBack,
     InternalError,
     InvalidRequest,
     NodeLost,
     Overloaded,
     Unavailable,
 )
-from baton.events import BlockEvent, HandleReady, NodeStep
+from baton.events import BlockEvent, NodeStep
 from baton.handles import KVHandle, NodeLoad, NodeRecord, Role
 from baton.kv_spec import BlockLists
 from baton.log import request_context
 from baton.messages import (
     AbortRequest,
+    ControlNode,
     DrainNode,
     Migrate,
     Prefilled,
@@ -53,6 +53,8 @@ from baton.messages import (
 )
 from baton.metrics import NodeMetrics, NodeSnapshot
 from baton.node.config import NodeConfig
+from baton.node.control import NodeControl
+from baton.node.hand_on import HandOn
 from baton.node.metrics import snapshot, with_counters
 from baton.node.progress import Answer, Progress
 from baton.node.requests import NodeRequest, RequestTable, failure
@@ -97,7 +99,6 @@ class NodeShell:
         self._address = ""
         self._sessions: set[RouterSession] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._handed_on: dict[str, KVHandle] = {}  # exports of requests that left with their KV
         self._engine_load = parts.engine.current_load()
         self._engine_stats = parts.engine.stats.copy()
         self._kv_waste = 0.0
@@ -124,6 +125,13 @@ class NodeShell:
             )
         )
 
+        self.control = NodeControl(self, parts.engine)
+        self._leaving = HandOn(self.thread, self.connector, self.role, self._spawn)
+
+    @property
+    def sessions(self) -> frozenset[RouterSession]:
+        return frozenset(self._sessions)
+
     # ---- life ----
 
     async def start(self, address: str) -> None:
@@ -146,9 +154,7 @@ class NodeShell:
         self.begin_drain()
         try:
             async with asyncio.timeout(self.config.drain_s):
-                while self._tasks or self.connector.active_exports:
-                    self._quiet.clear()
-                    await self._quiet.wait()
+                await self.until_quiet()
         except TimeoutError:
             log.warning(
                 "drain ended with %d requests and %d exports",
@@ -157,6 +163,12 @@ class NodeShell:
             )
             return
         await self._part()
+
+    async def until_quiet(self) -> None:
+        """Until no request is here, and no export that somebody may fetch."""
+        while self._tasks or self.connector.active_exports:
+            self._quiet.clear()
+            await self._quiet.wait()
 
     async def _part(self) -> None:
         """Routers end their sessions when they have read the last step: what is written when this
@@ -184,6 +196,7 @@ class NodeShell:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=self.timing.connect_s)
+        await self.control.stop()
         await self.connector.stop()
         await asyncio.to_thread(self.thread.stop)
 
@@ -192,6 +205,7 @@ class NodeShell:
     def record(self) -> NodeRecord:
         """What this node says of itself, now."""
         info, config = self._engine.info, self._engine.config
+        adapters = self.control.adapters
         return NodeRecord(
             node_id=self.node_id,
             boot_id=self.boot_id,
@@ -205,7 +219,8 @@ class NodeShell:
             endpoint=self.connector.endpoint(),
             load=self.load(),
             version=baton.__version__,
-            adapters=info.adapters,
+            adapters=adapters.held,
+            leaving_adapters=adapters.leaving,
             eos_token_ids=info.eos_token_ids,
             max_num_seqs=config.max_num_seqs,
             precision=info.precision,
@@ -219,6 +234,8 @@ class NodeShell:
             fetching=self.role.fetching,
             draining=self.draining,
             stalled=self.progress.stalled,
+            pause=self.control.pause,
+            asleep=self.control.asleep,
             kv_token_bytes=self._kv_token_bytes,
         )
 
@@ -249,6 +266,7 @@ class NodeShell:
             session.cut(Unavailable("the node is stopping"))
             return
         self._sessions.add(session)
+        self.control.attached(session)
         self.thread.post(lambda engine: self._snapshot(engine, session))
         log.info("router %s connected", session.router_id)
 
@@ -269,11 +287,13 @@ class NodeShell:
             case SubmitPrefill() | SubmitDecode() | SubmitPool():
                 self._submit(session, message)
             case RenewExport():
-                self._spawn(self._renew(message.handle))
+                self._spawn(self._leaving.renew(message.handle))
             case ReleaseExport():
-                self._spawn(self._release(message.handle, message.why))
+                self._spawn(self._leaving.release(message.handle, message.why))
             case DrainNode():
                 self.begin_drain()
+            case ControlNode():
+                self.control.act(session, message)
             case AbortRequest() | Prefilled() | Migrate() | StopSample():
                 self._change(message)
             case SessionHello():
@@ -283,7 +303,7 @@ class NodeShell:
         """What becomes of one request; nothing, if it is not here."""
         request_id, epoch = message.request_id, message.epoch
         if isinstance(message, AbortRequest):
-            self._forget_handed_on(message)
+            self._leaving.forget(message)
         if (entry := self.requests.find_upto(request_id, epoch)) is None:
             return
         exact = entry.request.epoch == epoch
@@ -297,7 +317,7 @@ class NodeShell:
                 entry.prefilled.set()
             case Migrate() if exact and not entry.leaving:
                 entry.leaving = True
-                self._spawn(self._hand_on(entry))
+                self._spawn(self._leaving.leave(entry))
             case _:
                 pass  # of a newer epoch, or it is leaving already
 
@@ -309,6 +329,8 @@ class NodeShell:
         try:
             if self.draining:
                 raise Unavailable("the node is draining")
+            if self.control.asleep:
+                raise Unavailable("the node is asleep")
             if len(self.requests) >= self.config.max_requests:
                 raise Overloaded(f"the node has {self.config.max_requests} requests")
             self.role.check(message)
@@ -348,39 +370,6 @@ class NodeShell:
                 log.exception("failed")
                 self._fail(entry, InternalError("internal error"))
 
-    async def _hand_on(self, entry: NodeRequest) -> None:
-        """Let `entry` go: with its KV under a lease if it decodes, else just so. Either way that is
-        its last event, behind all its tokens: steps reach this loop in the engine thread's order.
-        """
-        request = entry.request
-        try:
-            handle = await self.thread.call(lambda engine: self.role.hand_on(engine, request))
-        except Exception:
-            log.exception("request %s cannot be exported", request.id)
-            handle = None
-        if handle is None:
-            self._give_back(entry)
-        elif entry.cancelled:
-            await self._release(handle, "nobody wants the request any more")
-        else:
-            log.info("request %s leaves with %d tokens", request.id, handle.num_tokens)
-            self._handed_on[request.id] = handle
-            ready = HandleReady(request.id, request.epoch, handle)
-            entry.send(NodeStep(handles=(ready,)))
-            entry.end()
-
-    def _give_back(self, entry: NodeRequest) -> None:
-        if not (entry.cancelled or entry.ended.done()):
-            error = GivenBack("there is no KV worth moving")
-            entry.send(NodeStep(failed=(failure(entry.request, error),)))
-            entry.cancel()
-
-    def _forget_handed_on(self, message: AbortRequest) -> None:
-        """The request was aborted before its router had heard of the export."""
-        handle = self._handed_on.get(message.request_id)
-        if handle is not None and handle.epoch <= message.epoch:
-            self._spawn(self._release(handle, "the request was aborted"))
-
     def _fail(self, entry: NodeRequest, error: BatonError) -> None:
         told = entry.ended.done() and entry.ended.exception() is None
         if not told:
@@ -388,19 +377,6 @@ class NodeShell:
 
     def _seconds_left(self, deadline: float | None) -> float | None:
         return None if deadline is None else max(0.0, deadline - self.clock.monotonic())
-
-    async def _renew(self, handle: KVHandle) -> None:
-        try:
-            await self.connector.renew(handle)
-        except BatonError as error:
-            # Its receiver may have just acknowledged it: only a failed fetch is worth telling.
-            log.debug("request %s: no renewal: %s", handle.request_id, error.message)
-
-    async def _release(self, handle: KVHandle, why: str) -> None:
-        try:
-            await self.connector.release(handle, why)
-        except BatonError as error:
-            log.debug("request %s: no release: %s", handle.request_id, error.message)
 
     # ---- tasks ----
 
@@ -425,8 +401,13 @@ class NodeShell:
         self._loop.call_soon_threadsafe(self._deliver, report, stats)
 
     def _answer(self, engine: Engine) -> None:
-        state = Answer.of(engine), engine.current_load(), engine.stats.copy()
+        state = Answer.of(engine, held=self.thread.held), engine.current_load(), engine.stats.copy()
         self._loop.call_soon_threadsafe(self._answered, *state, engine.kv_usage().waste)
+
+    def tell_blocks(self, engine: Engine) -> None:
+        """Changes of the prefix map go out now, between steps. Engine thread."""
+        events = tuple(engine.take_block_events())
+        self._loop.call_soon_threadsafe(self._send_step, {}, events)
 
     def _snapshot(self, engine: Engine, session: RouterSession) -> None:
         # Taken together, and delivered in the order of the steps: nothing is told twice or missed.
@@ -451,8 +432,7 @@ class NodeShell:
         self.send_load(beat=True)
 
     def _freed(self, handle: KVHandle) -> None:
-        if self._handed_on.get(handle.request_id) is handle:
-            del self._handed_on[handle.request_id]
+        self._leaving.freed(handle)
         self._quiet.set()
         self.role.blocks_freed()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
+from baton.adapters import adapter_name
 from baton.errors import BatonError, Unavailable
 from baton.request import FinishReason
 from router.anthropic.errors import error_body
@@ -23,7 +24,8 @@ class MessageAnswer:
     def __init__(self, id_: str, turn: ChatTurn, rules: ReplyRules) -> None:
         self._turn = turn
         self._rules = rules
-        head = {"id": id_, "type": "message", "role": "assistant", "model": turn.completion.model}
+        model = adapter_name(turn.completion.request.adapter) or turn.completion.model
+        head = {"id": id_, "type": "message", "role": "assistant", "model": model}
         draw_id = turn.draw_id
         if not turn.short_ids:
             pinned = isinstance(draw_id, PinnedIds)

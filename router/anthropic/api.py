@@ -36,7 +36,9 @@ class AnthropicApi:
         ]
 
     async def create(self, request: HttpRequest) -> StreamReply | WholeReply:
-        chat = body.read(await read_body(request))
+        thought = self._intake.formats.reasoning
+        limits = thought is not None and thought.can_end
+        chat = body.read(await read_body(request), limits)
         note_body_id(request, chat.request_id)
         id_ = reply_id("msg_", request)
         with in_own_names(body.NAMES):

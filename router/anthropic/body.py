@@ -23,6 +23,7 @@ NAMES: Final = {
     "stop": "stop_sequences",
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
+    "thinking_token_budget": "thinking.budget_tokens",
 }
 _ONE: Final = ": each call has one message"
 UNSERVED: Final[Unserved] = {
@@ -34,7 +35,7 @@ UNSERVED: Final[Unserved] = {
 
 
 class Thinking(msgspec.Struct, kw_only=True):
-    """`budget_tokens` is accepted and not enforced: how long a model thinks is its own choice."""
+    """`budget_tokens` limits the thought where this server knows a thought's end."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = None
@@ -90,15 +91,17 @@ class MessagesBody(CountBody, kw_only=True):
 Body = TypeVar("Body", MessagesBody, CountBody)
 
 
-def read(raw: bytes) -> ChatBody:
+def read(raw: bytes, limits_thoughts: bool = False) -> ChatBody:
     """Check a body. Raises InvalidRequest, naming the field."""
     given = object_of(raw)
     body = _converted(given, MessagesBody)
-    shown = body.thinking is not None and body.thinks and body.thinking.display != "omitted"
+    thinking = body.thinking if body.thinks else None
+    shown = thinking is not None and thinking.display != "omitted"
     translated = _translated(body) | {
         "max_tokens": body.max_tokens,
         "stop": body.stop_sequences,
         "include_reasoning": shown,
+        "thinking_token_budget": thinking.budget_tokens if thinking and limits_thoughts else None,
     }
     with in_own_names(NAMES):
         return chat_body(given, translated)

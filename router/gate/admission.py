@@ -52,6 +52,7 @@ class Reason(enum.StrEnum):
     DEADLINE = "deadline"
     SLO = "slo"
     STOPPING = "stopping"
+    PAUSED = "paused"  # by an operator; not this module's
 
 
 @dataclass(frozen=True, slots=True)

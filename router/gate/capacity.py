@@ -147,3 +147,9 @@ def can_keep_tpot(nodes: Sequence[NodeSnapshot], limit_s: float) -> bool:
     """Does some decode node take steps within `limit_s`? An idle one does."""
     decoders = [n for n in nodes if n.role is Role.DECODE and n.takes_requests]
     return not decoders or any(meets(expected_tpot_s(node), limit_s) for node in decoders)
+
+
+def paused(nodes: Sequence[NodeSnapshot]) -> str:
+    """What operators want of new requests: "" as always, "hold" that they wait, "refuse"."""
+    found = {node.load.pause for node in nodes}
+    return "refuse" if "refuse" in found else "hold" if "hold" in found else ""

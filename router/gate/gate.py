@@ -37,6 +37,7 @@ from router.gate.capacity import (
     can_keep_tpot,
     has_prefill_room,
     has_room,
+    paused,
     serves,
     widest,
 )
@@ -47,6 +48,7 @@ from router.policy import NodeSnapshot
 from router.trace import RequestTrace
 
 MOST_REQUEST_TOKENS: Final = 1 << 20
+RETRY_PAUSED_S: Final = 10  # nobody but the operator knows
 POOLED_TOKENS: Final = 512
 COUNTED_SHARE: Final = 0.01  # of a token that is served: what one costs that is only counted
 RETRY_TPOT_S: Final = 1.0  # steps get faster as requests end, nobody can say when
@@ -57,6 +59,7 @@ _WORDS: Final[dict[Reason, str]] = {
     Reason.DEADLINE: "the request could not begin before its deadline",
     Reason.SLO: "the service level that the request asks for cannot be kept now",
     Reason.STOPPING: "the server is stopping",
+    Reason.PAUSED: "an operator has paused the server: it takes no new requests",
 }
 
 
@@ -132,7 +135,7 @@ class Gate:
         """The context that a request runs in.
 
         Entering raises InvalidRequest (too large, id in use), Overloaded (full, over its key's
-        limits), Unavailable (too late) and Cancelled (by `cancel`).
+        limits), Unavailable (too late, paused) and Cancelled (by `cancel`).
         """
         return Passage(self, request, trace)
 
@@ -197,6 +200,9 @@ class Gate:
         """Admitted, or waiting. Raises what `admitted` says."""
         if request.id in self._entries:
             raise InvalidRequest("this request id is in use", field="request_id")
+        if paused(self._nodes()) == "refuse":
+            self.queue.stats.refused[Reason.PAUSED] += 1
+            raise _unavailable(Refusal(Reason.PAUSED, RETRY_PAUSED_S))
         expected_s = self._expected_s(request, trace)
         wanted = self._wanted(request, trace, expected_s)
         now = self._clock.monotonic()
@@ -304,9 +310,11 @@ class Gate:
     def _room(self, newcomer: RequestTrace | None = None) -> Callable[[Ticket], bool]:
         """Takes room on the nodes as they are now, for the `newcomer` or for those that wait."""
         nodes = self._nodes()
-        window_s = self._settings.prefill_window_s
+        window_s, held = self._settings.prefill_window_s, paused(nodes) == "hold"
 
         def take_room(ticket: Ticket) -> bool:
+            if held:
+                return False
             tokens = ticket.wanted.room_tokens
             trace = newcomer or self._entries[ticket.id].trace
             pooled = bool(trace.pooled)

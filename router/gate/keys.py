@@ -138,12 +138,19 @@ class KeyRing:
 
     def match(self, key: bytes) -> Grant | None:
         """The grant of a key; None for an unknown one."""
-        if self._file is not None and self._file.changed():
-            self._grants = self._all()
         digest = digest_of(key)
         # Every key is compared, so that the time tells nothing about which one was close.
-        matches = [grant for known, grant in self._grants if hmac.compare_digest(digest, known)]
+        matches = [grant for known, grant in self._known() if hmac.compare_digest(digest, known)]
         return matches[0] if matches else None
+
+    def _known(self) -> tuple[tuple[bytes, Grant], ...]:
+        if self._file is not None and self._file.changed():
+            self._grants = self._all()
+        return self._grants
+
+    def of_digest(self, digest: bytes) -> Grant | None:
+        """The grant of whoever holds the key of that digest, now; None if there is none."""
+        return next((grant for known, grant in self._known() if known == digest), None)
 
 
 class _KeyFile:

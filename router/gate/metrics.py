@@ -61,12 +61,11 @@ class _Admission(Collector):
             "baton_admission_cancelled", "Clients that left while they waited",
             queue.stats.cancelled,
         )  # fmt: skip
-        refused = CounterMetricFamily(
-            "baton_admission_refused", "Requests refused", labels=["reason"]
-        )
-        for reason, count in queue.stats.refused.items():
-            refused.add_metric([reason.value], count)
-        yield refused
+        for name in ("baton_admission_refused", "vllm:admission_rejections"):
+            refused = CounterMetricFamily(name, "Requests refused", labels=["reason"])
+            for reason, count in queue.stats.refused.items():
+                refused.add_metric([reason.value], count)
+            yield refused
         slo = CounterMetricFamily(
             "baton_slo_requests",
             "Requests with a service level of their own, by what became of it",

@@ -33,6 +33,8 @@ from protos import node_pb2, node_pb2_grpc
 from router.nodes.attachments import Attachment, SessionLost, Told
 from router.nodes.health import NodeHealth
 from router.nodes.mailbox import Mailbox
+from router.nodes.orders import Orders
+from router.nodes.steps import in_order, read_steps
 from router.nodes.suspects import suspects
 from router.nodes.watchdog import Watchdog
 from router.policy import NodeSnapshot
@@ -90,6 +92,7 @@ class NodeSession:
         stall_s = context.timing.stall_s
         self._watchdog = Watchdog(context.clock, stall_s, lambda: bool(self._attached))
         self.prefix = PrefixIndex()
+        self.orders = Orders(self.send)
 
     # ---- what it knows ----
 
@@ -115,8 +118,9 @@ class NodeSession:
 
     @property
     def takes_requests(self) -> bool:
-        """Hello was exchanged, it does not drain, and its engine gets on."""
-        return self._connected and not (self._load.draining or self.stalled)
+        """Hello was exchanged, it neither drains nor sleeps, and its engine gets on."""
+        load = self._load
+        return self._connected and not (load.draining or load.asleep or self.stalled)
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -292,7 +296,7 @@ class NodeSession:
         steps: asyncio.Queue[NodeStep | BaseException | None] = asyncio.Queue(UNTAKEN_STEPS)
         tasks = [
             asyncio.create_task(self._write(call)),
-            asyncio.create_task(_read(call, steps)),
+            asyncio.create_task(read_steps(call, steps)),
             asyncio.create_task(self._watch(steps)),
         ]
         try:
@@ -323,7 +327,7 @@ class NodeSession:
         self._watchdog.heard()
         for step in steps:
             self._note(step)
-        await self._show([event for step in steps for event in _in_order(step)])
+        await self._show([event for step in steps for event in in_order(step)])
         if any(step.last for step in steps):
             self._drained = True
             return True
@@ -391,6 +395,12 @@ class NodeSession:
             self._unreported_tokens = 0
             if before != self.takes_requests:
                 self._context.changed()
+        self.orders.answered(step.controlled)
+        if step.adapters is not None and self._record is not None:
+            held, leaving = step.adapters.held, step.adapters.leaving
+            self._record = replace(self._record, adapters=held, leaving_adapters=leaving)
+            self._snapshot = None
+            self._context.changed()
         if step.failed or step.tokens:
             self._context.health.heard(self.keys, step)
         self.prefix.apply(step.block_events_seq, step.block_events)
@@ -429,6 +439,7 @@ class NodeSession:
         self._unreported.clear()
         self._snapshot = None
         node_id = self.address if self._record is None else self._record.node_id
+        self.orders.lost(NodeLost(f"node {node_id} is lost"))
         if was_connected and self._record is not None:
             self._context.lost(self._record)
             self._context.changed()
@@ -449,26 +460,7 @@ class NodeSession:
             )  # fmt: skip
 
 
-def _in_order(step: NodeStep) -> tuple[Told, ...]:
-    """A request's handle comes before its tokens, its failure after them."""
-    return (*step.handles, *step.subscribed, *step.pooled, *step.tokens, *step.failed)
-
-
 def _one_message(batch: Sequence[node_pb2.RouterMessage]) -> node_pb2.RouterMessage:
     if len(batch) == 1:
         return batch[0]
     return node_pb2.RouterMessage(batch=node_pb2.RouterBatch(messages=batch))
-
-
-async def _read(call: Any, steps: asyncio.Queue[NodeStep | BaseException | None]) -> None:
-    """Steps as they come, then None at the stream's end, or what broke it."""
-    try:
-        while (message := await call.read()) is not grpc.aio.EOF:
-            step = wire.node_message_from_wire(message)
-            if not isinstance(step, NodeStep):
-                raise InvalidRequest("a second hello", field="hello")
-            await steps.put(step)
-    except Exception as error:  # noqa: BLE001  raised where the steps are taken
-        await steps.put(error)
-    else:
-        await steps.put(None)

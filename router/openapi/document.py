@@ -31,6 +31,8 @@ from router.openapi.dialects import (
 )
 from router.openapi.fields import BOUNDED, PROPERTIES, REF, REQUIRED, SAMPLING, Schema
 from router.openapi.rules import RULES
+from router.pooling.classify import ClassifyBody, ClassifyReply, PoolBody, PoolReply
+from router.pooling.cohere import EmbedBody, EmbedReply
 from router.pooling.embeddings import EmbeddingBody, EmbeddingReply
 from router.pooling.rerank import RerankBody, RerankReply, ScoreBody, ScoreReply
 from router.responses.body import ResponsesBody
@@ -62,6 +64,13 @@ class DetokenizeReply(msgspec.Struct):
     prompt: str
 
 
+class TokenizerInfo(msgspec.Struct):
+    """What tokenizer_config.json says."""
+
+    tokenizer_class: str
+    chat_template: str | None = None
+
+
 class Status(msgspec.Struct):
     status: str
 
@@ -75,6 +84,7 @@ class Document(msgspec.Struct):
 
     openapi: str
     info: dict[str, Any]
+    servers: list[dict[str, Any]]
     paths: dict[str, Any]
     components: dict[str, Any]
 
@@ -146,6 +156,16 @@ OPERATIONS: Final = (
               CountBody, example={"messages": _USER}, anthropic=True),
     Operation("post", "/v1/embeddings", "Vectors of inputs", EmbeddingReply, EmbeddingBody,
               example={"input": "What is prefill?"}),
+    Operation("post", "/v2/embed", "Vectors of inputs, as Cohere's API tells them", EmbedReply,
+              EmbedBody, example={"texts": ["What is prefill?"]}),
+    Operation("post", "/classify", "Classes of inputs", ClassifyReply, ClassifyBody,
+              example={"input": "What is prefill?"}),
+    Operation("post", "/pooling", "What the model makes of inputs", PoolReply, PoolBody,
+              example={"input": "What is prefill?"}),
+    Operation("post", "/invocations", "Any of these bodies, for SageMaker",
+              (ChatReply, CompletionReply, EmbeddingReply, ClassifyReply, RerankReply, ScoreReply),
+              ChatBody, True, {"messages": _USER, "max_tokens": 16}),
+    Operation("get", "/tokenizer_info", "The tokenizer's configuration", TokenizerInfo),
     Operation("post", "/v1/rerank", "Order documents by a query", RerankReply, RerankBody,
               example={"query": "prefill", "documents": ["computes the prompt", "a fish"]}),
     Operation("post", "/v2/rerank", "As /v1/rerank", RerankReply, RerankBody),
@@ -194,11 +214,13 @@ _ERRORS: Final = {
 }
 
 
-def document() -> dict[str, Any]:
-    """The whole document, as JSON values."""
+def document(root_path: str = "", tokenizer_info: bool = False) -> dict[str, Any]:
+    """The whole document, as JSON values. `tokenizer_info`: this server tells it."""
     schemas = _schemas()
     paths: dict[str, dict[str, Any]] = {}
     for operation in OPERATIONS:
+        if operation.path == "/tokenizer_info" and not tokenizer_info:
+            continue
         paths.setdefault(operation.path, {})[operation.method] = _operation(operation)
     return {
         "openapi": "3.1.0",
@@ -210,6 +232,7 @@ def document() -> dict[str, Any]:
                 " messages."
             ),
         },
+        "servers": [{"url": root_path or "/"}],
         "paths": paths,
         "components": {
             "schemas": schemas,

@@ -9,20 +9,21 @@ from __future__ import annotations
 from typing import Any, Final
 
 from baton.grammars import BACKENDS, MAX_CHOICES
-from baton.sampling import BOUNDS, MAX_ALLOWED_TOKEN_IDS
+from baton.sampling import BOUNDS, MAX_ALLOWED_TOKEN_IDS, MAX_LOGPROB_TOKEN_IDS
+from router.config import MAX_LOGPROBS
 from router.openai import MAX_PROMPTS, MAX_STOP_CHARS, MAX_STOPS, PRIORITY_LIMIT
 from router.openai_chat import (
     EFFORTS,
     MAX_MESSAGES,
     MAX_NAME_CHARS,
     MAX_TOOLS,
-    ROLES,
     TEXT_PARTS,
     TOOL_NAME,
 )
 from router.pooling.embeddings import MAX_INPUTS
 from router.pooling.rerank import MAX_INSTRUCTION_CHARS
 from router.prompt_options import MAX_BAD_WORDS
+from router.prompts import MAX_TEMPLATE_CHARS
 from router.request_ids import ID_PATTERN
 from router.responses.body import (
     INCLUDABLE,
@@ -147,6 +148,8 @@ SAMPLING: Final[dict[str, Schema]] = {
                    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}},
     "truncate_prompt_tokens": _TRUNCATION,
     "allowed_token_ids": {**_IDS, "maxItems": MAX_ALLOWED_TOKEN_IDS},
+    "logprob_token_ids": {"type": "array", "items": TOKEN, "maxItems": MAX_LOGPROB_TOKEN_IDS},
+    "thinking_token_budget": {"type": "integer", "minimum": -1, "maximum": 2**31 - 1},
     "bad_words": {"type": "array", "maxItems": MAX_BAD_WORDS,
                   "items": {"type": "string", "minLength": 1}},
     "early_stopping": {"enum": [True, False, "never"]},
@@ -231,6 +234,13 @@ _MESSAGES: Final[dict[str, Schema]] = {
     }},
     "output_format": _FLAT_FORMATS,
 }  # fmt: skip
+_INPUT: Final[dict[str, Schema]] = {
+    "input": {"anyOf": [_TEXT, _IDS, {"type": "array", "minItems": 1, "maxItems": MAX_INPUTS,
+                                      "items": {"anyOf": [_TEXT, _IDS]}}]},
+    "truncate_prompt_tokens": _TRUNCATION,
+    "request_id": _ID,
+    "priority": _PRIORITY,
+}  # fmt: skip
 # Struct -> its properties.
 PROPERTIES: Final[dict[str, dict[str, Schema]]] = {
     "CompletionBody": {
@@ -242,6 +252,8 @@ PROPERTIES: Final[dict[str, dict[str, Schema]]] = {
                      "minItems": 1, "maxItems": MAX_MESSAGES},
         "tools": TOOLS,
         "reasoning_effort": _EFFORT,
+        "chat_template": {"type": ["string", "null"], "maxLength": MAX_TEMPLATE_CHARS,
+                          "description": "Only with --trust-request-chat-template"},
         "tool_choice": {"anyOf": [
             _CHOICE,
             _tagged("function", "function", function=_FUNCTION_NAME),
@@ -249,7 +261,7 @@ PROPERTIES: Final[dict[str, dict[str, Schema]]] = {
         ]},
     },
     "ChatMessage": {
-        "role": {"type": "string", "enum": list(ROLES)},
+        "role": _NAME,
         "content": {"anyOf": [_STRING, {"type": "array", "items": {"anyOf": [_STRING, *(
             _tagged(kind, holder, **{holder: _STRING}) for kind, holder in TEXT_PARTS.items()
         )]}}]},
@@ -289,14 +301,21 @@ PROPERTIES: Final[dict[str, dict[str, Schema]]] = {
     },
     "OutputConfig": {"format": _FLAT_FORMATS, "effort": _EFFORT},
     "ReasoningOptions": {"effort": _EFFORT},
-    "EmbeddingBody": {
-        "input": {"anyOf": [_TEXT, _IDS, {"type": "array", "minItems": 1, "maxItems": MAX_INPUTS,
-                                          "items": {"anyOf": [_TEXT, _IDS]}}]},
-        "dimensions": {"type": "integer", "minimum": 1},
-        "truncate_prompt_tokens": _TRUNCATION,
+    "EmbeddingBody": {**_INPUT, "dimensions": {"type": "integer", "minimum": 1}},
+    "ClassifyBody": _INPUT,
+    "PoolBody": {**_INPUT, "dimensions": {"type": "integer", "minimum": 1},
+                 "task": {"enum": ["embed", "classify"]}},
+    "EmbedBody": {
+        "texts": {"type": "array", "minItems": 1, "maxItems": MAX_INPUTS, "items": _TEXT},
+        "inputs": {"type": "array", "minItems": 1, "maxItems": MAX_INPUTS,
+                   "items": {"$ref": REF.format(name="EmbedInput")}},
+        "output_dimension": {"type": "integer", "minimum": 1},
+        "max_tokens": {"type": "integer", "minimum": 1},
         "request_id": _ID,
         "priority": _PRIORITY,
     },
+    "EmbedInput": {"content": {"type": "array", "minItems": 1,
+                               "items": _tagged("text", "text", text=_TEXT)}},
     "GenerateBody": {
         "token_ids": _IDS,
         "features": {"type": "null"},
@@ -326,20 +345,24 @@ PROPERTIES: Final[dict[str, dict[str, Schema]]] = {
 REQUIRED: Final = {
     "CompletionBody": ["prompt"],
     "EmbeddingBody": ["input"],
+    "ClassifyBody": ["input"],
+    "PoolBody": ["input"],
     "ResponsesBody": ["input"],
     "CountBody": ["messages"],
     "MessagesBody": ["messages"],
 }
+_LOGPROBS: Final = (0, MAX_LOGPROBS)  # unless --max-logprobs says otherwise
+_BOUNDS: Final = {**BOUNDS, "logprobs": _LOGPROBS, "prompt_logprobs": _LOGPROBS}
 # Struct -> numbers of it that have bounds.
 BOUNDED: Final[dict[str, dict[str, tuple[float, float]]]] = {
-    "CompletionBody": BOUNDS,
+    "CompletionBody": _BOUNDS,
     "ChatBody": {
-        **BOUNDS,
+        **_BOUNDS,
         "max_completion_tokens": BOUNDS["max_tokens"],
-        "top_logprobs": BOUNDS["logprobs"],
+        "top_logprobs": _LOGPROBS,
     },
     "ResponsesBody": {
-        **BOUNDS,
+        **_BOUNDS,
         "max_output_tokens": BOUNDS["max_tokens"],
         "top_logprobs": (0, MAX_TOP_LOGPROBS),
     },

@@ -33,6 +33,10 @@ _PROMPT_LOGPROBS: Final = _only_if("prompt_logprobs", [None], _NO_STREAM)
 _BEAMS: Final = _only_if("use_beam_search", [None, False], _NO_STREAM)
 _EARLY_STOPPING: Final = _only_if("early_stopping", [None], _has(use_beam_search=_TRUE))
 _SAMPLING: Final = [_STREAM_OPTIONS, _PROMPT_LOGPROBS, _BEAMS, _EARLY_STOPPING]
+_NAMED_LOGPROBS: Final = _only_if("logprob_token_ids", [None, []], {
+    **_has(logprobs={"not": {"enum": [None, False]}}),
+    "not": _has(use_beam_search=_TRUE),
+})  # fmt: skip
 _TOP_LOGPROBS: Final = _only_if("top_logprobs", [None, 0], _has(logprobs=_TRUE))
 _TOOL_CHOICE: Final = _only_if("tool_choice", [None, "none", "auto"], _has(tools=_LIST))
 _BACKGROUND: Final = _only_if(
@@ -46,8 +50,8 @@ _ANTHROPIC_CHOICE: Final[Schema] = {"anyOf": [
 _TEXTS: Final[Schema] = {"type": ["string", "array"], "minItems": 1, "maxItems": MAX_INPUTS}
 # Struct -> its rules; all of them hold.
 RULES: Final[dict[str, list[Schema]]] = {
-    "ChatBody": [*_SAMPLING, _TOOL_CHOICE, _TOP_LOGPROBS],
-    "CompletionBody": _SAMPLING,
+    "ChatBody": [*_SAMPLING, _NAMED_LOGPROBS, _TOOL_CHOICE, _TOP_LOGPROBS],
+    "CompletionBody": [*_SAMPLING, _NAMED_LOGPROBS],
     "GenerateBody": [_STREAM_OPTIONS],
     "ResponsesBody": [_TOOL_CHOICE, _BACKGROUND],
     "MessagesBody": [_ANTHROPIC_CHOICE],
@@ -63,5 +67,6 @@ RULES: Final[dict[str, list[Schema]]] = {
         _has(prompt=_STRING),
         {"required": ["messages"], "properties": {"messages": _LIST, "tools": nullable(TOOLS)}},
     ]}],
+    "EmbedBody": [{"oneOf": [_has(texts=_LIST), _has(inputs=_LIST)]}],
     "ScoreBody": [{"anyOf": [_has(**dict.fromkeys(pair, _TEXTS)) for pair in SIDES]}],
 }  # fmt: skip

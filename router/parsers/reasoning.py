@@ -64,6 +64,11 @@ class ReasoningFormat:
             return harmony.MARKERS
         return self.open + self.close + self.around
 
+    @property
+    def can_end(self) -> bool:
+        """Whether its closing tag, written for the model, ends a thought."""
+        return self.whole is None
+
     def opened(self, prompt: str, kwargs: Kwargs) -> bool:
         """Whether an answer to `prompt` starts within reasoning, if it does not say so itself."""
         if self.whole is not None:

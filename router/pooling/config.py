@@ -1,19 +1,26 @@
-"""How a model's hidden states are used: pooling, dimensions, reranking. From options and its files.
+"""How a model's hidden states are used: pooling, dimensions, reranking, classes, tasks.
+
+All of it comes from options and the model's files.
 
 What the options leave to "auto" is read as sentence-transformers and vLLM write it: 1_Pooling's
 config.json (which pooling), `is_matryoshka` and `matryoshka_dimensions` (shorter vectors),
-`classifier_from_token` or `is_original_qwen3_reranker` (a reranker by its yes and no).
+`classifier_from_token` or `is_original_qwen3_reranker` (a reranker by its yes and no),
+`ForSequenceClassification` with `id2label` (a classifier), `prompts` of
+config_sentence_transformers.json (what is written before an input, by its task).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Final, Literal, cast
 
 from baton.errors import InvalidRequest, UnsupportedFeature
 from baton.tokenizer import read_json
 from router.config import RouterConfig
+
+_TASKS: Final = "config_sentence_transformers.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +30,9 @@ class PoolingSettings:
     kind: Literal["last", "mean"] = "last"
     reranker: bool = False
     dimensions: tuple[int, ...] | None = None
+    labels: tuple[str, ...] = ()  # of a classifier
+    problem: str = ""  # as transformers calls it: what its logits are
+    tasks: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @classmethod
     def of(cls, config: RouterConfig) -> PoolingSettings:
@@ -39,10 +49,14 @@ class PoolingSettings:
             dimensions = ()
         if dimensions is None and isinstance(model.get("matryoshka_dimensions"), list):
             dimensions = tuple(cast("list[int]", model["matryoshka_dimensions"]))
+        tasks = {} if directory is None else read_json(directory / _TASKS).get("prompts")
         return cls(
             cast("Literal['last', 'mean']", kind),
             config.reranker == "qwen3" or (config.reranker == "auto" and any(known)),
             dimensions,
+            _labels(model),
+            str(model.get("problem_type") or ""),
+            cast("dict[str, str]", tasks) if isinstance(tasks, dict) else {},
         )
 
     def check_dimensions(self, asked: int | None) -> int:
@@ -64,3 +78,13 @@ class PoolingSettings:
         if not self.reranker:
             message = f"the model {model!r} is not served as a reranker (--reranker qwen3)"
             raise UnsupportedFeature(message, field="model")
+
+
+def _labels(model: Mapping[str, Any]) -> tuple[str, ...]:
+    """What config.json calls the classes of a classifier; () of any other model."""
+    architectures = cast("list[str]", model.get("architectures") or [])
+    if not any(name.endswith("ForSequenceClassification") for name in architectures):
+        return ()
+    labels = cast("dict[str, str]", model.get("id2label") or {})
+    count = len(labels) or 2  # transformers' default
+    return tuple(str(labels.get(str(index), f"LABEL_{index}")) for index in range(count))

@@ -1,4 +1,5 @@
-"""/v1/embeddings: OpenAI's protocol over hidden states of the served model.
+"""/v1/embeddings: OpenAI's protocol over hidden states of the served model; and what all pooling
+endpoints share.
 
 Which hidden states (last token's, or their mean) the model's files or --pooling-type say; vectors
 have length 1 unless the client asks for raw ones. The work is router/pooling/pool.py's.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import secrets
+import struct
 import sys
 import time
 from array import array
@@ -22,6 +24,7 @@ import orjson
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from baton.adapters import adapter_name
 from baton.errors import ContextLengthExceeded, InvalidRequest
 from baton.request import Request
 from router.gate.keys import Grant
@@ -59,17 +62,22 @@ class PoolingBody(msgspec.Struct, kw_only=True):
 B = TypeVar("B", bound=PoolingBody)
 
 
-class EmbeddingBody(PoolingBody, kw_only=True):
-    """/v1/embeddings. `input` is text, texts, ids or lists of ids."""
+class InputBody(PoolingBody, kw_only=True):
+    """What bodies with inputs have: `input` is text, texts, ids or lists of ids."""
 
     input: Any = None
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = None
     add_special_tokens: bool | None = None
-    normalize: bool | None = None
-    use_activation: bool | None = None  # vLLM's newer name for it
+    use_activation: bool | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] | None = None
+
+
+class EmbeddingBody(InputBody, kw_only=True):
+    """/v1/embeddings. `normalize` is the older name of `use_activation`."""
+
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    normalize: bool | None = None
 
 
 class PoolingUsage(msgspec.Struct):
@@ -142,42 +150,37 @@ class PoolingParts:
     def deadline(self) -> float:
         return self.services.clock.monotonic() + self.services.config.request_timeout_s
 
-
-class EmbeddingsApi:
-    """The endpoint. Keeps no state."""
-
-    def __init__(self, parts: PoolingParts) -> None:
-        self._parts = parts
-
-    async def embeddings(self, request: HttpRequest) -> Response:
-        body = await read_pooling(request, EmbeddingBody, POOLING)
-        services = self._parts.services
-        model = served_model(services, body.model)
-        dimensions = self._parts.settings.check_dimensions(body.dimensions)
-        grant = terms_of(request).grant
+    async def of_inputs(
+        self, request: HttpRequest, body: InputBody, prefix: str, wanted: PoolAsk
+    ) -> PooledInputs:
+        """What is `wanted` of each input of a body. Raises BatonError."""
+        model, grant = served_model(self.services, body.model), terms_of(request).grant
         prompts = await self._prompts(body, model.max_model_len, model.vocab_size, grant)
-        id_ = reply_id("embd-", request)
-        ask = PoolAsk(
+        id_ = reply_id(prefix, request)
+        ask = replace(
+            wanted,
             id=pool_id(id_),
             prompts=prompts,
-            deadline=self._parts.deadline(),
-            kind=self._parts.settings.kind,
-            normalize=body.normalize is not False and body.use_activation is not False,
-            dimensions=dimensions,
-            adapter=adapter_of(services, body.model),
+            deadline=self.deadline(),
+            adapter=adapter_of(self.services, body.model),
             priority=body.priority,
         )
-        base = model_name(services, model)
-        vectors = await self._parts.run(request, ask, base)
-        tokens = sum(map(len, prompts))
-        name = ask.adapter or base
-        reply = EmbeddingReply(id_, int(time.time()), name, [], PoolingUsage(tokens, tokens))
-        content = msgspec.to_builtins(reply)
-        content["data"] = await encoded(vectors, body.encoding_format == "base64")
-        return Response(orjson.dumps(content), media_type="application/json")
+        base = model_name(self.services, model)
+        vectors = await self.run(request, ask, base)
+        return PooledInputs(
+            id_, adapter_name(ask.adapter) or base, vectors, tuple(map(len, prompts))
+        )
+
+    def embedding_of(self, body: InputBody, dimensions: int | None) -> PoolAsk:
+        """A vector of this model. Raises InvalidRequest, UnsupportedFeature."""
+        return PoolAsk(
+            kind=self.settings.kind,
+            normalize=body.use_activation is not False,
+            dimensions=self.settings.check_dimensions(dimensions),
+        )
 
     async def _prompts(
-        self, body: EmbeddingBody, max_model_len: int, vocab_size: int, grant: Grant
+        self, body: InputBody, max_model_len: int, vocab_size: int, grant: Grant
     ) -> list[tuple[int, ...]]:
         """Token ids of each input. Raises InvalidRequest, ContextLengthExceeded."""
         found: list[tuple[int, ...]] = []
@@ -185,7 +188,7 @@ class EmbeddingsApi:
         special = body.add_special_tokens is not False
         length = useful_length(count, max_model_len, side)
         asked = Inputs(inputs_of(body.input), "input", length, grant, special)
-        read = zip(await self._parts.prompts.read(asked), asked.items, asked.fields, strict=True)
+        read = zip(await self.prompts.read(asked), asked.items, asked.fields, strict=True)
         for all_ids, item, field in read:
             if not isinstance(item, str):
                 token_ids_below(item, vocab_size, field)
@@ -195,6 +198,39 @@ class EmbeddingsApi:
             message = f"input: at most {MAX_INPUT_TOKENS} tokens in one call"
             raise InvalidRequest(message, field="input")
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class PooledInputs:
+    """The vectors of inputs, and what their reply says. `lengths`: tokens of each."""
+
+    id: str
+    model: str
+    vectors: list[bytes]
+    lengths: tuple[int, ...]
+
+    @property
+    def usage(self) -> PoolingUsage:
+        return PoolingUsage(sum(self.lengths), sum(self.lengths))
+
+
+class EmbeddingsApi:
+    """The endpoint. Keeps no state."""
+
+    def __init__(self, parts: PoolingParts) -> None:
+        self._parts = parts
+
+    async def embeddings(self, request: HttpRequest) -> Response:
+        body = await read_pooling(request, EmbeddingBody, POOLING)
+        wanted = self._parts.embedding_of(body, body.dimensions)
+        if body.normalize is False:
+            wanted = replace(wanted, normalize=False)
+        told = await self._parts.of_inputs(request, body, "embd-", wanted)
+        reply = EmbeddingReply(told.id, int(time.time()), told.model, [], told.usage)
+        content = msgspec.to_builtins(reply)
+        as_base64 = body.encoding_format == "base64"
+        content["data"] = await encoded(told.vectors, as_base64, "embedding")
+        return Response(orjson.dumps(content), media_type="application/json")
 
 
 async def read_pooling(request: HttpRequest, kind: type[B], unserved: Unserved) -> B:
@@ -241,14 +277,17 @@ def checked_length(ids: tuple[int, ...], max_model_len: int, field: str) -> tupl
     return ids
 
 
-async def encoded(vectors: Sequence[bytes], as_base64: bool) -> list[orjson.Fragment]:
-    """`data` of the reply, encoded in turns: a large batch takes a while."""
+async def encoded(
+    vectors: Sequence[bytes], as_base64: bool, kind: str, name: str = ""
+) -> list[orjson.Fragment]:
+    """`data` of the reply, encoded in turns: a large batch takes a while. `kind`: each object's,
+    and where it has its vector, unless that has a `name`."""
     found: list[orjson.Fragment] = []
     for index, vector in enumerate(vectors):
         if index % _TURN == _TURN - 1:
             await asyncio.sleep(0)
-        numbers = base64.b64encode(vector).decode() if as_base64 else numbers_of(vector)
-        item = {"object": "embedding", "index": index, "embedding": numbers}
+        numbers = base64_of(vector) if as_base64 else numbers_of(vector)
+        item = {"object": kind, "index": index, name or kind: numbers}
         found.append(orjson.Fragment(orjson.dumps(item)))
     return found
 
@@ -260,6 +299,15 @@ def numbers_of(vector: bytes) -> list[float]:
     if sys.byteorder == "big":
         found.byteswap()
     return found.tolist()
+
+
+def bytes_of(numbers: Sequence[float]) -> bytes:
+    """Numbers -> float32, little-endian."""
+    return struct.pack(f"<{len(numbers)}f", *numbers)
+
+
+def base64_of(vector: bytes) -> str:
+    return base64.b64encode(vector).decode()
 
 
 def _one(item: object, field: str) -> str | tuple[int, ...]:

@@ -60,9 +60,9 @@ class PoolAsk:
     """What is wanted of some prompts. `deadline`: monotonic seconds; `answers`: ids of yes, no;
     `field`: where a client gave the prompts."""
 
-    id: str
-    prompts: Prompts
-    deadline: float
+    id: str = ""
+    prompts: Prompts = ()
+    deadline: float = 0.0
     kind: PoolKind = "last"
     normalize: bool = True
     dimensions: int = 0

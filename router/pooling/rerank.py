@@ -16,6 +16,7 @@ import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from baton.adapters import adapter_name
 from baton.errors import InvalidRequest, UnsupportedFeature
 from baton.reranking import answer_tokens
 from router.pooling.embeddings import (
@@ -159,7 +160,7 @@ class RerankApi:
         parts, services = self._parts, self._parts.services
         model = served_model(services, body.model)
         adapter = adapter_of(services, body.model)
-        name = adapter or model_name(services, model)
+        name = adapter_name(adapter) or model_name(services, model)
         parts.settings.check_reranker(name)
         if not 0 < len(pairs) <= MAX_INPUTS:
             raise InvalidRequest(f"{field}: 1 to {MAX_INPUTS} documents", field=field)

@@ -52,11 +52,11 @@ class GrammarChecker:
         """Raise InvalidRequest, naming `field`, for what no node could follow; Overloaded while too
         many others of the same key are checked; Unavailable if this machine is too busy to."""
         # A thought comes before the grammar, whatever the grammar is.
-        grammar = replace(guided, starts_after="")
+        grammar = replace(guided, starts_after="", thought_start="", most_thought=None)
         refusal: BatonError | None
         try:
             check_size(guided)
-            refusal = await self._found(grammar, grant)
+            refusal = None if guided.kind == "free" else await self._found(grammar, grant)
         except BLAMED as error:
             refusal = error
         if refusal is not None:

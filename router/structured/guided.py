@@ -23,6 +23,7 @@ from baton.sampling import GuidedDecoding
 from router.openai import ChatBody, CompletionBody
 from router.parsers.message import MessageRules
 from router.parsers.parts import Room
+from router.parsers.reasoning import ReasoningFormat
 from router.parsers.registry import Formats
 from router.structured.grammar_checks import Asked
 from router.structured.tool_grammars import forced, offered
@@ -70,9 +71,41 @@ def asked_of_chat(
         whole = _tagged(thought.answer(_as_format(own.guided, own.field)), own.guided.backend)
         asked = replace(own, guided=replace(whole, whitespace=own.guided.whitespace))
     asked = asked or own
-    if asked is None or message is None or thought is None or not message.opened:
+    opened = message is not None and message.opened
+    if asked is not None and thought is not None and opened:
+        asked = replace(asked, guided=replace(asked.guided, starts_after=thought.close[0]))
+    return limited(asked, body.thinking_token_budget, thought, opened)
+
+
+def limited(
+    asked: Asked | None, budget: int | None, thought: ReasoningFormat | None, opened: bool
+) -> Asked | None:
+    """The constraint with a limit for the thought before it, if a client gives its tokens.
+
+    `opened`: the answer begins within a thought. Raises InvalidRequest, UnsupportedFeature.
+    """
+    field = "thinking_token_budget"
+    if budget is None or budget == -1:
         return asked
-    return replace(asked, guided=replace(asked.guided, starts_after=thought.close[0]))
+    if not 0 <= budget < 2**31:
+        raise InvalidRequest(f"{field}: -1 (no limit), or from 0 on", field=field)
+    if thought is None or not thought.can_end:
+        message = f"{field} needs a server with a --reasoning-parser of tags"
+        raise UnsupportedFeature(message, field=field)
+    if asked is not None and not opened:
+        return asked  # its grammar holds from the first token on: there is no thought
+    asked = asked or Asked(GuidedDecoding("free", ""), field)
+    start = "" if opened else thought.open[0]
+    limit = {"starts_after": thought.close[0], "most_thought": budget, "thought_start": start}
+    return replace(asked, guided=replace(asked.guided, **limit))
+
+
+def limited_text(
+    asked: Asked | None, body: CompletionBody, prompt: str, thought: ReasoningFormat | None
+) -> Asked | None:
+    """`limited` of a completion: its prompt may end within a thought."""
+    opened = thought is not None and thought.opened_by(prompt)
+    return limited(asked, body.thinking_token_budget, thought, opened)
 
 
 def forces_calls(body: ChatBody) -> bool:
@@ -148,6 +181,8 @@ def _text(value: object, field: str) -> str:
 def _as_format(guided: GuidedDecoding, field: str) -> dict[str, Any]:
     """A constraint as a part of a structural tag; `field`: whose fault it is where it cannot be."""
     match guided.kind:
+        case "free":
+            return {"type": "any_text"}
         case "json_object":
             return {"type": "json_schema", "json_schema": {"type": "object"}}
         case "json_schema":

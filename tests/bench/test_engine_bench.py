@@ -17,7 +17,14 @@ from baton.engine.meter import work_of
 from baton.engine.work import Limits
 from baton.llm import LLM
 from baton.sampling import SamplingParams
-from bench import engine_attention, engine_memory, engine_overhead, engine_swap, engine_throughput
+from bench import (
+    engine,
+    engine_attention,
+    engine_memory,
+    engine_overhead,
+    engine_swap,
+    engine_throughput,
+)
 from bench.engine import Row, needs, ours, pictures, shares
 from bench.engine_kit import (
     InstantRunner,
@@ -188,6 +195,13 @@ def test_a_row_s_needs_are_what_the_engine_counts(tmp_path: Path) -> None:
     assert shares(decode, 4.0, step, limits) == pytest.approx({
         "MBU": 0.2, "MFU": 0.02, "FLOP/byte": step.intensity(), "GFLOP/s": 2 * step.flops / 1e9,
     })  # fmt: skip
+
+
+def test_rows_that_do_not_exist_are_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        engine.main(["--models", "/nope"])
+    assert left.value.code == 2
+    assert "the models are Llama-25M" in capsys.readouterr().err
 
 
 def test_a_roofline_shows_its_rows_under_two_limits(tmp_path: Path) -> None:

@@ -22,9 +22,10 @@ from baton.engine.config import EngineConfig
 from baton.errors import InvalidRequest
 from baton.llm import LLM
 from deploy import cli
-from deploy.batch import BatchPlan, Outcome, Patience, run_batch, show_batch
+from deploy.batch import show_batch
 from deploy.batch_engine import engine_app
-from deploy.batch_file import Output, check_tasks, read_tasks
+from router.batches.lines import Output, check_tasks, read_tasks
+from router.batches.run import BatchPlan, Outcome, Patience, run_batch
 from router.config import RouterConfig
 from tests.engine.test_models_lora import linear_layers, make_adapter
 from tests.tiny_models import make_reranker, make_tiny_model

@@ -63,7 +63,7 @@ def test_the_demo_model_is_the_default(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "config.json").touch()
     assert settings()[1] == {
         "model": str(tmp_path),
-        "served_model_name": cli.DEMO_NAME,
+        "served_model_name": (cli.DEMO_NAME,),
         "kv_cache_memory": cli.DEMO_POOL,
     }
     assert "kv_cache_memory" not in settings("--num-kv-blocks", "64")[1]

@@ -60,7 +60,8 @@ def instructions(name: str) -> list[tuple[str, str]]:
 
 def chain(stage: str) -> list[str]:
     """A stage and those that it is made of, the first one first."""
-    made_of = dict(reversed(rest.split(" AS ")) for _, rest in instructions("FROM"))
+    pairs = (rest.split(" AS ") for _, rest in instructions("FROM"))
+    made_of = {name: parent for parent, name in pairs}
     found = [stage]
     while (parent := made_of[found[0]]) in made_of:
         found.insert(0, parent)

@@ -17,6 +17,7 @@ from baton.config import add_options
 from baton.engine.config import EngineConfig
 from baton.failpoints import STAGES
 from baton.node.config import NodeConfig
+from baton.vllm_flags import IDLE
 from bench.serve import ServeOptions
 from deploy.cli import BENCHMARKS, PROCESSES, build_parser
 from router.config import RouterConfig
@@ -143,6 +144,7 @@ def test_flags_named_in_the_readme_exist() -> None:
         add_options(parser, options)
         known += parser.format_help()
     known += "--compare --peer"  # of `baton bench serve`
+    known += "".join("--" + name.replace("_", "-") for name in IDLE)
     for flag in re.findall(r"`(--[a-z-]+)", text):
         assert flag in known, flag
 

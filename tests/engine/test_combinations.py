@@ -21,6 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from baton.adapters import adapter_name
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.sampler import Draw
@@ -61,7 +62,7 @@ class Oracle:
         known: list[float] = []
         while not output or (len(output) < params.max_tokens and output[-1] not in stops):
             ids = torch.tensor([[*prompt, *output]])
-            logits = self._models[request.adapter](ids, use_cache=False).logits[0]
+            logits = self._models[adapter_name(request.adapter)](ids, use_cache=False).logits[0]
             if not output:
                 rows = zip(logits.log_softmax(-1), prompt[1:], strict=False)
                 known = [float(row[token]) for row, token in rows]

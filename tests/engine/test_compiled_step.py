@@ -215,11 +215,12 @@ def test_rows_that_want_an_adapter_go_layer_by_layer() -> None:
     decoder = decoder_of(config)
     assert decoder.step is not None
     delta = LowRank(torch.ones(2, 96).bfloat16(), torch.ones(96, 2).bfloat16())
-    decoder.add_adapter(Adapter("tuned", "00", {"model.layers.1.self_attn.q_proj": LowRank(
-        delta.down, torch.ones(192, 2).bfloat16())}))  # fmt: skip
+    tuning = Adapter("tuned", "00", {"model.layers.1.self_attn.q_proj": LowRank(
+        delta.down, torch.ones(192, 2).bfloat16())})  # fmt: skip
+    decoder.add_adapter(tuning)
     plain = hidden_of(decoder, Pool(config, [3, 40]).step())
     assert decoder.step.num_steps == 1
-    tuned = hidden_of(decoder, Pool(config, [3, 40]).step(adapter="tuned"))
+    tuned = hidden_of(decoder, Pool(config, [3, 40]).step(adapter=tuning.id))
     assert decoder.step.num_steps == 1
     assert not torch.equal(tuned[0], plain[0])
     assert torch.equal(tuned[1], plain[1])

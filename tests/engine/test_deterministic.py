@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from baton.adapters import adapter_name
 from baton.engine import deterministic
 from baton.engine.attention.base import AttentionLayer
 from baton.engine.attention.fixed_order import FixedOrderAttention, in_lanes
@@ -22,6 +23,7 @@ from baton.engine.loading import LoadedModel
 from baton.errors import ConfigError
 from baton.llm import LLM
 from baton.sampling import SamplingParams
+from tests.adapters import ids_of
 from tests.block_lists import held
 from tests.engine.running import Driver, load, logits_of, relative_error
 from tests.engine.test_attention import (
@@ -106,6 +108,7 @@ def random_steps(
         needed = -(-len(prompt) // size)
         blocks.append(order[:needed])
         order = order[needed:]
+    names = ids_of(driver.loaded.info, adapters)
     done = [0] * len(prompts)
     logits = [torch.zeros(len(prompt), VOCAB_SIZE) for prompt in prompts]
     while unfinished := [i for i, prompt in enumerate(prompts) if done[i] < len(prompt)]:
@@ -122,7 +125,7 @@ def random_steps(
                     prompts[i][done[i] : stop],
                     done[i],
                     held(blocks[i][: -(-stop // size)]),
-                    adapter=adapters[i] if adapters else "",
+                    adapter=names[i] if names else "",
                 )
             )
         for i, chunk, rows in zip(running, chunks, driver.step(chunks), strict=True):
@@ -366,7 +369,7 @@ def test_a_machine_where_places_matter_is_refused(
 
     def unstable(model: Any, info: Any, device: Any, ids: Any, adapters: list[str]) -> Tensor:
         logits = real(model, info, device, ids, adapters)
-        if adapters[-1] == named:
+        if adapter_name(adapters[-1]) == named:
             logits[-1] += 1e-6
         return logits
 

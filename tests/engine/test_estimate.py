@@ -414,7 +414,7 @@ def refused(name: str, folder: Path, changes: dict[str, Any], **options: Any) ->
         ({}, {"context": 100_000}, "100000 exceeds the model's own 8192 positions"),
         ({}, {"tensor_parallel_size": 3}, "32 query heads cannot be split over 3 ranks"),
         ({"quantization_config": {"quant_method": "fp8"}}, {}, "quantized by fp8 are not served"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, {}, "no head for tokens"),
+        ({"architectures": ["LlamaForTokenClassification"]}, {}, "no head for tokens"),
         ({"is_encoder_decoder": True}, {}, "only decoders"),
     ],
 )

@@ -179,7 +179,7 @@ def test_the_configuration_from_flags_and_environment() -> None:
     assert (config.block_size, config.dtype, config.max_model_len) == (8, "float16", 99)
     assert not config.enable_prefix_caching
     assert config.model_name == "m"
-    assert EngineConfig(model="m", served_model_name="n").model_name == "n"
+    assert EngineConfig(model="m", served_model_name=("n", "m")).model_name == "n"
 
 
 def test_a_directory_is_served_under_its_own_name(tmp_path: Path) -> None:

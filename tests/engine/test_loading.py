@@ -42,7 +42,7 @@ def edit_json(path: Path, **changes: Any) -> None:
 
 
 def test_info_says_what_others_need(tiny: Path) -> None:
-    loaded = load(tiny, served_model_name="tiny")
+    loaded = load(tiny, served_model_name=("tiny",))
     info = loaded.info
     assert (info.name, info.model_impl, info.kv_dtype) == ("tiny", "lean", "float32")
     assert (info.vocab_size, info.max_model_len, info.eos_token_ids) == (320, 512, (EOS_ID,))

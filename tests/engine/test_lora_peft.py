@@ -18,6 +18,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from baton.adapters import adapter_name
 from baton.engine.attention.torch_cpu import TorchAttention
 from baton.engine.batch import flatten
 from baton.engine.config import EngineConfig
@@ -26,6 +27,7 @@ from baton.engine.kv_cache import KVArena
 from baton.engine.layer_groups import one_group
 from baton.engine.loading import LoadedModel, load_model
 from baton.errors import ModelRefused
+from tests.adapters import ids_of
 from tests.block_lists import held
 from tests.golden.greedy import our_tokens, random_prompts, transformers_tokens
 from tests.tiny_models import VOCAB_SIZE, make_tiny_model
@@ -107,7 +109,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     modules = [f"{name}={saved / name}" for name in configs]
     ours = load(base, family.impl, *modules)
     assert ours.info.model_impl == family.impl
-    assert ours.info.adapters == tuple(configs)
+    assert list(map(adapter_name, ours.info.adapters)) == list(configs)
     return Served(peft, ours, tuple(configs))
 
 
@@ -163,6 +165,7 @@ def our_logits(
     """[N, T, vocab] of all prompts in one flattened step."""
     length = len(prompts[0])
     each = -(-length // BLOCK_SIZE)
+    wanted = ids_of(loaded.info, names)
     arena = KVArena(
         one_group(loaded.info.layers),
         each * len(prompts),
@@ -171,8 +174,8 @@ def our_logits(
         loaded.device,
     )
     chunks = [
-        SequenceChunk(str(i), list(ids), 0, held(range(i * each, (i + 1) * each)), adapter=name)
-        for i, (ids, name) in enumerate(zip(prompts, names, strict=True))
+        SequenceChunk(str(i), list(ids), 0, held(range(i * each, (i + 1) * each)), adapter=id_)
+        for i, (ids, id_) in enumerate(zip(prompts, wanted, strict=True))
     ]
     attention = TorchAttention(arena, loaded.attention_layers)
     step = flatten(chunks, attention, BLOCK_SIZE, loaded.device)

@@ -97,7 +97,7 @@ def test_nothing_left_is_refused_with_the_sums(model: LoadedModel) -> None:
 @pytest.fixture(scope="module")
 def draft(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     path = make_tiny_model("llama", tmp_path_factory.mktemp("draft"), num_hidden_layers=1)
-    return load_model(EngineConfig(model=str(path), dtype="float32", served_model_name="small"))
+    return load_model(EngineConfig(model=str(path), dtype="float32", served_model_name=("small",)))
 
 
 def test_each_block_is_paid_for_twice(model: LoadedModel, draft: LoadedModel) -> None:

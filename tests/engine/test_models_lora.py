@@ -18,12 +18,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
+from baton.adapters import adapter_name
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.loading import LoadedModel, load_model
 from baton.errors import ConfigError, ModelRefused, UnsupportedFeature
 from baton.request import Request
 from baton.sampling import SamplingParams
+from tests.adapters import id_of
 from tests.engine.driving import run, tokens_of
 from tests.golden.greedy import NEW_TOKENS, our_tokens, random_prompts, transformers_tokens
 from tests.golden.random_models import save_random
@@ -128,7 +130,7 @@ def test_adapters_share_a_batch_with_each_other_and_with_none(
         ),
     }  # fmt: skip
     loaded = load(base, impl, **adapters)
-    assert loaded.info.adapters == ("all", "some", "patterns")
+    assert list(map(adapter_name, loaded.info.adapters)) == ["all", "some", "patterns"]
     assert loaded.info.model_impl == impl
     expected = {
         name: merged_tokens(base, path, PROMPTS) for name, path in {**adapters, "": None}.items()
@@ -256,17 +258,19 @@ def test_module_entries_are_name_and_path(base: Path, entries: tuple[str, ...]) 
         load_model(EngineConfig(str(base), lora_modules=entries))
 
 
-def test_the_digest_is_bound_to_the_adapters(base: Path, tmp_path: Path) -> None:
-    """Their KV is found by name: two nodes must mean the same weights by it."""
+def test_an_adapters_id_is_bound_to_its_contents(base: Path, tmp_path: Path) -> None:
+    """KV is found by the id: two nodes must mean the same weights by it. The model is the same
+    whatever adapters there are."""
     layers = {"model.layers.0.self_attn.q_proj": (64, 64)}
     one = make_adapter(tmp_path / "one", layers, seed=1)
     other = make_adapter(tmp_path / "other", layers, seed=2)
-    digests = [
-        load(base, "lean", **adapters).info.digest
+    infos = [
+        load(base, "lean", **adapters).info
         for adapters in ({}, {"a": one}, {"a": other}, {"b": one}, {"a": one})
     ]
-    assert len(set(digests)) == 4
-    assert digests[1] == digests[4]
+    assert len({info.digest for info in infos}) == 1
+    assert len({info.adapters for info in infos}) == 4
+    assert infos[1].adapters == infos[4].adapters
 
 
 def test_the_engine_serves_adapters_by_name(base: Path, tmp_path: Path) -> None:
@@ -285,7 +289,8 @@ def test_the_engine_serves_adapters_by_name(base: Path, tmp_path: Path) -> None:
     for turn in range(2):  # the second time with prefix hits
         names = {f"{name}{turn}": name for name in ("a", "", "b")}
         for request_id, name in names.items():
-            engine.add(Request(request_id, tuple(prompt), params, adapter=name))
+            id_ = id_of(engine.info, name)
+            engine.add(Request(request_id, tuple(prompt), params, adapter=id_))
         events = run(engine)
         for request_id, name in names.items():
             expected = merged_tokens(base, adapters.get(name), [prompt])[0]

@@ -38,8 +38,8 @@ def route(values: dict[str, Any], **options: Any) -> Any:
         ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, ENCODER),
         ({"model_type": "modernbert", "architectures": ["ModernBertModel"]}, ENCODER),
         ({"model_type": "xlm-roberta", "architectures": ["XLMRobertaModel"]}, ENCODER),
-        ({"model_type": "bert", "architectures": ["BertForSequenceClassification"]}, CLASSIFIER),
-        ({**LLAMA, "architectures": ["LlamaForSequenceClassification"]}, CLASSIFIER),
+        ({"model_type": "bert", "architectures": ["BertForSequenceClassification"]},
+         "only the lean route serves classifiers.*'bert'"),
         # Its head is the table of tokens, so nothing seems to be missing.
         (
             {**LLAMA, "architectures": ["LlamaForTokenClassification"],
@@ -93,6 +93,15 @@ def test_layers_that_all_attend_are_no_recurrent_state() -> None:
         "classifier_from_token": ["a", "b"],
     }
     assert route({**LLAMA, **said}) is None
+
+
+def test_a_lean_decoder_with_a_head_of_classes_is_served() -> None:
+    values = {**LLAMA, "architectures": ["LlamaForSequenceClassification"]}
+    assert route(values).num_layers == 3
+    with pytest.raises(ModelRefused, match="classifiers are not split over ranks"):
+        route(values, tensor_parallel_size=2)
+    with pytest.raises(ModelRefused, match="only the lean route serves classifiers"):
+        route(values, model_impl="transformers")
 
 
 def test_no_weight_is_looked_at_before_the_layers(tmp_path: Path) -> None:

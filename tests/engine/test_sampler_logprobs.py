@@ -73,3 +73,19 @@ def test_candidates_are_the_best_and_allowed() -> None:
 def test_logits_that_are_not_numbers_are_an_error() -> None:
     with pytest.raises(InternalError, match="not numbers"):
         logprobs.candidates(torch.tensor([[0.0, math.nan]]), [1])
+
+
+def test_tokens_asked_for_by_their_ids_come_with_their_ranks() -> None:
+    (row,) = logits_of(1)
+    everything = plain(row, 4, 30)
+    rank = dict(everything)
+    told = logprobs.tell_of(row, 4, [9, 2, 4, 9])
+    assert pairs(told) == [(4, rank[4]), *sorted([(9, rank[9]), (2, rank[2])], key=lambda x: x[1])]
+    expected = row.log_softmax(-1)
+    assert [one.logprob for one in told] == [float(expected[one.token_id]) for one in told]
+
+
+def test_minus_one_is_the_whole_vocabulary() -> None:
+    logits = logits_of(2)
+    assert logprobs.tell(logits, [3, 5], [-1, 0]) == logprobs.tell(logits, [3, 5], [30, 0])
+    assert len(logprobs.tell(logits, [3, 5], [-1, 0])[0]) == 30

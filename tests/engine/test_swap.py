@@ -145,6 +145,8 @@ def test_a_swap_round_trip_keeps_tokens() -> None:
     for each in asked:
         assert tokens_of(events[each.id]) == expected(each)
     stats = engine.stats
+    told = [event.preemptions for each in asked for event in events[each.id]]
+    assert sum(told) == stats.num_preemptions, "each once, with a request's last event"
     assert stats.num_swap_outs == stats.num_swap_ins == stats.num_preemptions > 0
     assert stats.num_swapped_out_blocks >= stats.num_swapped_in_blocks > 0
     # Nothing was computed twice.

@@ -23,6 +23,7 @@ from baton.errors import ConfigError, InternalError, ModelRefused
 from baton.llm import LLM, GenerationOutput
 from baton.request import Request
 from baton.sampling import SamplingParams
+from tests.adapters import id_of
 from tests.engine.driving import assert_all_free, run, tokens_of
 from tests.engine.tensor_parallel_ranks import engine_of_ranks, start_thread
 from tests.engine.test_models_lora import make_adapter
@@ -118,11 +119,11 @@ def test_adapters_are_split_too(model: str, tmp_path: Path) -> None:
         for seed, name in enumerate(("first", "second"))
     )
     options: dict[str, Any] = {"num_kv_blocks": 64, "block_size": 8, "lora_modules": modules}
-    asked = [
-        Request(f"r{i}", PROMPTS[i], GREEDY, adapter=adapter)
-        for i, adapter in enumerate(("second", "", "first"))
-    ]
     engine = LLM(model, "float32", threads=1, **options).engine
+    asked = [
+        Request(f"r{i}", PROMPTS[i], GREEDY, adapter=id_of(engine.info, name))
+        for i, name in enumerate(("second", "", "first"))
+    ]
     expected = answers(engine, asked)
     plain = answers(engine, [replace(request, adapter="") for request in asked])
     assert sorted(name for name in plain if plain[name] != expected[name]) == ["r0", "r2"]

@@ -182,6 +182,7 @@ def test_limits_measured_again_are_the_higher_ones_and_kept(
     monkeypatch.setattr(roofline, "measure", lambda *_: next(found))
     config = EngineConfig(model="m")
     low = limits_of(config, CPU, torch.float32, tmp_path)
+    assert low is not None
     assert low == Limits(10.0, 20.0)
     assert limits_again(config, CPU, torch.float32, low, tmp_path) == Limits(15.0, 20.0)
     assert limits_of(config, CPU, torch.float32, tmp_path) == Limits(15.0, 20.0)  # the next start

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +29,7 @@ from router.gate.gate import Gate, GateSettings
 from router.http_guard import HttpLimits, uvicorn_settings
 from router.metrics import RouterMetrics
 from router.nodes.migration import MigrationStats
+from router.policy import NodeSnapshot
 from router.services import Lifecycle, RouterServices
 from router.store.ledger import StoreGuard
 from router.store.memory_store import MemoryStore
@@ -62,6 +63,12 @@ class FakeRegistry:
     def can_serve(self) -> bool:
         return self.served is not None
 
+    def snapshots(self) -> Sequence[NodeSnapshot]:
+        return ()  # nobody computes vectors here
+
+    def watch_reports(self, watcher: Callable[[], None]) -> None:
+        """No node reports anything."""
+
     def records(self) -> Sequence[NodeRecord]:
         endpoint = Endpoint("b", "f", PoolFormat(16, "float32"), ())
         load = NodeLoad(
@@ -75,6 +82,8 @@ class FakeRegistry:
             kv_fetches=3,
             kv_fetch_failures=1,
             preemptions=5,
+            steps=9,
+            step_tokens=90,
             prefix_query_tokens=70,
             prefix_hit_tokens=60,
         )
@@ -114,7 +123,7 @@ class FakeDispatcher:
         self.requests.append(request)
         self.traces.append(trace)
         trace.prefill_node, trace.decode_node = "prefill-0", "decode-0"
-        trace.cached_tokens = 2
+        trace.cached_tokens, trace.preemptions = 2, 2
         ended = False
         try:
             async for event in self._events(request):

@@ -225,7 +225,10 @@ class LoggedDispatcher:
         finally:
             del self.running[request.id]
             told = {"error": "node_lost", "message": "scripted"}
-            await ledger.finish(outcome, **(told if outcome is RequestState.FAILED else {}))
+            if outcome is RequestState.FAILED:
+                await ledger.finish(outcome, **told)
+            else:
+                await ledger.finish(outcome)
 
     @staticmethod
     def _is_new(request: Request, event: TokenEvent) -> bool:

@@ -14,8 +14,9 @@ from baton.errors import Cancelled, ConfigError
 from baton.events import TokenEvent
 from baton.messages import DrainNode
 from baton.request import Request
-from router.admin import create_admin_app
+from router.admin import AdminApi, create_admin_app
 from router.config import RouterConfig
+from router.control import ControlApi
 from router.trace import RequestTrace
 from tests.front.fakes import FakeDispatcher, Front
 from tests.router.fakes import fake_nodes, make_request, running_router
@@ -104,18 +105,17 @@ async def test_the_admin_servers_routes() -> None:
             assert [each["id"] for each in debug["requests"]] == ["cmpl-a-0.1", "cmpl-b-0.2"]
             assert debug["nodes"][0]["node_id"] == "p"
             info = (await client.get("/server_info")).text
-            assert "sesame" not in info
-            assert "hidden" not in info
-            assert "pw@h" not in info
+            assert not any(secret in info for secret in ("sesame", "hidden", "pw@h"))
             assert b"vllm:cache_config_info" in (await client.get("/metrics")).content
             assert (await client.get("/health")).status_code == 200
             for body, where in (
-                ({}, "request_ids"),
                 ({"request_ids": "a"}, "request_ids"),
                 ({"request_ids": ["a"] * 1025}, "request_ids"),
             ):
                 bad = await client.post("/abort_requests", json=body)
                 assert (bad.status_code, bad.json()["error"]["param"]) == (400, where)
+            everyone = (await client.post("/abort_requests", json={})).json()
+            assert everyone == {"aborted": ["cmpl-a-0.1", "cmpl-b-0.2", "cmpl-c-0.3"]}
             wrong = await client.post("/drain", json={"node": "other"})
             assert wrong.json()["error"]["param"] == "node"
             await client.post("/drain", json={"node": "p"})
@@ -127,11 +127,32 @@ async def test_the_admin_servers_routes() -> None:
         async with front.client(authorization="Bearer sesame") as public:
             assert (await public.get("/metrics")).status_code == 401
         async with front.client(authorization="Bearer tenants") as public:
-            for path in ("/abort_requests", "/drain"):
+            for path in ("/abort_requests", "/drain", "/pause", "/sleep", "/reset_prefix_cache"):
                 assert (await public.post(path, json={})).status_code == 404
             assert (await public.get("/debug")).status_code == 404
             assert (await public.get("/metrics")).status_code == 200
             assert (await public.get("/load")).json() == {"server_load": 0}
+
+
+async def test_no_route_of_operators_opens_to_another_key() -> None:
+    async with running_router([]) as router:
+        registry: Any = router.registry
+        config = RouterConfig(api_key=("tenants",), admin_key=("sesame",))
+        services = Front(registry=registry, config=config).services
+    routes = [*AdminApi(services).routes(), *ControlApi(services).routes()]
+    paths = {(method, it.path) for it in routes for method in it.methods or ()}
+    levers = {"/pause", "/resume", "/sleep", "/wake_up", "/reset_prefix_cache"}
+    adapters = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
+    assert levers | adapters < {path for _, path in paths}
+    transport = httpx.ASGITransport(create_admin_app(services))
+    for key in ("tenants", "x", ""):
+        headers = {"authorization": f"Bearer {key}"}
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://admin", headers=headers
+        ) as client:
+            for method, path in paths:
+                reply = await client.request(method, path)
+                assert reply.status_code == (200 if path == "/health" else 401), (method, path)
 
 
 def test_the_admin_port_needs_a_key_of_its_own(tmp_path: Path) -> None:

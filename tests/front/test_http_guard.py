@@ -150,3 +150,20 @@ async def test_kept_alive_requests_still_work() -> None:
         for _ in range(3):
             it.writer.write(HEAD + b"\r\n")
             assert b"200 OK" in await it.reply()
+
+
+async def test_a_stream_of_http_1_0_is_not_chunked() -> None:
+    """A proxy of that version knows no chunks: the body is all there is until the end."""
+    body = b'{"prompt": "x", "stream": true}'
+    head = POST.replace(b"HTTP/1.1", b"HTTP/1.0") + b"content-length: %d\r\n\r\n" % len(body)
+    async with wire(Front(), HttpLimits()) as it:
+        it.writer.write(head + body)
+        answer, _, stream = (await it.rest()).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in answer
+    assert b"connection: close" in answer
+    assert stream.startswith(b"data: {")
+    assert stream.endswith(b"}\n\ndata: [DONE]\n\n")
+    async with wire(Front(), HttpLimits()) as it:
+        it.writer.write(head.replace(b"/v1", b"/no") + body)
+        answer, _, whole = (await it.rest()).partition(b"\r\n\r\n")
+    assert b"content-length: %d" % len(whole) in answer

@@ -20,7 +20,9 @@ def test_a_scrape_shows_the_snapshot_of_that_moment() -> None:
 
     def snapshot() -> NodeSnapshot:
         return NodeSnapshot(
-            NodeLoad(running=3, waiting=2, free_blocks=1, total_blocks=4, draining=True),
+            NodeLoad(
+                running=3, waiting=2, fetching=5, free_blocks=1, total_blocks=4, draining=True
+            ),
             EngineTotals(
                 steps=totals["steps"],
                 steps_ahead=1,
@@ -44,6 +46,10 @@ def test_a_scrape_shows_the_snapshot_of_that_moment() -> None:
     totals["steps"] = 7
     lines = metrics.render().decode().splitlines()
     node = 'model_name="tiny",node="decode-0",role="decode"'
+
+    def reason(name: str) -> str:
+        return f'model_name="tiny",node="decode-0",reason="{name}",role="decode"'
+
     lost = 'model_name="tiny",node="decode-0",outcome="kv_lost",role="decode"'
     for expected in (
         f"baton_engine_steps_total{{{node}}} 7.0",
@@ -51,6 +57,8 @@ def test_a_scrape_shows_the_snapshot_of_that_moment() -> None:
         f"vllm:num_requests_running{{{node}}} 3.0",
         f"vllm:iteration_tokens_total_count{{{node}}} 7.0",
         f"vllm:iteration_tokens_total_sum{{{node}}} 11.0",
+        f"vllm:num_requests_waiting_by_reason{{{reason('capacity')}}} 2.0",
+        f"vllm:num_requests_waiting_by_reason{{{reason('deferred')}}} 5.0",
         f"baton_pooled_tokens_total{{{node}}} 12.0",
         f"vllm:kv_cache_usage_perc{{{node}}} 0.75",
         f"vllm:prefix_cache_hits_total{{{node}}} 4.0",

@@ -43,6 +43,7 @@ async def test_a_report_lets_the_waiting_in() -> None:
         text = services.metrics.render().decode()
         assert 'baton_admission_queue_length{tenant=""} 1.0' in text
         assert 'baton_admission_refused_total{reason="queue_full"} 1.0' in text
+        assert 'vllm:admission_rejections_total{reason="queue_full"} 1.0' in text
         node.say(load=FREE)
         assert (await node.hear(SubmitDecode)).request.id == "b"
         for name, start in (("a", 1), ("b", 0)):

@@ -95,14 +95,14 @@ async def test_a_whole_reply_says_the_same() -> None:
     only = await post(front(CALL, RouterConfig(
         enable_auto_tool_choice=True, tool_call_parser="hermes")), tools=[TOOL])  # fmt: skip
     assert only["choices"][0]["message"]["content"] is None
-    assert "reasoning" not in only["choices"][0]["message"]
+    assert only["choices"][0]["message"]["reasoning"] is None
 
 
 async def test_what_the_client_does_not_want() -> None:
     one = (await post(front(), tools=[TOOL], parallel_tool_calls=False))["choices"][0]
     assert len(one["message"]["tool_calls"]) == 1
     quiet = (await post(front(), tools=[TOOL], include_reasoning=False))["choices"][0]["message"]
-    assert "reasoning" not in quiet
+    assert quiet["reasoning"] is None
     assert quiet["content"] == "\n\nLet me see."
     none = (await post(front(), tools=[TOOL], tool_choice="none"))["choices"][0]
     assert none["finish_reason"] == "stop"
@@ -155,7 +155,8 @@ async def test_chat_template_kwargs_reach_only_a_template_that_reads_them() -> N
     reply = await post(of, chat_template_kwargs=given)
     assert prompt_of(of).endswith("<|assistant|><think></think>")
     assert reply["choices"][0]["message"] == {
-        "role": "assistant", "content": "yes", "refusal": None
+        "role": "assistant", "content": "yes", "refusal": None, "reasoning": None,
+        "reasoning_content": None,
     }  # fmt: skip
     thinking = await post(of)
     assert thinking["choices"][0]["message"]["reasoning"] == "yes"

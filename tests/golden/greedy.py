@@ -19,6 +19,7 @@ from baton.engine.interface import SequenceChunk
 from baton.engine.kv_cache import KVArena
 from baton.engine.layer_groups import one_group
 from baton.engine.loading import LoadedModel
+from tests.adapters import ids_of
 from tests.block_lists import held
 
 NEW_TOKENS = 12
@@ -70,7 +71,7 @@ def our_tokens(
 ) -> list[list[int]]:
     """All prompts together, each step a mixed batch; `adapters`: one name per prompt, or none."""
     known = [list(prompt) for prompt in prompts]
-    names = adapters or [""] * len(known)
+    names = ids_of(loaded.info, adapters) or [""] * len(known)
     blocks_each = -(-(max(map(len, known)) + new_tokens) // block_size)
     # Blocks are handed out shuffled: a table that is not ascending must not matter.
     order = torch.randperm(blocks_each * len(known), generator=torch.Generator().manual_seed(3))

@@ -72,6 +72,9 @@ async def test_whichever_router_is_asked(empty_redis: str) -> None:
         assert third.ended[-1] == ("cmpl-b-0.4", False)
         assert await asked.everywhere(["cmpl-a-0.1"]) == ["cmpl-a-0.1"]
         assert first.ended == [("cmpl-a-0.1", False)]
+        everyone = await asked.everything()
+        assert sorted(everyone) == ["cmpl-a-0.1", "cmpl-b-0.2", "cmpl-b-0.4", "cmpl-c-0.3"]
+        assert third.ended[-1] == ("cmpl-b-0.4", True)
 
 
 @pytest.mark.redis

@@ -11,7 +11,7 @@ from baton.clock import SystemClock
 from baton.errors import NodeLost, Overloaded, Unavailable
 from baton.events import Pooled, RequestFailed
 from baton.handles import NodeLoad, Role
-from baton.messages import Migrate, SubmitDecode, SubmitPool, SubmitPrefill
+from baton.messages import Migrate, RenewExport, SubmitDecode, SubmitPool, SubmitPrefill
 from baton.request import RequestState
 from router.dispatch import MAX_ATTEMPTS
 from router.gate.admission import Bounds
@@ -207,6 +207,40 @@ async def test_an_export_that_nobody_else_can_fetch_is_not_waited_with() -> None
         source.finish(again, 1, 42)
         assert await client.done() == [41, 42]
         assert not await moving
+
+
+async def test_an_export_that_goes_while_nobody_can_fetch_it_is_forgotten() -> None:
+    """Both decode nodes drain at once: what one let go of ends with it, before a third comes."""
+    async with cluster("p", "d1", "d2", node_wait_s=WAIT_S) as (router, (p, *nodes)):
+        client = Client(router, make_request())
+        p.export((await p.hear(SubmitPrefill)).request)
+        source = await first_of(nodes, SubmitDecode)
+        other = nodes[source is nodes[0]]
+        decode = await source.hear(SubmitDecode)
+        source.tokens(decode.request, 0, 41)
+        await client.next()
+        moving = asyncio.create_task(router.dispatcher.migrate("r"))
+        await source.hear(Migrate)
+        await other.stop()
+        source.say(load=NodeLoad(draining=True))
+        await gone(router)
+        source.export(replace(decode.request, output_ids=((41,),)), seq=7, lease_ms=30)
+        await source.hear(RenewExport)  # the router has it
+        await source.stop()
+        await router.until(lambda: len(router.registry.records()) == 1)
+        again = await back(source)
+        try:
+            prefill = await p.hear(SubmitPrefill)
+            assert prefill.request.output_ids == ((41,),)
+            handle = p.export(prefill.request, seq=2)
+            decode = await again.hear(SubmitDecode)
+            assert decode.handle == handle
+            again.finish(decode.request, 1, 42)
+            assert await client.done() == [41, 42]
+            assert not await moving
+            assert router.dispatcher.migrations.failed == 1
+        finally:
+            await again.stop()
 
 
 async def test_news_of_other_nodes_are_no_attempts() -> None:

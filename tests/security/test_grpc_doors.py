@@ -39,6 +39,7 @@ from router.config import RouterConfig
 from router.grpc_api import GrpcServer
 from router.reading import MAX_BODY_BYTES
 from router.request_ids import names
+from router.store.ledger import StoreGuard
 from router.store.memory_store import MemoryStore
 from tests.front.fakes import Front
 from tests.node.fakes import DECODE, PATIENCE_S, PREFILL, Setup, running_node
@@ -127,7 +128,8 @@ async def test_every_method_of_a_router_but_health_wants_the_key() -> None:
 
 async def test_what_operators_ask_wants_their_key() -> None:
     """Nodes, their addresses and the load of all are told to no tenant."""
-    store = MemoryStore("router-1", Timing(), SystemClock())
+    timing = Timing()
+    store = StoreGuard(MemoryStore("router-1", timing, SystemClock()), timing)
     asked = "/baton.serve.v1.Inference/ServerInfo"
     models = "/baton.serve.v1.Inference/Models"
     tenant = (("authorization", f"Bearer {KEY}"),)

@@ -25,7 +25,7 @@ from baton.engine.checkpoint import open_checkpoint
 from baton.engine.config import EngineConfig
 from baton.engine.guided.base import Backend, Matcher, Vocabulary, load_vocabulary
 from baton.engine.guided.guide import Grammar
-from baton.engine.guided.thought import ThoughtEnd
+from baton.engine.guided.thought import FREE, ThoughtEnd, ThoughtLimit
 from baton.engine.guided.trial import trials_of
 from baton.engine.interface import ModelInfo
 from baton.engine.sequence import RequestGroup
@@ -70,6 +70,7 @@ class Grammars:
         """The grammar, when it is compiled. Raises InvalidRequest (field `guided`) for what can be
         seen to be none, Overloaded if too many wait; the future, what compiling raises."""
         check_size(guided)
+        guided = replace(guided, most_thought=None, thought_start="")  # the same grammar for all
         if guided.backend in ("", "auto"):
             guided = replace(guided, backend=self._default)
         with self._lock:
@@ -92,11 +93,25 @@ class Grammars:
         return future
 
     def get(self, guided: GuidedDecoding) -> Grammar:
-        """The grammar; waits for it, within the budget. Raises as `submit` and compiling do."""
+        """The grammar, with the limit of its thought; waits for it, within the budget. Raises as
+        `submit` and compiling do."""
         try:
-            return self.submit(guided).result(COMPILE_S)
+            grammar = self.submit(guided).result(COMPILE_S)
         except FutureTimeout as error:
             raise too_busy() from error
+        if guided.most_thought is None:
+            return grammar
+        return replace(grammar, limit=self._limit(guided, guided.most_thought))
+
+    def _limit(self, guided: GuidedDecoding, most: int) -> ThoughtLimit:
+        vocabulary = self._known_vocabulary()  # a grammar has been compiled with it by now
+        start = self._thought(guided.thought_start) if guided.thought_start else None
+        return ThoughtLimit(start, tuple(vocabulary.encode(guided.starts_after)), most)
+
+    def _thought(self, marker: str) -> ThoughtEnd:
+        vocabulary = self._known_vocabulary()
+        with self._making:
+            return self._thoughts.setdefault(marker, ThoughtEnd(marker, vocabulary))
 
     def _work(self, guided: GuidedDecoding, future: Future[Grammar]) -> None:
         try:
@@ -126,16 +141,12 @@ class Grammars:
 
     def _compile(self, guided: GuidedDecoding) -> Grammar:
         start = self._start(guided)
-        vocabulary = self._known_vocabulary()
-        thought = None
-        if guided.starts_after:
-            with self._making:
-                thought = self._thoughts.setdefault(
-                    guided.starts_after, ThoughtEnd(guided.starts_after, vocabulary)
-                )
-        return Grammar(start, thought, frozenset(vocabulary.eos_token_ids))
+        thought = self._thought(guided.starts_after) if guided.starts_after else None
+        return Grammar(start, thought, frozenset(self._known_vocabulary().eos_token_ids))
 
     def _start(self, guided: GuidedDecoding) -> Matcher:
+        if guided.kind == "free":
+            return FREE
         if not self._known_vocabulary().eos_token_ids:
             message = "guided: this model names no end-of-sequence token, so nothing could end"
             raise UnsupportedFeature(message, field=FIELD)

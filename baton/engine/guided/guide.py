@@ -5,6 +5,8 @@ the same next ones. So a request that was preempted, moved or failed over starts
 and a hand-over carries none.
 
     free (a thought)  ... its end ...   grammar ... the grammar may end: end-of-sequence allowed
+
+A thought may have a limit: behind it nothing but its end is allowed, token by token.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from baton.engine.guided.base import Matcher
-from baton.engine.guided.thought import ThoughtEnd
+from baton.engine.guided.thought import FREE, Thinking, ThoughtEnd, ThoughtLimit
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -26,6 +28,7 @@ class Grammar:
     start: Matcher
     thought: ThoughtEnd | None
     end_ids: frozenset[int]
+    limit: ThoughtLimit | None = None
 
     def guide(self) -> Guide:
         """For a new output."""
@@ -34,29 +37,51 @@ class Grammar:
 
 @dataclass(slots=True)
 class _Place:
-    """Where an output stands. `tail`: the end of a thought under way, None = it is over."""
+    """Where an output stands. `tail`: the end of a thought under way, None = it is over.
+    `thinking`: how far that is, if it has a limit."""
 
     grammar: Grammar
     matcher: Matcher
     tail: bytes | None
+    thinking: Thinking | None
+
+    @classmethod
+    def begin(cls, grammar: Grammar) -> _Place:
+        tail = None if grammar.thought is None else b""
+        thinking = None if grammar.limit is None else grammar.limit.begin()
+        return cls(grammar, grammar.start.clone(), tail, thinking)
 
     def advance(self, token_id: int) -> bool:
         if self.tail is None or self.grammar.thought is None:
             return self.matcher.advance(token_id)
         self.tail = self.grammar.thought.follow(self.tail, token_id)
+        if self.thinking is not None:
+            self.thinking = self.thinking.after(token_id)
         return True
+
+    @property
+    def forced(self) -> int | None:
+        """The one token that may come next, because the thought has lasted long enough."""
+        return None if self.tail is None or self.thinking is None else self.thinking.forced
 
     def fill(self, row: np.ndarray) -> None:
         if self.tail is None or self.grammar.thought is None:
             self.matcher.fill(row)
             return
-        row.fill(-1)
         words = row.view(np.uint32)
+        forced = self.forced
+        if forced is not None:
+            row.fill(0)
+            words[forced // 32] = np.uint32(1 << forced % 32)
+            return
+        row.fill(-1)
+        if self.matcher is FREE:
+            return  # what follows the end may begin in the same token
         for token_id in self.grammar.thought.overshooting(self.tail):
             words[token_id // 32] &= np.uint32(~(1 << token_id % 32) & 0xFFFFFFFF)
 
     def clone(self) -> _Place:
-        return _Place(self.grammar, self.matcher.clone(), self.tail)
+        return _Place(self.grammar, self.matcher.clone(), self.tail, self.thinking)
 
 
 class Guide:
@@ -105,6 +130,8 @@ class Guide:
         for count, draft in enumerate(drafts):
             if place.tail is None:
                 return drafts[: count + place.matcher.accepts(drafts[count:])]
+            if place.forced not in (None, draft):
+                return drafts[:count]
             place.advance(draft)
         return drafts
 
@@ -113,9 +140,7 @@ class Guide:
         outputs = len(history) - num_prompt
         place = self._place
         if place is None or outputs < self._taken:
-            thought = self._grammar.thought
-            tail = None if thought is None else b""
-            place = self._place = _Place(self._grammar, self._grammar.start.clone(), tail)
+            place = self._place = _Place.begin(self._grammar)
             self._taken = 0
         for index in range(num_prompt + self._taken, len(history)):
             if not place.advance(history[index]) and not self.failure:

@@ -1,4 +1,5 @@
-"""The end of a model's thoughts: a text in its output from which on a grammar holds.
+"""The end of a model's thoughts: a text in its output from which on a grammar holds, and a limit
+after which that text is written for the model.
 
 Tokens do not know where it begins and ends, so it is looked for in their bytes. A token that would
 end the thought and say more at once is ruled out: what it said more would have met no grammar.
@@ -7,7 +8,12 @@ end the thought and say more at once is ruled out: what it said more would have 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Final
+
+import numpy as np
 
 from baton.engine.guided.base import Vocabulary
 
@@ -59,3 +65,61 @@ class ThoughtEnd:
             found.append(self._by_text[at][1])
             at += 1
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class ThoughtLimit:
+    """`end_ids` follow when a thought has `most` tokens. It begins behind `start`, None = with the
+    output."""
+
+    start: ThoughtEnd | None
+    end_ids: tuple[int, ...]
+    most: int
+
+    def begin(self) -> Thinking:
+        """Of a new output."""
+        return Thinking(self, None if self.start is None else b"")
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """How far the thought of one output is. `waiting`: what is remembered while it has not begun;
+    None = it has, `count` tokens ago. Asked no more once it is over."""
+
+    limit: ThoughtLimit
+    waiting: bytes | None
+    count: int = 0
+
+    def after(self, token_id: int) -> Thinking:
+        if self.waiting is None or self.limit.start is None:
+            return replace(self, count=self.count + 1)
+        return replace(self, waiting=self.limit.start.follow(self.waiting, token_id))
+
+    @property
+    def forced(self) -> int | None:
+        """The token that must be next; None = any may."""
+        index = self.count - self.limit.most
+        if self.waiting is not None or not 0 <= index < len(self.limit.end_ids):
+            return None
+        return self.limit.end_ids[index]
+
+
+class FreeMatcher:
+    """Implements base.Matcher: whatever comes is allowed. It has no state."""
+
+    error = ""
+
+    def fill(self, row: np.ndarray) -> None:
+        row.fill(-1)
+
+    def advance(self, token_id: int) -> bool:
+        return True
+
+    def accepts(self, token_ids: Sequence[int]) -> int:
+        return len(token_ids)
+
+    def clone(self) -> FreeMatcher:
+        return self
+
+
+FREE: Final = FreeMatcher()

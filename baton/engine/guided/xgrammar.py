@@ -59,6 +59,8 @@ class XgrammarBackend:
 
     def _compile(self, compiler: Any, guided: GuidedDecoding) -> Any:
         match guided.kind:
+            case "free":
+                raise InvalidRequest("guided: there is no grammar", field=FIELD)
             case "regex":
                 return compiler.compile_regex(guided.grammar)
             case "choice":

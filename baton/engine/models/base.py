@@ -52,8 +52,12 @@ class CausalModel(Protocol):
         ...
 
     def add_adapter(self, adapter: Adapter) -> None:
-        """Serve `adapter` to the rows that name it. Raises ModelRefused for layers it cannot
-        reach."""
+        """Serve `adapter` to the rows that ask for its id. Raises ModelRefused for layers it
+        cannot reach."""
+        ...
+
+    def remove_adapter(self, id_: str) -> None:
+        """Forget an adapter, also one that was refused halfway."""
         ...
 
 
@@ -91,3 +95,7 @@ class ModelAround:
     def add_adapter(self, adapter: Adapter) -> None:
         """See CausalModel."""
         self._model.add_adapter(adapter)
+
+    def remove_adapter(self, id_: str) -> None:
+        """See CausalModel."""
+        self._model.remove_adapter(id_)

@@ -51,7 +51,7 @@ ReadTensor = Callable[..., Tensor]
 class Projection:
     """One product: one or several projections of the checkpoint, stacked along their outputs.
 
-    `parts`: which outputs belong to which module path. `deltas`: LoRA, by adapter.
+    `parts`: which outputs belong to which module path. `deltas`: LoRA, by adapter id.
     """
 
     linear: Linear
@@ -76,7 +76,7 @@ class Projection:
         if held:
             total = max(part.stop for part in self.parts.values())
             parts = ((self.parts[module], delta) for module, delta in held.items())
-            self.deltas[adapter.name] = merge_parts(parts, total)
+            self.deltas[adapter.id] = merge_parts(parts, total)
         return set(held)
 
 
@@ -196,6 +196,12 @@ class Decoder:
                 f"adapter {adapter.name}: the lean route does not adapt {missed[0]}",
                 field="lora_modules",
             )
+
+    def remove_adapter(self, id_: str) -> None:
+        """Forget an adapter, also one that was refused halfway."""
+        for layer in self._layers:
+            for projection in layer.projections:
+                projection.deltas.pop(id_, None)
 
     def forward(self, token_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
         """token_ids [T], positions [T] -> hidden [T, H]; writes the batch's KV into the pool."""

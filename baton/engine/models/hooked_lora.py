@@ -22,14 +22,14 @@ from baton.errors import ModelRefused
 
 @dataclass(slots=True)
 class _ActiveRows:
-    """The running step's rows by adapter; empty between steps."""
+    """The running step's rows by adapter id; empty between steps."""
 
     groups: Sequence[AdapterRows] = ()
 
 
 @dataclass(slots=True)
 class _AdaptedModule:
-    """Deltas of one linear layer, by adapter; called as its forward hook."""
+    """Deltas of one linear layer, by adapter id; called as its forward hook."""
 
     inputs: int
     outputs: int
@@ -79,7 +79,12 @@ class HookedAdapters:
             if path not in self._adapted:
                 self._adapted[path] = _AdaptedModule(*_sizes(layer), self._active)
                 layer.register_forward_hook(self._adapted[path])
-            self._adapted[path].deltas[adapter.name] = adapter.deltas[path]
+            self._adapted[path].deltas[adapter.id] = adapter.deltas[path]
+
+    def remove(self, id_: str) -> None:
+        """Forget its deltas; the hooks stay, and add nothing."""
+        for adapted in self._adapted.values():
+            adapted.deltas.pop(id_, None)
 
     def _layer(self, name: str, path: str) -> nn.Linear | Conv1D:
         layer = self._modules.get(path)

@@ -221,6 +221,10 @@ class UniversalModel:
 
         self._adapters.add(adapter, run)
 
+    def remove_adapter(self, id_: str) -> None:
+        """Forget an adapter, also one that was refused halfway."""
+        self._adapters.remove(id_)
+
     def _run(self, token_ids: Tensor, positions: Tensor, step: Batch | _Probe) -> Any:
         return self._decoder(
             input_ids=token_ids[None],

@@ -69,6 +69,10 @@ class RankModel:
         """See CausalModel: this rank's share of it."""
         self.decoder.add_adapter(self.cuts.adapter(adapter))
 
+    def remove_adapter(self, id_: str) -> None:
+        """See CausalModel."""
+        self.decoder.remove_adapter(id_)
+
     def forward(self, token_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
         """See CausalModel: hidden [T, H], the same on every rank."""
         return self.decoder.forward(token_ids, positions, batch)

@@ -10,7 +10,7 @@ whose end is missing was being written when the run broke off: it is cut off and
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +48,7 @@ def read_tasks(path: Path) -> Iterator[Task]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
-                yield _task(line, f"{path}, line {number}")
+                yield task_of(line, f"{path}, line {number}")
 
 
 def check_tasks(path: Path) -> int:
@@ -58,14 +58,20 @@ def check_tasks(path: Path) -> int:
     """
     seen: set[str] = set()
     for task in read_tasks(path):
-        if task.custom_id in seen:
-            message = f"{path}: custom_id {task.custom_id[:100]!r} is there twice"
-            raise InvalidRequest(message, field="custom_id")
+        check_new(task, seen, f"{path}: ")
         seen.add(task.custom_id)
     return len(seen)
 
 
-def _task(line: bytes, place: str) -> Task:
+def check_new(task: Task, seen: Container[str], place: str = "") -> None:
+    """Raises InvalidRequest for a custom_id that an earlier line had."""
+    if task.custom_id in seen:
+        message = f"{place}custom_id {task.custom_id[:100]!r} is there twice"
+        raise InvalidRequest(message, field="custom_id")
+
+
+def task_of(line: bytes, place: str) -> Task:
+    """Raises InvalidRequest; `place`: what its message says of the line."""
     try:
         content: object = orjson.loads(line)
     except orjson.JSONDecodeError as error:
@@ -117,26 +123,34 @@ class Output:
 
     def write(self, task: Task, response: Response | None, error: tuple[str, str] | None) -> None:
         """One answer, or why there is none (code, message). On disk when it returns."""
-        told = None if error is None else {"code": error[0], "message": error[1]}
-        answer = None
-        if response is not None:
-            answer = {
-                "status_code": response.status_code,
-                "request_id": response.request_id,
-                "body": response.body,
-            }
-        line = {
-            "id": f"batch_req_{secrets.token_hex(12)}",
-            "custom_id": task.custom_id,
-            "response": answer,
-            "error": told,
-        }
-        self._file.write(orjson.dumps(line) + b"\n")
+        self._file.write(_line(task.custom_id, response, error))
         self._file.flush()
         self.done[task.custom_id] = _well(None if response is None else response.status_code)
 
     def close(self) -> None:
         self._file.close()
+
+
+def failure_line(custom_id: str, code: str, message: str) -> bytes:
+    """Of a request that was never answered."""
+    return _line(custom_id, None, (code, message))
+
+
+def _line(custom_id: str, response: Response | None, error: tuple[str, str] | None) -> bytes:
+    answer = None
+    if response is not None:
+        answer = {
+            "status_code": response.status_code,
+            "request_id": response.request_id,
+            "body": response.body,
+        }
+    line = {
+        "id": f"batch_req_{secrets.token_hex(12)}",
+        "custom_id": custom_id,
+        "response": answer,
+        "error": None if error is None else {"code": error[0], "message": error[1]},
+    }
+    return orjson.dumps(line) + b"\n"
 
 
 def _well(status: int | None) -> bool:

@@ -1,0 +1,257 @@
+"""NodeControl: what operators do to a node through its routers. Event loop only.
+
+    reset_prefix_cache   what the pool has cached is forgotten; those who run keep theirs
+    pause, resume        told to routers with the load: they refuse new requests, or let them queue;
+                         held, a decode node makes no step. What is under way may end
+    sleep, wake          requests and exports end first; then weights and KV memory are given back
+    load_adapter, unload_adapter     LoRA; requests under way keep what they began with
+One order after another; each is answered by one Controlled. The state lives with the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Iterable
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from baton.adapters import ids_named
+from baton.clock import Clock
+from baton.engine import adapters, sleeping
+from baton.engine.engine import Engine
+from baton.engine.thread import EngineThread
+from baton.errors import (
+    BatonError,
+    ConfigError,
+    InternalError,
+    InvalidRequest,
+    ModelNotFound,
+    Unavailable,
+)
+from baton.events import AdapterList, Controlled, NodeStep
+from baton.handles import Role
+from baton.messages import ControlNode
+from baton.node.config import NodeConfig
+from baton.node.requests import RequestTable
+from baton.node.session import RouterSession
+from baton.wire_control import TAGS
+
+log = logging.getLogger(__name__)
+LEAVING_S: Final = 60.0  # an adapter's weights stay so long behind the last request that wants them
+_TRIES: Final = 100  # a step that is planned already may still be under way, or an abort posted
+
+
+class ControlledShell(Protocol):
+    """What of the shell is needed."""
+
+    @property
+    def thread(self) -> EngineThread: ...
+    @property
+    def requests(self) -> RequestTable: ...
+    @property
+    def config(self) -> NodeConfig: ...
+    @property
+    def clock(self) -> Clock: ...
+    @property
+    def kind(self) -> Role: ...
+    @property
+    def sessions(self) -> frozenset[RouterSession]: ...
+    async def until_quiet(self) -> None: ...
+    def send_load(self) -> None: ...
+    def tell_blocks(self, engine: Engine) -> None: ...
+
+
+class NodeControl:
+    """The life: act() for each order; sweep() with each heartbeat; stop()."""
+
+    def __init__(self, shell: ControlledShell, engine: Engine) -> None:
+        self.pause = ""
+        self._shell = shell
+        self._engine = engine  # frozen values of it alone; all else goes through the thread
+        self._released: set[str] = set()  # of TAGS: what is not in memory
+        self._falling = False
+        self._leaving: dict[str, float] = {}  # adapter id -> when a request last wanted it
+        self._lock = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._told: AdapterList | None = None
+
+    @property
+    def asleep(self) -> bool:
+        """It serves nothing: also while it falls asleep, or wakes."""
+        return self._falling or bool(self._released)
+
+    @property
+    def adapters(self) -> AdapterList:
+        """What requests may ask for now."""
+        held = self._engine.info.adapters
+        return AdapterList(held, tuple(id_ for id_ in held if id_ in self._leaving))
+
+    def attached(self, session: RouterSession) -> None:
+        """A router that comes may have read an older record."""
+        if self._told is not None:
+            session.send(NodeStep(adapters=self._told))
+
+    def act(self, session: RouterSession, order: ControlNode) -> None:
+        """Carry out an order, and answer it on its session."""
+        self._spawn(self._answer(session, order))
+
+    def sweep(self) -> None:
+        """Free adapters that are leaving and that nobody has wanted for a while."""
+        now = self._shell.clock.monotonic()
+        wanted = {entry.request.adapter for entry in self._shell.requests}
+        for id_, last in list(self._leaving.items()):
+            if id_ in wanted:
+                self._leaving[id_] = now
+            elif now - last >= LEAVING_S and not self._lock.locked():
+                self._spawn(self._detach(id_))
+
+    async def stop(self) -> None:
+        """Break off what is under way."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def _answer(self, session: RouterSession, order: ControlNode) -> None:
+        told = Controlled(order.number)
+        try:
+            async with self._lock:
+                await self._do(order)
+            log.info("%s: done", order.action)
+        except BatonError as error:
+            if isinstance(error, ConfigError):  # of files that an operator named
+                error = InvalidRequest(error.message, field=error.field)
+            log.warning("%s: %s", order.action, error.message)
+            told = Controlled(order.number, error.code, error.message, error.field)
+        except Exception:
+            log.exception("%s failed", order.action)
+            told = Controlled(order.number, InternalError.code, "internal error")
+        session.send(NodeStep(controlled=(told,)))
+
+    async def _do(self, order: ControlNode) -> None:
+        match order.action:
+            case "reset_prefix_cache":
+                await self._shell.thread.call(self._clear)
+            case "pause":
+                self._set_pause(order.mode)
+            case "resume":
+                self._set_pause("")
+            case "sleep":
+                await self._sleep()
+            case "wake":
+                await self._wake(order.tags or TAGS)
+            case "load_adapter":
+                await self._load_adapter(order.name, Path(order.path), in_place=order.in_place)
+            case "unload_adapter":
+                await self._unload_adapter(order.name)
+
+    def _clear(self, engine: Engine) -> None:
+        engine.pool.clear_cache()
+        self._shell.tell_blocks(engine)
+
+    def _set_pause(self, mode: str) -> None:
+        self.pause = mode
+        # A prefill node goes on: what it has begun has receivers, who would give it up.
+        self._shell.thread.hold(mode == "hold" and self._shell.kind is Role.DECODE)
+        self._shell.send_load()
+
+    # ---- sleep ----
+
+    async def _sleep(self) -> None:
+        """Raises UnsupportedFeature, Unavailable if requests do not end in time."""
+        if self._released:
+            return
+        shell = self._shell
+        sleeping.check(self._engine)
+        self._falling = True
+        shell.send_load()
+        try:
+            async with asyncio.timeout(shell.config.drain_s):
+                await shell.until_quiet()
+                for _ in range(_TRIES):
+                    if await shell.thread.call(self._fall_asleep):
+                        self._released = set(TAGS)
+                        break
+        except TimeoutError as error:
+            raise Unavailable("requests are still under way") from error
+        finally:
+            self._falling = False
+            shell.send_load()
+        if not self._released:
+            raise Unavailable("requests are still under way")
+
+    def _fall_asleep(self, engine: Engine) -> bool:
+        if engine.has_work or engine.pool.num_used:
+            return False
+        sleeping.fall_asleep(engine)
+        self._shell.tell_blocks(engine)
+        return True
+
+    async def _wake(self, tags: tuple[str, ...]) -> None:
+        """Raises ConfigError for a checkpoint that is no longer what it was."""
+        thread = self._shell.thread
+        if "kv_cache" in tags and "kv_cache" in self._released:
+            await thread.call(lambda engine: engine.arena.take_again())
+            self._released.discard("kv_cache")
+        if "weights" in tags and "weights" in self._released:
+            config = self._engine.config
+            loaded = await asyncio.to_thread(sleeping.reload, config)
+            await thread.call(lambda engine: sleeping.wake(engine, loaded))
+            self._released.discard("weights")
+            self._tell_adapters()
+        self._shell.send_load()
+
+    # ---- adapters ----
+
+    async def _load_adapter(self, name: str, path: Path, *, in_place: bool) -> None:
+        """Raises ModelRefused, InvalidRequest, Unavailable."""
+        if self._released:
+            raise Unavailable("the node is asleep")
+        thread = self._shell.thread
+        model = adapters.model_of(self._engine)
+        if self._named(name) and not in_place:
+            raise InvalidRequest(f"the adapter {name!r} is loaded already", field="lora_name")
+        adapter = await asyncio.to_thread(adapters.read, model, name, path)
+        await thread.call(lambda engine: adapters.attach(engine, adapter, path))
+        self._leaving.pop(adapter.id, None)
+        self._retire(id_ for id_ in self._named(name) if id_ != adapter.id)
+
+    async def _unload_adapter(self, name: str) -> None:
+        """Raises ModelNotFound."""
+        adapters.model_of(self._engine)
+        named = self._named(name)
+        if not named:
+            raise ModelNotFound(f"there is no adapter {name!r}", field="lora_name")
+        await self._shell.thread.call(lambda engine: adapters.forget(engine, name))
+        self._retire(named)
+
+    def _named(self, name: str) -> list[str]:
+        """Ids that new requests may get by this name."""
+        return [id_ for id_ in ids_named(name, self.adapters.held) if id_ not in self._leaving]
+
+    def _retire(self, ids: Iterable[str]) -> None:
+        now = self._shell.clock.monotonic()
+        for id_ in ids:
+            self._leaving[id_] = now
+        self._tell_adapters()
+
+    async def _detach(self, id_: str) -> None:
+        async with self._lock:
+            if id_ not in self._leaving or self._released:
+                return
+            if await self._shell.thread.call(lambda engine: adapters.detach(engine, id_)):
+                del self._leaving[id_]
+                log.info("adapter %s: its weights are released", id_)
+                self._tell_adapters()
+
+    def _tell_adapters(self) -> None:
+        self._told = self.adapters
+        for session in self._shell.sessions:
+            session.send(NodeStep(adapters=self._told))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

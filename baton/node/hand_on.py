@@ -1,0 +1,90 @@
+"""HandOn: requests that leave for another node, and the leases of exports. Event loop only.
+
+Before its router has heard of an export, an abort of the request is the export's end: `forget`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from baton.engine.thread import EngineThread
+from baton.errors import BatonError, GivenBack
+from baton.events import HandleReady, NodeStep
+from baton.handles import KVHandle
+from baton.messages import AbortRequest
+from baton.node.requests import NodeRequest, failure
+from baton.node.role import NodeRole
+from kv_transfer.base import KVConnector
+
+log = logging.getLogger(__name__)
+
+
+class HandOn:
+    """`role`: whose exports they are; `spawn`: a task that the shell keeps."""
+
+    def __init__(
+        self,
+        thread: EngineThread,
+        connector: KVConnector,
+        role: NodeRole,
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
+    ) -> None:
+        self._thread = thread
+        self._connector = connector
+        self._role = role
+        self._spawn = spawn
+        self._exports: dict[str, KVHandle] = {}  # of requests that left with their KV
+
+    async def leave(self, entry: NodeRequest) -> None:
+        """Let `entry` go: with its KV under a lease if it decodes, else just so. Either way that is
+        its last event, behind all its tokens: steps reach this loop in the engine thread's order.
+        """
+        request = entry.request
+        try:
+            handle = await self._thread.call(lambda engine: self._role.hand_on(engine, request))
+        except Exception:
+            log.exception("request %s cannot be exported", request.id)
+            handle = None
+        if handle is None:
+            _give_back(entry)
+        elif entry.cancelled:
+            await self.release(handle, "nobody wants the request any more")
+        else:
+            log.info("request %s leaves with %d tokens", request.id, handle.num_tokens)
+            self._exports[request.id] = handle
+            ready = HandleReady(request.id, request.epoch, handle)
+            entry.send(NodeStep(handles=(ready,)))
+            entry.end()
+
+    def forget(self, message: AbortRequest) -> None:
+        """The request was aborted before its router had heard of the export."""
+        handle = self._exports.get(message.request_id)
+        if handle is not None and handle.epoch <= message.epoch:
+            self._spawn(self.release(handle, "the request was aborted"))
+
+    def freed(self, handle: KVHandle) -> None:
+        """Nobody reads this export any more."""
+        if self._exports.get(handle.request_id) is handle:
+            del self._exports[handle.request_id]
+
+    async def renew(self, handle: KVHandle) -> None:
+        try:
+            await self._connector.renew(handle)
+        except BatonError as error:
+            # Its receiver may have just acknowledged it: only a failed fetch is worth telling.
+            log.debug("request %s: no renewal: %s", handle.request_id, error.message)
+
+    async def release(self, handle: KVHandle, why: str) -> None:
+        try:
+            await self._connector.release(handle, why)
+        except BatonError as error:
+            log.debug("request %s: no release: %s", handle.request_id, error.message)
+
+
+def _give_back(entry: NodeRequest) -> None:
+    if not (entry.cancelled or entry.ended.done()):
+        error = GivenBack("there is no KV worth moving")
+        entry.send(NodeStep(failed=(failure(entry.request, error),)))
+        entry.cancel()

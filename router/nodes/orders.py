@@ -1,0 +1,52 @@
+"""Orders: what this router tells one node to do, and waits for: orders to the node itself, none to
+its requests. Event loop only."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from baton.errors import BatonError, NodeLost, error_from_code
+from baton.events import Controlled
+from baton.messages import ControlNode
+
+
+class Orders:
+    """`send`: puts a message on the session."""
+
+    def __init__(self, send: Callable[[ControlNode], None]) -> None:
+        self._send = send
+        self._open: dict[int, asyncio.Future[None]] = {}
+        self._last = 0
+
+    async def give(self, order: ControlNode, timeout_s: float) -> None:
+        """Until it is carried out. Raises what the node says, NodeLost if it went meanwhile or did
+        not answer."""
+        self._last += 1
+        number = self._last
+        done = self._open[number] = asyncio.get_running_loop().create_future()
+        self._send(replace(order, number=number))
+        try:
+            async with asyncio.timeout(timeout_s):
+                await done
+        except TimeoutError as error:
+            raise NodeLost(f"no answer to {order.action} within {timeout_s:g} s") from error
+        finally:
+            self._open.pop(number, None)
+
+    def answered(self, answers: Sequence[Controlled]) -> None:
+        for told in answers:
+            done = self._open.get(told.number)
+            if done is None or done.done():
+                continue
+            if told.code:
+                done.set_exception(error_from_code(told.code, told.message, told.field))
+            else:
+                done.set_result(None)
+
+    def lost(self, error: BatonError) -> None:
+        """The session is over."""
+        for done in self._open.values():
+            if not done.done():
+                done.set_exception(error)

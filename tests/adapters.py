@@ -1,0 +1,17 @@
+"""Tests speak of adapters by name; engines go by id."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from baton.adapters import ids_named
+from baton.engine.interface import ModelInfo
+
+
+def id_of(info: ModelInfo, name: str) -> str:
+    """The one adapter of that name; "" is none."""
+    return ids_named(name, info.adapters)[0] if name else ""
+
+
+def ids_of(info: ModelInfo, names: Sequence[str]) -> list[str]:
+    return [id_of(info, name) for name in names]

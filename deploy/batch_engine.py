@@ -24,7 +24,8 @@ from baton.engine.thread import EngineThread
 from baton.errors import DeadlineExceeded
 from baton.events import TokenEvent
 from baton.generation_config import sampling_defaults
-from baton.handles import NodeRecord
+from baton.handles import Endpoint, NodeRecord, Role
+from baton.kv_spec import PoolFormat
 from baton.node.pooling import PoolingDesk
 from baton.request import Request
 from baton.timing import Timing
@@ -117,10 +118,12 @@ def seconds_left(deadline: float | None) -> float | None:
 
 
 class EngineRegistry:
-    """What front doors ask of a NodeRegistry: there is one model, and it can serve."""
+    """What front doors ask of a NodeRegistry: there is one model, and one node that can serve it
+    and its adapters."""
 
-    def __init__(self, model: ServedModel) -> None:
+    def __init__(self, model: ServedModel, record: NodeRecord) -> None:
         self._model = model
+        self._record = record
 
     def model(self) -> ServedModel:
         return self._model
@@ -129,7 +132,25 @@ class EngineRegistry:
         return True
 
     def records(self) -> list[NodeRecord]:
-        return []
+        return [self._record]
+
+
+def record_of(engine: Engine, model: ServedModel) -> NodeRecord:
+    """What a decode node with this engine would say of itself; nobody ever fetches its KV."""
+    block_size = engine.pool.block_size
+    return NodeRecord(
+        node_id=NODE,
+        boot_id=NODE,
+        role=Role.DECODE,
+        address="",
+        model=model.name,
+        model_digest=model.digest,
+        block_size=block_size,
+        max_model_len=model.max_model_len,
+        vocab_size=model.vocab_size,
+        endpoint=Endpoint(NODE, "", PoolFormat(block_size, engine.info.kv_dtype), ()),
+        adapters=engine.info.adapters,
+    )
 
 
 @asynccontextmanager
@@ -148,7 +169,7 @@ async def engine_app(config: EngineConfig, api: RouterConfig) -> AsyncIterator[A
     services = RouterServices(
         config=replace(api, stored_responses_mb=0),  # nobody could ask for one
         dispatcher=known,
-        registry=cast(NodeRegistry, EngineRegistry(model)),
+        registry=cast(NodeRegistry, EngineRegistry(model, record_of(engine, model))),
         store=StoreGuard(MemoryStore(NODE, Timing(), clock), Timing()),
         tokenizer=Tokenizer.load(api.model),
         chat_template=template if template.present else None,

@@ -22,6 +22,7 @@ from typing import Any, Final
 import grpc
 from rich import box
 from rich.console import Console, Group, RenderableType
+from rich.markup import escape
 from rich.table import Table
 
 from baton.clock import SystemClock
@@ -345,7 +346,8 @@ def view(found: Diagnosis) -> RenderableType:
         lanes.add_column(name, justify="left" if name in ("lane", "") else "right")
     for lane in found.lanes:
         if not lane.available:
-            lanes.add_row(lane.lane, "-", "-", f"not available: {lane.reason}", style="dim")
+            reason = escape(f"not available: {lane.reason}")  # as in baton[nixl], which is no style
+            lanes.add_row(lane.lane, "-", "-", reason, style="dim")
             continue
         rate = "in place" if lane.gb_per_s is None else f"{lane.gb_per_s:.2f}"
         notes = ["[green]chosen[/]"] if lane.chosen else []
@@ -354,5 +356,5 @@ def view(found: Diagnosis) -> RenderableType:
         lanes.add_row(lane.lane, rate, f"{lane.latency_ms:.1f} ms", ", ".join(notes))
     facts = Table(title="This machine", box=box.SIMPLE, title_justify="left", show_header=False)
     for name, value in found.machine.rows():
-        facts.add_row(name, value)
+        facts.add_row(name, escape(value))
     return Group(lanes, facts)

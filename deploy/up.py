@@ -275,7 +275,7 @@ def introduce(cluster: Cluster, console: Console, began: float) -> None:
     console.print("\nAsk it:\n", highlight=False)
     command = curl_command(cluster.url, model, with_key=bool(options.api_key))
     console.print(with_tls(command, options), soft_wrap=True, highlight=False, markup=False)
-    console.print("\nor, in another terminal:\n", highlight=False)
+    console.print(f"\nor, in another terminal{with_keys(options)}:\n", highlight=False)
     for command in next_commands(options, cluster.url, grpc):
         line = shlex.join([*baton_command(), *command])
         console.print(line, soft_wrap=True, highlight=False, markup=False)
@@ -300,6 +300,13 @@ def next_commands(options: UpOptions, url: str, grpc: str) -> list[list[str]]:
     if not closed or options.admin_key or options.admin_keys is not None:
         commands.append(["status", "--grpc", grpc, *trust])
     return commands
+
+
+def with_keys(options: UpOptions) -> str:
+    """What the environment of those commands must have."""
+    names = ["BATON_API_KEY"] if options.api_key or options.api_keys is not None else []
+    names += ["BATON_ADMIN_KEY"] if options.admin_key or options.admin_keys is not None else []
+    return f" that has {' and '.join(names)}" if names else ""
 
 
 def first_question(cluster: Cluster, console: Console, began: float) -> tuple[str, float | None]:

@@ -19,6 +19,7 @@ from router.terms import Terms
 
 _AUTO_IS_OFF: Final = (
     '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
+    " (as auto: a parser that it has found in the model's chat template)"
 )
 
 

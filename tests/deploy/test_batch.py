@@ -27,6 +27,7 @@ from deploy.batch_engine import engine_app
 from router.batches.lines import Output, check_tasks, read_tasks
 from router.batches.run import BatchPlan, Outcome, Patience, run_batch
 from router.config import RouterConfig
+from tests.engine.test_models_lora import linear_layers, make_adapter
 from tests.tiny_models import make_reranker, make_tiny_model
 
 HI = [{"role": "user", "content": "hi"}]
@@ -215,10 +216,14 @@ def test_blank_lines_are_no_requests(tmp_path: Path) -> None:
 
 
 @contextlib.asynccontextmanager
-async def engine_client(tmp_path: Path, **api: Any) -> AsyncIterator[httpx.AsyncClient]:
+async def engine_client(
+    tmp_path: Path, lora_modules: tuple[str, ...] = (), **api: Any
+) -> AsyncIterator[httpx.AsyncClient]:
     make = make_reranker if api else partial(make_tiny_model, "llama")
     model = str(make(tmp_path / "model"))
-    config = EngineConfig(model=model, dtype="float32", num_kv_blocks=64, block_size=16)
+    config = EngineConfig(
+        model=model, dtype="float32", num_kv_blocks=64, block_size=16, lora_modules=lora_modules
+    )
     async with engine_app(config, RouterConfig(model=model, request_timeout_s=60.0, **api)) as app:
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
@@ -299,6 +304,25 @@ async def test_one_engine_answers_on_every_endpoint(tmp_path: Path) -> None:
     assert scores == pytest.approx(own.rerank(TEXTS[0], TEXTS), abs=1e-5)
     best = told["rerank"]["body"]["results"][0]
     assert best["relevance_score"] == pytest.approx(max(scores), abs=1e-6)
+
+
+async def test_one_engine_knows_its_models_by_name(tmp_path: Path) -> None:
+    """Its own, its adapters, and no other: that is no server that may come back."""
+    layers = linear_layers(make_tiny_model("llama", tmp_path / "model"), ("q_proj", "v_proj"))
+    poet = make_adapter(tmp_path / "poet", layers, 1)
+    body = {"prompt": [5, 6, 7], "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    texts: dict[str, str] = {}
+    async with engine_client(tmp_path, lora_modules=(f"poet={poet}",)) as client:
+        for name in ("model", "poet"):
+            reply = await client.post(URL, json={**body, "model": name})
+            assert reply.status_code == 200, reply.text
+            assert reply.json()["model"] == name
+            texts[name] = reply.json()["choices"][0]["text"]
+        listed = (await client.get("/v1/models")).json()["data"]
+        unknown = await client.post("/v1/embeddings", json={"input": "a", "model": "other"})
+    assert texts["model"] != texts["poet"]
+    assert [card["id"] for card in listed] == ["model", "poet"]
+    assert (unknown.status_code, unknown.json()["error"]["param"]) == (404, "model")
 
 
 async def test_vectors_wait_for_the_blocks_of_a_request_that_is_given_up(tmp_path: Path) -> None:

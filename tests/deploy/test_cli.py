@@ -195,6 +195,13 @@ def test_status_is_offered_where_it_would_be_answered() -> None:
     ]  # fmt: skip
 
 
+def test_the_keys_that_pasted_commands_need_are_named() -> None:
+    assert up.with_keys(UpOptions()) == ""
+    assert up.with_keys(UpOptions(api_keys="f")) == " that has BATON_API_KEY"
+    both = UpOptions(api_key=("k",), admin_key=("o",))
+    assert up.with_keys(both) == " that has BATON_API_KEY and BATON_ADMIN_KEY"
+
+
 def test_run_folders_are_below_the_cache(tmp_path: Path) -> None:
     found = up.default_run_dir({"XDG_CACHE_HOME": str(tmp_path)})
     assert found.parent == tmp_path / "baton" / "runs"

@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import cast
@@ -78,6 +79,14 @@ def test_the_best_lane_that_works_is_chosen() -> None:
     chosen = choose(found, ["shm", "stream", "grpc"])
     assert [lane.lane for lane in chosen if lane.chosen] == ["stream"]
     assert not any(lane.chosen for lane in choose(found, ["shm"]))
+
+
+def test_square_brackets_are_shown_as_they_are() -> None:
+    lane = LaneReport("nixl", False, "lane nixl needs the extra baton[nixl]")
+    facts = replace(FACTS, redis="no answer [red]")
+    text = shown(Diagnosis(("p", "d"), (lane,), facts))
+    assert "baton[nixl]" in text
+    assert "no answer [red]" in text
 
 
 def test_the_tables_say_lanes_and_machine() -> None:

@@ -80,7 +80,7 @@ class Journey:
         self._moved_at: float | None = None
         self._task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._late = False  # its deadline has passed
+        self._why: BatonError = Cancelled("the request was cancelled")  # if it is
         self._aborted = False
         self._closing = False
 
@@ -107,14 +107,14 @@ class Journey:
         self._aborted = True
         self.cancel()
 
-    def cancel(self) -> None:
+    def cancel(self, why: BatonError | None = None) -> None:
         """Once the end is being recorded there is nothing left to cancel."""
         if self._task is not None and not self._closing:
+            self._why = why or self._why
             self._task.cancel()
 
     def _expire(self) -> None:
-        self._late = not self._closing
-        self.cancel()
+        self.cancel(DeadlineExceeded("the request's deadline has passed"))
 
     def stop_sample(self, sample: int) -> None:
         """No node computes it any further, none begins it again."""
@@ -158,9 +158,9 @@ class Journey:
         move = self._move
         return move is not None and self._clock.monotonic() - move.asked_at < MOVE_S
 
-    async def stop(self) -> None:
+    async def stop(self, why: BatonError | None = None) -> None:
         """Cancel it unless it has ended; returns when nodes and store have been told."""
-        self.cancel()
+        self.cancel(why)
         if self._task is not None and not self._task.done():
             await asyncio.wait({self._task})
 
@@ -175,11 +175,10 @@ class Journey:
         except asyncio.CancelledError:
             if self._trace.text_stop:
                 outcome = RequestState.FINISHED
-            elif self._late:
-                self.failure = DeadlineExceeded("the request's deadline has passed")
             else:
-                outcome = RequestState.CANCELLED
-                self.failure = Cancelled("the request was cancelled")
+                self.failure = self._why
+                if isinstance(self._why, Cancelled):
+                    outcome = RequestState.CANCELLED
         except BatonError as error:
             self.failure = error
         except Exception as error:  # the caller gets an opaque error, the log all of it

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator
 from contextlib import nullcontext
 from dataclasses import replace
 
+from baton.errors import Unavailable
 from baton.events import TokenEvent
 from baton.request import Request
 from router.dispatch import MOVE_S, Journey
@@ -112,6 +113,7 @@ class Dispatcher:
             return False
 
     async def stop(self) -> None:
-        """Cancel whatever is still under way, refuse what waits."""
+        """Fail whatever is still under way, refuse what waits."""
         self.gate.stop()
-        await asyncio.gather(*(journey.stop() for journey in list(self._live.values())))
+        why = Unavailable("the router is stopping: ask again", retry_after_s=1)
+        await asyncio.gather(*(journey.stop(why) for journey in list(self._live.values())))

@@ -254,12 +254,13 @@ async def serve(config: RouterConfig, health: Health) -> None:
         await grpc_server.tell_health()
         await until(stages.close, tasks, config.drain_s)
         http.should_exit = True
-        calls = asyncio.create_task(grpc_server.stop(config.shutdown_s), name="grpc")
-        await until(
-            stages.leave,
-            [asyncio.create_task(ended(serving, calls))],
-            config.shutdown_s + STOP_MARGIN_S,
-        )
+        grace_s = config.shutdown_s + STOP_MARGIN_S
+        calls = asyncio.create_task(grpc_server.stop(grace_s), name="grpc")
+        answers = asyncio.create_task(ended(serving, calls))
+        await until(stages.leave, [answers], config.shutdown_s)
+        if not answers.done():
+            await router.stop()  # what still runs ends with an error that says so
+            await until(stages.leave, [answers], STOP_MARGIN_S)
     finally:
         http.should_exit = http.force_exit = True
         admin.stop()
@@ -295,7 +296,7 @@ def http_server(config: RouterConfig, services: RouterServices) -> HttpServer:
             create_app(services),
             log_config=None,
             lifespan="on",
-            timeout_graceful_shutdown=math.ceil(config.shutdown_s),
+            timeout_graceful_shutdown=math.ceil(config.shutdown_s + STOP_MARGIN_S),
             **uvicorn_settings(HttpLimits(), config.tls),
         )
     )

@@ -118,7 +118,8 @@ def exporters_of(decode: Member, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 async def test_stopped_while_d_reads(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lane: str
 ) -> None:
-    """In the middle of its prefill: D gives up in time, and another node computes the prompt."""
+    """In the middle of its prefill: D gives up in time and asks the same export once more, for its
+    node might only be slow; then another node computes the prompt."""
     async with case(model, tmp_path, lane, adopt=False) as x:
         (decode,), (other,) = x.c.decode, x.c.prefill
         stopped, exporters = threading.Event(), exporters_of(decode, monkeypatch)
@@ -132,9 +133,9 @@ async def test_stopped_while_d_reads(
 
         monkeypatch.setattr(TransferStats, "received", stop)
         generation = await x.ask_until(stopped)
-        assert generation.retries == 1
-        assert decode.transfers.failures == {"kv_timeout": 1}
-        assert decode.transfers.fetches == len(exporters) - 1, "all others succeeded"
+        assert generation.retries == 2
+        assert decode.transfers.failures == {"kv_timeout": 2}
+        assert decode.transfers.fetches == len(exporters) - 2, "all others succeeded"
         assert exporters[-1] == other.node.shell.boot_id
         await x.whole()
 

@@ -96,7 +96,8 @@ def length_of(body: CompletionBody | ChatBody, max_model_len: int) -> Length:
 
 def countable(max_model_len: int) -> Length:
     """Of prompts whose tokens are only counted: by how much one is too long may be asked."""
-    return Length(max_model_len * COUNTED_CONTEXTS)
+    most = max_model_len * COUNTED_CONTEXTS
+    return Length(most, name=f"the limit for counting, {COUNTED_CONTEXTS} contexts,")
 
 
 class Intake:

@@ -49,10 +49,11 @@ FEW_LOGPROBS: Final = 20  # of a token, however many tokens there are
 @dataclass(frozen=True, slots=True)
 class Length:
     """How many tokens of a text are of any use: of more, a text is refused, or with a `side` cut
-    off there."""
+    off there. `name`: what this number is to the client."""
 
     tokens: int
     side: Literal["left", "right"] | None = None
+    name: str = "the model's maximum context length"
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +247,7 @@ class PromptReader:
             return text
         if length.side is None:
             raise ContextLengthExceeded(
-                f"{field}: {len(text)} characters are more than the model's maximum context length"
+                f"{field}: {len(text)} characters are more than {length.name}"
                 f" of {length.tokens} tokens can hold",
                 field=field,
             )

@@ -157,7 +157,10 @@ async def test_what_is_sure_to_be_too_long_is_not_begun(
     async with Front().client() as client:
         reply = await client.post(path, json={name: "word " * 1_600_000})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, name)
-    assert reply.json()["error"]["code"] == "context_length_exceeded"
+    error = reply.json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    limit = "for counting" if path == "/tokenize" else "the model's maximum context length"
+    assert limit in error["message"], "a number is called what it is"
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

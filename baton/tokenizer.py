@@ -27,9 +27,9 @@ from baton.pieces import PieceEncoder
 # No UTF-8 character has more than 4 bytes and no decoder here spreads a byte over two tokens: a
 # tail still unreadable after so many is not an unfinished character and is shown as it is.
 _MAX_PENDING_TOKENS: Final = 6
-# Characters, or tokens. The library's calls for one text keep the GIL, and offsets that nobody
-# wants: 2 s for a megabyte. Its calls for many let others run, and take a sixth of that.
-SHORT_CHARS: Final = 4096
+# The library's calls for one text keep the GIL: many of them, one after another in a thread, hold
+# up every other thread by 5 ms each time that it wakes. Its calls for several let others run.
+SHORT_TOKENS: Final = 4096  # decoded at once
 _MOST_COMPOSED: Final = 4  # characters of a text that a normalizer makes one of
 _BYTE_TOKEN: Final = re.compile("<0x([0-9A-F]{2})>")
 _UTF8: Final = codecs.getincrementaldecoder("utf-8")
@@ -119,8 +119,6 @@ class Tokenizer:
         """
         special = add_special_tokens
         try:
-            if len(text) <= SHORT_CHARS:
-                return self._backend.encode(text, add_special_tokens=special).ids
             return self._backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
         except (TypeError, UnicodeError) as error:
             raise InvalidRequest("the text is not valid Unicode", field="prompt") from error
@@ -136,7 +134,7 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of all ids at once; ids outside the vocabulary decode to nothing."""
         skip = skip_special_tokens
-        if len(ids) <= SHORT_CHARS:
+        if len(ids) <= SHORT_TOKENS:
             return self._backend.decode(list(ids), skip_special_tokens=skip)
         return self._backend.decode_batch([list(ids)], skip_special_tokens=skip)[0]
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 from baton.errors import InvalidRequest, ModelRefused
-from baton.tokenizer import SHORT_CHARS, Tokenizer
+from baton.tokenizer import SHORT_TOKENS, Tokenizer
 from deploy.plan import DEMO_MODEL
 from tests.front.tokenizers_built import byte_fallback, byte_level, save
 
@@ -230,11 +230,11 @@ def test_lone_surrogates_are_the_clients_fault() -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from([BYTE_LEVEL, BYTE_FALLBACK]), st.text(SCALARS, min_size=1, max_size=50))
 def test_long_texts_are_encoded_and_decoded_as_short_ones(tokenizer: Tokenizer, text: str) -> None:
-    long = text * (SHORT_CHARS // len(text) + 1)
+    long = text * (SHORT_TOKENS // len(text) + 1)
     ids = tokenizer.encode(long)
     backend = BACKENDS[tokenizer]
     assert ids == backend.encode(long).ids
-    many = ids * (SHORT_CHARS // len(ids) + 1)
+    many = ids * (SHORT_TOKENS // len(ids) + 1)
     assert tokenizer.decode(many) == backend.decode(many)
     assert tokenizer.decode(many, False) == backend.decode(many, skip_special_tokens=False)
     with pytest.raises(InvalidRequest, match="valid Unicode"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import orjson
@@ -22,28 +21,6 @@ from tests.waiting import eventually
 PATH = "/v1/responses"
 ANSWER = "abcdefghijk"
 BODY: dict[str, Any] = {"input": "hi", "background": True}
-
-
-@pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
-def tables(request: pytest.FixtureRequest) -> MemoryTables | str:
-    if request.param == "memory":
-        return MemoryTables()
-    url: str = request.getfixturevalue("redis_url")
-    with redis.Redis.from_url(url) as client:
-        client.flushall()
-    return url
-
-
-@pytest.fixture
-async def one(tables: MemoryTables | str) -> AsyncIterator[HeldRouter]:
-    async with held_router("one", tables) as router:
-        yield router
-
-
-@pytest.fixture
-async def two(tables: MemoryTables | str) -> AsyncIterator[HeldRouter]:
-    async with held_router("two", tables) as router:
-        yield router
 
 
 async def begin(router: HeldRouter, headers: Any = None, **more: Any) -> str:

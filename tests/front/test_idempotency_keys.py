@@ -3,25 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 
-import pytest
-
-from router.store.memory_store import MemoryTables
-from tests.front.resumable import HeldRouter, held_router
+from tests.front.resumable import HeldRouter
 from tests.front.test_resumable_api import CHAT, NAME, again, post
-
-
-@pytest.fixture
-async def one(tables: MemoryTables | str) -> AsyncIterator[HeldRouter]:
-    async with held_router("one", tables) as router:
-        yield router
-
-
-@pytest.fixture
-async def two(tables: MemoryTables | str) -> AsyncIterator[HeldRouter]:
-    async with held_router("two", tables) as router:
-        yield router
 
 
 async def test_an_idempotency_key_is_one_request(one: HeldRouter, two: HeldRouter) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -41,18 +40,6 @@ BODIES = {
     "/v1/messages": {"messages": CHAT["messages"], "stream": True, "max_tokens": 40},
 }
 AGAIN = f"/v1/requests/{NAME}/stream"
-
-
-@pytest.fixture
-async def one(tables: MemoryTables | str) -> AsyncIterator[HeldRouter]:
-    async with held_router("one", tables) as router:
-        yield router
-
-
-@pytest.fixture
-async def two(tables: MemoryTables | str) -> AsyncIterator[HeldRouter]:
-    async with held_router("two", tables) as router:
-        yield router
 
 
 def post(router: HeldRouter, path: str, body: Any = None, **headers: str) -> Reader:

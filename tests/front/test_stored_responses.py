@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import redis
 from openai.types.responses import Response, ResponseItem
 from openai.types.responses.response_item_list import ResponseItemList
 from pydantic import TypeAdapter
@@ -32,29 +30,6 @@ from tests.router.fakes import FakeClock
 PATH = "/v1/responses"
 ITEM: TypeAdapter[Any] = TypeAdapter(ResponseItem)
 ANSWER = "abcdefghijk"
-
-
-@pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
-def tables(request: pytest.FixtureRequest) -> MemoryTables | str:
-    """Where all routers keep what they store: a store of each kind."""
-    if request.param == "memory":
-        return MemoryTables()
-    url: str = request.getfixturevalue("redis_url")
-    with redis.Redis.from_url(url) as client:
-        client.flushall()
-    return url
-
-
-@pytest.fixture
-async def one(tables: MemoryTables | str) -> AsyncIterator[HeldRouter]:
-    async with held_router("one", tables) as router:
-        yield router
-
-
-@pytest.fixture
-async def two(tables: MemoryTables | str) -> AsyncIterator[HeldRouter]:
-    async with held_router("two", tables) as router:
-        yield router
 
 
 async def ask(router: HeldRouter, **body: Any) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Final, Protocol
 
 from baton.clock import Clock
@@ -81,7 +82,7 @@ class PoolAsk:
         """Some of its prompts, or all, one behind the other."""
         return Request(
             id=id_,
-            prompt_ids=tuple(token for prompt in prompts for token in prompt),
+            prompt_ids=tuple(chain.from_iterable(prompts)),
             params=_PARAMS,
             adapter=self.adapter,
             priority=self.priority or 0,

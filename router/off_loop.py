@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
@@ -24,6 +26,10 @@ from router.gate.turns import Turns
 T = TypeVar("T")
 SHORT_CHARS: Final = 64 << 10
 CHARS_PER_S: Final = 2_000_000  # of tokenizing, about; what it took is settled afterwards
+
+
+# Of these threads, for the kernel: where a core is shared, events and engines come first.
+NICENESS: Final = 10
 
 
 class Lane(enum.Enum):
@@ -44,7 +50,9 @@ class OffLoop:
 
     def __init__(self, clock: Clock | None = None) -> None:
         threads = sum(lane.places for lane in Lane)
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="off-loop")
+        self._threads = ThreadPoolExecutor(
+            threads, thread_name_prefix="off-loop", initializer=_give_way
+        )
         clock = clock or SystemClock()
         self._turns = {lane: Turns(lane.places, clock) for lane in Lane}
 
@@ -73,3 +81,11 @@ class OffLoop:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _give_way() -> None:
+    """This thread alone (Linux): work of seconds lets a stream's milliseconds pass."""
+    thread = threading.get_native_id()
+    # Never less than it is: only the privileged may take that back.
+    niceness = max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread))
+    os.setpriority(os.PRIO_PROCESS, thread, niceness)

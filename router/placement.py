@@ -25,6 +25,7 @@ from baton.handles import NodeLoad
 
 Placement = Literal["auto", "remote", "threshold"]
 MARGIN: Final = 1.1  # local must be cheaper by so much: estimates are rough, separation is the rule
+POOLED_AHEAD: Final = 256  # tokens of one forward of inputs that are pooled, about
 
 
 class Node(Protocol):
@@ -41,6 +42,9 @@ class Node(Protocol):
 
     @property
     def unreported_tokens(self) -> int: ...
+
+    @property
+    def pooling(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +74,11 @@ def placement_costs(prompt: Prompt, prefill: Node, decode: Node) -> Costs | None
     if prefill_rate <= 0:
         return None
     decode_rate = decode.load.prefill_tokens_per_s or prefill_rate
-    on_prefill = queued_tokens(prefill) + prompt.num_tokens - prompt.prefill_cached
+    on_prefill = tokens_ahead(prefill) + prompt.num_tokens - prompt.prefill_cached
     to_move = prompt.num_tokens - prompt.decode_cached
     remote_s = on_prefill / prefill_rate + to_move * handover_s_per_token(prefill.load)
     own_s = to_move / decode_rate
-    local_s = queued_tokens(decode) / decode_rate + own_s * (1 + decode.load.running)
+    local_s = tokens_ahead(decode) / decode_rate + own_s * (1 + decode.load.running)
     return Costs(remote_s, local_s)
 
 
@@ -82,6 +86,12 @@ def queued_tokens(node: Node) -> int:
     """Prompt tokens in front of a new one: what was reported plus what was sent since, and at least
     what this router knows to be uncomputed."""
     return max(node.load.waiting_tokens + node.unreported_tokens, node.assigned_tokens)
+
+
+def tokens_ahead(node: Node) -> int:
+    """The same, and the forward of inputs that are pooled there: it stands between two steps, but
+    takes no room in the queue."""
+    return queued_tokens(node) + (POOLED_AHEAD if node.pooling else 0)
 
 
 def requests_on(node: Node) -> int:

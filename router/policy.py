@@ -15,7 +15,7 @@ from baton.block_hashes import chain, root_hash
 from baton.errors import ContextLengthExceeded, Unavailable
 from baton.handles import NodeLoad, NodeRecord, Role
 from router.gate.slo import ANY, Slo, expected_tpot_s, expected_ttft_s, meets
-from router.placement import Placement, Prompt, placement_costs, queued_tokens, requests_on
+from router.placement import Placement, Prompt, placement_costs, requests_on, tokens_ahead
 
 SIMILAR: Final = 0.05  # costs within 5 % of the best count as equal
 PREFIX_WORTH: Final = (
@@ -34,7 +34,7 @@ class NodeSnapshot:
 
     `assigned` and `assigned_tokens`: requests and uncomputed prompt tokens that this router has
     given it; known at once, while `load` is one step old. `unreported_tokens`: those of them that
-    it was sent after its last report.
+    it was sent after its last report. `pooling`: groups of inputs that it pools for this router.
     """
 
     node_id: str
@@ -49,6 +49,7 @@ class NodeSnapshot:
     assigned: int = 0
     assigned_tokens: int = 0
     unreported_tokens: int = 0
+    pooling: int = 0
     adapters: tuple[str, ...] = ()
     max_num_seqs: int = 0  # 0 = not told
     shunned: bool = False  # it hangs, or is in quarantine (router/nodes/health.py)
@@ -221,7 +222,7 @@ def prefill_cost(node: NodeSnapshot, ask: Ask, cached: int, settings: PolicySett
     uncached = len(ask.known_ids) - settings.prefix_weight * cached
     short = _blocks_short(node, ask, cached)
     return (
-        queued_tokens(node) + uncached + (NO_ROOM_COST + short * node.block_size if short else 0.0)
+        tokens_ahead(node) + uncached + (NO_ROOM_COST + short * node.block_size if short else 0.0)
     )
 
 

@@ -34,6 +34,7 @@ class Attachment:
     """One request on this session: events of `epoch` go to `deliver`.
 
     `tokens`: prompt tokens that the node has to compute. `begun`: a token has come from there.
+    `pooled`: its inputs are pooled, in forwards between the steps of others.
     """
 
     request_id: str
@@ -41,3 +42,4 @@ class Attachment:
     deliver: Callable[[NodeEvent], None]
     tokens: int = 0
     begun: bool = False
+    pooled: bool = False

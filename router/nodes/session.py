@@ -82,6 +82,7 @@ class NodeSession:
         self._refused = ""
         self._attached: dict[str, Attachment] = {}
         self._assigned_tokens = 0
+        self._pooling = 0
         self._unreported: dict[str, int] = {}  # request -> prompt tokens
         self._unreported_tokens = 0  # their sum
         self._outbox: Mailbox[messages.RouterMessage] = Mailbox()
@@ -161,6 +162,7 @@ class NodeSession:
                 assigned=self.assigned,
                 assigned_tokens=self._assigned_tokens,
                 unreported_tokens=self.unreported_tokens,
+                pooling=self._pooling,
                 shunned=self.stalled,
             )
         return self._snapshot
@@ -178,6 +180,7 @@ class NodeSession:
             self._watchdog.began()
         self._attached[attachment.request_id] = attachment
         self._assigned_tokens += attachment.tokens
+        self._pooling += attachment.pooled
         self._unreported[attachment.request_id] = attachment.tokens
         self._unreported_tokens += attachment.tokens
 
@@ -189,6 +192,7 @@ class NodeSession:
         self._unreported_tokens -= unreported
         if attachment is not None:
             self._assigned_tokens -= attachment.tokens
+            self._pooling -= attachment.pooled
         # One that the node refused is never part of its load, and an idle node tells no load. Last:
         # whoever is told looks at all of the above.
         if unreported or (attachment is not None and attachment.tokens):
@@ -435,7 +439,7 @@ class NodeSession:
         self.prefix.clear()
         blamed = set[str]() if self._drained else self.suspects
         attached, self._attached = list(self._attached.values()), {}
-        self._assigned_tokens = self._unreported_tokens = 0
+        self._assigned_tokens = self._unreported_tokens = self._pooling = 0
         self._unreported.clear()
         self._snapshot = None
         node_id = self.address if self._record is None else self._record.node_id

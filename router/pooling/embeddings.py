@@ -130,7 +130,7 @@ class PoolingParts:
 
     async def _vectors(self, ask: PoolAsk, terms: Terms) -> list[bytes]:
         now = self.services.clock.monotonic()
-        call = terms.applied(replace(ask.request(ask.id, ask.prompts), arrival=now))
+        call = terms.applied(replace(ask.counted(), arrival=now))
         ask = replace(
             ask,
             deadline=ask.deadline if call.deadline is None else call.deadline,

@@ -78,11 +78,19 @@ class PoolAsk:
     def tokens(self) -> int:
         return sum(map(len, self.prompts))
 
-    def request(self, id_: str, prompts: Prompts) -> Request:
-        """Some of its prompts, or all, one behind the other."""
+    def counted(self) -> Request:
+        """All of it for the gate, which counts tokens and reads none: half a million tokens copied
+        would keep every stream waiting."""
+        return self._request(self.id, (0,) * self.tokens)
+
+    def group(self, id_: str, prompts: Prompts) -> Request:
+        """Some of its prompts, one behind the other."""
+        return self._request(id_, tuple(chain.from_iterable(prompts)))
+
+    def _request(self, id_: str, prompt_ids: tuple[int, ...]) -> Request:
         return Request(
             id=id_,
-            prompt_ids=tuple(chain.from_iterable(prompts)),
+            prompt_ids=prompt_ids,
             params=_PARAMS,
             adapter=self.adapter,
             priority=self.priority or 0,
@@ -147,15 +155,14 @@ class PoolDispatcher:
         if self.num_live >= self._max_live:
             raise Overloaded(f"{self._max_live} pooling calls are under way already")
         self.num_live += 1
-        group_tokens = self._group_tokens()
-        # Of one call no more wait for their turn than can have it.
-        own = asyncio.Semaphore(self._turns.places)
+        waiting = enumerate(groups(ask.prompts, self._group_tokens()))
+        parts: dict[int, tuple[bytes, ...]] = {}
 
-        async def one(index: int, prompts: Prompts) -> tuple[bytes, ...]:
-            async with own:
+        async def some() -> None:
+            for index, prompts in waiting:
                 place = await self._turns.take(ask.grant, GROUP_S)
                 try:
-                    return await self._group(f"{ask.id}-{index}", prompts, ask)
+                    parts[index] = await self._group(f"{ask.id}-{index}", prompts, ask)
                 finally:
                     place.give_back()
 
@@ -164,14 +171,13 @@ class PoolDispatcher:
                 passage or nullcontext(),
                 asyncio.timeout(ask.deadline - self._clock.monotonic()),
             ):
-                parts = await together(
-                    [one(*each) for each in enumerate(groups(ask.prompts, group_tokens))]
-                )
+                # Of one call no more wait for their turn than can have it.
+                await together([some() for _ in range(self._turns.places)])
         except TimeoutError as error:
             raise DeadlineExceeded("the request's deadline has passed") from error
         finally:
             self.num_live -= 1
-        return [vector for part in parts for vector in part]
+        return [vector for index in sorted(parts) for vector in parts[index]]
 
     def _group_tokens(self) -> int:
         """How many tokens make a group now; looks how many nodes share the groups."""
@@ -186,7 +192,7 @@ class PoolDispatcher:
     async def _group(self, id_: str, prompts: Prompts, ask: PoolAsk) -> tuple[bytes, ...]:
         """One group, on one node after another until it is done."""
         tries = _Tries(Deaths(self._registry))
-        request = ask.request(id_, prompts)
+        request = ask.group(id_, prompts)
         while True:
             node, session = await self._choose(ask, tries)
             try:
@@ -204,8 +210,7 @@ class PoolDispatcher:
         """Submit, and what the node says to it. Raises NodeLost; leaves nothing behind."""
         request = message.request
         inbox: asyncio.Queue[NodeEvent] = asyncio.Queue()
-        # No tokens of prompts that others wait behind: forwards of groups stand between steps.
-        attachment = Attachment(request.id, request.epoch, inbox.put_nowait, 0)
+        attachment = Attachment(request.id, request.epoch, inbox.put_nowait, pooled=True)
         session.attach(attachment)
         answered = False
         try:

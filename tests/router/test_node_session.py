@@ -88,6 +88,22 @@ async def test_load_and_assigned_tokens() -> None:
         assert (session.assigned, session.assigned_tokens) == (0, 0)
 
 
+async def test_inputs_that_are_pooled_are_counted_apart() -> None:
+    async with fake_nodes("p") as (p,), running_router([p]) as router:
+        session = router.registry.session("boot-p")
+        assert session is not None and session.record is not None
+        for name in ("a", "b"):
+            session.attach(Attachment(name, 1, lambda _: None, pooled=True))
+        snapshot = session.snapshot(session.record)
+        assert (snapshot.pooling, snapshot.assigned, snapshot.assigned_tokens) == (2, 2, 0)
+        session.detach("a")
+        session.detach("a")
+        assert session.snapshot(session.record).pooling == 1
+        await p.stop()
+        await router.until(lambda: not session.connected)
+        assert session.snapshot(session.record).pooling == 0
+
+
 async def test_what_a_node_refused_is_not_counted_with_it() -> None:
     """An idle node tells no load that would take it back: nothing more would be let in."""
     async with fake_nodes("p") as (p,), running_router([p]) as router:

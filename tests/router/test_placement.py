@@ -106,6 +106,26 @@ def test_the_queue_counts_what_no_report_tells_yet(
     assert queued_tokens(snapshot) == queued
 
 
+@pytest.mark.parametrize(
+    ("size", "running", "local", "why"),
+    [
+        (20, 0, True, "20 tokens there, or a forward of 256 first"),
+        (20, 10, True, "ten streams wait 20 ms each: still less"),
+        (20, 30, False, "thirty wait longer than the prompt would"),
+        (800, 1, False, "a forward more does not matter to a long prompt"),
+    ],
+)
+def test_a_node_that_pools_lets_short_prompts_wait(
+    size: int, running: int, local: bool, why: str
+) -> None:
+    busy, d = replace(prefill(), pooling=1), decode(running=running)
+    assert (choose_route(Ask(PROMPT[:size]), [busy, d], AUTO, 0.0).prefill is None) is local, why
+    idle = replace(prefill(), boot_id="idle")
+    assert choose_route(Ask(PROMPT[:size]), [busy, idle, d], AUTO, 0.0).prefill == idle
+    # It is not queued: what never ends by itself would shut everybody out.
+    assert queued_tokens(busy) == 0
+
+
 def place(p: NodeSnapshot, d: NodeSnapshot, size: int) -> tuple[NodeSnapshot, NodeSnapshot, Route]:
     """One request more, as the sessions would count it: no load report in between."""
     route = choose_route(Ask(PROMPT[:size]), [p, d], AUTO, 0.0)

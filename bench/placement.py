@@ -97,7 +97,7 @@ class Node:
         # As router.placement.Node wants it: of the last step, and what was sent since. A prompt has
         # been computed here before.
         self.load = NodeLoad(prefill_tokens_per_s=machine.tokens_per_s)
-        self.unreported_tokens = 0
+        self.unreported_tokens = self.pooling = 0
         self._machine = machine
         self._step_tokens = step_tokens
         self._cores = cores
@@ -160,7 +160,7 @@ class Node:
             waiting_tokens=sum(each.left for each in self.waiting),
             prefill_tokens_per_s=tokens / seconds,
         )
-        self.unreported_tokens = 0
+        self.unreported_tokens = self.pooling = 0
 
 
 class Simulation:

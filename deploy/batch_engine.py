@@ -103,9 +103,7 @@ class EnginePools:
         try:
             async with passage or nullcontext(), asyncio.timeout(seconds_left(ask.deadline)):
                 for prompts in groups(ask.prompts):
-                    found += await self.desk.vectors(
-                        ask.task(ask.request(ask.id, prompts), prompts)
-                    )
+                    found += await self.desk.vectors(ask.task(ask.group(ask.id, prompts), prompts))
         except TimeoutError as error:
             raise DeadlineExceeded("the request's deadline has passed") from error
         finally:

@@ -91,7 +91,8 @@ async def test_load_and_assigned_tokens() -> None:
 async def test_inputs_that_are_pooled_are_counted_apart() -> None:
     async with fake_nodes("p") as (p,), running_router([p]) as router:
         session = router.registry.session("boot-p")
-        assert session is not None and session.record is not None
+        assert session is not None
+        assert session.record is not None
         for name in ("a", "b"):
             session.attach(Attachment(name, 1, lambda _: None, pooled=True))
         snapshot = session.snapshot(session.record)

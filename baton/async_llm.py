@@ -16,14 +16,20 @@ from typing import Any, Self
 
 from baton.engine.engine import Engine
 from baton.engine.thread import EngineThread, StepReport
-from baton.errors import BatonError, Cancelled, InvalidRequest, Unavailable, error_from_code
-from baton.events import RequestFailed, TokenEvent
 from baton.llm import LLM
 from baton.llm_inputs import Adapter, ChatOptions, Message, Prompt
 from baton.llm_outputs import Answer, GenerationOutput
-from baton.request import Request
-from baton.sampling import SamplingParams
-from baton.tokenizer import Tokenizer
+from baton.protocol.errors import (
+    BatonError,
+    Cancelled,
+    InvalidRequest,
+    Unavailable,
+    error_from_code,
+)
+from baton.protocol.events import RequestFailed, TokenEvent
+from baton.protocol.request import Request
+from baton.protocol.sampling import SamplingParams
+from baton.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)

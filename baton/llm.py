@@ -1,7 +1,7 @@
 """LLM: one plain engine in this process, for scripts and as the great test's reference. No network.
 
 from baton.llm import LLM
-from baton.sampling import SamplingParams
+from baton.protocol.sampling import SamplingParams
 
 outputs = LLM(model="path/to/model").generate(["What is prefill?"], SamplingParams(max_tokens=40))
 print(outputs[0].text)
@@ -22,12 +22,10 @@ from typing import Any, cast
 from torch import Tensor
 from tqdm import tqdm
 
-from baton.config import load
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.interface import Task
 from baton.engine.pooling import Pooler, PoolingJob, PoolingKind, normalized
-from baton.errors import ConfigError, InternalError, InvalidRequest, UnsupportedFeature
 from baton.llm_inputs import (
     Adapter,
     BeamSearchParams,
@@ -38,10 +36,12 @@ from baton.llm_inputs import (
     Prompt,
 )
 from baton.llm_outputs import Answer, GenerationOutput, SampleOutput
-from baton.reranking import answer_tokens, rerank_prompts
-from baton.sampling import SamplingParams
-from baton.tokenizer import Tokenizer
-from baton.vllm_flags import IDLE, note
+from baton.protocol.errors import ConfigError, InternalError, InvalidRequest, UnsupportedFeature
+from baton.protocol.sampling import SamplingParams
+from baton.runtime.config import load
+from baton.runtime.vllm_flags import IDLE, note
+from baton.text.reranking import answer_tokens, rerank_prompts
+from baton.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 __all__ = [

@@ -15,16 +15,16 @@ from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
-from baton.adapters import adapter_name, ids_named
-from baton.chat_template import Chat, ChatTemplate
 from baton.engine.checkpoint import open_checkpoint
 from baton.engine.interface import ModelInfo
-from baton.errors import InvalidRequest, UnsupportedFeature
-from baton.generation_config import sampling_defaults
 from baton.llm_outputs import Answer
-from baton.request import Request
-from baton.sampling import SamplingParams
-from baton.tokenizer import Tokenizer, read_special_tokens
+from baton.protocol.adapters import adapter_name, ids_named
+from baton.protocol.errors import InvalidRequest, UnsupportedFeature
+from baton.protocol.request import Request
+from baton.protocol.sampling import SamplingParams
+from baton.text.chat_template import Chat, ChatTemplate
+from baton.text.generation_config import sampling_defaults
+from baton.text.tokenizer import Tokenizer, read_special_tokens
 
 # A text, token ids, or {"prompt": text}, {"prompt_token_ids": ids} (or both: their text).
 Prompt = str | Sequence[int] | Mapping[str, Any]

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from baton.best_of import best_samples
-from baton.errors import InternalError
-from baton.events import TokenEvent, TokenLogprob
-from baton.request import FinishReason, Request
-from baton.stops import StopMatcher
-from baton.tokenizer import Tokenizer
+from baton.protocol.best_of import best_samples
+from baton.protocol.errors import InternalError
+from baton.protocol.events import TokenEvent, TokenLogprob
+from baton.protocol.request import FinishReason, Request
+from baton.text.stops import StopMatcher
+from baton.text.tokenizer import Tokenizer
 
 Logprobs = tuple[tuple[TokenLogprob, ...], ...]
 

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from baton.errors import ConfigError
+from baton.protocol.errors import ConfigError
 from bench.children import stop
 
 START_TIMEOUT_S = 600.0

@@ -26,12 +26,12 @@ from typing import Any, Final
 import torch
 from transformers import AutoModelForCausalLM
 
-from baton.config import parse
 from baton.engine.roofline import measure as measure_roof
 from baton.engine.work import Limits, Work
-from baton.errors import ConfigError
 from baton.llm import LLM
-from baton.sampling import SamplingParams
+from baton.protocol.errors import ConfigError
+from baton.protocol.sampling import SamplingParams
+from baton.runtime.config import parse
 from bench.engine_kit import Part, arguments_parser, prepare, random_prompt, tell
 from bench.models import LARGE, SMALL, write_checkpoint
 from bench.peer import Peer

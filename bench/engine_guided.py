@@ -27,7 +27,7 @@ from baton.engine.guided.llguidance import LlguidanceBackend
 from baton.engine.guided.xgrammar import XgrammarBackend
 from baton.engine.interface import SequenceChunk
 from baton.engine.runner import Asked
-from baton.sampling import GuidedDecoding
+from baton.protocol.sampling import GuidedDecoding
 from bench.engine_kit import Part, arguments_parser, prepare, tell
 
 VOCAB_SIZE: Final = 152_000

@@ -20,16 +20,16 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from baton.config import add_config
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.interface import ChunkResult, ModelInfo, Runner, Sampled, SequenceChunk
 from baton.engine.kv_cache import KVArena
 from baton.engine.layer_groups import LayerGroups, one_group
-from baton.events import TokenLogprob
-from baton.kv_spec import LayerSpec
-from baton.request import Request
-from baton.sampling import SamplingParams
+from baton.protocol.events import TokenLogprob
+from baton.protocol.kv_spec import LayerSpec
+from baton.protocol.request import Request
+from baton.protocol.sampling import SamplingParams
+from baton.runtime.config import add_config
 
 VOCAB_SIZE = 32_000
 FIRST_TOKEN = 8  # below: ids that a model might treat as special

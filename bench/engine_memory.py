@@ -33,8 +33,8 @@ from baton.engine.layer_groups import LayerGroups, group_layers, one_group
 from baton.engine.loading import LoadedModel, load_model
 from baton.engine.memory import HostMemory, dummy_steps
 from baton.engine.runner import ModelRunner
-from baton.kv_spec import LayerSpec
-from baton.request import Request
+from baton.protocol.kv_spec import LayerSpec
+from baton.protocol.request import Request
 from bench.engine_kit import (
     InstantRunner,
     Lengths,

@@ -38,9 +38,9 @@ from baton.engine.runner import ModelRunner, draws_of
 from baton.engine.sampler import Draw, sample, sample_plainly
 from baton.engine.sequence import SequenceState
 from baton.engine.work import ParameterCounts
-from baton.kv_spec import LayerSpec
-from baton.request import Request
-from baton.sampling import SamplingParams
+from baton.protocol.kv_spec import LayerSpec
+from baton.protocol.request import Request
+from baton.protocol.sampling import SamplingParams
 from bench.engine_kit import (
     VOCAB_SIZE,
     InstantRunner,

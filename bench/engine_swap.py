@@ -22,8 +22,8 @@ from baton.engine.kv_cache import KVArena
 from baton.engine.layer_groups import one_group
 from baton.engine.loading import LoadedModel, load_model
 from baton.engine.runner import ModelRunner
-from baton.kv_spec import HeldBlocks
-from baton.sampling import SamplingParams
+from baton.protocol.kv_spec import HeldBlocks
+from baton.protocol.sampling import SamplingParams
 from bench.engine_kit import Part, arguments_parser, prepare, random_prompt, tell
 
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "demo_model"

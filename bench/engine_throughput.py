@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from baton.llm import LLM
-from baton.sampling import SamplingParams
+from baton.protocol.sampling import SamplingParams
 from bench.engine_kit import (
     Lengths,
     Part,

@@ -32,8 +32,8 @@ from baton.engine.models.experts import Expert, Experts
 from baton.engine.models.rope import Rotation
 from baton.engine.quantization import IntWeight, quantize
 from baton.engine.sampler import Draw, sample
-from baton.kv_spec import HeldBlocks, LayerSpec
-from baton.sampling import SamplingParams
+from baton.protocol.kv_spec import HeldBlocks, LayerSpec
+from baton.protocol.sampling import SamplingParams
 
 TOLERANCE: Final = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 NAMES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}

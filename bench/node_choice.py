@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from baton.handles import NodeLoad, Role
+from baton.protocol.handles import NodeLoad, Role
 from router.policy import Ask, NodeSnapshot, PolicySettings, choose_route
 
 LOAD: Final = 0.85

@@ -20,9 +20,9 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from baton import config as options
-from baton.config import option
-from baton.errors import ConfigError
+from baton.protocol.errors import ConfigError
+from baton.runtime import config as options
+from baton.runtime.config import option
 from bench.cluster import cluster
 from bench.load import Target, run_workload
 from bench.measure import Sample, Slo, summarize

@@ -18,7 +18,7 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from baton.errors import BatonError, ConfigError
+from baton.protocol.errors import BatonError, ConfigError
 
 ANSWER_S: Final = 900.0  # the longest question is the first: converting and loading a model
 STOP_S: Final = 20.0

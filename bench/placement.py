@@ -19,7 +19,7 @@ from typing import Final
 
 import xxhash
 
-from baton.handles import NodeLoad
+from baton.protocol.handles import NodeLoad
 from bench.measure import Slo
 from bench.recorded import Scaling, TraceRequest, bundled, plan_trace, read_trace
 from bench.workload import PlannedRequest

@@ -26,8 +26,8 @@ from baton.engine.interface import SequenceChunk
 from baton.engine.kv_cache import KVArena, bytes_per_block
 from baton.engine.layer_groups import one_group
 from baton.engine.loading import LoadedModel, load_model
-from baton.kv_spec import HeldBlocks
-from baton.tokenizer import Tokenizer
+from baton.protocol.kv_spec import HeldBlocks
+from baton.text.tokenizer import Tokenizer
 from bench.engine_kit import Part, arguments_parser, prepare, random_prompt, tell
 from bench.engine_swap import median_s
 

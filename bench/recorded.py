@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from baton.errors import ConfigError
+from baton.protocol.errors import ConfigError
 from bench.workload import PlannedRequest
 
 FOLDER: Final = Path(__file__).resolve().parent / "traces"

@@ -36,7 +36,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from baton.errors import BatonError, ConfigError
+from baton.protocol.errors import BatonError, ConfigError
 from bench.measure import distribution
 from bench.router_processes import ClusterPlan, Program, cluster, load, program, redis
 

@@ -24,17 +24,17 @@ from typing import Final
 
 import uvloop
 
-from baton.clock import Clock, SystemClock
-from baton.events import HandleReady, NodeStep, Subscribed, TokenEvent
-from baton.handles import Endpoint, KVHandle, LaneAddress, NodeLoad, NodeRecord, Role
-from baton.kv_spec import PoolFormat
-from baton.messages import AbortRequest, RouterMessage, SubmitDecode, SubmitPrefill
 from baton.node.config import NodeConfig
 from baton.node.service import NodeServer
 from baton.node.session import RouterSession
-from baton.request import FinishReason, Request
-from baton.timing import Timing
-from baton.tokenizer import Tokenizer
+from baton.protocol.clock import Clock, SystemClock
+from baton.protocol.events import HandleReady, NodeStep, Subscribed, TokenEvent
+from baton.protocol.handles import Endpoint, KVHandle, LaneAddress, NodeLoad, NodeRecord, Role
+from baton.protocol.kv_spec import PoolFormat
+from baton.protocol.messages import AbortRequest, RouterMessage, SubmitDecode, SubmitPrefill
+from baton.protocol.request import FinishReason, Request
+from baton.runtime.timing import Timing
+from baton.text.tokenizer import Tokenizer
 from bench.children import say_ready
 
 VOCAB_SIZE: Final = 4096

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from baton.errors import ConfigError
+from baton.protocol.errors import ConfigError
 from bench.children import stop
 
 START_S: Final = 60.0

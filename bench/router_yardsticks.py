@@ -36,8 +36,8 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from baton.chat_template import Chat, ChatTemplate
-from baton.tokenizer import Tokenizer
+from baton.text.chat_template import Chat, ChatTemplate
+from baton.text.tokenizer import Tokenizer
 from bench.children import say_ready
 from bench.router_relay import STEP
 from router.http_guard import HttpLimits, uvicorn_settings

@@ -28,9 +28,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from baton.config import add_options, load, option
-from baton.config import parse as parse_options
-from baton.errors import ConfigError
+from baton.protocol.errors import ConfigError
+from baton.runtime.config import add_options, load, option
+from baton.runtime.config import parse as parse_options
 from bench import serve_goodput, serve_interference
 from bench.cluster import cluster
 from bench.load import Run, Target, run_workload

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from baton.errors import ConfigError
+from baton.protocol.errors import ConfigError
 from bench.children import stop
 from bench.load import Target, find_model, open_client
 from bench.sse import StreamError

@@ -27,8 +27,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from baton.errors import BatonError
 from baton.node.lanes import MAKERS
+from baton.protocol.errors import BatonError
 from bench import transfer_client, transfer_tail, transfer_throughput
 from bench.transfer_engine import DEMO_MODEL, write_model
 from bench.transfer_lanes import ADOPTED, TLS_WAYS, all_ways, write_certificates

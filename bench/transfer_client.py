@@ -30,7 +30,7 @@ from typing import Any, Final
 
 import httpx
 
-from baton.errors import ConfigError
+from baton.protocol.errors import ConfigError
 from bench.children import stop
 from bench.sse import parse_lines_async, text_of
 from bench.transfer_link import spread

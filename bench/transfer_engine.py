@@ -21,11 +21,11 @@ from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.interface import Task
 from baton.engine.kv_cache import MakeMemory
-from baton.errors import BatonError
-from baton.handles import KVHandle
-from baton.kv_spec import BlockLists
-from baton.request import Request
-from baton.sampling import SamplingParams
+from baton.protocol.errors import BatonError
+from baton.protocol.handles import KVHandle
+from baton.protocol.kv_spec import BlockLists
+from baton.protocol.request import Request
+from baton.protocol.sampling import SamplingParams
 from bench.engine_kit import random_prompt
 from kv_transfer.connector import Connector
 from prefill_node.role import PrefillExports

@@ -19,10 +19,10 @@ from typing import Final
 import torch
 
 from baton.engine.kv_cache import KVArena
-from baton.errors import ConfigError
 from baton.node.lanes import MAKERS, LaneSettings
-from baton.timing import Timing
-from baton.tls import TlsFiles
+from baton.protocol.errors import ConfigError
+from baton.runtime.timing import Timing
+from baton.runtime.tls import TlsFiles
 from kv_transfer.base import Lane
 from kv_transfer.dist import DistLane
 from kv_transfer.memory_map import map_of

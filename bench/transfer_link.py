@@ -15,7 +15,7 @@ import sys
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Final
 
-from baton.errors import BatonError, InternalError
+from baton.protocol.errors import BatonError, InternalError
 from bench.children import ended
 
 ANSWER_S: Final = 300.0  # the longest that one question may take; a model has to be loaded

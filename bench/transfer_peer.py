@@ -21,8 +21,6 @@ from typing import Any, Final
 import torch
 import xxhash
 
-from baton.clock import SystemClock
-from baton.cores import parse_cores, pin_process
 from baton.engine.engine import Engine
 from baton.engine.kernels.cpu.build import missing
 from baton.engine.kernels.cpu.library import kernels
@@ -30,16 +28,18 @@ from baton.engine.kernels.cpu.library import state as kernel_state
 from baton.engine.kernels.cpu.quantized import integer_kernels_for
 from baton.engine.kernels.gpu.support import state as gpu_kernel_state
 from baton.engine.kv_cache import KVArena
-from baton.errors import BatonError, ConfigError
-from baton.events import FirstToken
-from baton.handles import KVHandle
-from baton.kv_spec import HeldBlocks, LayerSpec, layout_fingerprint
 from baton.node.config import NodeConfig
 from baton.node.lanes import SHM, parse_lanes
-from baton.request import Request
-from baton.sampling import SamplingParams
-from baton.timing import Timing
-from baton.wire import handle_from_bytes, handle_to_bytes
+from baton.protocol.clock import SystemClock
+from baton.protocol.errors import BatonError, ConfigError
+from baton.protocol.events import FirstToken
+from baton.protocol.handles import KVHandle
+from baton.protocol.kv_spec import HeldBlocks, LayerSpec, layout_fingerprint
+from baton.protocol.request import Request
+from baton.protocol.sampling import SamplingParams
+from baton.protocol.wire import handle_from_bytes, handle_to_bytes
+from baton.runtime.cores import parse_cores, pin_process
+from baton.runtime.timing import Timing
 from bench.transfer_engine import PrefillEngine
 from bench.transfer_lanes import ADOPTED, DIRECT, Place, all_ways, make_way
 from bench.transfer_raw import RawServer, read_raw

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import grpc
 
-from baton.timing import Timing, channel_options, server_options
+from baton.runtime.timing import Timing, channel_options, server_options
 
 KINDS: Final = ("raw tcp", "raw unix", "bare grpc")
 CHUNK: Final = 1 << 20

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from baton.errors import ConfigError
+from baton.protocol.errors import ConfigError
 
 # Short everyday words: about one token each for most tokenizers.
 TEXT = """

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 
 from baton.engine.interface import Reservation
-from baton.errors import Overloaded
+from baton.protocol.errors import Overloaded
 
 
 class FetchAdmission:

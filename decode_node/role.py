@@ -25,15 +25,15 @@ from baton.engine.engine import Engine
 from baton.engine.guided.grammars import prepared
 from baton.engine.interface import Reservation, Task
 from baton.engine.thread import StepReport
-from baton.errors import InvalidRequest, KVTimeout, UnsupportedFeature
-from baton.events import FirstToken, NodeStep, Subscribed, TokenEvent
-from baton.failpoints import FAILPOINTS
-from baton.handles import KVHandle
-from baton.messages import SubmitDecode, SubmitPool, SubmitPrefill
 from baton.node.pooling import PoolingDesk
 from baton.node.requests import NodeRequest
 from baton.node.role import RoleContext
-from baton.request import Request
+from baton.protocol.errors import InvalidRequest, KVTimeout, UnsupportedFeature
+from baton.protocol.events import FirstToken, NodeStep, Subscribed, TokenEvent
+from baton.protocol.handles import KVHandle
+from baton.protocol.messages import SubmitDecode, SubmitPool, SubmitPrefill
+from baton.protocol.request import Request
+from baton.runtime.failpoints import FAILPOINTS
 from decode_node.admission import FetchAdmission, FetchTicket
 from kv_transfer.base import HeldExport
 

@@ -16,20 +16,20 @@ from typing import Any, Final, cast
 from starlette.types import ASGIApp
 
 from baton.async_llm import TokenStreams
-from baton.chat_template import ChatTemplate
-from baton.clock import SystemClock
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.thread import EngineThread
-from baton.errors import DeadlineExceeded
-from baton.events import TokenEvent
-from baton.generation_config import sampling_defaults
-from baton.handles import Endpoint, NodeRecord, Role
-from baton.kv_spec import PoolFormat
 from baton.node.pooling import PoolingDesk
-from baton.request import Request
-from baton.timing import Timing
-from baton.tokenizer import Tokenizer
+from baton.protocol.clock import SystemClock
+from baton.protocol.errors import DeadlineExceeded
+from baton.protocol.events import TokenEvent
+from baton.protocol.handles import Endpoint, NodeRecord, Role
+from baton.protocol.kv_spec import PoolFormat
+from baton.protocol.request import Request
+from baton.runtime.timing import Timing
+from baton.text.chat_template import ChatTemplate
+from baton.text.generation_config import sampling_defaults
+from baton.text.tokenizer import Tokenizer
 from router.aborts import Aborts
 from router.app import create_app
 from router.config import RouterConfig

@@ -24,13 +24,13 @@ from pathlib import Path
 import httpx
 from rich.console import Console
 
-from baton.config import add_config, add_options, load, parse
-from baton.config import given as given_options
 from baton.engine.config import EngineConfig
-from baton.errors import BatonError, ConfigError
 from baton.node.config import NodeConfig
-from baton.tls import TlsFiles
-from baton.vllm_flags import add_idle
+from baton.protocol.errors import BatonError, ConfigError
+from baton.runtime.config import add_config, add_options, load, parse
+from baton.runtime.config import given as given_options
+from baton.runtime.tls import TlsFiles
+from baton.runtime.vllm_flags import add_idle
 from bench.sse import StreamError
 from deploy.flags import add_flags, given_flags
 from deploy.hub import local_model

@@ -25,16 +25,22 @@ from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from baton.clock import SystemClock
-from baton.errors import BatonError, ConfigError, NodeLost
-from baton.events import HandleReady, RequestFailed, TokenEvent
-from baton.handles import KVHandle, NodeRecord, Role
-from baton.messages import AbortRequest, ReleaseExport, RouterMessage, SubmitDecode, SubmitPrefill
 from baton.node.config import NodeConfig
-from baton.request import Request
-from baton.sampling import SamplingParams
-from baton.timing import Timing
-from baton.tls import TlsFiles
+from baton.protocol.clock import SystemClock
+from baton.protocol.errors import BatonError, ConfigError, NodeLost
+from baton.protocol.events import HandleReady, RequestFailed, TokenEvent
+from baton.protocol.handles import KVHandle, NodeRecord, Role
+from baton.protocol.messages import (
+    AbortRequest,
+    ReleaseExport,
+    RouterMessage,
+    SubmitDecode,
+    SubmitPrefill,
+)
+from baton.protocol.request import Request
+from baton.protocol.sampling import SamplingParams
+from baton.runtime.timing import Timing
+from baton.runtime.tls import TlsFiles
 from bench.transfer_link import Link, PeerError
 from deploy.machine import MachineFacts, machine_facts
 from router.nodes.attachments import Attachment, NodeEvent, SessionLost

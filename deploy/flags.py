@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Final
 
-from baton.config import add_config, add_options, given
 from baton.engine.config import EngineConfig
-from baton.errors import ConfigError
 from baton.node.config import NodeConfig
+from baton.protocol.errors import ConfigError
+from baton.runtime.config import add_config, add_options, given
 from router.config import RouterConfig
 
 _OWN_NODES: Final = "`baton up` starts the nodes itself: --prefill N --decode M"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from baton.errors import ModelRefused
+from baton.protocol.errors import ModelRefused
 
 # As in baton/engine/checkpoint.py, which cannot be imported without torch: never a pickle.
 WANTED = ("*.safetensors", "*.json", "*.jinja")

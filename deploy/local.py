@@ -24,9 +24,9 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any
 
-from baton.errors import BatonError, ConfigError
-from baton.redis_keys import without_password
-from baton.socket_folder import SocketFolder
+from baton.protocol.errors import BatonError, ConfigError
+from baton.runtime.redis_keys import without_password
+from baton.runtime.socket_folder import SocketFolder
 from deploy.plan import (
     DEFAULT_GRPC_PORT,
     DEFAULT_PORT,

@@ -14,7 +14,7 @@ from typing import Any, Final
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from baton.redis_keys import check_redis_url
+from baton.runtime.redis_keys import check_redis_url
 from deploy.redis_server import find_redis_binary
 
 SHM: Final = Path("/dev/shm")

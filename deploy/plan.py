@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from baton.config import option
-from baton.errors import ConfigError
-from baton.redis_keys import check_redis_url
+from baton.protocol.errors import ConfigError
+from baton.runtime.config import option
+from baton.runtime.redis_keys import check_redis_url
 from deploy.flags import to_nodes, to_router
 
 REPOSITORY = Path(__file__).resolve().parent.parent

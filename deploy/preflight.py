@@ -11,8 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from baton.chat_template import ChatTemplate
-from baton.config import load
 from baton.engine.available_memory import available_memory
 from baton.engine.checkpoint import (
     Checkpoint,
@@ -22,8 +20,10 @@ from baton.engine.checkpoint import (
     parse_modules,
 )
 from baton.engine.config import EngineConfig, parse_bytes
-from baton.errors import ConfigError
 from baton.node.config import NodeConfig
+from baton.protocol.errors import ConfigError
+from baton.runtime.config import load
+from baton.text.chat_template import ChatTemplate
 from deploy.plan import (
     NO_TLS,
     UpOptions,

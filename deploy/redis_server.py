@@ -19,9 +19,9 @@ from types import TracebackType
 from redis import Redis
 from redis.exceptions import RedisError
 
-from baton.errors import ConfigError
-from baton.redis_keys import without_password
-from baton.socket_folder import SocketFolder
+from baton.protocol.errors import ConfigError
+from baton.runtime.redis_keys import without_password
+from baton.runtime.socket_folder import SocketFolder
 from deploy.process import Child, Exited, ProcessSpec, Ready
 
 START_TIMEOUT_S = 60.0  # it reads its append-only file first

@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from baton.client import Client, Migrations, Node, ServerInfo
-from baton.errors import BatonError
-from baton.tls import ClientTls
+from baton.protocol.errors import BatonError
+from baton.runtime.tls import ClientTls
 
 REFRESH_S = 1.0
 BAR_CELLS = 10

@@ -10,8 +10,8 @@ import argparse
 import ssl
 from pathlib import Path
 
-from baton.errors import ConfigError
-from baton.tls import ClientTls
+from baton.protocol.errors import ConfigError
+from baton.runtime.tls import ClientTls
 
 
 def trusting(cert: str) -> ssl.SSLContext:

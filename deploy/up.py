@@ -27,9 +27,9 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
-from baton.cache_folder import cache_folder
-from baton.cores import check_cores, parse_cores
-from baton.errors import BatonError, ConfigError
+from baton.protocol.errors import BatonError, ConfigError
+from baton.runtime.cache_folder import cache_folder
+from baton.runtime.cores import check_cores, parse_cores
 from bench.sse import StreamError
 from deploy.chat import READY_PAUSE_S, ChatClient, ChatSettings, ask_and_show
 from deploy.local import Cluster, Report, StopRequested
@@ -43,7 +43,9 @@ FIRST_QUESTION = "What is prefill?"
 PASTED_QUESTION = "What is PagedAttention?"
 FIRST_ANSWER = ChatSettings(max_tokens=120, temperature=0.0)
 LOG_WIDTH = 90
-LOG_PREFIX = re.compile(r"\S+ [A-Z]+ +\S+ \[[^]]*\] \S+: ")  # baton/log.py: when, who, where
+LOG_PREFIX = re.compile(
+    r"\S+ [A-Z]+ +\S+ \[[^]]*\] \S+: "
+)  # baton/runtime/log.py: when, who, where
 ONE_REQUEST_S = 1.0  # signals this close are one wish: a terminal and a supervisor may both send
 INTRODUCTION_STOP_S = 2.0
 

@@ -11,11 +11,11 @@ from functools import lru_cache
 from typing import Protocol, TypeAlias, runtime_checkable
 
 from baton.engine.layer_groups import LayerGroups, group_layers
-from baton.errors import KVRefused
-from baton.events import FirstToken
-from baton.handles import Endpoint, KVHandle, LaneAddress
-from baton.kv_spec import BlockLists, LayerSpec, PoolFormat
-from baton.request import Request
+from baton.protocol.errors import KVRefused
+from baton.protocol.events import FirstToken
+from baton.protocol.handles import Endpoint, KVHandle, LaneAddress
+from baton.protocol.kv_spec import BlockLists, LayerSpec, PoolFormat
+from baton.protocol.request import Request
 from kv_transfer.frames import Buffer
 from kv_transfer.shares import heads_of
 

@@ -13,10 +13,10 @@ from typing import Final
 
 from google.protobuf.message import DecodeError
 
-from baton.errors import KVCorrupt
-from baton.events import FirstToken, TokenLogprob
-from baton.kv_spec import DTYPE_BYTES, PoolFormat
-from baton.request import FinishReason
+from baton.protocol.errors import KVCorrupt
+from baton.protocol.events import FirstToken, TokenLogprob
+from baton.protocol.kv_spec import DTYPE_BYTES, PoolFormat
+from baton.protocol.request import FinishReason
 from kv_transfer.frames import Buffer, Kind
 from kv_transfer.messages import (
     MAC_BYTES,

@@ -14,8 +14,8 @@ from typing import Final
 
 import torch
 
-from baton.errors import KVCorrupt
-from baton.kv_spec import DTYPE_BYTES, SCALE_BYTES, LayerSpec
+from baton.protocol.errors import KVCorrupt
+from baton.protocol.kv_spec import DTYPE_BYTES, SCALE_BYTES, LayerSpec
 from kv_transfer.base import Payload
 from kv_transfer.shares import rows_bytes
 

@@ -14,12 +14,12 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from baton.clock import Clock
-from baton.errors import ConfigError, InternalError, KVLost, KVStale
-from baton.events import FirstToken
-from baton.handles import Endpoint, KVHandle, LaneAddress
-from baton.request import Request
-from baton.timing import Timing
+from baton.protocol.clock import Clock
+from baton.protocol.errors import ConfigError, InternalError, KVLost, KVStale
+from baton.protocol.events import FirstToken
+from baton.protocol.handles import Endpoint, KVHandle, LaneAddress
+from baton.protocol.request import Request
+from baton.runtime.timing import Timing
 from kv_transfer.base import Blocks, KVMemory, KVReady, Lane, LendingLane, OnReleased
 from kv_transfer.exporter import Exporter
 from kv_transfer.exports import ExportTable
@@ -67,9 +67,9 @@ class Connector:
     """base.KVConnector.
 
     `lanes`: best first; they are also all that is used. `boot_id`: hex of 16 random bytes, new at
-    every start. `fingerprint`: baton.kv_spec.layout_fingerprint. `secret`: the deployment's.
-    `on_released(handle, blocks, why)` fires exactly once per export, on any thread, when nobody
-    touches its blocks any more; it must not block.
+    every start. `fingerprint`: baton.protocol.kv_spec.layout_fingerprint. `secret`: the
+    deployment's. `on_released(handle, blocks, why)` fires exactly once per export, on any thread,
+    when nobody touches its blocks any more; it must not block.
     """
 
     memory: KVMemory

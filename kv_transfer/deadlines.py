@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from baton.clock import Clock
+from baton.protocol.clock import Clock
 
 
 class Deadlines:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from baton.errors import KVCorrupt
-from baton.kv_spec import LayerSpec, PoolFormat
+from baton.protocol.errors import KVCorrupt
+from baton.protocol.kv_spec import LayerSpec, PoolFormat
 from kv_transfer.base import Blocks, Payload
 from kv_transfer.codec import converted
 from kv_transfer.layout import ArenaMemory

@@ -22,9 +22,9 @@ from typing import Final
 
 import torch.distributed as dist
 
-from baton.errors import ConfigError, KVError
-from baton.handles import LaneAddress
-from baton.timing import Timing
+from baton.protocol.errors import ConfigError, KVError
+from baton.protocol.handles import LaneAddress
+from baton.runtime.timing import Timing
 from kv_transfer.base import Serve, Wire
 from kv_transfer.dist_ends import DistIncoming, DistWire, Ends, LostWire
 from kv_transfer.pair_groups import Backend, Groups

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from baton.errors import KVCorrupt, KVError, KVLost, KVTimeout
+from baton.protocol.errors import KVCorrupt, KVError, KVLost, KVTimeout
 from kv_transfer.closing import Closing
 from kv_transfer.frames import HEADER_BYTES, Buffer
 from kv_transfer.pair_groups import DEPTH, Groups, Pair

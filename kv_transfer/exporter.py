@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from baton.clock import Clock, deadline_from_ms
-from baton.errors import InternalError, KVCorrupt, KVError
-from baton.failpoints import FAILPOINTS
-from baton.timing import Timing
+from baton.protocol.clock import Clock, deadline_from_ms
+from baton.protocol.errors import InternalError, KVCorrupt, KVError
+from baton.runtime.failpoints import FAILPOINTS
+from baton.runtime.timing import Timing
 from kv_transfer.base import Incoming, KVMemory, Payload, Span
 from kv_transfer.bodies import decode_body, encode_body, kind_of
 from kv_transfer.codec import converted

@@ -25,10 +25,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
-from baton.clock import Clock
-from baton.errors import InternalError, KVError, KVRefused, KVStale
-from baton.events import FirstToken
-from baton.handles import KVHandle
+from baton.protocol.clock import Clock
+from baton.protocol.errors import InternalError, KVError, KVRefused, KVStale
+from baton.protocol.events import FirstToken
+from baton.protocol.handles import KVHandle
 from kv_transfer.base import Blocks, OnReleased
 from kv_transfer.leases import Leases
 from kv_transfer.stats import NO_LANE

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-from baton.errors import KVCorrupt, KVError, KVLost, KVRefused, KVStale
-from baton.handles import KVHandle
-from baton.kv_spec import LayerSpec, PoolFormat
+from baton.protocol.errors import KVCorrupt, KVError, KVLost, KVRefused, KVStale
+from baton.protocol.handles import KVHandle
+from baton.protocol.kv_spec import LayerSpec, PoolFormat
 from kv_transfer.base import Payload, Remote, Span
 from kv_transfer.frames import Header
 from kv_transfer.identity import Identity, Side

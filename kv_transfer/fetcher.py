@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from baton.errors import InternalError, KVCorrupt, KVLost, KVRefused
-from baton.handles import LaneAddress
+from baton.protocol.errors import InternalError, KVCorrupt, KVLost, KVRefused
+from baton.protocol.handles import LaneAddress
 from kv_transfer.base import (
     Blocks,
     DirectWire,

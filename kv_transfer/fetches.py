@@ -17,10 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from baton.clock import Clock
-from baton.errors import KVCorrupt, KVError, KVLost, KVRefused, KVStale, KVTimeout
-from baton.handles import Endpoint, KVHandle, LaneAddress
-from baton.timing import Timing
+from baton.protocol.clock import Clock
+from baton.protocol.errors import KVCorrupt, KVError, KVLost, KVRefused, KVStale, KVTimeout
+from baton.protocol.handles import Endpoint, KVHandle, LaneAddress
+from baton.runtime.timing import Timing
 from kv_transfer.base import Blocks, KVReady, Lane, LendingLane, Loan
 from kv_transfer.fetch_session import Intent, Wanted
 from kv_transfer.fetcher import Conversation, Fetched, Fetcher

@@ -19,8 +19,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from baton.clock import Clock, SystemClock
-from baton.errors import KVCorrupt, KVError, KVLost, KVRefused, KVTimeout
+from baton.protocol.clock import Clock, SystemClock
+from baton.protocol.errors import KVCorrupt, KVError, KVLost, KVRefused, KVTimeout
 from kv_transfer.frames import HEADER_BYTES, MAX_PAYLOAD, Buffer, payload_bytes
 
 UNIX_BUFFER_BYTES: Final = 4 << 20  # the kernel's default cost a third of the speed

@@ -19,7 +19,7 @@ from typing import Final, TypeAlias
 
 import xxhash
 
-from baton.errors import InternalError, KVCorrupt
+from baton.protocol.errors import InternalError, KVCorrupt
 
 MAGIC: Final = int.from_bytes(b"BKV1", "little")
 MAX_PAYLOAD: Final = 1 << 20

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from baton.engine.tensor_parallel.pool import GroupArena
-from baton.errors import KVCorrupt
-from baton.kv_spec import LayerSpec, PoolFormat
+from baton.protocol.errors import KVCorrupt
+from baton.protocol.kv_spec import LayerSpec, PoolFormat
 from kv_transfer.base import Blocks, Payload
 from kv_transfer.codec import bytes_of, unpack
 from kv_transfer.layout import ArenaMemory, movable

@@ -19,11 +19,11 @@ from typing import Any, Final
 
 import grpc
 
-from baton.clock import SystemClock
-from baton.errors import ConfigError, KVError, KVLost, KVTimeout
-from baton.handles import LaneAddress
-from baton.timing import Timing, channel_options, server_options
-from baton.tls import TlsFiles
+from baton.protocol.clock import SystemClock
+from baton.protocol.errors import ConfigError, KVError, KVLost, KVTimeout
+from baton.protocol.handles import LaneAddress
+from baton.runtime.timing import Timing, channel_options, server_options
+from baton.runtime.tls import TlsFiles
 from kv_transfer.base import Serve, Wire
 from kv_transfer.deadlines import Deadlines
 from kv_transfer.frames import Buffer

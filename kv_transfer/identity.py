@@ -7,7 +7,7 @@ import hashlib
 import hmac
 from dataclasses import dataclass, field
 
-from baton.kv_spec import PROTOCOL_VERSION, PoolFormat
+from baton.protocol.kv_spec import PROTOCOL_VERSION, PoolFormat
 from kv_transfer.messages import Failure, FailureCode, Hello
 
 

@@ -19,8 +19,8 @@ from typing import Final, Protocol
 
 import torch
 
-from baton.errors import ConfigError, InternalError, KVCorrupt
-from baton.kv_spec import DTYPE_BYTES, HeldBlocks, LayerSpec, PoolFormat
+from baton.protocol.errors import ConfigError, InternalError, KVCorrupt
+from baton.protocol.kv_spec import DTYPE_BYTES, HeldBlocks, LayerSpec, PoolFormat
 from kv_transfer.base import Blocks, Payload
 from kv_transfer.codec import Rows, bytes_of, unpack
 from kv_transfer.messages import INT8, RAW

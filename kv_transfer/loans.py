@@ -10,7 +10,7 @@ Not here: mapping memory (shm.py), renewing (fetches.py).
 
 from __future__ import annotations
 
-from baton.clock import Clock
+from baton.protocol.clock import Clock
 from kv_transfer.base import Loan
 
 

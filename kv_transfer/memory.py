@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from baton.errors import KVLost
-from baton.handles import LaneAddress
+from baton.protocol.errors import KVLost
+from baton.protocol.handles import LaneAddress
 from kv_transfer.base import Serve, Wire
 from kv_transfer.closing import Closing
 from kv_transfer.frames import Buffer

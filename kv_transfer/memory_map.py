@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from baton.errors import ConfigError, KVCorrupt
-from baton.kv_spec import DTYPE_BYTES, SCALE_BYTES, LayerSpec
+from baton.protocol.errors import ConfigError, KVCorrupt
+from baton.protocol.kv_spec import DTYPE_BYTES, SCALE_BYTES, LayerSpec
 from kv_transfer.layout import Arena
 
 MAX_LAYERS: Final = 4096

@@ -6,9 +6,9 @@ import enum
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
-from baton.errors import KVCorrupt, KVError, KVLost, KVRefused, KVStale, KVTimeout
-from baton.events import FirstToken
-from baton.kv_spec import PoolFormat
+from baton.protocol.errors import KVCorrupt, KVError, KVLost, KVRefused, KVStale, KVTimeout
+from baton.protocol.events import FirstToken
+from baton.protocol.kv_spec import PoolFormat
 
 NONCE_BYTES: Final = 16
 MAC_BYTES: Final = 32

@@ -21,9 +21,9 @@ from typing import Final
 import numpy as np
 import torch
 
-from baton.errors import KVCorrupt, KVError, KVLost, KVRefused, KVTimeout
-from baton.handles import LaneAddress
-from baton.timing import Timing
+from baton.protocol.errors import KVCorrupt, KVError, KVLost, KVRefused, KVTimeout
+from baton.protocol.handles import LaneAddress
+from baton.runtime.timing import Timing
 from kv_transfer.base import Incoming, Lane, Payload, Remote, Serve, Span, Target, Wire
 from kv_transfer.frames import Buffer
 from kv_transfer.memory_map import MemoryMap, Piece

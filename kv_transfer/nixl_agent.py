@@ -20,8 +20,8 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from baton.clock import Clock, SystemClock
-from baton.errors import ConfigError, KVCorrupt, KVLost, KVTimeout
+from baton.protocol.clock import Clock, SystemClock
+from baton.protocol.errors import ConfigError, KVCorrupt, KVLost, KVTimeout
 
 MODULES: Final = ("nixl_cu12._api", "nixl_cu13._api")
 POLL_S: Final = 0.0002

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
-from baton.clock import SystemClock
-from baton.errors import KVCorrupt, KVError, KVLost, KVTimeout
+from baton.protocol.clock import SystemClock
+from baton.protocol.errors import KVCorrupt, KVError, KVLost, KVTimeout
 from kv_transfer.deadlines import Deadlines
 from kv_transfer.frames import Buffer
 from kv_transfer.records import MAX_RECORD, RecordSocket, Tag

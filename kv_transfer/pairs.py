@@ -17,7 +17,7 @@ import threading
 from collections import OrderedDict
 from typing import Final
 
-from baton.errors import KVCorrupt
+from baton.protocol.errors import KVCorrupt
 from kv_transfer.pair_groups import EXPORTER, FETCHER, Groups, Pair
 from kv_transfer.records import RecordSocket, Tag
 

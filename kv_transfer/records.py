@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from baton.errors import KVCorrupt, KVLost, KVTimeout
+from baton.protocol.errors import KVCorrupt, KVLost, KVTimeout
 from kv_transfer.frames import HEADER_BYTES, MAX_PAYLOAD, Buffer
 
 MAX_RECORD: Final = HEADER_BYTES + MAX_PAYLOAD

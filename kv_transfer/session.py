@@ -31,9 +31,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final, TypeAlias
 
-from baton.errors import IllegalTransition, KVCorrupt, KVError
-from baton.events import FirstToken
-from baton.kv_spec import LayerSpec
+from baton.protocol.errors import IllegalTransition, KVCorrupt, KVError
+from baton.protocol.events import FirstToken
+from baton.protocol.kv_spec import LayerSpec
 from kv_transfer.base import Span
 from kv_transfer.frames import Header, Kind
 from kv_transfer.identity import Identity, Side

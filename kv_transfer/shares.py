@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from baton.kv_spec import LayerSpec, PoolFormat, first_visible
+from baton.protocol.kv_spec import LayerSpec, PoolFormat, first_visible
 from kv_transfer.frames import MAX_PAYLOAD
 
 

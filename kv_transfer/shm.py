@@ -19,8 +19,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from baton.errors import KVCorrupt, KVError, KVLost, KVRefused
-from baton.handles import LaneAddress
+from baton.protocol.errors import KVCorrupt, KVError, KVLost, KVRefused
+from baton.protocol.handles import LaneAddress
 from kv_transfer.base import Lane, Payload, Remote, Serve, Span, Target, Wire
 from kv_transfer.frames import Buffer
 from kv_transfer.memory_map import MemoryMap, Piece

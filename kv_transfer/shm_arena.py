@@ -33,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from baton.errors import ConfigError, KVLost, KVRefused
+from baton.protocol.errors import ConfigError, KVLost, KVRefused
 from kv_transfer.address_range import PAGE_BYTES, AddressRange
 
 log = logging.getLogger(__name__)

@@ -25,8 +25,8 @@ from typing import Final, Protocol
 
 import torch
 
-from baton.errors import InternalError, KVTimeout
-from baton.kv_spec import LayerSpec, PoolFormat
+from baton.protocol.errors import InternalError, KVTimeout
+from baton.protocol.kv_spec import LayerSpec, PoolFormat
 from kv_transfer.base import Blocks, Payload
 
 SLOT_BYTES: Final = 4 << 20  # a frame of int8 KV, converted to float32

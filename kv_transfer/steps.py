@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from baton.events import FirstToken
+from baton.protocol.events import FirstToken
 from kv_transfer.base import Payload, Remote, Span
 from kv_transfer.frames import Header
 from kv_transfer.messages import Confirm, Failure, Fetch, Message, Renew

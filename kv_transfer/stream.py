@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from baton.errors import ConfigError, KVError, KVLost
-from baton.handles import LaneAddress
-from baton.socket_folder import SocketFolder
-from baton.timing import Timing
-from baton.tls import TlsFiles
+from baton.protocol.errors import ConfigError, KVError, KVLost
+from baton.protocol.handles import LaneAddress
+from baton.runtime.socket_folder import SocketFolder
+from baton.runtime.timing import Timing
+from baton.runtime.tls import TlsFiles
 from kv_transfer.base import Serve
 from kv_transfer.framed_socket import FramedSocket
 from kv_transfer.frames import Buffer

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeAlias
 
-from baton.clock import SystemClock
-from baton.errors import KVCorrupt, KVError
-from baton.timing import Timing
+from baton.protocol.clock import SystemClock
+from baton.protocol.errors import KVCorrupt, KVError
+from baton.runtime.timing import Timing
 from kv_transfer.bodies import encode_body
 from kv_transfer.closing import Closing
 from kv_transfer.framed_socket import FramedSocket

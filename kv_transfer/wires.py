@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from baton.clock import Clock
+from baton.protocol.clock import Clock
 from kv_transfer.base import Wire
 from kv_transfer.messages import Hello
 

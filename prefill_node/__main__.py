@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
-from baton.handles import Role
 from baton.node.main import NodeProgram, main
+from baton.protocol.handles import Role
 from prefill_node.role import PrefillRole
 
 PROGRAM = NodeProgram(

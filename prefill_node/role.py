@@ -22,16 +22,16 @@ from baton.engine.engine import Engine
 from baton.engine.guided.grammars import prepared
 from baton.engine.interface import Task
 from baton.engine.thread import StepReport
-from baton.errors import BatonError, KVStale, UnsupportedFeature
-from baton.events import FirstToken, HandleReady, NodeStep, TokenEvent
-from baton.failpoints import FAILPOINTS
-from baton.handles import KVHandle
-from baton.kv_spec import BlockLists
-from baton.messages import SubmitDecode, SubmitPool, SubmitPrefill
 from baton.node.pooling import PoolingDesk
 from baton.node.requests import NodeRequest
 from baton.node.role import RoleContext
-from baton.request import Request
+from baton.protocol.errors import BatonError, KVStale, UnsupportedFeature
+from baton.protocol.events import FirstToken, HandleReady, NodeStep, TokenEvent
+from baton.protocol.handles import KVHandle
+from baton.protocol.kv_spec import BlockLists
+from baton.protocol.messages import SubmitDecode, SubmitPool, SubmitPrefill
+from baton.protocol.request import Request
+from baton.runtime.failpoints import FAILPOINTS
 from kv_transfer.base import KVConnector
 
 log = logging.getLogger(__name__)

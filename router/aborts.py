@@ -22,8 +22,8 @@ import orjson
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from baton.redis_keys import ABORTS, aborted_key
-from baton.request import Request
+from baton.protocol.request import Request
+from baton.runtime.redis_keys import ABORTS, aborted_key
 from router.request_ids import names
 from router.trace import RequestTrace
 

@@ -26,12 +26,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from baton import __version__
-from baton.adapters import adapter_name
-from baton.errors import BatonError, InvalidRequest
-from baton.handles import NodeLoad
-from baton.messages import DrainNode
-from baton.metrics import CONTENT_TYPE
-from baton.request import Request
+from baton.protocol.adapters import adapter_name
+from baton.protocol.errors import BatonError, InvalidRequest
+from baton.protocol.handles import NodeLoad
+from baton.protocol.messages import DrainNode
+from baton.protocol.request import Request
+from baton.runtime.metrics import CONTENT_TYPE
 from router.auth import ApiKeyGuard
 from router.control import ControlApi
 from router.http_guard import HeadGuard, HttpLimits

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any, Final, cast
 
-from baton.errors import InvalidRequest
+from baton.protocol.errors import InvalidRequest
 from router.openai import ChatBody
 
 KIND: Final = "allowed_tools"

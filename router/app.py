@@ -16,8 +16,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from baton.errors import BatonError
-from baton.log import request_context
+from baton.protocol.errors import BatonError
+from baton.runtime.log import request_context
 from router.anthropic.errors import AnthropicErrors
 from router.auth import OPEN_PATHS, ApiKeyGuard
 from router.endpoints import Endpoints

@@ -12,7 +12,7 @@ from typing import Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from baton.errors import Unauthenticated
+from baton.protocol.errors import Unauthenticated
 from router.gate.key_headers import keys_of
 from router.gate.keys import KeyRing
 from router.terms import GRANT_KEY

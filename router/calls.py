@@ -13,8 +13,8 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from baton.clock import Clock
-from baton.errors import BatonError
+from baton.protocol.clock import Clock
+from baton.protocol.errors import BatonError
 from router.completion import Completion, Delta, Dispatch
 from router.metrics import RouterMetrics
 from router.nodes.connection import together

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from baton.chat_template import Chat
-from baton.errors import InvalidRequest, UnsupportedFeature
+from baton.protocol.errors import InvalidRequest, UnsupportedFeature
+from baton.text.chat_template import Chat
 from router.openai import ChatBody, TokenizeBody
 from router.openai_chat import messages_of, schemas_of, template_kwargs, tools_of
 from router.parsers.grammar import ToolFormat

@@ -9,9 +9,9 @@ import random
 from dataclasses import replace
 from typing import Final
 
-from baton.errors import BatonError, Unavailable
-from baton.handles import KVHandle, Role
-from baton.request import Request
+from baton.protocol.errors import BatonError, Unavailable
+from baton.protocol.handles import KVHandle, Role
+from baton.protocol.request import Request
 from router.nodes.registry import NodeRegistry
 from router.policy import (
     Ask,

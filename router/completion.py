@@ -15,14 +15,14 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from baton.best_of import best_samples
-from baton.clock import Clock
-from baton.errors import Cancelled, InternalError
-from baton.events import TokenEvent, TokenLogprob
-from baton.grammars import FIELD
-from baton.request import FinishReason, Request
-from baton.stops import StopMatcher
-from baton.tokenizer import Tokenizer
+from baton.guided.grammars import FIELD
+from baton.protocol.best_of import best_samples
+from baton.protocol.clock import Clock
+from baton.protocol.errors import Cancelled, InternalError
+from baton.protocol.events import TokenEvent, TokenLogprob
+from baton.protocol.request import FinishReason, Request
+from baton.text.stops import StopMatcher
+from baton.text.tokenizer import Tokenizer
 from router.metrics import RequestMeter
 from router.parsers.message import MessageParser, MessageRules
 from router.parsers.parts import Part

@@ -6,13 +6,13 @@ import re
 from dataclasses import dataclass, field
 from typing import Final, get_args
 
-from baton.addresses import is_loopback
-from baton.config import option
-from baton.errors import ConfigError
-from baton.redis_keys import check_redis_url
-from baton.request import Resume
-from baton.timing import Timing
-from baton.tls import TlsFiles
+from baton.protocol.errors import ConfigError
+from baton.protocol.request import Resume
+from baton.runtime.addresses import is_loopback
+from baton.runtime.config import option
+from baton.runtime.redis_keys import check_redis_url
+from baton.runtime.timing import Timing
+from baton.runtime.tls import TlsFiles
 from router.gate.keys import KeyRing
 from router.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from router.resumable.kept import MAX_KEPT_MB

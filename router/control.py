@@ -26,10 +26,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from baton.adapters import adapter_name
-from baton.errors import BatonError, InvalidRequest, ModelNotFound, Unavailable
-from baton.handles import NodeLoad
-from baton.messages import ControlAction, ControlNode
+from baton.protocol.adapters import adapter_name
+from baton.protocol.errors import BatonError, InvalidRequest, ModelNotFound, Unavailable
+from baton.protocol.handles import NodeLoad
+from baton.protocol.messages import ControlAction, ControlNode
 from router.nodes.session import NodeSession
 from router.openai import object_of, struct_of
 from router.reading import read_body

@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 
 import orjson
 
-from baton.errors import BatonError, InvalidRequest
+from baton.protocol.errors import BatonError, InvalidRequest
 from router.calls import Runner
 from router.completion import Completion, Delta
 from router.openai import ChatBody, checked

@@ -23,8 +23,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
-from baton import wire
-from baton.errors import (
+from baton.protocol import wire
+from baton.protocol.errors import (
     BatonError,
     Cancelled,
     DeadlineExceeded,
@@ -37,12 +37,12 @@ from baton.errors import (
     Unavailable,
     error_from_code,
 )
-from baton.events import HandleReady, Pooled, RequestFailed, Subscribed, TokenEvent
-from baton.failpoints import FAILPOINTS
-from baton.handles import KVHandle
-from baton.log import request_context
-from baton.messages import Migrate, SubmitDecode, SubmitPrefill
-from baton.request import TRANSITIONS, Request, RequestState
+from baton.protocol.events import HandleReady, Pooled, RequestFailed, Subscribed, TokenEvent
+from baton.protocol.handles import KVHandle
+from baton.protocol.messages import Migrate, SubmitDecode, SubmitPrefill
+from baton.protocol.request import TRANSITIONS, Request, RequestState
+from baton.runtime.failpoints import FAILPOINTS
+from baton.runtime.log import request_context
 from router.choice import NodeChoice
 from router.dispatch_parts import DispatchParts
 from router.leg import HopFailed, Leg, Legs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from baton.clock import Clock, SystemClock
+from baton.protocol.clock import Clock, SystemClock
 from router.gate.gate import Gate
 from router.nodes.migration import MigrationStats
 from router.nodes.registry import NodeRegistry

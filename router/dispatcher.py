@@ -10,9 +10,9 @@ from collections.abc import AsyncGenerator
 from contextlib import nullcontext
 from dataclasses import replace
 
-from baton.errors import Unavailable
-from baton.events import TokenEvent
-from baton.request import Request
+from baton.protocol.errors import Unavailable
+from baton.protocol.events import TokenEvent
+from baton.protocol.request import Request
 from router.dispatch import MOVE_S, Journey
 from router.dispatch_parts import DispatchParts
 from router.gate.admission import Bounds

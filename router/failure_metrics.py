@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from baton.handles import Role
+from baton.protocol.handles import Role
 from router.nodes.registry import NodeRegistry
 from router.retry_budget import RetryBudget
 from router.store.ledger import StoreGuard

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from baton.errors import InvalidRequest
+from baton.protocol.errors import InvalidRequest
 
 
 class Asked(Protocol):

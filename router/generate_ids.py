@@ -17,9 +17,9 @@ import msgspec
 import orjson
 from starlette.requests import Request as HttpRequest
 
-from baton.adapters import adapter_name
-from baton.errors import BatonError, InvalidRequest, UnsupportedFeature
-from baton.events import TokenLogprob
+from baton.protocol.adapters import adapter_name
+from baton.protocol.errors import BatonError, InvalidRequest, UnsupportedFeature
+from baton.protocol.events import TokenLogprob
 from router.calls import Runner
 from router.completion import Completion, Delta
 from router.http_api import HttpApi

@@ -1,8 +1,8 @@
 """The router's gRPC front door: serve.proto's Inference, grpc.health.v1, reflection.
 
 Protobuf stops here. Same journey and same text rules as HTTP (router/completion.py). Errors: gRPC
-status, and in the trailing metadata Baton's own code and field (baton/client.py reads them). With
-API keys every call but health needs `authorization: Bearer KEY`; with keys of either kind,
+status, and in the trailing metadata Baton's own code and field (baton/client/client.py reads them).
+With API keys every call but health needs `authorization: Bearer KEY`; with keys of either kind,
 ServerInfo needs one of operators.
 The life: bind() -> start() -> watch() as a task -> stop().
 """
@@ -21,15 +21,16 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from baton import __version__, wire
-from baton.client import ERROR_CODE_METADATA, ERROR_FIELD_METADATA
-from baton.errors import ConfigError, InvalidRequest, Unavailable
-from baton.log import request_context
-from baton.request import Request
-from baton.sampling import SamplingParams
-from baton.timing import CLIENT_TIMING, channel_options, server_options
-from baton.wire_checks import one_of
-from baton.wire_guided import guided_from_wire
+from baton import __version__
+from baton.client.client import ERROR_CODE_METADATA, ERROR_FIELD_METADATA
+from baton.protocol import wire
+from baton.protocol.errors import ConfigError, InvalidRequest, Unavailable
+from baton.protocol.request import Request
+from baton.protocol.sampling import SamplingParams
+from baton.protocol.wire_checks import one_of
+from baton.protocol.wire_guided import guided_from_wire
+from baton.runtime.log import request_context
+from baton.runtime.timing import CLIENT_TIMING, channel_options, server_options
 from protos import serve_pb2, serve_pb2_grpc
 from router.completion import Completion, Delta, OutputRules
 from router.config import RouterConfig

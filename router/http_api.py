@@ -19,9 +19,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from baton import __version__
-from baton.adapters import adapter_name
-from baton.errors import InvalidRequest, UnsupportedFeature
-from baton.metrics import CONTENT_TYPE
+from baton.protocol.adapters import adapter_name
+from baton.protocol.errors import InvalidRequest, UnsupportedFeature
+from baton.runtime.metrics import CONTENT_TYPE
 from router.anthropic.api import AnthropicApi
 from router.calls import Api, Call, Runner
 from router.chat_rules import conversation_of

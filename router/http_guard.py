@@ -26,7 +26,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from baton.tls import TlsFiles
+from baton.runtime.tls import TlsFiles
 from router.half_close import INTERIM, HalfClosed
 from router.http_parser import BoundedParser, Phase
 from router.http_writes import HeadFirst

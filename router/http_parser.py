@@ -17,7 +17,7 @@ from urllib.parse import unquote
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from baton.errors import Overloaded
+from baton.protocol.errors import Overloaded
 from router.web_errors import raw_error
 
 MAX_FRAMING: Final = 8  # bytes around each byte of a body: five, where every one has its chunk

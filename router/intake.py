@@ -13,7 +13,7 @@ from typing import Final
 
 from starlette.requests import Request as HttpRequest
 
-from baton.request import Request
+from baton.protocol.request import Request
 from router.allowed_tools import apply_allowed
 from router.chat_rules import conversation_of, message_rules, said_first, tool_format
 from router.completion import Completion, OutputRules

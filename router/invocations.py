@@ -8,7 +8,7 @@ from typing import Any, Final
 from starlette.requests import Request as HttpRequest
 from starlette.types import Message
 
-from baton.errors import InvalidRequest
+from baton.protocol.errors import InvalidRequest
 from router.openai import object_of
 from router.pooling.rerank import SIDES
 from router.reading import read_body

@@ -11,10 +11,10 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from baton.errors import BatonError, NodeLost
-from baton.events import TokenEvent
-from baton.handles import KVHandle
-from baton.messages import (
+from baton.protocol.errors import BatonError, NodeLost
+from baton.protocol.events import TokenEvent
+from baton.protocol.handles import KVHandle
+from baton.protocol.messages import (
     AbortRequest,
     Prefilled,
     ReleaseExport,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-from baton.errors import ConfigError
+from baton.protocol.errors import ConfigError
 from router.config import RouterConfig
 
 

@@ -26,20 +26,20 @@ import uvicorn
 import uvloop
 from redis.asyncio import Redis
 
-from baton import config as options
-from baton import log as logs
-from baton.chat_template import ChatTemplate
-from baton.clock import SystemClock
-from baton.cores import parse_cores, pin_process
-from baton.errors import ConfigError
-from baton.failpoints import FAILPOINTS
-from baton.generation_config import sampling_defaults
-from baton.handles import Role
-from baton.health_port import Health, health_port
-from baton.redis_connections import ROUTER_CALL, check_redis
-from baton.task_metrics import watch_tasks
-from baton.tokenizer import Tokenizer
-from baton.vllm_flags import add_idle
+from baton.protocol.clock import SystemClock
+from baton.protocol.errors import ConfigError
+from baton.protocol.handles import Role
+from baton.runtime import config as options
+from baton.runtime import log as logs
+from baton.runtime.cores import parse_cores, pin_process
+from baton.runtime.failpoints import FAILPOINTS
+from baton.runtime.health_port import Health, health_port
+from baton.runtime.redis_connections import ROUTER_CALL, check_redis
+from baton.runtime.task_metrics import watch_tasks
+from baton.runtime.vllm_flags import add_idle
+from baton.text.chat_template import ChatTemplate
+from baton.text.generation_config import sampling_defaults
+from baton.text.tokenizer import Tokenizer
 from router.aborts import Aborts
 from router.admin import create_admin_app
 from router.app import create_app

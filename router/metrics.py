@@ -15,8 +15,9 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from baton.handles import NodeRecord
-from baton.metrics import (
+from baton.protocol.handles import NodeRecord
+from baton.protocol.sampling import SamplingParams
+from baton.runtime.metrics import (
     E2E_BUCKETS,
     TPOT_BUCKETS,
     TRANSFER_BUCKETS,
@@ -26,8 +27,7 @@ from baton.metrics import (
     render,
     waiting_by_reason,
 )
-from baton.pieces import PieceStats
-from baton.sampling import SamplingParams
+from baton.text.pieces import PieceStats
 from router.nodes.migration import MigrationStats
 from router.store.tallies import Counter, Histogram, counters
 from router.trace import RequestTrace

@@ -5,7 +5,7 @@ work never waits behind long work, whose ever it is.
 
     SHORT      texts of up to SHORT_CHARS: ~20 ms
     LONG       longer ones: seconds
-    TEMPLATE   chats that a child renders (baton/rendering.py)
+    TEMPLATE   chats that a child renders (baton/text/rendering.py)
     GRAMMAR    grammars that a child builds (router/structured/grammar_checks.py)
 """
 
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
 
-from baton.clock import Clock, SystemClock
+from baton.protocol.clock import Clock, SystemClock
 from router.gate.keys import Grant
 from router.gate.turns import Turns
 

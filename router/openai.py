@@ -1,9 +1,9 @@
 """The bodies of OpenAI's requests: strict structs, bounded numbers, errors that name the field.
 
 Bytes -> orjson (refuses NaN, Infinity, lone surrogates, deep nesting) -> router/unserved.py ->
-msgspec structs (strict types, unknown fields ignored) -> SamplingParams (baton.sampling.BOUNDS).
-Nothing here knows tokens or the event loop; messages and tools are in router/openai_chat.py,
-replies in router/openai_replies.py.
+msgspec structs (strict types, unknown fields ignored) -> SamplingParams
+(baton.protocol.sampling.BOUNDS). Nothing here knows tokens or the event loop; messages and tools
+are in router/openai_chat.py, replies in router/openai_replies.py.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any, Final, Literal, TypeVar, cast
 import msgspec
 import orjson
 
-from baton.errors import InvalidRequest
-from baton.sampling import SamplingParams
+from baton.protocol.errors import InvalidRequest
+from baton.protocol.sampling import SamplingParams
 from router.fan_out import fan_out
 from router.json_faults import fault_of
 from router.openai_chat import MAX_NAME_CHARS, ChatMessage

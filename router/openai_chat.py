@@ -14,8 +14,8 @@ from typing import Any, Final, cast
 import msgspec
 import orjson
 
-from baton.chat_template import RESERVED_NAMES
-from baton.errors import InvalidRequest, UnsupportedFeature
+from baton.protocol.errors import InvalidRequest, UnsupportedFeature
+from baton.text.chat_template import RESERVED_NAMES
 
 MAX_MESSAGES: Final = 4096
 MAX_TOOLS: Final = 512

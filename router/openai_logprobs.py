@@ -14,9 +14,9 @@ from typing import Any, Final
 
 import msgspec
 
-from baton.events import TokenLogprob
-from baton.sampling import SamplingParams
-from baton.tokenizer import Tokenizer
+from baton.protocol.events import TokenLogprob
+from baton.protocol.sampling import SamplingParams
+from baton.text.tokenizer import Tokenizer
 
 FLOOR: Final = -9999.0
 Row = Sequence[TokenLogprob]

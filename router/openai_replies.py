@@ -15,8 +15,8 @@ import msgspec
 import orjson
 
 from baton import __version__
-from baton.request import FinishReason
-from baton.tokenizer import Tokenizer
+from baton.protocol.request import FinishReason
+from baton.text.tokenizer import Tokenizer
 from router.completion import Completion, Delta
 from router.openai_logprobs import (
     CompletionLogprobs,

@@ -5,8 +5,8 @@ Nodes may repeat tokens (the decode node's first event repeats token 1); they ne
 
 from __future__ import annotations
 
-from baton.errors import InternalError
-from baton.events import TokenEvent
+from baton.protocol.errors import InternalError
+from baton.protocol.events import TokenEvent
 
 
 class OutputSoFar:

@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol
 
-from baton.handles import NodeLoad
+from baton.protocol.handles import NodeLoad
 
 Placement = Literal["auto", "remote", "threshold"]
 MARGIN: Final = 1.1  # local must be cheaper by so much: estimates are rough, separation is the rule

@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from baton.block_hashes import chain, root_hash
-from baton.errors import ContextLengthExceeded, Unavailable
-from baton.handles import NodeLoad, NodeRecord, Role
+from baton.protocol.block_hashes import chain, root_hash
+from baton.protocol.errors import ContextLengthExceeded, Unavailable
+from baton.protocol.handles import NodeLoad, NodeRecord, Role
 from router.gate.slo import ANY, Slo, expected_tpot_s, expected_ttft_s, meets
 from router.placement import Placement, Prompt, placement_costs, requests_on, tokens_ahead
 

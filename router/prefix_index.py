@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from baton.events import BlockEvent, BlockEventKind
+from baton.protocol.events import BlockEvent, BlockEventKind
 
 
 class PrefixIndex:

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final, Literal, TypeVar
 
-from baton.errors import InvalidRequest
-from baton.sampling import SamplingParams
-from baton.tokenizer import Tokenizer
+from baton.protocol.errors import InvalidRequest
+from baton.protocol.sampling import SamplingParams
+from baton.text.tokenizer import Tokenizer
 from router.prompts import Length
 
 MAX_BAD_WORDS: Final = 64

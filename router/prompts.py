@@ -11,15 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeVar
 
-from baton.chat_template import Chat, ChatTemplate
-from baton.errors import ContextLengthExceeded, InvalidRequest, UnsupportedFeature
-from baton.grammars import FIELD
-from baton.heap import give_back
-from baton.rendering import TemplateRenderer
-from baton.reranking import rerank_prompts
-from baton.sampling import GuidedDecoding, SamplingParams
-from baton.template_limits import OverBudget
-from baton.tokenizer import Tokenizer
+from baton.guided.grammars import FIELD
+from baton.protocol.errors import ContextLengthExceeded, InvalidRequest, UnsupportedFeature
+from baton.protocol.sampling import GuidedDecoding, SamplingParams
+from baton.runtime.heap import give_back
+from baton.text.chat_template import Chat, ChatTemplate
+from baton.text.rendering import TemplateRenderer
+from baton.text.reranking import rerank_prompts
+from baton.text.template_limits import OverBudget
+from baton.text.tokenizer import Tokenizer
 from router.gate.keys import EVERYBODY, Grant
 from router.off_loop import Lane, OffLoop
 from router.structured.grammar_checks import Asked, GrammarChecker

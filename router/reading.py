@@ -10,7 +10,7 @@ from typing import Final
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 
-from baton.errors import Cancelled
+from baton.protocol.errors import Cancelled
 from router.preparing import wait_to_read
 
 MAX_BODY_BYTES: Final = 8 << 20

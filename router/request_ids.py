@@ -15,8 +15,8 @@ from typing import Any, Final
 from starlette.requests import Request as HttpRequest
 from starlette.types import Scope
 
-from baton.errors import InvalidRequest
-from baton.log import bind_request
+from baton.protocol.errors import InvalidRequest
+from baton.runtime.log import bind_request
 from router.draws import DRAWS
 
 ID_PATTERN: Final = "[A-Za-z0-9._:-]{1,128}"

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton.clock import Clock
-from baton.errors import (
+from baton.protocol.clock import Clock
+from baton.protocol.errors import (
     BatonError,
     DeadlineExceeded,
     GivenBack,

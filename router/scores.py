@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from baton.handles import Role
+from baton.protocol.handles import Role
 from router.gate.slo import expected_tpot_s, expected_ttft_s, meets
 from router.placement import queued_tokens, requests_on
 from router.policy import (

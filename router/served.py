@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, Protocol
 
-from baton.adapters import adapter_name, ids_named
-from baton.errors import ModelNotFound, Unavailable
-from baton.handles import NodeRecord
+from baton.protocol.adapters import adapter_name, ids_named
+from baton.protocol.errors import ModelNotFound, Unavailable
+from baton.protocol.handles import NodeRecord
 from router.openai_replies import Model
 from router.services import RouterServices
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from baton.clock import Clock, SystemClock
-from baton.generation_config import SamplingDefaults
+from baton.protocol.clock import Clock, SystemClock
+from baton.text.generation_config import SamplingDefaults
 
 if TYPE_CHECKING:
-    from baton.chat_template import ChatTemplate
-    from baton.tokenizer import Tokenizer
+    from baton.text.chat_template import ChatTemplate
+    from baton.text.tokenizer import Tokenizer
     from router.aborts import Aborts
     from router.batches.runner import BatchRunner
     from router.config import RouterConfig

@@ -10,10 +10,10 @@ import asyncio
 from collections import deque
 from dataclasses import replace
 
-from baton.clock import Clock
-from baton.errors import InternalError
-from baton.events import TokenEvent, TokenLogprob
-from baton.request import Request
+from baton.protocol.clock import Clock
+from baton.protocol.errors import InternalError
+from baton.protocol.events import TokenEvent, TokenLogprob
+from baton.protocol.request import Request
 from router.output import OutputSoFar
 from router.trace import RequestTrace
 

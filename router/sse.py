@@ -15,7 +15,7 @@ from typing import Final, Protocol
 
 from starlette.types import Receive, Scope, Send
 
-from baton.errors import BatonError, Cancelled
+from baton.protocol.errors import BatonError, Cancelled
 from router.calls import GRACE_S, Runner
 from router.completion import Completion
 from router.nodes.connection import together, while_connected

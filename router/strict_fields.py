@@ -17,7 +17,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.routing import Route
 from starlette.types import Message
 
-from baton.errors import UnsupportedFeature
+from baton.protocol.errors import UnsupportedFeature
 from router.anthropic.body import UNSERVED as ANTHROPIC_UNSERVED
 from router.anthropic.body import CountBody, MessagesBody
 from router.dialect import SAME

@@ -24,8 +24,8 @@ from typing import Any, Final, Protocol, cast, get_args
 from starlette.requests import Request as HttpRequest
 from starlette.types import Scope
 
-from baton.errors import InvalidRequest
-from baton.request import Request, Resume
+from baton.protocol.errors import InvalidRequest
+from baton.protocol.request import Request, Resume
 from router.gate.keys import EVERYBODY, Grant
 from router.gate.slo import ANY, Slo
 from router.sessions import session_key

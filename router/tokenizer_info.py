@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final, cast
 
-from baton.tokenizer import read_json
+from baton.text.tokenizer import read_json
 from router.services import RouterServices
 
 _PLACES: Final = ("vocab_file", "merges_file", "tokenizer_file", "name_or_path")  # on this machine

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from baton.errors import BatonError
-from baton.events import TokenEvent
-from baton.request import Request
+from baton.protocol.errors import BatonError
+from baton.protocol.events import TokenEvent
+from baton.protocol.request import Request
 from router.scores import NodeScore
 from router.terms import STANDARD, Terms
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, TypeAlias
 
-from baton.errors import UnsupportedFeature
+from baton.protocol.errors import UnsupportedFeature
 
 Unserved: TypeAlias = Mapping[str, tuple[tuple[Any, ...], str]]
 

@@ -16,10 +16,10 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from baton.adapters import adapter_name
-from baton.handles import NodeRecord
-from baton.metrics import E2E_BUCKETS, TTFT_BUCKETS, cache_usage
-from baton.sampling import SamplingParams
+from baton.protocol.adapters import adapter_name
+from baton.protocol.handles import NodeRecord
+from baton.protocol.sampling import SamplingParams
+from baton.runtime.metrics import E2E_BUCKETS, TTFT_BUCKETS, cache_usage
 from router.store.tallies import Histogram
 
 if TYPE_CHECKING:

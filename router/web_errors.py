@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from baton.errors import (
+from baton.protocol.errors import (
     BatonError,
     Cancelled,
     DeadlineExceeded,

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from starlette.types import Receive, Scope, Send
 
-from baton.errors import Cancelled
+from baton.protocol.errors import Cancelled
 from router.calls import GRACE_S, Runner
 from router.completion import Completion
 from router.nodes.connection import while_connected

@@ -28,10 +28,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from baton.clock import SystemClock
-from baton.cores import parse_cores
-from baton.errors import ConfigError
-from baton.health_port import INTERVAL_S, Health, health_port
+from baton.protocol.clock import SystemClock
+from baton.protocol.errors import ConfigError
+from baton.runtime.cores import parse_cores
+from baton.runtime.health_port import INTERVAL_S, Health, health_port
 from router.config import RouterConfig
 
 log = logging.getLogger(__name__)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baton.adapters import ids_named
 from baton.engine.interface import ModelInfo
+from baton.protocol.adapters import ids_named
 
 
 def id_of(info: ModelInfo, name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baton.kv_spec import BlockLists, HeldBlocks
+from baton.protocol.kv_spec import BlockLists, HeldBlocks
 
 
 def held(ids: Sequence[int], first: int = 0) -> BlockLists:

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from baton.client import AsyncClient, Generation
-from baton.clock import Clock, SystemClock
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.node.config import NodeConfig
 from baton.node.lanes import LaneSettings, PoolPlace, make_lanes
 from baton.node.main import Node, NodeProgram, Surroundings
-from baton.sampling import SamplingParams
-from baton.timing import Timing
+from baton.protocol.clock import Clock, SystemClock
+from baton.protocol.sampling import SamplingParams
+from baton.runtime.timing import Timing
 from decode_node.__main__ import PROGRAM as DECODE
 from prefill_node.__main__ import PROGRAM as PREFILL
 from router.config import RouterConfig

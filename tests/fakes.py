@@ -16,10 +16,10 @@ from baton.engine.engine import Engine
 from baton.engine.interface import ChunkResult, EngineHooks, ModelInfo, Sampled, SequenceChunk
 from baton.engine.kv_cache import KVArena
 from baton.engine.proposer import DraftAsk
-from baton.events import TokenLogprob
-from baton.kv_spec import BlockLists, HeldBlocks, LayerSpec, first_visible
-from baton.request import Request
-from baton.sampling import SamplingParams
+from baton.protocol.events import TokenLogprob
+from baton.protocol.kv_spec import BlockLists, HeldBlocks, LayerSpec, first_visible
+from baton.protocol.request import Request
+from baton.protocol.sampling import SamplingParams
 
 VOCAB_SIZE = 97
 EOS_ID = 1  # FakeRunner's tokens reach it now and then

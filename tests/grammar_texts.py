@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import llguidance
 
-from baton.grammars import llguidance_grammar
-from baton.sampling import GuidedDecoding
+from baton.guided.grammars import llguidance_grammar
+from baton.protocol.sampling import GuidedDecoding
 
 TOKENS = [bytes([byte]) for byte in range(256)] + [b"<end>", b"[X]", b"</x>"]
 END, OPEN, CLOSE = 256, 257, 258

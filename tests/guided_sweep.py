@@ -23,8 +23,8 @@ import httpx
 import torch
 
 from baton.llm import LLM
-from baton.request import FinishReason
-from baton.sampling import GuidedDecoding, SamplingParams
+from baton.protocol.request import FinishReason
+from baton.protocol.sampling import GuidedDecoding, SamplingParams
 from router.app import create_app
 from tests.cluster import Plan, cluster
 from tests.guided_cases import (

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.client import AsyncClient
-from baton.failpoints import LOG_VARIABLE, VARIABLE
-from baton.sampling import SamplingParams
+from baton.protocol.sampling import SamplingParams
+from baton.runtime.failpoints import LOG_VARIABLE, VARIABLE
 from tests.system.processes import Processes, ServerProcess
 from tests.system.references import Tokens, one_engine_tokens, prompts
 from tests.system.test_kill import metric

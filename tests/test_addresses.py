@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.addresses import is_loopback
+from baton.runtime.addresses import is_loopback
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.9.9.9", "::1"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.best_of import best_samples
+from baton.protocol.best_of import best_samples
 
 
 def test_the_mean_counts_not_the_sum() -> None:

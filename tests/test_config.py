@@ -1,4 +1,5 @@
-"""baton/config.py: defaults < file < environment < flags; what is wrong stops the start by name."""
+"""baton/runtime/config.py: defaults < file < environment < flags; what is wrong stops the start by
+name."""
 
 from __future__ import annotations
 
@@ -9,10 +10,10 @@ from typing import Literal
 
 import pytest
 
-from baton.config import add_config, add_options, load, option, parse, spelled
-from baton.config import given as given_options
-from baton.errors import ConfigError
-from baton.redis_keys import check_redis_url
+from baton.protocol.errors import ConfigError
+from baton.runtime.config import add_config, add_options, load, option, parse, spelled
+from baton.runtime.config import given as given_options
+from baton.runtime.redis_keys import check_redis_url
 
 Level = Literal["info", "debug"]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.cores import parse_cores, pin_process, quota_cores
-from baton.errors import ConfigError
+from baton.protocol.errors import ConfigError
+from baton.runtime.cores import parse_cores, pin_process, quota_cores
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from baton.llm import LLM
-from baton.sampling import SamplingParams
+from baton.protocol.sampling import SamplingParams
 
 DEMO_MODEL = Path(__file__).parent.parent / "demo_model"
 MAX_BYTES = 12_000_000

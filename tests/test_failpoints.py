@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import ConfigError, InternalError
-from baton.failpoints import (
+from baton.protocol.errors import ConfigError, InternalError
+from baton.runtime.failpoints import (
     ACTIONS,
     LOG_VARIABLE,
     STAGES,
@@ -141,7 +141,7 @@ def test_a_file_that_cannot_be_armed_stops_the_start(tmp_path: Path) -> None:
 
 def test_kill9_is_real(tmp_path: Path) -> None:
     proof = tmp_path / "fired"
-    program = "import os\nfrom baton.failpoints import FAILPOINTS as F\n"
+    program = "import os\nfrom baton.runtime.failpoints import FAILPOINTS as F\n"
     program += "F.arm(os.environ)\nF.hit('logged')\nF.hit('logged')\nprint('alive')"
     done = subprocess.run(
         [sys.executable, "-c", program],

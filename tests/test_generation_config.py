@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import ModelRefused
-from baton.generation_config import SamplingDefaults, sampling_defaults
+from baton.protocol.errors import ModelRefused
+from baton.text.generation_config import SamplingDefaults, sampling_defaults
 from tests.test_demo_model import DEMO_MODEL
 
 

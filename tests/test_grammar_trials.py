@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from baton.children import ChildBudget
-from baton.errors import InternalError, InvalidRequest, Unavailable, UnsupportedFeature
-from baton.grammar_trials import TRIAL, GrammarTrials
-from baton.sampling import GuidedDecoding
+from baton.guided.grammar_trials import TRIAL, GrammarTrials
+from baton.protocol.errors import InternalError, InvalidRequest, Unavailable, UnsupportedFeature
+from baton.protocol.sampling import GuidedDecoding
+from baton.runtime.children import ChildBudget
 from tests.guided_cases import CHOICES, GBNF, SCHEMAS
 from tests.waiting import WAIT_S
 
@@ -170,7 +170,8 @@ def test_a_child_ends_with_its_input() -> None:
 
 
 def _children() -> set[int]:
-    """Processes of baton.grammar_trial that this one started, from any thread, and still has."""
+    """Processes of baton.guided.grammar_trial that this one started, from any thread, and still
+    has."""
     found: set[int] = set()
     for listed in Path("/proc/self/task").glob("*/children"):
         for pid in map(int, listed.read_text().split()):

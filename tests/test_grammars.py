@@ -8,17 +8,17 @@ from typing import Any
 import llguidance
 import pytest
 
-from baton.errors import InvalidRequest, UnsupportedFeature
-from baton.grammars import (
+from baton.guided.grammars import (
     MAX_GRAMMAR_BYTES,
     check_grammar,
     check_size,
     json_schema,
     lenient,
 )
-from baton.sampling import GuidedDecoding
-from baton.structural_tags import Dialect, lark_of
-from baton.structural_tags import unanchored as bare
+from baton.guided.structural_tags import Dialect, lark_of
+from baton.guided.structural_tags import unanchored as bare
+from baton.protocol.errors import InvalidRequest, UnsupportedFeature
+from baton.protocol.sampling import GuidedDecoding
 from tests.grammar_texts import byte_tokenizer, takes
 
 

@@ -9,10 +9,10 @@ from contextlib import ExitStack, closing
 
 import pytest
 
-from baton.clock import SystemClock
-from baton.errors import ConfigError
-from baton.health_port import Health, health_port
-from baton.wsgi_server import MAX_CONNECTIONS
+from baton.protocol.clock import SystemClock
+from baton.protocol.errors import ConfigError
+from baton.runtime.health_port import Health, health_port
+from baton.runtime.wsgi_server import MAX_CONNECTIONS
 from tests.fakes import FakeClock
 
 PATIENCE_S = 10.0

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
-from baton.errors import InvalidRequest
-from baton.pieces import PieceEncoder, longest_of, separators_of
-from baton.tokenizer import Tokenizer
+from baton.protocol.errors import InvalidRequest
+from baton.text.pieces import PieceEncoder, longest_of, separators_of
+from baton.text.tokenizer import Tokenizer
 from deploy.plan import DEMO_MODEL
 from router.metrics import RouterMetrics, watch_pieces
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from baton.errors import ConfigError
 from baton.node.main import main as node_main
-from baton.redis_connections import NODE_CALL, ROUTER_CALL, check_redis
-from baton.redis_keys import check_redis_url
+from baton.protocol.errors import ConfigError
+from baton.runtime.redis_connections import NODE_CALL, ROUTER_CALL, check_redis
+from baton.runtime.redis_keys import check_redis_url
 from decode_node.__main__ import PROGRAM
 from router.main import main as router_main
 from tests.transfer.certificates import make_files

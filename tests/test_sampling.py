@@ -1,4 +1,5 @@
-"""baton/sampling.py: every bound of every number, and what is refused until it is served."""
+"""baton/protocol/sampling.py: every bound of every number, and what is refused until it is
+served."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from baton.errors import InvalidRequest
-from baton.sampling import (
+from baton.protocol.errors import InvalidRequest
+from baton.protocol.sampling import (
     BOUNDS,
     MAX_ALLOWED_TOKEN_IDS,
     MAX_LOGIT_BIAS,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.schema_kinds import ALL, kind_of, kinds_of, says_nothing
+from baton.guided.schema_kinds import ALL, kind_of, kinds_of, says_nothing
 
 ROOT: dict[str, Any] = {
     "$defs": {

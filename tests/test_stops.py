@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.stops import StopMatcher
+from baton.text.stops import StopMatcher
 
 ALPHABET = st.sampled_from("ab\n#")
 

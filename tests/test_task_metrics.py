@@ -6,8 +6,8 @@ import asyncio
 
 from prometheus_client import CollectorRegistry
 
-from baton.metrics import render
-from baton.task_metrics import watch_tasks
+from baton.runtime.metrics import render
+from baton.runtime.task_metrics import watch_tasks
 
 
 async def waits(until: asyncio.Event) -> None:

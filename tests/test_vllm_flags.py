@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from baton.config import add_options, load
 from baton.engine.checkpoint import as_stored
 from baton.engine.config import EngineConfig
-from baton.errors import ConfigError
 from baton.llm import LLM
 from baton.node.config import NodeConfig
-from baton.vllm_flags import IDLE, add_idle
+from baton.protocol.errors import ConfigError
+from baton.runtime.config import add_options, load
+from baton.runtime.vllm_flags import IDLE, add_idle
 from deploy import cli
 from router.config import RouterConfig
 from tests.tiny_models import make_tiny_model

@@ -13,15 +13,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton import errors, redis_keys
-from baton.block_hashes import HASH_BYTES, block_hashes, root_hash
-from baton.clock import SystemClock, deadline_from_ms, remaining_ms
-from baton.errors import BatonError, IllegalTransition, InternalError, NodeLost, error_from_code
-from baton.handles import NodeLoad
-from baton.kv_spec import DTYPE_BYTES, LayerSpec, layout_fingerprint
-from baton.request import TERMINAL, TRANSITIONS, Request, RequestState, check_transition
-from baton.sampling import SamplingParams
-from baton.timing import Timing, channel_options, server_options
+from baton.protocol import errors
+from baton.protocol.block_hashes import HASH_BYTES, block_hashes, root_hash
+from baton.protocol.clock import SystemClock, deadline_from_ms, remaining_ms
+from baton.protocol.errors import (
+    BatonError,
+    IllegalTransition,
+    InternalError,
+    NodeLost,
+    error_from_code,
+)
+from baton.protocol.handles import NodeLoad
+from baton.protocol.kv_spec import DTYPE_BYTES, LayerSpec, layout_fingerprint
+from baton.protocol.request import TERMINAL, TRANSITIONS, Request, RequestState, check_transition
+from baton.protocol.sampling import SamplingParams
+from baton.runtime import redis_keys
+from baton.runtime.timing import Timing, channel_options, server_options
 from deploy.local import StartFailed
 from tests.fakes import FakeClock
 
@@ -43,7 +50,7 @@ class LaneBroken(NodeLost):
 
 
 def documented_tree() -> dict[str, tuple[int, str]]:
-    """Class name -> (depth, what is said of it), from the docstring of baton/errors.py."""
+    """Class name -> (depth, what is said of it), from the docstring of baton/protocol/errors.py."""
     assert errors.__doc__ is not None
     lines = re.findall(r"^([│├└─ ]*)([A-Z]\w+)(.*)$", errors.__doc__, re.MULTILINE)
     return {name: (len(rule) // 4, text) for rule, name, text in lines if name in ERRORS}

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton import messages, wire, wire_control, wire_values
-from baton.errors import InvalidRequest
-from baton.events import (
+from baton.protocol import messages, wire, wire_control, wire_values
+from baton.protocol.errors import InvalidRequest
+from baton.protocol.events import (
     AdapterList,
     BlockEvent,
     BlockEventKind,
@@ -24,11 +24,11 @@ from baton.events import (
     TokenEvent,
     TokenLogprob,
 )
-from baton.handles import Endpoint, KVHandle, LaneAddress, NodeLoad, NodeRecord, Role
-from baton.kv_spec import PoolFormat
-from baton.request import FinishReason, Request
-from baton.sampling import GuidedDecoding, SamplingParams
-from baton.wire_guided import GUIDED_KINDS
+from baton.protocol.handles import Endpoint, KVHandle, LaneAddress, NodeLoad, NodeRecord, Role
+from baton.protocol.kv_spec import PoolFormat
+from baton.protocol.request import FinishReason, Request
+from baton.protocol.sampling import GuidedDecoding, SamplingParams
+from baton.protocol.wire_guided import GUIDED_KINDS
 from protos import node_pb2
 
 

@@ -3,8 +3,8 @@
     load()    read (any thread) -> attach(): requests may ask for it from the next step on
     unload()  the node stops telling of it -> detach() once nobody here uses it
 
-Weights are told apart by id (baton/adapters.py): a name's new contents stand beside the old ones.
-Ranks of a tensor-parallel model would have to do the same in step: refused there.
+Weights are told apart by id (baton/protocol/adapters.py): a name's new contents stand beside the
+old ones. Ranks of a tensor-parallel model would have to do the same in step: refused there.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from baton.adapters import adapter_name
 from baton.engine.deterministic import FixedTiles, prove
 from baton.engine.engine import Engine
 from baton.engine.loading import LoadedModel
 from baton.engine.lora import Adapter, read_adapter
-from baton.errors import InvalidRequest, UnsupportedFeature
+from baton.protocol.adapters import adapter_name
+from baton.protocol.errors import InvalidRequest, UnsupportedFeature
 
 MOST: Final = 256  # at once: each costs its weights, and a name in every node's record
 

@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from baton.clock import Clock
 from baton.engine.adoption import Adoption
 from baton.engine.block_tables import BlockTables
 from baton.engine.interface import Reservation
 from baton.engine.sequence import SequenceState
 from baton.engine.stats import EngineStats
-from baton.errors import InternalError, KVStale
+from baton.protocol.clock import Clock
+from baton.protocol.errors import InternalError, KVStale
 
 TAKEN_BACK: Final = "the exporter may have taken its KV back"
 TAKE_OVER_AFTER_S: Final = 3.0  # a request that ends earlier costs no copy at all

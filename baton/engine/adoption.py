@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from baton.errors import InternalError
+from baton.protocol.errors import InternalError
 
 
 class Adoption:

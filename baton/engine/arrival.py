@@ -13,8 +13,8 @@ from dataclasses import replace
 from baton.engine.beam import BeamSearch
 from baton.engine.interface import ModelInfo, Task
 from baton.engine.sequence import RequestGroup, SequenceState
-from baton.events import FirstToken, TokenEvent, TokenLogprob
-from baton.request import FinishReason, Request
+from baton.protocol.events import FirstToken, TokenEvent, TokenLogprob
+from baton.protocol.request import FinishReason, Request
 
 EndOf = Callable[[SequenceState, Task], tuple[FinishReason | None, int | None]]
 

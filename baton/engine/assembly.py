@@ -25,7 +25,7 @@ from baton.engine.meter import Meter
 from baton.engine.pooling import Pooler
 from baton.engine.runner import ModelRunner
 from baton.engine.speculation import load_draft, load_proposer
-from baton.errors import InternalError
+from baton.protocol.errors import InternalError
 
 
 class NoModel:

@@ -18,8 +18,8 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.events import TokenLogprob
-from baton.sampling import SamplingParams
+from baton.protocol.events import TokenLogprob
+from baton.protocol.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 
-from baton.errors import InternalError
-from baton.events import BlockEvent, BlockEventKind
+from baton.protocol.errors import InternalError
+from baton.protocol.events import BlockEvent, BlockEventKind
 
 
 class BlockPool:

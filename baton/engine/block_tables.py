@@ -24,8 +24,8 @@ from baton.engine.block_pool import BlockPool
 from baton.engine.interface import Reservation
 from baton.engine.sequence import RequestGroup, SequenceState, Table, shared_tokens
 from baton.engine.stats import EngineStats
-from baton.errors import InternalError
-from baton.kv_spec import BlockLists, HeldBlocks, first_visible
+from baton.protocol.errors import InternalError
+from baton.protocol.kv_spec import BlockLists, HeldBlocks, first_visible
 
 NEVER: Final = 1 << 62  # Table.first_whole of who may not offer blocks to others
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 import xxhash
 
 from baton.engine.config import EngineConfig
-from baton.errors import ConfigError, ModelRefused
+from baton.protocol.errors import ConfigError, ModelRefused
 
 # Everything a server may need; weights as safetensors only, so that no .bin is ever downloaded.
 HUB_FILES: Final = ("*.safetensors", "*.json", "*.jinja")

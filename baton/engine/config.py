@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, get_args
 
-from baton.config import option, spelled
-from baton.errors import ConfigError
+from baton.protocol.errors import ConfigError
+from baton.runtime.config import option, spelled
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 DeviceName = Literal["auto", "cpu", "cuda"]

@@ -35,10 +35,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 from transformers.utils.import_utils import is_sentencepiece_available
 
-from baton.config import add_config, parse
 from baton.engine.sentencepiece_model import pipeline_of
-from baton.errors import BatonError, ConfigError, ModelRefused
-from baton.tokenizer import read_json
+from baton.protocol.errors import BatonError, ConfigError, ModelRefused
+from baton.runtime.config import add_config, parse
+from baton.text.tokenizer import read_json
 
 MAX_SHARD_BYTES: Final = 5_000_000_000
 SAFETENSORS: Final = "model.safetensors"

@@ -14,8 +14,8 @@ from enum import StrEnum
 
 from baton.engine.interface import Task
 from baton.engine.sequence import RequestGroup, shared_tokens
-from baton.events import FirstToken
-from baton.kv_spec import BlockLists, HeldBlocks, first_visible
+from baton.protocol.events import FirstToken
+from baton.protocol.kv_spec import BlockLists, HeldBlocks, first_visible
 
 
 class Leaving(StrEnum):

@@ -34,8 +34,8 @@ from baton.engine.interface import ModelInfo, SequenceChunk
 from baton.engine.kv_cache import KVArena
 from baton.engine.layer_groups import one_group
 from baton.engine.models.base import CausalModel, ModelAround
-from baton.errors import ConfigError
-from baton.kv_spec import HeldBlocks
+from baton.protocol.errors import ConfigError
+from baton.protocol.kv_spec import HeldBlocks
 
 TILE_ROWS: Final = 16  # a product of 16 rows reads the weights once and costs little over one row
 _PROOF_BLOCK: Final = 16

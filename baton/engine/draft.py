@@ -29,9 +29,9 @@ from baton.engine.layer_groups import one_group
 from baton.engine.loading import LoadedModel
 from baton.engine.proposer import DraftAsk
 from baton.engine.runner import ModelRunner
-from baton.errors import ConfigError
-from baton.kv_spec import HeldBlocks
-from baton.sampling import SamplingParams
+from baton.protocol.errors import ConfigError
+from baton.protocol.kv_spec import HeldBlocks
+from baton.protocol.sampling import SamplingParams
 
 DEFAULT_BATCHED_TOKENS: Final = 2048
 

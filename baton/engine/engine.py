@@ -18,8 +18,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from baton import block_hashes
-from baton.clock import Clock, SystemClock
 from baton.engine.adopted_pages import AdoptedPages
 from baton.engine.adoption import Adoption
 from baton.engine.announcements import Announcements
@@ -47,11 +45,13 @@ from baton.engine.steps import Steps
 from baton.engine.swap import Swapper
 from baton.engine.usage import usage_of
 from baton.engine.validation import Bounds, validate
-from baton.errors import ContextLengthExceeded, InternalError, InvalidRequest
-from baton.events import BlockEvent, FirstToken, RequestFailed, TokenEvent
-from baton.handles import NodeLoad
-from baton.kv_spec import BlockLists
-from baton.request import Request
+from baton.protocol import block_hashes
+from baton.protocol.clock import Clock, SystemClock
+from baton.protocol.errors import ContextLengthExceeded, InternalError, InvalidRequest
+from baton.protocol.events import BlockEvent, FirstToken, RequestFailed, TokenEvent
+from baton.protocol.handles import NodeLoad
+from baton.protocol.kv_spec import BlockLists
+from baton.protocol.request import Request
 
 if TYPE_CHECKING:  # lazy at run time, see load()
     from baton.engine.loading import LoadedModel

@@ -20,12 +20,12 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from baton.config import add_options, load, parse
 from baton.engine.config import EngineConfig
 from baton.engine.ideal import Estimate, EstimateOptions, estimate
 from baton.engine.model_shape import model_shape
-from baton.errors import BatonError, ConfigError
-from baton.tokenizer import read_json
+from baton.protocol.errors import BatonError, ConfigError
+from baton.runtime.config import add_options, load, parse
+from baton.text.tokenizer import read_json
 
 _MAX_HEADER_BYTES: Final = 100 << 20  # safetensors' own limit
 _WEIGHTS: Final = ("*.safetensors", "*.bin", "*.gguf")

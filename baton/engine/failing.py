@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from baton.engine.adopted_pages import TAKEN_BACK
 from baton.engine.sequence import RequestGroup
 from baton.engine.step_plan import StepPlan
-from baton.errors import BatonError, InvalidRequest, KVStale
-from baton.events import RequestFailed
-from baton.grammars import FIELD
+from baton.guided.grammars import FIELD
+from baton.protocol.errors import BatonError, InvalidRequest, KVStale
+from baton.protocol.events import RequestFailed
 
 
 def doomed(

@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from baton.config import option
 from baton.engine.config import head_quantization, parse_bytes
 from baton.engine.layer_groups import MIN_BLOCKS, group_layers
 from baton.engine.model_shape import ModelShape, StoredWeights
-from baton.errors import ConfigError
-from baton.kv_spec import DTYPE_BYTES, LayerSpec
+from baton.protocol.errors import ConfigError
+from baton.protocol.kv_spec import DTYPE_BYTES, LayerSpec
+from baton.runtime.config import option
 
 WEIGHT_BYTES: Final = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 QUANTIZED: Final = {

@@ -15,10 +15,10 @@ from typing import Protocol
 
 from baton.engine.guided.guide import Guide
 from baton.engine.occurrences import Occurrences
-from baton.events import TokenLogprob
-from baton.kv_spec import BlockLists, LayerSpec
-from baton.request import Request
-from baton.sampling import SamplingParams
+from baton.protocol.events import TokenLogprob
+from baton.protocol.kv_spec import BlockLists, LayerSpec
+from baton.protocol.request import Request
+from baton.protocol.sampling import SamplingParams
 
 
 class Task(enum.Enum):

@@ -24,8 +24,8 @@ import torch
 
 from baton.engine import huge_pages, pages
 from baton.engine.layer_groups import LayerGroups, group_layers
-from baton.errors import ConfigError, InternalError
-from baton.kv_spec import LayerSpec
+from baton.protocol.errors import ConfigError, InternalError
+from baton.protocol.kv_spec import LayerSpec
 
 SLAB_BYTES: Final = 4 << 20  # copied back at once: larger scratch costs fresh pages every time
 ALIGNMENT: Final = 64  # bytes: a cache line, and the widest vector load

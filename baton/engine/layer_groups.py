@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from baton.kv_spec import LayerSpec
+from baton.protocol.kv_spec import LayerSpec
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import logging
 from baton.engine.config import EngineConfig
 from baton.engine.interface import ModelInfo
 from baton.engine.kv_cache import KVArena
-from baton.errors import ConfigError
+from baton.protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)
 

@@ -41,7 +41,7 @@ from baton.engine.route import (
 )
 from baton.engine.tensors import TensorReader
 from baton.engine.weights import Weights, open_weights
-from baton.errors import ConfigError
+from baton.protocol.errors import ConfigError
 
 if TYPE_CHECKING:  # lazy at run time: most engines have one rank
     from baton.engine.tensor_parallel.group import RankGroup

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.sampler import require_numbers, top
-from baton.events import TokenLogprob
+from baton.protocol.events import TokenLogprob
 
 SLAB_ELEMENTS: Final = 1 << 22  # logits whose log-softmax exists at once: 16 MiB
 

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton.adapters import adapter_id
 from baton.engine.batch import Batch
 from baton.engine.checkpoint import adapter_files
 from baton.engine.tensors import TensorReader
-from baton.errors import ModelRefused
+from baton.protocol.adapters import adapter_id
+from baton.protocol.errors import ModelRefused
 
 _TENSOR: Final = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 # Keys of adapter_config.json whose every value, or whose value below, leaves the plain rule as is.

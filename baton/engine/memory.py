@@ -34,9 +34,9 @@ from baton.engine.kv_cache import KVArena, MakeMemory, bytes_per_block
 from baton.engine.layer_groups import MIN_BLOCKS, group_layers, one_group
 from baton.engine.loading import LoadedModel
 from baton.engine.runner import ModelRunner
-from baton.errors import ConfigError
-from baton.kv_spec import HeldBlocks
-from baton.sampling import SamplingParams
+from baton.protocol.errors import ConfigError
+from baton.protocol.kv_spec import HeldBlocks
+from baton.protocol.sampling import SamplingParams
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from baton.errors import ModelRefused
-from baton.kv_spec import LayerSpec
+from baton.protocol.errors import ModelRefused
+from baton.protocol.kv_spec import LayerSpec
 
 
 @dataclass(frozen=True, slots=True)

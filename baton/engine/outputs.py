@@ -15,9 +15,9 @@ from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import RequestGroup, SequenceState
 from baton.engine.stats import EngineStats
 from baton.engine.step_plan import Row, StepPlan
-from baton.errors import InternalError
-from baton.events import TokenEvent, TokenLogprob
-from baton.request import FinishReason
+from baton.protocol.errors import InternalError
+from baton.protocol.events import TokenEvent, TokenLogprob
+from baton.protocol.request import FinishReason
 
 End = tuple[FinishReason | None, int | None]  # why a sample ends, and by which stop id
 

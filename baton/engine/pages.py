@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from baton.errors import Unavailable
+from baton.protocol.errors import Unavailable
 
 _DONTNEED: Final = 4
 _REMOVE: Final = 9

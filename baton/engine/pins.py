@@ -6,8 +6,8 @@ from collections import Counter
 
 from baton.engine.block_tables import BlockTables
 from baton.engine.sequence import Table
-from baton.errors import InternalError
-from baton.kv_spec import BlockLists
+from baton.protocol.errors import InternalError
+from baton.protocol.kv_spec import BlockLists
 
 
 class Pins:

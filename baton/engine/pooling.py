@@ -10,7 +10,7 @@ job.step() with engine.step(), or calls run(). At most a step's tokens and the l
 held at once, so no more than that is evicted of what the pool has cached.
     last    hidden state of the last token      mean    of all tokens, averaged in float32
     rerank  softmax over the logits of "no" and "yes" after the last token
-Source: Qwen3-Embedding and Qwen3-Reranker (arXiv 2506.05176); prompts: baton/reranking.py.
+Source: Qwen3-Embedding and Qwen3-Reranker (arXiv 2506.05176); prompts: baton/text/reranking.py.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from baton.engine.block_pool import BlockPool
 from baton.engine.interface import SequenceChunk
 from baton.engine.kv_cache import KVArena
 from baton.engine.loading import LoadedModel
-from baton.errors import (
+from baton.protocol.errors import (
     ContextLengthExceeded,
     InternalError,
     InvalidRequest,
     Overloaded,
 )
-from baton.handles import NodeLoad
-from baton.kv_spec import BlockLists, HeldBlocks
+from baton.protocol.handles import NodeLoad
+from baton.protocol.kv_spec import BlockLists, HeldBlocks
 
 PoolingKind = Literal["last", "mean"]
 

@@ -13,8 +13,8 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from baton.errors import ConfigError
-from baton.sampling import SamplingParams
+from baton.protocol.errors import ConfigError
+from baton.protocol.sampling import SamplingParams
 
 _INITIAL_CAPACITY: Final = 256  # tokens
 

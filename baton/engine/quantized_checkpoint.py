@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.quantization import IntWeight
-from baton.errors import ModelRefused
+from baton.protocol.errors import ModelRefused
 
 AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)  # output held by each nibble of a word, lowest first
 _COMPRESSED_FORMATS: Final = ("int-quantized", "pack-quantized", "naive-quantized")

@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import Final
 
 from baton.engine.config import EngineConfig
-from baton.request import Request
+from baton.protocol.request import Request
 
 EXACT_CHUNK_TOKENS: Final = 512  # the same on all nodes whose steps have room for it
 

@@ -23,10 +23,10 @@ from typing import Final
 
 import torch
 
-from baton.cache_folder import cache_folder
 from baton.engine.config import EngineConfig
 from baton.engine.linear import choose_linear
 from baton.engine.work import Limits
+from baton.runtime.cache_folder import cache_folder
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from baton.engine.models.config import DecoderConfig, NotLean, decoder_config
 from baton.engine.models.rope import position_limit
 from baton.engine.quantization import SCHEMES, Scheme
 from baton.engine.quantized_checkpoint import layout_of
-from baton.errors import ConfigError, ModelRefused
+from baton.protocol.errors import ConfigError, ModelRefused
 
 logger = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from typing import Final
 
 from baton.engine.interface import ChunkResult, Runner, SequenceChunk, Task
 from baton.engine.step_plan import Row, StepPlan
-from baton.errors import InternalError
-from baton.kv_spec import HeldBlocks
+from baton.protocol.errors import InternalError
+from baton.protocol.kv_spec import HeldBlocks
 
 PENDING: Final = -1  # a token that a step under way will draw
 

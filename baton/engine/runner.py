@@ -29,7 +29,7 @@ from baton.engine.guided import masks
 from baton.engine.interface import ChunkResult, Sampled, SequenceChunk
 from baton.engine.loading import LoadedModel
 from baton.engine.sampler import Draw, prepare, sample
-from baton.events import TokenLogprob
+from baton.protocol.events import TokenLogprob
 
 PROMPT_SLAB_ELEMENTS: Final = 1 << 23  # logits of prompt rows at once: 32 MiB
 

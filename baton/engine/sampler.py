@@ -27,8 +27,8 @@ from baton.engine.kernels.cpu.library import kernels
 from baton.engine.kernels.cpu.sampling import SamplingKernels
 from baton.engine.kernels.gpu.support import triton_serves
 from baton.engine.occurrences import Occurrences
-from baton.errors import InternalError
-from baton.sampling import SamplingParams
+from baton.protocol.errors import InternalError
+from baton.protocol.sampling import SamplingParams
 
 # Below this a softmax is a maximum (vLLM's _SAMPLING_EPS); division would leave float32's range.
 GREEDY_TEMPERATURE: Final = 1e-5

@@ -42,8 +42,8 @@ from baton.engine.speculation import Drafter
 from baton.engine.stats import EngineStats
 from baton.engine.step_plan import Limits, Row, StepPlan
 from baton.engine.swap import Swapper
-from baton.errors import InternalError
-from baton.kv_spec import HeldBlocks
+from baton.protocol.errors import InternalError
+from baton.protocol.kv_spec import HeldBlocks
 
 MAX_OVERTAKES: Final = 8
 MayExport: TypeAlias = Callable[[int, int], bool]  # EngineHooks.may_admit

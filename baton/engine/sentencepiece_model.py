@@ -21,7 +21,7 @@ import base64
 from collections.abc import Mapping
 from typing import Any, Final
 
-from baton.errors import ModelRefused
+from baton.protocol.errors import ModelRefused
 
 SPACE: Final = "\u2581"
 _UNIGRAM, _BPE = 1, 2  # TrainerSpec.ModelType

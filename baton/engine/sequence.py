@@ -22,15 +22,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from baton import block_hashes
 from baton.engine.adoption import Adoption
 from baton.engine.beam import BeamSearch
 from baton.engine.guided.guide import Guide
 from baton.engine.interface import SequenceChunk, Task
 from baton.engine.occurrences import Occurrences
-from baton.events import TokenLogprob
-from baton.kv_spec import HeldBlocks
-from baton.request import FinishReason, Request
+from baton.protocol import block_hashes
+from baton.protocol.events import TokenLogprob
+from baton.protocol.kv_spec import HeldBlocks
+from baton.protocol.request import FinishReason, Request
 
 
 @dataclass(slots=True)

@@ -23,8 +23,8 @@ from baton.engine.model_shape import (
 from baton.engine.models.causal import causal_class, named_refusals
 from baton.engine.models.config import layer_spec
 from baton.engine.models.universal import IMPLEMENTATION, UniversalModel
-from baton.errors import ModelRefused
-from baton.kv_spec import LayerSpec
+from baton.protocol.errors import ModelRefused
+from baton.protocol.kv_spec import LayerSpec
 
 _ROUTED_NAMES = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN_NAMES = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "top_k_experts")

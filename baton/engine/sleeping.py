@@ -22,7 +22,7 @@ from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.loading import LoadedModel, load_model
 from baton.engine.speculation import load_draft
-from baton.errors import ConfigError, InternalError, UnsupportedFeature
+from baton.protocol.errors import ConfigError, InternalError, UnsupportedFeature
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from baton.engine.interface import ModelInfo
 from baton.engine.layer_groups import group_layers
 from baton.engine.proposer import DraftAsk, NgramProposer, Proposer
 from baton.engine.sequence import SequenceState
-from baton.errors import ConfigError
+from baton.protocol.errors import ConfigError
 
 if TYPE_CHECKING:  # lazy at run time, see load_draft()
     from baton.engine.loading import LoadedModel

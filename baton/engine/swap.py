@@ -14,12 +14,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from baton.clock import Clock
 from baton.engine.block_tables import BlockTables, count_blocks
 from baton.engine.config import PreemptionMode
 from baton.engine.sequence import RequestGroup, SequenceState
 from baton.engine.stats import EngineStats
-from baton.errors import InternalError
+from baton.protocol.clock import Clock
+from baton.protocol.errors import InternalError
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from baton.engine.load_progress import LoadProgress
-from baton.errors import ModelRefused
+from baton.protocol.errors import ModelRefused
 
 _BUFFER_BYTES: Final = 1 << 20  # transformers reads with many threads, each with one
 _DTYPES: Final = {

@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from baton.engine.engine import Engine
-from baton.errors import BatonError, InternalError, Unavailable
-from baton.events import BlockEvent, RequestFailed, TokenEvent
-from baton.handles import NodeLoad
+from baton.protocol.errors import BatonError, InternalError, Unavailable
+from baton.protocol.events import BlockEvent, RequestFailed, TokenEvent
+from baton.protocol.handles import NodeLoad
 
 log = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from baton.engine.interface import Task
-from baton.errors import ContextLengthExceeded, InvalidRequest, UnsupportedFeature
-from baton.request import Request
-from baton.sampling import SamplingParams
+from baton.protocol.errors import ContextLengthExceeded, InvalidRequest, UnsupportedFeature
+from baton.protocol.request import Request
+from baton.protocol.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

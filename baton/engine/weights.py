@@ -22,7 +22,7 @@ from baton.engine.linear import Linear, LinearFormat, SideBySide, choose_linear
 from baton.engine.quantization import IntWeight, QuantizedFormat, Scheme, quantize, stack_weights
 from baton.engine.quantized_checkpoint import Layout, layout_of, module_names
 from baton.engine.tensors import TensorReader
-from baton.errors import ModelRefused
+from baton.protocol.errors import ModelRefused
 
 HEAD: Final = "lm_head"
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from baton.engine.interface import SequenceChunk
-from baton.kv_spec import LayerSpec
+from baton.protocol.kv_spec import LayerSpec
 
 SMOOTHING: Final = 0.1  # weight of the newest step in moving means and fading sums
 

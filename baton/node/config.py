@@ -1,7 +1,7 @@
 """NodeConfig: every option of a node that is not the engine's; EngineConfig stands beside it.
 
-Flags, environment and help are generated from it (baton/config.py). `NodeConfig.check` holds the
-rules of what may be bound where, and with which secret.
+Flags, environment and help are generated from it (baton/runtime/config.py). `NodeConfig.check`
+holds the rules of what may be bound where, and with which secret.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from baton.addresses import is_loopback
-from baton.config import option
-from baton.cores import parse_cores
-from baton.errors import ConfigError
-from baton.redis_keys import check_redis_url
-from baton.tls import TlsFiles
+from baton.protocol.errors import ConfigError
+from baton.runtime.addresses import is_loopback
+from baton.runtime.config import option
+from baton.runtime.cores import parse_cores
+from baton.runtime.redis_keys import check_redis_url
+from baton.runtime.tls import TlsFiles
 
 WILDCARDS: Final = ("0.0.0.0", "::")
 CODECS: Final = ("raw", "int8", "auto")  # kv_transfer/links.py

@@ -16,12 +16,15 @@ from collections.abc import Coroutine, Iterable
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from baton.adapters import ids_named
-from baton.clock import Clock
 from baton.engine import adapters, sleeping
 from baton.engine.engine import Engine
 from baton.engine.thread import EngineThread
-from baton.errors import (
+from baton.node.config import NodeConfig
+from baton.node.requests import RequestTable
+from baton.node.session import RouterSession
+from baton.protocol.adapters import ids_named
+from baton.protocol.clock import Clock
+from baton.protocol.errors import (
     BatonError,
     ConfigError,
     InternalError,
@@ -29,13 +32,10 @@ from baton.errors import (
     ModelNotFound,
     Unavailable,
 )
-from baton.events import AdapterList, Controlled, NodeStep
-from baton.handles import Role
-from baton.messages import ControlNode
-from baton.node.config import NodeConfig
-from baton.node.requests import RequestTable
-from baton.node.session import RouterSession
-from baton.wire_control import TAGS
+from baton.protocol.events import AdapterList, Controlled, NodeStep
+from baton.protocol.handles import Role
+from baton.protocol.messages import ControlNode
+from baton.protocol.wire_control import TAGS
 
 log = logging.getLogger(__name__)
 LEAVING_S: Final = 60.0  # an adapter's weights stay so long behind the last request that wants them

@@ -10,12 +10,12 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from baton.engine.thread import EngineThread
-from baton.errors import BatonError, GivenBack
-from baton.events import HandleReady, NodeStep
-from baton.handles import KVHandle
-from baton.messages import AbortRequest
 from baton.node.requests import NodeRequest, failure
 from baton.node.role import NodeRole
+from baton.protocol.errors import BatonError, GivenBack
+from baton.protocol.events import HandleReady, NodeStep
+from baton.protocol.handles import KVHandle
+from baton.protocol.messages import AbortRequest
 from kv_transfer.base import KVConnector
 
 log = logging.getLogger(__name__)

@@ -15,11 +15,12 @@ from typing import Any, Final, Protocol
 import redis.asyncio
 from redis.exceptions import RedisError
 
-from baton import redis_keys, wire
-from baton.errors import ConfigError, InvalidRequest
-from baton.handles import NodeRecord
-from baton.redis_connections import heed_cancellation
-from baton.timing import Timing
+from baton.protocol import wire
+from baton.protocol.errors import ConfigError, InvalidRequest
+from baton.protocol.handles import NodeRecord
+from baton.runtime import redis_keys
+from baton.runtime.redis_connections import heed_cancellation
+from baton.runtime.timing import Timing
 
 log = logging.getLogger(__name__)
 SPARE_LOOKS: Final = 2  # heartbeats beyond a record's life before its node is said to live

@@ -15,10 +15,10 @@ import torch
 from baton.engine import huge_pages
 from baton.engine.kv_cache import KVArena, MakeMemory
 from baton.engine.memory import HostMemory
-from baton.errors import ConfigError
 from baton.node.config import NodeConfig
-from baton.timing import Timing
-from baton.tls import TlsFiles
+from baton.protocol.errors import ConfigError
+from baton.runtime.timing import Timing
+from baton.runtime.tls import TlsFiles
 from kv_transfer.base import Lane
 from kv_transfer.grpc_stream import GrpcLane
 from kv_transfer.memory_map import map_of

@@ -23,18 +23,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from baton import config as options
-from baton import log as logs
-from baton.addresses import is_loopback
-from baton.clock import Clock, SystemClock
-from baton.cores import parse_cores, pin_process, quota_cores
 from baton.engine.config import EngineConfig, parse_bytes
 from baton.engine.engine import Engine
-from baton.errors import ConfigError
-from baton.failpoints import FAILPOINTS
-from baton.handles import Role
-from baton.health_port import Health, health_port
-from baton.kv_spec import layout_fingerprint
 from baton.node.config import NodeConfig, join_address
 from baton.node.heartbeat import Heartbeat, RedisRegistry, Registry
 from baton.node.lanes import AUTO, LaneSettings, PoolPlace, make_lanes, parse_lanes
@@ -42,11 +32,21 @@ from baton.node.metrics_server import MetricsPlace, metrics_token, start_metrics
 from baton.node.role import NodeRole, RoleContext
 from baton.node.service import NodeServer
 from baton.node.shell import NodeParts, NodeShell
-from baton.redis_connections import NODE_CALL, check_redis
-from baton.task_metrics import watch_tasks
-from baton.timing import Timing
-from baton.vllm_flags import add_idle
-from baton.wsgi_server import RunningServer
+from baton.protocol.clock import Clock, SystemClock
+from baton.protocol.errors import ConfigError
+from baton.protocol.handles import Role
+from baton.protocol.kv_spec import layout_fingerprint
+from baton.runtime import config as options
+from baton.runtime import log as logs
+from baton.runtime.addresses import is_loopback
+from baton.runtime.cores import parse_cores, pin_process, quota_cores
+from baton.runtime.failpoints import FAILPOINTS
+from baton.runtime.health_port import Health, health_port
+from baton.runtime.redis_connections import NODE_CALL, check_redis
+from baton.runtime.task_metrics import watch_tasks
+from baton.runtime.timing import Timing
+from baton.runtime.vllm_flags import add_idle
+from baton.runtime.wsgi_server import RunningServer
 from kv_transfer.base import Lane, OnReleased
 from kv_transfer.connector import Connector, TransferOptions
 from kv_transfer.device_copies import memory_of

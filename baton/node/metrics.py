@@ -1,12 +1,13 @@
-"""A node's counters in the shape of baton/metrics.py. Endpoint: baton/node/metrics_server.py."""
+"""A node's counters in the shape of baton/runtime/metrics.py. Endpoint:
+baton/node/metrics_server.py."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from baton.engine.stats import EngineStats
-from baton.handles import NodeLoad
-from baton.metrics import EngineTotals, LaneTotals, NodeSnapshot, TransferTotals
+from baton.protocol.handles import NodeLoad
+from baton.runtime.metrics import EngineTotals, LaneTotals, NodeSnapshot, TransferTotals
 from kv_transfer.connector import Connector
 from kv_transfer.stats import LaneStats
 

@@ -14,9 +14,9 @@ from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
-from baton.errors import ConfigError
-from baton.tls import TlsFiles
-from baton.wsgi_server import RunningServer
+from baton.protocol.errors import ConfigError
+from baton.runtime.tls import TlsFiles
+from baton.runtime.wsgi_server import RunningServer
 
 
 def metrics_token(secret: str) -> str:

@@ -21,10 +21,10 @@ from torch import Tensor
 from baton.engine.engine import Engine
 from baton.engine.pooling import PoolingJob, normalized
 from baton.engine.thread import EngineThread
-from baton.errors import UnsupportedFeature
-from baton.events import NodeStep, Pooled
-from baton.messages import SubmitPool
 from baton.node.requests import NodeRequest
+from baton.protocol.errors import UnsupportedFeature
+from baton.protocol.events import NodeStep, Pooled
+from baton.protocol.messages import SubmitPool
 
 STEP_SHARE: Final = 8  # of a step's tokens, for one forward: a prompt waits for two or three
 

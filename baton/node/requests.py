@@ -10,12 +10,12 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from baton.errors import BatonError, Fenced
-from baton.events import NodeStep, RequestFailed
-from baton.handles import KVHandle
-from baton.messages import SubmitPool
 from baton.node.session import RouterSession
-from baton.request import Request
+from baton.protocol.errors import BatonError, Fenced
+from baton.protocol.events import NodeStep, RequestFailed
+from baton.protocol.handles import KVHandle
+from baton.protocol.messages import SubmitPool
+from baton.protocol.request import Request
 
 
 @dataclass(eq=False)

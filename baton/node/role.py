@@ -11,16 +11,16 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from baton.clock import Clock
 from baton.engine.engine import Engine
 from baton.engine.thread import EngineThread, StepReport
-from baton.events import TokenEvent
-from baton.handles import KVHandle
-from baton.messages import SubmitDecode, SubmitPool, SubmitPrefill
 from baton.node.config import NodeConfig
 from baton.node.requests import NodeRequest
-from baton.request import Request
-from baton.timing import Timing
+from baton.protocol.clock import Clock
+from baton.protocol.events import TokenEvent
+from baton.protocol.handles import KVHandle
+from baton.protocol.messages import SubmitDecode, SubmitPool, SubmitPrefill
+from baton.protocol.request import Request
+from baton.runtime.timing import Timing
 from kv_transfer.base import KVConnector
 
 

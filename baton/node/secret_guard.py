@@ -3,8 +3,8 @@
 Every method is closed, known or not, but the health check: the probes of Kubernetes and Docker can
 prove nothing, and what it answers is one word. The proof is checked on the call's metadata, before
 a byte of any message is read; Node.Session checks once more that the router calls itself the same
-in its hello (baton/node/service.py). Not here: the proof itself (baton/messages.py), nor the KV
-lanes', whose handshake is mutual (kv_transfer/identity.py).
+in its hello (baton/node/service.py). Not here: the proof itself (baton/protocol/messages.py), nor
+the KV lanes', whose handshake is mutual (kv_transfer/identity.py).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any, Final, NoReturn
 import grpc
 import grpc.aio
 
-from baton.errors import Unauthenticated
-from baton.messages import ROUTER_METADATA, SECRET_METADATA, session_mac
+from baton.protocol.errors import Unauthenticated
+from baton.protocol.messages import ROUTER_METADATA, SECRET_METADATA, session_mac
 
 log = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 A session is one long-lived stream per router: SessionHello in, NodeRecord out, then router messages
 in and one NodeStep per engine step out. It ends when the router goes, breaks the protocol or does
-not read; then the shell aborts its requests. Protobuf stops here (and in baton/wire.py).
+not read; then the shell aborts its requests. Protobuf stops here (and in baton/protocol/wire.py).
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from baton import wire
-from baton.clock import Clock
-from baton.errors import BatonError, ConfigError, InvalidRequest, Unauthenticated
-from baton.events import NodeStep, RequestFailed
-from baton.handles import NodeRecord
-from baton.kv_spec import PROTOCOL_VERSION
-from baton.messages import SECRET_METADATA, RouterMessage, SessionHello, session_mac
 from baton.node.config import NodeConfig, join_address
 from baton.node.secret_guard import SecretGuard
 from baton.node.session import RouterSession
-from baton.timing import Timing, server_options
+from baton.protocol import wire
+from baton.protocol.clock import Clock
+from baton.protocol.errors import BatonError, ConfigError, InvalidRequest, Unauthenticated
+from baton.protocol.events import NodeStep, RequestFailed
+from baton.protocol.handles import NodeRecord
+from baton.protocol.kv_spec import PROTOCOL_VERSION
+from baton.protocol.messages import SECRET_METADATA, RouterMessage, SessionHello, session_mac
+from baton.runtime.timing import Timing, server_options
 from protos import node_pb2, node_pb2_grpc
 
 log = logging.getLogger(__name__)

@@ -13,10 +13,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from baton.errors import BatonError, Overloaded
-from baton.events import NodeStep, RequestFailed, TokenEvent
-from baton.handles import NodeLoad
 from baton.node.step_parts import in_parts
+from baton.protocol.errors import BatonError, Overloaded
+from baton.protocol.events import NodeStep, RequestFailed, TokenEvent
+from baton.protocol.handles import NodeLoad
 
 
 @dataclass(slots=True)

@@ -18,11 +18,19 @@ from functools import partial
 from typing import Any
 
 import baton
-from baton.clock import Clock
 from baton.engine.engine import Engine
 from baton.engine.stats import EngineStats
 from baton.engine.thread import EngineThread, StepReport
-from baton.errors import (
+from baton.node.config import NodeConfig
+from baton.node.control import NodeControl
+from baton.node.hand_on import HandOn
+from baton.node.metrics import snapshot, with_counters
+from baton.node.progress import Answer, Progress
+from baton.node.requests import NodeRequest, RequestTable, failure
+from baton.node.role import NodeRole, RoleContext
+from baton.node.session import RouterSession, Share
+from baton.protocol.clock import Clock
+from baton.protocol.errors import (
     BatonError,
     DeadlineExceeded,
     Fenced,
@@ -32,11 +40,10 @@ from baton.errors import (
     Overloaded,
     Unavailable,
 )
-from baton.events import BlockEvent, NodeStep
-from baton.handles import KVHandle, NodeLoad, NodeRecord, Role
-from baton.kv_spec import BlockLists
-from baton.log import request_context
-from baton.messages import (
+from baton.protocol.events import BlockEvent, NodeStep
+from baton.protocol.handles import KVHandle, NodeLoad, NodeRecord, Role
+from baton.protocol.kv_spec import BlockLists
+from baton.protocol.messages import (
     AbortRequest,
     ControlNode,
     DrainNode,
@@ -51,16 +58,9 @@ from baton.messages import (
     SubmitPool,
     SubmitPrefill,
 )
-from baton.metrics import NodeMetrics, NodeSnapshot
-from baton.node.config import NodeConfig
-from baton.node.control import NodeControl
-from baton.node.hand_on import HandOn
-from baton.node.metrics import snapshot, with_counters
-from baton.node.progress import Answer, Progress
-from baton.node.requests import NodeRequest, RequestTable, failure
-from baton.node.role import NodeRole, RoleContext
-from baton.node.session import RouterSession, Share
-from baton.timing import Timing
+from baton.runtime.log import request_context
+from baton.runtime.metrics import NodeMetrics, NodeSnapshot
+from baton.runtime.timing import Timing
 from kv_transfer.base import OnReleased
 from kv_transfer.connector import Connector
 

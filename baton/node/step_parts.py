@@ -1,9 +1,9 @@
 """One step as several messages where it would be too long for one. Pure.
 
-gRPC refuses messages of more than 64 MB (baton/timing.py) and breaks the session with it. Steps get
-there by log-probabilities of prompts (router/prompts.py bounds each request's, 20 MB) and by the
-snapshot of a large prefix map. A step is split between events, never inside a token event; the
-parts say the same as the whole, in its order: handles, subscriptions, tokens, failures.
+gRPC refuses messages of more than 64 MB (baton/runtime/timing.py) and breaks the session with it.
+Steps get there by log-probabilities of prompts (router/prompts.py bounds each request's, 20 MB) and
+by the snapshot of a large prefix map. A step is split between events, never inside a token event;
+the parts say the same as the whole, in its order: handles, subscriptions, tokens, failures.
 """
 
 from __future__ import annotations
@@ -12,7 +12,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Final, TypeVar
 
-from baton.events import BlockEvent, HandleReady, NodeStep, RequestFailed, Subscribed, TokenEvent
+from baton.protocol.events import (
+    BlockEvent,
+    HandleReady,
+    NodeStep,
+    RequestFailed,
+    Subscribed,
+    TokenEvent,
+)
 
 T = TypeVar("T")
 MESSAGE_BYTES: Final = 32 << 20  # half of what gRPC takes: the sizes here are estimates

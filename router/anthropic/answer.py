@@ -5,9 +5,9 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
-from baton.adapters import adapter_name
-from baton.errors import BatonError, Unavailable
-from baton.request import FinishReason
+from baton.protocol.adapters import adapter_name
+from baton.protocol.errors import BatonError, Unavailable
+from baton.protocol.request import FinishReason
 from router.anthropic.errors import error_body
 from router.anthropic.events import MessageEvents
 from router.completion import Completion, Delta

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Final, cast
 
-from baton.errors import InvalidRequest, UnsupportedFeature
+from baton.protocol.errors import InvalidRequest, UnsupportedFeature
 from router.openai_chat import MAX_MESSAGES
 
 _ROLES: Final = ("user", "assistant", "system")

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 
-from baton.errors import InvalidRequest, UnsupportedFeature
+from baton.protocol.errors import InvalidRequest, UnsupportedFeature
 from router.anthropic.blocks import messages_of
 from router.dialect import chat_body, in_own_names
 from router.openai import ChatBody, object_of, struct_of

@@ -28,7 +28,7 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 from starlette.types import Message
 
-from baton.errors import InvalidRequest, RequestNotFound, TooLarge
+from baton.protocol.errors import InvalidRequest, RequestNotFound, TooLarge
 from router.batches.objects import (
     ENDED,
     PURPOSE,

@@ -18,7 +18,7 @@ from typing import Any, Final, cast
 
 import orjson
 
-from baton.errors import InvalidRequest
+from baton.protocol.errors import InvalidRequest
 
 FAILED: Final = 400  # statuses from here on
 MAX_ID_CHARS: Final = 512

@@ -27,7 +27,7 @@ import msgspec
 import orjson
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from baton.errors import BatonError, InvalidRequest
+from baton.protocol.errors import BatonError, InvalidRequest
 from router.batches.lines import check_new, failure_line, read_tasks, task_of
 from router.batches.objects import (
     ENDED,

@@ -27,7 +27,7 @@ from typing import BinaryIO, Final, TypeVar
 
 import msgspec
 
-from baton.errors import ConfigError, InvalidRequest, Overloaded, RequestNotFound, TooLarge
+from baton.protocol.errors import ConfigError, InvalidRequest, Overloaded, RequestNotFound, TooLarge
 from router.batches.objects import BATCH_ID, ENDED, FILE_ID, Batch, FileObject
 
 MOST_FILES: Final = 10_000  # of one key

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from baton.handles import Role
-from baton.request import Request
+from baton.protocol.handles import Role
+from baton.protocol.request import Request
 from router.gate.slo import expected_tpot_s, expected_ttft_s, meets
 from router.placement import queued_tokens, requests_on
 from router.policy import Ask, NodeSnapshot, is_full, prefix_lengths

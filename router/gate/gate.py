@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from baton.clock import Clock
-from baton.errors import BatonError, Cancelled, InvalidRequest, Overloaded, Unavailable
-from baton.request import Request, RequestState
+from baton.protocol.clock import Clock
+from baton.protocol.errors import BatonError, Cancelled, InvalidRequest, Overloaded, Unavailable
+from baton.protocol.request import Request, RequestState
 from router.gate.admission import (
     AdmissionQueue,
     Bounds,

@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, cast
 
-from baton.errors import ConfigError
+from baton.protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)
 LOOK_S: Final = 1.0

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from baton.metrics import TTFT_BUCKETS
+from baton.runtime.metrics import TTFT_BUCKETS
 from router.gate.gate import Gate
 from router.store.tallies import Histogram
 

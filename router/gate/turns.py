@@ -15,8 +15,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Final
 
-from baton.clock import Clock
-from baton.errors import Overloaded
+from baton.protocol.clock import Clock
+from baton.protocol.errors import Overloaded
 from router.gate.fair_queue import FairQueue
 from router.gate.keys import Grant
 

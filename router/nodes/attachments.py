@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from baton.events import HandleReady, Pooled, RequestFailed, Subscribed, TokenEvent
+from baton.protocol.events import HandleReady, Pooled, RequestFailed, Subscribed, TokenEvent
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any, Final, TypeVar
 
 from starlette.types import Receive, Scope
 
-from baton.errors import Cancelled
+from baton.protocol.errors import Cancelled
 
 T = TypeVar("T")
 HANG_UP: Final = "baton.hang_up"  # where a connection's HangUp stands in the scope's state

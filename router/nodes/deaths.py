@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from baton.request import MAX_NODE_DEATHS
+from baton.protocol.request import MAX_NODE_DEATHS
 from router.nodes.registry import NodeRegistry
 
 

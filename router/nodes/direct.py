@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from baton.errors import BatonError
+from baton.protocol.errors import BatonError
 from router.web_errors import on_baton_error, on_http_exception
 
 Handler = Callable[[HttpRequest], Awaitable[ASGIApp]]

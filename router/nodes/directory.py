@@ -13,10 +13,10 @@ from typing import Any, Final, Protocol
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from baton import wire
-from baton.errors import InvalidRequest, StoreUnavailable
-from baton.handles import NodeRecord
-from baton.redis_keys import NODE_PATTERN
+from baton.protocol import wire
+from baton.protocol.errors import InvalidRequest, StoreUnavailable
+from baton.protocol.handles import NodeRecord
+from baton.runtime.redis_keys import NODE_PATTERN
 
 logger = logging.getLogger(__name__)
 SCAN_COUNT: Final = 1000

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from baton.clock import Clock
-from baton.handles import NodeRecord
+from baton.protocol.clock import Clock
+from baton.protocol.handles import NodeRecord
 from router.policy import NodeSnapshot
 
 CouldServe = Callable[[NodeSnapshot], bool]

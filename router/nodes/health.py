@@ -19,10 +19,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from baton.clock import Clock
-from baton.errors import InternalError
-from baton.events import NodeStep
-from baton.handles import Role
+from baton.protocol.clock import Clock
+from baton.protocol.errors import InternalError
+from baton.protocol.events import NodeStep
+from baton.protocol.handles import Role
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Protocol
 
-from baton.handles import Role
-from baton.timing import Timing
+from baton.protocol.handles import Role
+from baton.runtime.timing import Timing
 from router.policy import NodeSnapshot
 
 logger = logging.getLogger(__name__)

@@ -7,9 +7,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from baton.errors import BatonError, NodeLost, error_from_code
-from baton.events import Controlled
-from baton.messages import ControlNode
+from baton.protocol.errors import BatonError, NodeLost, error_from_code
+from baton.protocol.events import Controlled
+from baton.protocol.messages import ControlNode
 
 
 class Orders:

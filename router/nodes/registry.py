@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from baton.clock import Clock
-from baton.errors import ConfigError, StoreUnavailable
-from baton.handles import NodeRecord, Role
-from baton.kv_spec import PROTOCOL_VERSION
-from baton.timing import Timing
-from baton.tls import TlsFiles
+from baton.protocol.clock import Clock
+from baton.protocol.errors import ConfigError, StoreUnavailable
+from baton.protocol.handles import NodeRecord, Role
+from baton.protocol.kv_spec import PROTOCOL_VERSION
+from baton.runtime.timing import Timing
+from baton.runtime.tls import TlsFiles
 from router.nodes.directory import NodeDirectory
 from router.nodes.expected import CouldServe, ExpectedNodes
 from router.nodes.health import Known, NodeHealth

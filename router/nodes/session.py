@@ -2,7 +2,7 @@
 
 The life: run() connects -> Hello both ways, `admit` checks the node's record -> messages -> the
 stream breaks -> every attached request is told SessionLost -> back-off -> again, until run() is
-cancelled. A broken session is not resynchronised. Protobuf stops here (baton/wire.py).
+cancelled. A broken session is not resynchronised. Protobuf stops here (baton/protocol/wire.py).
 
 Steps are routed in one pass: the tokens of all that have come are appended to the log in one call,
 then each event goes to the request it names, if that is attached and the epoch is the one it was
@@ -22,13 +22,13 @@ from typing import Any, Final, Protocol
 import grpc
 import grpc.aio
 
-from baton import messages, wire
-from baton.clock import Clock, SystemClock
-from baton.errors import BatonError, ConfigError, InvalidRequest, NodeLost
-from baton.events import NodeStep, RequestFailed, TokenEvent
-from baton.failpoints import FAILPOINTS
-from baton.handles import NodeLoad, NodeRecord
-from baton.timing import Timing, channel_options
+from baton.protocol import messages, wire
+from baton.protocol.clock import Clock, SystemClock
+from baton.protocol.errors import BatonError, ConfigError, InvalidRequest, NodeLost
+from baton.protocol.events import NodeStep, RequestFailed, TokenEvent
+from baton.protocol.handles import NodeLoad, NodeRecord
+from baton.runtime.failpoints import FAILPOINTS
+from baton.runtime.timing import Timing, channel_options
 from protos import node_pb2, node_pb2_grpc
 from router.nodes.attachments import Attachment, SessionLost, Told
 from router.nodes.health import NodeHealth

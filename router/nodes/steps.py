@@ -7,9 +7,9 @@ from typing import Any
 
 import grpc.aio
 
-from baton import wire
-from baton.errors import InvalidRequest
-from baton.events import NodeStep
+from baton.protocol import wire
+from baton.protocol.errors import InvalidRequest
+from baton.protocol.events import NodeStep
 from router.nodes.attachments import Told
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from baton.clock import Clock
+from baton.protocol.clock import Clock
 
 
 class Watchdog:

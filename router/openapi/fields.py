@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from baton.grammars import BACKENDS, MAX_CHOICES
-from baton.sampling import BOUNDS, MAX_ALLOWED_TOKEN_IDS, MAX_LOGPROB_TOKEN_IDS
+from baton.guided.grammars import BACKENDS, MAX_CHOICES
+from baton.protocol.sampling import BOUNDS, MAX_ALLOWED_TOKEN_IDS, MAX_LOGPROB_TOKEN_IDS
 from router.config import MAX_LOGPROBS
 from router.openai import MAX_PROMPTS, MAX_STOP_CHARS, MAX_STOPS, PRIORITY_LIMIT
 from router.openai_chat import (

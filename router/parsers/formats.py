@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from baton.xml_parameters import QWEN, ParameterMarks
+from baton.guided.xml_parameters import QWEN, ParameterMarks
 from router.parsers import harmony
 from router.parsers.frames import Frame, framed
 from router.parsers.grammar import ToolFormat

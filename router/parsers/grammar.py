@@ -25,7 +25,7 @@ from router.parsers.reader import Reader, Steps
 # Tool name -> its parameters' JSON schema; only formats that spell values without types need it.
 Schemas = Mapping[str, Mapping[str, Any]]
 Grammar = Callable[[Reader, Sink, Schemas], Steps[None]]
-Form = dict[str, Any]  # a format of structural tags (baton/structural_tags.py)
+Form = dict[str, Any]  # a format of structural tags (baton/guided/structural_tags.py)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
-from baton.xml_parameters import json_form as json_part
-from baton.xml_parameters import string_form
+from baton.guided.xml_parameters import json_form as json_part
+from baton.guided.xml_parameters import string_form
 from router.parsers.grammar import (
     CallEnd,
     Form,

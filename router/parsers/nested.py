@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
-from baton.schema_kinds import kinds_of, target_of
-from baton.xml_parameters import is_text, string_form
-from baton.xml_parameters import json_form as json_part
+from baton.guided.schema_kinds import kinds_of, target_of
+from baton.guided.xml_parameters import is_text, string_form
+from baton.guided.xml_parameters import json_form as json_part
 from router.parsers.grammar import (
     CallEnd,
     Form,

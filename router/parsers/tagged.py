@@ -9,8 +9,8 @@
 The arguments' JSON is made here. A value of type `string`, or of a schema that names no type, is
 text and streams as it arrives. Any other is JSON if it reads as such, unless its schema allows a
 string and not what was read: a `12345` of Optional[str] is "12345". A string in quotes is read as
-JSON there, because that is how a forced call writes it (baton/xml_parameters.py). Text between
-parameters means nothing and is left out.
+JSON there, because that is how a forced call writes it (baton/guided/xml_parameters.py). Text
+between parameters means nothing and is left out.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
-from baton.schema_kinds import ALL, Kinds, kind_of, kinds_of
-from baton.xml_parameters import ParameterMarks, is_text, parameters
+from baton.guided.schema_kinds import ALL, Kinds, kind_of, kinds_of
+from baton.guided.xml_parameters import ParameterMarks, is_text, parameters
 from router.parsers.grammar import CallEnd, Schemas, Tool, Written, announce, sequence, text_form
 from router.parsers.parts import Sink
 from router.parsers.reader import Reader, Steps, lines_of, quoted

@@ -16,8 +16,8 @@ import orjson
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from baton.errors import UnsupportedFeature
-from baton.reranking import answer_tokens
+from baton.protocol.errors import UnsupportedFeature
+from baton.text.reranking import answer_tokens
 from router.pooling.config import PoolingSettings
 from router.pooling.embeddings import (
     EmbeddingBody,

@@ -13,7 +13,7 @@ import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from baton.errors import InvalidRequest, UnsupportedFeature
+from baton.protocol.errors import InvalidRequest, UnsupportedFeature
 from router.dialect import in_own_names
 from router.pooling.embeddings import (
     MAX_INPUT_TOKENS,

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, cast
 
-from baton.errors import InvalidRequest, UnsupportedFeature
-from baton.tokenizer import read_json
+from baton.protocol.errors import InvalidRequest, UnsupportedFeature
+from baton.text.tokenizer import read_json
 from router.config import RouterConfig
 
 _TASKS: Final = "config_sentence_transformers.json"

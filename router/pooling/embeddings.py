@@ -24,9 +24,9 @@ import orjson
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from baton.adapters import adapter_name
-from baton.errors import ContextLengthExceeded, InvalidRequest
-from baton.request import Request
+from baton.protocol.adapters import adapter_name
+from baton.protocol.errors import ContextLengthExceeded, InvalidRequest
+from baton.protocol.request import Request
 from router.gate.keys import Grant
 from router.gate.slo import ANY
 from router.nodes.connection import while_connected

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Final, Protocol
 
-from baton.clock import Clock
-from baton.errors import (
+from baton.protocol.clock import Clock
+from baton.protocol.errors import (
     BatonError,
     DeadlineExceeded,
     InternalError,
@@ -28,11 +28,11 @@ from baton.errors import (
     Unavailable,
     error_from_code,
 )
-from baton.events import Pooled, RequestFailed
-from baton.handles import Role
-from baton.messages import AbortRequest, PoolKind, SubmitPool
-from baton.request import Request
-from baton.sampling import SamplingParams
+from baton.protocol.events import Pooled, RequestFailed
+from baton.protocol.handles import Role
+from baton.protocol.messages import AbortRequest, PoolKind, SubmitPool
+from baton.protocol.request import Request
+from baton.protocol.sampling import SamplingParams
 from router.gate.keys import EVERYBODY, Grant
 from router.gate.turns import Turns
 from router.nodes.attachments import Attachment, NodeEvent, SessionLost

@@ -1,7 +1,7 @@
 """/v1/rerank and /v1/score: how well documents answer a query, by a yes-or-no reranker.
 
 Cohere's and Jina's format for rerank, vLLM's for score. The model is asked per document for a yes
-or a no (baton/reranking.py); the score is how probable the yes is. A model that is no such
+or a no (baton/text/reranking.py); the score is how probable the yes is. A model that is no such
 reranker is refused by name.
 """
 
@@ -16,9 +16,9 @@ import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from baton.adapters import adapter_name
-from baton.errors import InvalidRequest, UnsupportedFeature
-from baton.reranking import answer_tokens
+from baton.protocol.adapters import adapter_name
+from baton.protocol.errors import InvalidRequest, UnsupportedFeature
+from baton.text.reranking import answer_tokens
 from router.pooling.embeddings import (
     MAX_INPUT_TOKENS,
     MAX_INPUTS,

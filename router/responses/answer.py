@@ -6,8 +6,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from baton.errors import BatonError, Unavailable
-from baton.request import FinishReason
+from baton.protocol.errors import BatonError, Unavailable
+from baton.protocol.request import FinishReason
 from router.completion import Completion, Delta
 from router.dialect import Event
 from router.intake import ChatTurn

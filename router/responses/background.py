@@ -20,14 +20,14 @@ import orjson
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from baton.errors import (
+from baton.protocol.errors import (
     BatonError,
     RequestNotFound,
     StoreUnavailable,
     Unavailable,
     UnsupportedFeature,
 )
-from baton.request import RequestState
+from baton.protocol.request import RequestState
 from router.calls import Runner
 from router.dialect import DialectCall
 from router.request_ids import note_body_id

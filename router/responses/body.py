@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from baton.errors import InvalidRequest
+from baton.protocol.errors import InvalidRequest
 from router.dialect import chat_body, in_own_names
 from router.openai import ChatBody, object_of, struct_of
 from router.responses.items import Item, messages_of

@@ -16,7 +16,7 @@ from typing import Final
 import orjson
 from starlette.types import Scope
 
-from baton.errors import InvalidRequest, UnsupportedFeature
+from baton.protocol.errors import InvalidRequest, UnsupportedFeature
 from router.reading import MAX_BODY_BYTES
 from router.responses.body import ResponsesBody
 from router.responses.items import Item, items_of

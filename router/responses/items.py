@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final, cast
 
-from baton.errors import InvalidRequest, UnsupportedFeature
+from baton.protocol.errors import InvalidRequest, UnsupportedFeature
 from router.openai_chat import MAX_MESSAGES
 from router.responses.custom_input import FIELD
 from router.responses.output import item_id

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import orjson
 
-from baton.errors import StoreUnavailable, Unavailable
+from baton.protocol.errors import StoreUnavailable, Unavailable
 from router.gate.gate import Gate
 from router.gate.keys import Grant
 from router.responses.items import Item

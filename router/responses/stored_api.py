@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message
 
-from baton.errors import InvalidRequest, RequestNotFound, UnsupportedFeature
+from baton.protocol.errors import InvalidRequest, RequestNotFound, UnsupportedFeature
 from router.reading import read_body
 from router.responses.background import PATH, Background, json_of, told
 from router.responses.body import asks_background

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn, cast
 
-from baton.errors import InvalidRequest, UnsupportedFeature
+from baton.protocol.errors import InvalidRequest, UnsupportedFeature
 from router.allowed_tools import KIND as ALLOWED
 from router.openai_chat import MAX_NAME_CHARS
 from router.responses.custom_input import FIELD

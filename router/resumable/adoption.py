@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from baton.request import RequestState
+from baton.protocol.request import RequestState
 from router.resumable.canonical import canonical_of
 from router.resumable.runs import Runs
 from router.store.base import Swept

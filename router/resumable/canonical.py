@@ -15,10 +15,10 @@ from typing import Final
 
 import orjson
 
-from baton.clock import Clock
-from baton.errors import InvalidRequest
-from baton.request import Request
-from baton.wire_bytes import request_from_bytes, request_to_bytes
+from baton.protocol.clock import Clock
+from baton.protocol.errors import InvalidRequest
+from baton.protocol.request import Request
+from baton.protocol.wire_bytes import request_from_bytes, request_to_bytes
 from router.store.base import RequestRecord
 
 MAX_CANONICAL_BYTES: Final = 1 << 20

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
 
-from baton.errors import BatonError, Cancelled, StoreUnavailable, error_from_code
-from baton.request import RequestState
+from baton.protocol.errors import BatonError, Cancelled, StoreUnavailable, error_from_code
+from baton.protocol.request import RequestState
 from router.resumable.replay import Told
 from router.store.base import LogEntry, RequestRecord, RequestStore
 from router.store.ledger import StoreGuard

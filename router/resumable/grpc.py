@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from hmac import compare_digest
 from typing import Final
 
-from baton.errors import (
+from baton.protocol.errors import (
     InvalidRequest,
     KeyReused,
     RequestNotFound,

@@ -18,7 +18,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from baton.errors import KeyReused, RequestNotFound, Unavailable, UnsupportedFeature
+from baton.protocol.errors import KeyReused, RequestNotFound, Unavailable, UnsupportedFeature
 from router.calls import Runner
 from router.completion import Completion
 from router.gate.key_headers import keys_of

@@ -12,8 +12,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
 
-from baton.clock import Clock
-from baton.errors import Overloaded
+from baton.protocol.clock import Clock
+from baton.protocol.errors import Overloaded
 from router.store.base import TERMINAL_TTL_S
 
 MAX_KEPT_MB: Final = 256

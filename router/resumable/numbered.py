@@ -14,7 +14,7 @@ from contextlib import aclosing, suppress
 
 from starlette.types import Receive, Scope, Send
 
-from baton.errors import Cancelled
+from baton.protocol.errors import Cancelled
 from router.calls import GRACE_S, Runner
 from router.nodes.connection import while_connected
 from router.resumable.replay import StreamCut

@@ -14,9 +14,9 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterable
 from dataclasses import replace
 
-from baton.errors import BatonError, Cancelled, Unavailable
-from baton.events import TokenEvent
-from baton.request import Request
+from baton.protocol.errors import BatonError, Cancelled, Unavailable
+from baton.protocol.events import TokenEvent
+from baton.protocol.request import Request
 from router.store.base import LogEntry
 from router.store.log_details import LoggedToken, tokens_of
 from router.trace import RequestTrace

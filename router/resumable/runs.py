@@ -19,11 +19,17 @@ from dataclasses import dataclass, field, replace
 from hmac import compare_digest
 from typing import Final, Protocol
 
-from baton.clock import Clock
-from baton.errors import BatonError, Cancelled, InvalidRequest, Unavailable, UnsupportedFeature
-from baton.events import TokenEvent
-from baton.log import request_context
-from baton.request import Request, RequestState
+from baton.protocol.clock import Clock
+from baton.protocol.errors import (
+    BatonError,
+    Cancelled,
+    InvalidRequest,
+    Unavailable,
+    UnsupportedFeature,
+)
+from baton.protocol.events import TokenEvent
+from baton.protocol.request import Request, RequestState
+from baton.runtime.log import request_context
 from router.completion import Completion
 from router.metrics import RouterMetrics
 from router.resumable.canonical import Canonical, canonical_of, record_id

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from baton.errors import InvalidRequest
+from baton.protocol.errors import InvalidRequest
 
 GRACE_HEADER: Final = "x-baton-resumable"
 IDEMPOTENCY_HEADER: Final = "idempotency-key"

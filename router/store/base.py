@@ -5,8 +5,8 @@ tests/router/test_store_contract.py. Nobody but store/ledger.py talks to a store
 
 Fences, the same in both: a write carries the request's epoch and its writer's name. It is refused
 when the record has a newer epoch or another owner, and a state moves only as
-baton.request.TRANSITIONS says. Every write is idempotent: repeating one whose answer was lost
-changes nothing and succeeds.
+baton.protocol.request.TRANSITIONS says. Every write is idempotent: repeating one whose answer was
+lost changes nothing and succeeds.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from baton.errors import StoreUnavailable
-from baton.request import RequestState
+from baton.protocol.errors import StoreUnavailable
+from baton.protocol.request import RequestState
 from router.store.documents import Documents
 
 TERMINAL_TTL_S: Final = 600.0  # how long a terminal record and its log may still be read

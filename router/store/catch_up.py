@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from baton.request import RequestState
+from baton.protocol.request import RequestState
 from router.store.base import LogEntry, Move, RequestStore, WriteStatus
 
 if TYPE_CHECKING:

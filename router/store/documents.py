@@ -11,7 +11,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from baton.clock import Clock
+from baton.protocol.clock import Clock
 
 
 @dataclass(frozen=True, slots=True)

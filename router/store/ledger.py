@@ -14,10 +14,10 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
-from baton.errors import InvalidRequest, StoreUnavailable, Unavailable
-from baton.events import TokenEvent
-from baton.request import Request, RequestState, check_transition
-from baton.timing import Timing
+from baton.protocol.errors import InvalidRequest, StoreUnavailable, Unavailable
+from baton.protocol.events import TokenEvent
+from baton.protocol.request import Request, RequestState, check_transition
+from baton.runtime.timing import Timing
 from router.resumable.run_log import RunLog
 from router.store.base import (
     NO_FIELDS,

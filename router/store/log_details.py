@@ -18,8 +18,8 @@ from typing import Any, Final
 
 import orjson
 
-from baton.events import TokenEvent, TokenLogprob
-from baton.request import FinishReason
+from baton.protocol.events import TokenEvent, TokenLogprob
+from baton.protocol.request import FinishReason
 from router.store.base import END_MARK, LogEntry
 
 Rows = tuple[tuple[TokenLogprob, ...], ...]

@@ -14,9 +14,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from baton.clock import Clock
-from baton.request import TRANSITIONS, RequestState
-from baton.timing import Timing
+from baton.protocol.clock import Clock
+from baton.protocol.request import TRANSITIONS, RequestState
+from baton.runtime.timing import Timing
 from router.store.base import (
     ALIAS,
     END_MARK,

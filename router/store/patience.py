@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from baton.clock import Clock
+from baton.protocol.clock import Clock
 
 MARGIN: Final = 2.0  # times the longest answer
 HALF_LIFE_S: Final = 60.0

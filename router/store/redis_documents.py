@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from redis.asyncio import Redis
 
-from baton.redis_keys import document_index_key, document_key, document_sizes_key
+from baton.runtime.redis_keys import document_index_key, document_key, document_sizes_key
 from router.store.documents import Keeping
 
 _FORGET: Final = """

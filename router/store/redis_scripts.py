@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from baton.redis_keys import LOG_PREFIX, REQUEST_PREFIX
-from baton.request import TERMINAL, TRANSITIONS, RequestState
+from baton.protocol.request import TERMINAL, TRANSITIONS, RequestState
+from baton.runtime.redis_keys import LOG_PREFIX, REQUEST_PREFIX
 from router.store.base import ALIAS, END_MARK, LOGGED, MAX_TRIES
 
 

@@ -20,10 +20,11 @@ from redis.backoff import NoBackoff
 from redis.commands.core import AsyncScript
 from redis.exceptions import RedisError
 
-from baton.clock import Clock
-from baton.errors import StoreUnavailable
-from baton.redis_connections import heed_cancellation
-from baton.redis_keys import (
+from baton.protocol.clock import Clock
+from baton.protocol.errors import StoreUnavailable
+from baton.protocol.request import RequestState
+from baton.runtime.redis_connections import heed_cancellation
+from baton.runtime.redis_keys import (
     EVENTS,
     LEASES,
     REQUEST_PREFIX,
@@ -32,8 +33,7 @@ from baton.redis_keys import (
     request_key,
     router_key,
 )
-from baton.request import RequestState
-from baton.timing import Timing
+from baton.runtime.timing import Timing
 from router.store import redis_scripts
 from router.store.base import (
     NO_FIELDS,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from baton.events import TokenEvent
+from baton.protocol.events import TokenEvent
 from router.store.base import LogEntry, WriteStatus
 from router.store.ledger import RequestLedger, StoreGuard
 from router.store.log_details import entry_of

@@ -1,9 +1,9 @@
 """Grammars checked before any node hears of them: off the event loop, within a budget.
 
-Each is built once in a process that can be given up (baton/grammar_trials.py), usually in two
-milliseconds. What was found out is kept, refusals too: a bad grammar costs its budget once. What
-only another backend may know is left to the nodes; for that one, asked for by name, the keywords
-of schemas are read here.
+Each is built once in a process that can be given up (baton/guided/grammar_trials.py), usually in
+two milliseconds. What was found out is kept, refusals too: a bad grammar costs its budget once.
+What only another backend may know is left to the nodes; for that one, asked for by name, the
+keywords of schemas are read here.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from collections import OrderedDict
 from dataclasses import dataclass, replace
 from typing import Final
 
-from baton.errors import (
+from baton.guided.grammar_trials import GrammarTrials
+from baton.guided.grammars import FIELD, check_size
+from baton.guided.schema_keywords import check_xgrammar
+from baton.protocol.errors import (
     BatonError,
     InvalidRequest,
     Unavailable,
     UnsupportedFeature,
 )
-from baton.grammar_trials import GrammarTrials
-from baton.grammars import FIELD, check_size
-from baton.sampling import GuidedDecoding
-from baton.schema_keywords import check_xgrammar
+from baton.protocol.sampling import GuidedDecoding
 from router.gate.keys import EVERYBODY, Grant
 from router.off_loop import Lane, OffLoop
 

@@ -17,9 +17,9 @@ from typing import Any, Final, cast
 
 import orjson
 
-from baton.errors import InvalidRequest, UnsupportedFeature
-from baton.grammars import BACKENDS, choices_of, lenient
-from baton.sampling import GuidedDecoding
+from baton.guided.grammars import BACKENDS, choices_of, lenient
+from baton.protocol.errors import InvalidRequest, UnsupportedFeature
+from baton.protocol.sampling import GuidedDecoding
 from router.openai import ChatBody, CompletionBody
 from router.parsers.message import MessageRules
 from router.parsers.parts import Room

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 
-from baton.grammars import lenient
+from baton.guided.grammars import lenient
 from router.parsers.grammar import Form, Tool, ToolFormat
 
 # A function without any takes none, says OpenAI.

@@ -16,7 +16,7 @@ from baton.engine.loading import load_model
 from baton.engine.meter import work_of
 from baton.engine.work import Limits
 from baton.llm import LLM
-from baton.sampling import SamplingParams
+from baton.protocol.sampling import SamplingParams
 from bench import (
     engine,
     engine_attention,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import ConfigError
+from baton.protocol.errors import ConfigError
 from bench import engine, models
 from bench.engine import Against, Row, compared, measure, tables
 from bench.engine_kit import tell

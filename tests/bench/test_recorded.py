@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import ConfigError
+from baton.protocol.errors import ConfigError
 from bench.recorded import Scaling, TraceRequest, bundled, plan_trace, read_trace
 
 SCALING = Scaling(

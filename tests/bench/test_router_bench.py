@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.tokenizer import Tokenizer
+from baton.text.tokenizer import Tokenizer
 from bench import router
 from bench.router_load import Found, Plan, Stream
 from bench.router_nodes import NUM_WORDS, some_words

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from rich.console import Console
 
-from baton.errors import ConfigError
+from baton.protocol.errors import ConfigError
 from bench import serve
 from bench.load import Target
 from bench.serve import ServeOptions, compare, parse, show, systems

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from baton.errors import ConfigError
+from baton.protocol.errors import ConfigError
 from bench import serve_goodput, serve_interference
 from bench.load import Target
 from bench.measure import Slo

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from baton.errors import ConfigError, InternalError
-from baton.timing import Timing
+from baton.protocol.errors import ConfigError, InternalError
+from baton.runtime.timing import Timing
 from bench import transfer, transfer_client, transfer_tail
 from bench.transfer import Goal
 from bench.transfer_client import OUTPUT, ClientPlan, Seen

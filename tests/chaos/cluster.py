@@ -2,8 +2,8 @@
 
 Its life: started once, used by many cases; between cases `heal` wakes what is stopped, starts what
 is dead, and waits until everything is idle. Each process reads its failpoints from a file and
-writes the proof of each fault to another (baton/failpoints.py), so that a case arms what it needs
-in a process that runs already.
+writes the proof of each fault to another (baton/runtime/failpoints.py), so that a case arms what it
+needs in a process that runs already.
 
 Router r0 is the clients'; r1 sweeps what a dead r0 leaves behind, and goes on with what is
 resumable of it.
@@ -27,14 +27,14 @@ import redis.asyncio as aredis
 from redis.asyncio.retry import Retry
 from redis.backoff import ConstantBackoff
 
-from baton import wire
 from baton.client import AsyncClient
-from baton.errors import BatonError
-from baton.failpoints import LOG_VARIABLE, VARIABLE
-from baton.handles import NodeRecord
 from baton.node.metrics_server import metrics_token
-from baton.redis_keys import LEASES, log_key, node_key, request_key
-from baton.socket_folder import SocketFolder
+from baton.protocol import wire
+from baton.protocol.errors import BatonError
+from baton.protocol.handles import NodeRecord
+from baton.runtime.failpoints import LOG_VARIABLE, VARIABLE
+from baton.runtime.redis_keys import LEASES, log_key, node_key, request_key
+from baton.runtime.socket_folder import SocketFolder
 from deploy.redis_server import RedisServer
 from tests.chaos.counts import Vitals, descriptors_of, tasks_in, threads_of
 from tests.chaos.hosts import Hosts

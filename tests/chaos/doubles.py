@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 
-from baton.failpoints import STAGES
+from baton.runtime.failpoints import STAGES
 from tests.chaos.cases import Case, World
 from tests.chaos.cluster import NODES, ROLES, Layout
 from tests.chaos.kills import IN_ROUTER, KINDS, PASSAGES, VICTIMS, Blow, Struck, strike

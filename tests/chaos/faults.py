@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from baton.failpoints import DATA_STAGES, STAGES
+from baton.runtime.failpoints import DATA_STAGES, STAGES
 from tests.chaos.cases import Case, World
 from tests.chaos.cluster import PLAIN, Cluster, Layout
 from tests.chaos.kills import EARLY, KINDS, PASSAGES, processes_of

@@ -18,8 +18,8 @@ from typing import Any
 import httpx
 
 from baton.client import GenerateEvent, Usage
-from baton.errors import BatonError, InternalError, Unavailable, error_from_code
-from baton.sampling import SamplingParams
+from baton.protocol.errors import BatonError, InternalError, Unavailable, error_from_code
+from baton.protocol.sampling import SamplingParams
 
 PAUSE_S = 0.2  # before the next router is asked
 

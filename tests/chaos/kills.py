@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from baton.failpoints import DATA_STAGES, STAGES
+from baton.runtime.failpoints import DATA_STAGES, STAGES
 from tests.chaos.cases import Case, World
 from tests.chaos.cluster import PLAIN, ROLES, Cluster, Layout
 from tests.chaos.oracle import Terms, check_all

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from baton.handles import NodeLoad
-from baton.request import TERMINAL, RequestState
+from baton.protocol.handles import NodeLoad
+from baton.protocol.request import TERMINAL, RequestState
 from kv_transfer.fetches import MAX_CONTROL, MAX_FETCHES
 from tests.chaos.cluster import Cluster
 from tests.chaos.counts import grown

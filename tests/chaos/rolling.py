@@ -19,7 +19,7 @@ from typing import Final
 
 import httpx
 
-from baton.redis_keys import REQUEST_PREFIX
+from baton.runtime.redis_keys import REQUEST_PREFIX
 from tests.chaos.cases import Case, World
 from tests.chaos.cluster import NODES, ROUTERS, Cluster, Layout
 from tests.chaos.kills import EARLY

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from baton.client import AsyncClient, GenerateEvent, GenerateOptions, Usage
-from baton.errors import BatonError
 from baton.llm import LLM
-from baton.sampling import SamplingParams
+from baton.protocol.errors import BatonError
+from baton.protocol.sampling import SamplingParams
 from router.resumable.canonical import owner_digest, record_id
 from tests.chaos.http_calls import HttpCall, http_events
 from tests.system.references import Tokens, prompts

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from baton.metrics import render
-from baton.task_metrics import watch_tasks
+from baton.runtime.metrics import render
+from baton.runtime.task_metrics import watch_tasks
 from tests.chaos.counts import Vitals, descriptors_of, grown, tasks_in, threads_of
 
 

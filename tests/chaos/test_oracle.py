@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 
 from baton.client import GenerateEvent, Usage
-from baton.errors import Unavailable
-from baton.sampling import SamplingParams
+from baton.protocol.errors import Unavailable
+from baton.protocol.sampling import SamplingParams
 from tests.chaos.cluster import PLAIN, Cluster
 from tests.chaos.doubles import second_victim
 from tests.chaos.kills import kill_cases

@@ -20,8 +20,8 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from baton.chat_template import Chat, ChatTemplate
-from baton.tokenizer import read_special_tokens
+from baton.text.chat_template import Chat, ChatTemplate
+from baton.text.tokenizer import read_special_tokens
 
 DEMO: Final = Path(__file__).parents[2] / "demo_model"
 STEPS: Final = 200

@@ -19,8 +19,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from baton.engine.config import EngineConfig
-from baton.errors import InvalidRequest
 from baton.llm import LLM
+from baton.protocol.errors import InvalidRequest
 from deploy import cli
 from deploy.batch import show_batch
 from deploy.batch_engine import engine_app

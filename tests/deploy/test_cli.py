@@ -19,9 +19,9 @@ import pytest
 from rich.console import Console
 
 from baton.client import Migrations, Node, ServerInfo
-from baton.config import load
-from baton.errors import ConfigError
-from baton.log import LineFormatter
+from baton.protocol.errors import ConfigError
+from baton.runtime.config import load
+from baton.runtime.log import LineFormatter
 from deploy import cli, local, up
 from deploy.chat import Answer, Conversation, describe
 from deploy.plan import DEMO_MODEL, UpOptions

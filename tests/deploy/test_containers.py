@@ -18,14 +18,14 @@ from typing import Any
 import pytest
 import yaml
 
-from baton.clock import SystemClock
-from baton.config import add_options, load
 from baton.engine.config import EngineConfig
 from baton.engine.kernels.cpu.build import BUILT, INSTRUCTION_SETS
-from baton.health_port import Health, health_port
 from baton.node.config import NodeConfig
 from baton.node.lanes import AFTER_STREAM, AUTO, LaneSettings
-from baton.timing import Timing
+from baton.protocol.clock import SystemClock
+from baton.runtime.config import add_options, load
+from baton.runtime.health_port import Health, health_port
+from baton.runtime.timing import Timing
 from router.config import RouterConfig
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from baton.config import add_options
 from baton.engine.config import EngineConfig
-from baton.failpoints import STAGES
 from baton.node.config import NodeConfig
-from baton.vllm_flags import IDLE
+from baton.runtime.config import add_options
+from baton.runtime.failpoints import STAGES
+from baton.runtime.vllm_flags import IDLE
 from bench.serve import ServeOptions
 from deploy.cli import BENCHMARKS, PROCESSES, build_parser
 from router.config import RouterConfig

@@ -14,14 +14,14 @@ from typing import cast
 import pytest
 from rich.console import Console
 
-from baton.clock import SystemClock
-from baton.config import load
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
-from baton.errors import ConfigError, NodeLost
 from baton.node.config import NodeConfig
 from baton.node.lanes import AUTO, LaneSettings, PoolPlace, make_lanes, parse_lanes
 from baton.node.main import Node, NodeProgram, Surroundings
+from baton.protocol.clock import SystemClock
+from baton.protocol.errors import ConfigError, NodeLost
+from baton.runtime.config import load
 from bench.transfer_peer import Peer
 from deploy import cli
 from deploy.doctor import (

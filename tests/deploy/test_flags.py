@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from baton.config import add_options, load
 from baton.engine.config import EngineConfig
-from baton.errors import ConfigError
 from baton.node.config import NodeConfig
+from baton.protocol.errors import ConfigError
+from baton.runtime.config import add_options, load
 from deploy import cli
 from deploy.flags import REFUSED, option_names
 from deploy.plan import UpOptions, node_command, plan_cluster, router_command

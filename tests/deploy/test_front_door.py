@@ -14,8 +14,8 @@ import httpx
 import pytest
 
 from baton.client import Client
-from baton.errors import ConfigError, NodeLost, Unavailable
-from baton.tls import TlsFiles
+from baton.protocol.errors import ConfigError, NodeLost, Unavailable
+from baton.runtime.tls import TlsFiles
 from deploy import cli, up
 from deploy.chat import ChatClient
 from deploy.doctor import NodeAccess, ProbedNode

@@ -18,8 +18,8 @@ from queue import SimpleQueue
 import pytest
 from rich.console import Console
 
-from baton.errors import ConfigError
-from baton.socket_folder import SocketFolder, remove_stale
+from baton.protocol.errors import ConfigError
+from baton.runtime.socket_folder import SocketFolder, remove_stale
 from deploy import local, up
 from deploy.local import (
     Cluster,
@@ -271,7 +271,7 @@ def test_folders_of_the_dead_are_removed_and_no_others(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     made = (
-        "from baton.socket_folder import SocketFolder;"
+        "from baton.runtime.socket_folder import SocketFolder;"
         "folder = SocketFolder('baton-up-'); print(folder.path)"
     )
     environment = {**os.environ, "TMPDIR": str(tmp_path)}

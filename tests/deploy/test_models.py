@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import ModelRefused
+from baton.protocol.errors import ModelRefused
 from deploy.hub import local_model
 
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.config import load
-from baton.errors import ConfigError
+from baton.protocol.errors import ConfigError
+from baton.runtime.config import load
 from deploy.plan import (
     ClusterPlan,
     UpOptions,

@@ -10,7 +10,7 @@ import pytest
 
 from baton.engine.checkpoint import open_checkpoint
 from baton.engine.config import EngineConfig
-from baton.errors import ConfigError
+from baton.protocol.errors import ConfigError
 from deploy import cli, local
 from deploy.plan import DEMO_MODEL
 from deploy.preflight import check_memory, weight_bytes

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from baton.errors import ConfigError
+from baton.protocol.errors import ConfigError
 from deploy.redis_server import RedisServer, find_redis_binary
 
 pytestmark = pytest.mark.redis

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from baton.client import Client, GenerateOptions
-from baton.failpoints import VARIABLE
-from baton.sampling import SamplingParams
+from baton.protocol.sampling import SamplingParams
+from baton.runtime.failpoints import VARIABLE
 from tests.deploy.test_up import Up, running
 from tests.system.references import prompts
 from tests.tiny_models import make_wide_model

@@ -18,8 +18,8 @@ from baton.engine.layer_groups import one_group
 from baton.engine.loading import LoadedModel, load_model
 from baton.engine.proposer import DraftAsk, Proposer
 from baton.engine.runner import ModelRunner
-from baton.events import TokenLogprob
-from baton.sampling import SamplingParams
+from baton.protocol.events import TokenLogprob
+from baton.protocol.sampling import SamplingParams
 from tests.block_lists import held
 
 BLOCK_SIZE = 4

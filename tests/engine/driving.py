@@ -4,8 +4,8 @@ to its end, checking on the way what every event stream must be."""
 from __future__ import annotations
 
 from baton.engine.engine import Engine
-from baton.events import TokenEvent
-from baton.request import Request
+from baton.protocol.events import TokenEvent
+from baton.protocol.request import Request
 from tests.fakes import expected_output
 
 PROMPT = tuple(range(10, 29))  # 19 tokens: 4 full blocks of 4, and 3 more

@@ -18,10 +18,10 @@ from baton.engine.adoption import Adoption
 from baton.engine.engine import Engine
 from baton.engine.interface import Reservation
 from baton.engine.kv_cache import KVArena
-from baton.errors import InternalError, KVStale
-from baton.events import FirstToken
-from baton.kv_spec import LayerSpec
-from baton.request import Request
+from baton.protocol.errors import InternalError, KVStale
+from baton.protocol.events import FirstToken
+from baton.protocol.kv_spec import LayerSpec
+from baton.protocol.request import Request
 from tests.block_lists import held
 from tests.engine.driving import PROMPT, assert_all_free, expected, run, tokens_of
 from tests.fakes import FakeRunner, fake_engine, model_info, request

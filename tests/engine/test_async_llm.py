@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from baton.async_llm import AsyncLLM
-from baton.errors import InvalidRequest, Unavailable
 from baton.llm import LLM, GenerationOutput, SamplingParams
-from baton.request import FinishReason
+from baton.protocol.errors import InvalidRequest, Unavailable
+from baton.protocol.request import FinishReason
 from tests.engine.driving import PROMPT, assert_all_free
 from tests.fakes import expected_output, fake_engine
 from tests.tiny_models import make_tiny_model

@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from baton.engine.beam import BeamSearch
-from baton.events import TokenLogprob
 from baton.llm import LLM
-from baton.sampling import SamplingParams
+from baton.protocol.events import TokenLogprob
+from baton.protocol.sampling import SamplingParams
 from tests.engine.driving import assert_all_free
 from tests.tiny_models import VOCAB_SIZE, make_tiny_model
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from baton.engine.block_pool import BlockPool
-from baton.errors import InternalError
-from baton.events import BlockEvent, BlockEventKind
+from baton.protocol.errors import InternalError
+from baton.protocol.events import BlockEvent, BlockEventKind
 
 STORED, EVICTED, CLEARED = BlockEventKind.STORED, BlockEventKind.EVICTED, BlockEventKind.CLEARED
 

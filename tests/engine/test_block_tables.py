@@ -12,7 +12,7 @@ from baton.engine.block_tables import BlockTables, as_lists
 from baton.engine.interface import Reservation
 from baton.engine.sequence import SequenceState
 from baton.engine.stats import EngineStats
-from baton.events import BlockEventKind
+from baton.protocol.events import BlockEventKind
 from tests.engine.test_scheduler import NoMemory
 from tests.fakes import request
 

@@ -21,14 +21,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.adapters import adapter_name
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.sampler import Draw
-from baton.errors import ContextLengthExceeded
-from baton.events import TokenEvent
-from baton.request import Request
-from baton.sampling import SamplingParams
+from baton.protocol.adapters import adapter_name
+from baton.protocol.errors import ContextLengthExceeded
+from baton.protocol.events import TokenEvent
+from baton.protocol.request import Request
+from baton.protocol.sampling import SamplingParams
 from tests.engine.driving import assert_all_free, run_samples, tokens_of
 from tests.engine.test_mixed_windows import MODELS
 from tests.engine.test_models_families import FAMILIES

@@ -26,7 +26,7 @@ from baton.engine.models.config import DecoderConfig
 from baton.engine.models.decoder import Decoder
 from baton.engine.models.rope import RopeRule
 from baton.engine.quantization import SCHEMES, QuantizedFormat, Scheme, quantize
-from baton.kv_spec import HeldBlocks
+from baton.protocol.kv_spec import HeldBlocks
 from tests.engine.quantized_models import make_quantized
 from tests.engine.running import Driver, load, relative_error
 

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from baton.engine import convert as converter
 from baton.engine.convert import PICKLE_INDEX, SAFETENSORS_INDEX, convert, main
-from baton.errors import ConfigError, ModelRefused
 from baton.llm import LLM
-from baton.sampling import SamplingParams
-from baton.tokenizer import Tokenizer
+from baton.protocol.errors import ConfigError, ModelRefused
+from baton.protocol.sampling import SamplingParams
+from baton.text.tokenizer import Tokenizer
 from tests.tiny_models import SPECIALS, make_tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)

@@ -20,8 +20,8 @@ from transformers.utils.import_utils import is_sentencepiece_available
 
 from baton.engine import convert as converter
 from baton.engine.convert import convert
-from baton.errors import ModelRefused
-from baton.tokenizer import Tokenizer
+from baton.protocol.errors import ModelRefused
+from baton.text.tokenizer import Tokenizer
 from tests.engine.sentencepiece_models import Kind, PieceModel, train
 from tests.tiny_models import make_tiny_model
 

@@ -29,7 +29,7 @@ from baton.engine.kv_cache import KVArena
 from baton.engine.layer_groups import one_group
 from baton.engine.models.elementwise import CompiledElementwise, TorchElementwise
 from baton.engine.models.rope import Rotation
-from baton.kv_spec import HeldBlocks, LayerSpec
+from baton.protocol.kv_spec import HeldBlocks, LayerSpec
 
 ANY = InstructionSet("any", "any processor's", (), (), ())
 LENGTHS = st.one_of(st.integers(0, 90), st.integers(91, 600))  # beyond 128 keys: several stretches

@@ -25,7 +25,7 @@ from baton.engine.cuda_graphs import (
 )
 from baton.engine.interface import SequenceChunk
 from baton.engine.kv_cache import KVArena
-from baton.kv_spec import HeldBlocks, LayerSpec
+from baton.protocol.kv_spec import HeldBlocks, LayerSpec
 from tests.engine.running import load
 from tests.tiny_models import make_tiny_model
 

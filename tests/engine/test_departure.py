@@ -9,9 +9,9 @@ import pytest
 from baton.engine.departure import Departure
 from baton.engine.engine import Engine
 from baton.engine.interface import Task
-from baton.events import FirstToken
-from baton.kv_spec import BlockLists
-from baton.request import Request
+from baton.protocol.events import FirstToken
+from baton.protocol.kv_spec import BlockLists
+from baton.protocol.request import Request
 from tests.engine.driving import (
     PROMPT,
     assert_all_free,

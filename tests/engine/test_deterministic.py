@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.adapters import adapter_name
 from baton.engine import deterministic
 from baton.engine.attention.base import AttentionLayer
 from baton.engine.attention.fixed_order import FixedOrderAttention, in_lanes
@@ -20,9 +19,10 @@ from baton.engine.attention.reference import ReferenceAttention
 from baton.engine.batch import flatten
 from baton.engine.interface import SequenceChunk
 from baton.engine.loading import LoadedModel
-from baton.errors import ConfigError
 from baton.llm import LLM
-from baton.sampling import SamplingParams
+from baton.protocol.adapters import adapter_name
+from baton.protocol.errors import ConfigError
+from baton.protocol.sampling import SamplingParams
 from tests.adapters import ids_of
 from tests.block_lists import held
 from tests.engine.running import Driver, load, logits_of, relative_error

@@ -14,8 +14,8 @@ from baton.engine.draft import DraftModelProposer
 from baton.engine.loading import LoadedModel
 from baton.engine.proposer import DraftAsk
 from baton.engine.speculation import load_draft, load_proposer
-from baton.errors import ConfigError
-from baton.sampling import SamplingParams
+from baton.protocol.errors import ConfigError
+from baton.protocol.sampling import SamplingParams
 from tests.engine.decoding import BLOCK_SIZE, Sample, decode, load
 from tests.tiny_models import EOS_ID, make_tiny_model
 

@@ -10,18 +10,18 @@ from dataclasses import replace
 
 import pytest
 
-from baton.block_hashes import block_hashes
 from baton.engine.interface import Task
-from baton.errors import (
+from baton.protocol.block_hashes import block_hashes
+from baton.protocol.errors import (
     ConfigError,
     ContextLengthExceeded,
     InternalError,
     InvalidRequest,
     UnsupportedFeature,
 )
-from baton.events import BlockEventKind
-from baton.request import FinishReason, Request
-from baton.sampling import GuidedDecoding, SamplingParams
+from baton.protocol.events import BlockEventKind
+from baton.protocol.request import FinishReason, Request
+from baton.protocol.sampling import GuidedDecoding, SamplingParams
 from tests.block_lists import held
 from tests.engine.driving import PROMPT, assert_all_free, expected, run, tokens_of
 from tests.fakes import (

@@ -22,10 +22,10 @@ from baton.engine.adoption import Adoption
 from baton.engine.beam import BeamSearch
 from baton.engine.interface import Reservation, Task
 from baton.engine.layer_groups import group_layers
-from baton.errors import ContextLengthExceeded, InvalidRequest
-from baton.events import FirstToken
-from baton.kv_spec import LayerSpec
-from baton.request import Request
+from baton.protocol.errors import ContextLengthExceeded, InvalidRequest
+from baton.protocol.events import FirstToken
+from baton.protocol.kv_spec import LayerSpec
+from baton.protocol.request import Request
 from tests.fakes import (
     EOS_ID,
     VOCAB_SIZE,

@@ -21,8 +21,8 @@ from baton.engine.ideal import (
     parse_seconds,
 )
 from baton.engine.model_shape import ModelShape, StoredWeights, model_shape, stored_weights
-from baton.errors import ConfigError, ModelRefused
-from baton.kv_spec import LayerSpec
+from baton.protocol.errors import ConfigError, ModelRefused
+from baton.protocol.kv_spec import LayerSpec
 from tests.tiny_models import make_tiny_model
 
 CONFIGS = Path(__file__).parent / "configs"

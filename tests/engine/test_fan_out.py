@@ -12,9 +12,9 @@ import pytest
 
 from baton.engine.engine import Engine
 from baton.engine.interface import Reservation, Task
-from baton.errors import InvalidRequest
-from baton.events import FirstToken, TokenEvent
-from baton.request import FinishReason, Request
+from baton.protocol.errors import InvalidRequest
+from baton.protocol.events import FirstToken, TokenEvent
+from baton.protocol.request import FinishReason, Request
 from prefill_node.role import first_tokens
 from tests.engine.driving import PROMPT, assert_all_free, run_samples, tokens_of
 from tests.fakes import (

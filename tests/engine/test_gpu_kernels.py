@@ -33,8 +33,8 @@ from baton.engine.linear import PlainLinear
 from baton.engine.models.experts import Expert, Experts
 from baton.engine.models.experts_gpu import stacked
 from baton.engine.quantization import IntWeight, quantize
-from baton.errors import InternalError
-from baton.kv_spec import LayerSpec
+from baton.protocol.errors import InternalError
+from baton.protocol.kv_spec import LayerSpec
 from bench import gpu_cases
 from bench.gpu_cases import RULES, Case
 from tests.engine.test_attention import BLOCK, CPU, Pool, chunks_of, fill_past, random_rows

@@ -13,10 +13,10 @@ import pytest
 
 from baton.engine.engine import Engine
 from baton.engine.interface import Task
-from baton.errors import InvalidRequest, UnsupportedFeature
 from baton.llm import LLM, GenerationOutput
-from baton.request import FinishReason, Request
-from baton.sampling import GuidedDecoding, SamplingParams
+from baton.protocol.errors import InvalidRequest, UnsupportedFeature
+from baton.protocol.request import FinishReason, Request
+from baton.protocol.sampling import GuidedDecoding, SamplingParams
 from tests.engine.driving import assert_all_free, run, tokens_of
 from tests.guided_cases import (
     CHOICES,

@@ -11,8 +11,8 @@ import pytest
 from baton.engine.guided.base import Backend
 from baton.engine.guided.llguidance import LlguidanceBackend
 from baton.engine.guided.xgrammar import XgrammarBackend
-from baton.errors import InvalidRequest, UnsupportedFeature
-from baton.sampling import GuidedDecoding
+from baton.protocol.errors import InvalidRequest, UnsupportedFeature
+from baton.protocol.sampling import GuidedDecoding
 from router.parsers.formats import TOOL_FORMATS
 from router.structured.tool_grammars import forced, offered
 from tests.engine.guided_vocabulary import END, EOS, allowed, random_output, vocabulary, walk

@@ -11,21 +11,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from baton.children import ChildBudget
 from baton.engine.guided import grammars as service
 from baton.engine.guided.base import Vocabulary, load_vocabulary
 from baton.engine.guided.grammars import Grammars, prepared
 from baton.engine.guided.thought import ThoughtEnd
 from baton.engine.guided.trial import trials_of
-from baton.errors import (
+from baton.guided.grammar_trials import GrammarTrials
+from baton.protocol.errors import (
     InternalError,
     InvalidRequest,
     Overloaded,
     Unavailable,
     UnsupportedFeature,
 )
-from baton.grammar_trials import GrammarTrials
-from baton.sampling import GuidedDecoding
+from baton.protocol.sampling import GuidedDecoding
+from baton.runtime.children import ChildBudget
 from tests.engine.guided_vocabulary import EOS, MERGED, VOCAB_SIZE, encode, vocabulary
 from tests.tiny_models import VOCAB_SIZE as TINY_VOCABULARY
 from tests.tiny_models import make_tiny_model

@@ -12,10 +12,10 @@ import pytest
 
 from baton.engine.guided.grammars import Grammars
 from baton.engine.guided.xgrammar import XgrammarBackend
-from baton.errors import InvalidRequest
-from baton.grammars import lenient
-from baton.sampling import GuidedDecoding
-from baton.schema_keywords import check_xgrammar, not_followed
+from baton.guided.grammars import lenient
+from baton.guided.schema_keywords import check_xgrammar, not_followed
+from baton.protocol.errors import InvalidRequest
+from baton.protocol.sampling import GuidedDecoding
 from tests.engine.guided_vocabulary import allowed, random_output, vocabulary
 from tests.guided_cases import SCHEMAS, check_json
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from baton.engine.guided import masks
 from baton.engine.interface import SequenceChunk
-from baton.sampling import SamplingParams
+from baton.protocol.sampling import SamplingParams
 
 
 class Bits:

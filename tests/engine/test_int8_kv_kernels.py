@@ -20,7 +20,7 @@ from baton.engine.interface import SequenceChunk
 from baton.engine.kernels.cpu.int8_kv import Int8KVKernels, int8_kv_kernels_for
 from baton.engine.kv_cache import KVArena
 from baton.engine.layer_groups import one_group
-from baton.kv_spec import HeldBlocks, LayerSpec
+from baton.protocol.kv_spec import HeldBlocks, LayerSpec
 from tests.engine.running import Driver, load, relative_error
 from tests.tiny_models import make_tiny_model
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from baton.cache_folder import cache_folder
 from baton.engine.kernels.cpu import __main__ as command
 from baton.engine.kernels.cpu import build, library
 from baton.engine.kernels.cpu.build import INSTRUCTION_SETS, CannotBuild, InstructionSet
+from baton.runtime.cache_folder import cache_folder
 
 ANY = InstructionSet("any", "Any", (), (), ())
 NAMES = [each.name for each in INSTRUCTION_SETS]

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.config import load
 from baton.engine.config import EngineConfig, parse_bytes
 from baton.engine.kv_cache import KVArena, bytes_per_block
-from baton.errors import ConfigError, InternalError
-from baton.kv_spec import LayerSpec
+from baton.protocol.errors import ConfigError, InternalError
+from baton.protocol.kv_spec import LayerSpec
+from baton.runtime.config import load
 
 EVEN = LayerSpec(kv_heads=2, k_dim=3, v_dim=3)
 UNEVEN = LayerSpec(kv_heads=2, k_dim=3, v_dim=5)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from baton.engine.kv_cache import bytes_per_block
 from baton.engine.layer_groups import MAX_GROUPS, group_layers, one_group
-from baton.kv_spec import LayerSpec, first_visible
+from baton.protocol.kv_spec import LayerSpec, first_visible
 
 FULL = LayerSpec(4, 64, 64)
 SLIDING = replace(FULL, window=512, kind="sliding")

@@ -9,11 +9,16 @@ from pathlib import Path
 import pytest
 
 from baton.engine.interface import SequenceChunk
-from baton.errors import ConfigError, ContextLengthExceeded, InvalidRequest, UnsupportedFeature
 from baton.llm import LLM
-from baton.request import FinishReason
-from baton.sampling import GuidedDecoding, SamplingParams
-from baton.tokenizer import Tokenizer
+from baton.protocol.errors import (
+    ConfigError,
+    ContextLengthExceeded,
+    InvalidRequest,
+    UnsupportedFeature,
+)
+from baton.protocol.request import FinishReason
+from baton.protocol.sampling import GuidedDecoding, SamplingParams
+from baton.text.tokenizer import Tokenizer
 from tests.block_lists import held
 from tests.engine.driving import PROMPT, assert_all_free
 from tests.fakes import expected_output, fake_engine, token_logprob

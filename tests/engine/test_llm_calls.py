@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from baton.chat_template import Chat, ChatTemplate
-from baton.client_values import GenerateOptions, generate_request
-from baton.errors import InvalidRequest, UnsupportedFeature
+from baton.client.values import GenerateOptions, generate_request
 from baton.llm import LLM, BeamSearchParams, LoRARequest, SamplingParams
-from baton.request import FinishReason
-from baton.reranking import rerank_prompts
+from baton.protocol.errors import InvalidRequest, UnsupportedFeature
+from baton.protocol.request import FinishReason
+from baton.text.chat_template import Chat, ChatTemplate
+from baton.text.reranking import rerank_prompts
 from tests.engine.driving import PROMPT, assert_all_free
 from tests.engine.test_models_lora import linear_layers, make_adapter
 from tests.fakes import fake_engine

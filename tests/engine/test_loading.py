@@ -20,7 +20,7 @@ from baton.engine.models.config import NotLean, decoder_config
 from baton.engine.models.rope import inverse_frequencies, rope_rule
 from baton.engine.route import choose_dtype
 from baton.engine.tensors import TensorReader
-from baton.errors import ConfigError, ModelRefused
+from baton.protocol.errors import ConfigError, ModelRefused
 from tests.tiny_models import EOS_ID, make_tiny_model
 
 

@@ -18,7 +18,6 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from baton.adapters import adapter_name
 from baton.engine.attention.torch_cpu import TorchAttention
 from baton.engine.batch import flatten
 from baton.engine.config import EngineConfig
@@ -26,7 +25,8 @@ from baton.engine.interface import SequenceChunk
 from baton.engine.kv_cache import KVArena
 from baton.engine.layer_groups import one_group
 from baton.engine.loading import LoadedModel, load_model
-from baton.errors import ModelRefused
+from baton.protocol.adapters import adapter_name
+from baton.protocol.errors import ModelRefused
 from tests.adapters import ids_of
 from tests.block_lists import held
 from tests.golden.greedy import our_tokens, random_prompts, transformers_tokens

@@ -27,7 +27,7 @@ from baton.engine.memory import (
     refuse_beyond,
     size_pool,
 )
-from baton.errors import ConfigError
+from baton.protocol.errors import ConfigError
 from tests.tiny_models import make_tiny_model
 
 BLOCK_SIZE = 8

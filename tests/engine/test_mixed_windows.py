@@ -15,7 +15,7 @@ import pytest
 
 from baton.engine.pooling import PoolingJob
 from baton.llm import LLM, GenerationOutput
-from baton.sampling import SamplingParams
+from baton.protocol.sampling import SamplingParams
 from tests.engine.driving import assert_all_free
 from tests.golden.random_models import save_random
 from tests.system.references import prompts, transformers_tokens

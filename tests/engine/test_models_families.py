@@ -18,9 +18,9 @@ from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.loading import LoadedModel, load_model
 from baton.engine.models.config import NotLean, decoder_config
-from baton.errors import ConfigError
-from baton.request import Request
-from baton.sampling import SamplingParams
+from baton.protocol.errors import ConfigError
+from baton.protocol.request import Request
+from baton.protocol.sampling import SamplingParams
 from tests.engine.driving import run, tokens_of
 from tests.golden.greedy import NEW_TOKENS, our_tokens, random_prompts, transformers_tokens
 from tests.golden.random_models import save_random

@@ -16,7 +16,7 @@ import torch
 
 from baton.engine.config import EngineConfig
 from baton.engine.loading import LoadedModel, load_model
-from baton.errors import ModelRefused
+from baton.protocol.errors import ModelRefused
 from tests.golden.greedy import our_tokens, random_prompts, transformers_tokens
 from tests.golden.random_models import save_random
 from tests.tiny_models import VOCAB_SIZE, make_tiny_model

@@ -18,13 +18,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from baton.adapters import adapter_name
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.loading import LoadedModel, load_model
-from baton.errors import ConfigError, ModelRefused, UnsupportedFeature
-from baton.request import Request
-from baton.sampling import SamplingParams
+from baton.protocol.adapters import adapter_name
+from baton.protocol.errors import ConfigError, ModelRefused, UnsupportedFeature
+from baton.protocol.request import Request
+from baton.protocol.sampling import SamplingParams
 from tests.adapters import id_of
 from tests.engine.driving import run, tokens_of
 from tests.golden.greedy import NEW_TOKENS, our_tokens, random_prompts, transformers_tokens

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from baton.engine.checkpoint import open_checkpoint
 from baton.engine.models.causal import read_causal
 from baton.engine.tensors import TensorReader
-from baton.errors import ModelRefused
+from baton.protocol.errors import ModelRefused
 from tests.golden.random_models import save_random
 from tests.tiny_models import make_tiny_model
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import pytest
 
 from baton.engine.engine import Engine
-from baton.events import TokenEvent, TokenLogprob
-from baton.request import FinishReason, Request
+from baton.protocol.events import TokenEvent, TokenLogprob
+from baton.protocol.request import FinishReason, Request
 from tests.engine.driving import PROMPT, assert_all_free, run_samples, tokens_of
 from tests.fakes import (
     EOS_ID,

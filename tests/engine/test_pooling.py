@@ -16,13 +16,18 @@ from baton.engine.config import EngineConfig
 from baton.engine.kv_cache import KVArena
 from baton.engine.loading import LoadedModel, load_model
 from baton.engine.pooling import Pooler, PoolingJob, normalized
-from baton.errors import ContextLengthExceeded, InvalidRequest, Overloaded, UnsupportedFeature
-from baton.handles import NodeLoad
-from baton.kv_spec import BlockLists
 from baton.llm import LLM
-from baton.reranking import DEFAULT_INSTRUCTION, answer_tokens, rerank_prompts
-from baton.sampling import SamplingParams
-from baton.tokenizer import Tokenizer
+from baton.protocol.errors import (
+    ContextLengthExceeded,
+    InvalidRequest,
+    Overloaded,
+    UnsupportedFeature,
+)
+from baton.protocol.handles import NodeLoad
+from baton.protocol.kv_spec import BlockLists
+from baton.protocol.sampling import SamplingParams
+from baton.text.reranking import DEFAULT_INSTRUCTION, answer_tokens, rerank_prompts
+from baton.text.tokenizer import Tokenizer
 from tests.engine.driving import assert_all_free
 from tests.fakes import fake_engine
 from tests.tiny_models import VOCAB_SIZE, make_tiny_model

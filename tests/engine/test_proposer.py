@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.engine.proposer import DraftAsk, NgramProposer
-from baton.errors import ConfigError
-from baton.sampling import SamplingParams
+from baton.protocol.errors import ConfigError
+from baton.protocol.sampling import SamplingParams
 
 PARAMS = SamplingParams(seed=1)
 

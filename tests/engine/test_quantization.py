@@ -29,7 +29,7 @@ from baton.engine.quantization import (
     stack_weights,
 )
 from baton.engine.quantized_checkpoint import checked, layout_of
-from baton.errors import ConfigError, ModelRefused
+from baton.protocol.errors import ConfigError, ModelRefused
 from tests.engine.quantized_models import RECIPES, gptq, make_quantized, round_to_grid
 from tests.engine.running import load, logits_of, relative_error
 from tests.golden.random_models import save_random

@@ -16,11 +16,11 @@ from baton.engine.attention.torch_cpu import TorchAttention
 from baton.engine.batch import flatten
 from baton.engine.interface import SequenceChunk
 from baton.engine.kv_cache import KVArena, bytes_per_block
-from baton.errors import InternalError
-from baton.kv_spec import LayerSpec
 from baton.llm import LLM
-from baton.request import Request
-from baton.sampling import SamplingParams
+from baton.protocol.errors import InternalError
+from baton.protocol.kv_spec import LayerSpec
+from baton.protocol.request import Request
+from baton.protocol.sampling import SamplingParams
 from kv_transfer.layout import ArenaMemory
 from tests.block_lists import held
 from tests.engine.running import Driver, load, logits_of, relative_error

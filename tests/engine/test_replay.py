@@ -14,9 +14,9 @@ from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.interface import SequenceChunk, Task
 from baton.engine.replay import EXACT_CHUNK_TOKENS, exact_chunk_of
-from baton.events import FirstToken
-from baton.request import Request, Resume
-from baton.sampling import SamplingParams
+from baton.protocol.events import FirstToken
+from baton.protocol.request import Request, Resume
+from baton.protocol.sampling import SamplingParams
 from tests.engine.driving import PROMPT, assert_all_free, expected, run, run_samples, tokens_of
 from tests.engine.test_fan_out import check, prefill
 from tests.fakes import (

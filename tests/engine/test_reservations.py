@@ -9,10 +9,10 @@ import pytest
 
 from baton.engine.engine import Engine
 from baton.engine.interface import Task
-from baton.errors import ContextLengthExceeded, InternalError
-from baton.events import FirstToken, TokenEvent, TokenLogprob
-from baton.kv_spec import LayerSpec
-from baton.request import FinishReason, Request
+from baton.protocol.errors import ContextLengthExceeded, InternalError
+from baton.protocol.events import FirstToken, TokenEvent, TokenLogprob
+from baton.protocol.kv_spec import LayerSpec
+from baton.protocol.request import FinishReason, Request
 from tests.engine.driving import PROMPT, assert_all_free, expected, run, tokens_of
 from tests.fakes import EOS_ID, fake_engine, model_info, next_token, request
 

@@ -12,7 +12,7 @@ from baton.engine.checkpoint import open_checkpoint
 from baton.engine.config import EngineConfig
 from baton.engine.loading import load_model
 from baton.engine.route import choose_route
-from baton.errors import ConfigError, ModelRefused
+from baton.protocol.errors import ConfigError, ModelRefused
 from tests.tiny_models import make_tiny_model
 
 LLAMA: dict[str, Any] = {

@@ -11,8 +11,8 @@ import pytest
 from baton.engine.engine import Engine
 from baton.engine.interface import Task
 from baton.llm import LLM
-from baton.request import FinishReason, Request
-from baton.sampling import SamplingParams
+from baton.protocol.request import FinishReason, Request
+from baton.protocol.sampling import SamplingParams
 from tests.engine.driving import assert_all_free, expected, run, tokens_of
 from tests.fakes import EOS_ID, FakeRunner, fake_engine, request
 from tests.tiny_models import make_tiny_model

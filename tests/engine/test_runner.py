@@ -17,8 +17,8 @@ from baton.engine.layer_groups import one_group
 from baton.engine.loading import LoadedModel
 from baton.engine.models.decoder import Decoder
 from baton.engine.runner import ModelRunner
-from baton.events import TokenLogprob
-from baton.sampling import SamplingParams
+from baton.protocol.events import TokenLogprob
+from baton.protocol.sampling import SamplingParams
 from tests.block_lists import held
 from tests.engine.decoding import Sample, decode, load
 from tests.tiny_models import EOS_ID, VOCAB_SIZE, make_tiny_model

@@ -22,7 +22,7 @@ from baton.engine.layer_groups import one_group
 from baton.engine.loading import LoadedModel
 from baton.engine.proposer import DraftAsk, NgramProposer, Proposer
 from baton.engine.sampler import Draw, sample
-from baton.sampling import SamplingParams
+from baton.protocol.sampling import SamplingParams
 from tests.block_lists import held
 from tests.engine.decoding import Sample, decode, load
 from tests.tiny_models import make_tiny_model

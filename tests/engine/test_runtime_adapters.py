@@ -8,11 +8,11 @@ from typing import Any, cast
 
 import pytest
 
-from baton.adapters import adapter_id, adapter_name, ids_named
 from baton.engine import adapters
 from baton.engine.engine import Engine
-from baton.errors import ConfigError, InvalidRequest, UnsupportedFeature
-from baton.request import Request
+from baton.protocol.adapters import adapter_id, adapter_name, ids_named
+from baton.protocol.errors import ConfigError, InvalidRequest, UnsupportedFeature
+from baton.protocol.request import Request
 from tests.engine.test_models_lora import ALL, linear_layers, make_adapter
 from tests.engine.test_sleeping import GREEDY, PROMPT, engine_of, said
 from tests.tiny_models import make_tiny_model

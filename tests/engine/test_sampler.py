@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from baton.engine import sampler
 from baton.engine.sampler import Draw, sample
-from baton.errors import InternalError
-from baton.sampling import SamplingParams
+from baton.protocol.errors import InternalError
+from baton.protocol.sampling import SamplingParams
 
 
 def draw(seed: int | None = 0, position: int = 0, sample_index: int = 0, **params: Any) -> Draw:

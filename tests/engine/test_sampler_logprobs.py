@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.engine import logprobs
-from baton.errors import InternalError
-from baton.events import TokenLogprob
+from baton.protocol.errors import InternalError
+from baton.protocol.events import TokenLogprob
 
 
 def logits_of(rows: int, vocab: int = 30, seed: int = 0) -> torch.Tensor:

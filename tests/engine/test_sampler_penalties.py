@@ -21,7 +21,7 @@ from transformers import (
 from baton.engine import penalties
 from baton.engine.occurrences import Occurrences
 from baton.engine.sampler import Draw
-from baton.sampling import SamplingParams
+from baton.protocol.sampling import SamplingParams
 
 VOCAB = 40
 EOS = (2, 3)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from baton.engine.interface import Sampled, SequenceChunk
 from baton.engine.runner import Asked, choose, draws_of
-from baton.sampling import SamplingParams
+from baton.protocol.sampling import SamplingParams
 from tests.block_lists import held
 
 VOCAB = 48

@@ -14,8 +14,8 @@ from baton.engine import sampler
 from baton.engine.kernels.cpu.library import CpuKernels
 from baton.engine.kernels.cpu.sampling import SamplingKernels
 from baton.engine.sampler import Draw, sample, sample_plainly
-from baton.errors import InternalError
-from baton.sampling import SamplingParams
+from baton.protocol.errors import InternalError
+from baton.protocol.sampling import SamplingParams
 
 
 def draw_of(temperature: float, seed: int, position: int = 0, **params: Any) -> Draw:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from baton.block_hashes import block_hashes
 from baton.engine.block_pool import BlockPool
 from baton.engine.block_tables import BlockTables
 from baton.engine.config import PreemptionMode
@@ -18,7 +17,8 @@ from baton.engine.scheduler import MAX_OVERTAKES, Limits, Scheduler, StepPlan
 from baton.engine.sequence import RequestGroup, SequenceState
 from baton.engine.stats import EngineStats
 from baton.engine.swap import Swapper
-from baton.errors import InternalError
+from baton.protocol.block_hashes import block_hashes
+from baton.protocol.errors import InternalError
 from tests.fakes import FakeClock, request
 
 ROOT = b"root"

@@ -13,10 +13,10 @@ import pytest
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.sleeping import fall_asleep, reload, wake
-from baton.errors import ConfigError, InternalError
-from baton.events import BlockEventKind
-from baton.request import Request
-from baton.sampling import SamplingParams
+from baton.protocol.errors import ConfigError, InternalError
+from baton.protocol.events import BlockEventKind
+from baton.protocol.request import Request
+from baton.protocol.sampling import SamplingParams
 from tests.engine.test_models_lora import ALL, linear_layers, make_adapter
 from tests.tiny_models import make_tiny_model
 
@@ -109,8 +109,8 @@ from pathlib import Path
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.sleeping import fall_asleep, reload, wake
-from baton.request import Request
-from baton.sampling import SamplingParams
+from baton.protocol.request import Request
+from baton.protocol.sampling import SamplingParams
 
 def resident():
     lines = Path("/proc/self/status").read_text().splitlines()

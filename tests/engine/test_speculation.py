@@ -9,8 +9,8 @@ import pytest
 
 from baton.engine.interface import ChunkResult, Sampled, Task
 from baton.engine.proposer import DraftAsk, NgramProposer
-from baton.errors import ConfigError, InternalError
-from baton.request import FinishReason
+from baton.protocol.errors import ConfigError, InternalError
+from baton.protocol.request import FinishReason
 from tests.engine.driving import PROMPT, assert_all_free, expected, run, tokens_of
 from tests.engine.test_engine import find_seed
 from tests.fakes import EOS_ID, FakeHooks, ScriptedProposer, fake_engine, request

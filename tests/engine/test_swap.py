@@ -11,8 +11,8 @@ from baton.engine.interface import ModelInfo, Task
 from baton.engine.sequence import RequestGroup, SequenceState
 from baton.engine.stats import EngineStats
 from baton.engine.swap import Swapper
-from baton.errors import InternalError
-from baton.kv_spec import LayerSpec
+from baton.protocol.errors import InternalError
+from baton.protocol.kv_spec import LayerSpec
 from tests.engine.driving import PROMPT, assert_all_free, expected, run, tokens_of
 from tests.engine.test_scheduler import Bench, NoMemory
 from tests.fakes import FakeClock, expected_output, fake_engine, model_info, request

@@ -30,8 +30,8 @@ from baton.engine.tensor_parallel.messages import Gone, Kind, Link, decode_step,
 from baton.engine.tensor_parallel.place import RankPlace, rank_layers
 from baton.engine.tensor_parallel.pool import GroupArena, SharedMemory, make_memory
 from baton.engine.tensor_parallel.rank import refuse
-from baton.errors import ConfigError, InternalError, ModelRefused
-from baton.kv_spec import HeldBlocks, LayerSpec
+from baton.protocol.errors import ConfigError, InternalError, ModelRefused
+from baton.protocol.kv_spec import HeldBlocks, LayerSpec
 from tests.engine.running import relative_error
 from tests.golden.random_models import save_random
 from tests.tiny_models import make_tiny_model

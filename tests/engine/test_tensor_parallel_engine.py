@@ -19,10 +19,10 @@ from baton.engine.tensor_parallel.leader import load_leader
 from baton.engine.tensor_parallel.place import RankPlace
 from baton.engine.tensor_parallel.pool import GroupArena
 from baton.engine.tensor_parallel.ranks import cores_of, threads_of
-from baton.errors import ConfigError, InternalError, ModelRefused
 from baton.llm import LLM, GenerationOutput
-from baton.request import Request
-from baton.sampling import SamplingParams
+from baton.protocol.errors import ConfigError, InternalError, ModelRefused
+from baton.protocol.request import Request
+from baton.protocol.sampling import SamplingParams
 from tests.adapters import id_of
 from tests.engine.driving import assert_all_free, run, tokens_of
 from tests.engine.tensor_parallel_ranks import engine_of_ranks, start_thread

@@ -11,11 +11,11 @@ import pytest
 from baton.engine.guided.guide import Grammar, Guide
 from baton.engine.guided.thought import FREE, ThoughtEnd, ThoughtLimit
 from baton.engine.interface import Task
-from baton.errors import InvalidRequest
-from baton.grammars import check_size
+from baton.guided.grammars import check_size
 from baton.llm import LLM
-from baton.request import Request
-from baton.sampling import GuidedDecoding, SamplingParams
+from baton.protocol.errors import InvalidRequest
+from baton.protocol.request import Request
+from baton.protocol.sampling import GuidedDecoding, SamplingParams
 from tests.engine.driving import run, tokens_of
 from tests.engine.guided_vocabulary import EOS, VOCAB_SIZE, allowed, encode, vocabulary
 from tests.tiny_models import EOS_ID, make_tiny_model

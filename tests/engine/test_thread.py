@@ -14,8 +14,8 @@ import pytest
 from baton.engine.engine import Engine
 from baton.engine.interface import Reservation, Task
 from baton.engine.thread import EngineThread, StepReport
-from baton.errors import InvalidRequest, Unavailable
-from baton.events import BlockEventKind
+from baton.protocol.errors import InvalidRequest, Unavailable
+from baton.protocol.events import BlockEventKind
 from tests.block_lists import held
 from tests.engine.driving import PROMPT, assert_all_free, expected, tokens_of
 from tests.fakes import FakeHooks, FakeRunner, fake_engine, request

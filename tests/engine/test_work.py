@@ -27,9 +27,9 @@ from baton.engine.work import (
     Work,
     seen,
 )
-from baton.errors import ConfigError
-from baton.request import Request
-from baton.sampling import SamplingParams
+from baton.protocol.errors import ConfigError
+from baton.protocol.request import Request
+from baton.protocol.sampling import SamplingParams
 from tests.block_lists import held
 from tests.fakes import FakeRunner
 from tests.tiny_models import make_tiny_model

@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from baton.chat_template import ChatTemplate
+from baton.text.chat_template import ChatTemplate
 from router.config import RouterConfig
 from router.responses.body import ResponsesCall, call_of, read
 from router.responses.items import items_of

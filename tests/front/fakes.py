@@ -12,16 +12,16 @@ import httpx
 import uvicorn
 from starlette.types import ASGIApp
 
-from baton.chat_template import ChatTemplate
-from baton.clock import SystemClock
-from baton.errors import BatonError
-from baton.events import TokenEvent, TokenLogprob
-from baton.generation_config import SamplingDefaults
-from baton.handles import Endpoint, NodeLoad, NodeRecord, Role
-from baton.kv_spec import PoolFormat
-from baton.request import FinishReason, Request
-from baton.timing import Timing
-from baton.tokenizer import Tokenizer
+from baton.protocol.clock import SystemClock
+from baton.protocol.errors import BatonError
+from baton.protocol.events import TokenEvent, TokenLogprob
+from baton.protocol.handles import Endpoint, NodeLoad, NodeRecord, Role
+from baton.protocol.kv_spec import PoolFormat
+from baton.protocol.request import FinishReason, Request
+from baton.runtime.timing import Timing
+from baton.text.chat_template import ChatTemplate
+from baton.text.generation_config import SamplingDefaults
+from baton.text.tokenizer import Tokenizer
 from router.aborts import Aborts
 from router.app import create_app
 from router.config import RouterConfig

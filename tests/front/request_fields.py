@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import httpx
 
-from baton.chat_template import ChatTemplate
+from baton.text.chat_template import ChatTemplate
 from router.config import RouterConfig
 from tests.front.fakes import MODEL, TOKENIZER, FakeDispatcher, Front
 from tests.front.tokenizers_built import TEMPLATE

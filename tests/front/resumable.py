@@ -10,11 +10,11 @@ from typing import Any
 
 import httpx
 
-from baton.clock import SystemClock
-from baton.errors import Cancelled, StoreUnavailable
-from baton.events import TokenEvent
-from baton.request import Request, RequestState
-from baton.timing import Timing
+from baton.protocol.clock import SystemClock
+from baton.protocol.errors import Cancelled, StoreUnavailable
+from baton.protocol.events import TokenEvent
+from baton.protocol.request import Request, RequestState
+from baton.runtime.timing import Timing
 from router.aborts import Aborts
 from router.app import create_app
 from router.config import RouterConfig

@@ -10,10 +10,10 @@ from typing import Any
 import httpx
 import pytest
 
-from baton.errors import Cancelled, ConfigError
-from baton.events import TokenEvent
-from baton.messages import DrainNode
-from baton.request import Request
+from baton.protocol.errors import Cancelled, ConfigError
+from baton.protocol.events import TokenEvent
+from baton.protocol.messages import DrainNode
+from baton.protocol.request import Request
 from router.admin import AdminApi, create_admin_app
 from router.config import RouterConfig
 from router.control import ControlApi

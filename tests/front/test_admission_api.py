@@ -15,8 +15,8 @@ import grpc.aio
 import httpx
 import pytest
 
-from baton.clock import SystemClock
-from baton.messages import AbortRequest, SubmitDecode
+from baton.protocol.clock import SystemClock
+from baton.protocol.messages import AbortRequest, SubmitDecode
 from protos import serve_pb2, serve_pb2_grpc
 from router.config import RouterConfig
 from router.dispatch_parts import DispatchParts

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from baton.errors import InvalidRequest
+from baton.protocol.errors import InvalidRequest
 from router.allowed_tools import FIELD, apply_allowed
 from router.openai import ChatBody
 from tests.front.fakes import TOKENIZER

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from baton.errors import DeadlineExceeded, InternalError, NodeLost, Overloaded, Unavailable
+from baton.protocol.errors import DeadlineExceeded, InternalError, NodeLost, Overloaded, Unavailable
 from router.config import RouterConfig
 from tests.front.dialects import ANSWER, THOUGHT, check_message, events_of, front, prompt_of
 from tests.front.fakes import MODEL, TOKENIZER, FakeDispatcher, FakeRegistry, Front

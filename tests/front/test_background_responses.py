@@ -10,7 +10,7 @@ import pytest
 import redis
 from openai.types.responses import Response
 
-from baton.errors import NodeLost, Overloaded
+from baton.protocol.errors import NodeLost, Overloaded
 from router.resumable.canonical import owner_digest, record_id
 from router.store.documents import Keeping
 from router.store.memory_store import MemoryTables

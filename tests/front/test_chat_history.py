@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from baton.chat_history import (
+from baton.text.chat_history import (
     arguments_as_text,
     calls_apart,
     calls_in_content,
@@ -17,7 +17,7 @@ from baton.chat_history import (
     rewrites_of,
     thoughts_in_analysis,
 )
-from baton.chat_template import Chat, ChatTemplate
+from baton.text.chat_template import Chat, ChatTemplate
 
 
 def call(id_: str | None, name: str, **arguments: Any) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from baton.chat_template import Chat, ChatTemplate
-from baton.errors import InvalidRequest, ModelRefused
+from baton.protocol.errors import InvalidRequest, ModelRefused
+from baton.text.chat_template import Chat, ChatTemplate
 from tests.front.tokenizers_built import TEMPLATE, byte_level, save
 
 MESSAGES = [{"role": "user", "content": 'Say "hi" & <b>'}, {"role": "assistant", "content": "hi"}]

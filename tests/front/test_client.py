@@ -10,8 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from baton import wire
-from baton.client import (
+from baton.client.client import (
     _CODE_OF,
     ERROR_CODE_METADATA,
     ERROR_FIELD_METADATA,
@@ -19,7 +18,8 @@ from baton.client import (
     Client,
     GenerateOptions,
 )
-from baton.errors import (
+from baton.protocol import wire
+from baton.protocol.errors import (
     BatonError,
     ContextLengthExceeded,
     DeadlineExceeded,
@@ -28,8 +28,8 @@ from baton.errors import (
     Unavailable,
     error_from_code,
 )
-from baton.events import TokenLogprob
-from baton.sampling import GuidedDecoding, SamplingParams
+from baton.protocol.events import TokenLogprob
+from baton.protocol.sampling import GuidedDecoding, SamplingParams
 from examples import grpc_client
 from protos import node_pb2, serve_pb2, serve_pb2_grpc
 

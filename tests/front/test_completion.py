@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.clock import SystemClock
-from baton.errors import InternalError, NodeLost
-from baton.events import TokenEvent
-from baton.request import FinishReason, Request
-from baton.sampling import SamplingParams
+from baton.protocol.clock import SystemClock
+from baton.protocol.errors import InternalError, NodeLost
+from baton.protocol.events import TokenEvent
+from baton.protocol.request import FinishReason, Request
+from baton.protocol.sampling import SamplingParams
 from router.completion import Completion, Delta, OutputRules, SampleText
 from router.metrics import RouterMetrics
 from router.openai_message import message_of

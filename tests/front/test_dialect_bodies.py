@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.errors import BatonError, InvalidRequest
+from baton.protocol.errors import BatonError, InvalidRequest
 from router.anthropic import body as messages
 from router.dialect import in_own_names
 from tests.front.dialects import responses_call

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.errors import Unavailable
-from baton.request import FinishReason, Request
-from baton.sampling import SamplingParams
+from baton.protocol.errors import Unavailable
+from baton.protocol.request import FinishReason, Request
+from baton.protocol.sampling import SamplingParams
 from router.anthropic.answer import MessageAnswer
 from router.anthropic.events import MessageEvents, input_of
 from router.completion import Completion, Delta, OutputRules

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from baton.errors import InternalError, Overloaded
+from baton.protocol.errors import InternalError, Overloaded
 from router.nodes.direct import DirectRoutes
 from tests.front.fakes import Front
 

@@ -18,11 +18,11 @@ from typing import Any
 import httpx
 import pytest
 
-from baton.errors import UnsupportedFeature
-from baton.events import Pooled
-from baton.messages import SubmitPool
-from baton.reranking import DEFAULT_INSTRUCTION, answer_tokens, rerank_prompts
-from baton.tokenizer import Tokenizer
+from baton.protocol.errors import UnsupportedFeature
+from baton.protocol.events import Pooled
+from baton.protocol.messages import SubmitPool
+from baton.text.reranking import DEFAULT_INSTRUCTION, answer_tokens, rerank_prompts
+from baton.text.tokenizer import Tokenizer
 from router.config import RouterConfig
 from router.openapi.document import OPERATIONS, document
 from router.pooling.config import PoolingSettings

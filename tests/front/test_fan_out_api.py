@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from baton.tokenizer import Tokenizer
+from baton.text.tokenizer import Tokenizer
 from router.config import RouterConfig
 from tests.front.fakes import TOKENIZER, FakeDispatcher, Front
 

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 import pytest
 
-from baton.errors import NodeLost
+from baton.protocol.errors import NodeLost
 from router.reading import MAX_BODY_BYTES
 from router.services import Lifecycle
 from tests.front.fakes import MAX_MODEL_LEN, MODEL, TOKENIZER, FakeDispatcher, FakeRegistry, Front

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from baton.errors import Overloaded
+from baton.protocol.errors import Overloaded
 from router.resumable.kept import KeptBodies
 from router.store.base import TERMINAL_TTL_S
 from router.store.memory_store import MemoryTables

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from baton import log
-from baton.errors import ConfigError
+from baton.protocol.errors import ConfigError
+from baton.runtime import log
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from typing import Any
 import openai
 import pytest
 
-from baton.events import TokenLogprob
-from baton.tokenizer import Tokenizer
+from baton.protocol.events import TokenLogprob
+from baton.text.tokenizer import Tokenizer
 from router.openai_logprobs import FLOOR, CompletionWriter, chat_logprobs
 from tests.front.fakes import (
     MODEL,

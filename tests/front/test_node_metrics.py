@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from baton.handles import NodeLoad
-from baton.metrics import (
+from baton.protocol.handles import NodeLoad
+from baton.runtime.metrics import (
     EngineTotals,
     LaneTotals,
     NodeMetrics,

@@ -7,7 +7,7 @@ import asyncio
 import openai
 import pytest
 
-from baton.errors import DeadlineExceeded, InternalError, NodeLost, Overloaded, Unavailable
+from baton.protocol.errors import DeadlineExceeded, InternalError, NodeLost, Overloaded, Unavailable
 from router.config import RouterConfig
 from tests.front.fakes import MAX_MODEL_LEN, MODEL, TOKENIZER, Front
 from tests.front.openai_sdk import sdk

@@ -11,7 +11,7 @@ import httpx
 import pytest
 import uvloop
 
-from baton.errors import ConfigError
+from baton.protocol.errors import ConfigError
 from router.config import RouterConfig
 from router.listeners import listen, release
 from router.main import http_server

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from baton.chat_template import ChatTemplate
+from baton.text.chat_template import ChatTemplate
 from router.config import RouterConfig
 from router.pooling.classify import activated
 from router.pooling.config import PoolingSettings

@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from baton.clock import SystemClock
-from baton.events import Pooled
-from baton.messages import SubmitDecode, SubmitPool
+from baton.protocol.clock import SystemClock
+from baton.protocol.events import Pooled
+from baton.protocol.messages import SubmitDecode, SubmitPool
 from router.gate.admission import Bounds, Reason
 from router.gate.gate import Gate, GateSettings
 from tests.front.test_admission_api import Served, serving

@@ -13,8 +13,8 @@ import pytest
 from starlette.requests import Request
 from starlette.routing import Route
 
-from baton.clock import SystemClock
-from baton.errors import Overloaded
+from baton.protocol.clock import SystemClock
+from baton.protocol.errors import Overloaded
 from router.config import RouterConfig
 from router.gate.admission import Bounds
 from router.gate.gate import Gate, GateSettings

@@ -14,9 +14,9 @@ import pytest
 from openai import OpenAI
 from starlette.types import Message, Receive, Scope, Send
 
-from baton.clock import SystemClock
-from baton.messages import SubmitDecode
-from baton.request import MAX_NODE_DEATHS, Request
+from baton.protocol.clock import SystemClock
+from baton.protocol.messages import SubmitDecode
+from baton.protocol.request import MAX_NODE_DEATHS, Request
 from examples.resuming_transport import Resuming
 from router.aborts import Aborts
 from router.app import create_app

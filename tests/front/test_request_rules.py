@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from baton.errors import InvalidRequest, UnsupportedFeature
+from baton.protocol.errors import InvalidRequest, UnsupportedFeature
 from tests.front.fakes import MODEL, FakeDispatcher, Front
 
 USER = [{"role": "user", "content": "hi"}]

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from baton.errors import NodeLost, Overloaded
+from baton.protocol.errors import NodeLost, Overloaded
 from router.config import RouterConfig
 from tests.front.dialects import (
     ANSWER,

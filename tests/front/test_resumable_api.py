@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from baton.errors import NodeLost
-from baton.request import RequestState
+from baton.protocol.errors import NodeLost
+from baton.protocol.request import RequestState
 from router.resumable.canonical import MAX_CANONICAL_BYTES, owner_digest, record_id
 from router.store.base import WriteStatus
 from router.store.memory_store import MemoryTables

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from baton.client import AsyncClient, Client, GenerateEvent, GenerateOptions
-from baton.errors import BatonError, Cancelled, InvalidRequest, NodeLost, Unavailable
-from baton.reconnect import Attempts, addresses_of
-from baton.sampling import SamplingParams
+from baton.client.reconnect import Attempts, addresses_of
+from baton.protocol.errors import BatonError, Cancelled, InvalidRequest, NodeLost, Unavailable
+from baton.protocol.sampling import SamplingParams
 from router.store.memory_store import MemoryTables
 from tests.front.resumable import PATIENCE_S, HeldRouter, held_router
 from tests.waiting import eventually

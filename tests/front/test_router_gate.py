@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from baton.handles import NodeLoad, Role
-from baton.messages import SubmitDecode
+from baton.protocol.handles import NodeLoad, Role
+from baton.protocol.messages import SubmitDecode
 from router.config import RouterConfig
 from router.main import Router
 from tests.router.clients import Client

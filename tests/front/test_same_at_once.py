@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import redis
 
-from baton.timing import Timing
+from baton.runtime.timing import Timing
 from tests.front.resumable import held_router
 
 BODY = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 40}

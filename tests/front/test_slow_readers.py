@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import httpx
 import pytest
 
-from baton.events import TokenEvent
-from baton.request import Request
+from baton.protocol.events import TokenEvent
+from baton.protocol.request import Request
 from router import sse
 from tests.front.fakes import TOKENIZER, FakeDispatcher, Front, serving
 

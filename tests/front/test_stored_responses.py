@@ -13,7 +13,7 @@ from openai.types.responses import Response, ResponseItem
 from openai.types.responses.response_item_list import ResponseItemList
 from pydantic import TypeAdapter
 
-from baton.timing import Timing
+from baton.runtime.timing import Timing
 from router.config import RouterConfig
 from router.gate.gate import Gate, GateSettings
 from router.gate.keys import Grant

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from baton.chat_template import Chat, ChatTemplate
-from baton.children import ChildBudget
-from baton.errors import InvalidRequest, ModelRefused, Unavailable
-from baton.rendering import TemplateRenderer
-from baton.template_limits import MAX_WRITTEN, OverBudget
+from baton.protocol.errors import InvalidRequest, ModelRefused, Unavailable
+from baton.runtime.children import ChildBudget
+from baton.text.chat_template import Chat, ChatTemplate
+from baton.text.rendering import TemplateRenderer
+from baton.text.template_limits import MAX_WRITTEN, OverBudget
 from router.prompts import AT_ONCE_S, Conversation, Length, PromptReader
 from tests.front.fakes import TOKENIZER, Front
 
@@ -339,7 +339,7 @@ def test_no_template_hangs_or_fills_this_process(source: str) -> None:
 
 async def test_a_bomb_does_not_stop_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small conversations are rendered on the event loop: once, briefly, then in a child."""
-    monkeypatch.setattr("baton.rendering.BUDGET", QUICK)
+    monkeypatch.setattr("baton.text.rendering.BUDGET", QUICK)
     template = ChatTemplate(LOOPS, {})
     assert template.harmless
     reader = PromptReader(TOKENIZER, template)
@@ -368,7 +368,7 @@ async def test_a_bomb_does_not_stop_the_router(monkeypatch: pytest.MonkeyPatch) 
 async def test_clients_of_such_a_model_are_told(
     monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:
-    monkeypatch.setattr("baton.rendering.BUDGET", QUICK)
+    monkeypatch.setattr("baton.text.rendering.BUDGET", QUICK)
     front = Front(chat_template=ChatTemplate(source, {}))
     async with front.client() as client:
         body: dict[str, Any] = {"messages": MESSAGES}
@@ -381,7 +381,7 @@ async def test_clients_of_such_a_model_are_told(
 
 
 async def test_no_client_may_raise_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton.rendering.BUDGET", QUICK)
+    monkeypatch.setattr("baton.text.rendering.BUDGET", QUICK)
     front = Front(chat_template=ChatTemplate(LOOPS, {}))
     async with front.client() as client:
         for name in ("seconds", "limit_s", "self", "messages", "deadline", "environment"):

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.errors import InvalidRequest
-from baton.request import Request
-from baton.sampling import SamplingParams
+from baton.protocol.errors import InvalidRequest
+from baton.protocol.request import Request
+from baton.protocol.sampling import SamplingParams
 from router.config import RouterConfig
 from router.gate.keys import EVERYBODY, Grant
 from router.receipt import HEADER, MOST_HEADER_BYTES

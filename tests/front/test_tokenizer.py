@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
 
-from baton.errors import InvalidRequest, ModelRefused
-from baton.tokenizer import SHORT_TOKENS, Tokenizer
+from baton.protocol.errors import InvalidRequest, ModelRefused
+from baton.text.tokenizer import SHORT_TOKENS, Tokenizer
 from deploy.plan import DEMO_MODEL
 from tests.front.tokenizers_built import byte_fallback, byte_level, save
 

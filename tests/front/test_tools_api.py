@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from baton.errors import ConfigError
+from baton.protocol.errors import ConfigError
 from router.config import RouterConfig
 from tests.front.dialects import ANSWER, ARGUMENTS, CALL, CONFIG, THOUGHT, front, prompt_of
 from tests.front.fakes import MODEL, TOKENIZER, Front

@@ -7,9 +7,9 @@ from typing import Any
 import orjson
 import pytest
 
-from baton.chat_template import ChatTemplate
-from baton.errors import ConfigError
-from baton.sampling import GuidedDecoding
+from baton.protocol.errors import ConfigError
+from baton.protocol.sampling import GuidedDecoding
+from baton.text.chat_template import ChatTemplate
 from router.config import RouterConfig
 from tests.front.fakes import MODEL, TOKENIZER, FakeDispatcher, FakeModel, FakeRegistry, Front
 from tests.front.openai_sdk import sdk

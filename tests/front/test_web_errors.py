@@ -6,7 +6,13 @@ import logging
 
 import pytest
 
-from baton.errors import BatonError, DeadlineExceeded, InternalError, InvalidRequest, Unavailable
+from baton.protocol.errors import (
+    BatonError,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    Unavailable,
+)
 from router.web_errors import as_baton_error, log_failure
 
 LATE = DeadlineExceeded("the request's deadline has passed")

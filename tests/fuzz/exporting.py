@@ -7,9 +7,9 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from baton.errors import KVError
-from baton.kv_spec import PoolFormat
-from baton.timing import Timing
+from baton.protocol.errors import KVError
+from baton.protocol.kv_spec import PoolFormat
+from baton.runtime.timing import Timing
 from kv_transfer.bodies import decode_body
 from kv_transfer.exporter import Exporter
 from kv_transfer.exports import ExportTable

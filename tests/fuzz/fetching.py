@@ -8,8 +8,8 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from baton.errors import KVLost
-from baton.handles import LaneAddress
+from baton.protocol.errors import KVLost
+from baton.protocol.handles import LaneAddress
 from kv_transfer.base import Blocks, Lane, Payload, Serve, Span, Wire
 from kv_transfer.bodies import decode_body
 from kv_transfer.fetch_session import Intent, Wanted

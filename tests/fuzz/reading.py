@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from baton.errors import KVLost
+from baton.protocol.errors import KVLost
 from kv_transfer.bodies import decode_body
 from kv_transfer.dist_ends import DistWire, Ends
 from kv_transfer.framed_socket import FramedSocket

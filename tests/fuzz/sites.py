@@ -14,9 +14,9 @@ from typing import Final
 import torch
 
 from baton.engine.kv_cache import KVArena
-from baton.errors import KVError
-from baton.handles import Endpoint, KVHandle
-from baton.kv_spec import BlockLists, HeldBlocks, LayerSpec, PoolFormat, first_visible
+from baton.protocol.errors import KVError
+from baton.protocol.handles import Endpoint, KVHandle
+from baton.protocol.kv_spec import BlockLists, HeldBlocks, LayerSpec, PoolFormat, first_visible
 from kv_transfer.base import Payload, Span
 from kv_transfer.bodies import encode_body, kind_of
 from kv_transfer.codec import converted

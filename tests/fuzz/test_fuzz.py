@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.errors import KVError
+from baton.protocol.errors import KVError
 from kv_transfer.bodies import decode_body, encode_body, kind_of
 from kv_transfer.exporter import Exporter
 from kv_transfer.exports import ExportTable, Reader

@@ -33,7 +33,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from baton.engine.config import EngineConfig
 from baton.engine.loading import LoadedModel, load_model
-from baton.errors import ModelRefused
+from baton.protocol.errors import ModelRefused
 from tests.golden.greedy import our_tokens, random_prompts, transformers_tokens
 from tests.tiny_models import write_tiny_tokenizer
 

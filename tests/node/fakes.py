@@ -15,16 +15,18 @@ import grpc.aio
 import torch
 from torch import Tensor
 
-from baton import wire
-from baton.clock import SystemClock
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.interface import ChunkResult, Sampled, SequenceChunk
 from baton.engine.kv_cache import KVArena
-from baton.events import NodeStep, RequestFailed, TokenEvent
-from baton.handles import KVHandle, NodeLoad, NodeRecord, Role
-from baton.kv_spec import BlockLists, HeldBlocks
-from baton.messages import (
+from baton.node.config import NodeConfig
+from baton.node.main import Node, NodeProgram, Surroundings
+from baton.protocol import wire
+from baton.protocol.clock import SystemClock
+from baton.protocol.events import NodeStep, RequestFailed, TokenEvent
+from baton.protocol.handles import KVHandle, NodeLoad, NodeRecord, Role
+from baton.protocol.kv_spec import BlockLists, HeldBlocks
+from baton.protocol.messages import (
     AbortRequest,
     ReleaseExport,
     RouterMessage,
@@ -33,9 +35,7 @@ from baton.messages import (
     SubmitPrefill,
     session_metadata,
 )
-from baton.node.config import NodeConfig
-from baton.node.main import Node, NodeProgram, Surroundings
-from baton.timing import Timing, channel_options
+from baton.runtime.timing import Timing, channel_options
 from decode_node.role import DecodeRole
 from kv_transfer.base import Lane
 from kv_transfer.memory import MemoryFabric, MemoryLane

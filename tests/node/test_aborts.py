@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from baton.handles import KVHandle
-from baton.request import Request
+from baton.protocol.handles import KVHandle
+from baton.protocol.request import Request
 from tests.fakes import expected_output, request
 from tests.node.fakes import Gate, Pair, Setup, running_pair
 

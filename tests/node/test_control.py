@@ -8,9 +8,9 @@ import pytest
 
 from baton.engine import sleeping
 from baton.engine.engine import Engine
-from baton.events import BlockEventKind, Controlled
-from baton.messages import ControlAction, ControlNode, SubmitDecode, SubmitPrefill
 from baton.node.main import NodeProgram
+from baton.protocol.events import BlockEventKind, Controlled
+from baton.protocol.messages import ControlAction, ControlNode, SubmitDecode, SubmitPrefill
 from kv_transfer.memory import MemoryFabric
 from tests.fakes import expected_output, request
 from tests.node.fakes import (

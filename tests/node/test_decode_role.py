@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from baton.engine.interface import Reservation
-from baton.errors import KVLost, KVStale, KVTimeout, Overloaded
-from baton.handles import Endpoint, KVHandle
-from baton.kv_spec import PoolFormat
-from baton.messages import RenewExport
 from baton.node.config import NodeConfig
 from baton.node.role import RoleContext
-from baton.timing import Timing
+from baton.protocol.errors import KVLost, KVStale, KVTimeout, Overloaded
+from baton.protocol.handles import Endpoint, KVHandle
+from baton.protocol.kv_spec import PoolFormat
+from baton.protocol.messages import RenewExport
+from baton.runtime.timing import Timing
 from decode_node.admission import FetchAdmission
 from decode_node.role import DecodeRole
 from kv_transfer.memory import MemoryFabric

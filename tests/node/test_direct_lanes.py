@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from baton.engine.kv_cache import KVArena
-from baton.errors import ConfigError
-from baton.handles import KVHandle
-from baton.kv_spec import LayerSpec, layout_fingerprint
 from baton.node.lanes import MAKERS, LaneSettings, PoolPlace, make_lanes
-from baton.timing import Timing
+from baton.protocol.errors import ConfigError
+from baton.protocol.handles import KVHandle
+from baton.protocol.kv_spec import LayerSpec, layout_fingerprint
+from baton.runtime.timing import Timing
 from kv_transfer.base import Blocks
 from kv_transfer.connector import Connector
 from kv_transfer.layout import ArenaMemory

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import pytest
 
-from baton.errors import InvalidRequest
-from baton.messages import StopSample
-from baton.request import FinishReason, Request
+from baton.protocol.errors import InvalidRequest
+from baton.protocol.messages import StopSample
+from baton.protocol.request import FinishReason, Request
 from kv_transfer.grpc_stream import GrpcLane
 from tests.fakes import expected_beams, expected_output, request
 from tests.node.fakes import TIMING, Pair, Setup, running_pair

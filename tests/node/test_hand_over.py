@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from baton.events import BlockEventKind, FirstToken, NodeStep
-from baton.handles import KVHandle, Role
-from baton.kv_spec import LayerSpec
-from baton.messages import Prefilled
 from baton.node.session import RouterSession
-from baton.request import FinishReason
+from baton.protocol.events import BlockEventKind, FirstToken, NodeStep
+from baton.protocol.handles import KVHandle, Role
+from baton.protocol.kv_spec import LayerSpec
+from baton.protocol.messages import Prefilled
+from baton.protocol.request import FinishReason
 from kv_transfer import connector
 from kv_transfer.base import KVReady
 from kv_transfer.grpc_stream import GrpcLane

@@ -15,11 +15,12 @@ import pytest
 import redis.asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton import redis_keys, wire
-from baton.errors import ConfigError
-from baton.handles import NodeRecord, Role
 from baton.node.heartbeat import Heartbeat, RedisRegistry
-from baton.timing import Timing
+from baton.protocol import wire
+from baton.protocol.errors import ConfigError
+from baton.protocol.handles import NodeRecord, Role
+from baton.runtime import redis_keys
+from baton.runtime.timing import Timing
 from kv_transfer.memory import MemoryFabric
 from tests.fakes import request
 from tests.node.fakes import PATIENCE_S, PREFILL, TIMING, Setup, connected, running_node

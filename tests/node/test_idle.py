@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from baton.sampling import SamplingParams
+from baton.protocol.sampling import SamplingParams
 from tests.cluster import PATIENT, Cluster, Plan, cluster
 from tests.tiny_models import make_tiny_model
 from tests.waiting import eventually

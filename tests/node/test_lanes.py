@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from baton.engine.kv_cache import KVArena
-from baton.errors import ConfigError
-from baton.kv_spec import LayerSpec
 from baton.node import lanes as node_lanes
 from baton.node.config import NodeConfig
 from baton.node.lanes import AUTO, MAKERS, LaneSettings, PoolPlace, make_lanes, parse_lanes
-from baton.timing import Timing
+from baton.protocol.errors import ConfigError
+from baton.protocol.kv_spec import LayerSpec
+from baton.runtime.timing import Timing
 from kv_transfer.base import Lane
 from kv_transfer.dist import DistSettings
 from kv_transfer.grpc_stream import GrpcLane

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 import pytest
 
 from baton.engine.block_tables import count_blocks
-from baton.errors import GivenBack, KVStale
-from baton.handles import KVHandle
-from baton.messages import Migrate
-from baton.request import Request
+from baton.protocol.errors import GivenBack, KVStale
+from baton.protocol.handles import KVHandle
+from baton.protocol.messages import Migrate
+from baton.protocol.request import Request
 from kv_transfer.memory import MemoryFabric
 from tests.fakes import expected_output, request
 from tests.node.fakes import (

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from baton.config import load
-from baton.errors import ConfigError
 from baton.node.config import NodeConfig, join_address
+from baton.protocol.errors import ConfigError
+from baton.runtime.config import load
 
 
 def test_loopback_needs_nothing() -> None:

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from baton.clock import SystemClock
 from baton.engine.interface import SequenceChunk
-from baton.events import Pooled
-from baton.messages import AbortRequest, ReleaseExport, SubmitPool, SubmitPrefill
 from baton.node import pooling
 from baton.node.main import NodeProgram
 from baton.node.pooling import PoolingDesk
-from baton.request import Request
-from baton.sampling import SamplingParams
+from baton.protocol.clock import SystemClock
+from baton.protocol.events import Pooled
+from baton.protocol.messages import AbortRequest, ReleaseExport, SubmitPool, SubmitPrefill
+from baton.protocol.request import Request
+from baton.protocol.sampling import SamplingParams
 from kv_transfer.memory import MemoryFabric
 from tests.node.fakes import (
     DECODE,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from baton.errors import GivenBack
-from baton.handles import KVHandle
-from baton.messages import Migrate
-from baton.request import Request
+from baton.protocol.errors import GivenBack
+from baton.protocol.handles import KVHandle
+from baton.protocol.messages import Migrate
+from baton.protocol.request import Request
 from tests.fakes import expected_output, model_info, request
 from tests.node.fakes import Pair, Setup, running_pair
 

@@ -16,9 +16,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from baton.messages import SessionHello, session_metadata
 from baton.node.main import main
-from baton.wire import node_message_from_wire, router_message_to_wire
+from baton.protocol.messages import SessionHello, session_metadata
+from baton.protocol.wire import node_message_from_wire, router_message_to_wire
 from decode_node.__main__ import PROGRAM
 from tests.fakes import FakeClock
 from tests.node.fakes import open_call

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from grpc_health.v1 import health_pb2
 
-from baton.errors import KVError, error_from_code
 from baton.node.progress import Answer, Progress
-from baton.timing import Timing
+from baton.protocol.errors import KVError, error_from_code
+from baton.runtime.timing import Timing
 from kv_transfer.memory import MemoryFabric
 from tests.fakes import FakeClock, request
 from tests.node.fakes import (

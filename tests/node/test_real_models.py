@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from baton.clock import SystemClock
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.interface import Task
 from baton.node.config import NodeConfig
 from baton.node.main import Node, NodeProgram, Surroundings
-from baton.request import Request
-from baton.sampling import SamplingParams
+from baton.protocol.clock import SystemClock
+from baton.protocol.request import Request
+from baton.protocol.sampling import SamplingParams
 from kv_transfer.grpc_stream import GrpcLane
 from tests.node.fakes import DECODE, PREFILL, TIMING, RawRouter, connected
 from tests.tiny_models import make_tiny_model

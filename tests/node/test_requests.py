@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from baton.errors import Fenced
 from baton.node.requests import NodeRequest, RequestTable
+from baton.protocol.errors import Fenced
 from tests.fakes import request
 
 NO_SESSION: Any = None  # whose it is does not matter here

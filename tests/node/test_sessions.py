@@ -13,15 +13,21 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton import wire
-from baton.clock import SystemClock
-from baton.errors import Overloaded
-from baton.events import BlockEvent, BlockEventKind, NodeStep, TokenEvent
-from baton.handles import NodeLoad
-from baton.messages import SECRET_METADATA, DrainNode, SessionHello, SubmitPrefill, session_mac
 from baton.node.main import NodeProgram
 from baton.node.session import RouterSession
-from baton.request import Request
+from baton.protocol import wire
+from baton.protocol.clock import SystemClock
+from baton.protocol.errors import Overloaded
+from baton.protocol.events import BlockEvent, BlockEventKind, NodeStep, TokenEvent
+from baton.protocol.handles import NodeLoad
+from baton.protocol.messages import (
+    SECRET_METADATA,
+    DrainNode,
+    SessionHello,
+    SubmitPrefill,
+    session_mac,
+)
+from baton.protocol.request import Request
 from kv_transfer.memory import MemoryFabric
 from protos import node_pb2
 from tests.fakes import expected_output, request

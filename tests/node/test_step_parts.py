@@ -8,9 +8,12 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton import wire
-from baton.clock import SystemClock
-from baton.events import (
+from baton.node.service import router_messages
+from baton.node.session import RouterSession
+from baton.node.step_parts import MESSAGE_BYTES, in_parts
+from baton.protocol import wire
+from baton.protocol.clock import SystemClock
+from baton.protocol.events import (
     BlockEvent,
     BlockEventKind,
     NodeStep,
@@ -19,12 +22,9 @@ from baton.events import (
     TokenEvent,
     TokenLogprob,
 )
-from baton.handles import NodeLoad
-from baton.messages import AbortRequest
-from baton.node.service import router_messages
-from baton.node.session import RouterSession
-from baton.node.step_parts import MESSAGE_BYTES, in_parts
-from baton.timing import Timing, server_options
+from baton.protocol.handles import NodeLoad
+from baton.protocol.messages import AbortRequest
+from baton.runtime.timing import Timing, server_options
 from protos import node_pb2
 from router.prefix_index import PrefixIndex
 

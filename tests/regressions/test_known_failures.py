@@ -15,9 +15,9 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.errors import InvalidRequest
-from baton.messages import ReleaseExport, SubmitDecode, SubmitPrefill
-from baton.sampling import SamplingParams
+from baton.protocol.errors import InvalidRequest
+from baton.protocol.messages import ReleaseExport, SubmitDecode, SubmitPrefill
+from baton.protocol.sampling import SamplingParams
 from kv_transfer.memory import MemoryFabric, MemoryLane
 from tests.fakes import expected_output, request
 from tests.front.fakes import TOKENIZER, Front

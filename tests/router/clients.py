@@ -7,12 +7,12 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
-from baton.events import TokenEvent
-from baton.messages import (
+from baton.protocol.events import TokenEvent
+from baton.protocol.messages import (
     SubmitDecode,
     SubmitPrefill,
 )
-from baton.request import Request, RequestState
+from baton.protocol.request import Request, RequestState
 from router.terms import STANDARD, Terms
 from router.trace import RequestTrace
 from tests.router.fakes import (

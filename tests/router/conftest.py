@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 import redis
 
-from baton.timing import Timing
+from baton.runtime.timing import Timing
 from router.store.base import RequestStore
 from router.store.memory_store import MemoryStore, MemoryTables
 from router.store.redis_store import RedisStore, connect

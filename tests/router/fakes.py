@@ -11,16 +11,16 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
-from baton import messages, wire
-from baton.clock import SystemClock
-from baton.errors import StoreUnavailable
-from baton.events import HandleReady, NodeStep, RequestFailed, Subscribed, TokenEvent
-from baton.handles import Endpoint, KVHandle, LaneAddress, NodeLoad, NodeRecord, Role
-from baton.kv_spec import PoolFormat
 from baton.node.service import router_messages
-from baton.request import FinishReason, Request
-from baton.sampling import SamplingParams
-from baton.timing import Timing, server_options
+from baton.protocol import messages, wire
+from baton.protocol.clock import SystemClock
+from baton.protocol.errors import StoreUnavailable
+from baton.protocol.events import HandleReady, NodeStep, RequestFailed, Subscribed, TokenEvent
+from baton.protocol.handles import Endpoint, KVHandle, LaneAddress, NodeLoad, NodeRecord, Role
+from baton.protocol.kv_spec import PoolFormat
+from baton.protocol.request import FinishReason, Request
+from baton.protocol.sampling import SamplingParams
+from baton.runtime.timing import Timing, server_options
 from protos import node_pb2_grpc
 from router.dispatch_parts import DispatchParts
 from router.dispatcher import Dispatcher

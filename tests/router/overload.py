@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from baton.handles import NodeLoad, Role
+from baton.protocol.handles import NodeLoad, Role
 from router.gate.admission import AdmissionQueue, Bounds, Ticket, TicketState, Wanted
 from router.gate.capacity import OnTheWay, has_room
 from router.gate.keys import Grant

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from baton.request import Request
+from baton.protocol.request import Request
 from router import aborts
 from router.aborts import Aborts
 from router.request_ids import names

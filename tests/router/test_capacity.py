@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from baton.block_hashes import block_hashes, root_hash
-from baton.handles import NodeLoad, Role
+from baton.protocol.block_hashes import block_hashes, root_hash
+from baton.protocol.handles import NodeLoad, Role
 from router.gate.capacity import OnTheWay, best_ttft_s, can_keep_tpot, has_room
 from router.policy import NodeSnapshot
 from tests.router.fakes import make_request

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from baton.errors import Cancelled
+from baton.protocol.errors import Cancelled
 from router.nodes.connection import HANG_UP, HangUp, while_connected
 
 

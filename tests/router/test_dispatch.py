@@ -6,15 +6,15 @@ import asyncio
 
 import pytest
 
-from baton.errors import (
+from baton.protocol.errors import (
     Cancelled,
     DeadlineExceeded,
     InvalidRequest,
     Overloaded,
     Unavailable,
 )
-from baton.events import TokenEvent
-from baton.messages import (
+from baton.protocol.events import TokenEvent
+from baton.protocol.messages import (
     AbortRequest,
     DrainNode,
     Prefilled,
@@ -23,7 +23,7 @@ from baton.messages import (
     SubmitDecode,
     SubmitPrefill,
 )
-from baton.request import FinishReason, Request, RequestState
+from baton.protocol.request import FinishReason, Request, RequestState
 from router.policy import PolicySettings
 from router.trace import RequestTrace
 from tests.router.clients import Client, cluster, state_of

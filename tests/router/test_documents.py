@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import StoreUnavailable
-from baton.redis_keys import document_index_key, document_key
-from baton.timing import Timing
+from baton.protocol.errors import StoreUnavailable
+from baton.runtime.redis_keys import document_index_key, document_key
+from baton.runtime.timing import Timing
 from router.store.documents import DocumentTable, Keeping, MemoryDocuments
 from router.store.redis_store import RedisStore, connect
 from tests.router.conftest import StoreMaker

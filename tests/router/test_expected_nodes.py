@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from baton.clock import SystemClock
-from baton.errors import NodeLost, Overloaded, Unavailable
-from baton.events import Pooled, RequestFailed
-from baton.handles import NodeLoad, Role
-from baton.messages import Migrate, RenewExport, SubmitDecode, SubmitPool, SubmitPrefill
-from baton.request import RequestState
+from baton.protocol.clock import SystemClock
+from baton.protocol.errors import NodeLost, Overloaded, Unavailable
+from baton.protocol.events import Pooled, RequestFailed
+from baton.protocol.handles import NodeLoad, Role
+from baton.protocol.messages import Migrate, RenewExport, SubmitDecode, SubmitPool, SubmitPrefill
+from baton.protocol.request import RequestState
 from router.dispatch import MAX_ATTEMPTS
 from router.gate.admission import Bounds
 from router.gate.gate import Gate, GateSettings

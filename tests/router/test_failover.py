@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from baton.errors import (
+from baton.protocol.errors import (
     ContextLengthExceeded,
     InternalError,
     NodeLost,
     Overloaded,
     Unavailable,
 )
-from baton.messages import (
+from baton.protocol.messages import (
     AbortRequest,
     Prefilled,
     ReleaseExport,
@@ -19,7 +19,7 @@ from baton.messages import (
     SubmitDecode,
     SubmitPrefill,
 )
-from baton.request import RequestState
+from baton.protocol.request import RequestState
 from tests.router.clients import Client, cluster, first_of, state_of
 from tests.router.fakes import FAST, PATIENCE_S, make_request
 

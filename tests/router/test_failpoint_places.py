@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from baton.events import TokenEvent
-from baton.failpoints import FAILPOINTS
+from baton.protocol.events import TokenEvent
+from baton.runtime.failpoints import FAILPOINTS
 from router.nodes.attachments import Attachment, NodeEvent
 from tests.router.fakes import PATIENCE_S, fake_nodes, running_router
 

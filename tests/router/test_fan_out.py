@@ -6,10 +6,10 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
-from baton.events import TokenEvent, TokenLogprob
-from baton.messages import AbortRequest, StopSample, SubmitDecode, SubmitPrefill
-from baton.request import FinishReason, Request, RequestState
-from baton.sampling import SamplingParams
+from baton.protocol.events import TokenEvent, TokenLogprob
+from baton.protocol.messages import AbortRequest, StopSample, SubmitDecode, SubmitPrefill
+from baton.protocol.request import FinishReason, Request, RequestState
+from baton.protocol.sampling import SamplingParams
 from router.store.base import LogEntry
 from tests.router.clients import Client, cluster, first_of, state_of
 from tests.router.fakes import PATIENCE_S, FakeNode, FakeRouter, make_request

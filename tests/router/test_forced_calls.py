@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from baton.engine.guided.llguidance import LlguidanceBackend
 from baton.engine.guided.xgrammar import XgrammarBackend
-from baton.grammars import check_grammar
-from baton.sampling import GuidedDecoding
+from baton.guided.grammars import check_grammar
+from baton.protocol.sampling import GuidedDecoding
 from router.parsers import harmony
 from router.parsers.formats import MISTRAL, TOOL_FORMATS
 from router.parsers.frames import FrameWriter

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from baton.clock import SystemClock
-from baton.errors import Cancelled, InvalidRequest, Overloaded, Unavailable
-from baton.handles import NodeLoad, Role
-from baton.messages import SubmitDecode
-from baton.request import Request
-from baton.sampling import SamplingParams
+from baton.protocol.clock import SystemClock
+from baton.protocol.errors import Cancelled, InvalidRequest, Overloaded, Unavailable
+from baton.protocol.handles import NodeLoad, Role
+from baton.protocol.messages import SubmitDecode
+from baton.protocol.request import Request
+from baton.protocol.sampling import SamplingParams
 from router.gate.admission import Bounds, Reason
 from router.gate.gate import Gate, GateSettings
 from router.gate.keys import Grant

@@ -15,8 +15,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from baton.client import AsyncClient, GenerateEvent, GenerateOptions
-from baton.clock import SystemClock
-from baton.errors import (
+from baton.protocol.clock import SystemClock
+from baton.protocol.errors import (
     BatonError,
     Cancelled,
     ContextLengthExceeded,
@@ -25,13 +25,13 @@ from baton.errors import (
     Unauthenticated,
     Unavailable,
 )
-from baton.events import TokenLogprob
-from baton.generation_config import SamplingDefaults
-from baton.handles import Role
-from baton.messages import AbortRequest, SubmitDecode
-from baton.request import FinishReason, RequestState
-from baton.sampling import SamplingParams
-from baton.timing import Timing
+from baton.protocol.events import TokenLogprob
+from baton.protocol.handles import Role
+from baton.protocol.messages import AbortRequest, SubmitDecode
+from baton.protocol.request import FinishReason, RequestState
+from baton.protocol.sampling import SamplingParams
+from baton.runtime.timing import Timing
+from baton.text.generation_config import SamplingDefaults
 from router.aborts import Aborts
 from router.config import RouterConfig
 from router.grpc_api import GrpcServer

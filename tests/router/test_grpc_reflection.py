@@ -16,9 +16,9 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 )
 
 from baton.client import AsyncClient, GenerateOptions
-from baton.errors import DeadlineExceeded
-from baton.messages import AbortRequest, SubmitDecode
-from baton.request import RequestState as S
+from baton.protocol.errors import DeadlineExceeded
+from baton.protocol.messages import AbortRequest, SubmitDecode
+from baton.protocol.request import RequestState as S
 from tests.front.fakes import EOS, TOKENIZER
 from tests.router.fakes import PATIENCE_S
 from tests.router.test_grpc_api import GREEDY, open_door

@@ -10,12 +10,12 @@ from typing import Any
 import llguidance
 import pytest
 
-from baton.children import ChildBudget
 from baton.engine.guided.xgrammar import XgrammarBackend
-from baton.errors import InvalidRequest, Overloaded, UnsupportedFeature
-from baton.grammar_trials import GrammarTrials
-from baton.grammars import check_grammar
-from baton.sampling import GuidedDecoding
+from baton.guided.grammar_trials import GrammarTrials
+from baton.guided.grammars import check_grammar
+from baton.protocol.errors import InvalidRequest, Overloaded, UnsupportedFeature
+from baton.protocol.sampling import GuidedDecoding
+from baton.runtime.children import ChildBudget
 from router.gate.turns import MAX_WAITING
 from router.off_loop import Lane, OffLoop
 from router.openai import ChatBody, CompletionBody, parse

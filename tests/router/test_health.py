@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from baton.errors import InternalError, Overloaded
-from baton.events import NodeStep, RequestFailed, TokenEvent
-from baton.handles import Role
-from baton.messages import SubmitDecode
+from baton.protocol.errors import InternalError, Overloaded
+from baton.protocol.events import NodeStep, RequestFailed, TokenEvent
+from baton.protocol.handles import Role
+from baton.protocol.messages import SubmitDecode
 from router.nodes.health import HealthSettings, Known, NodeHealth
 from tests.router.clients import Client, cluster
 from tests.router.fakes import FakeClock, FakeRouter, make_request

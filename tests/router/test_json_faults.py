@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.errors import InvalidRequest
+from baton.protocol.errors import InvalidRequest
 from router.json_faults import fault_of
 from router.openai import ChatBody, parse
 

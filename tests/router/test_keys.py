@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import ConfigError
+from baton.protocol.errors import ConfigError
 from router.config import RouterConfig
 from router.gate.keys import EVERYBODY, LOOK_S, Grant, KeyRing
 from tests.router.fakes import FakeClock

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
-from baton.clock import SystemClock
-from baton.events import TokenEvent
-from baton.messages import SubmitDecode, SubmitPrefill
-from baton.metrics import render
-from baton.request import FinishReason, RequestState
+from baton.protocol.clock import SystemClock
+from baton.protocol.events import TokenEvent
+from baton.protocol.messages import SubmitDecode, SubmitPrefill
+from baton.protocol.request import FinishReason, RequestState
+from baton.runtime.metrics import render
 from router.failure_metrics import Watched, watch_failures
 from router.metrics import RouterMetrics
 from router.retry_budget import RetryBudget

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import IllegalTransition, InvalidRequest, StoreUnavailable
-from baton.events import TokenEvent
-from baton.request import FinishReason, RequestState
+from baton.protocol.errors import IllegalTransition, InvalidRequest, StoreUnavailable
+from baton.protocol.events import TokenEvent
+from baton.protocol.request import FinishReason, RequestState
 from deploy.redis_server import RedisServer, find_redis_binary
 from router.resumable.replay import Told as Shown
 from router.resumable.run_log import RunLog

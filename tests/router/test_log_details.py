@@ -9,9 +9,9 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.errors import InvalidRequest
-from baton.events import TokenEvent, TokenLogprob
-from baton.request import FinishReason
+from baton.protocol.errors import InvalidRequest
+from baton.protocol.events import TokenEvent, TokenLogprob
+from baton.protocol.request import FinishReason
 from router.resumable.numbered import Numbers
 from router.resumable.replay import Told
 from router.resumable.terms import START, read_position

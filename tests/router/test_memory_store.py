@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from baton.request import RequestState
-from baton.timing import Timing
+from baton.protocol.request import RequestState
+from baton.runtime.timing import Timing
 from router.store.base import TERMINAL_TTL_S, Move
 from router.store.memory_store import MAX_PLAIN, MemoryStore, MemoryTables
 from tests.fakes import FakeClock

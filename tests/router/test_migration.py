@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from baton.errors import Cancelled
-from baton.events import TokenEvent
-from baton.handles import KVHandle, NodeLoad, Role
-from baton.messages import (
+from baton.protocol.errors import Cancelled
+from baton.protocol.events import TokenEvent
+from baton.protocol.handles import KVHandle, NodeLoad, Role
+from baton.protocol.messages import (
     AbortRequest,
     Migrate,
     ReleaseExport,
@@ -20,7 +20,7 @@ from baton.messages import (
     SubmitDecode,
     SubmitPrefill,
 )
-from baton.request import Request, RequestState
+from baton.protocol.request import Request, RequestState
 from router import dispatch, dispatcher
 from router.nodes import migration
 from router.nodes.migration import Candidate, MigrationStats, Migrator, MigratorParts, relief

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from baton.errors import NodeLost
-from baton.messages import SubmitDecode
-from baton.request import MAX_NODE_DEATHS, Request, RequestState
+from baton.protocol.errors import NodeLost
+from baton.protocol.messages import SubmitDecode
+from baton.protocol.request import MAX_NODE_DEATHS, Request, RequestState
 from router.nodes.attachments import Attachment
 from router.nodes.suspects import FEW, suspects
 from tests.router.clients import Client, cluster, first_of, state_of

@@ -9,11 +9,18 @@ from typing import Any
 
 import pytest
 
-from baton import wire
-from baton.errors import NodeLost
-from baton.events import BlockEvent, BlockEventKind, NodeStep, RequestFailed, Subscribed, TokenEvent
-from baton.handles import NodeLoad, NodeRecord, Role
-from baton.messages import AbortRequest, SubmitDecode
+from baton.protocol import wire
+from baton.protocol.errors import NodeLost
+from baton.protocol.events import (
+    BlockEvent,
+    BlockEventKind,
+    NodeStep,
+    RequestFailed,
+    Subscribed,
+    TokenEvent,
+)
+from baton.protocol.handles import NodeLoad, NodeRecord, Role
+from baton.protocol.messages import AbortRequest, SubmitDecode
 from router.nodes import session as node_session
 from router.nodes.attachments import Attachment, NodeEvent, SessionLost
 from router.nodes.session import PART_EVENTS

@@ -21,11 +21,11 @@ import pytest
 import redis as blocking
 from redis.exceptions import ResponseError
 
-from baton import wire
-from baton.clock import SystemClock
-from baton.messages import SubmitDecode
-from baton.redis_keys import node_key
-from baton.request import Request, RequestState
+from baton.protocol import wire
+from baton.protocol.clock import SystemClock
+from baton.protocol.messages import SubmitDecode
+from baton.protocol.request import Request, RequestState
+from baton.runtime.redis_keys import node_key
 from deploy.redis_server import RedisServer, find_redis_binary
 from router.nodes.directory import RedisDirectory
 from router.store.base import LogEntry

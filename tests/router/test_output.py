@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.errors import InternalError
-from baton.events import TokenEvent, TokenLogprob
-from baton.request import FinishReason
+from baton.protocol.errors import InternalError
+from baton.protocol.events import TokenEvent, TokenLogprob
+from baton.protocol.request import FinishReason
 from router.output import OutputSoFar
 
 LENGTH = FinishReason.LENGTH

@@ -10,8 +10,8 @@ import redis as blocking
 import uvloop
 from redis.exceptions import RedisError
 
-from baton.clock import SystemClock
-from baton.timing import Timing
+from baton.protocol.clock import SystemClock
+from baton.runtime.timing import Timing
 from router.store.ledger import StoreGuard
 from router.store.patience import HALF_LIFE_S, Patience
 from router.store.redis_queue import ScriptQueue

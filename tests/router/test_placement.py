@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from baton.block_hashes import block_hashes, root_hash
-from baton.handles import NodeLoad, Role
+from baton.protocol.block_hashes import block_hashes, root_hash
+from baton.protocol.handles import NodeLoad, Role
 from router.placement import Prompt, handover_s_per_token, placement_costs, queued_tokens
 from router.policy import Ask, NodeSnapshot, PolicySettings, Route, choose_route
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.block_hashes import block_hashes, root_hash
-from baton.errors import ContextLengthExceeded, Unavailable
-from baton.handles import NodeLoad, Role
+from baton.protocol.block_hashes import block_hashes, root_hash
+from baton.protocol.errors import ContextLengthExceeded, Unavailable
+from baton.protocol.handles import NodeLoad, Role
 from router.policy import (
     Ask,
     NodeSnapshot,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.messages import SubmitDecode
+from baton.protocol.messages import SubmitDecode
 from router.gate.slo import Slo
 from router.policy import Ask, NodeSnapshot, PolicySettings, choose_route
 from router.scores import MOST_SCORES, scores_of

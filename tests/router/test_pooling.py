@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from baton.clock import SystemClock
-from baton.errors import (
+from baton.protocol.clock import SystemClock
+from baton.protocol.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
     InternalError,
@@ -19,9 +19,9 @@ from baton.errors import (
     Overloaded,
     Unavailable,
 )
-from baton.events import Pooled, RequestFailed
-from baton.messages import AbortRequest, SubmitPool
-from baton.timing import Timing
+from baton.protocol.events import Pooled, RequestFailed
+from baton.protocol.messages import AbortRequest, SubmitPool
+from baton.runtime.timing import Timing
 from router.pooling.pool import GROUP_PROMPTS, GROUP_TOKENS, PoolAsk, PoolDispatcher, groups
 from tests.router.fakes import FAST, PATIENCE_S, FakeNode, FakeRouter, fake_nodes, running_router
 

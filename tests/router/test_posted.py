@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from baton.errors import StoreUnavailable
-from baton.request import RequestState
+from baton.protocol.errors import StoreUnavailable
+from baton.protocol.request import RequestState
 from router.store.base import Move, Told, WriteStatus
 from router.store.posted import PostedMoves
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from baton.events import TokenLogprob
-from baton.messages import SubmitDecode, SubmitPrefill
-from baton.request import FinishReason, Request
+from baton.protocol.events import TokenLogprob
+from baton.protocol.messages import SubmitDecode, SubmitPrefill
+from baton.protocol.request import FinishReason, Request
 from tests.router.clients import Client, cluster, first_of
 from tests.router.fakes import FakeRouter, make_request
 from tests.waiting import eventually

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable, Iterable
 import pytest
 from redis.asyncio import Connection, Redis, SSLConnection, UnixDomainSocketConnection
 
-from baton.clock import SystemClock
-from baton.redis_connections import heed_cancellation
+from baton.protocol.clock import SystemClock
+from baton.runtime.redis_connections import heed_cancellation
 from router.aborts import Aborts
 from router.nodes.directory import RedisDirectory
 from router.store.redis_store import RedisStore, connect

@@ -9,7 +9,7 @@ import pytest
 import redis as blocking
 from redis.exceptions import RedisError, ResponseError
 
-from baton.clock import SystemClock
+from baton.protocol.clock import SystemClock
 from deploy.redis_server import RedisServer, find_redis_binary
 from router.store.patience import Patience
 from router.store.redis_queue import ScriptQueue

@@ -9,11 +9,11 @@ import pytest
 import redis.asyncio
 from prometheus_client import CollectorRegistry
 
-from baton import wire
-from baton.clock import SystemClock
-from baton.errors import ConfigError, StoreUnavailable
-from baton.handles import NodeLoad, Role
-from baton.redis_keys import node_key
+from baton.protocol import wire
+from baton.protocol.clock import SystemClock
+from baton.protocol.errors import ConfigError, StoreUnavailable
+from baton.protocol.handles import NodeLoad, Role
+from baton.runtime.redis_keys import node_key
 from router.failure_metrics import Watched, watch_failures
 from router.nodes.directory import RedisDirectory
 from router.retry_budget import RetryBudget

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from baton.request import RequestState
+from baton.protocol.request import RequestState
 from router.store.base import END_MARK, MAX_TRIES, LogEntry, Move, RequestStore, Swept, WriteStatus
 from tests.router.conftest import StoreMaker
 from tests.router.fakes import PATIENCE_S, FakeClock

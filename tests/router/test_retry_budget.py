@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from baton.errors import (
+from baton.protocol.errors import (
     BatonError,
     GivenBack,
     InternalError,
@@ -18,7 +18,7 @@ from baton.errors import (
     Overloaded,
     Unavailable,
 )
-from baton.messages import SubmitDecode
+from baton.protocol.messages import SubmitDecode
 from router.retry_budget import BudgetSettings, RetryBudget, is_free
 from tests.router.clients import Client, cluster, first_of
 from tests.router.fakes import FakeClock, make_request

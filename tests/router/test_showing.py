@@ -8,8 +8,8 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.events import TokenEvent, TokenLogprob
-from baton.request import FinishReason
+from baton.protocol.events import TokenEvent, TokenLogprob
+from baton.protocol.request import FinishReason
 from router.showing import Events, Showing
 from router.trace import RequestTrace
 from tests.router.fakes import FakeClock, make_request

@@ -7,10 +7,10 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-from baton.clock import SystemClock
-from baton.handles import NodeLoad, Role
-from baton.messages import SubmitDecode, SubmitPrefill
-from baton.request import Request
+from baton.protocol.clock import SystemClock
+from baton.protocol.handles import NodeLoad, Role
+from baton.protocol.messages import SubmitDecode, SubmitPrefill
+from baton.protocol.request import Request
 from router.gate.admission import Bounds
 from router.gate.gate import Gate, GateSettings
 from tests.router.clients import Client

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from baton.request import TERMINAL, TRANSITIONS, RequestState
+from baton.protocol.request import TERMINAL, TRANSITIONS, RequestState
 from router.store.base import (
     ALIAS,
     END_MARK,

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from baton.metrics import render
+from baton.runtime.metrics import render
 from router.store.tallies import Counter, Histogram
 
 BOUNDS = (0.001, 0.5, 1.0, 2.5, 10)

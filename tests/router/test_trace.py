@@ -7,10 +7,10 @@ import re
 
 import pytest
 
-from baton.errors import InvalidRequest, KVTimeout
-from baton.messages import SubmitDecode, SubmitPrefill
-from baton.request import Request
-from baton.sampling import SamplingParams
+from baton.protocol.errors import InvalidRequest, KVTimeout
+from baton.protocol.messages import SubmitDecode, SubmitPrefill
+from baton.protocol.request import Request
+from baton.protocol.sampling import SamplingParams
 from router.trace import RequestTrace
 from tests.router.clients import Client, cluster
 from tests.router.fakes import make_request

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from baton.errors import Overloaded
+from baton.protocol.errors import Overloaded
 from router.gate.keys import Grant
 from router.gate.pace import COMPANY_S, LARGE_BYTES, LONGEST_WAIT_S, SHARE, Pace
 from router.gate.turns import MAX_WAITING, Place, Turns

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from baton.events import NodeStep, TokenEvent
-from baton.handles import NodeLoad
-from baton.messages import AbortRequest, SubmitDecode, SubmitPrefill
+from baton.protocol.events import NodeStep, TokenEvent
+from baton.protocol.handles import NodeLoad
+from baton.protocol.messages import AbortRequest, SubmitDecode, SubmitPrefill
 from router.nodes.health import NodeHealth
 from router.nodes.watchdog import Watchdog
 from tests.router.clients import Client, cluster, first_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from baton.clock import SystemClock
-from baton.health_port import Health, health_port
+from baton.protocol.clock import SystemClock
+from baton.runtime.health_port import Health, health_port
 from router.workers import Worker
 
 HOST = "127.0.0.1"

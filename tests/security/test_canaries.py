@@ -20,10 +20,10 @@ import torch
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.kv_cache import KVArena
-from baton.errors import InternalError
-from baton.request import Request
-from baton.sampling import SamplingParams
-from baton.timing import Timing
+from baton.protocol.errors import InternalError
+from baton.protocol.request import Request
+from baton.protocol.sampling import SamplingParams
+from baton.runtime.timing import Timing
 from kv_transfer.base import Blocks, Lane
 from kv_transfer.connector import TransferOptions
 from kv_transfer.memory import MemoryFabric, MemoryLane

@@ -10,10 +10,10 @@ import grpc
 import grpc.aio
 import pytest
 
-from baton import errors
 from baton.client import AsyncClient
-from baton.errors import BatonError, InvalidRequest
-from baton.sampling import SamplingParams
+from baton.protocol import errors
+from baton.protocol.errors import BatonError, InvalidRequest
+from baton.protocol.sampling import SamplingParams
 from router.config import RouterConfig
 from router.grpc_api import GrpcServer
 from router.web_errors import _SPOKEN

@@ -16,21 +16,21 @@ import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from baton import wire
 from baton.client import AsyncClient, GenerateOptions
-from baton.clock import SystemClock
-from baton.errors import InvalidRequest
-from baton.kv_spec import PROTOCOL_VERSION
-from baton.log import LineFormatter
-from baton.messages import (
+from baton.protocol import wire
+from baton.protocol.clock import SystemClock
+from baton.protocol.errors import InvalidRequest
+from baton.protocol.kv_spec import PROTOCOL_VERSION
+from baton.protocol.messages import (
     ROUTER_METADATA,
     SECRET_METADATA,
     SessionHello,
     session_mac,
     session_metadata,
 )
-from baton.sampling import SamplingParams
-from baton.timing import MAX_STREAMS, Timing, server_options
+from baton.protocol.sampling import SamplingParams
+from baton.runtime.log import LineFormatter
+from baton.runtime.timing import MAX_STREAMS, Timing, server_options
 from kv_transfer.base import Lane
 from kv_transfer.grpc_stream import METHOD, SERVICE, GrpcLane
 from kv_transfer.memory import MemoryFabric

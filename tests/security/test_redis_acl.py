@@ -21,13 +21,13 @@ from redis.backoff import NoBackoff
 from redis.exceptions import NoPermissionError
 from redis.retry import Retry
 
-from baton import wire
-from baton.errors import ConfigError
-from baton.handles import NodeRecord, Role
 from baton.node.heartbeat import RedisRegistry
-from baton.redis_connections import NODE_CALL, ROUTER_CALL, check_redis
-from baton.request import RequestState
-from baton.timing import Timing
+from baton.protocol import wire
+from baton.protocol.errors import ConfigError
+from baton.protocol.handles import NodeRecord, Role
+from baton.protocol.request import RequestState
+from baton.runtime.redis_connections import NODE_CALL, ROUTER_CALL, check_redis
+from baton.runtime.timing import Timing
 from deploy.redis_server import RedisServer, find_redis_binary
 from router.nodes.directory import RedisDirectory
 from router.store import redis_documents, redis_scripts

@@ -9,7 +9,7 @@ import pytest
 from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
-from baton.errors import ConfigError
+from baton.protocol.errors import ConfigError
 from router.admin import create_admin_app
 from router.app import create_app
 from router.auth import OPEN_PATHS

@@ -15,10 +15,10 @@ import httpx
 import pytest
 
 from baton.client import AsyncClient
-from baton.errors import Unauthenticated
-from baton.request import Request
-from baton.sampling import SamplingParams
-from baton.tokenizer import Tokenizer
+from baton.protocol.errors import Unauthenticated
+from baton.protocol.request import Request
+from baton.protocol.sampling import SamplingParams
+from baton.text.tokenizer import Tokenizer
 from router.app import create_app
 from router.config import RouterConfig
 from router.gate.keys import EVERYBODY, KeyRing

@@ -18,14 +18,14 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from baton.client import AsyncClient, Client
-from baton.clock import SystemClock
-from baton.errors import ConfigError, Unavailable
-from baton.handles import Role
 from baton.node.config import NodeConfig
 from baton.node.lanes import LaneSettings
 from baton.node.metrics_server import MetricsPlace, metrics_token, start_metrics
-from baton.timing import Timing
-from baton.tls import ClientTls, TlsFiles
+from baton.protocol.clock import SystemClock
+from baton.protocol.errors import ConfigError, Unavailable
+from baton.protocol.handles import Role
+from baton.runtime.timing import Timing
+from baton.runtime.tls import ClientTls, TlsFiles
 from deploy.doctor import NoLog
 from kv_transfer.memory import MemoryFabric
 from router.config import RouterConfig

@@ -19,7 +19,7 @@ from typing import Any
 
 import redis.asyncio as aredis
 
-from baton.handles import NodeRecord
+from baton.protocol.handles import NodeRecord
 
 START_S = 180.0  # importing torch on a busy machine
 STOP_S = 60.0

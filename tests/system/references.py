@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from baton.llm import LLM
-from baton.sampling import SamplingParams
+from baton.protocol.sampling import SamplingParams
 from tests.tiny_models import VOCAB_SIZE
 
 Tokens = tuple[int, ...]

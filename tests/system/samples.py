@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from baton.client import AsyncClient, GenerateOptions
-from baton.sampling import SamplingParams
+from baton.protocol.sampling import SamplingParams
 from tests.system.references import Tokens
 from tests.waiting import WAIT_S, eventually
 

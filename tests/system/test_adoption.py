@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from baton.engine import adopted_pages
-from baton.errors import KVTimeout
-from baton.handles import KVHandle
 from baton.llm import LLM
-from baton.sampling import SamplingParams
+from baton.protocol.errors import KVTimeout
+from baton.protocol.handles import KVHandle
+from baton.protocol.sampling import SamplingParams
 from tests.cluster import PATIENT, Member, Plan, cluster
 from tests.system.processes import Processes
 from tests.system.references import Tokens, one_engine_tokens, prompts

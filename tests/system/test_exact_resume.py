@@ -14,7 +14,7 @@ from typing import Any, Final
 import pytest
 
 from baton.client import AsyncClient, GenerateOptions
-from baton.sampling import SamplingParams
+from baton.protocol.sampling import SamplingParams
 from router.nodes import deaths
 from tests.cluster import Cluster, Plan, cluster
 from tests.engine.test_replay import skip_unless_rows_stand_alone

@@ -17,9 +17,9 @@ import httpx
 import orjson
 import pytest
 
-from baton.errors import NodeLost, Unavailable
-from baton.request import Request
-from baton.sampling import SamplingParams
+from baton.protocol.errors import NodeLost, Unavailable
+from baton.protocol.request import Request
+from baton.protocol.sampling import SamplingParams
 from router.app import create_app
 from router.store.base import LOGGED
 from router.trace import RequestTrace

@@ -19,9 +19,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from baton.client import Generation
-from baton.errors import InvalidRequest
 from baton.llm import LLM
-from baton.sampling import SamplingParams
+from baton.protocol.errors import InvalidRequest
+from baton.protocol.sampling import SamplingParams
 from router.app import create_app
 from tests.cluster import Cluster, Member, Plan, cluster
 from tests.system.references import Tokens, prompts

@@ -15,8 +15,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from baton.client import AsyncClient
-from baton.errors import InvalidRequest
-from baton.sampling import GuidedDecoding, SamplingParams
+from baton.protocol.errors import InvalidRequest
+from baton.protocol.sampling import GuidedDecoding, SamplingParams
 from router.app import create_app
 from router.parsers import harmony
 from tests.cluster import Plan, cluster

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from baton.llm import LLM
-from baton.sampling import SamplingParams
+from baton.protocol.sampling import SamplingParams
 from tests.cluster import Cluster, Plan, cluster
 from tests.system.references import Tokens, prompts
 from tests.tiny_models import make_tiny_model

@@ -18,13 +18,13 @@ import httpx
 import pytest
 import redis.asyncio as aredis
 
-from baton import wire
 from baton.client import AsyncClient, GenerateEvent, GenerateOptions
-from baton.handles import NodeRecord
 from baton.llm import LLM
-from baton.redis_keys import LEASES, node_key
-from baton.request import RequestState
-from baton.sampling import SamplingParams
+from baton.protocol import wire
+from baton.protocol.handles import NodeRecord
+from baton.protocol.request import RequestState
+from baton.protocol.sampling import SamplingParams
+from baton.runtime.redis_keys import LEASES, node_key
 from tests.system.processes import Processes, ServerProcess, fields_of, is_idle
 from tests.system.references import Tokens, one_engine_tokens, prompts
 from tests.system.samples import Samples

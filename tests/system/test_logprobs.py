@@ -19,8 +19,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from baton.events import TokenLogprob
-from baton.sampling import SamplingParams
+from baton.protocol.events import TokenLogprob
+from baton.protocol.sampling import SamplingParams
 from router.app import create_app
 from tests.cluster import Cluster, Plan, cluster
 from tests.system.references import Tokens, prompts

@@ -17,8 +17,8 @@ import pytest
 
 from baton.client import AsyncClient, GenerateEvent
 from baton.engine.thread import StepReport
-from baton.messages import DrainNode
-from baton.sampling import SamplingParams
+from baton.protocol.messages import DrainNode
+from baton.protocol.sampling import SamplingParams
 from router.nodes import migration
 from tests.cluster import PATIENT, Cluster, Member, Plan, cluster
 from tests.system.references import Tokens, one_engine_tokens, prompts

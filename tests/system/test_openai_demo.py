@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from baton.client import AsyncClient
-from baton.sampling import SamplingParams
+from baton.protocol.sampling import SamplingParams
 from tests.system.processes import Processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]

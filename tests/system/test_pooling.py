@@ -17,8 +17,8 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from baton.reranking import answer_tokens, rerank_prompts
-from baton.tokenizer import Tokenizer
+from baton.text.reranking import answer_tokens, rerank_prompts
+from baton.text.tokenizer import Tokenizer
 from tests.system.processes import Processes, ServerProcess
 from tests.tiny_models import make_reranker
 from tests.waiting import eventually

@@ -17,8 +17,8 @@ import httpx
 import pytest
 import redis.asyncio as aredis
 
-from baton import wire
-from baton.redis_keys import LEASES, NODE_PATTERN
+from baton.protocol import wire
+from baton.runtime.redis_keys import LEASES, NODE_PATTERN
 from tests.front.resumable import Reader
 from tests.system.processes import Processes, ServerProcess, fields_of, is_idle
 from tests.system.references import prompts

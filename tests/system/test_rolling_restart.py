@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from baton.client import AsyncClient, GenerateOptions, ServerInfo
-from baton.sampling import SamplingParams
+from baton.protocol.sampling import SamplingParams
 from tests.system.asking import Asking
 from tests.system.processes import STOP_S, Processes, ServerProcess
 from tests.system.references import Tokens, one_engine_tokens, prompts

@@ -20,8 +20,8 @@ import pytest
 import redis.asyncio as aredis
 from redis.exceptions import RedisError
 
-from baton.redis_keys import LEASES, STATES
-from baton.request import RequestState
+from baton.protocol.request import RequestState
+from baton.runtime.redis_keys import LEASES, STATES
 from deploy.redis_server import RedisServer, find_redis_binary
 from tests.system.asking import Asking
 from tests.system.processes import STOP_S, Processes, ServerProcess

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from baton.failpoints import VARIABLE
+from baton.runtime.failpoints import VARIABLE
 from tests.system.processes import Processes
 from tests.tiny_models import make_tiny_model
 

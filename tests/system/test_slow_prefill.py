@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from baton.client import GenerateOptions
-from baton.failpoints import VARIABLE
+from baton.runtime.failpoints import VARIABLE
 from tests.slow_prefills import FLAGS, PARAMS, Ground, asking, make_ground, slow_prefill
 from tests.system.processes import Processes
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from baton.handles import NodeRecord
-from baton.redis_keys import log_key
+from baton.protocol.handles import NodeRecord
+from baton.runtime.redis_keys import log_key
 from tests.system import test_kill as kills
 from tests.system.processes import ServerProcess
 from tests.system.test_kill import (

@@ -20,9 +20,9 @@ import pytest
 
 from baton.client import Generation
 from baton.engine import adopted_pages
-from baton.handles import KVHandle
-from baton.sampling import SamplingParams
-from baton.timing import Timing
+from baton.protocol.handles import KVHandle
+from baton.protocol.sampling import SamplingParams
+from baton.runtime.timing import Timing
 from kv_transfer.stats import TransferStats
 from tests.cluster import Cluster, Member, Plan, cluster
 from tests.system.processes import Processes, ServerProcess

@@ -12,7 +12,7 @@ import pytest
 
 from baton.client import AsyncClient, GenerateOptions
 from baton.node.main import LOST_RANK
-from baton.sampling import SamplingParams
+from baton.protocol.sampling import SamplingParams
 from tests.cluster import Plan, cluster
 from tests.system.processes import Processes
 from tests.system.references import one_engine_tokens, prompts

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from baton.errors import ModelRefused
-from baton.tokenizer import Tokenizer
+from baton.protocol.errors import ModelRefused
+from baton.text.tokenizer import Tokenizer
 from tests.cluster import Plan
 from tests.system.test_endpoints import GREEDY, PROMPT, post, served, streamed
 from tests.tiny_models import VOCAB_SIZE, make_tiny_model

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from baton.sampling import SamplingParams
+from baton.protocol.sampling import SamplingParams
 from tests.cluster import Cluster, Plan, cluster
 from tests.golden.random_models import save_random
 from tests.system.references import Tokens, prompts, transformers_tokens

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from baton.client import AsyncClient, GenerateOptions
-from baton.sampling import SamplingParams
+from baton.protocol.sampling import SamplingParams
 from tests.system.processes import Processes
 from tests.tiny_models import make_tiny_model
 from tests.waiting import eventually

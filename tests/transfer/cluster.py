@@ -7,10 +7,10 @@ import threading
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
-from baton.events import FirstToken, TokenLogprob
-from baton.handles import KVHandle
-from baton.request import FinishReason
-from baton.timing import Timing
+from baton.protocol.events import FirstToken, TokenLogprob
+from baton.protocol.handles import KVHandle
+from baton.protocol.request import FinishReason
+from baton.runtime.timing import Timing
 from kv_transfer.base import Blocks, Lane
 from kv_transfer.shares import first_sent
 from kv_transfer.stats import TransferStats

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.timing import Timing
-from baton.tls import TlsFiles
+from baton.runtime.timing import Timing
+from baton.runtime.tls import TlsFiles
 from kv_transfer.base import Lane
 from kv_transfer.dist import DistLane, DistSettings
 from kv_transfer.grpc_stream import GrpcLane

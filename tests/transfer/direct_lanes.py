@@ -9,8 +9,8 @@ from typing import Final
 import torch
 
 from baton.engine.kv_cache import KVArena, MakeMemory
-from baton.handles import LaneAddress
-from baton.timing import Timing
+from baton.protocol.handles import LaneAddress
+from baton.runtime.timing import Timing
 from kv_transfer.base import Lane, Serve, Wire
 from kv_transfer.memory_map import map_of
 from kv_transfer.nixl import NixlLane, NixlPool

@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from baton.timing import Timing
+from baton.runtime.timing import Timing
 from kv_transfer.grpc_stream import GrpcLane
 from kv_transfer.shm_arena import ShmArena
 from tests.transfer.cluster import FIRST

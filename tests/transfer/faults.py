@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from baton.errors import KVLost
-from baton.handles import LaneAddress
+from baton.protocol.errors import KVLost
+from baton.protocol.handles import LaneAddress
 from kv_transfer.base import DirectWire, Lane, Remote, ScatterWire, Serve, Span, Target, Wire
 from kv_transfer.frames import HEADER_BYTES, Kind, decode_header, payload_bytes, split
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from baton.events import FirstToken
-from baton.handles import Endpoint, KVHandle
-from baton.kv_spec import LayerSpec, PoolFormat
+from baton.protocol.events import FirstToken
+from baton.protocol.handles import Endpoint, KVHandle
+from baton.protocol.kv_spec import LayerSpec, PoolFormat
 from kv_transfer.base import Span
 from kv_transfer.bodies import kind_of
 from kv_transfer.frames import Header, Kind

@@ -11,9 +11,9 @@ import json
 import sys
 from typing import Any
 
-from baton.handles import Endpoint, KVHandle, LaneAddress
-from baton.kv_spec import PoolFormat, layout_fingerprint
-from baton.timing import Timing
+from baton.protocol.handles import Endpoint, KVHandle, LaneAddress
+from baton.protocol.kv_spec import PoolFormat, layout_fingerprint
+from baton.runtime.timing import Timing
 from kv_transfer.base import Lane
 from kv_transfer.grpc_stream import GrpcLane
 from kv_transfer.stats import TransferStats

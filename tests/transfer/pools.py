@@ -10,13 +10,19 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from baton.engine.kv_cache import KVArena
-from baton.errors import KVError
-from baton.events import FirstToken
-from baton.handles import KVHandle
-from baton.kv_spec import HeldBlocks, LayerSpec, PoolFormat, first_visible, layout_fingerprint
-from baton.request import Request
-from baton.sampling import SamplingParams
-from baton.timing import Timing
+from baton.protocol.errors import KVError
+from baton.protocol.events import FirstToken
+from baton.protocol.handles import KVHandle
+from baton.protocol.kv_spec import (
+    HeldBlocks,
+    LayerSpec,
+    PoolFormat,
+    first_visible,
+    layout_fingerprint,
+)
+from baton.protocol.request import Request
+from baton.protocol.sampling import SamplingParams
+from baton.runtime.timing import Timing
 from kv_transfer.base import Blocks, Lane, Payload
 from kv_transfer.connector import Connector, TransferOptions
 from kv_transfer.layout import ArenaMemory

@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 
 from baton.engine.block_pool import BlockPool
 from baton.engine.kv_cache import KVArena
-from baton.errors import KVCorrupt, KVLost, KVStale
-from baton.events import FirstToken
-from baton.handles import KVHandle
-from baton.kv_spec import DTYPE_BYTES, HeldBlocks, LayerSpec, first_visible
-from baton.timing import Timing
+from baton.protocol.errors import KVCorrupt, KVLost, KVStale
+from baton.protocol.events import FirstToken
+from baton.protocol.handles import KVHandle
+from baton.protocol.kv_spec import DTYPE_BYTES, HeldBlocks, LayerSpec, first_visible
+from baton.runtime.timing import Timing
 from kv_transfer.base import Blocks, KVMemory, Lane, Payload
 from kv_transfer.exports import Reader
 from kv_transfer.frames import Kind

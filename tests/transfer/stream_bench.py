@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from baton.errors import KVCorrupt, KVError
-from baton.handles import LaneAddress
-from baton.timing import Timing
+from baton.protocol.errors import KVCorrupt, KVError
+from baton.protocol.handles import LaneAddress
+from baton.runtime.timing import Timing
 from kv_transfer.base import Incoming, Serve
 from kv_transfer.frames import Buffer, Header, Kind, encode
 from kv_transfer.stream import StreamLane, StreamOptions, StreamWire

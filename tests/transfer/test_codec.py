@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.engine.attention.kv_store import Fp8Rows, Int8Rows
-from baton.errors import KVCorrupt
-from baton.kv_spec import DTYPE_BYTES, LayerSpec
+from baton.protocol.errors import KVCorrupt
+from baton.protocol.kv_spec import DTYPE_BYTES, LayerSpec
 from kv_transfer.base import Payload
 from kv_transfer.codec import TORCH_DTYPES, Rows, converted, pack, quantise, unpack
 from kv_transfer.shares import rows_bytes

@@ -10,11 +10,11 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 import grpc
 import pytest
 
-from baton.errors import ConfigError, InternalError, KVLost, KVStale
-from baton.handles import LaneAddress
-from baton.kv_spec import LayerSpec
 from baton.node.metrics import lane_totals
-from baton.timing import Timing
+from baton.protocol.errors import ConfigError, InternalError, KVLost, KVStale
+from baton.protocol.handles import LaneAddress
+from baton.protocol.kv_spec import LayerSpec
+from baton.runtime.timing import Timing
 from kv_transfer.base import Incoming, KVConnector, Loan
 from kv_transfer.frames import Buffer
 from kv_transfer.grpc_stream import GrpcLane

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from baton.errors import KVError, KVRefused, KVStale
-from baton.handles import KVHandle
-from baton.kv_spec import LayerSpec
+from baton.protocol.errors import KVError, KVRefused, KVStale
+from baton.protocol.handles import KVHandle
+from baton.protocol.kv_spec import LayerSpec
 from tests.block_lists import held
 from tests.transfer.cluster import (
     FIRST,

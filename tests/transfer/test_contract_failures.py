@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from baton.errors import KVLost, KVStale, KVTimeout
-from baton.timing import Timing
+from baton.protocol.errors import KVLost, KVStale, KVTimeout
+from baton.runtime.timing import Timing
 from kv_transfer.connector import TransferOptions
 from kv_transfer.frames import Kind
 from kv_transfer.stats import TransferStats

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import pytest
 
 from baton.engine.block_pool import BlockPool
-from baton.errors import KVCorrupt, KVError, KVLost, KVStale, KVTimeout
-from baton.handles import KVHandle
-from baton.timing import Timing
+from baton.protocol.errors import KVCorrupt, KVError, KVLost, KVStale, KVTimeout
+from baton.protocol.handles import KVHandle
+from baton.runtime.timing import Timing
 from kv_transfer.base import Blocks
 from kv_transfer.frames import Kind
 from kv_transfer.stats import TransferStats

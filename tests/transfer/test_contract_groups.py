@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from baton.errors import KVCorrupt, KVLost, KVRefused
-from baton.kv_spec import HeldBlocks, LayerSpec, PoolFormat
+from baton.protocol.errors import KVCorrupt, KVLost, KVRefused
+from baton.protocol.kv_spec import HeldBlocks, LayerSpec, PoolFormat
 from kv_transfer.base import Blocks, Remote
 from kv_transfer.layout import HOLE
 from kv_transfer.memory import MemoryFabric, MemoryLane

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from baton.errors import KVRefused, KVStale
-from baton.kv_spec import DTYPE_BYTES, LayerSpec
+from baton.protocol.errors import KVRefused, KVStale
+from baton.protocol.kv_spec import DTYPE_BYTES, LayerSpec
 from kv_transfer.base import Blocks, Payload
 from kv_transfer.codec import Rows, unpack
 from kv_transfer.connector import TransferOptions

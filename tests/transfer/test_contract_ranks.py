@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from baton.engine.kv_cache import KVArena
-from baton.errors import KVLost, KVStale
-from baton.handles import KVHandle
-from baton.kv_spec import LayerSpec
+from baton.protocol.errors import KVLost, KVStale
+from baton.protocol.handles import KVHandle
+from baton.protocol.kv_spec import LayerSpec
 from kv_transfer.base import Blocks, KVReady, Payload
 from kv_transfer.frames import Kind
 from kv_transfer.layout import ArenaMemory

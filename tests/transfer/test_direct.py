@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from baton.errors import KVError, KVLost, KVRefused, KVStale
-from baton.handles import KVHandle
-from baton.kv_spec import LayerSpec
+from baton.protocol.errors import KVError, KVLost, KVRefused, KVStale
+from baton.protocol.handles import KVHandle
+from baton.protocol.kv_spec import LayerSpec
 from tests.transfer.cluster import FIRST, Cluster, transfer
 from tests.transfer.conftest import DIRECT
 from tests.transfer.direct_lanes import LateLane

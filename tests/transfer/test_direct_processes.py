@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import KVLost
-from baton.handles import Endpoint, KVHandle, LaneAddress
-from baton.kv_spec import PoolFormat, layout_fingerprint
+from baton.protocol.errors import KVLost
+from baton.protocol.handles import Endpoint, KVHandle, LaneAddress
+from baton.protocol.kv_spec import PoolFormat, layout_fingerprint
 from kv_transfer.memory import MemoryFabric, MemoryLane
 from kv_transfer.nixl_agent import load
 from kv_transfer.shm_arena import ShmArena

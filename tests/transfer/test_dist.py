@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from baton.errors import ConfigError, KVCorrupt, KVError, KVLost, KVTimeout
-from baton.handles import LaneAddress
 from baton.node.lanes import MAKERS, LaneSettings
-from baton.timing import Timing
-from baton.tls import TlsFiles
+from baton.protocol.errors import ConfigError, KVCorrupt, KVError, KVLost, KVTimeout
+from baton.protocol.handles import LaneAddress
+from baton.runtime.timing import Timing
+from baton.runtime.tls import TlsFiles
 from kv_transfer.base import Incoming, ScatterWire, Wire
 from kv_transfer.dist import DistLane, DistSettings
 from kv_transfer.frames import MAX_PAYLOAD, Buffer
@@ -31,7 +31,7 @@ SMALL, BIG = b"s" * 100, bytes(range(256)) * 2000
 # Serves big frames for ever, says where, and lives until it is killed or stopped.
 CHILD = """
 import itertools, sys, signal
-from baton.timing import Timing
+from baton.runtime.timing import Timing
 from kv_transfer.dist import DistLane
 from tests.waiting import eventually
 lane = DistLane(Timing(kv_progress_s=2.0))

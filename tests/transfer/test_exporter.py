@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from baton.errors import KVStale
-from baton.kv_spec import LayerSpec, layout_fingerprint
-from baton.timing import Timing
+from baton.protocol.errors import KVStale
+from baton.protocol.kv_spec import LayerSpec, layout_fingerprint
+from baton.runtime.timing import Timing
 from kv_transfer.bodies import decode_body, encode_body, kind_of
 from kv_transfer.exporter import Exporter
 from kv_transfer.exports import ExportTable, Reader

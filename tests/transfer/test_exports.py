@@ -18,9 +18,9 @@ from hypothesis.stateful import (
     rule,
 )
 
-from baton.errors import InternalError, KVError, KVLost, KVRefused, KVStale
-from baton.handles import Endpoint, KVHandle
-from baton.kv_spec import PoolFormat
+from baton.protocol.errors import InternalError, KVError, KVLost, KVRefused, KVStale
+from baton.protocol.handles import Endpoint, KVHandle
+from baton.protocol.kv_spec import PoolFormat
 from kv_transfer.base import Blocks
 from kv_transfer.exports import ExportTable, Reader
 from kv_transfer.leases import Leases

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import KVCorrupt, KVStale
-from baton.failpoints import FAILPOINTS, Plan
+from baton.protocol.errors import KVCorrupt, KVStale
+from baton.runtime.failpoints import FAILPOINTS, Plan
 from kv_transfer.frames import Kind
 from tests.transfer import faults
 from tests.transfer.cluster import FIRST, Cluster, frames_received, transfer_despite

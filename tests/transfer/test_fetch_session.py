@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from baton.errors import IllegalTransition, KVCorrupt, KVError, KVLost, KVRefused, KVStale
+from baton.protocol.errors import IllegalTransition, KVCorrupt, KVError, KVLost, KVRefused, KVStale
 from kv_transfer.base import Payload, Remote
 from kv_transfer.fetch_session import (
     FETCHER_TABLE,

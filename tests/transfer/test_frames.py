@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.errors import InternalError, KVCorrupt, KVRefused
-from baton.events import FirstToken, TokenLogprob
-from baton.kv_spec import PoolFormat
-from baton.request import FinishReason
+from baton.protocol.errors import InternalError, KVCorrupt, KVRefused
+from baton.protocol.events import FirstToken, TokenLogprob
+from baton.protocol.kv_spec import PoolFormat
+from baton.protocol.request import FinishReason
 from kv_transfer.bodies import decode_body, encode_body, kind_of
 from kv_transfer.frames import (
     HEADER_BYTES,

@@ -10,8 +10,8 @@ import torch
 from baton.engine.kv_cache import KVArena
 from baton.engine.tensor_parallel.place import RankPlace
 from baton.engine.tensor_parallel.pool import GroupArena, SharedMemory, make_memory
-from baton.errors import KVCorrupt
-from baton.kv_spec import HeldBlocks, LayerSpec
+from baton.protocol.errors import KVCorrupt
+from baton.protocol.kv_spec import HeldBlocks, LayerSpec
 from kv_transfer.base import KVMemory, Payload
 from kv_transfer.device_copies import memory_of
 from kv_transfer.group_memory import GroupMemory

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from baton.errors import KVLost, KVRefused
-from baton.handles import KVHandle, LaneAddress
-from baton.timing import Timing
-from baton.tls import TlsFiles
+from baton.protocol.errors import KVLost, KVRefused
+from baton.protocol.handles import KVHandle, LaneAddress
+from baton.runtime.timing import Timing
+from baton.runtime.tls import TlsFiles
 from kv_transfer.base import Incoming, Lane, Serve
 from kv_transfer.frames import Buffer, Kind
 from kv_transfer.grpc_stream import GrpcLane

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.engine.kv_cache import KVArena
-from baton.errors import ConfigError, InternalError, KVCorrupt
-from baton.kv_spec import DTYPE_BYTES, BlockLists, HeldBlocks, LayerSpec, PoolFormat
+from baton.protocol.errors import ConfigError, InternalError, KVCorrupt
+from baton.protocol.kv_spec import DTYPE_BYTES, BlockLists, HeldBlocks, LayerSpec, PoolFormat
 from kv_transfer.base import Payload
 from kv_transfer.codec import Rows, pack, unpack
 from kv_transfer.layout import HOLE, ArenaMemory, Slot, byte_ranges

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from baton.clock import SystemClock
+from baton.protocol.clock import SystemClock
 from kv_transfer.deadlines import Deadlines
 from kv_transfer.leases import Leases
 

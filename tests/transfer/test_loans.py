@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from baton.engine.kv_cache import KVArena
-from baton.errors import ConfigError, KVCorrupt
-from baton.kv_spec import LayerSpec
 from baton.node.lanes import LaneSettings, PoolPlace, make_lanes
-from baton.timing import Timing
+from baton.protocol.errors import ConfigError, KVCorrupt
+from baton.protocol.kv_spec import LayerSpec
+from baton.runtime.timing import Timing
 from kv_transfer.base import LendingLane
 from kv_transfer.loans import Promise
 from kv_transfer.shm import ShmLane

@@ -31,9 +31,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from baton.errors import KVError, KVLost, KVStale
-from baton.kv_spec import LayerSpec
-from baton.timing import Timing
+from baton.protocol.errors import KVError, KVLost, KVStale
+from baton.protocol.kv_spec import LayerSpec
+from baton.runtime.timing import Timing
 from kv_transfer.base import Blocks, HeldExport, KVReady
 from tests.transfer import faults
 from tests.transfer.faults import FaultyLane

@@ -11,8 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from baton.engine.kv_cache import KVArena, bytes_per_block
-from baton.errors import ConfigError, KVCorrupt
-from baton.kv_spec import HeldBlocks, LayerSpec
+from baton.protocol.errors import ConfigError, KVCorrupt
+from baton.protocol.kv_spec import HeldBlocks, LayerSpec
 from kv_transfer.layout import ArenaMemory
 from kv_transfer.memory_map import MemoryMap, Piece, map_of
 from tests.block_lists import held

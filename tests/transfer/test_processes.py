@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import KVLost, KVTimeout
-from baton.timing import Timing
+from baton.protocol.errors import KVLost, KVTimeout
+from baton.runtime.timing import Timing
 from kv_transfer.memory import MemoryFabric, MemoryLane
 from tests.transfer import peer_process
 from tests.transfer.cluster import FIRST, frames_received

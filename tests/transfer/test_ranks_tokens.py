@@ -21,13 +21,13 @@ import pytest
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.interface import Task
-from baton.events import FirstToken
-from baton.handles import KVHandle
-from baton.kv_spec import layout_fingerprint
 from baton.llm import LLM
-from baton.request import Request
-from baton.sampling import SamplingParams
-from baton.timing import Timing
+from baton.protocol.events import FirstToken
+from baton.protocol.handles import KVHandle
+from baton.protocol.kv_spec import layout_fingerprint
+from baton.protocol.request import Request
+from baton.protocol.sampling import SamplingParams
+from baton.runtime.timing import Timing
 from kv_transfer.base import Lane
 from kv_transfer.connector import Connector, TransferOptions
 from kv_transfer.grpc_stream import GrpcLane

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from baton.errors import IllegalTransition, KVCorrupt
-from baton.kv_spec import LayerSpec
+from baton.protocol.errors import IllegalTransition, KVCorrupt
+from baton.protocol.kv_spec import LayerSpec
 from kv_transfer.base import Span
 from kv_transfer.frames import MAX_PAYLOAD
 from kv_transfer.identity import Identity, Side, prove

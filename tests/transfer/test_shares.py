@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.kv_spec import LayerSpec, PoolFormat
+from baton.protocol.kv_spec import LayerSpec, PoolFormat
 from kv_transfer.shares import (
     fetching_ranks,
     first_sent,

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.errors import ConfigError, KVLost, KVRefused
+from baton.protocol.errors import ConfigError, KVLost, KVRefused
 from kv_transfer.address_range import PAGE_BYTES
 from kv_transfer.shm_arena import ArenaPlace, ShmArena, sweep
 from tests.transfer.stream_bench import descriptors

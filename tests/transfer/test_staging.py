@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.engine.kv_cache import KVArena
-from baton.errors import InternalError, KVCorrupt, KVTimeout
-from baton.kv_spec import LayerSpec
+from baton.protocol.errors import InternalError, KVCorrupt, KVTimeout
+from baton.protocol.kv_spec import LayerSpec
 from kv_transfer.base import Blocks, Payload
 from kv_transfer.device_pool import ArenaPool
 from kv_transfer.layout import ArenaMemory

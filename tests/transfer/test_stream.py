@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import ConfigError, KVError, KVLost, KVRefused
-from baton.handles import LaneAddress
-from baton.timing import Timing
-from baton.tls import TlsFiles
+from baton.protocol.errors import ConfigError, KVError, KVLost, KVRefused
+from baton.protocol.handles import LaneAddress
+from baton.runtime.timing import Timing
+from baton.runtime.tls import TlsFiles
 from kv_transfer.base import Incoming, ScatterWire
 from kv_transfer.frames import (
     MAX_PAYLOAD,
@@ -49,7 +49,7 @@ def test_what_a_killed_process_left_is_removed_at_the_next_start(
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     code = """
 import os, signal
-from baton.timing import Timing
+from baton.runtime.timing import Timing
 from kv_transfer.stream import StreamLane, StreamOptions
 StreamLane(Timing(), StreamOptions(tcp=False)).start("0c" * 16, lambda name, peer: iter(()))
 os.kill(os.getpid(), signal.SIGKILL)

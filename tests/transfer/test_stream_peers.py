@@ -13,7 +13,7 @@ from functools import partial
 
 import pytest
 
-from baton.errors import KVCorrupt, KVLost, KVTimeout
+from baton.protocol.errors import KVCorrupt, KVLost, KVTimeout
 from kv_transfer import stream_server
 from kv_transfer.base import Incoming
 from kv_transfer.bodies import decode_body

@@ -10,10 +10,10 @@ import pytest
 import torch
 import xxhash
 
-from baton.errors import KVCorrupt
-from baton.events import FirstToken, TokenLogprob
-from baton.kv_spec import DTYPE_BYTES, PoolFormat
-from baton.request import FinishReason
+from baton.protocol.errors import KVCorrupt
+from baton.protocol.events import FirstToken, TokenLogprob
+from baton.protocol.kv_spec import DTYPE_BYTES, PoolFormat
+from baton.protocol.request import FinishReason
 from kv_transfer.bodies import decode_body, encode_body, kind_of
 from kv_transfer.codec import pack, quantise
 from kv_transfer.frames import HEADER_BYTES, MAX_PAYLOAD, Header, Kind, decode, encode, seed_of

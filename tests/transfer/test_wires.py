@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from baton.errors import InternalError, KVLost
-from baton.handles import LaneAddress
-from baton.kv_spec import PoolFormat
-from baton.timing import Timing
+from baton.protocol.errors import InternalError, KVLost
+from baton.protocol.handles import LaneAddress
+from baton.protocol.kv_spec import PoolFormat
+from baton.runtime.timing import Timing
 from kv_transfer.base import Serve, Wire
 from kv_transfer.identity import Identity, Side
 from kv_transfer.links import FAST_LINK, MIN_BYTES, PROBE_EVERY, LinkSpeeds

@@ -1,6 +1,7 @@
 """The seam of guided decoding: a backend compiles grammars for a vocabulary, a matcher follows one.
 
-Not here: what grammars look like as text (baton/grammars.py), whose tokens are matched (guide.py).
+Not here: what grammars look like as text (baton/guided/grammars.py), whose tokens are matched
+(guide.py).
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from typing import Protocol
 
 import numpy as np
 
-from baton.sampling import GuidedDecoding
-from baton.tokenizer import Tokenizer
+from baton.protocol.sampling import GuidedDecoding
+from baton.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, eq=False, slots=True)

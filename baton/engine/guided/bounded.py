@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable
 from typing import Any, Final, cast
 
-from baton.structural_tags import format_of, holds_json
+from baton.guided.structural_tags import format_of, holds_json
 
 _MAPS: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 _VALUES: Final = frozenset({"const", "enum", "default", "examples"})

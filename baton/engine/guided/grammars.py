@@ -3,8 +3,8 @@
 submit(guided) -> a future: at once for a grammar that is kept, else from a thread of its own, at
 most WORKERS at a time and MAX_WAITING in line. A request waits for it outside of the engine, so it
 keeps nobody else from running. A compilation cannot be stopped from outside: llguidance bounds it
-by its own limits, and the router has tried it (baton/grammar_trials.py); what xgrammar is to build
-is tried here first, in a process that can be given up. The wait has a budget, and threads are
+by its own limits, and the router has tried it (baton/guided/grammar_trials.py); what xgrammar is to
+build is tried here first, in a process that can be given up. The wait has a budget, and threads are
 daemons, so that no exit waits for one.
 The tokenizer is loaded with the first grammar. Safe to use from several threads.
 """
@@ -29,11 +29,11 @@ from baton.engine.guided.thought import FREE, ThoughtEnd, ThoughtLimit
 from baton.engine.guided.trial import trials_of
 from baton.engine.interface import ModelInfo
 from baton.engine.sequence import RequestGroup
-from baton.errors import BatonError, InternalError, Overloaded, UnsupportedFeature
-from baton.grammar_trials import GrammarTrials, too_busy
-from baton.grammars import FIELD, check_size
-from baton.request import Request
-from baton.sampling import GuidedDecoding
+from baton.guided.grammar_trials import GrammarTrials, too_busy
+from baton.guided.grammars import FIELD, check_size
+from baton.protocol.errors import BatonError, InternalError, Overloaded, UnsupportedFeature
+from baton.protocol.request import Request
+from baton.protocol.sampling import GuidedDecoding
 
 log = logging.getLogger(__name__)
 

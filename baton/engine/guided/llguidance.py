@@ -12,9 +12,9 @@ import llguidance
 import numpy as np
 
 from baton.engine.guided.base import Vocabulary
-from baton.errors import InvalidRequest
-from baton.grammars import FIELD, limits, llguidance_grammar, reason_of
-from baton.sampling import GuidedDecoding
+from baton.guided.grammars import FIELD, limits, llguidance_grammar, reason_of
+from baton.protocol.errors import InvalidRequest
+from baton.protocol.sampling import GuidedDecoding
 
 
 class LlguidanceBackend:

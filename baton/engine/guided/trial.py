@@ -1,11 +1,12 @@
-"""The child of baton/grammar_trials.py on a node: tries grammars with xgrammar before it does.
+"""The child of baton/guided/grammar_trials.py on a node: tries grammars with xgrammar before it
+does.
 
     python -m baton.engine.guided.trial MODEL VOCAB_SIZE EOS,EOS,... CPU_S BYTES
 
 xgrammar has no limits of its own: arrays of arrays, 900 deep, or some thousand properties keep it
 busy for minutes, and nothing but the end of its process stops it. What ended here within its budget
 does so there, with the same vocabulary. Nothing of what is built comes back. See
-baton/grammar_trial.py, which does the same for llguidance at the door.
+baton/guided/grammar_trial.py, which does the same for llguidance at the door.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from typing import Final
 
 import numpy as np
 
-from baton.children import ChildBudget
 from baton.engine.checkpoint import open_checkpoint
 from baton.engine.guided.base import load_vocabulary
 from baton.engine.guided.xgrammar import XgrammarBackend
-from baton.grammar_trial import serve
-from baton.grammar_trials import GrammarTrials
-from baton.sampling import GuidedDecoding
+from baton.guided.grammar_trial import serve
+from baton.guided.grammar_trials import GrammarTrials
+from baton.protocol.sampling import GuidedDecoding
+from baton.runtime.children import ChildBudget
 
 # A large vocabulary costs it seconds for plain schemas; beside them there is torch in memory.
 BUDGET: Final = ChildBudget(cpu_s=8.0, memory_bytes=4 << 30, wall_s=25.0)

@@ -2,7 +2,7 @@
 
 An optional package that imports torch and transformers (a second), so it is imported with the first
 grammar that needs it. What it does not know of a JSON schema it ignores: a schema that must be
-followed is refused for that here (baton/schema_keywords.py).
+followed is refused for that here (baton/guided/schema_keywords.py).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import numpy as np
 
 from baton.engine.guided.base import Vocabulary
 from baton.engine.guided.bounded import bounded_tag
-from baton.errors import InvalidRequest, UnsupportedFeature
-from baton.grammars import FIELD, choices_of, reason_of
-from baton.sampling import GuidedDecoding
-from baton.schema_keywords import check_xgrammar
+from baton.guided.grammars import FIELD, choices_of, reason_of
+from baton.guided.schema_keywords import check_xgrammar
+from baton.protocol.errors import InvalidRequest, UnsupportedFeature
+from baton.protocol.sampling import GuidedDecoding
 
 MAX_SPACES: Final = 16
 _CONTROL: Final = re.compile(rb"[\x00-\x09\x0b-\x1f]")  # all but the line break

@@ -11,7 +11,7 @@ from baton.engine.attention.base import AttentionLayer
 from baton.engine.batch import Batch
 from baton.engine.lora import Adapter
 from baton.engine.work import ParameterCounts
-from baton.kv_spec import LayerSpec
+from baton.protocol.kv_spec import LayerSpec
 
 
 class CausalModel(Protocol):

@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from baton.engine.checkpoint import Checkpoint
 from baton.engine.tensors import TensorReader
-from baton.errors import ModelRefused
+from baton.protocol.errors import ModelRefused
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 from baton.engine.attention.base import AttentionLayer
 from baton.engine.models.rope import LEAN_KINDS, RopeRule, rope_rule
 from baton.engine.work import ParameterCounts
-from baton.kv_spec import LayerSpec
+from baton.protocol.kv_spec import LayerSpec
 
 ARCHITECTURES: Final = {
     "llama": "LlamaForCausalLM",

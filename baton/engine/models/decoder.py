@@ -40,8 +40,8 @@ from baton.engine.models.experts_cpu import compiled
 from baton.engine.models.rope import Rotation, attention_factor, inverse_frequencies
 from baton.engine.models.shards import Shards, Whole
 from baton.engine.work import ParameterCounts
-from baton.errors import ModelRefused
-from baton.kv_spec import LayerSpec
+from baton.protocol.errors import ModelRefused
+from baton.protocol.kv_spec import LayerSpec
 
 # A checkpoint's tensor by name, in the model's dtype and place; several names: stacked.
 ReadTensor = Callable[..., Tensor]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from baton.engine.lora import Adapter, AdapterRows, LowRank, apply_deltas
-from baton.errors import ModelRefused
+from baton.protocol.errors import ModelRefused
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from baton.errors import ModelRefused
+from baton.protocol.errors import ModelRefused
 
 
 @dataclass(frozen=True, slots=True)

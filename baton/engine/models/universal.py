@@ -34,8 +34,8 @@ from baton.engine.models.config import latent_spec, layer_spec
 from baton.engine.models.hooked_lora import HookedAdapters
 from baton.engine.models.mla import Absorbed, absorb_latents
 from baton.engine.work import ParameterCounts
-from baton.errors import InternalError, ModelRefused
-from baton.kv_spec import HeldBlocks, LayerSpec
+from baton.protocol.errors import InternalError, ModelRefused
+from baton.protocol.kv_spec import HeldBlocks, LayerSpec
 
 IMPLEMENTATION: Final = "baton_paged"
 # Keywords that models hand to attention and that change nothing once dropout and caches are off.

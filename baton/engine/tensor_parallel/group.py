@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
 from baton.engine.tensor_parallel.place import LEADER, RankPlace
-from baton.errors import InternalError
+from baton.protocol.errors import InternalError
 
 Backend: TypeAlias = Literal["gloo", "nccl"]
 

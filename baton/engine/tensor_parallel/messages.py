@@ -24,7 +24,7 @@ from torch import Tensor
 
 from baton.engine.attention.base import Attention
 from baton.engine.batch import Batch, GroupTables, Span, Step
-from baton.errors import InternalError
+from baton.protocol.errors import InternalError
 
 _HEADER: Final = struct.Struct("<BI")
 _FIXED: Final = 3  # numbers at the head of a step: tokens, spans, layer groups

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from baton.kv_spec import LayerSpec
+from baton.protocol.kv_spec import LayerSpec
 
 LEADER: Final = 0  # the rank that schedules and samples
 

@@ -20,7 +20,7 @@ import torch
 
 from baton.engine.kv_cache import HostBlocks, KVArena, bytes_per_block
 from baton.engine.tensor_parallel.place import LEADER, RankPlace, rank_layers
-from baton.kv_spec import LayerSpec
+from baton.protocol.kv_spec import LayerSpec
 
 
 class GroupArena(KVArena):

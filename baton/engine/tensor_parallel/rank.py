@@ -23,8 +23,8 @@ from baton.engine.tensor_parallel.sharding import (
 )
 from baton.engine.weights import Weights
 from baton.engine.work import ParameterCounts
-from baton.errors import ConfigError
-from baton.kv_spec import LayerSpec
+from baton.protocol.errors import ConfigError
+from baton.protocol.kv_spec import LayerSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,8 @@ from baton.engine.tensor_parallel.group import DEADLINE_S, RankGroup
 from baton.engine.tensor_parallel.messages import Gone, Kind, Link
 from baton.engine.tensor_parallel.place import RankPlace
 from baton.engine.tensor_parallel.pool import GroupArena, SharedMemory, make_memory
-from baton.errors import ConfigError, InternalError
-from baton.socket_folder import SocketFolder
+from baton.protocol.errors import ConfigError, InternalError
+from baton.runtime.socket_folder import SocketFolder
 
 log = logging.getLogger(__name__)
 

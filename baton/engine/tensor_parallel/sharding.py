@@ -26,7 +26,7 @@ from baton.engine.models.config import DecoderConfig
 from baton.engine.tensor_parallel.group import RankGroup
 from baton.engine.tensor_parallel.place import RankPlace
 from baton.engine.weights import Weights
-from baton.errors import ModelRefused
+from baton.protocol.errors import ModelRefused
 
 FIELD: Final = "tensor_parallel_size"
 _BY_TOKEN: Final = frozenset({"model.embed_tokens.weight", "lm_head.weight"})

@@ -19,8 +19,6 @@ from typing import Any
 
 import torch
 
-from baton import log as logs
-from baton.cores import pin_process
 from baton.engine.attention.base import Attention
 from baton.engine.attention.choice import choose_attention
 from baton.engine.config import EngineConfig
@@ -30,7 +28,9 @@ from baton.engine.tensor_parallel.messages import ALL_ROWS, Gone, Kind, Link, de
 from baton.engine.tensor_parallel.place import RankPlace
 from baton.engine.tensor_parallel.pool import SharedMemory
 from baton.engine.tensor_parallel.ranks import store
-from baton.errors import ConfigError, InternalError
+from baton.protocol.errors import ConfigError, InternalError
+from baton.runtime import log as logs
+from baton.runtime.cores import pin_process
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.chat_template import ChatTemplate
-from baton.tokenizer import Tokenizer
+from baton.text.chat_template import ChatTemplate
+from baton.text.tokenizer import Tokenizer
 from router.config import RouterConfig
 from router.parsers import formats
 from router.parsers.formats import TOOL_FORMATS

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from baton.chat_template import ChatTemplate
+from baton.text.chat_template import ChatTemplate
 from router.config import RouterConfig
 from router.parsers.formats import TOOL_FORMATS
 from router.parsers.message import MessageRules

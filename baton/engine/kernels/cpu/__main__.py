@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from baton.cache_folder import cache_folder
 from baton.engine.kernels.cpu.build import (
     BUILT,
     INSTRUCTION_SETS,
@@ -24,6 +23,7 @@ from baton.engine.kernels.cpu.build import (
     compiled,
     library_name,
 )
+from baton.runtime.cache_folder import cache_folder
 
 MACHINES = ("x86_64", "AMD64")
 

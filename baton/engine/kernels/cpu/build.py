@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from baton.cache_folder import cache_folder
+from baton.runtime.cache_folder import cache_folder
 
 logger = logging.getLogger(__name__)
 SOURCES: Final = Path(__file__).parent

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from baton.engine.attention.base import AttentionLayer, KVViews
 from baton.engine.kernels.gpu.products import integers, product
-from baton.errors import InternalError
+from baton.protocol.errors import InternalError
 
 EXACT: Final = 0  # how pages store numbers: in the model's dtype,
 INT8: Final = 1  # int8 with a float32 scale per token and head,

@@ -1,0 +1,31 @@
+"""What users of the Python client import: `from baton.client import Client`."""
+
+from baton.client.client import (
+    AsyncClient,
+    Client,
+    GenerateEvent,
+    GenerateOptions,
+    Generation,
+    Logprobs,
+    Migrations,
+    Model,
+    Node,
+    ServerInfo,
+    Usage,
+)
+from baton.runtime.tls import ClientTls
+
+__all__ = [
+    "AsyncClient",
+    "Client",
+    "ClientTls",
+    "GenerateEvent",
+    "GenerateOptions",
+    "Generation",
+    "Logprobs",
+    "Migrations",
+    "Model",
+    "Node",
+    "ServerInfo",
+    "Usage",
+]

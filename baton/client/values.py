@@ -1,0 +1,276 @@
+"""What the Python client's calls take and give, and the same as protobuf (protos/serve.proto).
+
+Not here: calls, connections and errors (baton/client/client.py, which exports all of this).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from baton.protocol import wire
+from baton.protocol.errors import UnsupportedFeature, error_from_code
+from baton.protocol.events import TokenLogprob
+from baton.protocol.sampling import SamplingParams
+from baton.protocol.wire_guided import guided_to_wire
+from protos import node_pb2, serve_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateOptions:
+    """What a call asks beyond its prompt and SamplingParams. `timeout_s` bounds the whole call.
+
+    `resumable_s` > 0: routers keep the request for so long while nobody reads it, and the client
+    reconnects by itself.
+    """
+
+    stop: tuple[str, ...] = ()
+    model: str = ""
+    request_id: str = ""
+    priority: int = 0
+    cache_salt: str = ""
+    skip_special_tokens: bool = True
+    timeout_s: float = 600.0
+    resume: str = ""
+    resumable_s: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+
+Logprobs = tuple[tuple[TokenLogprob, ...], ...]  # per token: itself first, then the best others
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateEvent:
+    """New tokens and text of one sample; `usage` with the last event of the request.
+
+    `logprobs[i]` belongs to token_ids[i], `prompt_logprobs[i]` (in the first event) to prompt token
+    i + 1; both are empty unless they were asked for.
+    """
+
+    request_id: str
+    sample: int
+    position: int
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str | None
+    retries: int
+    usage: Usage | None
+    logprobs: Logprobs = ()
+    prompt_logprobs: Logprobs = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A finished request: its first answer, and the `others` if there are several (their `usage` is
+    the request's, the same for all)."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str
+    retries: int
+    usage: Usage
+    logprobs: Logprobs = ()
+    prompt_logprobs: Logprobs = ()
+    others: tuple[Generation, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    id: str
+    max_model_len: int
+    digest: str
+    parent: str
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    node_id: str
+    role: str  # "prefill" | "decode"
+    address: str
+    model: str
+    running: int
+    waiting: int
+    free_blocks: int
+    total_blocks: int
+    draining: bool
+    mbu: float = 0.0  # share of its read bandwidth, over the last steps; 0 = not measured
+    mfu: float = 0.0  # share of its rate of matrix products
+    precision: str = ""  # what it computes and keeps KV in
+
+
+@dataclass(frozen=True, slots=True)
+class Migrations:
+    """Running requests that changed their decode node with their KV, since the router's start.
+
+    `failed`: node or KV were lost on the way. `seconds`: from the question to the new node's first
+    token, summed. `given_back`: requests that moved without KV, having none worth it.
+    """
+
+    done: int = 0
+    failed: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    given_back: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    version: str
+    nodes: tuple[Node, ...]
+    requests_by_state: dict[str, int]
+    migrations: Migrations = Migrations()
+
+
+DEFAULT_OPTIONS: Final = GenerateOptions()
+Prompt = str | Sequence[int]
+
+
+def generate_request(
+    prompt: Prompt, params: SamplingParams | None, options: GenerateOptions
+) -> serve_pb2.GenerateRequest:
+    """No `params`: their fields stay absent, so the server's defaults hold."""
+    message = serve_pb2.GenerateRequest(
+        request_id=options.request_id,
+        model=options.model,
+        stop=options.stop,
+        priority=options.priority,
+        cache_salt=options.cache_salt,
+        skip_special_tokens=options.skip_special_tokens,
+        resume=options.resume,
+        resumable_s=options.resumable_s,
+    )
+    if params is not None:
+        message.MergeFrom(_sampling_fields(params))  # stop texts of both
+        message.skip_special_tokens &= params.skip_special_tokens
+    if isinstance(prompt, str):
+        message.text = prompt
+    else:
+        message.token_ids.CopyFrom(node_pb2.TokenIds(ids=prompt))
+    return message
+
+
+def _sampling_fields(params: SamplingParams) -> serve_pb2.GenerateRequest:
+    """Raises UnsupportedFeature for what the protocol has no field for."""
+    if params.include_stop_str_in_output:
+        field = "include_stop_str_in_output"
+        raise UnsupportedFeature(f"{field} is not served over gRPC", field=field)
+    message = serve_pb2.GenerateRequest(
+        max_tokens=params.max_tokens,
+        min_tokens=params.min_tokens,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        seed=params.seed,
+        stop=params.stop,
+        stop_token_ids=params.stop_token_ids,
+        allowed_token_ids=params.allowed_token_ids,
+        logprob_token_ids=params.logprob_token_ids,
+        bad_words=[node_pb2.TokenIds(ids=word) for word in params.bad_words],
+        ignore_eos=params.ignore_eos,
+        n=params.n,
+        best_of=params.best_of,
+        beam_width=params.beam_width,
+        length_penalty=params.length_penalty,
+        early_stopping=params.early_stopping,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        logit_bias=dict(params.logit_bias),
+        logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
+    )
+    if params.guided is not None:
+        message.guided.CopyFrom(guided_to_wire(params.guided))
+    return message
+
+
+def event_of(message: Any) -> GenerateEvent:
+    return GenerateEvent(
+        request_id=message.request_id,
+        sample=message.sample,
+        position=message.position,
+        token_ids=tuple(message.token_ids),
+        text=message.text,
+        finish_reason=message.finish_reason or None,
+        retries=message.retries,
+        usage=_usage(message.usage) if message.HasField("usage") else None,
+        logprobs=wire.logprobs_from_wire(message.logprobs),
+        prompt_logprobs=wire.logprobs_from_wire(message.prompt_logprobs),
+    )
+
+
+def _usage(message: Any) -> Usage:
+    return Usage(message.prompt_tokens, message.completion_tokens, message.cached_tokens)
+
+
+def collect(events: Sequence[GenerateEvent]) -> Generation:
+    """One Generation of all events. Raises InternalError if none of them was the last."""
+    usage = events[-1].usage if events else None
+    if usage is None:
+        raise error_from_code("internal", "the stream ended without a finish reason")
+    samples: dict[int, list[GenerateEvent]] = {}
+    for event in events:
+        samples.setdefault(event.sample, []).append(event)
+    prompt_logprobs = events[0].prompt_logprobs
+    first, *others = (
+        _collect_sample(samples[index], usage, prompt_logprobs) for index in sorted(samples)
+    )
+    return replace(first, others=tuple(others))
+
+
+def _collect_sample(
+    events: Sequence[GenerateEvent], usage: Usage, prompt_logprobs: Logprobs
+) -> Generation:
+    last = events[-1]
+    return Generation(
+        request_id=last.request_id,
+        token_ids=tuple(token for event in events for token in event.token_ids),
+        text="".join(event.text for event in events),
+        finish_reason=str(last.finish_reason),
+        retries=last.retries,
+        usage=usage,
+        logprobs=tuple(row for event in events for row in event.logprobs),
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def model_of(message: Any) -> Model:
+    return Model(message.id, message.max_model_len, message.digest, message.parent)
+
+
+def server_info_of(message: Any) -> ServerInfo:
+    nodes = tuple(
+        Node(
+            node_id=node.node_id,
+            role="prefill" if node.role == node_pb2.ROLE_PREFILL else "decode",
+            address=node.address,
+            model=node.model,
+            running=node.load.running,
+            waiting=node.load.waiting,
+            free_blocks=node.load.free_blocks,
+            total_blocks=node.load.total_blocks,
+            draining=node.load.draining,
+            mbu=node.load.mbu,
+            mfu=node.load.mfu,
+            precision=node.precision,
+        )
+        for node in message.nodes
+    )
+    moves = message.migrations
+    return ServerInfo(
+        version=message.version,
+        nodes=nodes,
+        requests_by_state=dict(message.requests_by_state),
+        migrations=Migrations(
+            moves.done, moves.failed, moves.tokens, moves.seconds, moves.given_back
+        ),
+    )

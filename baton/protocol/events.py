@@ -1,0 +1,144 @@
+"""What a node tells its routers: tokens, handles, failures, load, block events. Frozen values."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from baton.protocol.request import FinishReason
+
+if TYPE_CHECKING:
+    from baton.protocol.handles import KVHandle, NodeLoad
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    token_id: int
+    logprob: float
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """New tokens of one sample of one request.
+
+    `position` is the absolute output index of token_ids[0]. A finished sample has a finish_reason,
+    possibly with no new token. The end-of-sequence or stop token that ended a sample IS the last of
+    token_ids and is repeated in `stop_token_id`. `logprobs[i]` belongs to token_ids[i], the token
+    itself first. `candidates`: what a search on another node begins with, best first, instead of
+    tokens; it travels in END, never to a router. `preemptions`: with a sample's last event, how
+    often it lost its place on this node.
+    """
+
+    request_id: str
+    epoch: int
+    position: int
+    token_ids: tuple[int, ...]
+    sample: int = 0
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    num_cached_tokens: int = 0
+    logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+    prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+    candidates: tuple[TokenLogprob, ...] = ()
+    preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """What END carries of token 1: one per sample, or one per candidate of a search, best first
+    (`sample` is then its rank from 0, `cumulative_logprob` its score)."""
+
+    position: int
+    token_id: int
+    sample: int = 0
+    finish_reason: FinishReason | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    cumulative_logprob: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class HandleReady:
+    request_id: str
+    epoch: int
+    handle: KVHandle
+
+
+@dataclass(frozen=True, slots=True)
+class Subscribed:
+    request_id: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """Vectors of a SubmitPool's prompts, in their order: float32, little-endian."""
+
+    request_id: str
+    epoch: int
+    vectors: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFailed:
+    request_id: str
+    epoch: int
+    code: str
+    message: str
+    retryable: bool
+    field: str | None = None
+
+
+class BlockEventKind(enum.Enum):
+    STORED = "stored"
+    EVICTED = "evicted"
+    CLEARED = "cleared"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockEvent:
+    """Prefix-map changes; `hashes` in prefix order,
+    `parent` the hash before the first one (b"" at a start)."""
+
+    kind: BlockEventKind
+    hashes: tuple[bytes, ...] = ()
+    parent: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Controlled:
+    """An order was carried out, or not: then `code` is the error's."""
+
+    number: int
+    code: str = ""
+    message: str = ""
+    field: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterList:
+    """The ids of a node's LoRA adapters now; `leaving`: those that new requests get no more."""
+
+    held: tuple[str, ...]
+    leaving: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStep:
+    """Everything that one engine step, or control step, yields, in order: one wire message.
+
+    `last`: the node has drained; nothing follows, and the router ends the session.
+    """
+
+    tokens: tuple[TokenEvent, ...] = ()
+    handles: tuple[HandleReady, ...] = ()
+    subscribed: tuple[Subscribed, ...] = ()
+    failed: tuple[RequestFailed, ...] = ()
+    load: NodeLoad | None = None
+    block_events_seq: int = 0
+    block_events: tuple[BlockEvent, ...] = field(default=())
+    last: bool = False
+    pooled: tuple[Pooled, ...] = ()
+    controlled: tuple[Controlled, ...] = ()
+    adapters: AdapterList | None = None

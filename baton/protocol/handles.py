@@ -1,0 +1,131 @@
+"""Names that travel: KV handles, endpoints, node records and loads. Frozen values, no behaviour."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field, replace
+
+from baton.protocol.kv_spec import PROTOCOL_VERSION, PoolFormat
+
+
+@dataclass(frozen=True, slots=True)
+class LaneAddress:
+    name: str
+    address: str
+    attributes: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where and how a node process exchanges KV. `boot_id` is new at every start of the process."""
+
+    boot_id: str
+    layout_fingerprint: str
+    format: PoolFormat
+    lanes: tuple[LaneAddress, ...]
+    protocol_version: int = PROTOCOL_VERSION
+    ranks: tuple[Endpoint, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class KVHandle:
+    """Names one export.
+
+    (boot_id, export_seq) fences the exporter's memory, `secret` proves the right to fetch.
+    """
+
+    boot_id: str
+    export_seq: int
+    request_id: str
+    epoch: int
+    num_tokens: int
+    secret: bytes = field(repr=False)
+    endpoint: Endpoint
+    lease_ms: int
+    sample: int = 0
+
+
+class Role(enum.Enum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLoad:
+    """A node's state as its routers see it; counts of requests, blocks, tokens; seconds.
+
+    `kv_token_bytes`: KV of one token, as it travels. From `kv_received_bytes` on: counters since
+    the node's start.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    swapped: int = 0
+    free_blocks: int = 0
+    total_blocks: int = 0
+    waiting_tokens: int = 0
+    fetching: int = 0
+    export_bytes: int = 0
+    step_seconds: float = 0.0
+    prefill_tokens_per_s: float = 0.0
+    draining: bool = False
+    stalled: bool = False  # its engine makes no progress
+    kv_token_bytes: int = 0
+    kv_received_bytes: int = 0  # verified
+    kv_sent_bytes: int = 0
+    kv_adopted_bytes: int = 0  # read where they lie: neither sent nor received
+    kv_fetches: int = 0  # that ended well
+    kv_fetch_failures: int = 0
+    preemptions: int = 0
+    prefix_query_tokens: int = 0  # looked up in the prefix map
+    prefix_hit_tokens: int = 0  # of these, found
+    steps: int = 0  # of its engine
+    step_tokens: int = 0  # prompt and output tokens that they computed
+    kv_tail_seconds: float = 0.0  # from a prefill's end to its receiver's ACK, summed
+    mbu: float = 0.0  # of the last steps: share of the read bandwidth
+    mfu: float = 0.0  # of the rate of matrix products
+    pause: str = ""  # no counter: "refuse" or "hold" while an operator has it so
+    asleep: bool = False  # no counter: without weights and KV
+
+    def without_counters(self) -> NodeLoad:
+        """The state alone: what a router decides by."""
+        return replace(
+            self,
+            kv_received_bytes=0,
+            kv_sent_bytes=0,
+            kv_adopted_bytes=0,
+            kv_fetches=0,
+            kv_fetch_failures=0,
+            preemptions=0,
+            prefix_query_tokens=0,
+            prefix_hit_tokens=0,
+            steps=0,
+            step_tokens=0,
+            kv_tail_seconds=0.0,
+            mbu=0.0,
+            mfu=0.0,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRecord:
+    """What a node says of itself: in its session's first message and in the registry."""
+
+    node_id: str
+    boot_id: str
+    role: Role
+    address: str
+    model: str
+    model_digest: str
+    block_size: int
+    max_model_len: int
+    vocab_size: int
+    endpoint: Endpoint
+    load: NodeLoad = NodeLoad()
+    version: str = ""
+    adapters: tuple[str, ...] = ()
+    eos_token_ids: tuple[int, ...] = ()
+    leaving_adapters: tuple[str, ...] = ()  # of these, who serve requests under way alone
+    max_num_seqs: int = 0  # most sequences that run at once; 0 = not told
+    precision: str = ""  # what it computes and keeps KV in, "bfloat16, KV int8"; "" = not told
+    deterministic: bool = False

@@ -1,0 +1,193 @@
+"""SamplingParams: how tokens are chosen and when a sample ends.
+
+One frozen value, validated at construction.
+
+Not here: stop strings' matching (stops.py, on text), the sampler itself (baton/engine/sampler.py).
+Conventions are vLLM's: temperature 0 = greedy, top_k 0 or -1 = off, min_p 0 = off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, Final, Literal
+
+from baton.protocol.errors import InvalidRequest
+
+# Every number a client can send: (minimum, maximum).
+BOUNDS: Final[dict[str, tuple[float, float]]] = {
+    "n": (1, 128),
+    "best_of": (1, 128),
+    "beam_width": (0, 64),
+    "length_penalty": (-10.0, 10.0),
+    "temperature": (0.0, 100.0),
+    "top_k": (-1, 2**31 - 1),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "seed": (0, 2**64 - 1),
+    "max_tokens": (1, 2**31 - 1),
+    "min_tokens": (0, 2**31 - 1),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (1e-6, 100.0),
+    "logprobs": (-1, 2**31 - 1),
+    "prompt_logprobs": (-1, 2**31 - 1),
+}
+MAX_STOP_TOKEN_IDS: Final = 256
+MAX_LOGIT_BIAS: Final = 1024
+MAX_ALLOWED_TOKEN_IDS: Final = 4096
+MAX_LOGPROB_TOKEN_IDS: Final = 128  # vLLM's
+MAX_BIAS: Final = 100
+_NUMBERS: Final = (int, float)
+_bounded: Final = attrgetter(*BOUNDS)  # one call for all of them
+
+
+@dataclass(frozen=True, slots=True)
+class GuidedDecoding:
+    """A grammar that the output must match; each kind's text is read by baton/guided/grammars.py.
+
+    `whitespace`: what may stand between the parts of a JSON text, as a regex ("" = nothing, None =
+    the default). `starts_after`: the output is free up to and with this text ("" = it starts at
+    once), which is how a model may think first. `most_thought`: after so many tokens of a thought
+    that text is written for the model, None = never; a thought begins behind `thought_start` ("" =
+    the output begins within one). Kind "free": nothing is asked of what follows it.
+    """
+
+    kind: Literal["json_schema", "json_object", "regex", "ebnf", "choice", "structural_tag", "free"]
+    grammar: str
+    backend: str = ""
+    whitespace: str | None = None
+    starts_after: str = ""
+    most_thought: int | None = None
+    thought_start: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request samples.
+
+    Raises InvalidRequest with the field's name for a value outside BOUNDS (NaN included).
+    `seed` None means that the front door draws one; every engine needs it drawn (see `with_seed`).
+    `allowed_token_ids`: nothing else is ever drawn, not even an end-of-sequence; empty = all.
+    `logprobs` -1 = all of the vocabulary; with `logprob_token_ids` these are told instead.
+    The last three are for whoever makes text of the tokens (`LLM`, `Client`): engines know no text,
+    and these never travel to a node. `stop` may be given as one text.
+    """
+
+    n: int = 1
+    best_of: int | None = None
+    beam_width: int = 0
+    length_penalty: float = 1.0
+    early_stopping: Literal["false", "true", "never"] = "false"
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int = 16
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
+    guided: GuidedDecoding | None = None
+    stop: Sequence[str] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        values: tuple[Any, ...] = _bounded(self)
+        for value, (name, (low, high)) in zip(values, BOUNDS.items(), strict=True):
+            if value is None:
+                continue
+            if type(value) not in _NUMBERS and (
+                isinstance(value, bool) or not isinstance(value, _NUMBERS)
+            ):
+                raise InvalidRequest(f"{name} must be a number", field=name)
+            if not low <= value <= high:  # a NaN is not either
+                raise InvalidRequest(
+                    f"{name} must be between {low} and {high}, got {value}", field=name
+                )
+        if self.top_p == 0.0:
+            raise InvalidRequest("top_p must be above 0", field="top_p")
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidRequest(
+                f"at most {MAX_STOP_TOKEN_IDS} stop_token_ids", field="stop_token_ids"
+            )
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise InvalidRequest(f"at most {MAX_LOGIT_BIAS} logit_bias entries", field="logit_bias")
+        if not all(abs(bias) <= MAX_BIAS for _, bias in self.logit_bias):  # a NaN is not either
+            raise InvalidRequest(
+                f"logit_bias values must be between -{MAX_BIAS} and {MAX_BIAS}", field="logit_bias"
+            )
+        if len(self.allowed_token_ids) > MAX_ALLOWED_TOKEN_IDS:
+            raise InvalidRequest(
+                f"at most {MAX_ALLOWED_TOKEN_IDS} allowed_token_ids", field="allowed_token_ids"
+            )
+        if self.allowed_token_ids and self.guided is not None:  # together they may leave no token
+            message = (
+                "allowed_token_ids and a grammar (also of forced tools, or a limit of thoughts)"
+                " exclude each other"
+            )
+            raise InvalidRequest(message, field="allowed_token_ids")
+        self._check_logprob_ids()
+        if self.min_tokens > self.max_tokens:
+            raise InvalidRequest("min_tokens must not exceed max_tokens", field="min_tokens")
+        self._check_stop()
+
+    def _check_stop(self) -> None:
+        """One text, or several, or None, is a tuple from here on."""
+        given: Any = self.stop
+        if given == ():
+            return
+        texts: tuple[Any, ...] = (given,) if isinstance(given, str) else tuple(given or ())
+        if not all(isinstance(text, str) and text for text in texts):
+            raise InvalidRequest("stop: texts that are not empty", field="stop")
+        object.__setattr__(self, "stop", texts)
+
+    def _check_logprob_ids(self) -> None:
+        if not self.logprob_token_ids:
+            return
+        field = "logprob_token_ids"
+        if len(self.logprob_token_ids) > MAX_LOGPROB_TOKEN_IDS:
+            raise InvalidRequest(f"at most {MAX_LOGPROB_TOKEN_IDS} {field}", field=field)
+        if self.logprobs is None or self.beam_width:
+            raise InvalidRequest(f"{field} goes with logprobs, and with no beams", field=field)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that run side by side; beams are branches of one."""
+        return 1 if self.beam_width else max(self.n, self.best_of or 1)
+
+    @property
+    def num_outputs(self) -> int:
+        """Outputs that an engine tells of: every sample, or the n best beams."""
+        return self.n if self.beam_width else max(self.n, self.best_of or 1)
+
+    @property
+    def penalised(self) -> bool:
+        """Whether tokens that occurred before count for less (or more)."""
+        penalties = (self.frequency_penalty, self.presence_penalty)
+        return self.repetition_penalty != 1.0 or any(penalties)
+
+    @property
+    def remembers(self) -> bool:
+        """Whether a draw depends on the tokens before it."""
+        return self.penalised or bool(self.bad_words)
+
+    @property
+    def width(self) -> int:
+        """Most sequences at once."""
+        return self.beam_width or max(self.n, self.best_of or 1)

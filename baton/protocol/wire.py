@@ -1,0 +1,486 @@
+"""Dataclass <-> protobuf for everything that routers and nodes say to each other.
+
+The only place, besides the service files, that sees protobuf messages. `x_to_wire` builds the
+message, `x_from_wire` the dataclass; an unknown kind or a missing required field raises
+InvalidRequest there, loudly, and never becomes a default. Deadlines travel as remaining
+milliseconds. Not here: KV frames (kv_transfer/), the public API (router/grpc_api.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+from operator import attrgetter
+from typing import Any, Final, Literal, cast
+
+from google.protobuf.message import DecodeError
+
+from baton.protocol import messages
+from baton.protocol.clock import Clock, deadline_from_ms, remaining_ms
+from baton.protocol.errors import InvalidRequest
+from baton.protocol.events import (
+    BlockEvent,
+    BlockEventKind,
+    HandleReady,
+    NodeStep,
+    Subscribed,
+    TokenEvent,
+)
+from baton.protocol.handles import KVHandle, NodeLoad, NodeRecord, Role
+from baton.protocol.request import Request, Resume
+from baton.protocol.sampling import SamplingParams
+from baton.protocol.wire_checks import (
+    epoch_of,
+    finish_reason,
+    identifier,
+    nothing_unknown,
+    one_of,
+    present,
+    required,
+)
+from baton.protocol.wire_control import (
+    adapters_from_wire,
+    adapters_to_wire,
+    control_from_wire,
+    control_to_wire,
+    controlled_from_wire,
+    controlled_to_wire,
+)
+from baton.protocol.wire_guided import guided_from_wire, guided_to_wire
+from baton.protocol.wire_values import (
+    endpoint_from_wire,
+    endpoint_to_wire,
+    failed_from_wire,
+    failed_to_wire,
+    kept_endpoint_to_wire,
+    logprobs_from_wire,
+    logprobs_to_wire,
+    pool_task_from_wire,
+    pool_task_to_wire,
+    pooled_from_wire,
+    pooled_to_wire,
+)
+from protos import kv_pb2, node_pb2
+
+EARLY_STOPPING: Final = ("false", "true", "never")
+RESUME: Final = ("fast", "exact")
+
+_ROLES: Final = {Role.PREFILL: node_pb2.ROLE_PREFILL, Role.DECODE: node_pb2.ROLE_DECODE}
+_ROLE_OF: Final = {number: role for role, number in _ROLES.items()}
+_BLOCK_KINDS: Final = {
+    BlockEventKind.STORED: node_pb2.BlockEvent.STORED,
+    BlockEventKind.EVICTED: node_pb2.BlockEvent.EVICTED,
+    BlockEventKind.CLEARED: node_pb2.BlockEvent.CLEARED,
+}
+_BLOCK_KIND_OF: Final = {number: kind for kind, number in _BLOCK_KINDS.items()}
+_LOAD: Final = tuple(spec.name for spec in fields(NodeLoad))
+_PLAIN_RECORD: Final = (
+    "node_id", "boot_id", "address", "model", "model_digest", "block_size", "max_model_len",
+    "vocab_size", "version", "adapters", "eos_token_ids", "max_num_seqs",
+    "precision", "deterministic", "leaving_adapters",
+)  # fmt: skip
+_PLAIN_PARAMS: Final = (
+    "n", "beam_width", "top_k", "seed", "max_tokens", "min_tokens", "ignore_eos",
+    "length_penalty", "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty",
+)  # fmt: skip
+_SCALAR_PARAMS: Final = (
+    *_PLAIN_PARAMS, "best_of", "early_stopping", "stop_token_ids", "allowed_token_ids",
+    "logprob_token_ids",
+)  # fmt: skip
+_scalars: Final = attrgetter(*_SCALAR_PARAMS)  # one call for all of them
+
+
+def sampling_to_wire(params: SamplingParams) -> node_pb2.SamplingParams:
+    if params.seed is None:
+        raise InvalidRequest("the seed must be drawn before a request travels", field="seed")
+    # What is zero or empty is so on the wire without being said.
+    scalars = zip(_SCALAR_PARAMS, _scalars(params), strict=True)
+    values = {name: value for name, value in scalars if value}
+    message = node_pb2.SamplingParams(
+        **values, logprobs=params.logprobs, prompt_logprobs=params.prompt_logprobs
+    )
+    if params.logit_bias:
+        message.logit_bias.update(params.logit_bias)
+    if params.bad_words:
+        message.bad_words.extend(node_pb2.TokenIds(ids=word) for word in params.bad_words)
+    if params.guided is not None:
+        message.guided.CopyFrom(guided_to_wire(params.guided))
+    return message
+
+
+def sampling_from_wire(message: node_pb2.SamplingParams) -> SamplingParams:
+    nothing_unknown(message, "params")
+    early = one_of(message.early_stopping, EARLY_STOPPING, "early_stopping")
+    values: dict[str, Any] = {name: getattr(message, name) for name in _PLAIN_PARAMS}
+    return SamplingParams(
+        **values,
+        best_of=message.best_of or None,
+        early_stopping=cast("Literal['false', 'true', 'never']", early),
+        stop_token_ids=tuple(message.stop_token_ids),
+        allowed_token_ids=tuple(message.allowed_token_ids),
+        logprob_token_ids=tuple(message.logprob_token_ids),
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+        bad_words=tuple(tuple(word.ids) for word in message.bad_words),
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        guided=guided_from_wire(message),
+    )
+
+
+def request_to_wire(request: Request, clock: Clock) -> node_pb2.Request:
+    return node_pb2.Request(
+        id=request.id,
+        prompt_ids=request.prompt_ids,
+        output_ids=[node_pb2.TokenIds(ids=ids) for ids in request.output_ids],
+        params=sampling_to_wire(request.params),
+        adapter=request.adapter,
+        priority=request.priority,
+        tenant_salt=request.tenant_salt,
+        deadline_ms=remaining_ms(request.deadline, clock),
+        epoch=request.epoch,
+        traceparent=request.traceparent,
+        resume=request.resume,
+        ended=request.ended,
+    )
+
+
+def request_from_wire(message: node_pb2.Request, clock: Clock) -> Request:
+    """The request as this process sees it: `deadline` and `arrival` on this process's clock."""
+    nothing_unknown(message, "request")
+    present(message, "params")
+    if not message.prompt_ids:
+        raise InvalidRequest("prompt_ids is empty", field="prompt_ids")
+    if not message.output_ids:
+        raise InvalidRequest("output_ids is missing (one list per sample)", field="output_ids")
+    return Request(
+        id=identifier(message.id, "id"),
+        prompt_ids=tuple(message.prompt_ids),
+        params=sampling_from_wire(message.params),
+        output_ids=tuple(tuple(sample.ids) for sample in message.output_ids),
+        adapter=message.adapter,
+        priority=message.priority,
+        tenant_salt=message.tenant_salt,
+        deadline=deadline_from_ms(message.deadline_ms, clock),
+        epoch=epoch_of(message.epoch),
+        traceparent=message.traceparent,
+        resume=cast("Resume", one_of(message.resume, RESUME, "resume")),
+        arrival=clock.monotonic(),
+        ended=tuple(message.ended),
+    )
+
+
+# ---- handles ----
+
+
+def handle_to_wire(value: KVHandle) -> kv_pb2.KVHandle:
+    return kv_pb2.KVHandle(
+        boot_id=value.boot_id,
+        export_seq=value.export_seq,
+        request_id=value.request_id,
+        sample=value.sample,
+        epoch=value.epoch,
+        num_tokens=value.num_tokens,
+        secret=value.secret,
+        lease_ms=value.lease_ms,
+        endpoint=kept_endpoint_to_wire(value.endpoint),
+    )
+
+
+def handle_from_wire(message: kv_pb2.KVHandle) -> KVHandle:
+    identifier(message.boot_id, "boot_id")
+    identifier(message.request_id, "request_id")
+    epoch_of(message.epoch)
+    present(message, "endpoint")
+    if message.num_tokens < 1 or message.lease_ms < 1 or not message.secret:
+        raise InvalidRequest("a handle needs num_tokens, lease_ms and secret", field="handle")
+    return KVHandle(
+        boot_id=message.boot_id,
+        export_seq=message.export_seq,
+        request_id=message.request_id,
+        sample=message.sample,
+        epoch=message.epoch,
+        num_tokens=message.num_tokens,
+        secret=message.secret,
+        lease_ms=message.lease_ms,
+        endpoint=endpoint_from_wire(message.endpoint),
+    )
+
+
+def handle_to_bytes(value: KVHandle) -> bytes:
+    """For the request's record in the store."""
+    return handle_to_wire(value).SerializeToString()
+
+
+def handle_from_bytes(data: bytes) -> KVHandle:
+    try:
+        return handle_from_wire(kv_pb2.KVHandle.FromString(data))
+    except DecodeError as error:
+        raise InvalidRequest("not a KV handle", field="handle") from error
+
+
+# ---- node record and load ----
+
+
+def load_to_wire(value: NodeLoad) -> node_pb2.Load:
+    """With every step: asdict would take 100 us."""
+    return node_pb2.Load(**{name: getattr(value, name) for name in _LOAD})
+
+
+def load_from_wire(message: node_pb2.Load) -> NodeLoad:
+    return NodeLoad(**{name: getattr(message, name) for name in _LOAD})
+
+
+def record_to_wire(value: NodeRecord) -> node_pb2.NodeRecord:
+    plain = {name: getattr(value, name) for name in _PLAIN_RECORD}
+    return node_pb2.NodeRecord(
+        **plain,
+        role=_ROLES[value.role],
+        endpoint=endpoint_to_wire(value.endpoint),
+        load=load_to_wire(value.load),
+    )
+
+
+def record_from_wire(message: node_pb2.NodeRecord) -> NodeRecord:
+    for name in ("node_id", "boot_id", "address", "model", "model_digest"):
+        identifier(getattr(message, name), name)
+    present(message, "endpoint")
+    if message.role not in _ROLE_OF:
+        raise InvalidRequest(f"unknown role {message.role}", field="role")
+    if message.block_size < 1 or message.max_model_len < 1:
+        raise InvalidRequest("block_size and max_model_len must be at least 1", field="block_size")
+    values = {name: getattr(message, name) for name in _PLAIN_RECORD}
+    values["adapters"] = tuple(message.adapters)
+    values["leaving_adapters"] = tuple(message.leaving_adapters)
+    values["eos_token_ids"] = tuple(message.eos_token_ids)
+    return NodeRecord(
+        **values,
+        role=_ROLE_OF[message.role],
+        endpoint=endpoint_from_wire(message.endpoint),
+        load=load_from_wire(message.load),
+    )
+
+
+def record_to_bytes(value: NodeRecord) -> bytes:
+    """For the node's key in Redis."""
+    return record_to_wire(value).SerializeToString()
+
+
+def record_from_bytes(data: bytes) -> NodeRecord:
+    try:
+        return record_from_wire(node_pb2.NodeRecord.FromString(data))
+    except DecodeError as error:
+        raise InvalidRequest("not a node record", field="record") from error
+
+
+# ---- router -> node ----
+
+
+def router_message_to_wire(value: messages.RouterMessage, clock: Clock) -> node_pb2.RouterMessage:
+    match value:
+        case messages.SessionHello():
+            return node_pb2.RouterMessage(hello=node_pb2.SessionHello(**asdict(value)))
+        case messages.SubmitPrefill() | messages.SubmitDecode() | messages.SubmitPool():
+            return node_pb2.RouterMessage(submit=_submit_to_wire(value, clock))
+        case messages.Prefilled():
+            prefilled = node_pb2.Prefilled(request_id=value.request_id, epoch=value.epoch)
+            return node_pb2.RouterMessage(prefilled=prefilled)
+        case messages.AbortRequest():
+            return node_pb2.RouterMessage(abort=node_pb2.Abort(**asdict(value)))
+        case messages.RenewExport():
+            renew = node_pb2.RenewExport(handle=handle_to_wire(value.handle))
+            return node_pb2.RouterMessage(renew=renew)
+        case messages.ReleaseExport():
+            release = node_pb2.ReleaseExport(handle=handle_to_wire(value.handle), why=value.why)
+            return node_pb2.RouterMessage(release=release)
+        case messages.DrainNode():
+            return node_pb2.RouterMessage(drain=node_pb2.Drain(mode=value.mode))
+        case messages.Migrate():
+            return node_pb2.RouterMessage(migrate=node_pb2.Migrate(**asdict(value)))
+        case messages.StopSample():
+            return node_pb2.RouterMessage(stop_sample=node_pb2.StopSample(**asdict(value)))
+        case messages.ControlNode():
+            return node_pb2.RouterMessage(control=control_to_wire(value))
+
+
+def router_message_from_wire(
+    message: node_pb2.RouterMessage, clock: Clock
+) -> messages.RouterMessage:
+    match message.WhichOneof("kind"):
+        case "hello":
+            hello = message.hello
+            return messages.SessionHello(
+                identifier(hello.router_id, "router_id"), hello.protocol_version, hello.nonce
+            )
+        case "submit":
+            return _submit_from_wire(message.submit, clock)
+        case "prefilled":
+            return messages.Prefilled(*_named(message.prefilled))
+        case "abort":
+            return messages.AbortRequest(*_named(message.abort))
+        case "renew":
+            present(message.renew, "handle")
+            return messages.RenewExport(handle_from_wire(message.renew.handle))
+        case "release":
+            present(message.release, "handle")
+            return messages.ReleaseExport(
+                handle_from_wire(message.release.handle), message.release.why
+            )
+        case "drain":
+            return messages.DrainNode(required(message.drain.mode, "mode"))
+        case "migrate":
+            return messages.Migrate(*_named(message.migrate))
+        case "stop_sample":
+            return messages.StopSample(*_named(message.stop_sample), message.stop_sample.sample)
+        case "control":
+            return control_from_wire(message.control)
+        case _:
+            raise InvalidRequest("a router message without a known kind", field="kind")
+
+
+def _named(message: Any) -> tuple[str, int]:
+    """(request id, epoch) of what is about one request."""
+    return identifier(message.request_id, "request_id"), epoch_of(message.epoch)
+
+
+def _submit_to_wire(
+    value: messages.SubmitPrefill | messages.SubmitDecode | messages.SubmitPool, clock: Clock
+) -> node_pb2.Submit:
+    request = request_to_wire(value.request, clock)
+    match value:
+        case messages.SubmitPrefill():
+            return node_pb2.Submit(request=request, prefill=node_pb2.PrefillTask())
+        case messages.SubmitDecode():
+            handle = None if value.handle is None else handle_to_wire(value.handle)
+            decode = node_pb2.DecodeTask(handle=handle, prefilling=value.prefilling)
+            return node_pb2.Submit(request=request, decode=decode)
+        case messages.SubmitPool():
+            return node_pb2.Submit(request=request, pool=pool_task_to_wire(value))
+
+
+def _submit_from_wire(
+    message: node_pb2.Submit, clock: Clock
+) -> messages.SubmitPrefill | messages.SubmitDecode | messages.SubmitPool:
+    present(message, "request")
+    request = request_from_wire(message.request, clock)
+    match message.WhichOneof("task"):
+        case "prefill":
+            return messages.SubmitPrefill(request)
+        case "decode" if message.decode.HasField("handle"):
+            handle = handle_from_wire(message.decode.handle)
+            return messages.SubmitDecode(request, handle, message.decode.prefilling)
+        case "decode":
+            return messages.SubmitDecode(request)
+        case "pool":
+            return pool_task_from_wire(request, message.pool)
+        case _:
+            raise InvalidRequest("submit without a known task", field="task")
+
+
+# ---- node -> router ----
+
+
+def token_event_to_wire(value: TokenEvent) -> node_pb2.TokenEvent:
+    return node_pb2.TokenEvent(
+        request_id=value.request_id,
+        epoch=value.epoch,
+        sample=value.sample,
+        position=value.position,
+        token_ids=value.token_ids,
+        logprobs=logprobs_to_wire(value.logprobs),
+        finish_reason=value.finish_reason or "",
+        num_cached_tokens=value.num_cached_tokens,
+        stop_token_id=value.stop_token_id or 0,
+        has_stop_token=value.stop_token_id is not None,
+        prompt_logprobs=logprobs_to_wire(value.prompt_logprobs),
+        preemptions=value.preemptions,
+    )
+
+
+def token_event_from_wire(message: node_pb2.TokenEvent) -> TokenEvent:
+    return TokenEvent(
+        request_id=required(message.request_id, "request_id"),
+        epoch=epoch_of(message.epoch),
+        position=message.position,
+        token_ids=tuple(message.token_ids),
+        sample=message.sample,
+        finish_reason=finish_reason(message.finish_reason),
+        stop_token_id=message.stop_token_id if message.has_stop_token else None,
+        num_cached_tokens=message.num_cached_tokens,
+        logprobs=logprobs_from_wire(message.logprobs) if message.logprobs else (),
+        prompt_logprobs=logprobs_from_wire(message.prompt_logprobs)
+        if message.prompt_logprobs
+        else (),
+        preemptions=message.preemptions,
+    )
+
+
+def _handle_ready_from_wire(message: node_pb2.HandleReady) -> HandleReady:
+    present(message, "handle")
+    return HandleReady(*_named(message), handle_from_wire(message.handle))
+
+
+def _block_event_from_wire(message: node_pb2.BlockEvent) -> BlockEvent:
+    if message.kind not in _BLOCK_KIND_OF:
+        raise InvalidRequest(f"unknown kind {message.kind} of a block event", field="block_events")
+    return BlockEvent(_BLOCK_KIND_OF[message.kind], tuple(message.hashes), message.parent)
+
+
+def step_to_wire(value: NodeStep) -> node_pb2.NodeStep:
+    return node_pb2.NodeStep(
+        tokens=[token_event_to_wire(event) for event in value.tokens],
+        handles=[
+            node_pb2.HandleReady(
+                request_id=ready.request_id, epoch=ready.epoch, handle=handle_to_wire(ready.handle)
+            )
+            for ready in value.handles
+        ],
+        subscribed=[
+            node_pb2.Subscribed(request_id=item.request_id, epoch=item.epoch)
+            for item in value.subscribed
+        ],
+        failed=[failed_to_wire(item) for item in value.failed],
+        load=None if value.load is None else load_to_wire(value.load),
+        block_events_seq=value.block_events_seq,
+        block_events=[
+            node_pb2.BlockEvent(
+                kind=_BLOCK_KINDS[event.kind], hashes=event.hashes, parent=event.parent
+            )
+            for event in value.block_events
+        ],
+        last=value.last,
+        pooled=[pooled_to_wire(pooled) for pooled in value.pooled],
+        controlled=map(controlled_to_wire, value.controlled),
+        adapters=adapters_to_wire(value.adapters),
+    )
+
+
+def step_from_wire(message: node_pb2.NodeStep) -> NodeStep:
+    return NodeStep(
+        tokens=tuple(map(token_event_from_wire, message.tokens)),
+        handles=tuple(map(_handle_ready_from_wire, message.handles)),
+        subscribed=tuple([Subscribed(*_named(item)) for item in message.subscribed]),
+        failed=tuple(map(failed_from_wire, message.failed)),
+        load=load_from_wire(message.load) if message.HasField("load") else None,
+        block_events_seq=message.block_events_seq,
+        block_events=tuple(map(_block_event_from_wire, message.block_events)),
+        last=message.last,
+        pooled=tuple(map(pooled_from_wire, message.pooled)),
+        controlled=tuple(map(controlled_from_wire, message.controlled)),
+        adapters=adapters_from_wire(message),
+    )
+
+
+def node_message_to_wire(value: NodeRecord | NodeStep) -> node_pb2.NodeMessage:
+    if isinstance(value, NodeRecord):
+        return node_pb2.NodeMessage(hello=record_to_wire(value))
+    return node_pb2.NodeMessage(step=step_to_wire(value))
+
+
+def node_message_from_wire(message: node_pb2.NodeMessage) -> NodeRecord | NodeStep:
+    match message.WhichOneof("kind"):
+        case "hello":
+            return record_from_wire(message.hello)
+        case "step":
+            return step_from_wire(message.step)
+        case _:
+            raise InvalidRequest("a node message without a known kind", field="kind")

@@ -1,0 +1,63 @@
+"""A process's cores: reading `--cpu-cores`, affinity, and a container's share of them.
+
+OpenMP teams that outnumber their cores stall for 10-16 ms at every barrier, so each node gets its
+own cores and exactly as many threads.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from baton.protocol.errors import ConfigError
+
+
+def parse_cores(text: str, option: str = "cpu_cores") -> tuple[int, ...]:
+    """Sorted core numbers of "0,1" or "0,4-7". Raises ConfigError, naming `option`."""
+    cores: set[int] = set()
+    try:
+        for part in text.split(","):
+            first, dash, last = part.strip().partition("-")
+            low, high = int(first), int(last) if dash else int(first)
+            if low < 0 or high < low:
+                raise ValueError(part)
+            cores.update(range(low, high + 1))
+    except ValueError as error:
+        raise ConfigError(
+            f'{option}: {text!r} is not a list like "0,1" or "4-7"', field=option
+        ) from error
+    return tuple(sorted(cores))
+
+
+def check_cores(cores: tuple[int, ...], option: str = "cpu_cores") -> None:
+    """Raise ConfigError, naming `option`, for a core that this process may not use."""
+    allowed = os.sched_getaffinity(0)
+    missing = [core for core in cores if core not in allowed]
+    if missing:
+        raise ConfigError(
+            f"{option}: {missing} are not among the cores of this process ({sorted(allowed)})",
+            field=option,
+        )
+
+
+def pin_process(cores: tuple[int, ...]) -> None:
+    """Bind this thread, and all threads it starts from now on, to `cores`. Before torch runs.
+
+    Raises ConfigError for a core that this process may not use.
+    """
+    check_cores(cores)
+    os.sched_setaffinity(0, cores)
+
+
+def quota_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Whole cores of time that the container's limit leaves this process, at least 1; None without
+    a limit. More threads than that are stopped together, for most of each period."""
+    try:
+        if (cgroup / "cpu.max").exists():
+            quota, period = (cgroup / "cpu.max").read_text().split()
+        else:  # control groups of version 1
+            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+            quota, period = ((cgroup / "cpu" / name).read_text().strip() for name in names)
+        return None if quota in ("max", "-1") else max(1, int(quota) // int(period))
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,112 @@
+"""The health port: what a process says of itself to whoever asks, by plain HTTP, and nothing else.
+
+    GET /startupz   it has started: its model is loaded, its other ports are open
+    GET /livez      it gets on: its event loop turned within `stall_s`, and so does its engine, if
+                    it has one (baton/node/progress.py). If not, only a restart helps
+    GET /readyz     it gets on and would take new work: it has started and does not drain
+
+200 is yes, 503 no. The port is open from the process's first moment, without TLS and keys, and is
+answered by threads of its own out of what the event loop has noted last: a busy loop, a busy
+machine or mutual TLS do not make a healthy process look ill.
+Not here: grpc.health.v1, a router's /health and /ready, which say the same to clients.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import asynccontextmanager
+from typing import Final
+from wsgiref.types import StartResponse, WSGIEnvironment
+
+from baton.protocol.clock import Clock
+from baton.protocol.errors import ConfigError
+from baton.runtime.wsgi_server import RunningServer
+
+log = logging.getLogger(__name__)
+INTERVAL_S: Final = 0.5
+Question = Callable[[], bool]
+_STATUS: Final = {True: "200 OK", False: "503 Service Unavailable", None: "404 Not Found"}
+
+
+class Health:
+    """Written on the process's event loop, read from any thread.
+
+    The life: made -> run() as a task -> started(), once the process serves.
+    """
+
+    def __init__(self, clock: Clock, stall_s: float) -> None:
+        self.port: int | None = None  # where it is told
+        self._clock = clock
+        self._stall_s = stall_s
+        self._questions: tuple[Question, Question] | None = None
+        self._looked_at = clock.monotonic()
+        self._gets_on, self._takes_work = True, False
+
+    def started(self, gets_on: Question, takes_work: Question) -> None:
+        """From now on both are asked on the event loop, again and again."""
+        self._questions = gets_on, takes_work
+        self.look()
+
+    def look(self) -> None:
+        """Note how things are."""
+        self._looked_at = self._clock.monotonic()
+        if self._questions is not None:
+            gets_on, takes_work = self._questions
+            self._gets_on, self._takes_work = gets_on(), takes_work()
+
+    async def run(self) -> None:
+        """Look again and again, until cancelled."""
+        while True:
+            self.look()
+            await asyncio.sleep(INTERVAL_S)
+
+    def answer(self, path: str) -> bool | None:
+        """What a path says; None: there is no such one."""
+        live = self._gets_on and self._clock.monotonic() - self._looked_at < self._stall_s
+        match path:
+            case "/startupz":
+                return self._questions is not None
+            case "/livez":
+                return live
+            case "/readyz":
+                return live and self._takes_work
+            case _:
+                return None
+
+    def page(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        """A WSGI application."""
+        known = environ["REQUEST_METHOD"] in ("GET", "HEAD")
+        answer = self.answer(environ["PATH_INFO"]) if known else None
+        body = b"ok\n" if answer else b"no\n"
+        headers = {
+            "content-type": "text/plain",
+            "content-length": str(len(body)),
+            "server": "baton",
+        }
+        start_response(_STATUS[answer], list(headers.items()))
+        return [] if environ["REQUEST_METHOD"] == "HEAD" else [body]
+
+
+@asynccontextmanager
+async def health_port(health: Health, host: str, port: int | None) -> AsyncGenerator[None, None]:
+    """`health` looks, and is told on `port` (None: nowhere), while the block runs.
+
+    Raises ConfigError if the port cannot be bound."""
+    server = None
+    if port is not None:
+        try:
+            server = RunningServer.start(health.page, host, port)
+        except OSError as error:
+            text = f"cannot bind the health port {host}:{port}: {error}"
+            raise ConfigError(text, field="health_port") from error
+        health.port = server.port
+        log.info("health port: %d", server.port)
+    looking = asyncio.create_task(health.run(), name="health port")
+    try:
+        yield
+    finally:
+        looking.cancel()
+        if server is not None:
+            await asyncio.to_thread(server.stop)

@@ -1,0 +1,131 @@
+"""Connections of redis-py for routers and nodes: what must not start, and what is cancelled ends.
+
+`check_redis` is asked before a process starts: what no waiting mends (a wrong password, database,
+shard, permission or CA) would else look like an outage for ever.
+
+redis-py sends under `asyncio.wait_for`. Before Python 3.12 that returns as if nothing had happened
+when its task is cancelled in the very turn in which the bytes have left: the caller goes on to wait
+for the answer, or for the next message, and whoever stops it waits with it. A time-out of
+`asyncio.timeout` is a cancellation, too. `Task.cancelling` still tells of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Coroutine, Iterable, Iterator
+from typing import Any, Final
+
+from redis.asyncio import Connection, Redis, SSLConnection, UnixDomainSocketConnection
+from redis.asyncio.connection import AbstractConnection
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import (
+    AuthenticationError,
+    InvalidResponse,
+    MovedError,
+    NoPermissionError,
+    RedisError,
+    ResponseError,
+)
+
+from baton.protocol.errors import ConfigError
+from baton.runtime.redis_keys import LEASES, node_key, without_password
+
+Packed = bytes | str | Iterable[bytes]
+Call = tuple[str | int, ...]
+
+# What each writes with, without an effect: there is no such key, and no such script.
+NODE_CALL: Final[Call] = ("SET", node_key("?"), "", "XX")
+ROUTER_CALL: Final[Call] = ("EVALSHA", "0" * 40, 1, LEASES)
+_BROKEN_OFF: Final = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
+
+
+async def check_redis(url: str, timeout_s: float, call: Call) -> None:
+    """Make one call. Raises ConfigError, in one line and without the password, for what no waiting
+    mends; a server that is away, slow, full or busy may be back soon, and raises nothing."""
+    try:
+        client = heed_cancellation(
+            Redis.from_url(
+                url,
+                socket_timeout=timeout_s,
+                socket_connect_timeout=timeout_s,
+                retry=Retry(NoBackoff(), 0),
+            )
+        )
+        try:
+            async with asyncio.timeout(timeout_s):
+                await client.execute_command(*call)
+        finally:
+            await client.aclose()
+    except (RedisError, OSError, TimeoutError, TypeError, ValueError) as error:
+        reason = _permanent(error, encrypted=url.startswith("rediss:"))
+        if reason is not None:
+            text = f"redis_url {without_password(url)}: {' '.join(reason.split())}"
+            raise ConfigError(text, field="redis_url") from error
+
+
+def _permanent(error: BaseException, *, encrypted: bool) -> str | None:
+    """Why trying again would not help; None if it may."""
+    for cause in _causes(error):
+        match cause:
+            case MovedError():
+                return f"another shard of its cluster has Baton's keys: {cause.host}:{cause.port}"
+            case AuthenticationError() | NoPermissionError() | InvalidResponse():
+                return str(cause)
+            case ResponseError() if "DB index" in str(cause) or "SELECT" in str(cause):
+                return str(cause)
+            case ssl.SSLError() if not isinstance(cause, _BROKEN_OFF):
+                return f"TLS: {cause}"
+            case FileNotFoundError() if encrypted:
+                return f"TLS: {cause}"
+            case TypeError() | ValueError():  # options of the URL
+                return str(cause)
+            case _:
+                pass
+    return None
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """redis-py says some of them only as the context of its own."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+async def _heeding(connection: AbstractConnection, sending: Coroutine[Any, Any, None]) -> None:
+    """`sending`; raises CancelledError if that was asked for meanwhile."""
+    task = asyncio.current_task()
+    assert task is not None, "redis-py runs in tasks"
+    asked_before = task.cancelling()
+    await sending
+    if task.cancelling() > asked_before:
+        await connection.disconnect(nowait=True)  # nobody will read the answer
+        raise asyncio.CancelledError
+
+
+class _Tcp(Connection):
+    async def send_packed_command(self, command: Packed, check_health: bool = True) -> None:
+        await _heeding(self, super().send_packed_command(command, check_health))
+
+
+class _Tls(SSLConnection):
+    async def send_packed_command(self, command: Packed, check_health: bool = True) -> None:
+        await _heeding(self, super().send_packed_command(command, check_health))
+
+
+class _Unix(UnixDomainSocketConnection):
+    async def send_packed_command(self, command: Packed, check_health: bool = True) -> None:
+        await _heeding(self, super().send_packed_command(command, check_health))
+
+
+_HEEDING: Final[dict[type, type]] = {
+    Connection: _Tcp, SSLConnection: _Tls, UnixDomainSocketConnection: _Unix,
+}  # fmt: skip
+
+
+def heed_cancellation(client: Redis) -> Redis:
+    """The same client; its connections, none of which is made yet, end calls that are cancelled."""
+    pool = client.connection_pool
+    pool.connection_class = _HEEDING[pool.connection_class]
+    return client

@@ -1,0 +1,124 @@
+"""TLS of every listener and every internal connection: PEM files -> contexts and credentials.
+
+Between the processes of a deployment TLS is mutual and at least 1.3, with one certificate authority
+per deployment: both ends present a certificate of it. `stream` checks the chain, not the name: who
+holds such a certificate belongs, and the handshake inside (HMAC, boot id) says which process it is.
+gRPC also checks, as it always does, that the certificate names the host that is called. The public
+front door speaks TLS 1.2 too, and wants a client's certificate only where a CA for them is given.
+Files are read once, at the start. Not here: making certificates (docs/kv_transfer.md shows it with
+openssl).
+"""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from baton.protocol.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """PEM files: this process's certificate chain, its private key, the CA of its peers.
+
+    Without `ca` a server believes every client. `prefix` begins the options' names in errors.
+    """
+
+    cert: Path
+    key: Path
+    ca: Path | None = None
+    prefix: str = "tls"
+
+    @staticmethod
+    def of(
+        cert: str | None, key: str | None, ca: str | None, prefix: str, *, mutual: bool = True
+    ) -> TlsFiles | None:
+        """What three options say; None if none is given.
+
+        Raises ConfigError, naming the first that is missing (`ca` may be, unless `mutual`).
+        """
+        given = {f"{prefix}_cert": cert, f"{prefix}_key": key, f"{prefix}_ca": ca}
+        if not any(given.values()):
+            return None
+        needed = list(given) if mutual else list(given)[:2]
+        missing = [name for name in needed if not given[name]]
+        if missing or not cert or not key:
+            flags = ", ".join("--" + name.replace("_", "-") for name in needed)
+            raise ConfigError(f"TLS here needs all of {flags}", field=missing[0])
+        return TlsFiles(Path(cert), Path(key), Path(ca) if ca else None, prefix)
+
+    def server_context(self, oldest: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3) -> ssl.SSLContext:
+        """Raises ConfigError, naming the option, for a file that cannot be used."""
+        context = self._context(ssl.PROTOCOL_TLS_SERVER, oldest)
+        context.num_tickets = 0  # never resumed; and an idle connection has nothing to read
+        return context
+
+    def client_context(self) -> ssl.SSLContext:
+        """Raises as `server_context`."""
+        return self._context(ssl.PROTOCOL_TLS_CLIENT, ssl.TLSVersion.TLSv1_3)
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """For add_secure_port. Raises as `server_context`."""
+        self.server_context()  # the files are checked here: gRPC accepts anything and serves nobody
+        pair = (self.key.read_bytes(), self.cert.read_bytes())
+        root = None if self.ca is None else self.ca.read_bytes()
+        return grpc.ssl_server_credentials(
+            [pair], root_certificates=root, require_client_auth=root is not None
+        )
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """For secure_channel; needs `ca`. Raises as `server_context`."""
+        self.client_context()
+        return grpc.ssl_channel_credentials(
+            root_certificates=None if self.ca is None else self.ca.read_bytes(),
+            private_key=self.key.read_bytes(),
+            certificate_chain=self.cert.read_bytes(),
+        )
+
+    def _context(self, protocol: int, oldest: ssl.TLSVersion) -> ssl.SSLContext:
+        context = ssl.SSLContext(protocol)
+        context.check_hostname = False
+        context.minimum_version = oldest
+        if self.ca is None:
+            if protocol == ssl.PROTOCOL_TLS_CLIENT:
+                raise ConfigError("a client needs its peers' CA", field=f"{self.prefix}_ca")
+        else:
+            context.verify_mode = ssl.CERT_REQUIRED
+            try:
+                context.load_verify_locations(self.ca)
+            except OSError as error:
+                text = f"cannot use the CA {self.ca}: {error}"
+                raise ConfigError(text, field=f"{self.prefix}_ca") from error
+        try:
+            # A key under a passphrase is refused; without this openssl would ask the terminal.
+            context.load_cert_chain(self.cert, self.key, password=lambda: "")
+        except OSError as error:
+            text = f"cannot use the certificate {self.cert} with the key {self.key}: {error}"
+            raise ConfigError(text, field=f"{self.prefix}_cert") from error
+        return context
+
+
+@dataclass(frozen=True, slots=True)
+class ClientTls:
+    """How a client of the public API trusts its server: `ca` (None: the system's), and what it
+    presents where the server wants a certificate."""
+
+    ca: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """For secure_channel. Raises ConfigError for a file that cannot be read."""
+        try:
+            ca, cert, key = (
+                None if file is None else file.read_bytes()
+                for file in (self.ca, self.cert, self.key)
+            )
+        except OSError as error:
+            raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from error
+        if (cert is None) != (key is None):
+            raise ConfigError("a client's certificate needs its key, and the key its certificate")
+        return grpc.ssl_channel_credentials(ca, private_key=key, certificate_chain=cert)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
-from baton.engine.engine import Engine
+from baton.engine.core.engine import Engine
 from baton.engine.thread import EngineThread, StepReport
 from baton.llm import LLM
 from baton.llm_inputs import Adapter, ChatOptions, Message, Prompt

@@ -23,9 +23,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from baton.engine.config import EngineConfig
-from baton.engine.engine import Engine
-from baton.engine.interface import Task
-from baton.engine.pooling import Pooler, PoolingJob, PoolingKind, normalized
+from baton.engine.core.engine import Engine
+from baton.engine.core.pooling import Pooler, PoolingJob, PoolingKind, normalized
+from baton.engine.state.interface import Task
 from baton.llm_inputs import (
     Adapter,
     BeamSearchParams,

@@ -15,8 +15,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
-from baton.engine.checkpoint import open_checkpoint
-from baton.engine.interface import ModelInfo
+from baton.engine.checkpoint.checkpoint import open_checkpoint
+from baton.engine.state.interface import ModelInfo
 from baton.llm_outputs import Answer
 from baton.protocol.adapters import adapter_name, ids_named
 from baton.protocol.errors import InvalidRequest, UnsupportedFeature

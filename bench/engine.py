@@ -5,7 +5,7 @@ Random weights of two real shapes, bfloat16, greedy, ends ignored, both in one p
     decode b@c       new tokens per second of b requests that hold c tokens each, prefill taken off
 Beside each: the shares of the machine's own limits, measured in the same run: MBU = bytes that the
 row must read (weights, KV) over the read bandwidth, MFU = its FLOPs over the rate of a large matrix
-product, as baton/engine/work.py counts both. Integer weights are compared with transformers'
+product, as baton/engine/state/work.py counts both. Integer weights are compared with transformers'
 bfloat16; their vocabulary head is rounded as --lm-head-quantization auto says: int8 beside int8 and
 int4, w8a8 beside w8a8. --peer CMD adds another engine to every round (bench/peer.py); it may be
 repeated. --roofline draws the rows under the two limits (bench/roofline.py).
@@ -26,8 +26,8 @@ from typing import Any, Final
 import torch
 from transformers import AutoModelForCausalLM
 
-from baton.engine.roofline import measure as measure_roof
-from baton.engine.work import Limits, Work
+from baton.engine.performance.roofline import measure as measure_roof
+from baton.engine.state.work import Limits, Work
 from baton.llm import LLM
 from baton.protocol.errors import ConfigError
 from baton.protocol.sampling import SamplingParams
@@ -113,8 +113,8 @@ def rate(run: Generate, row: Row, vocab: int, seed: int, new: int = NEW_TOKENS) 
 
 
 def needs(llm: LLM, run: Generate, row: Row, vocab: int) -> Work:
-    """What the row's prefill needs, or one token of each of its requests (baton/engine/work.py), as
-    the engine counts it."""
+    """What the row's prefill needs, or one token of each of its requests
+    (baton/engine/state/work.py), as the engine counts it."""
     used = llm.engine.stats.utilization
 
     def counted(new: int) -> Work:

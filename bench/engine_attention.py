@@ -16,9 +16,9 @@ from typing import Any, Final
 
 import torch
 
-from baton.engine import huge_pages
 from baton.engine.kernels.cpu.library import CpuKernels, DecodeLayer, DecodeRows, kernels
-from baton.engine.roofline import measure as measure_roof
+from baton.engine.memory import huge_pages
+from baton.engine.performance.roofline import measure as measure_roof
 from bench.engine_kit import Part, arguments_parser, prepare, tell
 
 QUERY_HEADS: Final = 16

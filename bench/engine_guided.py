@@ -20,13 +20,13 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from baton.engine.guided import masks
-from baton.engine.guided.base import Backend, Matcher, Vocabulary
-from baton.engine.guided.guide import Grammar
-from baton.engine.guided.llguidance import LlguidanceBackend
-from baton.engine.guided.xgrammar import XgrammarBackend
-from baton.engine.interface import SequenceChunk
-from baton.engine.runner import Asked
+from baton.engine.running import masks
+from baton.engine.running.runner import Asked
+from baton.engine.state.interface import SequenceChunk
+from baton.guided.base import Backend, Matcher, Vocabulary
+from baton.guided.guide import Grammar
+from baton.guided.llguidance import LlguidanceBackend
+from baton.guided.xgrammar import XgrammarBackend
 from baton.protocol.sampling import GuidedDecoding
 from bench.engine_kit import Part, arguments_parser, prepare, tell
 

@@ -21,10 +21,10 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.engine.config import EngineConfig
-from baton.engine.engine import Engine
-from baton.engine.interface import ChunkResult, ModelInfo, Runner, Sampled, SequenceChunk
-from baton.engine.kv_cache import KVArena
-from baton.engine.layer_groups import LayerGroups, one_group
+from baton.engine.core.engine import Engine
+from baton.engine.memory.kv_cache import KVArena
+from baton.engine.memory.layer_groups import LayerGroups, one_group
+from baton.engine.state.interface import ChunkResult, ModelInfo, Runner, Sampled, SequenceChunk
 from baton.protocol.events import TokenLogprob
 from baton.protocol.kv_spec import LayerSpec
 from baton.protocol.request import Request

@@ -26,13 +26,13 @@ from pathlib import Path
 from typing import Any
 
 from baton.engine.config import EngineConfig
-from baton.engine.engine import Engine
-from baton.engine.interface import SequenceChunk
-from baton.engine.kv_cache import KVArena, bytes_per_block
-from baton.engine.layer_groups import LayerGroups, group_layers, one_group
-from baton.engine.loading import LoadedModel, load_model
-from baton.engine.memory import HostMemory, dummy_steps
-from baton.engine.runner import ModelRunner
+from baton.engine.core.engine import Engine
+from baton.engine.loading.loading import LoadedModel, load_model
+from baton.engine.memory.kv_cache import KVArena, bytes_per_block
+from baton.engine.memory.layer_groups import LayerGroups, group_layers, one_group
+from baton.engine.running.runner import ModelRunner
+from baton.engine.running.sizing import HostMemory, dummy_steps
+from baton.engine.state.interface import SequenceChunk
 from baton.protocol.kv_spec import LayerSpec
 from baton.protocol.request import Request
 from bench.engine_kit import (

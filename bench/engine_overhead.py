@@ -23,21 +23,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton.engine import penalties
-from baton.engine.attention.base import AttentionLayer
 from baton.engine.attention.reference import ReferenceAttention
-from baton.engine.batch import Batch, flatten
 from baton.engine.config import EngineConfig
-from baton.engine.engine import Engine
-from baton.engine.interface import ChunkResult, ModelInfo, SequenceChunk
-from baton.engine.kv_cache import KVArena
-from baton.engine.loading import LoadedModel
-from baton.engine.lora import Adapter
-from baton.engine.meter import Meter
-from baton.engine.runner import ModelRunner, draws_of
-from baton.engine.sampler import Draw, sample, sample_plainly
-from baton.engine.sequence import SequenceState
-from baton.engine.work import ParameterCounts
+from baton.engine.core.engine import Engine
+from baton.engine.loading.loading import LoadedModel
+from baton.engine.memory.kv_cache import KVArena
+from baton.engine.models.lora import Adapter
+from baton.engine.performance.meter import Meter
+from baton.engine.running.runner import ModelRunner, draws_of
+from baton.engine.sampling import penalties
+from baton.engine.sampling.sampler import Draw, sample, sample_plainly
+from baton.engine.state.attention import AttentionLayer
+from baton.engine.state.batch import Batch, flatten
+from baton.engine.state.interface import ChunkResult, ModelInfo, SequenceChunk
+from baton.engine.state.sequence import SequenceState
+from baton.engine.state.work import ParameterCounts
 from baton.protocol.kv_spec import LayerSpec
 from baton.protocol.request import Request
 from baton.protocol.sampling import SamplingParams

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from baton.engine.config import EngineConfig
-from baton.engine.interface import SequenceChunk
-from baton.engine.kv_cache import KVArena
-from baton.engine.layer_groups import one_group
-from baton.engine.loading import LoadedModel, load_model
-from baton.engine.runner import ModelRunner
+from baton.engine.loading.loading import LoadedModel, load_model
+from baton.engine.memory.kv_cache import KVArena
+from baton.engine.memory.layer_groups import one_group
+from baton.engine.running.runner import ModelRunner
+from baton.engine.state.interface import SequenceChunk
 from baton.protocol.kv_spec import HeldBlocks
 from baton.protocol.sampling import SamplingParams
 from bench.engine_kit import Part, arguments_parser, prepare, random_prompt, tell

@@ -23,8 +23,8 @@ from typing import Any, Final
 
 import torch
 
-from baton.engine.roofline import measure
-from baton.engine.work import Limits
+from baton.engine.performance.roofline import measure
+from baton.engine.state.work import Limits
 from bench.engine import LIMITS_S, Generate, Row, needs, ours, rate, shares
 from bench.engine_kit import Part, arguments_parser, prepare, tell
 from bench.models import LARGE, write_checkpoint

@@ -15,23 +15,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton.engine.attention.base import AttentionLayer
 from baton.engine.attention.kv_store import layer_store
 from baton.engine.attention.torch_cpu import TorchAttention
 from baton.engine.attention.triton_backend import TritonAttention
-from baton.engine.batch import Step, flatten
-from baton.engine.interface import SequenceChunk
 from baton.engine.kernels.cpu.library import HeadNorms
 from baton.engine.kernels.gpu import experts, int_linear, kv_write, norm, rope, sampling, swiglu
 from baton.engine.kernels.gpu.pages import LayerPages, layer_pages
 from baton.engine.kernels.gpu.prefill_attention import TileSizes
-from baton.engine.kv_cache import KVArena
-from baton.engine.linear import PlainLinear
+from baton.engine.kernels.rope import Rotation
+from baton.engine.memory.kv_cache import KVArena
 from baton.engine.models.elementwise import TorchElementwise
 from baton.engine.models.experts import Expert, Experts
-from baton.engine.models.rope import Rotation
-from baton.engine.quantization import IntWeight, quantize
-from baton.engine.sampler import Draw, sample
+from baton.engine.quantization.integer import IntWeight, quantize
+from baton.engine.quantization.linear import PlainLinear
+from baton.engine.sampling.sampler import Draw, sample
+from baton.engine.state.attention import AttentionLayer
+from baton.engine.state.batch import Step, flatten
+from baton.engine.state.interface import SequenceChunk
 from baton.protocol.kv_spec import HeldBlocks, LayerSpec
 from baton.protocol.sampling import SamplingParams
 

@@ -18,9 +18,9 @@ import torch
 from safetensors.torch import save_file
 
 from baton.engine.config import EngineConfig
-from baton.engine.engine import Engine
-from baton.engine.interface import Task
-from baton.engine.kv_cache import MakeMemory
+from baton.engine.core.engine import Engine
+from baton.engine.memory.kv_cache import MakeMemory
+from baton.engine.state.interface import Task
 from baton.protocol.errors import BatonError
 from baton.protocol.handles import KVHandle
 from baton.protocol.kv_spec import BlockLists

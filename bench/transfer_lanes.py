@@ -18,7 +18,7 @@ from typing import Final
 
 import torch
 
-from baton.engine.kv_cache import KVArena
+from baton.engine.memory.kv_cache import KVArena
 from baton.node.lanes import MAKERS, LaneSettings
 from baton.protocol.errors import ConfigError
 from baton.runtime.timing import Timing

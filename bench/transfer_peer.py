@@ -21,13 +21,13 @@ from typing import Any, Final
 import torch
 import xxhash
 
-from baton.engine.engine import Engine
+from baton.engine.core.engine import Engine
 from baton.engine.kernels.cpu.build import missing
 from baton.engine.kernels.cpu.library import kernels
 from baton.engine.kernels.cpu.library import state as kernel_state
 from baton.engine.kernels.cpu.quantized import integer_kernels_for
 from baton.engine.kernels.gpu.support import state as gpu_kernel_state
-from baton.engine.kv_cache import KVArena
+from baton.engine.memory.kv_cache import KVArena
 from baton.node.config import NodeConfig
 from baton.node.lanes import SHM, parse_lanes
 from baton.protocol.clock import SystemClock

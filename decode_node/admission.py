@@ -14,7 +14,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
 
-from baton.engine.interface import Reservation
+from baton.engine.state.interface import Reservation
 from baton.protocol.errors import Overloaded
 
 

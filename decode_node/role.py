@@ -20,10 +20,10 @@ import contextlib
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
-from baton.engine.adoption import Adoption
-from baton.engine.engine import Engine
-from baton.engine.guided.grammars import prepared
-from baton.engine.interface import Reservation, Task
+from baton.engine.core.engine import Engine
+from baton.engine.core.grammars import prepared
+from baton.engine.state.adoption import Adoption
+from baton.engine.state.interface import Reservation, Task
 from baton.engine.thread import StepReport
 from baton.node.pooling import PoolingDesk
 from baton.node.requests import NodeRequest

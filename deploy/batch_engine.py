@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 
 from baton.async_llm import TokenStreams
 from baton.engine.config import EngineConfig
-from baton.engine.engine import Engine
+from baton.engine.core.engine import Engine
 from baton.engine.thread import EngineThread
 from baton.node.pooling import PoolingDesk
 from baton.protocol.clock import SystemClock

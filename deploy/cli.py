@@ -49,8 +49,8 @@ PROCESSES = {
     "router": "router",
     "prefill": "prefill_node",
     "decode": "decode_node",
-    "convert": "baton.engine.convert",
-    "estimate": "baton.engine.estimate",
+    "convert": "baton.engine.checkpoint.convert",
+    "estimate": "baton.engine.performance.estimate",
     "kernels": "baton.engine.kernels.cpu",
 }
 BENCHMARKS = {"serve": "bench.serve", "engine": "bench.engine"}

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from baton.protocol.errors import ModelRefused
 
-# As in baton/engine/checkpoint.py, which cannot be imported without torch: never a pickle.
+# As in baton/engine/checkpoint/checkpoint.py, which cannot be imported without torch: never a
+# pickle.
 WANTED = ("*.safetensors", "*.json", "*.jinja")
 SKIPPED = ("original/*", "onnx/*", "consolidated*")
 

@@ -11,8 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from baton.engine.available_memory import available_memory
-from baton.engine.checkpoint import (
+from baton.engine.checkpoint.checkpoint import (
     Checkpoint,
     adapter_files,
     as_stored,
@@ -20,6 +19,7 @@ from baton.engine.checkpoint import (
     parse_modules,
 )
 from baton.engine.config import EngineConfig, parse_bytes
+from baton.engine.memory.available_memory import available_memory
 from baton.node.config import NodeConfig
 from baton.protocol.errors import ConfigError
 from baton.runtime.config import load

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Protocol, TypeAlias, runtime_checkable
 
-from baton.engine.layer_groups import LayerGroups, group_layers
+from baton.engine.memory.layer_groups import LayerGroups, group_layers
 from baton.protocol.errors import KVRefused
 from baton.protocol.events import FirstToken
 from baton.protocol.handles import Endpoint, KVHandle, LaneAddress

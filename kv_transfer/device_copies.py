@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from baton.engine.tensor_parallel.pool import GroupArena
+from baton.engine.parallel.pool import GroupArena
 from kv_transfer.base import KVMemory
 from kv_transfer.device_pool import ArenaPool
 from kv_transfer.group_memory import GroupMemory

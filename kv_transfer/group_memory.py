@@ -1,6 +1,6 @@
 """GroupMemory: the pools of a tensor-parallel group as one, for a connector beside its leader.
 
-Every rank's pool is mapped there (baton/engine/tensor_parallel/pool.py), so to its peers the node
+Every rank's pool is mapped there (baton/engine/parallel/pool.py), so to its peers the node
 looks like one that holds all heads: rows are put together from the ranks' slices, and taken apart.
 A head that lies on several ranks is read from the first and written to all. Never views: a row's
 bytes lie in several pools. Groups whose leader cannot reach the other ranks' pools have a connector
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from baton.engine.tensor_parallel.pool import GroupArena
+from baton.engine.parallel.pool import GroupArena
 from baton.protocol.errors import KVCorrupt
 from baton.protocol.kv_spec import LayerSpec, PoolFormat
 from kv_transfer.base import Blocks, Payload

@@ -30,8 +30,8 @@ HOLE: Final = 0xFFFF_FFFF  # a block id that no pool has
 
 
 class Arena(Protocol):
-    """What is needed of baton.engine.kv_cache.KVArena. Its layers are this rank's: their kv_heads
-    are those that lie here.
+    """What is needed of baton.engine.memory.kv_cache.KVArena. Its layers are this rank's: their
+    kv_heads are those that lie here.
 
     layer(l): K [num_blocks, block_size, kv_heads, k_dim] and V [.., v_dim] of the pool's dtype, or
     longer, where other pools' blocks can be read behind the own ones;

@@ -18,9 +18,9 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from baton.engine.engine import Engine
-from baton.engine.guided.grammars import prepared
-from baton.engine.interface import Task
+from baton.engine.core.engine import Engine
+from baton.engine.core.grammars import prepared
+from baton.engine.state.interface import Task
 from baton.engine.thread import StepReport
 from baton.node.pooling import PoolingDesk
 from baton.node.requests import NodeRequest

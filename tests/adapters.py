@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baton.engine.interface import ModelInfo
+from baton.engine.state.interface import ModelInfo
 from baton.protocol.adapters import ids_named
 
 

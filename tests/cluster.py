@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from baton.client import AsyncClient, Generation
 from baton.engine.config import EngineConfig
-from baton.engine.engine import Engine
+from baton.engine.core.engine import Engine
 from baton.node.config import NodeConfig
 from baton.node.lanes import LaneSettings, PoolPlace, make_lanes
 from baton.node.main import Node, NodeProgram, Surroundings

@@ -10,12 +10,12 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from baton.engine.beam import BeamSearch
 from baton.engine.config import EngineConfig
-from baton.engine.engine import Engine
-from baton.engine.interface import ChunkResult, EngineHooks, ModelInfo, Sampled, SequenceChunk
-from baton.engine.kv_cache import KVArena
-from baton.engine.proposer import DraftAsk
+from baton.engine.core.engine import Engine
+from baton.engine.memory.kv_cache import KVArena
+from baton.engine.sampling.proposer import DraftAsk
+from baton.engine.state.beam import BeamSearch
+from baton.engine.state.interface import ChunkResult, EngineHooks, ModelInfo, Sampled, SequenceChunk
 from baton.protocol.events import TokenLogprob
 from baton.protocol.kv_spec import BlockLists, HeldBlocks, LayerSpec, first_visible
 from baton.protocol.request import Request

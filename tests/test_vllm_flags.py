@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from baton.engine.checkpoint import as_stored
+from baton.engine.checkpoint.checkpoint import as_stored
 from baton.engine.config import EngineConfig
 from baton.llm import LLM
 from baton.node.config import NodeConfig

@@ -47,7 +47,7 @@ BANNED_METHODS = frozenset(
 SECRET_WORDS = ("boot_id", "key", "mac", "nonce", "password", "salt", "secret", "token_hex")
 # `baton convert` alone, in its own process, with weights_only (docs/models.md).
 ALLOWED = {
-    "baton/engine/convert.py": frozenset({"torch.load"}),
+    "baton/engine/checkpoint/convert.py": frozenset({"torch.load"}),
     # Models in processes of their own, to be killed; what they answer is numbers.
     "tests/golden/breadth.py": frozenset({"multiprocessing"}),
 }

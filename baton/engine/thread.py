@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from baton.engine.engine import Engine
+from baton.engine.core.engine import Engine
 from baton.protocol.errors import BatonError, InternalError, Unavailable
 from baton.protocol.events import BlockEvent, RequestFailed, TokenEvent
 from baton.protocol.handles import NodeLoad

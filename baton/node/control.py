@@ -16,8 +16,8 @@ from collections.abc import Coroutine, Iterable
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from baton.engine import adapters, sleeping
-from baton.engine.engine import Engine
+from baton.engine.core import adapters, sleeping
+from baton.engine.core.engine import Engine
 from baton.engine.thread import EngineThread
 from baton.node.config import NodeConfig
 from baton.node.requests import RequestTable

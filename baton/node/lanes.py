@@ -12,9 +12,9 @@ from typing import Final
 
 import torch
 
-from baton.engine import huge_pages
-from baton.engine.kv_cache import KVArena, MakeMemory
-from baton.engine.memory import HostMemory
+from baton.engine.memory import huge_pages
+from baton.engine.memory.kv_cache import KVArena, MakeMemory
+from baton.engine.running.sizing import HostMemory
 from baton.node.config import NodeConfig
 from baton.protocol.errors import ConfigError
 from baton.runtime.timing import Timing

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from baton.engine.config import EngineConfig, parse_bytes
-from baton.engine.engine import Engine
+from baton.engine.core.engine import Engine
 from baton.node.config import NodeConfig, join_address
 from baton.node.heartbeat import Heartbeat, RedisRegistry, Registry
 from baton.node.lanes import AUTO, LaneSettings, PoolPlace, make_lanes, parse_lanes

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from baton.engine.stats import EngineStats
+from baton.engine.state.stats import EngineStats
 from baton.protocol.handles import NodeLoad
 from baton.runtime.metrics import EngineTotals, LaneTotals, NodeSnapshot, TransferTotals
 from kv_transfer.connector import Connector

@@ -18,8 +18,8 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
-from baton.engine.engine import Engine
-from baton.engine.pooling import PoolingJob, normalized
+from baton.engine.core.engine import Engine
+from baton.engine.core.pooling import PoolingJob, normalized
 from baton.engine.thread import EngineThread
 from baton.node.requests import NodeRequest
 from baton.protocol.errors import UnsupportedFeature

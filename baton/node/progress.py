@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from baton.engine.engine import Engine
+from baton.engine.core.engine import Engine
 from baton.protocol.clock import Clock
 
 PATIENCE: Final = 3  # times the longest pause that a working engine has made

@@ -18,8 +18,8 @@ from functools import partial
 from typing import Any
 
 import baton
-from baton.engine.engine import Engine
-from baton.engine.stats import EngineStats
+from baton.engine.core.engine import Engine
+from baton.engine.state.stats import EngineStats
 from baton.engine.thread import EngineThread, StepReport
 from baton.node.config import NodeConfig
 from baton.node.control import NodeControl

@@ -35,7 +35,7 @@ class RequestState(enum.StrEnum):
 TERMINAL: Final = frozenset({RequestState.FINISHED, RequestState.FAILED, RequestState.CANCELLED})
 
 # How a request goes on after its node was lost: one prefill of all that is known, or a replay of
-# the shapes it was computed in before, bit for bit (baton/engine/replay.py).
+# the shapes it was computed in before, bit for bit (baton/engine/core/replay.py).
 Resume: TypeAlias = Literal["fast", "exact"]
 
 _S = RequestState

@@ -2,8 +2,9 @@
 
 One frozen value, validated at construction.
 
-Not here: stop strings' matching (stops.py, on text), the sampler itself (baton/engine/sampler.py).
-Conventions are vLLM's: temperature 0 = greedy, top_k 0 or -1 = off, min_p 0 = off.
+Not here: stop strings' matching (stops.py, on text), the sampler itself
+(baton/engine/sampling/sampler.py). Conventions are vLLM's: temperature 0 = greedy, top_k 0 or -1 =
+off, min_p 0 = off.
 """
 
 from __future__ import annotations

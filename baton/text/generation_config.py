@@ -2,7 +2,8 @@
 
 Values for what a request leaves open, never more: what a client sets wins. `do_sample: false` means
 greedy, whatever temperature stands beside it. End-of-sequence ids in the same file are the engine's
-(baton/engine/checkpoint.py); `max_new_tokens` is not taken: it would cut answers unasked.
+(baton/engine/checkpoint/checkpoint.py); `max_new_tokens` is not taken: it would cut answers
+unasked.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a yes-or-no reranker is asked: Qwen3-Reranker's prompts, and the two tokens of its answer.
 
 The score of a document is the softmax over the logits of "no" and "yes" after the prompt's last
-token, at "yes". Text and ids only; the logits are baton/engine/pooling.py's.
+token, at "yes". Text and ids only; the logits are baton/engine/core/pooling.py's.
 Source: Qwen3-Embedding and Qwen3-Reranker (arXiv 2506.05176), their model cards' prompts.
 """
 

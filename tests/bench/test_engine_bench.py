@@ -10,11 +10,11 @@ from xml.etree import ElementTree
 import pytest
 
 from baton.engine.config import EngineConfig
-from baton.engine.interface import SequenceChunk
 from baton.engine.kernels.cpu.library import kernels
-from baton.engine.loading import load_model
-from baton.engine.meter import work_of
-from baton.engine.work import Limits
+from baton.engine.loading.loading import load_model
+from baton.engine.performance.meter import work_of
+from baton.engine.state.interface import SequenceChunk
+from baton.engine.state.work import Limits
 from baton.llm import LLM
 from baton.protocol.sampling import SamplingParams
 from bench import (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.engine.guided.llguidance import LlguidanceBackend
+from baton.guided.llguidance import LlguidanceBackend
 from bench.engine_guided import PLACES, measure, vocabulary
 
 

@@ -133,8 +133,8 @@ def test_a_folder_that_is_no_model_is_refused(
         (["decode"], ["-m", "decode_node"]),
         (["bench", "serve", "--rate", "2"], ["-m", "bench.serve", "--rate", "2"]),
         (["bench", "engine", "--json"], ["-m", "bench.engine", "--json"]),
-        (["convert", "dir"], ["-m", "baton.engine.convert", "dir"]),
-        (["estimate", "--json"], ["-m", "baton.engine.estimate", "--json"]),
+        (["convert", "dir"], ["-m", "baton.engine.checkpoint.convert", "dir"]),
+        (["estimate", "--json"], ["-m", "baton.engine.performance.estimate", "--json"]),
     ],
 )
 def test_commands_that_become_another_program(words: list[str], program: list[str]) -> None:
@@ -342,7 +342,9 @@ def test_the_hint_is_a_command_of_this_shell(
 def test_what_is_shown_while_processes_start_is_what_they_say() -> None:
     """The log's own words in front of it would fill the line."""
     said = "loading weights: 40 % of 16.1 GB, about 12 s more"
-    record = logging.LogRecord("baton.engine.load_progress", logging.INFO, "", 0, said, None, None)
+    record = logging.LogRecord(
+        "baton.engine.checkpoint.load_progress", logging.INFO, "", 0, said, None, None
+    )
     line = LineFormatter("prefill-0").format(record)
     child = SimpleNamespace(last_lines=lambda _: [line])
     spec = SimpleNamespace(name="prefill-0")

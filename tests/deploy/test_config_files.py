@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.engine import convert, estimate
+from baton.engine.checkpoint import convert
+from baton.engine.performance import estimate
 from baton.node.main import main as node_main
 from bench import engine as bench_engine
 from bench import serve as bench_serve

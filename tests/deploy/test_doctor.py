@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from baton.engine.config import EngineConfig
-from baton.engine.engine import Engine
+from baton.engine.core.engine import Engine
 from baton.node.config import NodeConfig
 from baton.node.lanes import AUTO, LaneSettings, PoolPlace, make_lanes, parse_lanes
 from baton.node.main import Node, NodeProgram, Surroundings

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.engine.checkpoint import open_checkpoint
+from baton.engine.checkpoint.checkpoint import open_checkpoint
 from baton.engine.config import EngineConfig
 from baton.protocol.errors import ConfigError
 from deploy import cli, local

@@ -121,7 +121,7 @@ def test_allowed(source: str) -> None:
 
 
 def test_only_the_converter_may_load_and_only_weights() -> None:
-    converter = Path("baton/engine/convert.py")
+    converter = Path("baton/engine/checkpoint/convert.py")
     good = "import torch\ntorch.load(x, weights_only=True)"
     assert safety.check_source(converter, good) == []
     assert len(safety.check_source(HERE, good)) == 1

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from baton.engine.config import EngineConfig
-from baton.engine.interface import SequenceChunk
-from baton.engine.kv_cache import KVArena
-from baton.engine.layer_groups import one_group
-from baton.engine.loading import LoadedModel, load_model
-from baton.engine.proposer import DraftAsk, Proposer
-from baton.engine.runner import ModelRunner
+from baton.engine.loading.loading import LoadedModel, load_model
+from baton.engine.memory.kv_cache import KVArena
+from baton.engine.memory.layer_groups import one_group
+from baton.engine.running.runner import ModelRunner
+from baton.engine.sampling.proposer import DraftAsk, Proposer
+from baton.engine.state.interface import SequenceChunk
 from baton.protocol.events import TokenLogprob
 from baton.protocol.sampling import SamplingParams
 from tests.block_lists import held

@@ -3,7 +3,7 @@ to its end, checking on the way what every event stream must be."""
 
 from __future__ import annotations
 
-from baton.engine.engine import Engine
+from baton.engine.core.engine import Engine
 from baton.protocol.events import TokenEvent
 from baton.protocol.request import Request
 from tests.fakes import expected_output

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from baton.engine.guided.base import Matcher, Vocabulary
+from baton.guided.base import Matcher, Vocabulary
 
 MERGED = (b'{"', b'":', b'", ', b"}}", b"true", b"</think>", b"k>\n", b"</think>\n", b"  ", b"12")
 SPECIALS = {"<s>": 266, "[CALL]": 268}

@@ -1,6 +1,6 @@
 """Tiny quantized checkpoints, packed bit by bit as each tool writes them, each with its plain twin.
 
-The numbers are rounded here, independently of baton.engine.quantization; the twin holds the
+The numbers are rounded here, independently of baton.engine.quantization.integer; the twin holds the
 dequantized weights, so a loader that reads the layout wrongly gives other logits.
 """
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton.engine.attention.choice import choose_attention
-from baton.engine.batch import flatten
 from baton.engine.config import EngineConfig
-from baton.engine.interface import SequenceChunk
-from baton.engine.kv_cache import KVArena
-from baton.engine.layer_groups import one_group
-from baton.engine.loading import LoadedModel, load_model
+from baton.engine.loading.loading import LoadedModel, load_model
+from baton.engine.memory.kv_cache import KVArena
+from baton.engine.memory.layer_groups import one_group
+from baton.engine.running.attention_choice import choose_attention
+from baton.engine.state.batch import flatten
+from baton.engine.state.interface import SequenceChunk
 from tests.block_lists import held
 
 

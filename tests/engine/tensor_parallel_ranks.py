@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from baton.engine.config import EngineConfig
-from baton.engine.engine import Engine
-from baton.engine.pooling import Pooler
-from baton.engine.runner import ModelRunner
-from baton.engine.tensor_parallel.leader import load_leader
-from baton.engine.tensor_parallel.messages import Gone, Kind, Link
-from baton.engine.tensor_parallel.ranks import RankProcess, Start
-from baton.engine.tensor_parallel.worker import join
+from baton.engine.core.engine import Engine
+from baton.engine.core.pooling import Pooler
+from baton.engine.loading.leader import load_leader
+from baton.engine.parallel.messages import Gone, Kind, Link
+from baton.engine.parallel.ranks import RankProcess, Start
+from baton.engine.running.runner import ModelRunner
+from baton.engine.running.worker import join
 
 
 class RankThread:

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine.adopted_pages import GIVE_WAY_AFTER_S, TAKE_OVER_AFTER_S
-from baton.engine.adoption import Adoption
-from baton.engine.engine import Engine
-from baton.engine.interface import Reservation
-from baton.engine.kv_cache import KVArena
+from baton.engine.core.engine import Engine
+from baton.engine.memory.adopted_pages import GIVE_WAY_AFTER_S, TAKE_OVER_AFTER_S
+from baton.engine.memory.kv_cache import KVArena
+from baton.engine.state.adoption import Adoption
+from baton.engine.state.interface import Reservation
 from baton.protocol.errors import InternalError, KVStale
 from baton.protocol.events import FirstToken
 from baton.protocol.kv_spec import LayerSpec

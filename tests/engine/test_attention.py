@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from baton.engine.attention import torch_cpu
-from baton.engine.attention.base import AttentionLayer
 from baton.engine.attention.reference import ReferenceAttention
 from baton.engine.attention.torch_cpu import TorchAttention
-from baton.engine.batch import Step, flatten
-from baton.engine.interface import SequenceChunk
+from baton.engine.state.attention import AttentionLayer
+from baton.engine.state.batch import Step, flatten
+from baton.engine.state.interface import SequenceChunk
 from tests.block_lists import held
 
 BLOCK = 4

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from baton.engine.beam import BeamSearch
+from baton.engine.state.beam import BeamSearch
 from baton.llm import LLM
 from baton.protocol.events import TokenLogprob
 from baton.protocol.sampling import SamplingParams

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from baton.engine.block_pool import BlockPool
+from baton.engine.memory.block_pool import BlockPool
 from baton.protocol.errors import InternalError
 from baton.protocol.events import BlockEvent, BlockEventKind
 

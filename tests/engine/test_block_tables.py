@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engine.block_pool import BlockPool
-from baton.engine.block_tables import BlockTables, as_lists
-from baton.engine.interface import Reservation
-from baton.engine.sequence import SequenceState
-from baton.engine.stats import EngineStats
+from baton.engine.memory.block_pool import BlockPool
+from baton.engine.memory.block_tables import BlockTables, as_lists
+from baton.engine.state.interface import Reservation
+from baton.engine.state.sequence import SequenceState
+from baton.engine.state.stats import EngineStats
 from baton.protocol.events import BlockEventKind
 from tests.engine.test_scheduler import NoMemory
 from tests.fakes import request

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from baton.engine.config import EngineConfig
-from baton.engine.engine import Engine
-from baton.engine.sampler import Draw
+from baton.engine.core.engine import Engine
+from baton.engine.sampling.sampler import Draw
 from baton.protocol.adapters import adapter_name
 from baton.protocol.errors import ContextLengthExceeded
 from baton.protocol.events import TokenEvent

@@ -14,18 +14,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from baton.engine.attention.compiled import CompiledAttention
-from baton.engine.batch import Step, flatten
-from baton.engine.interface import SequenceChunk
 from baton.engine.kernels.cpu.library import CpuKernels, kernels
 from baton.engine.kernels.cpu.quantized import integer_kernels_for
-from baton.engine.kv_cache import KVArena
-from baton.engine.layer_groups import one_group
-from baton.engine.linear import Linear, PanelLinear, PlainLinear
-from baton.engine.lora import Adapter, LowRank
+from baton.engine.kernels.rope import RopeRule
+from baton.engine.memory.kv_cache import KVArena
+from baton.engine.memory.layer_groups import one_group
 from baton.engine.models.config import DecoderConfig
 from baton.engine.models.decoder import Decoder
-from baton.engine.models.rope import RopeRule
-from baton.engine.quantization import SCHEMES, QuantizedFormat, Scheme, quantize
+from baton.engine.models.lora import Adapter, LowRank
+from baton.engine.quantization.integer import SCHEMES, QuantizedFormat, Scheme, quantize
+from baton.engine.quantization.linear import Linear, PanelLinear, PlainLinear
+from baton.engine.state.batch import Step, flatten
+from baton.engine.state.interface import SequenceChunk
 from baton.protocol.kv_spec import HeldBlocks
 from tests.engine.quantized_models import make_quantized
 from tests.engine.running import Driver, load, relative_error

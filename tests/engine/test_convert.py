@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from baton.engine import convert as converter
-from baton.engine.convert import PICKLE_INDEX, SAFETENSORS_INDEX, convert, main
+from baton.engine.checkpoint import convert as converter
+from baton.engine.checkpoint.convert import PICKLE_INDEX, SAFETENSORS_INDEX, convert, main
 from baton.llm import LLM
 from baton.protocol.errors import ConfigError, ModelRefused
 from baton.protocol.sampling import SamplingParams
@@ -341,7 +341,7 @@ def test_a_disk_that_fills_up_leaves_nothing(
 def test_the_command_in_its_own_process(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     old_checkpoint("gpt2", folder)
-    command = [sys.executable, "-m", "baton.engine.convert", str(folder)]
+    command = [sys.executable, "-m", "baton.engine.checkpoint.convert", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     first, second = done.stdout.splitlines()

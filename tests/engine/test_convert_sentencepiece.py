@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from transformers.convert_slow_tokenizer import import_protobuf
 from transformers.utils.import_utils import is_sentencepiece_available
 
-from baton.engine import convert as converter
-from baton.engine.convert import convert
+from baton.engine.checkpoint import convert as converter
+from baton.engine.checkpoint.convert import convert
 from baton.protocol.errors import ModelRefused
 from baton.text.tokenizer import Tokenizer
 from tests.engine.sentencepiece_models import Kind, PieceModel, train

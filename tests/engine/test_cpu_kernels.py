@@ -17,18 +17,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from baton.engine.attention.base import AttentionLayer
 from baton.engine.attention.compiled import CompiledAttention
 from baton.engine.attention.torch_cpu import TorchAttention
-from baton.engine.batch import Step, flatten
-from baton.engine.interface import SequenceChunk
 from baton.engine.kernels.cpu import build, library
 from baton.engine.kernels.cpu.build import INSTRUCTION_SETS, CannotBuild, InstructionSet
 from baton.engine.kernels.cpu.library import SWITCH, CpuKernels, HeadNorms
-from baton.engine.kv_cache import KVArena
-from baton.engine.layer_groups import one_group
+from baton.engine.kernels.rope import Rotation
+from baton.engine.memory.kv_cache import KVArena
+from baton.engine.memory.layer_groups import one_group
 from baton.engine.models.elementwise import CompiledElementwise, TorchElementwise
-from baton.engine.models.rope import Rotation
+from baton.engine.state.attention import AttentionLayer
+from baton.engine.state.batch import Step, flatten
+from baton.engine.state.interface import SequenceChunk
 from baton.protocol.kv_spec import HeldBlocks, LayerSpec
 
 ANY = InstructionSet("any", "any processor's", (), (), ())
@@ -258,7 +258,7 @@ def test_a_machine_without_a_compiler_is_served_by_torch(
     asked = (
         "import torch; cpu = torch.device('cpu');"
         "from baton.engine.kernels.cpu.library import kernels;"
-        "from baton.engine.linear import PanelLinear, choose_linear;"
+        "from baton.engine.quantization.linear import PanelLinear, choose_linear;"
         "assert kernels() is None;"
         "made = choose_linear(torch.bfloat16, cpu)(torch.ones(4, 4).bfloat16(), None);"
         "assert not isinstance(made, PanelLinear)"

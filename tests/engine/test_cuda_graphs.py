@@ -12,19 +12,19 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton has no build for this platform")
 
-from baton.engine.attention.base import AttentionLayer
 from baton.engine.attention.torch_cpu import TorchAttention
 from baton.engine.attention.triton_backend import TritonAttention, plan_key
-from baton.engine.batch import Step, flatten
-from baton.engine.cuda_graphs import (
+from baton.engine.memory.kv_cache import KVArena
+from baton.engine.running.cuda_graphs import (
     DecodeGraphs,
     buffers_for,
     choose_graphs,
     size_for,
     sizes_up_to,
 )
-from baton.engine.interface import SequenceChunk
-from baton.engine.kv_cache import KVArena
+from baton.engine.state.attention import AttentionLayer
+from baton.engine.state.batch import Step, flatten
+from baton.engine.state.interface import SequenceChunk
 from baton.protocol.kv_spec import HeldBlocks, LayerSpec
 from tests.engine.running import load
 from tests.tiny_models import make_tiny_model

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from baton.engine.departure import Departure
-from baton.engine.engine import Engine
-from baton.engine.interface import Task
+from baton.engine.core.departure import Departure
+from baton.engine.core.engine import Engine
+from baton.engine.state.interface import Task
 from baton.protocol.events import FirstToken
 from baton.protocol.kv_spec import BlockLists
 from baton.protocol.request import Request

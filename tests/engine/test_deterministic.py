@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine import deterministic
-from baton.engine.attention.base import AttentionLayer
 from baton.engine.attention.fixed_order import FixedOrderAttention, in_lanes
 from baton.engine.attention.reference import ReferenceAttention
-from baton.engine.batch import flatten
-from baton.engine.interface import SequenceChunk
-from baton.engine.loading import LoadedModel
+from baton.engine.loading.loading import LoadedModel
+from baton.engine.models import deterministic
+from baton.engine.state.attention import AttentionLayer
+from baton.engine.state.batch import flatten
+from baton.engine.state.interface import SequenceChunk
 from baton.llm import LLM
 from baton.protocol.adapters import adapter_name
 from baton.protocol.errors import ConfigError

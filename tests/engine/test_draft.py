@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.engine.config import EngineConfig
-from baton.engine.draft import DraftModelProposer
-from baton.engine.loading import LoadedModel
-from baton.engine.proposer import DraftAsk
-from baton.engine.speculation import load_draft, load_proposer
+from baton.engine.loading.loading import LoadedModel
+from baton.engine.running.draft import DraftModelProposer
+from baton.engine.running.speculation import load_draft, load_proposer
+from baton.engine.sampling.proposer import DraftAsk
 from baton.protocol.errors import ConfigError
 from baton.protocol.sampling import SamplingParams
 from tests.engine.decoding import BLOCK_SIZE, Sample, decode, load

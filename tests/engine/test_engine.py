@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from baton.engine.interface import Task
+from baton.engine.state.interface import Task
 from baton.protocol.block_hashes import block_hashes
 from baton.protocol.errors import (
     ConfigError,

@@ -17,11 +17,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from baton.engine.adopted_pages import TAKE_OVER_AFTER_S
-from baton.engine.adoption import Adoption
-from baton.engine.beam import BeamSearch
-from baton.engine.interface import Reservation, Task
-from baton.engine.layer_groups import group_layers
+from baton.engine.memory.adopted_pages import TAKE_OVER_AFTER_S
+from baton.engine.memory.layer_groups import group_layers
+from baton.engine.state.adoption import Adoption
+from baton.engine.state.beam import BeamSearch
+from baton.engine.state.interface import Reservation, Task
 from baton.protocol.errors import ContextLengthExceeded, InvalidRequest
 from baton.protocol.events import FirstToken
 from baton.protocol.kv_spec import LayerSpec

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from baton.engine.estimate import main, read_config, rows, sized, stored_bytes
-from baton.engine.ideal import (
+from baton.engine.loading.model_shape import ModelShape, StoredWeights, model_shape, stored_weights
+from baton.engine.performance.estimate import main, read_config, rows, sized, stored_bytes
+from baton.engine.performance.ideal import (
     Estimate,
     EstimateOptions,
     estimate,
@@ -20,7 +21,6 @@ from baton.engine.ideal import (
     parse_rate,
     parse_seconds,
 )
-from baton.engine.model_shape import ModelShape, StoredWeights, model_shape, stored_weights
 from baton.protocol.errors import ConfigError, ModelRefused
 from baton.protocol.kv_spec import LayerSpec
 from tests.tiny_models import make_tiny_model
@@ -87,7 +87,7 @@ def test_known_parameter_counts(name: str, parameters: int, active: int) -> None
     ids=lambda given: given["model_type"],
 )
 def test_formulas_agree_with_transformers_on_the_meta_device(given: dict[str, Any]) -> None:
-    from baton.engine.shape_on_meta import shape_on_meta
+    from baton.engine.loading.shape_on_meta import shape_on_meta
 
     ours, built = model_shape(given), shape_on_meta(given)
     for name in ("parameters", "active_parameters", "embedding", "matrices", "tied", "vocab_size"):
@@ -385,7 +385,8 @@ def test_the_command_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) 
 
 def test_known_families_need_no_torch() -> None:
     code = (
-        "import sys; sys.modules['torch'] = None; from baton.engine.estimate import main;"
+        "import sys; sys.modules['torch'] = None;"
+        "from baton.engine.performance.estimate import main;"
         f"main(['--model', {str(CONFIGS / f'{DEEPSEEK}.json')!r}, '--json'])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -18,10 +18,10 @@ from baton.engine.kernels.cpu import library
 from baton.engine.kernels.cpu.experts import ExpertKernels
 from baton.engine.kernels.cpu.library import CpuKernels
 from baton.engine.kernels.cpu.quantized import integer_kernels_for
-from baton.engine.linear import Linear, PanelLinear, PlainLinear
 from baton.engine.models.experts import Expert, Experts
 from baton.engine.models.experts_cpu import compiled
-from baton.engine.quantization import SCHEMES, QuantizedFormat, Scheme, quantize
+from baton.engine.quantization.integer import SCHEMES, QuantizedFormat, Scheme, quantize
+from baton.engine.quantization.linear import Linear, PanelLinear, PlainLinear
 from tests.engine.running import Driver, load, relative_error
 from tests.golden.random_models import save_random
 

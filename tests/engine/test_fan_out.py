@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from baton.engine.engine import Engine
-from baton.engine.interface import Reservation, Task
+from baton.engine.core.engine import Engine
+from baton.engine.state.interface import Reservation, Task
 from baton.protocol.errors import InvalidRequest
 from baton.protocol.events import FirstToken, TokenEvent
 from baton.protocol.request import FinishReason, Request

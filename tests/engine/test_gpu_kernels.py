@@ -20,19 +20,19 @@ pytest.importorskip("triton", reason="triton has no build for this platform")
 
 from triton import knobs
 
-from baton.engine.attention.base import AttentionLayer
 from baton.engine.attention.torch_cpu import TorchAttention
 from baton.engine.attention.triton_backend import TritonAttention
-from baton.engine.batch import flatten
 from baton.engine.kernels.gpu import experts, int_linear, pages
 from baton.engine.kernels.gpu.decode_attention import key_tile, splits_for
 from baton.engine.kernels.gpu.prefill_attention import TileSizes, lay_tiles, tile_sizes
 from baton.engine.kernels.gpu.support import state, triton_serves
-from baton.engine.kv_cache import KVArena
-from baton.engine.linear import PlainLinear
+from baton.engine.memory.kv_cache import KVArena
 from baton.engine.models.experts import Expert, Experts
 from baton.engine.models.experts_gpu import stacked
-from baton.engine.quantization import IntWeight, quantize
+from baton.engine.quantization.integer import IntWeight, quantize
+from baton.engine.quantization.linear import PlainLinear
+from baton.engine.state.attention import AttentionLayer
+from baton.engine.state.batch import flatten
 from baton.protocol.errors import InternalError
 from baton.protocol.kv_spec import LayerSpec
 from bench import gpu_cases

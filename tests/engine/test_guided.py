@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from baton.engine.engine import Engine
-from baton.engine.interface import Task
+from baton.engine.core.engine import Engine
+from baton.engine.state.interface import Task
 from baton.llm import LLM, GenerationOutput
 from baton.protocol.errors import InvalidRequest, UnsupportedFeature
 from baton.protocol.request import FinishReason, Request

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from baton.engine.guided.base import Backend
-from baton.engine.guided.llguidance import LlguidanceBackend
-from baton.engine.guided.xgrammar import XgrammarBackend
+from baton.guided.base import Backend
+from baton.guided.llguidance import LlguidanceBackend
+from baton.guided.xgrammar import XgrammarBackend
 from baton.protocol.errors import InvalidRequest, UnsupportedFeature
 from baton.protocol.sampling import GuidedDecoding
 from router.parsers.formats import TOOL_FORMATS

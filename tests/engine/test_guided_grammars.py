@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from baton.engine.guided import grammars as service
-from baton.engine.guided.base import Vocabulary, load_vocabulary
-from baton.engine.guided.grammars import Grammars, prepared
-from baton.engine.guided.thought import ThoughtEnd
-from baton.engine.guided.trial import trials_of
+from baton.engine.core import grammars as service
+from baton.engine.core.grammar_trial import trials_of
+from baton.engine.core.grammars import Grammars, prepared
+from baton.guided.base import Vocabulary, load_vocabulary
 from baton.guided.grammar_trials import GrammarTrials
+from baton.guided.thought import ThoughtEnd
 from baton.protocol.errors import (
     InternalError,
     InvalidRequest,

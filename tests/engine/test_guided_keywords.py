@@ -10,10 +10,10 @@ from typing import Any
 import jsonschema
 import pytest
 
-from baton.engine.guided.grammars import Grammars
-from baton.engine.guided.xgrammar import XgrammarBackend
+from baton.engine.core.grammars import Grammars
 from baton.guided.grammars import lenient
 from baton.guided.schema_keywords import check_xgrammar, not_followed
+from baton.guided.xgrammar import XgrammarBackend
 from baton.protocol.errors import InvalidRequest
 from baton.protocol.sampling import GuidedDecoding
 from tests.engine.guided_vocabulary import allowed, random_output, vocabulary

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engine.guided import masks
-from baton.engine.interface import SequenceChunk
+from baton.engine.running import masks
+from baton.engine.state.interface import SequenceChunk
 from baton.protocol.sampling import SamplingParams
 
 

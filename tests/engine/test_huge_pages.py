@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from baton.engine.huge_pages import HUGE, zeros
+from baton.engine.memory.huge_pages import HUGE, zeros
 
 
 @pytest.mark.parametrize("numbers", [0, 5, HUGE // 2 - 1, HUGE // 2, HUGE + 7])

@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from baton.engine.attention.base import AttentionLayer
-from baton.engine.attention.choice import choose_attention
 from baton.engine.attention.compiled_int8 import CompiledInt8Attention
 from baton.engine.attention.torch_cpu import TorchAttention
-from baton.engine.batch import Batch, flatten
-from baton.engine.interface import SequenceChunk
 from baton.engine.kernels.cpu.int8_kv import Int8KVKernels, int8_kv_kernels_for
-from baton.engine.kv_cache import KVArena
-from baton.engine.layer_groups import one_group
+from baton.engine.memory.kv_cache import KVArena
+from baton.engine.memory.layer_groups import one_group
+from baton.engine.running.attention_choice import choose_attention
+from baton.engine.state.attention import AttentionLayer
+from baton.engine.state.batch import Batch, flatten
+from baton.engine.state.interface import SequenceChunk
 from baton.protocol.kv_spec import HeldBlocks, LayerSpec
 from tests.engine.running import Driver, load, relative_error
 from tests.tiny_models import make_tiny_model

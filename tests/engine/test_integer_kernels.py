@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from baton.engine import quantization
 from baton.engine.kernels.cpu.build import missing
 from baton.engine.kernels.cpu.library import CpuKernels
 from baton.engine.kernels.cpu.quantized import IntegerKernels
-from baton.engine.linear import in_float32
-from baton.engine.quantization import (
+from baton.engine.quantization import integer as quantization
+from baton.engine.quantization.integer import (
     IntegerPanels,
     IntWeight,
     QuantizedFormat,
@@ -25,6 +24,7 @@ from baton.engine.quantization import (
     WidenedLinear,
     quantize,
 )
+from baton.engine.quantization.linear import in_float32
 from tests.engine.running import relative_error
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from baton.engine.config import EngineConfig, parse_bytes
-from baton.engine.kv_cache import KVArena, bytes_per_block
+from baton.engine.memory.kv_cache import KVArena, bytes_per_block
 from baton.protocol.errors import ConfigError, InternalError
 from baton.protocol.kv_spec import LayerSpec
 from baton.runtime.config import load

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engine.kv_cache import bytes_per_block
-from baton.engine.layer_groups import MAX_GROUPS, group_layers, one_group
+from baton.engine.memory.kv_cache import bytes_per_block
+from baton.engine.memory.layer_groups import MAX_GROUPS, group_layers, one_group
 from baton.protocol.kv_spec import LayerSpec, first_visible
 
 FULL = LayerSpec(4, 64, 64)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.engine.interface import SequenceChunk
+from baton.engine.state.interface import SequenceChunk
 from baton.llm import LLM
 from baton.protocol.errors import (
     ConfigError,

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.engine import load_progress
-from baton.engine.load_progress import TOLD_EVERY_S, LoadProgress
-from baton.engine.tensors import TensorReader
+from baton.engine.checkpoint import load_progress
+from baton.engine.checkpoint.load_progress import TOLD_EVERY_S, LoadProgress
+from baton.engine.checkpoint.tensors import TensorReader
 from tests.tiny_models import make_tiny_model
 
 

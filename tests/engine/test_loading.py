@@ -11,15 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from baton.engine.checkpoint import Checkpoint, open_checkpoint
+from baton.engine.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from baton.engine.checkpoint.tensors import TensorReader
 from baton.engine.config import EngineConfig
 from baton.engine.kernels.cpu.library import kernels
-from baton.engine.linear import PackedLinear, PanelLinear, PlainLinear, choose_linear
-from baton.engine.loading import LoadedModel, choose_device, load_model
+from baton.engine.kernels.rope import inverse_frequencies, rope_rule
+from baton.engine.loading.loading import LoadedModel, load_model
+from baton.engine.loading.route import choose_dtype
 from baton.engine.models.config import NotLean, decoder_config
-from baton.engine.models.rope import inverse_frequencies, rope_rule
-from baton.engine.route import choose_dtype
-from baton.engine.tensors import TensorReader
+from baton.engine.quantization.linear import PackedLinear, PanelLinear, PlainLinear, choose_linear
+from baton.engine.state.place import choose_device
 from baton.protocol.errors import ConfigError, ModelRefused
 from tests.tiny_models import EOS_ID, make_tiny_model
 

@@ -19,12 +19,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from baton.engine.attention.torch_cpu import TorchAttention
-from baton.engine.batch import flatten
 from baton.engine.config import EngineConfig
-from baton.engine.interface import SequenceChunk
-from baton.engine.kv_cache import KVArena
-from baton.engine.layer_groups import one_group
-from baton.engine.loading import LoadedModel, load_model
+from baton.engine.loading.loading import LoadedModel, load_model
+from baton.engine.memory.kv_cache import KVArena
+from baton.engine.memory.layer_groups import one_group
+from baton.engine.state.batch import flatten
+from baton.engine.state.interface import SequenceChunk
 from baton.protocol.adapters import adapter_name
 from baton.protocol.errors import ModelRefused
 from tests.adapters import ids_of

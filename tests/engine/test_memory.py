@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine.available_memory import available_memory
 from baton.engine.config import EngineConfig
-from baton.engine.engine import Engine
-from baton.engine.kv_cache import bytes_per_block
-from baton.engine.loading import LoadedModel, load_model
-from baton.engine.memory import (
+from baton.engine.core.engine import Engine
+from baton.engine.loading.loading import LoadedModel, load_model
+from baton.engine.memory.available_memory import available_memory
+from baton.engine.memory.kv_cache import bytes_per_block
+from baton.engine.running.sizing import (
     CPU_MEMORY_SHARE,
     Budget,
     HostMemory,

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from baton.engine.pooling import PoolingJob
+from baton.engine.core.pooling import PoolingJob
 from baton.llm import LLM, GenerationOutput
 from baton.protocol.sampling import SamplingParams
 from tests.engine.driving import assert_all_free

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from baton.engine.config import EngineConfig
-from baton.engine.engine import Engine
-from baton.engine.loading import LoadedModel, load_model
+from baton.engine.core.engine import Engine
+from baton.engine.loading.loading import LoadedModel, load_model
 from baton.engine.models.config import NotLean, decoder_config
 from baton.protocol.errors import ConfigError
 from baton.protocol.request import Request

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from baton.engine.config import EngineConfig
-from baton.engine.loading import LoadedModel, load_model
+from baton.engine.loading.loading import LoadedModel, load_model
 from baton.protocol.errors import ModelRefused
 from tests.golden.greedy import our_tokens, random_prompts, transformers_tokens
 from tests.golden.random_models import save_random

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from baton.engine.config import EngineConfig
-from baton.engine.engine import Engine
-from baton.engine.loading import LoadedModel, load_model
+from baton.engine.core.engine import Engine
+from baton.engine.loading.loading import LoadedModel, load_model
 from baton.protocol.adapters import adapter_name
 from baton.protocol.errors import ConfigError, ModelRefused, UnsupportedFeature
 from baton.protocol.request import Request

@@ -19,7 +19,7 @@ import json, sys
 from pathlib import Path
 import torch
 from baton.engine.config import EngineConfig
-from baton.engine.loading import load_model
+from baton.engine.loading.loading import load_model
 if sys.argv[3] == "transformers":
     import baton.engine.models.universal
 

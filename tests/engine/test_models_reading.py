@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from baton.engine.checkpoint import open_checkpoint
+from baton.engine.checkpoint.checkpoint import open_checkpoint
+from baton.engine.checkpoint.tensors import TensorReader
 from baton.engine.models.causal import read_causal
-from baton.engine.tensors import TensorReader
 from baton.protocol.errors import ModelRefused
 from tests.golden.random_models import save_random
 from tests.tiny_models import make_tiny_model

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from baton.engine.config import EngineConfig
-from baton.engine.loading import load_model
+from baton.engine.loading.loading import load_model
 from baton.protocol.errors import ModelRefused
 from examples.text_model import save_alone
 from tests.golden.greedy import our_tokens, random_prompts, transformers_tokens

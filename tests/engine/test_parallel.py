@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from baton.engine.engine import Engine
+from baton.engine.core.engine import Engine
 from baton.protocol.events import TokenEvent, TokenLogprob
 from baton.protocol.request import FinishReason, Request
 from tests.engine.driving import PROMPT, assert_all_free, run_samples, tokens_of

@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from baton.engine.block_pool import BlockPool
 from baton.engine.config import EngineConfig
-from baton.engine.kv_cache import KVArena
-from baton.engine.loading import LoadedModel, load_model
-from baton.engine.pooling import Pooler, PoolingJob, normalized
+from baton.engine.core.pooling import Pooler, PoolingJob, normalized
+from baton.engine.loading.loading import LoadedModel, load_model
+from baton.engine.memory.block_pool import BlockPool
+from baton.engine.memory.kv_cache import KVArena
 from baton.llm import LLM
 from baton.protocol.errors import (
     ContextLengthExceeded,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.proposer import DraftAsk, NgramProposer
+from baton.engine.sampling.proposer import DraftAsk, NgramProposer
 from baton.protocol.errors import ConfigError
 from baton.protocol.sampling import SamplingParams
 

@@ -14,9 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
-from baton.engine import quantization
+from baton.engine.checkpoint.quantized_checkpoint import checked, layout_of
 from baton.engine.config import AUTO_HEADS
-from baton.engine.quantization import (
+from baton.engine.quantization import integer as quantization
+from baton.engine.quantization.integer import (
     Int4Linear,
     IntWeight,
     NibbleLinear,
@@ -28,7 +29,6 @@ from baton.engine.quantization import (
     round_rows,
     stack_weights,
 )
-from baton.engine.quantized_checkpoint import checked, layout_of
 from baton.protocol.errors import ConfigError, ModelRefused
 from tests.engine.quantized_models import RECIPES, gptq, make_quantized, round_to_grid
 from tests.engine.running import load, logits_of, relative_error

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine.attention.base import AttentionLayer
 from baton.engine.attention.kv_store import Fp8Rows, Int8Rows, layer_store
 from baton.engine.attention.reference import ReferenceAttention
 from baton.engine.attention.torch_cpu import TorchAttention
-from baton.engine.batch import flatten
-from baton.engine.interface import SequenceChunk
-from baton.engine.kv_cache import KVArena, bytes_per_block
+from baton.engine.memory.kv_cache import KVArena, bytes_per_block
+from baton.engine.state.attention import AttentionLayer
+from baton.engine.state.batch import flatten
+from baton.engine.state.interface import SequenceChunk
 from baton.llm import LLM
 from baton.protocol.errors import InternalError
 from baton.protocol.kv_spec import LayerSpec

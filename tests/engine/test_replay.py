@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from baton.engine.config import EngineConfig
-from baton.engine.engine import Engine
-from baton.engine.interface import SequenceChunk, Task
-from baton.engine.replay import EXACT_CHUNK_TOKENS, exact_chunk_of
+from baton.engine.core.engine import Engine
+from baton.engine.core.replay import EXACT_CHUNK_TOKENS, exact_chunk_of
+from baton.engine.state.interface import SequenceChunk, Task
 from baton.protocol.events import FirstToken
 from baton.protocol.request import Request, Resume
 from baton.protocol.sampling import SamplingParams

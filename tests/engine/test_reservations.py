@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from baton.engine.engine import Engine
-from baton.engine.interface import Task
+from baton.engine.core.engine import Engine
+from baton.engine.state.interface import Task
 from baton.protocol.errors import ContextLengthExceeded, InternalError
 from baton.protocol.events import FirstToken, TokenEvent, TokenLogprob
 from baton.protocol.kv_spec import LayerSpec

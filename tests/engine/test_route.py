@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from baton.engine.checkpoint import open_checkpoint
+from baton.engine.checkpoint.checkpoint import open_checkpoint
 from baton.engine.config import EngineConfig
-from baton.engine.loading import load_model
-from baton.engine.route import choose_route
+from baton.engine.loading.loading import load_model
+from baton.engine.loading.route import choose_route
 from baton.protocol.errors import ConfigError, ModelRefused
 from tests.tiny_models import make_tiny_model
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from baton.engine.engine import Engine
-from baton.engine.interface import Task
+from baton.engine.core.engine import Engine
+from baton.engine.state.interface import Task
 from baton.llm import LLM
 from baton.protocol.request import FinishReason, Request
 from baton.protocol.sampling import SamplingParams

@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from baton.engine import runner as runner_module
-from baton.engine.interface import SequenceChunk
-from baton.engine.kv_cache import KVArena
-from baton.engine.layer_groups import one_group
-from baton.engine.loading import LoadedModel
+from baton.engine.loading.loading import LoadedModel
+from baton.engine.memory.kv_cache import KVArena
+from baton.engine.memory.layer_groups import one_group
 from baton.engine.models.decoder import Decoder
-from baton.engine.runner import ModelRunner
+from baton.engine.running import runner as runner_module
+from baton.engine.running.runner import ModelRunner
+from baton.engine.state.interface import SequenceChunk
 from baton.protocol.events import TokenLogprob
 from baton.protocol.sampling import SamplingParams
 from tests.block_lists import held

@@ -14,14 +14,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.engine.attention.torch_cpu import TorchAttention
-from baton.engine.batch import flatten
-from baton.engine.draft import DraftModelProposer
-from baton.engine.interface import SequenceChunk
-from baton.engine.kv_cache import KVArena
-from baton.engine.layer_groups import one_group
-from baton.engine.loading import LoadedModel
-from baton.engine.proposer import DraftAsk, NgramProposer, Proposer
-from baton.engine.sampler import Draw, sample
+from baton.engine.loading.loading import LoadedModel
+from baton.engine.memory.kv_cache import KVArena
+from baton.engine.memory.layer_groups import one_group
+from baton.engine.running.draft import DraftModelProposer
+from baton.engine.sampling.proposer import DraftAsk, NgramProposer, Proposer
+from baton.engine.sampling.sampler import Draw, sample
+from baton.engine.state.batch import flatten
+from baton.engine.state.interface import SequenceChunk
 from baton.protocol.sampling import SamplingParams
 from tests.block_lists import held
 from tests.engine.decoding import Sample, decode, load

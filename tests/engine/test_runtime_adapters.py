@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from baton.engine import adapters
-from baton.engine.engine import Engine
+from baton.engine.core import adapters
+from baton.engine.core.engine import Engine
 from baton.protocol.adapters import adapter_id, adapter_name, ids_named
 from baton.protocol.errors import ConfigError, InvalidRequest, UnsupportedFeature
 from baton.protocol.request import Request

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine import sampler
-from baton.engine.sampler import Draw, sample
+from baton.engine.sampling import sampler
+from baton.engine.sampling.sampler import Draw, sample
 from baton.protocol.errors import InternalError
 from baton.protocol.sampling import SamplingParams
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine import logprobs
+from baton.engine.sampling import logprobs
 from baton.protocol.errors import InternalError
 from baton.protocol.events import TokenLogprob
 

@@ -18,9 +18,9 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
 )
 
-from baton.engine import penalties
-from baton.engine.occurrences import Occurrences
-from baton.engine.sampler import Draw
+from baton.engine.sampling import penalties
+from baton.engine.sampling.sampler import Draw
+from baton.engine.state.occurrences import Occurrences
 from baton.protocol.sampling import SamplingParams
 
 VOCAB = 40

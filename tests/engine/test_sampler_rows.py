@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.interface import Sampled, SequenceChunk
-from baton.engine.runner import Asked, choose, draws_of
+from baton.engine.running.runner import Asked, choose, draws_of
+from baton.engine.state.interface import Sampled, SequenceChunk
 from baton.protocol.sampling import SamplingParams
 from tests.block_lists import held
 

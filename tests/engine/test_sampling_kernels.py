@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine import sampler
 from baton.engine.kernels.cpu.library import CpuKernels
 from baton.engine.kernels.cpu.sampling import SamplingKernels
-from baton.engine.sampler import Draw, sample, sample_plainly
+from baton.engine.sampling import sampler
+from baton.engine.sampling.sampler import Draw, sample, sample_plainly
 from baton.protocol.errors import InternalError
 from baton.protocol.sampling import SamplingParams
 

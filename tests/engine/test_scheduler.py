@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from baton.engine.block_pool import BlockPool
-from baton.engine.block_tables import BlockTables
 from baton.engine.config import PreemptionMode
-from baton.engine.interface import Reservation, Task
-from baton.engine.scheduler import MAX_OVERTAKES, Limits, Scheduler, StepPlan
-from baton.engine.sequence import RequestGroup, SequenceState
-from baton.engine.stats import EngineStats
-from baton.engine.swap import Swapper
+from baton.engine.core.scheduler import MAX_OVERTAKES, Limits, Scheduler, StepPlan
+from baton.engine.memory.block_pool import BlockPool
+from baton.engine.memory.block_tables import BlockTables
+from baton.engine.memory.swap import Swapper
+from baton.engine.state.interface import Reservation, Task
+from baton.engine.state.sequence import RequestGroup, SequenceState
+from baton.engine.state.stats import EngineStats
 from baton.protocol.block_hashes import block_hashes
 from baton.protocol.errors import InternalError
 from tests.fakes import FakeClock, request

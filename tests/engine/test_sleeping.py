@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from baton.engine.config import EngineConfig
-from baton.engine.engine import Engine
-from baton.engine.sleeping import fall_asleep, reload, wake
+from baton.engine.core.engine import Engine
+from baton.engine.core.sleeping import fall_asleep, reload, wake
 from baton.protocol.errors import ConfigError, InternalError
 from baton.protocol.events import BlockEventKind
 from baton.protocol.request import Request
@@ -107,8 +107,8 @@ MEASURE = """
 import sys
 from pathlib import Path
 from baton.engine.config import EngineConfig
-from baton.engine.engine import Engine
-from baton.engine.sleeping import fall_asleep, reload, wake
+from baton.engine.core.engine import Engine
+from baton.engine.core.sleeping import fall_asleep, reload, wake
 from baton.protocol.request import Request
 from baton.protocol.sampling import SamplingParams
 

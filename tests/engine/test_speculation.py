@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from baton.engine.interface import ChunkResult, Sampled, Task
-from baton.engine.proposer import DraftAsk, NgramProposer
+from baton.engine.sampling.proposer import DraftAsk, NgramProposer
+from baton.engine.state.interface import ChunkResult, Sampled, Task
 from baton.protocol.errors import ConfigError, InternalError
 from baton.protocol.request import FinishReason
 from tests.engine.driving import PROMPT, assert_all_free, expected, run, tokens_of

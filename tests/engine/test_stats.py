@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.engine.stats import EngineStats
+from baton.engine.state.stats import EngineStats
 
 
 def test_short_prompts_do_not_make_a_node_look_slow() -> None:

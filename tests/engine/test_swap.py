@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from baton.engine.block_pool import BlockPool
-from baton.engine.block_tables import BlockTables
 from baton.engine.config import PreemptionMode
-from baton.engine.interface import ModelInfo, Task
-from baton.engine.sequence import RequestGroup, SequenceState
-from baton.engine.stats import EngineStats
-from baton.engine.swap import Swapper
+from baton.engine.memory.block_pool import BlockPool
+from baton.engine.memory.block_tables import BlockTables
+from baton.engine.memory.swap import Swapper
+from baton.engine.state.interface import ModelInfo, Task
+from baton.engine.state.sequence import RequestGroup, SequenceState
+from baton.engine.state.stats import EngineStats
 from baton.protocol.errors import InternalError
 from baton.protocol.kv_spec import LayerSpec
 from tests.engine.driving import PROMPT, assert_all_free, expected, run, tokens_of

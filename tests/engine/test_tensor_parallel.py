@@ -16,20 +16,20 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from baton.engine.attention.base import Attention
-from baton.engine.attention.choice import choose_attention
-from baton.engine.batch import flatten
 from baton.engine.config import EngineConfig
-from baton.engine.interface import SequenceChunk
-from baton.engine.kv_cache import KVArena
-from baton.engine.layer_groups import one_group
-from baton.engine.loading import LoadedModel, load_model
-from baton.engine.tensor_parallel.group import RankGroup
-from baton.engine.tensor_parallel.leader import Written
-from baton.engine.tensor_parallel.messages import Gone, Kind, Link, decode_step, encode_step
-from baton.engine.tensor_parallel.place import RankPlace, rank_layers
-from baton.engine.tensor_parallel.pool import GroupArena, SharedMemory, make_memory
-from baton.engine.tensor_parallel.rank import refuse
+from baton.engine.loading.leader import Written
+from baton.engine.loading.loading import LoadedModel, load_model
+from baton.engine.memory.kv_cache import KVArena
+from baton.engine.memory.layer_groups import one_group
+from baton.engine.parallel.group import RankGroup
+from baton.engine.parallel.messages import Gone, Kind, Link, decode_step, encode_step
+from baton.engine.parallel.pool import GroupArena, SharedMemory, make_memory
+from baton.engine.parallel.rank import refuse
+from baton.engine.running.attention_choice import choose_attention
+from baton.engine.state.attention import Attention
+from baton.engine.state.batch import flatten
+from baton.engine.state.interface import SequenceChunk
+from baton.engine.state.place import RankPlace, rank_layers
 from baton.protocol.errors import ConfigError, InternalError, ModelRefused
 from baton.protocol.kv_spec import HeldBlocks, LayerSpec
 from tests.engine.running import relative_error

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from baton.engine.config import EngineConfig
-from baton.engine.engine import Engine
-from baton.engine.loading import load_model
-from baton.engine.tensor_parallel.group import RankGroup
-from baton.engine.tensor_parallel.leader import load_leader
-from baton.engine.tensor_parallel.place import RankPlace
-from baton.engine.tensor_parallel.pool import GroupArena
-from baton.engine.tensor_parallel.ranks import cores_of, threads_of
+from baton.engine.core.engine import Engine
+from baton.engine.loading.leader import load_leader
+from baton.engine.loading.loading import load_model
+from baton.engine.parallel.group import RankGroup
+from baton.engine.parallel.pool import GroupArena
+from baton.engine.parallel.ranks import cores_of, threads_of
+from baton.engine.state.place import RankPlace
 from baton.llm import LLM, GenerationOutput
 from baton.protocol.errors import ConfigError, InternalError, ModelRefused
 from baton.protocol.request import Request

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from baton.engine.guided.guide import Grammar, Guide
-from baton.engine.guided.thought import FREE, ThoughtEnd, ThoughtLimit
-from baton.engine.interface import Task
+from baton.engine.state.interface import Task
 from baton.guided.grammars import check_size
+from baton.guided.guide import Grammar, Guide
+from baton.guided.thought import FREE, ThoughtEnd, ThoughtLimit
 from baton.llm import LLM
 from baton.protocol.errors import InvalidRequest
 from baton.protocol.request import Request

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from baton.engine.engine import Engine
-from baton.engine.interface import Reservation, Task
+from baton.engine.core.engine import Engine
+from baton.engine.state.interface import Reservation, Task
 from baton.engine.thread import EngineThread, StepReport
 from baton.protocol.errors import InvalidRequest, Unavailable
 from baton.protocol.events import BlockEventKind

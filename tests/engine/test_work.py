@@ -10,15 +10,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engine import roofline
 from baton.engine.config import EngineConfig
-from baton.engine.engine import Engine
-from baton.engine.interface import SequenceChunk
-from baton.engine.loading import LoadedModel, load_model
-from baton.engine.meter import Meter, work_of
-from baton.engine.roofline import limits_again, limits_of, measure
-from baton.engine.stats import EngineStats
-from baton.engine.work import (
+from baton.engine.core.engine import Engine
+from baton.engine.loading.loading import LoadedModel, load_model
+from baton.engine.performance import roofline
+from baton.engine.performance.meter import Meter, work_of
+from baton.engine.performance.roofline import limits_again, limits_of, measure
+from baton.engine.state.interface import SequenceChunk
+from baton.engine.state.stats import EngineStats
+from baton.engine.state.work import (
     LayerWork,
     Limits,
     ModelWork,

@@ -13,7 +13,7 @@ from typing import Final
 
 import torch
 
-from baton.engine.kv_cache import KVArena
+from baton.engine.memory.kv_cache import KVArena
 from baton.protocol.errors import KVError
 from baton.protocol.handles import Endpoint, KVHandle
 from baton.protocol.kv_spec import BlockLists, HeldBlocks, LayerSpec, PoolFormat, first_visible

@@ -32,7 +32,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils.logging import disable_progress_bar
 
 from baton.engine.config import EngineConfig
-from baton.engine.loading import LoadedModel, load_model
+from baton.engine.loading.loading import LoadedModel, load_model
 from baton.protocol.errors import ModelRefused
 from tests.golden.greedy import our_tokens, random_prompts, transformers_tokens
 from tests.tiny_models import write_tiny_tokenizer

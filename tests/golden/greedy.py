@@ -14,11 +14,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from baton.engine.attention.torch_cpu import TorchAttention
-from baton.engine.batch import flatten
-from baton.engine.interface import SequenceChunk
-from baton.engine.kv_cache import KVArena
-from baton.engine.layer_groups import one_group
-from baton.engine.loading import LoadedModel
+from baton.engine.loading.loading import LoadedModel
+from baton.engine.memory.kv_cache import KVArena
+from baton.engine.memory.layer_groups import one_group
+from baton.engine.state.batch import flatten
+from baton.engine.state.interface import SequenceChunk
 from tests.adapters import ids_of
 from tests.block_lists import held
 

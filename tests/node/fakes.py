@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from baton.engine.config import EngineConfig
-from baton.engine.engine import Engine
-from baton.engine.interface import ChunkResult, Sampled, SequenceChunk
-from baton.engine.kv_cache import KVArena
+from baton.engine.core.engine import Engine
+from baton.engine.memory.kv_cache import KVArena
+from baton.engine.state.interface import ChunkResult, Sampled, SequenceChunk
 from baton.node.config import NodeConfig
 from baton.node.main import Node, NodeProgram, Surroundings
 from baton.protocol import wire

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from baton.engine import sleeping
-from baton.engine.engine import Engine
+from baton.engine.core import sleeping
+from baton.engine.core.engine import Engine
 from baton.node.main import NodeProgram
 from baton.protocol.events import BlockEventKind, Controlled
 from baton.protocol.messages import ControlAction, ControlNode, SubmitDecode, SubmitPrefill

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from baton.engine.interface import Reservation
+from baton.engine.state.interface import Reservation
 from baton.node.config import NodeConfig
 from baton.node.role import RoleContext
 from baton.protocol.errors import KVLost, KVStale, KVTimeout, Overloaded

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.engine.kv_cache import KVArena
+from baton.engine.memory.kv_cache import KVArena
 from baton.node.lanes import MAKERS, LaneSettings, PoolPlace, make_lanes
 from baton.protocol.errors import ConfigError
 from baton.protocol.handles import KVHandle

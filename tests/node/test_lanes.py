@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.engine.kv_cache import KVArena
+from baton.engine.memory.kv_cache import KVArena
 from baton.node import lanes as node_lanes
 from baton.node.config import NodeConfig
 from baton.node.lanes import AUTO, MAKERS, LaneSettings, PoolPlace, make_lanes, parse_lanes

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine.interface import SequenceChunk
+from baton.engine.state.interface import SequenceChunk
 from baton.node import pooling
 from baton.node.main import NodeProgram
 from baton.node.pooling import PoolingDesk

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from baton.engine.config import EngineConfig
-from baton.engine.engine import Engine
-from baton.engine.interface import Task
+from baton.engine.core.engine import Engine
+from baton.engine.state.interface import Task
 from baton.node.config import NodeConfig
 from baton.node.main import Node, NodeProgram, Surroundings
 from baton.protocol.clock import SystemClock

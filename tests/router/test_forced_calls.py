@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.guided.llguidance import LlguidanceBackend
-from baton.engine.guided.xgrammar import XgrammarBackend
 from baton.guided.grammars import check_grammar
+from baton.guided.llguidance import LlguidanceBackend
+from baton.guided.xgrammar import XgrammarBackend
 from baton.protocol.sampling import GuidedDecoding
 from router.parsers import harmony
 from router.parsers.formats import MISTRAL, TOOL_FORMATS

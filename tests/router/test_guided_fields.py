@@ -10,9 +10,9 @@ from typing import Any
 import llguidance
 import pytest
 
-from baton.engine.guided.xgrammar import XgrammarBackend
 from baton.guided.grammar_trials import GrammarTrials
 from baton.guided.grammars import check_grammar
+from baton.guided.xgrammar import XgrammarBackend
 from baton.protocol.errors import InvalidRequest, Overloaded, UnsupportedFeature
 from baton.protocol.sampling import GuidedDecoding
 from baton.runtime.children import ChildBudget

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from baton.engine.config import EngineConfig
-from baton.engine.engine import Engine
-from baton.engine.kv_cache import KVArena
+from baton.engine.core.engine import Engine
+from baton.engine.memory.kv_cache import KVArena
 from baton.protocol.errors import InternalError
 from baton.protocol.request import Request
 from baton.protocol.sampling import SamplingParams

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from baton.engine import adopted_pages
+from baton.engine.memory import adopted_pages
 from baton.llm import LLM
 from baton.protocol.errors import KVTimeout
 from baton.protocol.handles import KVHandle

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from baton.client import Generation
-from baton.engine import adopted_pages
+from baton.engine.memory import adopted_pages
 from baton.protocol.handles import KVHandle
 from baton.protocol.sampling import SamplingParams
 from baton.runtime.timing import Timing

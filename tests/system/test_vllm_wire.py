@@ -149,7 +149,7 @@ def test_other_routes_refuse_a_classifier_by_name(
     tmp_path: Path, options: dict[str, Any], reason: str
 ) -> None:
     from baton.engine.config import EngineConfig
-    from baton.engine.loading import load_model
+    from baton.engine.loading.loading import load_model
 
     model = make_classifier(tmp_path / "model")
     with pytest.raises(ModelRefused, match=reason):

@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-from baton.engine.kv_cache import KVArena, MakeMemory
+from baton.engine.memory.kv_cache import KVArena, MakeMemory
 from baton.protocol.handles import LaneAddress
 from baton.runtime.timing import Timing
 from kv_transfer.base import Lane, Serve, Wire

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from baton.engine.kv_cache import KVArena
+from baton.engine.memory.kv_cache import KVArena
 from baton.protocol.errors import KVError
 from baton.protocol.events import FirstToken
 from baton.protocol.handles import KVHandle

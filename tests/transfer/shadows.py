@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 from hypothesis import strategies as st
 
-from baton.engine.block_pool import BlockPool
-from baton.engine.kv_cache import KVArena
+from baton.engine.memory.block_pool import BlockPool
+from baton.engine.memory.kv_cache import KVArena
 from baton.protocol.errors import KVCorrupt, KVLost, KVStale
 from baton.protocol.events import FirstToken
 from baton.protocol.handles import KVHandle

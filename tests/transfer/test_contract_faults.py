@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from baton.engine.block_pool import BlockPool
+from baton.engine.memory.block_pool import BlockPool
 from baton.protocol.errors import KVCorrupt, KVError, KVLost, KVStale, KVTimeout
 from baton.protocol.handles import KVHandle
 from baton.runtime.timing import Timing

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine.kv_cache import KVArena
+from baton.engine.memory.kv_cache import KVArena
 from baton.protocol.errors import KVLost, KVStale
 from baton.protocol.handles import KVHandle
 from baton.protocol.kv_spec import LayerSpec

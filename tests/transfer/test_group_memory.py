@@ -7,9 +7,9 @@ import random
 import pytest
 import torch
 
-from baton.engine.kv_cache import KVArena
-from baton.engine.tensor_parallel.place import RankPlace
-from baton.engine.tensor_parallel.pool import GroupArena, SharedMemory, make_memory
+from baton.engine.memory.kv_cache import KVArena
+from baton.engine.parallel.pool import GroupArena, SharedMemory, make_memory
+from baton.engine.state.place import RankPlace
 from baton.protocol.errors import KVCorrupt
 from baton.protocol.kv_spec import HeldBlocks, LayerSpec
 from kv_transfer.base import KVMemory, Payload

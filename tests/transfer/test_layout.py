@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.kv_cache import KVArena
+from baton.engine.memory.kv_cache import KVArena
 from baton.protocol.errors import ConfigError, InternalError, KVCorrupt
 from baton.protocol.kv_spec import DTYPE_BYTES, BlockLists, HeldBlocks, LayerSpec, PoolFormat
 from kv_transfer.base import Payload

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.engine.kv_cache import KVArena
+from baton.engine.memory.kv_cache import KVArena
 from baton.node.lanes import LaneSettings, PoolPlace, make_lanes
 from baton.protocol.errors import ConfigError, KVCorrupt
 from baton.protocol.kv_spec import LayerSpec

@@ -10,7 +10,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from baton.engine.kv_cache import KVArena, bytes_per_block
+from baton.engine.memory.kv_cache import KVArena, bytes_per_block
 from baton.protocol.errors import ConfigError, KVCorrupt
 from baton.protocol.kv_spec import HeldBlocks, LayerSpec
 from kv_transfer.layout import ArenaMemory

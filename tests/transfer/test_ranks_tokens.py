@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from baton.engine.config import EngineConfig
-from baton.engine.engine import Engine
-from baton.engine.interface import Task
+from baton.engine.core.engine import Engine
+from baton.engine.state.interface import Task
 from baton.llm import LLM
 from baton.protocol.events import FirstToken
 from baton.protocol.handles import KVHandle

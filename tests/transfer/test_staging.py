@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.kv_cache import KVArena
+from baton.engine.memory.kv_cache import KVArena
 from baton.protocol.errors import InternalError, KVCorrupt, KVTimeout
 from baton.protocol.kv_spec import LayerSpec
 from kv_transfer.base import Blocks, Payload

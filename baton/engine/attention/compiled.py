@@ -13,12 +13,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from baton.engine.attention.base import AttentionLayer, KVViews
 from baton.engine.attention.torch_cpu import TorchAttention
-from baton.engine.batch import Batch, GroupTables
 from baton.engine.kernels.cpu.library import CpuKernels, DecodeLayer, DecodeRows
 from baton.engine.kernels.cpu.prefill import PrefillKernel, PrefillSpans
 from baton.engine.kernels.cpu.step import StepPools
+from baton.engine.state.attention import AttentionLayer, KVViews
+from baton.engine.state.batch import Batch, GroupTables
 
 MAX_DIM: Final = 256  # attention.h's kMaxDim
 

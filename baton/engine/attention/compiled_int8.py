@@ -12,11 +12,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from baton.engine.attention.base import AttentionLayer, KVViews
 from baton.engine.attention.compiled import dense, known_layer, plan_of
 from baton.engine.attention.torch_cpu import TorchAttention
-from baton.engine.batch import Batch
 from baton.engine.kernels.cpu.int8_kv import Int8KVKernels, Int8Layer
+from baton.engine.state.attention import AttentionLayer, KVViews
+from baton.engine.state.batch import Batch
 
 
 class CompiledInt8Attention:

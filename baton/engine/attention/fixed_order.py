@@ -21,9 +21,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from baton.engine.attention.base import AttentionLayer, KVViews
 from baton.engine.attention.kv_store import KVStore, layer_store
-from baton.engine.batch import Batch, GroupTables, Span
+from baton.engine.state.attention import AttentionLayer, KVViews
+from baton.engine.state.batch import Batch, GroupTables, Span
 
 KEY_TILE: Final = 128  # keys of a partial product; every block size that divides it gives the same
 QUERY_ROWS: Final = 16  # rows of a product: query rows times the query heads of one KV head

@@ -17,7 +17,7 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
-from baton.engine.attention.base import KVViews
+from baton.engine.state.attention import KVViews
 
 FP8: Final = torch.float8_e4m3fn
 FP8_MAX: Final = 448.0

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from baton.engine.attention.base import AttentionLayer, KVViews
-from baton.engine.batch import Batch
+from baton.engine.state.attention import AttentionLayer, KVViews
+from baton.engine.state.batch import Batch
 
 
 class ReferenceAttention:

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton.engine.attention.base import AttentionLayer, KVViews
 from baton.engine.attention.kv_store import KVStore, layer_store
-from baton.engine.batch import Batch, GroupTables, Span
+from baton.engine.state.attention import AttentionLayer, KVViews
+from baton.engine.state.batch import Batch, GroupTables, Span
 
 GATHER_BYTES: Final = (
     4 << 20

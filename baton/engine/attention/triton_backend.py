@@ -15,9 +15,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from baton.engine.attention.base import AttentionLayer, KVViews
 from baton.engine.attention.torch_cpu import TorchAttention
-from baton.engine.batch import Batch
 from baton.engine.kernels.gpu.decode_attention import DecodeRows, decode_attention
 from baton.engine.kernels.gpu.kv_write import store
 from baton.engine.kernels.gpu.pages import LayerPages, layer_pages
@@ -28,6 +26,8 @@ from baton.engine.kernels.gpu.prefill_attention import (
     prefill_attention,
     tile_sizes,
 )
+from baton.engine.state.attention import AttentionLayer, KVViews
+from baton.engine.state.batch import Batch
 
 MAX_DIM: Final = 256
 

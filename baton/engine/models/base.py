@@ -7,10 +7,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from baton.engine.attention.base import AttentionLayer
-from baton.engine.batch import Batch
-from baton.engine.lora import Adapter
-from baton.engine.work import ParameterCounts
+from baton.engine.models.lora import Adapter
+from baton.engine.state.attention import AttentionLayer
+from baton.engine.state.batch import Batch
+from baton.engine.state.work import ParameterCounts
 from baton.protocol.kv_spec import LayerSpec
 
 

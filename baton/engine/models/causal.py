@@ -21,8 +21,8 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import logging as transformers_logging
 
-from baton.engine.checkpoint import Checkpoint
-from baton.engine.tensors import TensorReader
+from baton.engine.checkpoint.checkpoint import Checkpoint
+from baton.engine.checkpoint.tensors import TensorReader
 from baton.protocol.errors import ModelRefused
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from baton.engine.attention.compiled import CompiledAttention
-from baton.engine.batch import Batch
 from baton.engine.kernels.cpu.step import (
     StepInputs,
     StepLayer,
@@ -23,11 +22,12 @@ from baton.engine.kernels.cpu.step import (
     StepSizes,
     StepTable,
 )
-from baton.engine.linear import Linear, PanelLinear
+from baton.engine.kernels.rope import Rotation
 from baton.engine.models.config import DecoderConfig
 from baton.engine.models.elementwise import CompiledElementwise, Elementwise
-from baton.engine.models.rope import Rotation
-from baton.engine.quantization import IntegerPanels, W8A8Panels
+from baton.engine.quantization.integer import IntegerPanels, W8A8Panels
+from baton.engine.quantization.linear import Linear, PanelLinear
+from baton.engine.state.batch import Batch
 
 DIM_MULTIPLE = 32  # of head dims: attention.h takes keys 32 numbers at a time
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-from baton.engine.attention.base import AttentionLayer
-from baton.engine.models.rope import LEAN_KINDS, RopeRule, rope_rule
-from baton.engine.work import ParameterCounts
+from baton.engine.kernels.rope import LEAN_KINDS, RopeRule, rope_rule
+from baton.engine.state.attention import AttentionLayer
+from baton.engine.state.work import ParameterCounts
 from baton.protocol.kv_spec import LayerSpec
 
 ARCHITECTURES: Final = {

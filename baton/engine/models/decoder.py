@@ -14,20 +14,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from baton.engine.attention.base import AttentionLayer
-from baton.engine.batch import Batch
 from baton.engine.kernels.cpu.library import HeadNorms
 from baton.engine.kernels.cpu.step import StepLayer
 from baton.engine.kernels.gpu.support import triton_serves
-from baton.engine.linear import Linear, Linears, in_float32
-from baton.engine.lora import (
-    Adapter,
-    AdapterRows,
-    LowRank,
-    apply_deltas,
-    merge_parts,
-    rows_by_adapter,
-)
+from baton.engine.kernels.rope import Rotation, attention_factor, inverse_frequencies
 from baton.engine.models.compiled_step import compile_step, step_linears
 from baton.engine.models.config import DecoderConfig, ExpertsConfig
 from baton.engine.models.elementwise import (
@@ -37,9 +27,19 @@ from baton.engine.models.elementwise import (
 )
 from baton.engine.models.experts import Expert, Experts, SharedExpert
 from baton.engine.models.experts_cpu import compiled
-from baton.engine.models.rope import Rotation, attention_factor, inverse_frequencies
+from baton.engine.models.lora import (
+    Adapter,
+    AdapterRows,
+    LowRank,
+    apply_deltas,
+    merge_parts,
+    rows_by_adapter,
+)
 from baton.engine.models.shards import Shards, Whole
-from baton.engine.work import ParameterCounts
+from baton.engine.quantization.linear import Linear, Linears, in_float32
+from baton.engine.state.attention import AttentionLayer
+from baton.engine.state.batch import Batch
+from baton.engine.state.work import ParameterCounts
 from baton.protocol.errors import ModelRefused
 from baton.protocol.kv_spec import LayerSpec
 

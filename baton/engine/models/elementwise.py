@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from baton.engine.kernels.cpu.library import CpuKernels, HeadNorms, kernels_for
 from baton.engine.kernels.gpu.support import triton_serves
+from baton.engine.kernels.rope import Rotation
 from baton.engine.models.config import DecoderConfig
-from baton.engine.models.rope import Rotation
 
 
 class Elementwise(Protocol):

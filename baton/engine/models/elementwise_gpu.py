@@ -11,8 +11,8 @@ from baton.engine.kernels.cpu.library import HeadNorms
 from baton.engine.kernels.gpu.norm import MAX_WIDTH, add_norm
 from baton.engine.kernels.gpu.rope import rotate
 from baton.engine.kernels.gpu.swiglu import swiglu
+from baton.engine.kernels.rope import Rotation
 from baton.engine.models.config import DecoderConfig
-from baton.engine.models.rope import Rotation
 
 
 class TritonElementwise:

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton.engine.linear import Linear
-from baton.engine.lora import AdapterRows
+from baton.engine.models.lora import AdapterRows
+from baton.engine.quantization.linear import Linear
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from baton.engine.kernels.gpu.experts import grouped_experts
-from baton.engine.linear import Linear, PlainLinear
 from baton.engine.models.experts import Expert, Experts
+from baton.engine.quantization.linear import Linear, PlainLinear
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from baton.engine.lora import Adapter, AdapterRows, LowRank, apply_deltas
+from baton.engine.models.lora import Adapter, AdapterRows, LowRank, apply_deltas
 from baton.protocol.errors import ModelRefused
 
 

@@ -23,17 +23,17 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, DynamicCache
 
-from baton.engine.attention.base import AttentionLayer
 from baton.engine.attention.torch_cpu import TorchAttention
-from baton.engine.batch import Batch, flatten
-from baton.engine.checkpoint import Checkpoint
-from baton.engine.interface import SequenceChunk
-from baton.engine.lora import Adapter, rows_by_adapter
+from baton.engine.checkpoint.checkpoint import Checkpoint
 from baton.engine.models.causal import named_refusals, read_causal
 from baton.engine.models.config import latent_spec, layer_spec
 from baton.engine.models.hooked_lora import HookedAdapters
+from baton.engine.models.lora import Adapter, rows_by_adapter
 from baton.engine.models.mla import Absorbed, absorb_latents
-from baton.engine.work import ParameterCounts
+from baton.engine.state.attention import AttentionLayer
+from baton.engine.state.batch import Batch, flatten
+from baton.engine.state.interface import SequenceChunk
+from baton.engine.state.work import ParameterCounts
 from baton.protocol.errors import InternalError, ModelRefused
 from baton.protocol.kv_spec import HeldBlocks, LayerSpec
 

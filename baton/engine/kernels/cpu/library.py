@@ -17,7 +17,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from baton.engine import huge_pages
 from baton.engine.kernels.cpu.build import (
     INSTRUCTION_SETS,
     CannotBuild,
@@ -27,6 +26,7 @@ from baton.engine.kernels.cpu.build import (
     missing,
 )
 from baton.engine.kernels.cpu.sampling import SamplingKernels
+from baton.engine.memory import huge_pages
 
 logger = logging.getLogger(__name__)
 VERSION: Final = 7  # of the structs below

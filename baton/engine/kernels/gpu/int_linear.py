@@ -7,7 +7,7 @@ quantization.py's `IntWeight.dequantized` and `functional.linear`.
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 import triton
@@ -15,7 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.engine.kernels.gpu.products import integers, product
-from baton.engine.quantization import IntWeight
+
+if TYPE_CHECKING:
+    from baton.engine.quantization.integer import IntWeight
 
 MAX_STEP: Final = 128  # inputs per step of a product
 MIN_STEP: Final = 32  # so that half a step of int4 is a product's least side

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.attention.base import AttentionLayer, KVViews
 from baton.engine.kernels.gpu.products import integers, product
+from baton.engine.state.attention import AttentionLayer, KVViews
 from baton.protocol.errors import InternalError
 
 EXACT: Final = 0  # how pages store numbers: in the model's dtype,

@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.batch import GroupTables, Span
 from baton.engine.kernels.gpu.pages import Heads, LayerPages, finished, online, padded, places
+from baton.engine.state.batch import GroupTables, Span
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 from baton.engine.kernels.cpu.library import HeadNorms
 from baton.engine.kernels.gpu.kv_write import put, scale_of
 from baton.engine.kernels.gpu.pages import INT8, LayerPages, Pages
-from baton.engine.models.rope import Rotation
+from baton.engine.kernels.rope import Rotation
 
 HEAD_TILE = 8  # heads of a row per program
 _INT8: tl.constexpr = tl.constexpr(INT8)

@@ -16,18 +16,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.sampler import _BITS, _GOLDEN, _MULTIPLIERS, FINALIST_MARGIN
+from baton.engine.kernels.noise import BITS, FINALIST_MARGIN, GOLDEN, MULTIPLIERS
 
 STRETCH: Final = 8192  # of the vocabulary, per program
 TILE: Final = 1024
 
 _MARGIN: tl.constexpr = tl.constexpr(FINALIST_MARGIN)
-_STEP: tl.constexpr = tl.constexpr(_GOLDEN)
-_FIRST: tl.constexpr = tl.constexpr(_MULTIPLIERS[0])
-_SECOND: tl.constexpr = tl.constexpr(_MULTIPLIERS[1])
-_DROPPED: tl.constexpr = tl.constexpr(64 - _BITS)
-_UNIT: tl.constexpr = tl.constexpr(2.0**-_BITS)
-_WHOLE: tl.constexpr = tl.constexpr(1 << _BITS)
+_STEP: tl.constexpr = tl.constexpr(GOLDEN)
+_FIRST: tl.constexpr = tl.constexpr(MULTIPLIERS[0])
+_SECOND: tl.constexpr = tl.constexpr(MULTIPLIERS[1])
+_DROPPED: tl.constexpr = tl.constexpr(64 - BITS)
+_UNIT: tl.constexpr = tl.constexpr(2.0**-BITS)
+_WHOLE: tl.constexpr = tl.constexpr(1 << BITS)
 
 
 class _Draws(NamedTuple):

@@ -1,0 +1,190 @@
+"""Tensors out of safetensors files, straight to their place.
+
+A tensor is read from its file into the memory that the model keeps (of several, each into its
+part): neither a mapping of the file nor a second copy exists at any moment, so the peak is the
+weights themselves. A cast, or a device, costs one buffer of a megabyte. `LazyTensor` does the
+same for transformers, which decides by itself where a tensor goes and in which dtype.
+Source: the format's specification, github.com/huggingface/safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from types import EllipsisType
+from typing import Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from baton.engine.checkpoint.load_progress import LoadProgress
+from baton.protocol.errors import ModelRefused
+
+_BUFFER_BYTES: Final = 1 << 20  # transformers reads with many threads, each with one
+_DTYPES: Final = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "BOOL": torch.bool,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a tensor lies: bytes [start, start + num_bytes) of `path`."""
+
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class LazyTensor:
+    """A tensor still in its file, as transformers' loader takes one: `lazy[...].to(device, dtype)`.
+
+    It stands for a slice of safetensors, of which only the whole is ever asked for; nothing is read
+    before `to`, and then straight into what it returns.
+    """
+
+    stored: StoredTensor
+    progress: LoadProgress
+
+    def __getitem__(self, index: EllipsisType) -> LazyTensor:
+        """All of it: still unread."""
+        return self
+
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Read it: the caller's own, cast and placed. Raises ModelRefused if its file ends."""
+        whole = torch.empty(self.stored.shape, dtype=dtype or self.stored.dtype, device=device)
+        _fill(whole.view(-1), self.stored)
+        self.progress.add(self.stored.num_bytes)
+        return whole
+
+
+class TensorReader:
+    """Reads tensors by name out of a checkpoint's files, cast and placed for the model."""
+
+    def __init__(self, files: Iterable[Path], dtype: torch.dtype, device: torch.device) -> None:
+        """Read the headers of `files`. Raises ModelRefused for one that is broken."""
+        self._dtype = dtype
+        self._device = device
+        self._stored: dict[str, StoredTensor] = {}
+        self._read: set[str] = set()
+        for path in files:
+            self._stored.update(_header(path))
+        self._progress = LoadProgress(sum(each.num_bytes for each in self._stored.values()))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What tensors are cast to."""
+        return self._dtype
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of all tensors."""
+        return frozenset(self._stored)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of all tensors given out so far, each counted once, in the model's dtype."""
+        numbers = sum(math.prod(self._stored[name].shape) for name in self._read)
+        return numbers * self._dtype.itemsize
+
+    def stored(self, name: str) -> StoredTensor:
+        """What the files say of a tensor. Raises ModelRefused if the checkpoint lacks it."""
+        if name not in self._stored:
+            raise ModelRefused(f"the checkpoint has no tensor {name!r}", field="model")
+        return self._stored[name]
+
+    def lazy(self) -> dict[str, LazyTensor]:
+        """All tensors by name, none of them read."""
+        return {name: LazyTensor(stored, self._progress) for name, stored in self._stored.items()}
+
+    def read(self, *names: str) -> Tensor:
+        """One tensor, or several stacked along their first dimension; owned by the caller.
+
+        In the model's dtype, on its device. Raises ModelRefused for a name that the checkpoint
+        lacks, for shapes that do not stack, and for a file that ends too soon.
+        """
+        return self._stack([self.stored(name) for name in names], names, self._dtype)
+
+    def read_as_stored(self, name: str) -> Tensor:
+        """One tensor in the dtype of its file (quantized weights). Raises as read() does."""
+        stored = self.stored(name)
+        return self._stack([stored], (name,), stored.dtype)
+
+    def _stack(
+        self, parts: Sequence[StoredTensor], names: Sequence[str], dtype: torch.dtype
+    ) -> Tensor:
+        first = parts[0]
+        if any(part.shape[1:] != first.shape[1:] for part in parts):
+            raise ModelRefused(f"tensors {', '.join(names)} do not fit together", field="model")
+        shape = first.shape
+        if len(parts) > 1:
+            shape = (sum(part.shape[0] for part in parts), *shape[1:])
+        whole = torch.empty(shape, dtype=dtype, device=self._device)
+        flat, at = whole.view(-1), 0
+        for part in parts:
+            count = math.prod(part.shape)
+            _fill(flat[at : at + count], part)
+            self._progress.add(part.num_bytes)
+            at += count
+        self._read.update(names)
+        return whole
+
+
+def _header(path: Path) -> dict[str, StoredTensor]:
+    try:
+        with safe_open(path, framework="pt", device="cpu"):  # proves names, sizes and offsets
+            pass
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size))
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ModelRefused(f"{path} is not a safetensors file: {error}", field="model") from error
+    header.pop("__metadata__", None)
+    found: dict[str, StoredTensor] = {}
+    for name, entry in header.items():
+        if entry["dtype"] not in _DTYPES:
+            raise ModelRefused(f"{path}: {name} is of dtype {entry['dtype']}", field="model")
+        start = 8 + size + entry["data_offsets"][0]
+        found[name] = StoredTensor(path, _DTYPES[entry["dtype"]], tuple(entry["shape"]), start)
+    return found
+
+
+def _fill(target: Tensor, stored: StoredTensor) -> None:
+    """Read a tensor into flat `target`, casting on the way where it differs."""
+    with stored.path.open("rb", buffering=0) as file:
+        file.seek(stored.start)
+        if target.dtype == stored.dtype and target.device.type == "cpu":
+            _read_exactly(file, target, stored.path)
+            return
+        step = _BUFFER_BYTES // stored.dtype.itemsize
+        buffer = torch.empty(min(step, target.numel()), dtype=stored.dtype)
+        for at in range(0, target.numel(), step):
+            part = buffer[: min(step, target.numel() - at)]
+            _read_exactly(file, part, stored.path)
+            target[at : at + part.numel()].copy_(part)
+
+
+def _read_exactly(file: FileIO, target: Tensor, path: Path) -> None:
+    """Fill contiguous `target` from the file's position. Raises ModelRefused at its end."""
+    view = target.view(torch.uint8).numpy().data
+    while view:
+        count = file.readinto(view)
+        if not count:
+            raise ModelRefused(f"{path} has become shorter while it was read", field="model")
+        view = view[count:]

@@ -1,0 +1,172 @@
+"""Weights: what a model reads its tensors and linear layers from, whatever the checkpoint holds.
+
+    plain checkpoint                      -> plain layers
+    plain checkpoint, --quantization      -> each linear layer quantized as it is read
+    quantized checkpoint                  -> its integers in its own scheme; the rest plain
+    --lm-head-quantization                -> a head that is stored plain quantized as it is read
+
+Only products are ever quantized: embeddings, norms and routers stay as they are. The rounded head
+of tied embeddings is a copy: tokens are looked up in the table that was stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from baton.engine.checkpoint.quantized_checkpoint import Layout, layout_of, module_names
+from baton.engine.checkpoint.tensors import TensorReader
+from baton.engine.quantization.integer import (
+    IntWeight,
+    QuantizedFormat,
+    Scheme,
+    quantize,
+    stack_weights,
+)
+from baton.engine.quantization.linear import Linear, LinearFormat, SideBySide, choose_linear
+from baton.protocol.errors import ModelRefused
+
+HEAD: Final = "lm_head"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormats:
+    """How layers are held: plain ones by `plain`, integer ones by `integers`.
+
+    `scheme`: what plain checkpoints are quantized to as they are read, `head`: what a plain head
+    is; None = not.
+    """
+
+    plain: LinearFormat
+    integers: QuantizedFormat
+    scheme: Scheme | None
+    head: Scheme | None = None
+
+
+class Weights:
+    """A checkpoint under the names that it would have unquantized. Implements linear.Linears."""
+
+    def __init__(self, reader: TensorReader, formats: WeightFormats, layout: Layout | None) -> None:
+        self._reader, self._formats, self._layout = reader, formats, layout
+        self._modules = module_names(reader.names, layout) if layout else frozenset[str]()
+        self._tensor_bytes: dict[str, int] = {}  # by tensor name: a tied one counts once
+        self.rounded_head_bytes = 0  # of a head of integers, once it was read
+        own = layout.tensors if layout else ()
+        hidden = {f"{module}.{tensor}" for module in self._modules for tensor in own}
+        # GPTQ's tools write a bias of zeros where the model has none.
+        biases = (f"{module}.bias" for module in self._modules)
+        hidden |= {b for b in biases if b in reader.names and not reader.read(b).any()}
+        self.names = (reader.names - hidden) | {f"{module}.weight" for module in self._modules}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of what was read so far, as it is kept."""
+        return sum(self._tensor_bytes.values())
+
+    def tensor(self, *names: str) -> Tensor:
+        """Tensors stacked along their first dimension, in the model's dtype; integers widened."""
+        if not any(name.removesuffix(".weight") in self._modules for name in names):
+            whole = self._reader.read(*names)
+        else:
+            parts = (self._weight(name.removesuffix(".weight")) for name in names)
+            widened = [
+                part.dequantized(self._reader.dtype) if isinstance(part, IntWeight) else part
+                for part in parts
+            ]
+            whole = torch.cat(widened)
+        self._count(names, whole.nbytes)
+        return whole
+
+    def read(self, modules: Sequence[str], has_bias: bool) -> Linear:
+        """See Linears.read."""
+        bias = self.tensor(*(f"{module}.bias" for module in modules)) if has_bias else None
+        names = [f"{module}.weight" for module in modules]
+        if self._layout is None and self._formats.scheme is None:
+            return self._formats.plain(self.tensor(*names), bias)
+        parts = [self._weight(module) for module in modules]
+        integers = [part for part in parts if isinstance(part, IntWeight)]
+        if len(integers) == len(parts) and (whole := stack_weights(integers)) is not None:
+            self._count(names, whole.num_bytes)
+            return self._formats.integers(whole, bias)
+        sizes = (part.num_bytes if isinstance(part, IntWeight) else part.nbytes for part in parts)
+        self._count(names, sum(sizes))
+        return self._side_by_side(parts, bias)
+
+    def head(self, tied: Tensor | None) -> Linear:
+        """See Linears.head."""
+        weight = self._stored(HEAD) if tied is None else tied
+        if isinstance(weight, Tensor) and self._formats.head is not None:
+            weight = _rounded(HEAD, weight, self._formats.head, "lm_head_quantization")
+        if isinstance(weight, IntWeight):
+            self.rounded_head_bytes = weight.num_bytes
+            self._count((f"{HEAD}.weight",), weight.num_bytes)
+            return self._formats.integers(weight, None)
+        if tied is None:
+            self._count((f"{HEAD}.weight",), weight.nbytes)
+        return self.plain(weight, None)
+
+    def plain(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """A layer of weights in hand, as they are: weight [out, in], bias [out]."""
+        return self._formats.plain(weight, bias)
+
+    def _weight(self, module: str) -> IntWeight | Tensor:
+        """The weight of one module: the checkpoint's integers, or rounded here, or plain."""
+        weight = self._stored(module)
+        scheme = self._formats.scheme
+        if isinstance(weight, IntWeight) or scheme is None:
+            return weight
+        return _rounded(module, weight, scheme, "quantization")
+
+    def _stored(self, module: str) -> IntWeight | Tensor:
+        """The weight of one module as the checkpoint has it."""
+        if self._layout is not None and module in self._modules:
+            return self._layout.weight(module, self._reader)
+        return self._reader.read(f"{module}.weight")
+
+    def _side_by_side(self, parts: Sequence[IntWeight | Tensor], bias: Tensor | None) -> Linear:
+        """Modules of one input in different formats (some are on the checkpoint's ignore list)."""
+        layers: list[Linear] = []
+        at = 0
+        for part in parts:
+            outputs = part.shape[0]
+            share = None if bias is None else bias[at : at + outputs]
+            make = self._formats.integers if isinstance(part, IntWeight) else self._formats.plain
+            layers.append(make(part, share))  # pyright: ignore[reportArgumentType]
+            at += outputs
+        return layers[0] if len(layers) == 1 else SideBySide(tuple(layers))
+
+    def _count(self, names: Sequence[str], num_bytes: int) -> None:
+        for name in names:
+            self._tensor_bytes[name] = 0
+        self._tensor_bytes[names[0]] = num_bytes
+
+
+def _rounded(module: str, weight: Tensor, scheme: Scheme, field: str) -> IntWeight:
+    """`field`: the option that asked for it. Raises ModelRefused if the inputs make no groups."""
+    try:
+        return quantize(weight, scheme)
+    except ValueError as error:
+        raise ModelRefused(
+            f"{module} cannot be quantized to {scheme}: {error}", field=field
+        ) from error
+
+
+def open_weights(
+    reader: TensorReader,
+    quantization_config: Mapping[str, Any] | None,
+    scheme: Scheme | None,
+    device: torch.device,
+    head: Scheme | None = None,
+) -> Weights:
+    """The weights behind `reader`; `scheme` and `head` None = as the checkpoint stores them.
+
+    Raises ModelRefused for a quantized checkpoint whose layout is not understood.
+    """
+    layout = None if quantization_config is None else layout_of(quantization_config)
+    integers = QuantizedFormat(reader.dtype, device)
+    plain = choose_linear(reader.dtype, device)
+    return Weights(reader, WeightFormats(plain, integers, scheme, head), layout)

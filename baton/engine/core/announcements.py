@@ -1,0 +1,59 @@
+"""Announcements: what a prefill node's hooks are told of a step: who was admitted, which layer is
+written. Without any hooks, nothing is told and every export has room. Layers of prompts are also
+counted (EngineStats.num_layers), hooks or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from baton.engine.memory.block_tables import as_lists
+from baton.engine.memory.pins import Pins
+from baton.engine.state.interface import EngineHooks, Task
+from baton.engine.state.stats import EngineStats
+from baton.engine.state.step_plan import StepPlan
+
+
+class Announcements:
+    def __init__(self, pins: Pins, hooks: EngineHooks | None, stats: EngineStats) -> None:
+        self.hooks = hooks
+        self._pins = pins
+        self._stats = stats
+
+    def admitted(self, plan: StepPlan) -> None:
+        """Tell of new PREFILL requests, before any layer: the handle leaves at once. Pins their
+        blocks."""
+        if self.hooks is None:
+            return
+        for group in plan.admitted:
+            if group.task is not Task.PREFILL:
+                continue
+            blocks = as_lists(group.leader.tables)
+            self._pins.pin(blocks)
+            try:
+                self.hooks.admitted(group.request, blocks, len(group.leader.tokens))
+            except Exception:
+                self._pins.unpin(blocks)  # no export exists that could return it
+                raise
+
+    def may_admit(self, num_tokens: int, num_pending: int) -> bool:
+        """See EngineHooks.may_admit."""
+        return self.hooks is None or self.hooks.may_admit(num_tokens, num_pending)
+
+    def on_layer(self, plan: StepPlan) -> Callable[[int], None] | None:
+        """What the runner calls after each layer of `plan`. None for a step of single tokens: it is
+        short, nobody wants to know, and it may run as one call for all layers."""
+        progress = tuple(
+            (row.group.request.id, row.chunk.start + len(row.chunk.token_ids))
+            for row in plan.rows
+            if row.group.task is Task.PREFILL
+        )
+        hooks = self.hooks if progress else None
+        if hooks is None and plan.num_tokens <= len(plan.rows):
+            return None
+
+        def layer_written(layer: int) -> None:
+            self._stats.num_layers += 1
+            if hooks is not None:
+                hooks.layer_written(layer, progress)
+
+        return layer_written

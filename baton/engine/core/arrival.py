@@ -1,0 +1,117 @@
+"""Arrival: a request becomes a group of sequences, with all that is known of each. Pure.
+
+Where it is decoded, a sequence per live sample. Where only its prompt is computed, one, from whose
+last token each sample draws its next; what the samples have emitted alike counts as prompt there,
+unless the request resumes exactly: then only its prompt is computed (replay.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from baton.engine.state.beam import BeamSearch
+from baton.engine.state.interface import ModelInfo, Task
+from baton.engine.state.sequence import RequestGroup, SequenceState
+from baton.protocol.events import FirstToken, TokenEvent, TokenLogprob
+from baton.protocol.request import FinishReason, Request
+
+EndOf = Callable[[SequenceState, Task], tuple[FinishReason | None, int | None]]
+
+
+def new_group(
+    request: Request,
+    task: Task,
+    order: int,
+    root: bytes,
+    info: ModelInfo,
+    exact_chunk: int | None = None,
+) -> RequestGroup:
+    """All live samples of `request` with what is known of each; for beams, the prompt. `root`:
+    parent of its first block hash; `order`: of its arrival; `exact_chunk`: see replay.py."""
+    params = request.params
+    if params.best_of is not None and params.best_of > params.n and params.logprobs is None:
+        # Whoever picks the best ones needs each token's own log probability.
+        request = replace(request, params=replace(params, logprobs=0))
+    beams = None
+    if params.beam_width:
+        eos = () if params.ignore_eos and params.guided is None else info.eos_token_ids
+        stop_ids = frozenset((*params.stop_token_ids, *eos))
+        beams = BeamSearch(params, stop_ids, info.vocab_size)
+    resumed = exact_chunk is not None and request.emitted(0) != ()
+    if task is Task.PREFILL and (params.num_samples > 1 or resumed):
+        known = request.known_ids if exact_chunk is None else request.prompt_ids
+        sequences = [_fanning_out(request, root, known)]
+    else:
+        sequences = [
+            SequenceState(request, root, [*request.prompt_ids, *request.emitted(sample)], sample)
+            for sample in request.live_samples
+        ]
+    for sequence in sequences:
+        sequence.exact_chunk = exact_chunk
+    return RequestGroup(request, task, order, sequences, beams)
+
+
+def _fanning_out(request: Request, root: bytes, known: Sequence[int]) -> SequenceState:
+    """Of the tokens that all live samples share, `known`; those which have no more draw their next
+    one."""
+    live = request.live_samples
+    position = len(known) - len(request.prompt_ids)
+    lacking = tuple(sample for sample in live if len(request.emitted(sample)) == position)
+    return SequenceState(request, root, list(known), live[0], lacking)
+
+
+def arrive(
+    group: RequestGroup, first_tokens: Sequence[FirstToken], end_of: EndOf
+) -> list[TokenEvent]:
+    """Fill in what is known beyond the request, and drop the samples that it ends; the events that
+    tell so."""
+    if group.beams is not None:
+        group.leader.candidates = _candidates(first_tokens)
+        return []
+    request, events = group.request, list[TokenEvent]()
+    for sequence in list(group.sequences):
+        if sequence.fan_out is not None:
+            continue  # not a sample, but what samples share
+        position = sequence.num_outputs
+        fill(sequence, first_tokens)
+        reason, stop_token = end_of(sequence, group.task)
+        if reason is not None:
+            group.sequences.remove(sequence)
+        repeated = tuple(sequence.tokens[sequence.num_prompt + position :])
+        if repeated or reason is not None:
+            events.append(
+                TokenEvent(
+                    request.id, request.epoch, position, repeated, sequence.sample_index,
+                    finish_reason=reason, stop_token_id=stop_token,
+                    logprobs=told_of(sequence, position, first_tokens),
+                )
+            )  # fmt: skip
+    return events
+
+
+def fill(sequence: SequenceState, first_tokens: Sequence[FirstToken]) -> None:
+    """Append the tokens of positions that the sequence lacks; those it has are repetitions."""
+    for first in sorted(first_tokens, key=lambda token: token.position):
+        if first.sample == sequence.sample_index and first.position == sequence.num_outputs:
+            sequence.tokens.append(first.token_id)
+
+
+def told_of(
+    sequence: SequenceState, position: int, first_tokens: Sequence[FirstToken]
+) -> tuple[tuple[TokenLogprob, ...], ...]:
+    """END's log-probabilities of a sequence's tokens from `position` on; () if none were told."""
+    told = {t.position: t.logprobs for t in first_tokens if t.sample == sequence.sample_index}
+    return tuple(filter(None, (told.get(at) for at in range(position, sequence.num_outputs))))
+
+
+def _candidates(first_tokens: Sequence[FirstToken]) -> tuple[TokenLogprob, ...] | None:
+    """What a search begins with, best first; None if END told nothing: then it is computed."""
+    ranked = sorted(first_tokens, key=lambda token: token.sample)
+    return (
+        tuple(
+            TokenLogprob(token.token_id, token.cumulative_logprob, token.sample + 1)
+            for token in ranked
+        )
+        or None
+    )

@@ -1,0 +1,74 @@
+"""Departure: a running request leaves with its KV, to go on in another engine. Pure.
+
+Only a request that decodes has KV worth moving, its blocks in the pool. What waits, prefills or was
+swapped out is computed anew elsewhere from its tokens, which the router knows. Of several samples
+what they share leaves, mostly the prompt, in one export: the rest of each is computed again, from
+tokens that are known, in one prefill. A search begins again, from the KV of its prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from baton.engine.state.interface import Task
+from baton.engine.state.sequence import RequestGroup, shared_tokens
+from baton.protocol.events import FirstToken
+from baton.protocol.kv_spec import BlockLists, HeldBlocks, first_visible
+
+
+class Leaving(StrEnum):
+    """How much of a request's KV left with it; or why none did."""
+
+    WHOLE = "whole"
+    SHARED = "shared"  # by all its samples
+    PROMPT = "prompt"  # of a search
+    UNCOMPUTED = "uncomputed"  # it waits, prefills or is swapped out; or its samples share nothing
+    ADOPTED = "adopted"  # pages of another pool for which there was no room here
+    PRECISION = "precision"  # an export would pass KV made in another precision for ours
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """`blocks` hold the KV of the first `num_tokens` tokens, as far as the next one can see it,
+    pinned once for an export; `first_tokens`: the known tokens beyond them, at least one of each
+    sample, none of a search. `num_left_behind`: tokens of all samples whose KV stays here."""
+
+    blocks: BlockLists
+    num_tokens: int
+    first_tokens: tuple[FirstToken, ...]
+    leaving: Leaving = Leaving.WHOLE
+    num_left_behind: int = 0
+
+
+def departure_of(group: RequestGroup, block_size: int, windows: Sequence[int]) -> Departure | None:
+    """What `group` can take along; None if nothing is worth it. `windows`: of the layer groups."""
+    sequence = group.leader
+    if group.task is not Task.LOCAL or any(s.num_uncomputed != 1 for s in group.sequences):
+        return None
+    shared = [shared_tokens(sequence, other) for other in group.sequences[1:]]
+    num_tokens = min([sequence.num_computed, *shared])
+    leaving = Leaving.SHARED if shared else Leaving.WHOLE
+    if group.beams is not None:
+        num_tokens, leaving = min(num_tokens, sequence.num_prompt), Leaving.PROMPT
+    if not num_tokens:
+        return None  # nothing is computed, or nothing that all share
+    count = -(-num_tokens // block_size)
+    held: list[HeldBlocks] = []
+    for table, window in zip(sequence.tables, windows, strict=True):
+        seen = first_visible(window, num_tokens)
+        if table.end < count or seen < table.num_freed * block_size:
+            return None  # one token short of what a receiver may compute again
+        held.append(HeldBlocks(tuple(table.blocks[: count - table.num_freed]), table.num_freed))
+    first = num_tokens - sequence.num_prompt
+    if first < 0:
+        return None  # a prompt of whose tokens only the last one is left to compute
+    beyond = tuple(
+        FirstToken(first + index, token, each.sample_index)
+        for each in group.sequences
+        if group.beams is None
+        for index, token in enumerate(each.tokens[num_tokens:])
+    )
+    left_behind = sum(max(0, each.num_computed - num_tokens) for each in group.sequences)
+    return Departure(tuple(held), num_tokens, beyond, leaving, left_behind)

@@ -1,1 +1,0 @@
-"""Guided decoding: tokens that cannot continue a match of the grammar are masked out."""

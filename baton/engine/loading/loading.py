@@ -1,0 +1,226 @@
+"""From a configuration to a model that can run: open, refuse or build, describe.
+
+    open_checkpoint -> choose_route -> models/decoder.py | models/universal.py -> LoRA adapters
+    -> LoadedModel
+
+The lean route is taken when every config key and every tensor name is understood; else the
+universal one, which refuses by name what it cannot serve. transformers is imported only for the
+latter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+
+from baton.engine.checkpoint.checkpoint import Checkpoint, digest, open_checkpoint, parse_modules
+from baton.engine.checkpoint.tensors import TensorReader
+from baton.engine.checkpoint.weights import Weights, open_weights
+from baton.engine.config import EngineConfig
+from baton.engine.kernels.rope import position_limit, rope_rule
+from baton.engine.loading.route import (
+    DTYPES,
+    choose_dtype,
+    choose_length,
+    choose_route,
+    classifies,
+    head_scheme,
+    leave_lean,
+)
+from baton.engine.models.base import CausalModel
+from baton.engine.models.config import DecoderConfig, NotLean
+from baton.engine.models.decoder import Decoder, tensor_names
+from baton.engine.models.deterministic import FixedTiles, prove
+from baton.engine.models.lora import read_adapter
+from baton.engine.quantization.integer import SCHEMES
+from baton.engine.state.attention import AttentionLayer
+from baton.engine.state.batch import Batch
+from baton.engine.state.interface import ModelInfo
+from baton.engine.state.place import choose_device
+
+if TYPE_CHECKING:  # lazy at run time: most engines have one rank
+    from baton.engine.parallel.group import RankGroup
+    from baton.engine.parallel.ranks import Ranks
+
+logger = logging.getLogger(__name__)
+
+CLASSIFIER: Final = "score.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model in memory. `weight_bytes` counts its parameters once, in their storage dtype.
+
+    `deterministic`: it wants attention of a fixed order (attention/choice.py). `ranks`: those that
+    hold its other shares; None = it is whole, or a share itself.
+    """
+
+    info: ModelInfo
+    model: CausalModel
+    device: torch.device
+    dtype: torch.dtype
+    weight_bytes: int
+    deterministic: bool = False
+    ranks: Ranks | None = None
+    rounded_head_bytes: int = 0  # of them, a head of integers
+    classifier: Tensor | None = None  # [classes, H] in place of a head for tokens
+
+    @property
+    def attention_layers(self) -> tuple[AttentionLayer, ...]:
+        """How each layer attends."""
+        return self.model.attention_layers
+
+    def forward(self, token_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
+        """See CausalModel.forward."""
+        return self.model.forward(token_ids, positions, batch)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See CausalModel.logits."""
+        return self.model.logits(hidden)
+
+
+def load_model(config: EngineConfig, group: RankGroup | None = None) -> LoadedModel:
+    """Load `config.model`: of several ranks, this one's share for `group`; None = start them all.
+
+    Raises ModelRefused for a checkpoint that cannot be served, ConfigError for a configuration that
+    the model or the machine cannot meet.
+    """
+    checkpoint = open_checkpoint(config.model)
+    lean = choose_route(checkpoint.config, config)
+    if config.tensor_parallel_size > 1 and group is None:
+        from baton.engine.loading.leader import load_leader
+
+        return load_leader(config)
+    modules = parse_modules(config.lora_modules)
+    device = choose_device(config.device)
+    dtype_name = choose_dtype(config.dtype, checkpoint.config)
+    dtype = DTYPES[dtype_name]
+    built = _build(config, checkpoint, lean, dtype, device, group)
+    model, weight_bytes = built.model, built.weight_bytes
+    stated = position_limit(checkpoint.text_config)
+    max_model_len = choose_length(config.max_model_len, stated or model.max_positions)
+    adapters = [read_adapter(name, path, dtype, device) for name, path in modules.items()]
+    for adapter in adapters:
+        model.add_adapter(adapter)
+        weight_bytes += adapter.num_bytes
+    rule = rope_rule(checkpoint.text_config)
+    info = ModelInfo(
+        name=config.model_name,
+        digest=_digest(checkpoint, config),
+        layers=model.layers,
+        rope=rule.text if rule else "none",
+        vocab_size=model.vocab_size,
+        max_model_len=max_model_len,
+        eos_token_ids=checkpoint.eos_token_ids,
+        kv_dtype=dtype_name if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+        model_impl=built.impl,
+        adapters=tuple(adapter.id for adapter in adapters),
+        generates=built.classifier is None,
+        dtype=dtype_name,
+    )
+    logger.info(
+        "loaded %s: %s route, %s on %s, %d layers, %.1f MB of weights, up to %d tokens",
+        info.name, info.model_impl, dtype_name, device, len(info.layers), weight_bytes / 1e6,
+        max_model_len,
+    )  # fmt: skip
+    if isinstance(model, FixedTiles):
+        prove(model, info, device)
+    return LoadedModel(
+        info, model, device, dtype, weight_bytes, config.deterministic,
+        rounded_head_bytes=built.rounded_head_bytes, classifier=built.classifier,
+    )  # fmt: skip
+
+
+def _digest(checkpoint: Checkpoint, config: EngineConfig) -> str:
+    """The checkpoint's digest, bound to how its weights were rounded.
+
+    Adapters come and go: their ids are bound to their contents, and KV to the id.
+    """
+    base = digest(checkpoint)
+    named: list[str] = []
+    if config.quantization != "none":
+        named.append(f"quantization {config.quantization}")
+    if config.lm_head_quantization != "auto":
+        named.append(f"head {config.lm_head_quantization}")
+    if not named:
+        return base
+    return hashlib.sha256("\n".join([base, *named]).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class _Built:
+    """A model by the route that was taken; see LoadedModel."""
+
+    impl: str
+    model: CausalModel
+    weight_bytes: int
+    rounded_head_bytes: int = 0
+    classifier: Tensor | None = None
+
+
+def _build(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    lean: DecoderConfig | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: RankGroup | None = None,
+) -> _Built:
+    """`lean`: as choose_route read the config. Whether it fits, the tensors' names tell."""
+    if lean is not None:
+        reader = TensorReader(checkpoint.weight_files, dtype, device)
+        quantized = checkpoint.config.get("quantization_config")
+        scheme = next((each for each in SCHEMES if each == config.quantization), None)
+        weights = open_weights(reader, quantized, scheme, device, head_scheme(config))
+        try:
+            _check_names(lean, weights.names, checkpoint.config)
+        except NotLean as reason:
+            leave_lean(checkpoint.config, config, str(reason))
+        else:
+            built = _build_lean(config, lean, weights, group)
+            if not classifies(checkpoint.config):
+                return built
+            return replace(built, classifier=weights.tensor(CLASSIFIER))
+    return _build_universal(checkpoint, dtype, device, config.deterministic)
+
+
+def _check_names(config: DecoderConfig, names: frozenset[str], values: dict[str, Any]) -> None:
+    """Raises NotLean if tensors are missing or unknown."""
+    expected = set(tensor_names(config)) | ({CLASSIFIER} if classifies(values) else set())
+    missing = sorted(expected - names)
+    ignored = {"lm_head.weight"} if config.tied_embeddings else set[str]()
+    extra = {name for name in names - expected if not name.endswith("rotary_emb.inv_freq")}
+    unknown = sorted(extra - ignored)
+    if missing or unknown:
+        raise NotLean(f"tensors missing: {missing[:3]}, not understood: {unknown[:3]}")
+
+
+def _build_lean(
+    config: EngineConfig, lean: DecoderConfig, weights: Weights, group: RankGroup | None
+) -> _Built:
+    if group is not None:  # this rank's share
+        from baton.engine.parallel.rank import RankModel
+
+        share = RankModel.of(lean, weights, group)
+        return _Built("lean", share, share.weight_bytes)
+    decoder = Decoder(lean, weights.tensor, weights, config.deterministic)
+    model = FixedTiles(decoder) if config.deterministic else decoder
+    return _Built("lean", model, weights.num_bytes, weights.rounded_head_bytes)
+
+
+def _build_universal(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, deterministic: bool
+) -> _Built:
+    # Imported here: transformers takes seconds, and the lean route must start without it.
+    from baton.engine.models.universal import load_universal
+
+    model = load_universal(checkpoint, dtype, device, deterministic)
+    if not deterministic:
+        return _Built("transformers", model, model.weight_bytes)
+    tiles = FixedTiles(model, 1) if model.has_experts else FixedTiles(model)
+    return _Built("transformers", tiles, model.weight_bytes)

@@ -1,0 +1,310 @@
+"""ModelShape: how many parameters a model has and what it stores per token, from config.json alone.
+
+Integers only: no torch, no weights. The families below are counted by formula; every other one is
+built on torch's meta device by transformers (shape_on_meta.py), which costs seconds, not memory.
+    experts   of `routed` experts per MoE layer a token meets `per_token`: active < all parameters
+    MLA       one latent [kv_lora_rank + rope dims] per token and layer, no V
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from baton.protocol.errors import ModelRefused
+from baton.protocol.kv_spec import LayerSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Routed experts of all layers together."""
+
+    routed: int  # per MoE layer
+    per_token: int
+    parameters: int  # of all routed experts of all layers
+
+    @property
+    def idle_parameters(self) -> int:
+        """Parameters that one token does not meet."""
+        return self.parameters * (self.routed - self.per_token) // self.routed
+
+    def share_met(self, batch: int) -> float:
+        """Expected share of experts that `batch` tokens meet, each choosing evenly."""
+        return 1 - (1 - self.per_token / self.routed) ** batch
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeights:
+    """How a quantized checkpoint stores the matrices of its layers."""
+
+    method: str
+    bits: int
+    group_size: int = 0  # weights that share a scale; 0 = a whole row or more
+
+    @property
+    def bytes_per_weight(self) -> float:
+        """With a 16-bit scale and a zero point of `bits` per group."""
+        scales = (2 + self.bits / 8) / self.group_size if self.group_size else 0.0
+        return self.bits / 8 + scales
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """`embedding` counts the input table,
+    `matrices` the projections in the layers (what quantization shrinks)."""
+
+    model_type: str
+    parameters: int
+    embedding: int
+    matrices: int
+    tied: bool  # the head multiplies with the input table
+    hidden_size: int
+    widest: int  # of the vectors that one token is at once within a layer
+    vocab_size: int
+    layers: tuple[LayerSpec, ...]
+    max_positions: int | None
+    dtype: str
+    experts: Experts | None = None
+    stored: StoredWeights | None = None
+    note: str = ""  # what is not certain about these numbers
+    refused: str | None = None  # why no route serves it, as far as its layers tell
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token meets."""
+        return self.parameters - (self.experts.idle_parameters if self.experts else 0)
+
+    @property
+    def read_parameters(self) -> int:
+        """Parameters that a step reads if its tokens meet every expert: a step looks up rows of
+        an untied input table, it does not read it."""
+        return self.parameters - (0 if self.tied else self.embedding)
+
+
+def model_shape(config: dict[str, Any]) -> ModelShape:
+    """Read a config.json (of a multimodal model: its language model).
+
+    Raises ModelRefused for what is no decoder-only language model.
+    """
+    text = {**config, **(config.get("text_config") or {})}
+    count = FAMILIES.get(text.get("model_type", ""))
+    if count is None:
+        # Lazy: transformers takes seconds, and the families below must not wait for it.
+        from baton.engine.loading.shape_on_meta import shape_on_meta
+
+        return shape_on_meta(config)
+    try:
+        return count(text)
+    except KeyError as missing:
+        name = text["model_type"]
+        raise ModelRefused(f"the config of {name} lacks {missing}", field="model") from missing
+
+
+# ---- parts ----
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """Parameters of one layer: `matrices` in its projections, `vectors` in norms and biases."""
+
+    matrices: int
+    vectors: int
+    experts: int = 0  # of the matrices, those of routed experts
+
+
+def _attention(c: dict[str, Any], *, qkv_bias: bool, output_bias: bool, qk_norm: bool) -> _Layer:
+    hidden, heads, kv_heads, dim = _heads(c)
+    queries, keys = heads * dim, kv_heads * dim
+    vectors = (queries + 2 * keys) * qkv_bias + hidden * output_bias + 2 * dim * qk_norm
+    return _Layer(hidden * (2 * queries + 2 * keys), vectors)
+
+
+def _latent_attention(c: dict[str, Any]) -> _Layer:
+    """MLA. Source: transformers, models/deepseek_v3/modeling_deepseek_v3.py."""
+    hidden, heads, latent = c["hidden_size"], c["num_attention_heads"], c["kv_lora_rank"]
+    nope, rope, value = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"]
+    queries, rank = heads * (nope + rope), c.get("q_lora_rank")
+    matrices = hidden * (latent + rope) + latent * heads * (nope + value) + heads * value * hidden
+    matrices += rank * (hidden + queries) if rank else hidden * queries
+    vectors = latent + (rank or 0)
+    if c.get("attention_bias", False):
+        vectors += latent + rope + hidden + (rank or 0)
+    return _Layer(matrices, vectors)
+
+
+def _mlp(hidden: int, inner: int, *, bias: bool = False) -> _Layer:
+    return _Layer(3 * hidden * inner, (2 * inner + hidden) * bias)
+
+
+def _experts(hidden: int, inner: int, routed: int, shared: int = 0) -> _Layer:
+    """`shared`: width of what every token meets besides its experts."""
+    routed_parameters = routed * 3 * hidden * inner
+    router = routed * hidden
+    return _Layer(routed_parameters + router + 3 * hidden * shared, 0, routed_parameters)
+
+
+def _heads(c: dict[str, Any]) -> tuple[int, int, int, int]:
+    """(hidden, query heads, KV heads, head_dim)."""
+    hidden, heads = c["hidden_size"], c["num_attention_heads"]
+    kv_heads = c.get("num_key_value_heads") or heads
+    return hidden, heads, kv_heads, c.get("head_dim") or hidden // heads
+
+
+def _sum(
+    c: dict[str, Any], attention: _Layer, mlps: list[_Layer], specs: tuple[LayerSpec, ...]
+) -> ModelShape:
+    """Put the parts together: one attention, two norms and one of `mlps` per layer."""
+    hidden, vocab = c["hidden_size"], c["vocab_size"]
+    num_layers = len(mlps)
+    tied = bool(c.get("tie_word_embeddings", False))
+    matrices = num_layers * attention.matrices + sum(mlp.matrices for mlp in mlps)
+    vectors = num_layers * (attention.vectors + 2 * hidden) + sum(m.vectors for m in mlps) + hidden
+    routed = _routed(c)
+    expert_parameters = sum(mlp.experts for mlp in mlps)
+    experts = None
+    if routed and expert_parameters:
+        experts = Experts(routed, c["num_experts_per_tok"], expert_parameters)
+    return ModelShape(
+        model_type=c["model_type"],
+        parameters=matrices + vectors + vocab * hidden * (1 if tied else 2),
+        embedding=vocab * hidden,
+        matrices=matrices,
+        tied=tied,
+        hidden_size=hidden,
+        widest=_widest(c),
+        vocab_size=vocab,
+        layers=specs,
+        max_positions=c.get("max_position_embeddings"),
+        dtype=stored_dtype(c),
+        experts=experts,
+        stored=stored_weights(c),
+    )
+
+
+def _widest(c: dict[str, Any]) -> int:
+    """Gate, up and their product for one token, of all experts that it meets."""
+    inner = c.get("moe_intermediate_size") or c.get("intermediate_size") or 4 * c["hidden_size"]
+    met = c.get("num_experts_per_tok") or 1
+    return 3 * max(inner * met, c.get("intermediate_size") or 0)
+
+
+def _routed(c: dict[str, Any]) -> int | None:
+    """Experts per MoE layer, under any family's name for it."""
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    return next((c[name] for name in names if c.get(name)), None)
+
+
+def layer_windows(c: dict[str, Any]) -> tuple[int, ...]:
+    """Window of each layer, 0 = unlimited, as transformers derives it."""
+    num_layers, window = c["num_hidden_layers"], c.get("sliding_window") or 0
+    kinds = c.get("layer_types")
+    if kinds is not None:
+        return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+    if c["model_type"].startswith("qwen"):
+        if not c.get("use_sliding_window", False):
+            return (0,) * num_layers
+        first = c.get("max_window_layers", 28)
+        return tuple(window if layer >= first else 0 for layer in range(num_layers))
+    if c["model_type"] in ("mistral", "mixtral"):
+        return (window,) * num_layers
+    return (0,) * num_layers
+
+
+def _paged(c: dict[str, Any]) -> tuple[LayerSpec, ...]:
+    _, _, kv_heads, dim = _heads(c)
+    return tuple(
+        LayerSpec(kv_heads, dim, dim, window, "sliding" if window else "full")
+        for window in layer_windows(c)
+    )
+
+
+def stored_dtype(c: dict[str, Any]) -> str:
+    """The checkpoint's own dtype; float32 if it does not say."""
+    return str(c.get("dtype") or c.get("torch_dtype") or "float32").removeprefix("torch.")
+
+
+def stored_weights(c: dict[str, Any]) -> StoredWeights | None:
+    """What a checkpoint's quantization_config says; None for a plain one. Raises ModelRefused."""
+    given = c.get("quantization_config")
+    if not given:
+        return None
+    method = str(given.get("quant_method", "unknown"))
+    if method == "fp8":
+        return StoredWeights(method, 8)
+    if method == "bitsandbytes":
+        return StoredWeights(method, 4 if given.get("load_in_4bit") else 8)
+    groups = given.get("config_groups") or {}
+    weights = next((g.get("weights") or {} for g in groups.values()), given)
+    bits = weights.get("num_bits") or weights.get("bits") or weights.get("w_bit")
+    if not isinstance(bits, int):
+        raise ModelRefused(
+            f"the quantization of method {method} does not say its bits", field="model"
+        )
+    group_size = weights.get("group_size") or weights.get("q_group_size") or 0
+    return StoredWeights(method, bits, max(0, group_size))
+
+
+# ---- families ----
+
+
+def _llama(c: dict[str, Any]) -> ModelShape:
+    bias = bool(c.get("attention_bias", False))
+    attention = _attention(
+        c,
+        qkv_bias=bias or c["model_type"] == "qwen2",
+        output_bias=bias and c["model_type"] != "qwen2",
+        qk_norm=c["model_type"] == "qwen3",
+    )
+    mlp = _mlp(c["hidden_size"], c["intermediate_size"], bias=bool(c.get("mlp_bias", False)))
+    return _sum(c, attention, [mlp] * c["num_hidden_layers"], _paged(c))
+
+
+def _mixtral(c: dict[str, Any]) -> ModelShape:
+    attention = _attention(c, qkv_bias=False, output_bias=False, qk_norm=False)
+    mlp = _experts(c["hidden_size"], c["intermediate_size"], c["num_local_experts"])
+    return _sum(c, attention, [mlp] * c["num_hidden_layers"], _paged(c))
+
+
+def _qwen_moe(c: dict[str, Any]) -> ModelShape:
+    third = c["model_type"] == "qwen3_moe"
+    bias = bool(c.get("attention_bias", False)) if third else bool(c.get("qkv_bias", True))
+    attention = _attention(c, qkv_bias=bias, output_bias=bias and third, qk_norm=third)
+    hidden, routed = c["hidden_size"], c["num_experts"]
+    shared = 0 if third else c["shared_expert_intermediate_size"]
+    sparse = _experts(hidden, c["moe_intermediate_size"], routed, shared)
+    if not third:  # one more row in front of the shared expert: its gate
+        sparse = _Layer(sparse.matrices + hidden, 0, sparse.experts)
+    dense = _mlp(hidden, c["intermediate_size"])
+    step = c.get("decoder_sparse_step", 1)
+    only: set[int] = set(c.get("mlp_only_layers") or ())
+    mlps = [
+        sparse if layer not in only and (layer + 1) % step == 0 else dense
+        for layer in range(c["num_hidden_layers"])
+    ]
+    return _sum(c, attention, mlps, _paged(c))
+
+
+def _deepseek(c: dict[str, Any]) -> ModelShape:
+    hidden, num_layers = c["hidden_size"], c["num_hidden_layers"]
+    inner = c["moe_intermediate_size"]
+    shared = inner * (c.get("n_shared_experts") or 0)
+    sparse = _experts(hidden, inner, c["n_routed_experts"], shared)
+    dense = _mlp(hidden, c["intermediate_size"])
+    first = c.get("first_k_dense_replace", 0)
+    mlps = [dense if layer < first else sparse for layer in range(num_layers)]
+    latent = LayerSpec(1, c["kv_lora_rank"] + c["qk_rope_head_dim"], 0, kind="mla")
+    return _sum(c, _latent_attention(c), mlps, (latent,) * num_layers)
+
+
+FAMILIES: Final[dict[str, Callable[[dict[str, Any]], ModelShape]]] = {
+    "llama": _llama,
+    "mistral": _llama,
+    "qwen2": _llama,
+    "qwen3": _llama,
+    "mixtral": _mixtral,
+    "qwen2_moe": _qwen_moe,
+    "qwen3_moe": _qwen_moe,
+    "deepseek_v2": _deepseek,
+    "deepseek_v3": _deepseek,
+}

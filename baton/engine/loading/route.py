@@ -1,0 +1,184 @@
+"""The route that serves a config.json as asked, or the refusal: no tensor is looked at.
+
+The loader asks before it reads gigabytes, `baton estimate` asks of models that are not here:
+
+    kind of model, dtype, length -> quantization -> ranks -> lean | universal (its own refusals)
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Final
+
+import torch
+
+from baton.engine.checkpoint.checkpoint import text_config
+from baton.engine.checkpoint.quantized_checkpoint import layout_of
+from baton.engine.config import EngineConfig, head_quantization
+from baton.engine.kernels.rope import position_limit
+from baton.engine.models.config import DecoderConfig, NotLean, decoder_config
+from baton.engine.quantization.integer import SCHEMES, Scheme
+from baton.protocol.errors import ConfigError, ModelRefused
+
+logger = logging.getLogger(__name__)
+
+DTYPES: Final = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+_CLASSIFIER: Final = "ForSequenceClassification"
+_NO_DECODERS: Final = (
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+    "ForMultipleChoice",
+    "ForRewardModel",
+)
+# Qwen3-Reranker names itself a classifier for other servers, and is a language model all the same.
+_STILL_GENERATES: Final = ("classifier_from_token", "is_original_qwen3_reranker")
+
+
+def choose_route(values: dict[str, Any], config: EngineConfig) -> DecoderConfig | None:
+    """The lean route's reading of `values`, a config.json; None = the universal route.
+
+    Raises ModelRefused for a model that is not served, ConfigError for options that it cannot meet.
+    """
+    _refuse_kind(values)
+    choose_dtype(config.dtype, values)
+    stated = position_limit(text_config(values))
+    if stated is not None:
+        choose_length(config.max_model_len, stated)
+    quantized = values.get("quantization_config")
+    if quantized is not None:
+        layout_of(quantized)
+        if config.quantization != "none":
+            raise ConfigError(
+                f"the checkpoint is quantized already ({quantized['quant_method']}): "
+                f"--quantization {config.quantization} is for unquantized ones",
+                field="quantization",
+            )
+    if config.tensor_parallel_size > 1:
+        _refuse_ranks(config, quantized is not None or classifies(values))
+    if config.model_impl == "transformers":
+        leave_lean(values, config, "not with model_impl transformers")
+    else:
+        try:
+            return _lean(values, config)
+        except NotLean as reason:
+            leave_lean(values, config, str(reason))
+    # Lazy: transformers takes seconds, and the lean route starts without it.
+    from baton.engine.models.causal import causal_class, named_refusals, refuse_layers
+
+    with named_refusals(values):
+        refuse_layers(*causal_class(values))
+    return None
+
+
+def leave_lean(values: dict[str, Any], config: EngineConfig, reason: str) -> None:
+    """Raise ModelRefused for what only the lean route does; it cannot serve this for `reason`."""
+    if classifies(values):
+        message = f"only the lean route serves classifiers, and it cannot serve this: {reason}"
+        raise ModelRefused(message, field="model")
+    if config.model_impl == "lean":
+        raise ModelRefused(f"the lean route cannot serve this: {reason}", field="model_impl")
+    if values.get("quantization_config") is not None or rounds(config):
+        raise ModelRefused(
+            "quantized weights are served by the lean route alone, and it cannot serve this: "
+            f"{reason}",
+            field="quantization",
+        )
+    if config.tensor_parallel_size > 1:
+        raise ModelRefused(
+            f"only the lean route is split over ranks, and it cannot serve this: {reason}",
+            field="tensor_parallel_size",
+        )
+    if config.model_impl == "auto":
+        logger.info("universal route for %s: %s", config.model, reason)
+
+
+def choose_dtype(name: str, values: dict[str, Any]) -> str:
+    """The configured dtype, for "auto" the checkpoint's own (float32 if it does not say)."""
+    if name != "auto":
+        return name
+    for part in (text_config(values), values):
+        value = part.get("dtype") or part.get("torch_dtype")
+        if value is not None:
+            stored = str(value).removeprefix("torch.")
+            if stored not in DTYPES:
+                raise ModelRefused(f"weights of dtype {stored} are not served", field="dtype")
+            return stored
+    return "float32"
+
+
+def choose_length(requested: int | None, known: int | None) -> int:
+    """Tokens of prompt plus output. Raises ConfigError for more than the model knows."""
+    if known is None:
+        if requested is None:
+            raise ConfigError(
+                "the model does not say how long a context may be: set --max-model-len",
+                field="max_model_len",
+            )
+        return requested
+    if requested is not None and requested > known:
+        raise ConfigError(
+            f"max_model_len {requested} exceeds the model's own {known} positions",
+            field="max_model_len",
+        )
+    return known if requested is None else requested
+
+
+def rounds(config: EngineConfig) -> bool:
+    """Whether any weights are to be rounded when loading."""
+    return config.quantization != "none" or head_scheme(config) is not None
+
+
+def head_scheme(config: EngineConfig) -> Scheme | None:
+    """What a plain head is rounded to; None = nothing."""
+    asked = head_quantization(config.lm_head_quantization, config.quantization)
+    return next((scheme for scheme in SCHEMES if scheme == asked), None)
+
+
+def classifies(values: dict[str, Any]) -> bool:
+    """Whether its head is one of classes, as transformers' sequence classifiers have it."""
+    named: list[str] = values.get("architectures") or [""]
+    return named[0].endswith(_CLASSIFIER) and not any(values.get(key) for key in _STILL_GENERATES)
+
+
+def _refuse_kind(values: dict[str, Any]) -> None:
+    """Raise ModelRefused for what is no decoder-only language model, whatever its layers are."""
+    if values.get("is_encoder_decoder"):
+        raise ModelRefused(
+            f"{values.get('model_type')} is an encoder-decoder model; only decoders are served",
+            field="model",
+        )
+    named: list[str] = values.get("architectures") or [""]
+    if named[0].endswith(_NO_DECODERS):
+        raise ModelRefused(
+            f"{named[0]} cannot be served: it gives classes or scores and has no head for tokens; "
+            "serve a model that generates (for reranking one that answers yes or no, such as "
+            "Qwen3-Reranker)",
+            field="model",
+        )
+
+
+def _refuse_ranks(config: EngineConfig, special: bool) -> None:
+    """Raise for what does not go with ranks, whatever the route. `special`: what is read."""
+    from baton.engine.parallel.rank import refuse  # lazy: most engines have one rank
+
+    refuse(config)
+    if special:
+        message = "quantized weights and classifiers are not split over ranks yet"
+        raise ModelRefused(message, field="tensor_parallel_size")
+
+
+def _lean(values: dict[str, Any], config: EngineConfig) -> DecoderConfig:
+    """Raises NotLean."""
+    plain = {key: value for key, value in values.items() if key != "quantization_config"}
+    if classifies(values):  # a decoder whose head, which nobody asks, is that of its words
+        plain |= {"architectures": None, "tie_word_embeddings": True}
+    lean = decoder_config(plain)
+    if config.tensor_parallel_size > 1:
+        from baton.engine.parallel.sharding import rank_config  # lazy: as above
+
+        rank_config(lean, config.tensor_parallel_size)
+    return lean

@@ -1,0 +1,103 @@
+"""ModelShape of any causal language model that transformers knows, built on torch's meta device.
+
+Nothing is loaded and nothing computed: tensors have shapes only. What each layer stores is found as
+the universal route finds it, by a forward that records instead of attending; a model whose code
+needs real numbers for that is read from its config's usual keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from baton.engine.loading.model_shape import (
+    Experts,
+    ModelShape,
+    layer_windows,
+    stored_dtype,
+    stored_weights,
+)
+from baton.engine.models.causal import causal_class, named_refusals
+from baton.engine.models.config import layer_spec
+from baton.engine.models.universal import IMPLEMENTATION, UniversalModel
+from baton.protocol.errors import ModelRefused
+from baton.protocol.kv_spec import LayerSpec
+
+_ROUTED_NAMES = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN_NAMES = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "top_k_experts")
+
+
+@torch.inference_mode()
+def shape_on_meta(config: dict[str, Any]) -> ModelShape:
+    """Build the model of a config.json without memory. Raises ModelRefused if that fails."""
+    transformers_logging.set_verbosity_error()
+    plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    with named_refusals(config):
+        _, known = causal_class(plain)
+        with torch.device("meta"):
+            # batched_mm: the one way through experts that asks no tensor for its numbers.
+            causal: Any = AutoModelForCausalLM.from_config(
+                known, attn_implementation="eager", experts_implementation="batched_mm"
+            )
+    text = known.get_text_config().to_dict()
+    table = causal.get_input_embeddings().weight
+    head = causal.get_output_embeddings()
+    sizes = {name: parameter.numel() for name, parameter in causal.named_parameters()}
+    tables = {id(table), id(head.weight) if head is not None else None}
+    layers, note, refused = _layers(config, causal, text)
+    matrices = sum(p.numel() for p in causal.parameters() if p.dim() > 1 and id(p) not in tables)
+    return ModelShape(
+        model_type=str(config["model_type"]),
+        parameters=sum(sizes.values()),
+        embedding=table.numel(),
+        matrices=matrices,
+        tied=head is not None and head.weight is table,
+        hidden_size=table.shape[1],
+        widest=3 * max(_inner(text), table.shape[1]),
+        vocab_size=table.shape[0],
+        layers=layers,
+        max_positions=text.get("max_position_embeddings"),
+        dtype=stored_dtype({**config, **(config.get("text_config") or {})}),
+        experts=_experts(text, sizes),
+        stored=stored_weights(config),
+        note=note,
+        refused=refused,
+    )
+
+
+def _layers(
+    config: dict[str, Any], causal: Any, text: dict[str, Any]
+) -> tuple[tuple[LayerSpec, ...], str, str | None]:
+    """What each layer stores, what is uncertain about it, why it is not served."""
+    refused = None
+    try:
+        causal.eval().set_attn_implementation(IMPLEMENTATION)
+        with named_refusals(config):
+            return UniversalModel(causal).layers, "", None
+    except ModelRefused as reason:
+        if isinstance(reason.__cause__, ModelRefused):
+            refused = str(reason)
+    note = "KV as its config suggests"
+    heads = text.get("num_attention_heads") or text.get("n_head") or 1
+    kv_heads = 1 if text.get("multi_query") else text.get("num_key_value_heads") or heads
+    dim = text.get("head_dim") or (text.get("hidden_size") or text.get("n_embd") or 0) // heads
+    count = text.get("num_hidden_layers") or text.get("n_layer") or 0
+    windows = layer_windows({**text, "num_hidden_layers": count})
+    return tuple(layer_spec(kv_heads, dim, dim, window) for window in windows), note, refused
+
+
+def _experts(text: dict[str, Any], sizes: dict[str, int]) -> Experts | None:
+    routed = next((text[name] for name in _ROUTED_NAMES if text.get(name)), None)
+    chosen = next((text[name] for name in _CHOSEN_NAMES if text.get(name)), None)
+    parameters = sum(size for name, size in sizes.items() if ".experts." in name)
+    if routed is None or chosen is None or not parameters:
+        return None
+    return Experts(routed, chosen, parameters)
+
+
+def _inner(text: dict[str, Any]) -> int:
+    inner = text.get("intermediate_size") or text.get("n_inner") or text.get("ffn_dim") or 0
+    return max(inner) if isinstance(inner, list) else inner

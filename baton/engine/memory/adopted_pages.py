@@ -1,0 +1,97 @@
+"""AdoptedPages: between steps, which adopted pages may still be read, and which become own ones.
+
+The fence: a page may be read as long as its owner keeps it (Adoption.safe). It is asked before a
+step reads, and after: in between the process may have slept longer than the promise held, so what
+that step sampled counts only if it is safe afterwards too.
+
+The owner wants its memory back: what has been read in place for a while is copied, a bounded number
+of bytes per step and never into room that others need. When it says that it is short of memory, all
+is copied at once, more per step; a request for which there is no room here gives way for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from baton.engine.memory.block_tables import BlockTables
+from baton.engine.state.adoption import Adoption
+from baton.engine.state.interface import Reservation
+from baton.engine.state.sequence import SequenceState
+from baton.engine.state.stats import EngineStats
+from baton.protocol.clock import Clock
+from baton.protocol.errors import InternalError, KVStale
+
+TAKEN_BACK: Final = "the exporter may have taken its KV back"
+TAKE_OVER_AFTER_S: Final = 3.0  # a request that ends earlier costs no copy at all
+TAKE_OVER_BYTES: Final = 8 << 20  # per step: about 2 ms
+SPARE_SHARE: Final = 8  # a pool less than 1 / 8 free is not filled with copies
+RECALLED_BYTES: Final = 32 << 20  # per step, of what its owner wants back: about 8 ms
+GIVE_WAY_AFTER_S: Final = 1.0  # that there has been no room for what is wanted back
+
+
+class AdoptedPages:
+    """`block_bytes`: of one block. `sequence_of`: the one sequence of a request."""
+
+    def __init__(
+        self,
+        tables: BlockTables,
+        stats: EngineStats,
+        clock: Clock,
+        block_bytes: int,
+        sequence_of: Callable[[str], SequenceState],
+    ) -> None:
+        self._tables = tables
+        self._stats = stats
+        self._clock = clock
+        self._limit = max(1, TAKE_OVER_BYTES // block_bytes)
+        self._recalled_limit = max(1, RECALLED_BYTES // block_bytes)
+        self._sequence_of = sequence_of
+
+    def receive(self, adoption: Adoption | None, reservation: Reservation | None) -> None:
+        """Copy what of the adopted pages the sequence will write to: the last one unless full.
+
+        Raises KVStale if they may be another's, InternalError if they do not fit the reservation.
+        """
+        if (adoption is not None) != (reservation is not None and reservation.adopting):
+            raise InternalError("adopted pages exactly where they are reserved for")
+        if adoption is None or reservation is None:
+            return
+        pool = self._tables.pool
+        num_tokens, size = reservation.num_tokens, pool.block_size
+        count = pool.blocks_for(num_tokens)
+        if len(adoption.ids) != count or any(i < pool.num_blocks for i in adoption.ids):
+            raise InternalError(f"{len(adoption.ids)} adopted pages, not {count} of another pool")
+        if num_tokens % size:
+            self._tables.memory.copy_block(adoption.ids[-1], reservation.blocks[0].ids[0])
+            self._stats.num_copied_blocks += 1
+        if not adoption.safe():
+            raise KVStale(TAKEN_BACK)
+        adoption.since = self._clock.monotonic()
+
+    def lapsed(self) -> list[str]:
+        """Requests whose pages may be another's by now: what was read of them counts no more."""
+        return [a.request_id for a in self._tables.adoptions if not a.safe()]
+
+    def take_over(self, headroom: int) -> list[str]:
+        """Copy some of those that are wanted back or were adopted longest ago; `headroom` blocks
+        stay free for who runs. Returns the requests that have to give way instead."""
+        pool, now = self._tables.pool, self._clock.monotonic()
+        overdue: list[str] = []
+        limits = {True: self._recalled_limit, False: self._limit}
+        for adoption in sorted(self._tables.adoptions, key=lambda each: each.since):
+            wanted = adoption.note_wanted(now)
+            if not wanted and now - adoption.since < TAKE_OVER_AFTER_S:
+                continue
+            kept = headroom if wanted else headroom + pool.num_blocks // SPARE_SHARE
+            count = min(limits[wanted], pool.num_free - kept)
+            if count > 0:
+                sequence = self._sequence_of(adoption.request_id)
+                limits[wanted] -= self._tables.take_over(sequence, count)
+            elif limits[wanted] > 0 and adoption.wanted_for(now) > GIVE_WAY_AFTER_S:
+                overdue.append(adoption.request_id)
+        return overdue
+
+    def take_over_all(self, sequence: SequenceState) -> None:
+        """Copy all that `sequence` has adopted, if there is room."""
+        self._tables.take_over(sequence, self._tables.pool.num_free)

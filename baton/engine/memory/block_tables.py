@@ -1,0 +1,499 @@
+"""BlockTables: what sequences do with blocks: take, grow, fork, copy on write, offer, give back.
+
+Between the pool, which knows integers only, and the scheduler, which decides who gets room. A block
+is written by one sequence alone: forks share all blocks, and whoever writes into a shared or
+findable one gets a copy first.
+
+    parent  [ 3 ][ 7 ][ 5' ]         after fork:  3, 7 and 5 are shared
+    child   [ 3 ][ 7 ][ 5  ]         after grow:  each writes into a last block of its own
+
+A sequence has a table per layer group (layer_groups.py), all of the same pool. In a group whose
+layers attend through a sliding window, blocks that no later token can see go back to the pool at
+once (`num_freed`), and a prefix hit or a hand-over needs only those that can be seen.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Protocol
+
+from baton.engine.memory.block_pool import BlockPool
+from baton.engine.state.adoption import Adoption
+from baton.engine.state.interface import Reservation
+from baton.engine.state.sequence import RequestGroup, SequenceState, Table, shared_tokens
+from baton.engine.state.stats import EngineStats
+from baton.protocol.errors import InternalError
+from baton.protocol.kv_spec import BlockLists, HeldBlocks, first_visible
+
+NEVER: Final = 1 << 62  # Table.first_whole of who may not offer blocks to others
+
+
+class BlockMemory(Protocol):
+    """The bytes behind the blocks. KVArena is one; host copies are opaque to whoever holds them."""
+
+    def copy_block(self, source: int, target: int) -> None:
+        """`source` may be an adopted one."""
+        ...
+
+    def clear_block(self, block: int) -> None:
+        """Zero it: it will be written only in part."""
+        ...
+
+    def read_blocks(self, blocks: Sequence[int]) -> Any:
+        """Copies of `blocks` in host memory; their row i is blocks[i]."""
+        ...
+
+    def write_blocks(self, host: Any, rows: Sequence[int], blocks: Sequence[int]) -> None:
+        """Copy these rows of `host` into `blocks`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Tables with a reference to each of their blocks; KV of the first `num_hits` blocks is there
+    (in a windowed group: of those that can still be seen). `num_found`: blocks out of the prefix
+    map, over all groups."""
+
+    tables: list[Table]
+    num_hits: int
+    num_found: int
+
+
+class BlockTables:
+    """Block tables of sequences over `pool`; `windows`: per layer group, how many tokens its layers
+    see at most (0 = all)."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        memory: BlockMemory,
+        stats: EngineStats,
+        windows: Sequence[int] = (0,),
+    ) -> None:
+        self.pool = pool
+        self.memory = memory
+        self.windows = tuple(windows)
+        self.adoptions: set[Adoption] = set()  # whose pages a table names
+        self._stats = stats
+        self._windowed = any(self.windows)
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.windows)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks of all groups together that hold `num_tokens` tokens whole."""
+        return self.num_groups * self.pool.blocks_for(num_tokens)
+
+    # ---- taking ----
+
+    def take(self, hashes: Sequence[bytes], num_tokens: int, headroom: int) -> Taken | None:
+        """Blocks for `num_tokens` tokens, hits first, for a sequence that computes on behind them;
+        None (and nothing changed) unless `headroom` blocks stay free."""
+        size = self.pool.block_size
+        return self._take(hashes, num_tokens, headroom, lambda num_hits: num_hits * size)
+
+    def take_for_arrival(self, hashes: Sequence[bytes], num_tokens: int) -> Taken | None:
+        """Blocks for `num_tokens` tokens of which no other than the last will be computed here.
+
+        Blocks that arrive only in part are zeroed, and will not be offered to others.
+        """
+        taken = self._take(hashes, num_tokens, 0, lambda _: self._last_start(num_tokens))
+        if taken is None:
+            return None
+        if not taken.num_found:  # all groups are windowed, and look at none of the first blocks
+            taken = replace(taken, num_hits=0)
+        size = self.pool.block_size
+        for table, window in zip(taken.tables, self.windows, strict=True):
+            first = first_visible(window, num_tokens)
+            if taken.num_hits * size < first:
+                table.first_whole = self.pool.blocks_for(first)
+                stop = min(table.first_whole, table.end)
+                for index in range(max(table.num_freed, taken.num_hits), stop):
+                    self.memory.clear_block(table.blocks[index - table.num_freed])
+        return taken
+
+    @property
+    def may_adopt(self) -> bool:
+        """Whether tables can name other pools' pages: for one group of layers that see all."""
+        return self.windows == (0,)
+
+    def take_to_adopt(self, hashes: Sequence[bytes], num_tokens: int) -> Taken | None:
+        """Blocks for `num_tokens` tokens whose full blocks lie elsewhere: hits, and one behind them
+        all for what follows; None (and nothing changed) if there is no room."""
+        hits = self.pool.lookup(hashes[: num_tokens // self.pool.block_size])
+        self.pool.ref(hits)
+        last = self.pool.allocate(1)
+        if last is None:
+            self.pool.unref(hits)
+            return None
+        table = Table([*hits, *last], num_registered=len(hits))
+        return Taken([table], len(hits), len(hits))
+
+    def blocks_for_arrival(self, num_tokens: int) -> int:
+        """Blocks of all groups that take_for_arrival() takes, hits included."""
+        start, count = self._last_start(num_tokens), self.pool.blocks_for(num_tokens)
+        return sum(count - self._first_seen(window, start) for window in self.windows)
+
+    def _last_start(self, num_tokens: int) -> int:
+        """The first token of the last block: where computing may begin again if all are hits."""
+        return (num_tokens - 1) // self.pool.block_size * self.pool.block_size
+
+    def _take(
+        self,
+        hashes: Sequence[bytes],
+        num_tokens: int,
+        headroom: int,
+        start_of: Callable[[int], int],
+    ) -> Taken | None:
+        """`start_of(num_hits)`: the first token that will be computed here."""
+        num_hits = self._num_hits(hashes, start_of)
+        start, count = start_of(num_hits), self.pool.blocks_for(num_tokens)
+        tables: list[Table] = []
+        for group, window in enumerate(self.windows):
+            first = self._first_seen(window, start)
+            found = [self.pool.find(_key(each, group)) for each in hashes[first:num_hits]]
+            blocks = [block for block in found if block is not None]
+            tables.append(Table(blocks, first, num_registered=max(first, num_hits)))
+        hits = [block for table in tables for block in table.blocks]
+        # Held before anything is allocated: the allocation must not evict them.
+        self.pool.ref(hits)
+        missing = sum(count - table.end for table in tables)
+        fresh = self.pool.allocate(missing) if missing + headroom <= self.pool.num_free else None
+        if fresh is None:
+            self.pool.unref(hits)
+            return None
+        at = 0
+        for table in tables:
+            more = count - table.end
+            table.blocks += fresh[at : at + more]
+            at += more
+        return Taken(tables, num_hits, len(hits))
+
+    def _num_hits(self, hashes: Sequence[bytes], start_of: Callable[[int], int]) -> int:
+        """Most leading blocks of `hashes` that every group has, as far as it will look at them."""
+        count = len(hashes) if self.pool.num_cached else 0
+        for group, window in enumerate(self.windows):
+            if not window:
+                keys = (_key(each, group) for each in hashes[:count])
+                count = len(self.pool.lookup(keys))
+        before = -1
+        while count != before:
+            before = count
+            for group, window in enumerate(self.windows):
+                if window:
+                    count = self._windowed_hits(group, hashes, count, start_of)
+        return count
+
+    def _windowed_hits(
+        self, group: int, hashes: Sequence[bytes], count: int, start_of: Callable[[int], int]
+    ) -> int:
+        """As _num_hits, for one group and at most `count`: from the end backwards."""
+        window, index = self.windows[group], count - 1
+        while index >= self._first_seen(window, start_of(count)):
+            if self.pool.find(_key(hashes[index], group)) is None:
+                count = index
+            index -= 1
+        return count
+
+    def _first_seen(self, window: int, position: int) -> int:
+        """The first block that a token at `position` can see."""
+        return max(0, position - window + 1) // self.pool.block_size if window else 0
+
+    def missing(self, sequence: SequenceState, num_tokens: int) -> int:
+        """Blocks that `grow` would take."""
+        count = self.pool.blocks_for(num_tokens)
+        more = 0
+        for table in sequence.tables:
+            more += max(0, count - table.end)
+        if sequence.forked:
+            more += sum(1 for _ in self._to_copy(sequence))
+        return more
+
+    def grow(self, sequence: SequenceState, num_tokens: int) -> bool:
+        """Blocks for `num_tokens` tokens, those not yet computed in blocks of its own; False (and
+        nothing changed) if there is no room."""
+        missing = self.missing(sequence, num_tokens)
+        if missing > self.pool.num_free:
+            return False
+        if not missing:
+            sequence.forked = False
+            return True
+        for table, index in list(self._to_copy(sequence)):
+            block = table.blocks[index]
+            fresh = self.pool.copy_on_write(block)
+            assert fresh is not None, "counted as free above"
+            if fresh != block:
+                self.memory.copy_block(block, fresh)
+                table.blocks[index] = fresh
+                self._stats.num_copied_blocks += 1
+        sequence.forked = False
+        count = self.pool.blocks_for(num_tokens)
+        for table in sequence.tables:
+            more = self.pool.allocate(max(0, count - table.end))
+            assert more is not None, "counted as free above"
+            table.blocks.extend(more)
+        return True
+
+    def room(self, sequence: SequenceState) -> int:
+        """Tokens that its blocks hold."""
+        return min(table.end for table in sequence.tables) * self.pool.block_size
+
+    def _to_copy(self, sequence: SequenceState) -> Iterator[tuple[Table, int]]:
+        """Held blocks, by their place in a table, that it will write but must not."""
+        if not sequence.forked:
+            return
+        first = sequence.num_computed // self.pool.block_size
+        for table in sequence.tables:
+            for index in range(first - table.num_freed, len(table.blocks)):
+                if not self._writable(table.blocks[index]):
+                    yield table, index
+
+    def blocks_of_followers(self, group: RequestGroup) -> int:
+        """Blocks that the known tokens of the group's followers will take beyond the leader's."""
+        total = 0
+        for sequence in group.sequences[1:]:
+            if sequence.following:
+                whole = shared_tokens(group.leader, sequence) // self.pool.block_size
+                total += self.pool.blocks_for(len(sequence.tokens)) - whole
+        return total * self.num_groups
+
+    def most_hits(self, group: RequestGroup) -> int:
+        """Blocks of its leader that may be prefix hits: at least one token is left to compute, for
+        its hidden state, and a hole in front of the hits must be one for its followers too."""
+        count = len(group.leader.tokens) - 1
+        if self._windowed:
+            for sequence in group.sequences[1:]:
+                count = min(count, shared_tokens(group.leader, sequence))
+        return count // self.pool.block_size
+
+    def fork(self, parent: SequenceState, child: SequenceState, num_tokens: int) -> None:
+        """`child` shares the blocks of the first `num_tokens` tokens, which count as computed."""
+        count, whole = self.pool.blocks_for(num_tokens), num_tokens // self.pool.block_size
+        if any(table.adoption is not None for table in parent.tables):
+            raise InternalError(f"{parent.request.id}: adopted pages are one sequence's")
+        child.tables = [
+            Table(
+                table.blocks[: count - table.num_freed],
+                table.num_freed,
+                min(table.num_registered, whole),
+                table.first_whole,
+            )
+            for table in parent.tables
+        ]
+        for table in child.tables:
+            self.pool.ref(table.blocks)
+        child.num_computed = num_tokens
+        child.know_hashes(parent, whole)
+        child.following = False
+        parent.forked = child.forked = True
+        self._stats.num_forks += 1
+
+    def adopt(
+        self,
+        sequence: SequenceState,
+        reservation: Reservation,
+        taken: Taken,
+        adoption: Adoption | None = None,
+    ) -> None:
+        """The blocks of a reservation become the sequence's, with those of `adoption` where it has
+        none; its tokens count as computed."""
+        sequence.tables = taken.tables
+        if adoption is not None:
+            whole = reservation.num_tokens // self.pool.block_size
+            self._insert(taken.tables[0], adoption, range(taken.num_hits, whole))
+        # One token must be left to compute: the next one is sampled from its hidden state, unless
+        # what may follow is known: a search goes on from its candidates.
+        left = 1 if sequence.candidates is None else 0
+        sequence.num_computed = min(reservation.num_tokens, len(sequence.tokens) - left)
+        if sequence.num_computed < reservation.start_token:
+            # That token lies in a prefix hit, which others read: recompute it in a fresh block.
+            whole = sequence.num_computed // self.pool.block_size
+            for table in sequence.tables:
+                self._cut(table, whole)
+            sequence.num_computed = whole * self.pool.block_size
+        self.register_full_blocks(sequence)
+
+    def _insert(self, table: Table, adoption: Adoption, places: range) -> None:
+        adopted = adoption.ids[places.start : places.stop]
+        table.blocks[places.start : places.start] = adopted
+        # Nobody finds what follows pages that others cannot read: all of it, once they are copied.
+        table.first_whole = NEVER
+        table.num_registered = places.start
+        if not adopted:
+            adoption.end()
+            return
+        adoption.hold(len(adopted))
+        table.adoption = adoption
+        self.adoptions.add(adoption)
+        self._stats.num_adopted_blocks += len(adopted)
+
+    def take_over(self, sequence: SequenceState, limit: int) -> int:
+        """Copy at most `limit` adopted blocks into own ones, which must be free; how many."""
+        copied = 0
+        for table in sequence.tables:
+            adoption = table.adoption
+            if adoption is None:
+                continue
+            places = [i for i, block in enumerate(table.blocks) if not self._is_own(block)]
+            places = places[: limit - copied]
+            fresh = self.pool.allocate(len(places))
+            if fresh is None:
+                continue
+            for index, block in zip(places, fresh, strict=True):
+                self.memory.copy_block(table.blocks[index], block)
+            if not adoption.safe():  # what has been copied may be anything
+                self.pool.unref(fresh)
+                continue
+            for index, block in zip(places, fresh, strict=True):
+                table.blocks[index] = block
+            self._drop_adopted(table, len(places))
+            copied += len(places)
+            if table.adoption is None:
+                table.first_whole = 0
+                self.register_full_blocks(sequence)
+        self._stats.num_taken_over_blocks += copied
+        return copied
+
+    # ---- offering and giving back ----
+
+    def register_full_blocks(self, sequence: SequenceState) -> None:
+        """Enter the computed full blocks that are not yet in the prefix map."""
+        full = sequence.num_computed // self.pool.block_size
+        for group, table in enumerate(sequence.tables):
+            if full <= max(table.num_registered, table.first_whole):
+                continue  # nearly every decode step: no hashing, no copies
+            hashes = sequence.hashes(full, self.pool.block_size)
+            first = max(table.num_registered, table.num_freed, table.first_whole)
+            for index in range(first, full):
+                block = table.blocks[index - table.num_freed]
+                parent = hashes[index - 1] if index else b""
+                self.pool.register(block, _key(hashes[index], group), None if group else parent)
+            table.num_registered = full
+
+    def free_invisible(self, sequence: SequenceState) -> None:
+        """Give back leading blocks that no token from the last computed one on sees: whoever takes
+        the KV over may compute that one again."""
+        if not self._windowed:
+            return
+        for window, table in zip(self.windows, sequence.tables, strict=True):
+            if not window:
+                continue
+            count = self._first_seen(window, sequence.num_computed - 1) - table.num_freed
+            # One block stays: what lies behind the last one is padded with it.
+            count = min(count, len(table.blocks) - 1)
+            if count > 0:
+                self._unref(table, table.blocks[:count])
+                del table.blocks[:count]
+                table.num_freed += count
+                self._stats.num_window_freed_blocks += count
+
+    def trim(self, sequence: SequenceState) -> None:
+        """Give back blocks beyond the known tokens: those of rejected drafts."""
+        count = self.pool.blocks_for(len(sequence.tokens))
+        for table in sequence.tables:
+            self._cut(table, count)
+
+    def _cut(self, table: Table, count: int) -> None:
+        """Keep the sequence's first `count` blocks."""
+        kept = count - table.num_freed
+        if kept < len(table.blocks):
+            self._unref(table, table.blocks[kept:])
+            del table.blocks[kept:]
+
+    def release(self, sequence: SequenceState) -> None:
+        """Give back all blocks: it starts anew, if at all."""
+        self.give_back(sequence.tables)
+        sequence.tables = []
+        sequence.num_computed = 0
+        sequence.forked = False
+
+    def give_back(self, tables: Sequence[Table]) -> None:
+        """One reference less to each block. All groups' blocks of a stretch of tokens are evicted
+        together: one group's alone answer no look-up."""
+        if len(tables) == 1:
+            self._unref(tables[0], tables[0].blocks)
+            return
+        places = [
+            (index, block)
+            for table in tables
+            for index, block in enumerate(table.blocks, table.num_freed)
+        ]
+        places.sort(key=lambda place: place[0])
+        self.pool.unref([block for _, block in places])
+
+    def _unref(self, table: Table, blocks: Sequence[int]) -> None:
+        if table.adoption is None:
+            self.pool.unref(blocks)
+            return
+        own = [block for block in blocks if self._is_own(block)]
+        self.pool.unref(own)
+        self._drop_adopted(table, len(blocks) - len(own))
+
+    def _drop_adopted(self, table: Table, count: int) -> None:
+        adoption = table.adoption
+        if adoption is None or not count:
+            return
+        adoption.drop(count)
+        if adoption.ended:
+            table.adoption = None
+            self.adoptions.remove(adoption)
+
+    def _is_own(self, block: int) -> bool:
+        return block < self.pool.num_blocks
+
+    def _writable(self, block: int) -> bool:
+        return self._is_own(block) and self.pool.writable(block)
+
+    # ---- proof ----
+
+    def prove_owned(self, owned: Counter[int], sequences: Iterable[SequenceState]) -> Counter[int]:
+        """The references `owned` without adopted pages. Raises InternalError unless those are held
+        by live adoptions, each as often as it knows, and no adoption is left without."""
+        held: Counter[Adoption] = Counter()
+        foreign = 0
+        for sequence in sequences:
+            for table in sequence.tables:
+                adopted = {block for block in table.blocks if not self._is_own(block)}
+                foreign += len(adopted)
+                if table.adoption is not None:
+                    if not adopted or not adopted <= set(table.adoption.ids):
+                        raise InternalError(f"{sequence.request.id} names pages never adopted")
+                    held[table.adoption] += len(adopted)
+        live = {adoption: adoption.num_held for adoption in self.adoptions}
+        if live != dict(held) or foreign != held.total() or any(a.ended for a in live):
+            raise InternalError("adopted pages are not those of the live adoptions")
+        return Counter({block: count for block, count in owned.items() if self._is_own(block)})
+
+    def prove_private(self, sequence: SequenceState, end: int) -> None:
+        """Raise InternalError unless tokens [num_computed, end) lie in blocks that nobody else
+        holds and no lookup can find: also what protects others from rejected drafts."""
+        first = sequence.num_computed // self.pool.block_size
+        for table in sequence.tables:
+            for index in range(first, self.pool.blocks_for(end)):
+                block = table.blocks[index - table.num_freed]
+                if not self._writable(block):
+                    raise InternalError(
+                        f"{sequence.request.id} would write into shared block {block}"
+                    )
+
+
+def as_lists(tables: Sequence[Table]) -> BlockLists:
+    """The tables as they are now."""
+    return tuple(HeldBlocks(tuple(table.blocks), table.num_freed) for table in tables)
+
+
+def count_blocks(sequences: Iterable[SequenceState]) -> Counter[int]:
+    """References that these sequences hold, per block."""
+    counts: Counter[int] = Counter()
+    for sequence in sequences:
+        for table in sequence.tables:
+            counts.update(table.blocks)
+    return counts
+
+
+def _key(block_hash: bytes, group: int) -> bytes:
+    """What the prefix map knows a block by; in group 0 its hash, as routers do."""
+    return block_hash if group == 0 else block_hash + bytes((group,))

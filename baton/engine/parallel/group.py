@@ -1,0 +1,103 @@
+"""RankGroup: the collectives of a tensor-parallel group, over gloo (CPU) or NCCL (GPUs).
+
+No default group of torch.distributed: the group is an object, so a process may hold several (tests
+run the ranks as threads). Its life: made (rank and size are known) -> weights are read -> connect()
+once every rank is ready -> collectives, each with a deadline -> dropped with the process.
+After an error the group is of no use: ranks may have stopped at different collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Final, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import ProcessGroupGloo, Store
+
+from baton.engine.state.place import LEADER, RankPlace
+from baton.protocol.errors import InternalError
+
+Backend: TypeAlias = Literal["gloo", "nccl"]
+
+LOOPBACK: Final = "127.0.0.1"
+DEADLINE_S: Final = 60.0  # of one collective: far beyond any layer, well below a client's patience
+MEETING_S: Final = 300.0  # until all ranks are connected
+
+
+class RankGroup:
+    """One rank's end of the group. Used by one thread."""
+
+    def __init__(self, place: RankPlace, backend: Backend, deadline_s: float = DEADLINE_S) -> None:
+        self.place = place
+        self._backend: Backend = backend
+        self._deadline = timedelta(seconds=deadline_s)
+        self._store: Store | None = None
+        self._process_group: Any = None
+
+    def connect(self, store: Store) -> None:
+        """Meet the others, who do the same, through `store`. Raises InternalError."""
+        make = _nccl if self._backend == "nccl" else _gloo
+        self._store = store  # as long as the group
+        try:
+            self._process_group = make(store, self.place, timedelta(seconds=MEETING_S))
+        except (RuntimeError, ValueError) as error:
+            raise InternalError(f"no {self._backend} group of ranks: {error}") from error
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks of `tensor`, in its place, bit for bit the same on all of them.
+
+        Raises InternalError.
+        """
+        tensor = tensor.contiguous()
+        options = dist.AllreduceOptions()
+        self._run(options, lambda group: group.allreduce([tensor], options))
+        return tensor
+
+    def gather(self, tensor: Tensor) -> list[Tensor] | None:
+        """Each rank's `tensor` (of one shape) in rank order, on the leader; None elsewhere.
+
+        Raises InternalError.
+        """
+        tensor, place = tensor.contiguous(), self.place
+        options = dist.GatherOptions()
+        options.rootRank = LEADER
+        parts = [torch.empty_like(tensor) for _ in range(place.size)] if place.leads else None
+        targets = [] if parts is None else [parts]
+        self._run(options, lambda group: group.gather(targets, [tensor], options))
+        return parts
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """The leader's `tensor` into those of the others, of one shape. Raises InternalError."""
+        tensor = tensor.contiguous()
+        options = dist.BroadcastOptions()
+        options.rootRank = LEADER
+        self._run(options, lambda group: group.broadcast([tensor], options))
+        return tensor
+
+    def _run(self, options: Any, collective: Callable[[Any], Any]) -> None:
+        if self._process_group is None:
+            raise InternalError("the ranks have not met yet")
+        options.timeout = self._deadline
+        try:
+            collective(self._process_group).wait(self._deadline)
+        except RuntimeError as error:
+            raise InternalError(f"a collective of the tensor-parallel group failed: {error}") from (
+                error
+            )
+
+
+def _gloo(store: Store, place: RankPlace, deadline: timedelta) -> Any:
+    options: Any = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+    options._timeout = deadline
+    options._threads = 1  # one collective at a time
+    options._devices = [ProcessGroupGloo.create_device(hostname=LOOPBACK, lazy_init=False)]
+    return ProcessGroupGloo(store, place.rank, place.size, options)
+
+
+def _nccl(store: Store, place: RankPlace, deadline: timedelta) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = deadline
+    return dist.ProcessGroupNCCL(store, place.rank, place.size, options)

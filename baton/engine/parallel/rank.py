@@ -1,0 +1,99 @@
+"""RankModel: one rank's share of a lean model, and what cannot be shared out yet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from baton.engine.checkpoint.weights import Weights
+from baton.engine.config import EngineConfig
+from baton.engine.models.config import DecoderConfig
+from baton.engine.models.decoder import Decoder
+from baton.engine.models.lora import Adapter
+from baton.engine.parallel.group import RankGroup
+from baton.engine.parallel.sharding import (
+    FIELD,
+    Cuts,
+    RankShards,
+    RankWeights,
+    rank_config,
+)
+from baton.engine.state.attention import AttentionLayer
+from baton.engine.state.batch import Batch
+from baton.engine.state.place import choose_device
+from baton.engine.state.work import ParameterCounts
+from baton.protocol.errors import ConfigError
+from baton.protocol.kv_spec import LayerSpec
+
+
+@dataclass(frozen=True, slots=True)
+class RankModel:
+    """Implements CausalModel; every rank calls it alike, at the same time. `weight_bytes`: of this
+    rank."""
+
+    decoder: Decoder
+    cuts: Cuts
+    layers: tuple[LayerSpec, ...]  # the whole model's
+    weight_bytes: int
+
+    @staticmethod
+    def of(config: DecoderConfig, weights: Weights, group: RankGroup) -> RankModel:
+        """Read this rank's share. `config`: the whole model's. Raises ModelRefused."""
+        own = rank_config(config, group.place.size)
+        share = RankWeights(config, weights, group.place)
+        decoder = Decoder(own, share.tensor, share, shards=RankShards(config, group))
+        return RankModel(decoder, Cuts(config, group.place), config.layers, share.num_bytes)
+
+    @property
+    def vocab_size(self) -> int:
+        """See CausalModel."""
+        return self.decoder.vocab_size
+
+    @property
+    def max_positions(self) -> int | None:
+        """See CausalModel."""
+        return self.decoder.max_positions
+
+    @property
+    def parameter_counts(self) -> ParameterCounts:
+        """This rank's."""
+        return self.decoder.parameter_counts
+
+    @property
+    def attention_layers(self) -> tuple[AttentionLayer, ...]:
+        """This rank's heads."""
+        return self.decoder.attention_layers
+
+    def add_adapter(self, adapter: Adapter) -> None:
+        """See CausalModel: this rank's share of it."""
+        self.decoder.add_adapter(self.cuts.adapter(adapter))
+
+    def remove_adapter(self, id_: str) -> None:
+        """See CausalModel."""
+        self.decoder.remove_adapter(id_)
+
+    def forward(self, token_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
+        """See CausalModel: hidden [T, H], the same on every rank."""
+        return self.decoder.forward(token_ids, positions, batch)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See CausalModel; ranks other than the leader get their own share of the vocabulary."""
+        return self.decoder.logits(hidden)
+
+
+def refuse(config: EngineConfig) -> None:
+    """Raise ConfigError for options that do not go with tensor parallelism yet."""
+    without = {
+        "model_impl": (config.model_impl == "transformers", "model_impl transformers"),
+        "quantization": (config.quantization != "none", f"quantization {config.quantization}"),
+        "lm_head_quantization": (
+            config.lm_head_quantization not in ("auto", "none"),
+            f"lm_head_quantization {config.lm_head_quantization}",
+        ),
+        "deterministic": (config.deterministic, "deterministic"),
+        "device": (choose_device(config.device).type != "cpu", "a GPU (--device cpu does)"),
+    }
+    for field, (asked, name) in without.items():
+        if asked:
+            raise ConfigError(f"{name} does not go with {FIELD} above 1 yet", field=field)

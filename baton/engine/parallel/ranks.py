@@ -1,0 +1,286 @@
+"""Ranks: the other ranks' processes, as the leader's process has started them.
+
+Life: start() -> each reads its share of the weights, as the leader does -> await_loaded() ->
+make_pool(): shared memory, and all ranks meet -> send() for every step -> close().
+A rank that dies, or a collective that fails, loses the group: it is logged, every rank is killed,
+`on_lost` is told, and what is sent from then on raises. Nothing is tried again: ranks may have
+stopped at different places. A leader that dies closes the sockets, which ends the others.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final, Protocol, TypeAlias
+
+from torch._C._distributed_c10d import FileStore
+
+from baton.engine.config import EngineConfig
+from baton.engine.parallel.group import DEADLINE_S, RankGroup
+from baton.engine.parallel.messages import Gone, Kind, Link
+from baton.engine.parallel.pool import GroupArena, SharedMemory, make_memory
+from baton.engine.state.interface import ModelInfo
+from baton.engine.state.place import RankPlace
+from baton.protocol.errors import ConfigError, InternalError
+from baton.runtime.socket_folder import SocketFolder
+
+log = logging.getLogger(__name__)
+
+LOAD_DEADLINE_S: Final = 1800.0  # until all have read their weights
+STOP_S: Final = 10.0  # a rank that was told to end
+DEATH_S: Final = 1.0  # how long a failed collective waits for the death that explains it
+MODULE: Final = "baton.engine.running.worker"
+MEETING_PREFIX: Final = "baton-ranks-"  # of folders, in the temporary directory
+
+
+class Process(Protocol):
+    """What is needed of subprocess.Popen."""
+
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def kill(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RankProcess:
+    """One rank other than the leader."""
+
+    rank: int
+    process: Process
+    link: Link
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a rank is started with. `directory`: where the ranks meet; `memory`: of their pools."""
+
+    config: EngineConfig
+    place: RankPlace
+    directory: str
+    memory: int
+
+    def setup(self) -> dict[str, object]:
+        """What SETUP says."""
+        return {
+            "config": asdict(self.config),
+            "rank": self.place.rank,
+            "directory": self.directory,
+            "threads": threads_of(self.config),
+            "cores": cores_of(self.place),
+            "log_level": logging.getLevelName(log.getEffectiveLevel()).lower(),
+            "deadline_s": DEADLINE_S,
+        }
+
+
+StartRank: TypeAlias = Callable[[Start], RankProcess]
+
+
+class Ranks:
+    """The leader's view of its group. `send` and `make_pool`: one thread; the rest: any."""
+
+    def __init__(
+        self,
+        group: RankGroup,
+        processes: Sequence[RankProcess],
+        meeting: SocketFolder,
+        memory: int,
+    ) -> None:
+        self._group = group
+        self.processes = tuple(processes)
+        self._meeting = meeting
+        self._memory: int | None = memory
+        # Of one thread: a garbage collection amid anything may close() us, see load_leader.
+        self._lock = threading.RLock()
+        self._died = threading.Event()
+        self._lost = ""
+        self._closing = False
+        self._on_lost: Callable[[], None] | None = None
+        self._watchers = [
+            threading.Thread(
+                target=self._watch, args=(each,), name=f"rank-{each.rank}", daemon=True
+            )
+            for each in self.processes
+        ]
+        for watcher in self._watchers:
+            watcher.start()
+
+    @staticmethod
+    def start(config: EngineConfig, group: RankGroup, start_rank: StartRank) -> Ranks:
+        """Start all but the leader, whose end is `group`.
+
+        Raises ConfigError if a process cannot be started.
+        """
+        size, memory = config.tensor_parallel_size, make_memory()
+        meeting = SocketFolder(MEETING_PREFIX)
+        processes: list[RankProcess] = []
+        try:
+            while len(processes) + 1 < size:
+                place = RankPlace(len(processes) + 1, size)
+                processes.append(start_rank(Start(config, place, str(meeting.path), memory)))
+        except (OSError, Gone) as error:
+            Ranks(group, processes, meeting, memory).close()
+            raise ConfigError(
+                f"a tensor-parallel rank cannot be started: {error}", field="tensor_parallel_size"
+            ) from error
+        return Ranks(group, processes, meeting, memory)
+
+    def on_lost(self, callback: Callable[[], None]) -> None:
+        """Call it once, on any thread, when the group is lost; at once if it is by now."""
+        with self._lock:
+            self._on_lost = callback
+            lost = bool(self._lost)
+        if lost:
+            callback()
+
+    def await_loaded(self) -> None:
+        """Until every rank has its weights. Raises ConfigError with a rank's reason, InternalError
+        for one that has died."""
+        gone: InternalError | None = None
+        for each in self.processes:
+            try:
+                kind, values = self._expect(each, Kind.LOADED, Kind.FAILED)
+            except InternalError as error:
+                gone = gone or error  # perhaps killed because a later one has failed: see why
+                continue
+            if kind is Kind.FAILED:
+                raise ConfigError(f"rank {each.rank}: {values['message']}", field=values["field"])
+        if gone is not None:
+            raise gone
+
+    @property
+    def size(self) -> int:
+        """Ranks, the leader included."""
+        return self._group.place.size
+
+    def make_pool(self, info: ModelInfo, num_blocks: int, block_size: int) -> GroupArena:
+        """All ranks' pools, and the ranks meet. Raises InternalError."""
+        if self._memory is None:
+            raise InternalError("the ranks have their pools already")
+        blocks, group = (num_blocks, block_size), self._group
+        memory = SharedMemory(self._memory, group.place, blocks, info.layers, info.kv_dtype)
+        with self.fatal():
+            for each in self.processes:
+                each.link.tell(Kind.POOL, {"num_blocks": num_blocks, "block_size": block_size})
+            group.connect(store(str(self._meeting.path), group.place.size))
+            for each in self.processes:
+                self._expect(each, Kind.READY)
+                each.link.limit(DEADLINE_S)
+        os.close(self._memory)
+        self._memory = None
+        return GroupArena(memory, info.layers, info.kv_dtype)
+
+    def send(self, kind: Kind, body: bytes = b"") -> None:
+        """To every rank. Raises InternalError if the group is lost."""
+        if self._lost or self._closing:
+            raise InternalError(f"the tensor-parallel group has ended: {self._lost or 'closed'}")
+        for each in self.processes:
+            each.link.send(kind, body)
+
+    @contextmanager
+    def fatal(self) -> Iterator[None]:
+        """Whatever goes wrong inside loses the group; Gone becomes InternalError."""
+        try:
+            yield
+        except Gone as error:
+            self._died.wait(DEATH_S)
+            self.lose("a rank does not listen")
+            raise InternalError("a tensor-parallel rank does not listen") from error
+        except Exception as error:
+            self._died.wait(DEATH_S)
+            self.lose(str(error))
+            raise
+
+    def lose(self, reason: str) -> None:
+        """The group is of no use any more. Idempotent."""
+        with self._lock:
+            if self._lost or self._closing:
+                return
+            ended = [
+                f"rank {each.rank} has ended with status {status}"
+                for each in self.processes
+                if (status := each.process.poll()) is not None
+            ]
+            self._lost = "; ".join(dict.fromkeys([*ended, reason]))
+            callback = self._on_lost
+        log.error("tensor-parallel group lost, all ranks end: %s", self._lost)
+        for each in self.processes:
+            each.process.kill()
+        if callback is not None:
+            callback()
+
+    def close(self) -> None:
+        """End all ranks and wait for them. Idempotent."""
+        with self._lock:
+            self._closing = True
+        for each in self.processes:
+            each.link.close()
+        for each in self.processes:
+            try:
+                each.process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                each.process.kill()
+        for watcher in self._watchers:
+            if watcher is not threading.current_thread():
+                watcher.join()
+        if self._memory is not None:
+            os.close(self._memory)
+            self._memory = None
+        self._meeting.remove()
+
+    def _expect(self, each: RankProcess, *kinds: Kind) -> tuple[Kind, dict[str, str]]:
+        try:
+            return each.link.expect(*kinds)
+        except Gone as error:
+            raise InternalError(
+                f"rank {each.rank} has ended while it was starting; its log says why"
+            ) from error
+
+    def _watch(self, each: RankProcess) -> None:
+        status = each.process.wait()
+        self._died.set()
+        self.lose(f"rank {each.rank} has ended with status {status}")
+
+
+def store(directory: str, size: int) -> FileStore:
+    """Where the ranks meet: a file in a folder that is ours alone; no port."""
+    return FileStore(str(Path(directory) / "store"), size)
+
+
+def threads_of(config: EngineConfig) -> int:
+    """Threads of each rank: its share of what the whole engine may use."""
+    total = config.threads or len(os.sched_getaffinity(0))
+    return max(1, total // config.tensor_parallel_size)
+
+
+def cores_of(place: RankPlace) -> list[int]:
+    """A rank's own cores; none where the process was not given cores of its own: then other
+    processes use them too, and the kernel balances better."""
+    allowed = sorted(os.sched_getaffinity(0))
+    share = len(allowed) // place.size
+    if share == 0 or len(allowed) == os.cpu_count():
+        return []
+    return allowed[place.rank * share : (place.rank + 1) * share]
+
+
+def start_process(start: Start) -> RankProcess:
+    """A rank as a process of its own. Raises OSError, Gone."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", MODULE, str(theirs.fileno()), str(start.memory)],
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # the leader's own stdout carries its READY line
+            pass_fds=(theirs.fileno(), start.memory),
+        )
+    link = Link(ours)
+    link.limit(LOAD_DEADLINE_S)
+    link.tell(Kind.SETUP, start.setup())
+    return RankProcess(start.place.rank, process, link)

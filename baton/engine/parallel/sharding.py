@@ -1,0 +1,207 @@
+"""A rank's share of a lean model: which part of each tensor it reads, how the shares meet.
+
+    column parallel   q, k, v, gate, up (also of each expert): a slice of the outputs, whole heads
+    row parallel      o, down: the matching slice of the inputs; products are summed over the ranks
+    vocabulary        embedding and head: a slice of the tokens; lookups summed, logits gathered
+    replicated        norms, routers, the gate of a shared expert
+
+Query heads are split evenly. With fewer KV heads than ranks each KV head lies on several ranks, as
+kv_transfer/shares.py cuts pools. A row-parallel product's bias is the leader's alone.
+Source: Megatron-LM (arXiv 1909.08053, section 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from baton.engine.checkpoint.weights import Weights
+from baton.engine.models.config import DecoderConfig
+from baton.engine.models.lora import Adapter, LowRank
+from baton.engine.parallel.group import RankGroup
+from baton.engine.quantization.linear import Linear
+from baton.engine.state.place import RankPlace
+from baton.protocol.errors import ModelRefused
+
+FIELD: Final = "tensor_parallel_size"
+_BY_TOKEN: Final = frozenset({"model.embed_tokens.weight", "lm_head.weight"})
+_COLUMN: Final = frozenset({"q_proj", "gate_proj", "up_proj", "w1", "w3"})
+_ROW: Final = frozenset({"o_proj", "down_proj", "w2"})
+
+
+def rank_config(config: DecoderConfig, size: int) -> DecoderConfig:
+    """What one of `size` ranks computes of each layer; its vocabulary stays the whole one's.
+
+    Raises ModelRefused for a model that cannot be split so.
+    """
+    heads, kv_heads, experts = config.num_heads, config.num_kv_heads, config.experts
+    inner = {"query heads": heads}
+    if experts is None or len(experts.layers) < config.num_layers:
+        inner["intermediate size"] = config.intermediate_size
+    if experts is not None:
+        inner["experts' intermediate size"] = experts.size
+        inner["shared expert's size"] = experts.shared_size
+    for what, count in inner.items():
+        if count % size:
+            raise ModelRefused(f"{count} {what} cannot be split over {size} ranks", field=FIELD)
+    if kv_heads % size and size % kv_heads:
+        raise ModelRefused(
+            f"{kv_heads} KV heads can be neither split over {size} ranks nor repeated on them",
+            field=FIELD,
+        )
+    if (size - 1) * _vocabulary_width(config.vocab_size, size) >= config.vocab_size:
+        raise ModelRefused(f"the vocabulary is too small for {size} ranks", field=FIELD)
+    return replace(
+        config,
+        num_heads=heads // size,
+        num_kv_heads=max(1, kv_heads // size),
+        intermediate_size=config.intermediate_size // size,
+        experts=None
+        if experts is None
+        else replace(experts, size=experts.size // size, shared_size=experts.shared_size // size),
+    )
+
+
+def _vocabulary_width(vocab_size: int, size: int) -> int:
+    """Tokens of a rank's share; the last one's may be shorter."""
+    return -(-vocab_size // size)
+
+
+class RankShards:
+    """Implements models.shards.Shards over a group. `config`: the whole model's."""
+
+    def __init__(self, config: DecoderConfig, group: RankGroup) -> None:
+        self._group = group
+        self._vocab_size = config.vocab_size
+        self._width = _vocabulary_width(config.vocab_size, group.place.size)
+        self._first = group.place.rank * self._width
+
+    def embed(self, token_ids: Tensor, weight: Tensor) -> Tensor:
+        """See Shards. A token is looked up where it lies, and is zero elsewhere: sums are exact."""
+        local = token_ids - self._first
+        elsewhere = (local < 0) | (local >= weight.shape[0])
+        found = functional.embedding(local.clamp(0, weight.shape[0] - 1), weight)
+        return self._group.all_reduce(found.masked_fill_(elsewhere[:, None], 0))
+
+    def reduce(self, partial: Tensor) -> Tensor:
+        """See Shards."""
+        return self._group.all_reduce(partial)
+
+    def gather(self, logits: Tensor) -> Tensor:
+        """See Shards. Ranks that do not sample keep their own share."""
+        padding = self._width - logits.shape[1]
+        parts = self._group.gather(functional.pad(logits, (0, padding)) if padding else logits)
+        return logits if parts is None else torch.cat(parts, dim=1)[:, : self._vocab_size]
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """Which outputs, or which inputs, of a product are this rank's. `config`: the whole model's."""
+
+    config: DecoderConfig
+    place: RankPlace
+
+    def outputs(self, module: str, count: int) -> slice | None:
+        """Of `count` outputs of a column-parallel product; None for a row-parallel one.
+
+        Raises ModelRefused for a product that nobody knows, and for one of other sizes.
+        """
+        part = module.rpartition(".")[2]
+        if part in _ROW:
+            return None
+        if part in ("k_proj", "v_proj"):
+            return self._kv_outputs(module, count)
+        if part not in _COLUMN:
+            raise ModelRefused(f"{module}: nobody knows how to split it over ranks", field=FIELD)
+        return self._even(count)
+
+    def inputs(self, module: str, count: int) -> slice:
+        """Of `count` inputs: all of a column-parallel product."""
+        return self._even(count) if module.rpartition(".")[2] in _ROW else slice(0, count)
+
+    def adapter(self, adapter: Adapter) -> Adapter:
+        """This rank's share of a LoRA adapter: of each delta the same outputs or inputs.
+
+        Raises ModelRefused as `outputs` does.
+        """
+        deltas = {module: self._delta(module, delta) for module, delta in adapter.deltas.items()}
+        return replace(adapter, deltas=deltas)
+
+    def _delta(self, module: str, delta: LowRank) -> LowRank:
+        outputs = self.outputs(module, len(delta.up))
+        down = delta.down[:, self.inputs(module, delta.down.shape[1])].contiguous()
+        return LowRank(down, delta.up if outputs is None else delta.up[outputs].clone())
+
+    def _even(self, count: int) -> slice:
+        """Query heads are split whole, as rank_config has checked."""
+        share = count // self.place.size
+        return slice(self.place.rank * share, (self.place.rank + 1) * share)
+
+    def _kv_outputs(self, module: str, count: int) -> slice:
+        """This rank's KV heads, or the one that it shares with other ranks."""
+        heads, dim, place = self.config.num_kv_heads, self.config.head_dim, self.place
+        if count != heads * dim:
+            raise ModelRefused(f"{module} has {count} outputs, not {heads} heads of {dim}")
+        first = place.rank * heads // place.size
+        return slice(first * dim, (first + max(1, heads // place.size)) * dim)
+
+
+class RankWeights:
+    """What one rank reads of a plain checkpoint. Implements linear.Linears."""
+
+    def __init__(self, config: DecoderConfig, weights: Weights, place: RankPlace) -> None:
+        """`config`: the whole model's."""
+        self._cuts = Cuts(config, place)
+        self._weights = weights
+        self._place = place
+        self._num_bytes: dict[str, int] = {}  # by tensor name: a tied one counts once
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of what was read so far, as it is kept."""
+        return sum(self._num_bytes.values())
+
+    def tensor(self, *names: str) -> Tensor:
+        """See Weights.tensor: this rank's rows of the vocabulary's tensors, others whole."""
+        parts = [self._tensor(name) for name in names]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def read(self, modules: Sequence[str], has_bias: bool) -> Linear:
+        """See Linears.read."""
+        rows = modules[0].rpartition(".")[2] in _ROW
+        weight = self._kept(
+            modules[0], torch.cat([self._slice(module, ".weight") for module in modules])
+        )
+        bias = None
+        if has_bias and not (rows and not self._place.leads):
+            bias = torch.cat([self._slice(module, ".bias") for module in modules])
+        return self._weights.plain(weight, bias)
+
+    def head(self, tied: Tensor | None) -> Linear:
+        """See Linears.head."""
+        weight = self.tensor("lm_head.weight") if tied is None else tied
+        return self._weights.plain(weight, None)
+
+    def _tensor(self, name: str) -> Tensor:
+        whole = self._weights.tensor(name)
+        if name in _BY_TOKEN:
+            width = _vocabulary_width(len(whole), self._place.size)
+            # A copy: a view would keep all of it in memory.
+            whole = whole[self._place.rank * width : (self._place.rank + 1) * width].clone()
+        return self._kept(name, whole)
+
+    def _slice(self, module: str, kind: str) -> Tensor:
+        """This rank's part of a module's weight or bias."""
+        whole = self._weights.tensor(module + kind)
+        if (outputs := self._cuts.outputs(module, len(whole))) is not None:
+            return whole[outputs]
+        return whole if kind == ".bias" else whole[:, self._cuts.inputs(module, whole.shape[1])]
+
+    def _kept(self, name: str, tensor: Tensor) -> Tensor:
+        self._num_bytes[name] = tensor.nbytes
+        return tensor

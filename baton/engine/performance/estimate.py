@@ -1,0 +1,202 @@
+"""`baton estimate`: parameters, memory, ideal TTFT and TPOT of a model on a machine, as a table.
+
+A process of its own (`python -m baton.engine.performance.estimate`): families that are not counted
+by formula need torch, and so does the answer to whether Baton would serve what is sized. It works
+from a config.json alone; where weights lie beside it, the bytes in their files are shown too. The
+arithmetic is ideal.py's, a refusal route.py's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+from rich.table import Table
+
+from baton.engine.config import EngineConfig
+from baton.engine.loading.model_shape import model_shape
+from baton.engine.performance.ideal import Estimate, EstimateOptions, estimate
+from baton.protocol.errors import BatonError, ConfigError
+from baton.runtime.config import add_options, load, parse
+from baton.text.tokenizer import read_json
+
+_MAX_HEADER_BYTES: Final = 100 << 20  # safetensors' own limit
+_WEIGHTS: Final = ("*.safetensors", "*.bin", "*.gguf")
+_ASKED: Final = (  # options that an engine has too
+    "dtype", "quantization", "lm_head_quantization", "tensor_parallel_size", "block_size",
+    "gpu_memory_utilization", "max_num_batched_tokens", "max_num_seqs",
+)  # fmt: skip
+
+
+# ---- files ----
+
+
+def read_config(model: Path) -> dict[str, Any]:
+    """The config.json in or at `model`. Raises ConfigError."""
+    file = model / "config.json" if model.is_dir() else model
+    if not file.is_file():
+        raise ConfigError(f"there is no {file}", field="model")
+    return read_json(file)
+
+
+def stored_bytes(model: Path) -> int | None:
+    """Bytes of all tensors in the safetensors beside the config, by their headers; None without."""
+    if not model.is_dir():
+        return None
+    files = sorted(model.glob("*.safetensors"))
+    if not files:
+        return None
+    return sum(_tensor_bytes(file) for file in files)
+
+
+def _tensor_bytes(file: Path) -> int:
+    """Source: safetensors' format: header length (8 bytes, little-endian), JSON header, data."""
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        if size > _MAX_HEADER_BYTES:
+            raise ConfigError(f"{file} is not a safetensors file", field="model")
+        try:
+            header = json.loads(opened.read(size))
+            return sum(
+                entry["data_offsets"][1] - entry["data_offsets"][0]
+                for name, entry in header.items()
+                if name != "__metadata__"
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{file} is not a safetensors file", field="model") from error
+
+
+def refusal(options: EstimateOptions, result: Estimate) -> str | None:
+    """Why Baton would not serve what is sized, by the checks of its own start; None if none of them
+    objects."""
+    try:
+        # Lazy: they need torch, which the arithmetic does not.
+        from baton.engine.checkpoint.checkpoint import open_checkpoint
+        from baton.engine.loading.route import choose_route
+    except ImportError:
+        return "not known: torch is not installed here"
+    asked: dict[str, Any] = {name: getattr(options, name) for name in _ASKED}
+    if options.kv_cache_dtype != result.dtype:
+        asked["kv_cache_dtype"] = options.kv_cache_dtype
+    if options.context is not None:
+        asked["max_model_len"] = max(2, options.context)
+    model, draft = options.model.expanduser(), options.speculative_model
+    try:
+        choose_route(read_config(model), EngineConfig(str(model), **asked))
+        if any(any(model.glob(pattern)) for pattern in _WEIGHTS):
+            open_checkpoint(str(model))
+        if draft is not None:
+            choose_route(read_config(draft.expanduser()), EngineConfig(str(draft)))
+    except BatonError as reason:
+        return str(reason)
+    return None
+
+
+def sized(options: EstimateOptions) -> Estimate:
+    """All that can be said of the model that `options` name. Raises ModelRefused, ConfigError."""
+    model, draft = options.model.expanduser(), options.speculative_model
+    shape = model_shape(read_config(model))
+    drafts = None if draft is None else model_shape(read_config(draft.expanduser()))
+    result = estimate(shape, options, stored_bytes(model), drafts)
+    return replace(result, refused=refusal(options, result) or shape.refused)
+
+
+# ---- for people ----
+
+
+def as_json(result: Estimate) -> str:
+    """One JSON object; numbers in bytes and seconds."""
+    return json.dumps(asdict(result), indent=2)
+
+
+def rows(result: Estimate) -> list[tuple[str, str]]:
+    """What a person reads, as (name, value)."""
+    r = result
+    stored = "" if r.stored_bytes is None else f" ({_size(r.stored_bytes)} in the files)"
+    device = " per device" if r.tensor_parallel_size > 1 else ""
+    quantized = f", matrices {r.quantization}" if r.quantization else ""
+    quantized += f", head {r.lm_head_quantization}" if r.lm_head_quantization else ""
+    lines = [("parameters", _count(r.parameters))]
+    if r.active_parameters != r.parameters:
+        lines.append(("active per token", _count(r.active_parameters)))
+    lines += [
+        (f"weights{device}", f"{_size(r.weight_bytes)} as {r.dtype}{quantized}{stored}"),
+        (f"KV per token{device}", f"{_size(r.kv_bytes_per_token)} as {r.kv_cache_dtype}"),
+        (f"KV block{device}", f"{_size(r.block_bytes)} for {r.block_size} tokens"),
+        (f"activations{device}", f"about {_size(r.activation_bytes)} (measured at a real start)"),
+    ]
+    if r.draft_weight_bytes:
+        draft = f"{_size(r.draft_weight_bytes)} of weights, {_size(r.draft_kv_bytes_per_token)}"
+        lines.append((f"draft model{device}", f"{draft} of KV per token"))
+    if r.kv_bytes is not None and r.num_blocks is not None and r.kv_tokens is not None:
+        lines += [
+            (f"KV memory{device}", _size(r.kv_bytes)),
+            ("KV blocks", f"{r.num_blocks:,} ({r.kv_tokens:,} tokens)"),
+            ("concurrency", f"{r.concurrency:,} requests of {r.context:,} tokens"),
+        ]
+    if r.ttft_s is not None:
+        lines.append(("ideal TTFT", f"{_time(r.ttft_s)} for a prompt of {r.prompt:,} tokens"))
+    for step in r.decode:
+        rate = step.batch / step.tpot_s
+        text = (
+            f"{_time(step.tpot_s)} at {r.context:,} tokens of context: "
+            f"{_size(step.bytes_read)} read, {step.bound} bound, {rate:,.0f} tokens/s"
+        )
+        lines.append((f"ideal TPOT, batch {step.batch}", text))
+    if r.decode:
+        lines.append(("MBU", "bytes read per step / (measured TPOT x bandwidth)"))
+    if r.mbu is not None:
+        lines.append(("MBU of the measured TPOT", f"{r.mbu:.1%}"))
+    for name, text in (("note", r.note), ("refused by Baton", r.refused)):
+        lines += [(name, text)] if text else []
+    return lines
+
+
+def _count(number: int) -> str:
+    return f"{number:,} ({number / 1e9:.2f} B)"
+
+
+def _size(num_bytes: float) -> str:
+    for unit, power in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= power:
+            return f"{num_bytes / power:,.2f} {unit}"
+    return f"{num_bytes:,.0f} bytes"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:,.2f} ms" if seconds < 1 else f"{seconds:,.2f} s"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point. Returns the exit status, 2 for a refusal."""
+    parser = argparse.ArgumentParser(
+        prog="baton estimate",
+        description="What a model needs, and the best that a machine could do with it.",
+    )
+    add_options(parser, EstimateOptions)
+    try:
+        given = parse(parser, sys.argv[1:] if arguments is None else arguments)
+        options = load(EstimateOptions, given, os.environ)
+        result = sized(options)
+    except (BatonError, OSError) as error:
+        sys.stderr.write(f"baton estimate: {error}\n")
+        return 2
+    if options.json:
+        sys.stdout.write(as_json(result) + "\n")
+        return 0
+    table = Table("", f"{result.model_type}", box=None, pad_edge=False)
+    for name, value in rows(result):
+        table.add_row(name, value)
+    Console().print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

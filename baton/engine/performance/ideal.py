@@ -1,0 +1,401 @@
+"""What a model needs, and how fast a machine could at best serve it: the arithmetic. Nothing runs.
+
+    weights   parameters x bytes each          KV       bytes per token x tokens
+    TTFT      tokens x 2 x active parameters / FLOP/s       (prefill computes)
+    TPOT      bytes read per step / bandwidth               (decode reads: weights once for the
+              whole batch, KV of every request; of an MoE the experts that the batch is expected to
+              meet), or the computing of the batch, if that takes longer
+    MBU       bytes read per step / (measured TPOT x bandwidth): how near the truth comes to it
+All of it is per device under tensor parallelism, communication left out. Ideal numbers: no machine
+reaches them. Not here: the command and its table (estimate.py).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from baton.engine.config import head_quantization, parse_bytes
+from baton.engine.loading.model_shape import ModelShape, StoredWeights
+from baton.engine.memory.layer_groups import MIN_BLOCKS, group_layers
+from baton.protocol.errors import ConfigError
+from baton.protocol.kv_spec import DTYPE_BYTES, LayerSpec
+from baton.runtime.config import option
+
+WEIGHT_BYTES: Final = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
+QUANTIZED: Final = {
+    "int8": StoredWeights("int8", 8),
+    "w8a8": StoredWeights("w8a8", 8),
+    "fp8": StoredWeights("fp8", 8),
+    "int4": StoredWeights("int4", 4, 128),
+}
+DEFAULT_CONTEXT: Final = 4096
+DEFAULT_PROMPT: Final = 1024
+_PREFIXES: Final = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
+
+
+@dataclass(frozen=True, slots=True)
+class EstimateOptions:
+    """Every flag. What is not given about the machine is not estimated."""
+
+    model: Path = option(help="directory of a checkpoint, or a config.json alone")
+    speculative_model: Path | None = option(
+        None, "a draft model that shares the memory: its directory, or its config.json alone"
+    )
+    memory: str | None = option(None, "memory of one device, as in 80GB")
+    bandwidth: str | None = option(None, "its memory bandwidth, as in 3.3TB/s")
+    flops: str | None = option(None, "its dense FLOP/s in the dtype used, as in 990T")
+    dtype: str = option("auto", "data type of weights", choices=("auto", *WEIGHT_BYTES))
+    quantization: str = option("none", "round matrices to", choices=("none", *QUANTIZED))
+    lm_head_quantization: str = option(
+        "auto", "round the head to (auto: as an engine would)", choices=("auto", "none", *QUANTIZED)
+    )
+    kv_cache_dtype: str = option("auto", "data type of KV", choices=("auto", *DTYPE_BYTES))
+    tensor_parallel_size: int = option(1, "devices that share every layer")
+    gpu_memory_utilization: float = option(0.9, "share of memory for weights and KV together")
+    block_size: int = option(16, "tokens per KV block")
+    max_num_batched_tokens: int = option(2048, "most tokens that one step computes")
+    max_num_seqs: int = option(64, "most requests that run at once")
+    context: int | None = option(None, "tokens of a request in decode (default: 4096)")
+    prompt: int | None = option(None, "tokens of a prompt in prefill (default: 1024)")
+    batch: int = option(1, "requests in one decode step")
+    measured_tpot: str | None = option(None, "as in 12ms: the MBU that this would be")
+    json: bool = option(False, "print JSON instead of a table")
+
+    def __post_init__(self) -> None:
+        positive = (
+            "tensor_parallel_size", "block_size", "max_num_batched_tokens", "max_num_seqs",
+            "context", "prompt", "batch",
+        )  # fmt: skip
+        for name in positive:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}", field=name)
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(
+                "gpu_memory_utilization must be above 0 and at most 1",
+                field="gpu_memory_utilization",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """One ideal decode step of `batch` requests at the asked context, on each device."""
+
+    batch: int
+    weight_bytes: int
+    kv_bytes: int
+    tpot_s: float
+    bound: str  # "memory" or "compute"
+
+    @property
+    def bytes_read(self) -> int:
+        return self.weight_bytes + self.kv_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """All numbers; None where the machine was not told. Bytes and seconds; memory is per device."""
+
+    model_type: str
+    note: str
+    parameters: int
+    active_parameters: int
+    dtype: str
+    quantization: str | None
+    lm_head_quantization: str | None
+    kv_cache_dtype: str
+    tensor_parallel_size: int
+    weight_bytes: int
+    stored_bytes: int | None  # in the checkpoint's files, where there are any
+    kv_bytes_per_token: int
+    block_size: int
+    block_bytes: int
+    context: int
+    prompt: int
+    activation_bytes: int
+    kv_bytes: int | None = None  # what memory leaves for KV
+    num_blocks: int | None = None
+    kv_tokens: int | None = None
+    concurrency: int | None = None  # requests of `context` tokens that fit at once
+    ttft_s: float | None = None
+    decode: tuple[Decode, ...] = ()
+    mbu: float | None = None
+    draft_weight_bytes: int = 0
+    draft_kv_bytes_per_token: int = 0
+    refused: str | None = None  # why Baton would not serve it so
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """How weights and KV are stored."""
+
+    dtype: str
+    stored: StoredWeights | None
+    kv_dtype: str
+    head: StoredWeights | None = None
+
+    def held_bytes(self, shape: ModelShape) -> int:
+        """Of all parameters; the rounded head of tied embeddings is a copy beside them."""
+        replaced = 0 if shape.tied else shape.embedding
+        return int(self._plain_head(shape, shape.parameters) + self._head(shape, replaced))
+
+    def read_bytes(self, shape: ModelShape) -> int:
+        """Of all that a step reads if it meets every expert."""
+        read = self._plain_head(shape, shape.read_parameters)
+        return int(read + self._head(shape, shape.embedding))
+
+    def _plain_head(self, shape: ModelShape, parameters: int) -> float:
+        """`parameters` of the model, of which all of its matrices may be narrow."""
+        plain = WEIGHT_BYTES[self.dtype]
+        if self.stored is None:
+            return parameters * plain
+        narrow = min(shape.matrices, parameters)
+        return (parameters - narrow) * plain + narrow * self.stored.bytes_per_weight
+
+    def _head(self, shape: ModelShape, replaced: int) -> float:
+        """What rounding the head adds, instead of `replaced` plain numbers."""
+        if self.head is None:
+            return 0.0
+        rounded = shape.embedding * self.head.bytes_per_weight
+        return rounded - replaced * WEIGHT_BYTES[self.dtype]
+
+
+def estimate(
+    shape: ModelShape,
+    options: EstimateOptions,
+    stored_bytes: int | None = None,
+    draft: ModelShape | None = None,
+) -> Estimate:
+    """All that can be said. `stored_bytes`: of the checkpoint's files, passed on. `draft`: a draft
+    model beside it; it takes memory, the times are those of decoding without it.
+
+    Raises ConfigError for bad units, and when the memory cannot even hold the weights.
+    """
+    tp = options.tensor_parallel_size
+    precision = _precision(shape, options)
+    specs = [_per_device(spec, tp) for spec in shape.layers]
+    token_bytes = _token_bytes(shape, precision, tp)
+    drafts = _Drafts() if draft is None else _drafts(draft, options)
+    longest = shape.max_positions
+    context = options.context or _cut(DEFAULT_CONTEXT, longest)
+    kv_bytes = num_blocks = concurrency = None
+    weight_bytes = precision.held_bytes(shape) // tp
+    activations = _activation_bytes(shape, options, precision)
+    groups = group_layers(specs, precision.kv_dtype)
+    block_bytes = groups.page_bytes(options.block_size, precision.kv_dtype)
+    if options.memory is not None:
+        activations = max(activations, drafts.activations)
+        kv_bytes = _kv_memory(options, weight_bytes, activations, drafts.weights)
+        # Each token of the model's KV has one in the draft's.
+        both = block_bytes + drafts.token * options.block_size // groups.num_groups
+        num_blocks = _num_blocks(kv_bytes, both, MIN_BLOCKS * groups.num_groups)
+        concurrency = num_blocks // groups.blocks_held(context, options.block_size)
+    result = Estimate(
+        model_type=shape.model_type,
+        note=shape.note,
+        parameters=shape.parameters,
+        active_parameters=shape.active_parameters,
+        dtype=precision.dtype,
+        quantization=precision.stored.method if precision.stored else None,
+        lm_head_quantization=precision.head.method if precision.head else None,
+        kv_cache_dtype=precision.kv_dtype,
+        tensor_parallel_size=tp,
+        weight_bytes=weight_bytes,
+        stored_bytes=stored_bytes,
+        kv_bytes_per_token=token_bytes,
+        block_size=options.block_size,
+        block_bytes=block_bytes,
+        context=context,
+        prompt=options.prompt or _cut(DEFAULT_PROMPT, longest),
+        activation_bytes=activations,
+        kv_bytes=kv_bytes,
+        num_blocks=num_blocks,
+        kv_tokens=None
+        if num_blocks is None
+        else num_blocks // groups.num_groups * options.block_size,
+        concurrency=concurrency,
+        draft_weight_bytes=drafts.weights,
+        draft_kv_bytes_per_token=drafts.token,
+    )
+    return _with_times(result, shape, options, precision)
+
+
+def _with_times(
+    result: Estimate, shape: ModelShape, options: EstimateOptions, precision: Precision
+) -> Estimate:
+    tp = result.tensor_parallel_size
+    fields: dict[str, Any] = {}
+    flops = None if options.flops is None else parse_rate(options.flops, "flops")
+    if flops is not None:
+        fields["ttft_s"] = result.prompt * 2 * shape.active_parameters / (flops * tp)
+    if options.bandwidth is not None:
+        bandwidth = parse_rate(options.bandwidth, "bandwidth")
+        batches = sorted({options.batch, min(result.concurrency or 1, options.max_num_seqs) or 1})
+        fields["decode"] = tuple(
+            _decode(shape, precision, result, batch, (bandwidth, flops)) for batch in batches
+        )
+        if options.measured_tpot is not None:
+            step = next(each for each in fields["decode"] if each.batch == options.batch)
+            seconds = parse_seconds(options.measured_tpot, "measured_tpot")
+            fields["mbu"] = step.bytes_read / (seconds * bandwidth)
+    return replace(result, **fields)
+
+
+def _decode(
+    shape: ModelShape,
+    precision: Precision,
+    result: Estimate,
+    batch: int,
+    rates: tuple[float, float | None],
+) -> Decode:
+    """`rates`: bandwidth in bytes per second, FLOP/s if known; both of one device."""
+    tp = result.tensor_parallel_size
+    met = shape.read_parameters
+    if shape.experts is not None:
+        missed = 1 - shape.experts.share_met(batch)
+        met -= int(shape.experts.parameters * missed)
+    weight_bytes = _read_bytes(shape, precision, met) // tp
+    kv_bytes = batch * sum(
+        min(result.context, spec.window or result.context)
+        * kv_token_bytes(_per_device(spec, tp), precision.kv_dtype)
+        for spec in shape.layers
+    )
+    bandwidth, flops = rates
+    reading = (weight_bytes + kv_bytes) / bandwidth
+    computing = 0.0 if flops is None else batch * 2 * shape.active_parameters / (flops * tp)
+    bound = "memory" if reading >= computing else "compute"
+    return Decode(batch, weight_bytes, kv_bytes, max(reading, computing), bound)
+
+
+def _read_bytes(shape: ModelShape, precision: Precision, met: int) -> int:
+    """Bytes of the `met` parameters: the others, not met, are matrices of experts."""
+    everything = precision.read_bytes(shape)
+    missed = shape.read_parameters - met
+    stored = precision.stored
+    each = WEIGHT_BYTES[precision.dtype] if stored is None else stored.bytes_per_weight
+    return everything - int(missed * each)
+
+
+# ---- parts ----
+
+
+def kv_token_bytes(spec: LayerSpec, dtype: str) -> int:
+    """Bytes of one token in one layer, scales of int8 included."""
+    return spec.token_bytes(dtype) + spec.scale_bytes(dtype)
+
+
+def _token_bytes(shape: ModelShape, precision: Precision, tp: int) -> int:
+    specs = (_per_device(spec, tp) for spec in shape.layers)
+    return sum(kv_token_bytes(spec, precision.kv_dtype) for spec in specs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Drafts:
+    """What a draft model takes on each device: bytes of weights, of KV per token, at its peak."""
+
+    weights: int = 0
+    token: int = 0
+    activations: int = 0
+
+
+def _drafts(shape: ModelShape, options: EstimateOptions) -> _Drafts:
+    tp = options.tensor_parallel_size
+    precision = _precision(shape, options)
+    return _Drafts(
+        precision.held_bytes(shape) // tp,
+        _token_bytes(shape, precision, tp),
+        _activation_bytes(shape, options, precision),
+    )
+
+
+def _per_device(spec: LayerSpec, tp: int) -> LayerSpec:
+    """A rank's slice of heads; a latent, and heads fewer than ranks, are held by every rank."""
+    return LayerSpec(-(-spec.kv_heads // tp), spec.k_dim, spec.v_dim, spec.window, spec.kind)
+
+
+def _precision(shape: ModelShape, options: EstimateOptions) -> Precision:
+    dtype = shape.dtype if options.dtype == "auto" else options.dtype
+    if dtype not in WEIGHT_BYTES:
+        raise ConfigError(f"weights of dtype {dtype} are not known: set --dtype", field="dtype")
+    stored = shape.stored
+    if options.quantization != "none":
+        stored = QUANTIZED[options.quantization]
+    kv_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+    head = head_quantization(options.lm_head_quantization, options.quantization)
+    return Precision(dtype, stored, kv_dtype, QUANTIZED.get(head))
+
+
+def _activation_bytes(shape: ModelShape, options: EstimateOptions, precision: Precision) -> int:
+    """A guess at the peak of a full step: hidden states and the widest layer for every token,
+    logits and the sampler's copies for every request. A real start measures it (memory.py)."""
+    per_token = 4 * shape.hidden_size + shape.widest // options.tensor_parallel_size
+    steps = options.max_num_batched_tokens * per_token * WEIGHT_BYTES[precision.dtype]
+    logits = options.max_num_seqs * shape.vocab_size * WEIGHT_BYTES["float32"]
+    return int(steps + 3 * logits)
+
+
+def _kv_memory(options: EstimateOptions, weight_bytes: int, activations: int, drafts: int) -> int:
+    """`drafts`: bytes of a draft model's weights."""
+    total = parse_bytes(options.memory or "", field="memory")
+    share = int(options.gpu_memory_utilization * total)
+    left = share - weight_bytes - drafts - activations
+    if left <= 0:
+        draft = f", {_gb(drafts)} of the draft model's" if drafts else ""
+        raise ConfigError(
+            f"nothing is left for KV: {options.gpu_memory_utilization:g} x {options.memory} is "
+            f"{_gb(share)}; {_gb(weight_bytes)} of weights{draft} and about {_gb(activations)} of "
+            f"activations leave {_gb(left)}; "
+            "quantize, or raise tensor_parallel_size",
+            field="memory",
+        )
+    return left
+
+
+def _num_blocks(kv_bytes: int, block_bytes: int, least: int) -> int:
+    """Raises ConfigError for fewer than the `least` that serving takes."""
+    if kv_bytes < least * block_bytes:
+        raise ConfigError(
+            f"{_gb(kv_bytes)} are left for KV, less than the {least} blocks of {block_bytes:,} "
+            "bytes that serving takes",
+            field="memory",
+        )
+    return kv_bytes // block_bytes
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB"
+
+
+def _cut(length: int, longest: int | None) -> int:
+    return length if longest is None else min(length, longest)
+
+
+def parse_rate(text: str, field: str) -> float:
+    """Units per second of "3.3TB/s", "900 GB/s", "990T", "1.98PFLOPS". Raises ConfigError."""
+    match = re.fullmatch(
+        r"\s*(\d+(?:\.\d+)?)\s*([KMGTPE]?)(i?)\s*(?:(?:B|FLOPS?|FLOP)?(?:/s)?)\s*",
+        text,
+        re.IGNORECASE,
+    )
+    if match is None:
+        example = "3.3TB/s" if field == "bandwidth" else "990T"
+        raise ConfigError(f"{field}: {text!r} is not a rate such as {example}", field=field)
+    number, prefix, binary = match.group(1), match.group(2).upper(), bool(match.group(3))
+    power = _PREFIXES[prefix]
+    if binary:
+        power = 1024.0 ** list(_PREFIXES).index(prefix)
+    rate = float(number) * power
+    if rate <= 0:
+        raise ConfigError(f"{field} must be above 0", field=field)
+    return rate
+
+
+def parse_seconds(text: str, field: str) -> float:
+    """Seconds of "12ms", "0.5 s", "800us". Raises ConfigError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|ms|us)\s*", text)
+    if match is None or float(match.group(1)) <= 0:
+        raise ConfigError(f"{field}: {text!r} is not a time such as 12ms", field=field)
+    return float(match.group(1)) * {"s": 1.0, "ms": 1e-3, "us": 1e-6}[match.group(2)]

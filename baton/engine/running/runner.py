@@ -1,0 +1,239 @@
+"""ModelRunner: one engine step: flatten the chunks, run the model, sample where asked.
+
+Only rows that are asked about meet the vocabulary, the widest product of the model:
+
+    rows of a chunk     k k k k | k d d d        k known tokens, d drafts (num_drafts = 3)
+    sampled rows                  ^ ^ ^ ^        one draw for each of position .. position + 3
+    prompt logprobs     ^ ^ ^ ^                  rows that predict a prompt token, in slabs
+
+A draw after a draft is the draw that plain decoding would make if the draft stands: same noise,
+same history. So the accepted tokens are plain decoding's own, whatever was proposed.
+Synchronous; owned by the engine thread. It keeps no state between steps beyond the pool's KV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from baton.engine.loading.loading import LoadedModel
+from baton.engine.running import masks
+from baton.engine.running.attention_choice import choose_attention
+from baton.engine.running.cuda_graphs import choose_graphs
+from baton.engine.sampling import logprobs, penalties
+from baton.engine.sampling.sampler import Draw, prepare, sample
+from baton.engine.state.attention import KVViews
+from baton.engine.state.batch import Span, Step, flatten
+from baton.engine.state.interface import ChunkResult, Sampled, SequenceChunk
+from baton.protocol.events import TokenLogprob
+
+PROMPT_SLAB_ELEMENTS: Final = 1 << 23  # logits of prompt rows at once: 32 MiB
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A chunk that samples: draws [first, first + len(draws)) of the step, one per row."""
+
+    chunk: SequenceChunk
+    first: int
+    draws: tuple[Draw, ...]
+
+    @property
+    def drafts(self) -> Sequence[int]:
+        """The proposals among the chunk's tokens; draw i tells whether drafts[i] stands."""
+        chunk = self.chunk
+        return chunk.token_ids[len(chunk.token_ids) - chunk.num_drafts :]
+
+
+class ModelRunner:
+    """Implements interface.Runner over a loaded model and the pool's KV views."""
+
+    def __init__(self, loaded: LoadedModel, pool: KVViews) -> None:
+        self._loaded = loaded
+        self._attention = choose_attention(loaded, pool)
+        self._block_size = pool.layer(0)[0].shape[1]
+        self._graphs = choose_graphs(loaded, self._attention, self._block_size)
+        prepare(loaded.device)
+
+    @torch.inference_mode()
+    def run(
+        self, chunks: Sequence[SequenceChunk], on_layer: Callable[[int], None] | None = None
+    ) -> list[ChunkResult]:
+        """See interface.Runner.run."""
+        if not chunks:
+            return []
+        step = flatten(chunks, self._attention, self._block_size, self._loaded.device, on_layer)
+        hidden = self._forward(step)
+        sampled = self._sample(chunks, step.batch.spans, hidden)
+        prompts = self._prompt_logprobs(chunks, step.batch.spans, hidden)
+        return [
+            ChunkResult(sampled.get(index), prompts.get(index, ())) for index in range(len(chunks))
+        ]
+
+    def _forward(self, step: Step) -> Tensor:
+        """Hidden states [T, H], from a recorded step where one fits."""
+        hidden = None if self._graphs is None else self._graphs.forward(step)
+        if hidden is None:
+            hidden = self._loaded.forward(step.token_ids, step.positions, step.batch)
+        return hidden
+
+    def _sample(
+        self, chunks: Sequence[SequenceChunk], spans: Sequence[Span], hidden: Tensor
+    ) -> dict[int, Sampled]:
+        """What each sampling chunk yields, by its index."""
+        rows: list[int] = []
+        asked: dict[int, Asked] = {}
+        for index, chunk in enumerate(chunks):
+            if chunk.sample is None:
+                continue
+            draws = draws_of(chunk)
+            end = spans[index].first_row + spans[index].num_rows
+            asked[index] = Asked(chunk, len(rows), draws)
+            rows.extend([end - 1] * len(draws) if chunk.fan_out else range(end - len(draws), end))
+        if not asked:
+            return {}
+        if rows != list(range(hidden.shape[0])):
+            hidden = _rows(hidden, rows)
+        outcomes = choose(
+            self._loaded.logits(hidden), list(asked.values()), self._loaded.info.eos_token_ids
+        )
+        return dict(zip(asked, outcomes, strict=True))
+
+    def _prompt_logprobs(
+        self, chunks: Sequence[SequenceChunk], spans: Sequence[Span], hidden: Tensor
+    ) -> dict[int, tuple[tuple[TokenLogprob, ...], ...]]:
+        """Log probabilities of the prompt tokens that the chunks' rows predict, by chunk index."""
+        rows: list[int] = []
+        tokens: list[int] = []
+        counts: list[int] = []
+        shares: dict[int, slice] = {}
+        for index, chunk in enumerate(chunks):
+            if chunk.prompt_logprobs is None:
+                continue
+            # Row r predicts token start + r + 1; the last prompt token predicts no prompt token.
+            stop = min(chunk.start + spans[index].num_rows, chunk.num_prompt - 1)
+            count = max(0, stop - chunk.start)
+            shares[index] = slice(len(rows), len(rows) + count)
+            first = spans[index].first_row
+            rows.extend(range(first, first + count))
+            tokens.extend(chunk.history[chunk.start + 1 : chunk.start + 1 + count])
+            counts.extend([chunk.prompt_logprobs] * count)
+        told: list[tuple[TokenLogprob, ...]] = []
+        rows_at_once = max(1, PROMPT_SLAB_ELEMENTS // self._loaded.info.vocab_size)
+        for at in range(0, len(rows), rows_at_once):
+            slab = slice(at, at + rows_at_once)
+            logits = self._loaded.logits(_rows(hidden, rows[slab]))
+            told.extend(logprobs.tell(logits, tokens[slab], counts[slab]))
+        return {index: tuple(told[share]) for index, share in shares.items()}
+
+
+def choose(logits: Tensor, asked: Sequence[Asked], eos_token_ids: Sequence[int]) -> list[Sampled]:
+    """What each of `asked` yields, given the logits [rows of all, vocab] float32.
+
+    Mutates the rows of logits whose draws alter them. Raises InternalError for logits that are not
+    numbers.
+    """
+    draws = [draw for one in asked for draw in one.draws]
+    # Told of raw logits, but which rows stand is known once tokens are chosen: so copies are kept.
+    kept = [row for row, draw in enumerate(draws) if draw.params.logprobs is not None]
+    raw = _rows(logits, kept)
+    for one in asked:
+        if one.chunk.num_candidates:
+            # Before what follows, as transformers' beam search does: scores of beams that differ
+            # in what they may not say stay comparable.
+            logits[one.first] = logits[one.first].log_softmax(-1)
+    masks.apply(logits, asked)
+    penalties.apply(logits, draws, eos_token_ids)
+    branches = _branches(logits, asked)
+    drawn = [row for row in range(len(draws)) if row not in branches]
+    remaining = _rows(logits, drawn) if branches else logits
+    tokens = sample(remaining, [draws[row] for row in drawn]) if drawn else []
+    by_row = dict(zip(drawn, tokens, strict=True))
+    standing = {one.first: _accepted(one, by_row) for one in asked if one.first in by_row}
+    told = _told(raw, kept, draws, standing)
+    outcomes: list[Sampled] = []
+    for one in asked:
+        if one.first in branches:
+            outcomes.append(Sampled((), candidates=branches[one.first]))
+            continue
+        accepted = standing[one.first]
+        rows = range(one.first, one.first + len(accepted))
+        outcomes.append(Sampled(accepted, tuple(told[row] for row in rows if row in told)))
+    return outcomes
+
+
+def draws_of(chunk: SequenceChunk) -> tuple[Draw, ...]:
+    """The draws of a chunk that samples: one, and one more after each draft, or one per sample that
+    fans out from here."""
+    params = chunk.sample
+    assert params is not None
+    first = Draw(
+        params, chunk.sample_index, chunk.position, chunk.history, chunk.num_prompt,
+        occurrences=chunk.occurrences,
+    )  # fmt: skip
+    if chunk.fan_out:
+        return tuple(replace(first, sample_index=sample) for sample in chunk.fan_out)
+    if not chunk.num_drafts:
+        return (first,)
+    drafts = chunk.token_ids[len(chunk.token_ids) - chunk.num_drafts :]
+    later = (
+        replace(first, position=chunk.position + i, ahead=drafts[:i] if params.remembers else ())
+        for i in range(1, len(drafts) + 1)
+    )
+    return (first, *later)
+
+
+def _accepted(one: Asked, tokens: Mapping[int, int]) -> tuple[int, ...]:
+    """The tokens that plain decoding would have drawn: up to the first that is not the draft."""
+    if one.chunk.fan_out:
+        return tuple(tokens[one.first + index] for index in range(len(one.draws)))
+    accepted: list[int] = []
+    for row, draft in enumerate(one.drafts, start=one.first):
+        accepted.append(tokens[row])
+        if tokens[row] != draft:
+            return tuple(accepted)
+    return (*accepted, tokens[one.first + len(one.drafts)])
+
+
+def _branches(logits: Tensor, asked: Sequence[Asked]) -> dict[int, tuple[TokenLogprob, ...]]:
+    """The candidates of each row that belongs to a beam."""
+    beams = [one for one in asked if one.chunk.num_candidates]
+    if not beams:
+        return {}
+    rows = _rows(logits, [one.first for one in beams])
+    best = logprobs.candidates(rows, [one.chunk.num_candidates for one in beams])
+    return {one.first: row for one, row in zip(beams, best, strict=True)}
+
+
+def _told(
+    raw: Tensor,
+    kept: Sequence[int],
+    draws: Sequence[Draw],
+    standing: Mapping[int, tuple[int, ...]],
+) -> dict[int, tuple[TokenLogprob, ...]]:
+    """Log probabilities by row, for the rows of `kept` (their logits are `raw`) that stand."""
+    tokens = {
+        first + i: token for first, accepted in standing.items() for i, token in enumerate(accepted)
+    }
+    places = [place for place, row in enumerate(kept) if row in tokens]
+    if not places:
+        return {}
+    rows = [kept[place] for place in places]
+    counts = [draws[row].params.logprobs or 0 for row in rows]
+    best = logprobs.tell(_rows(raw, places), [tokens[row] for row in rows], counts)
+    told = dict(zip(rows, best, strict=True))
+    for row, place in zip(rows, places, strict=True):
+        if ids := draws[row].params.logprob_token_ids:
+            told[row] = logprobs.tell_of(raw[place], tokens[row], ids)
+    return told
+
+
+def _rows(tensor: Tensor, rows: Sequence[int]) -> Tensor:
+    """Some rows of a tensor: a copy of them, also of none."""
+    if not rows:
+        return tensor[:0]
+    return tensor[torch.tensor(rows, dtype=torch.int64, device=tensor.device)]

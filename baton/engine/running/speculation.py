@@ -1,0 +1,113 @@
+"""Speculation: who guesses, and asking them within the step's budget. What drafts may touch is
+decided by the scheduler (blocks), whether they stand by the runner (the target's own samples).
+
+Drafts change no output: a draft is accepted iff it equals the token that the target samples there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from baton.engine.config import EngineConfig
+from baton.engine.memory.layer_groups import group_layers
+from baton.engine.sampling.proposer import DraftAsk, NgramProposer, Proposer
+from baton.engine.state.interface import ModelInfo
+from baton.engine.state.sequence import SequenceState
+from baton.protocol.errors import ConfigError
+
+if TYPE_CHECKING:  # lazy at run time, see load_draft()
+    from baton.engine.loading.loading import LoadedModel
+
+log = logging.getLogger(__name__)
+
+
+class Drafter:
+    """At most `num_tokens` drafts per sequence and step, from `proposer`."""
+
+    def __init__(self, proposer: Proposer, num_tokens: int) -> None:
+        self._proposer = proposer
+        self._num_tokens = num_tokens
+
+    def propose(
+        self, sequences: Sequence[SequenceState], budget: int
+    ) -> list[tuple[SequenceState, list[int]]]:
+        """Drafts for `sequences`, `budget` tokens in all,
+        the first ones first; never empty ones."""
+        asks: list[tuple[SequenceState, DraftAsk]] = []
+        for sequence in sequences:
+            params = sequence.request.params
+            if sequence.exact_chunk is not None:
+                continue  # drafts would change the shape in which what follows is computed
+            # The last token of an output needs no successor.
+            room = params.max_tokens - sequence.num_outputs - 1
+            count = min(self._num_tokens, room, budget)
+            if count <= 0:
+                continue
+            budget -= count
+            ask = DraftAsk(
+                sequence.request.id, sequence.tokens, count, params, sequence.num_outputs,
+                sequence.sample_index,
+            )  # fmt: skip
+            asks.append((sequence, ask))
+        drafts = self._proposer.propose([ask for _, ask in asks]) if asks else []
+        cut = (
+            (sequence, sequence.possible(draft[: ask.max_drafts]))
+            for (sequence, ask), draft in zip(asks, drafts, strict=True)
+        )
+        return [(sequence, draft) for sequence, draft in cut if draft]
+
+    def forget(self, request_id: str) -> None:
+        self._proposer.forget(request_id)
+
+
+def load_draft(config: EngineConfig) -> LoadedModel | None:
+    """The configured draft model; None if nobody, or the n-grams of the text, guess.
+
+    Before the pools are sized: its weights take of the same memory. Raises ModelRefused or
+    ConfigError as loading.load_model does.
+    """
+    if config.speculative_method != "draft" or config.speculative_model is None:
+        return None
+    # Lazy: engines over other runners never need model code.
+    from baton.engine.loading.loading import load_model
+
+    return load_model(
+        replace(
+            config,
+            model=config.speculative_model,
+            served_model_name=(),
+            max_model_len=None,
+            lora_modules=(),
+            tensor_parallel_size=1,  # small: the leader alone runs it
+            speculative_method="none",
+            speculative_model=None,
+        )
+    )
+
+
+def load_proposer(
+    config: EngineConfig, target: ModelInfo, draft: LoadedModel | None = None
+) -> Proposer | None:
+    """The configured proposer for `target`; None without speculation. `config` is resolved;
+    `draft` is what load_draft gave.
+
+    Raises ConfigError for a draft model that does not fit the target.
+    """
+    if config.speculative_method == "none":
+        return None
+    if config.speculative_method == "ngram":
+        return NgramProposer()
+    # Lazy: only this method needs a second model.
+    from baton.engine.running.draft import DraftModelProposer
+
+    if draft is None or config.num_kv_blocks is None or config.block_size is None:
+        raise ConfigError("a draft model is not configured", field="speculative_model")
+    num_groups = group_layers(target.layers, target.kv_dtype).num_groups
+    pool_tokens = config.num_kv_blocks // num_groups * config.block_size
+    log.info("draft model %s guesses for %s", draft.info.name, target.name)
+    return DraftModelProposer(
+        draft, target, pool_tokens, config.block_size, config.max_num_batched_tokens
+    )

@@ -1,0 +1,117 @@
+"""A rank other than the leader: a process that runs its share of whatever the leader tells.
+
+`python -m baton.engine.running.worker SOCKET MEMORY` (two inherited descriptors): started
+by ranks.py, never by hand. Its life: SETUP -> weights -> LOADED -> POOL -> meets the others ->
+READY -> FORWARD and LOGITS in turn, until the socket closes. Signals are the leader's business: it
+drains, and these end with it. It keeps no state beyond KV and the last forward's hidden states.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from baton.engine.config import EngineConfig
+from baton.engine.loading.loading import LoadedModel, load_model
+from baton.engine.parallel.group import RankGroup
+from baton.engine.parallel.messages import ALL_ROWS, Gone, Kind, Link, decode_step
+from baton.engine.parallel.pool import SharedMemory
+from baton.engine.parallel.ranks import store
+from baton.engine.running.attention_choice import choose_attention
+from baton.engine.state.attention import Attention
+from baton.engine.state.place import RankPlace
+from baton.protocol.errors import ConfigError, InternalError
+from baton.runtime import log as logs
+from baton.runtime.cores import pin_process
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """A loaded share of the model, ready to follow."""
+
+    link: Link
+    group: RankGroup
+    loaded: LoadedModel
+    attention: Attention
+
+    @torch.inference_mode()
+    def follow(self) -> None:
+        """Do as the leader does, until it is Gone."""
+        last: torch.Tensor | None = None
+        adapters = self.loaded.info.adapters
+        while True:
+            kind, body = self.link.receive()
+            if kind is Kind.FORWARD:
+                step = decode_step(body, self.attention, self.loaded.device, adapters)
+                last = self.loaded.forward(step.token_ids, step.positions, step.batch)
+            elif kind is Kind.LOGITS and last is not None:
+                hidden = last
+                if body != ALL_ROWS:
+                    count = int.from_bytes(body, "little")
+                    hidden = self.group.broadcast(last.new_empty(count, last.shape[1]))
+                self.loaded.logits(hidden)
+            else:
+                raise InternalError(f"{kind.name} is not for a rank that follows")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns the exit status: 0 when the leader has gone."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    link = Link(socket.socket(fileno=int(arguments[0])))
+    rank = 0
+    try:
+        _, setup = link.expect(Kind.SETUP)
+        rank = int(setup["rank"])
+        logs.setup(f"rank {rank}", setup["log_level"])
+        if setup["cores"]:
+            pin_process(tuple(setup["cores"]))
+        torch.set_num_threads(setup["threads"])
+        join(link, int(arguments[1]), setup).follow()
+    except Gone:
+        log.info("the leader has gone: rank %d ends", rank)
+        return 0
+    except Exception:
+        log.exception("rank %d failed", rank)
+        return 1
+    return 0
+
+
+def join(link: Link, memory: int, setup: dict[str, Any]) -> Rank:
+    """Load this rank's share and meet the others. `setup`: what SETUP said; `memory` is closed.
+
+    Raises ConfigError as load_model does, Gone, InternalError."""
+    values: dict[str, Any] = setup["config"]
+    values["lora_modules"] = tuple(values["lora_modules"])
+    config = EngineConfig(**values)
+    place = RankPlace(setup["rank"], config.tensor_parallel_size)
+    group = RankGroup(place, "gloo", setup["deadline_s"])
+    try:
+        loaded = load_model(config, group)
+    except ConfigError as error:
+        link.tell(Kind.FAILED, {"message": error.message, "field": error.field})
+        raise
+    link.send(Kind.LOADED)
+    _, pool = link.expect(Kind.POOL)
+    info = loaded.info
+    blocks = (pool["num_blocks"], pool["block_size"])
+    shared = SharedMemory(memory, place, blocks, info.layers, info.kv_dtype)
+    os.close(memory)
+    attention = choose_attention(loaded, shared.arena(place.rank))
+    group.connect(store(setup["directory"], place.size))
+    link.send(Kind.READY)
+    return Rank(link, group, loaded, attention)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

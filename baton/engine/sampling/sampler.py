@@ -1,0 +1,417 @@
+"""The sampler: a token per row, a pure function of (logits, params, seed, sample, position).
+
+Not here: what changes logits before a token is chosen (penalties.py), what is told about it
+afterwards (logprobs.py), which rows are sampled (runner.py).
+
+There is no RNG state. The noise of a token is a hash of (seed, sample, position, vocabulary id),
+and the token with the highest logit / temperature + Gumbel noise wins: exactly a draw from the
+softmax. Rows share tensors but no decision: a row's token never depends on its batch mates.
+
+    greedy rows     highest logit, lowest id on ties
+    whole rows      no filter: noise for the whole vocabulary, approximate, then exact for finalists
+                    (on a CPU in one compiled pass where there is one: kernels/cpu/sampling.h)
+    filtered rows   temperature, then min-p, top-k, top-p; noise for the survivors only
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from baton.engine.kernels.cpu.library import kernels
+from baton.engine.kernels.cpu.sampling import SamplingKernels
+from baton.engine.kernels.gpu.support import triton_serves
+from baton.engine.kernels.noise import BITS, FINALIST_MARGIN, GOLDEN, MULTIPLIERS
+from baton.engine.state.occurrences import Occurrences
+from baton.protocol.errors import InternalError
+from baton.protocol.sampling import SamplingParams
+
+# Below this a softmax is a maximum (vLLM's _SAMPLING_EPS); division would leave float32's range.
+GREEDY_TEMPERATURE: Final = 1e-5
+# Filtered rows look at so many top logits, then at more, before they sort a whole vocabulary.
+CANDIDATES: Final = (128, 2048)
+SLAB_ELEMENTS: Final = 1 << 18  # logits handled at once: 2 MiB of hashes, stays in the caches
+
+_MASK: Final = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Which token of which sample is drawn, and how. `position` = absolute index in the output.
+
+    `history` holds the known tokens before it, prompt first (`num_prompt` of them), `ahead` the
+    drafts between them and this one; only a draw that `remembers` needs either. `occurrences`: what
+    was counted of `history` at earlier steps, if its owner keeps it.
+    """
+
+    params: SamplingParams
+    sample_index: int
+    position: int
+    history: Sequence[int] = ()
+    num_prompt: int = 0
+    ahead: Sequence[int] = ()
+    occurrences: Occurrences | None = None
+
+    @property
+    def greedy(self) -> bool:
+        """Whether no noise is involved."""
+        return self.params.temperature < GREEDY_TEMPERATURE
+
+    def filtered(self, vocab_size: int) -> bool:
+        """Whether some of the vocabulary is ruled out."""
+        p = self.params
+        return 0 < p.top_k < vocab_size or p.top_p < 1.0 or p.min_p > 0.0
+
+    @property
+    def altered(self) -> bool:
+        """Whether the logits change before a token is chosen: see penalties.py."""
+        p = self.params
+        return p.remembers or bool(p.logit_bias) or self.position < p.min_tokens
+
+    @property
+    def key(self) -> int:
+        """The 64-bit start of this draw's noise stream."""
+        seed = self.params.seed
+        assert seed is not None, "the front door draws the seed"
+        mixed = _mix_int(seed)
+        for part in (self.sample_index, self.position):
+            mixed = _mix_int((mixed ^ part) + GOLDEN)
+        return mixed
+
+
+def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
+    """logits [N, vocab] float32 and one draw per row -> N token ids.
+
+    Raises InternalError if a row holds NaN or +inf, or nothing but -inf.
+    """
+    return _sample(logits, draws, _kernels(logits))
+
+
+def sample_plainly(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
+    """The same tokens by torch alone: the compiled kernels' twin."""
+    return _sample(logits, draws, None)
+
+
+def prepare(device: torch.device) -> None:
+    """Compile what sampling on `device` will use, if it is not there yet."""
+    if device.type == "cpu":
+        kernels()
+
+
+def _sample(logits: Tensor, draws: Sequence[Draw], compiled: SamplingKernels | None) -> list[int]:
+    vocab_size = logits.shape[1]
+    noisy = [row for row, draw in enumerate(draws) if not draw.greedy]
+    if compiled is None:
+        highest = logits.amax(-1)
+        tokens = [0] * len(draws) if len(noisy) == len(draws) else _argmax(logits)
+    else:
+        highest, ids = compiled.highest(logits)
+        tokens = ids.tolist()
+    _require_finite(highest)
+    filtered = [row for row in noisy if draws[row].filtered(vocab_size)]
+    whole = [row for row in noisy if not draws[row].filtered(vocab_size)]
+    if compiled is not None and noisy:
+        found = _compiled(compiled, logits, highest, draws, (whole, filtered))
+        for row, token in found.items():
+            tokens[row] = token
+        whole = [row for row in whole if row not in found]
+        filtered = [row for row in filtered if row not in found]
+    if whole and triton_serves(logits.device):
+        for row, token in zip(whole, _keyed_on_gpu(logits, whole, draws), strict=True):
+            tokens[row] = token
+        whole = []
+    rows_at_once = max(1, SLAB_ELEMENTS // vocab_size)
+    for kind, choose in ((whole, _choose_whole), (filtered, _choose_filtered)):
+        for at in range(0, len(kind), rows_at_once):
+            rows = kind[at : at + rows_at_once]
+            chosen = choose(logits[rows], [draws[row] for row in rows])
+            for row, token in zip(rows, chosen, strict=True):
+                tokens[row] = token
+    return tokens
+
+
+def _compiled(
+    compiled: SamplingKernels,
+    logits: Tensor,
+    highest: Tensor,
+    draws: Sequence[Draw],
+    kinds: tuple[Sequence[int], Sequence[int]],
+) -> dict[int, int]:
+    """Tokens by row, as far as the kernels can tell, of whole rows and of filtered ones."""
+    whole, filtered = kinds
+    found: dict[int, int | None] = {}
+    if whole:
+        every = len(whole) == len(draws)
+        won = compiled.race(
+            logits if every else logits[whole],
+            highest if every else highest[whole],
+            [draws[row].params.temperature for row in whole],
+            [draws[row].key for row in whole],
+        )
+        found.update(zip(whole, won, strict=True))
+    count = min(CANDIDATES, default=logits.shape[1])
+    if filtered and count < logits.shape[1]:
+        every = len(filtered) == len(draws)
+        asking = [draws[row] for row in filtered]
+        values, ids = compiled.top(logits if every else logits[filtered], count)
+        values = (values - highest[filtered, None]) / _temperatures(asking, logits.device)
+        mass = _masses(logits, highest, draws, filtered)
+        chosen = _choose_of(*_descending(values, ids), logits.shape[1], asking, mass)
+        for row, token, settled in zip(filtered, *chosen, strict=True):
+            found[row] = token if settled else None
+    return {row: token for row, token in found.items() if token is not None}
+
+
+def _masses(
+    logits: Tensor, highest: Tensor, draws: Sequence[Draw], rows: Sequence[int]
+) -> Tensor | None:
+    """What top-p shares out of each row, where it is not told by the candidates: [n, 1] float64."""
+    masses = torch.zeros(len(rows), 1, dtype=torch.float64)
+    needed = False
+    for index, row in enumerate(rows):
+        params = draws[row].params
+        if params.top_p < 1.0 and not 0 < params.top_k < logits.shape[1]:
+            needed = True
+            one = draws[row : row + 1]
+            scaled = (logits[row : row + 1] - highest[row]) / _temperatures(one, logits.device)
+            masses[index] = _mass(scaled, one)
+    return masses if needed else None
+
+
+def require_numbers(logits: Tensor) -> None:
+    """Raise InternalError if a row of logits holds NaN or +inf, or nothing but -inf."""
+    _require_finite(logits.amax(-1))
+
+
+def _require_finite(highest: Tensor) -> None:
+    # A NaN is its row's maximum. In Python: torch took ten times as long over so few.
+    if not all(map(math.isfinite, highest.tolist())):
+        raise InternalError("the model produced logits that are not numbers")
+
+
+def top(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` highest values of each row and their ids, descending; ties by ascending id.
+
+    Of equal values across the border, which ones are taken is not defined.
+    """
+    if count == scores.shape[1]:
+        values, ids = scores.sort(dim=-1, descending=True, stable=True)
+        return values, ids
+    return _descending(*scores.topk(count, dim=-1))
+
+
+def _descending(values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row by descending value, ties by ascending id."""
+    ids, by_id = ids.sort(-1)
+    values, by_value = values.gather(1, by_id).sort(dim=-1, descending=True, stable=True)
+    return values, ids.gather(1, by_value)
+
+
+def _kernels(logits: Tensor) -> SamplingKernels | None:
+    if logits.device.type != "cpu" or logits.dtype != torch.float32 or logits.stride(1) != 1:
+        return None
+    found = kernels()
+    return None if found is None else found.sampling
+
+
+def _argmax(logits: Tensor) -> list[int]:
+    """The lowest id of each row's maximum."""
+    if logits.device.type == "cpu":
+        # numpy's is vectorised, torch's is not: 32 x 152k took 0.4 ms against 2.6 ms on one core.
+        return logits.numpy().argmax(-1).tolist()
+    if triton_serves(logits.device):  # torch's takes any of equal ones there
+        from baton.engine.kernels.gpu import sampling  # imports triton
+
+        return sampling.greatest(logits)[1].tolist()
+    return logits.argmax(-1).tolist()
+
+
+def _keyed_on_gpu(logits: Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> list[int]:
+    """`_choose_whole` of some rows in one pass of a kernel."""
+    from baton.engine.kernels.gpu import sampling  # imports triton
+
+    mine, device = [draws[row] for row in rows], logits.device
+    if len(mine) < len(draws):
+        logits = logits[torch.tensor(rows, device=device)]
+    heat = torch.tensor([draw.params.temperature for draw in mine], device=device)
+    return sampling.keyed(logits, heat, _keys(mine, device).flatten()).tolist()
+
+
+def _scaled(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Logits over temperature with the row's maximum at 0: [n, vocab] float32."""
+    return (logits - logits.max(-1, keepdim=True).values) / _temperatures(draws, logits.device)
+
+
+def _temperatures(draws: Sequence[Draw], device: torch.device) -> Tensor:
+    """[n, 1] float32."""
+    degrees = [draw.params.temperature for draw in draws]
+    return torch.tensor(degrees, dtype=torch.float32, device=device)[:, None]
+
+
+def _choose_whole(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
+    """Gumbel-max over the whole vocabulary.
+
+    Float32 noise picks the finalists (about two per row), float64 noise decides: the same winner as
+    float64 throughout, at a fraction of its cost.
+    """
+    scaled = _scaled(logits, draws)
+    ids = torch.arange(logits.shape[1], device=logits.device)[None]
+    bits = _noise_bits(_keys(draws, logits.device), ids)
+    # -log(u) from 1 - u, which float32 holds to full relative precision where scores are high.
+    complement = ((1 << BITS) - bits).float().sub_(0.5).mul_(2.0**-BITS)
+    complement.clamp_(max=1 - 2.0**-24)
+    approximate = scaled - complement.neg_().log1p_().neg_().log_()
+    best = approximate.max(-1, keepdim=True).values
+    rows, columns = (approximate >= best - FINALIST_MARGIN).nonzero(as_tuple=True)
+    exact = scaled[rows, columns].double() + _gumbel(bits[rows, columns])
+    winners: list[tuple[float, int]] = [(-math.inf, 0)] * len(draws)
+    for row, token, score in zip(rows.tolist(), columns.tolist(), exact.tolist(), strict=True):
+        if score > winners[row][0]:
+            winners[row] = (score, token)
+    return [token for _, token in winners]
+
+
+def _choose_filtered(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
+    """Gumbel-max over the survivors of min-p, top-k and top-p."""
+    scaled = _scaled(logits, draws)
+    vocab_size = logits.shape[1]
+    tokens = [0] * len(draws)
+    rows = list(range(len(draws)))
+    for count in (*CANDIDATES, vocab_size):
+        if not rows:
+            break
+        chosen, settled = _choose_among(
+            scaled[rows], [draws[row] for row in rows], min(count, vocab_size)
+        )
+        for row, token in zip(rows, chosen, strict=True):
+            tokens[row] = token
+        rows = [row for row, done in zip(rows, settled, strict=True) if not done]
+    return tokens
+
+
+def _choose_among(
+    scaled: Tensor, draws: Sequence[Draw], num_candidates: int
+) -> tuple[list[int], list[bool]]:
+    """Draw among each row's top candidates; a row is settled if no survivor can lie beyond them."""
+    mass = _mass(scaled, draws) if any(draw.params.top_p < 1.0 for draw in draws) else None
+    return _choose_of(*top(scaled, num_candidates), scaled.shape[1], draws, mass)
+
+
+def _choose_of(
+    values: Tensor, ids: Tensor, vocab_size: int, draws: Sequence[Draw], mass: Tensor | None
+) -> tuple[list[int], list[bool]]:
+    """Draw among the survivors of each row's candidates (`values` over temperature, descending);
+    whether it is settled."""
+    num_candidates = values.shape[1]
+    num_kept, settled = _survivors(values, vocab_size, draws, mass)
+    width = int(num_kept.max())
+    values, ids = values[:, :width], ids[:, :width]
+    scores = values.double() + _gumbel(_noise_bits(_keys(draws, values.device), ids))
+    ranks = torch.arange(width, device=values.device)
+    scores.masked_fill_(ranks >= num_kept, -torch.inf)
+    tokens = ids.gather(1, scores.argmax(-1, keepdim=True)).squeeze(1).tolist()
+    everything = num_candidates == vocab_size
+    return tokens, [everything or done for done in settled.squeeze(1).tolist()]
+
+
+def _mass(scaled: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """What top-p shares out without top-k: the row above min-p's floor. [n, 1] float64."""
+    kept = scaled.exp()
+    if any(draw.params.min_p for draw in draws):
+        kept = torch.where(scaled >= _floor(draws, scaled), kept, 0.0)
+    return kept.sum(-1, keepdim=True, dtype=torch.float64)
+
+
+def _floor(draws: Sequence[Draw], like: Tensor) -> Tensor:
+    """p >= min_p * max(p), in logits: the maximum is at 0. [n, 1] float32."""
+    floors = [math.log(d.params.min_p) if d.params.min_p else -math.inf for d in draws]
+    return _column(floors, like).float()
+
+
+def _survivors(
+    values: Tensor, vocab_size: int, draws: Sequence[Draw], mass: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """How many leading `values` [n, candidates] pass the filters, and whether that is settled.
+
+    Both [n, 1], int64 (at least 1) and bool. Survivors are a prefix of the order. It is settled if
+    it ends above the lowest candidate (equal logits beyond could have had lower ids), and if the
+    mass that top-p shares out is known. `mass`: _mass, if a row without top-k has a top-p.
+    """
+    num_candidates = values.shape[1]
+    top_k = _column([d.params.top_k if d.params.top_k > 0 else vocab_size for d in draws], values)
+    top_p = _column([d.params.top_p for d in draws], values)
+    floor = _floor(draws, values)
+    ranks = torch.arange(num_candidates, device=values.device)
+    kept = (values >= floor) & (ranks < top_k)
+    count = kept.sum(-1, keepdim=True)
+    lowest = values[:, -1:]
+    if all(draw.params.top_p >= 1.0 for draw in draws):
+        return count, _settled(values, count, lowest)
+    weights = values.exp().double()
+    cumulative = weights.cumsum(-1)
+    # The mass that top-p cuts: what top-k left, else the whole row above min-p's floor.
+    total = cumulative.gather(1, count - 1)
+    if mass is not None:
+        total = torch.where(top_k < vocab_size, total, mass)
+    mass_known = (top_k >= vocab_size) | (top_k <= num_candidates) | (count < num_candidates)
+    nucleus = ((cumulative - weights) < top_p * total) | (top_p >= 1.0)
+    count = (kept & nucleus).sum(-1, keepdim=True)
+    return count, mass_known & _settled(values, count, lowest)
+
+
+def _settled(values: Tensor, count: Tensor, lowest: Tensor) -> Tensor:
+    """Whether nothing beyond the candidates can survive: [n, 1] bool. What is ruled out (-inf, as
+    by a grammar) never wins, so where candidates end in that, they are all there is."""
+    return (values.gather(1, count - 1) > lowest) | lowest.isneginf()
+
+
+def _column(numbers: Sequence[float], like: Tensor) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64, device=like.device)[:, None]
+
+
+def _keys(draws: Sequence[Draw], device: torch.device) -> Tensor:
+    """The draws' noise keys as [n, 1] int64 (two's complement)."""
+    signed = [draw.key - (1 << 64) if draw.key >> 63 else draw.key for draw in draws]
+    return torch.tensor(signed, dtype=torch.int64, device=device)[:, None]
+
+
+def _noise_bits(keys: Tensor, ids: Tensor) -> Tensor:
+    """52 random bits per (key [n, 1], vocabulary id [n or 1, m]): [n, m] int64 in [0, 2^52).
+
+    Counter-based: SplitMix64's output function at key + (id + 1) * golden ratio; int64 wraps
+    around. Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA
+    2014.
+    """
+    z = (ids + 1) * _signed(GOLDEN) + keys
+    for shift, multiplier in zip((30, 27), MULTIPLIERS, strict=True):
+        z.bitwise_xor_(_shift_right(z, shift)).mul_(_signed(multiplier))
+    z.bitwise_xor_(_shift_right(z, 31))
+    return _shift_right(z, 64 - BITS)
+
+
+def _shift_right(z: Tensor, count: int) -> Tensor:
+    """Logical shift of int64: the sign bit moves down instead of filling."""
+    return (z >> count).bitwise_and_((1 << (64 - count)) - 1)
+
+
+def _gumbel(bits: Tensor) -> Tensor:
+    """Standard Gumbel noise from uniform bits, float64."""
+    uniform = (bits.double() + 0.5) * 2.0**-BITS
+    return -torch.log(-torch.log(uniform))
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >> 63 else number
+
+
+def _mix_int(number: int) -> int:
+    """SplitMix64's output function on a Python integer modulo 2^64."""
+    z = number & _MASK
+    for shift, multiplier in zip((30, 27), MULTIPLIERS, strict=True):
+        z = ((z ^ (z >> shift)) * multiplier) & _MASK
+    return z ^ (z >> 31)

@@ -1,0 +1,121 @@
+"""EngineStats: what an engine has done since its start. Counters only grow; means are exponential.
+
+Written on the engine thread only. `copy()` there (EngineThread.call) for a consistent reading
+elsewhere. `num_layers` alone may be read by any thread at any time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from baton.engine.state.work import SMOOTHING, Utilization
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counters (requests, tokens, chunks) and moving means (seconds, tokens per second)."""
+
+    num_requests: int = 0  # added here
+    num_finished: int = 0  # ended by a token: stop, length, or token 1 of a PREFILL task
+    num_aborted: int = 0
+    num_failed: int = 0
+    num_handed_on: int = 0  # left with their KV, to go on in another engine
+    num_left_behind_tokens: int = 0  # of these: KV that stayed, to be computed again there
+    departures: dict[str, int] = field(default_factory=dict[str, int])  # by departure.Leaving
+    num_steps: int = 0
+    num_steps_ahead: int = 0  # of these, planned while the one before ran
+    num_layers: int = 0  # that prompts went through, in the step under way too
+    num_preemptions: int = 0  # of either kind: swapped out, or to be recomputed
+    num_swap_outs: int = 0  # requests
+    num_swap_ins: int = 0
+    num_swapped_out_blocks: int = 0  # copied to host memory
+    num_swapped_in_blocks: int = 0  # copied back (the prefix map still had the others)
+    num_forks: int = 0  # block tables shared: parallel samples, beams
+    num_copied_blocks: int = 0  # copies on write
+    num_adopted_blocks: int = 0  # read where they lie, in another node's pool
+    num_taken_over_blocks: int = 0  # of these, copied into own ones later
+    num_window_freed_blocks: int = 0  # given back because no layer could see them any more
+    num_export_refusals: int = 0  # steps that left a PREFILL request waiting for export room
+    num_pooled_prompts: int = 0  # whose hidden states were asked for
+    num_pooled_tokens: int = 0  # of these
+    num_drafted_tokens: int = 0  # proposed and verified
+    num_accepted_tokens: int = 0  # of these, right
+    num_prefix_query_tokens: int = 0  # looked up in the prefix map
+    num_prefix_hit_tokens: int = 0  # of these, found
+    num_prompt_tokens: int = 0  # computed in prefill chunks (recomputed ones too, hits not)
+    num_generated_tokens: int = 0  # sampled
+    num_replayed_tokens: int = 0  # known output tokens computed again one by one (exact resumes)
+    num_prefill_chunks: int = 0  # rows that computed part of a prompt
+    num_chunked_prompts: int = 0  # prompts that took more than one
+    step_seconds: float = 0.0  # moving mean
+    prefill_tokens_per_s: float = 0.0  # over steps that prefill, the last ones counting most
+    copy_bytes_per_s: float = 0.0  # moving mean over copies to and from host memory
+    recent_prefill_tokens: float = 0.0  # fading sums, whose ratio is prefill_tokens_per_s
+    recent_prefill_seconds: float = 0.0
+    utilization: Utilization = field(default_factory=Utilization)
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Share of looked-up tokens found in the prefix map, 0 before the first look-up."""
+        queries = self.num_prefix_query_tokens
+        return self.num_prefix_hit_tokens / queries if queries else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Share of drafted tokens that the model accepted, 0 before the first."""
+        drafted = self.num_drafted_tokens
+        return self.num_accepted_tokens / drafted if drafted else 0.0
+
+    def copy_done(self, num_bytes: int, seconds: float) -> None:
+        """Count a copy between pool and host memory."""
+        if num_bytes and seconds > 0:
+            first = self.copy_bytes_per_s == 0.0
+            self.copy_bytes_per_s = _mean(self.copy_bytes_per_s, num_bytes / seconds, first=first)
+
+    def step_done(self, seconds: float, num_prefill_tokens: int) -> None:
+        """Count a step that took `seconds` and computed `num_prefill_tokens` tokens of prompts."""
+        self.step_seconds = _mean(self.step_seconds, seconds, first=self.num_steps == 0)
+        if num_prefill_tokens and seconds > 0:
+            # A ratio of sums, not a mean of ratios: a step with a few tokens costs almost as much
+            # as one without any, and says little about the rate of a long prompt.
+            kept = 1 - SMOOTHING
+            self.recent_prefill_tokens = kept * self.recent_prefill_tokens + num_prefill_tokens
+            self.recent_prefill_seconds = kept * self.recent_prefill_seconds + seconds
+            self.prefill_tokens_per_s = self.recent_prefill_tokens / self.recent_prefill_seconds
+        self.num_prompt_tokens += num_prefill_tokens
+        self.num_steps += 1
+        self.utilization.step_done(seconds)
+
+    def left(self, leaving: str, num_left_behind: int = 0) -> None:
+        """Count a request that was asked to leave: how much of its KV did, or why it stays."""
+        self.departures[leaving] = self.departures.get(leaving, 0) + 1
+        self.num_left_behind_tokens += num_left_behind
+
+    def copy(self) -> EngineStats:
+        told = replace(self.utilization)
+        return replace(self, departures=dict(self.departures), utilization=told)
+
+
+def _mean(mean: float, value: float, *, first: bool) -> float:
+    return value if first else mean + SMOOTHING * (value - mean)
+
+
+@dataclass(frozen=True, slots=True)
+class KVUsage:
+    """What the pool's blocks hold for requests at one moment; counts of blocks and token slots."""
+
+    allocated_blocks: int  # held by sequences, shared ones counted once
+    table_blocks: int  # entries of all block tables: what it would take without sharing
+    shared_blocks: int  # held by more than one sequence
+    allocated_slots: int
+    used_slots: int  # slots that hold a computed token
+
+    @property
+    def waste(self) -> float:
+        """Share of allocated slots without a token, 0 when nothing is allocated."""
+        return 1 - self.used_slots / self.allocated_slots if self.allocated_slots else 0.0
+
+    @property
+    def saved(self) -> float:
+        """Share of blocks that sharing saves."""
+        return 1 - self.allocated_blocks / self.table_blocks if self.table_blocks else 0.0

@@ -1,0 +1,198 @@
+"""What a step must read and multiply, and how much of the machine's limits it reaches. Pure.
+
+Bytes: each weight that the step's rows meet, once (of routed experts, those that so many rows are
+expected to choose), and each sequence's KV, once. FLOPs: two per weight and row, the head's for the
+sampled rows only, and what attention multiplies. It is the least that the work needs, not what the
+kernels in fact do, so a share of it over the step's time is comparable between kernels:
+
+    MBU = bytes / seconds / read bandwidth        MFU = FLOPs / seconds / rate of a matrix product
+
+Source: roofline model (Williams, Waterman, Patterson, CACM 2009); vLLM's estimated_flops metrics.
+Not here: the limits' measurement (roofline.py), counting while an engine runs (meter.py).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from baton.engine.state.interface import SequenceChunk
+from baton.protocol.kv_spec import LayerSpec
+
+SMOOTHING: Final = 0.1  # weight of the newest step in moving means and fading sums
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of the device that a model runs on, with the threads that it has."""
+
+    read_bytes_per_s: float
+    flops_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Of one step, or of several."""
+
+    read_bytes: float = 0.0
+    flops: float = 0.0
+
+    def intensity(self) -> float:
+        """FLOPs per byte: where the work stands on a roofline."""
+        return self.flops / self.read_bytes if self.read_bytes else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterCounts:
+    """A model's parameters by what meets them.
+
+    `dense`: every row (shared experts and routers too); `experts`: all routed ones together, of
+    which each row meets `experts_per_token` of `num_experts`; `head`: sampled rows only. `tied`:
+    the head is the embedding too.
+    """
+
+    dense: int
+    head: int
+    tied: bool = True
+    experts: int = 0
+    num_experts: int = 0
+    experts_per_token: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWork:
+    """Layers of one window (0 = unlimited) together: KV bytes of one token, and FLOPs of one query
+    with one key."""
+
+    window: int
+    kv_bytes: int
+    pair_flops: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWork:
+    """What `step` counts with. Bytes as the weights are held, so quantized ones are fewer."""
+
+    counts: ParameterCounts
+    dense_bytes: float
+    expert_bytes: float
+    head_bytes: float
+    layers: tuple[LayerWork, ...]
+
+    @classmethod
+    def of(
+        cls,
+        counts: ParameterCounts,
+        weight_bytes: int,
+        itemsize: int,
+        layers: tuple[LayerWork, ...],
+        rounded_head_bytes: int = 0,
+    ) -> ModelWork:
+        """`weight_bytes`: the whole model's, embedding and head included. Both have `itemsize`
+        bytes a number, unless a head of its own was rounded to `rounded_head_bytes`."""
+        table = counts.head * itemsize
+        head = rounded_head_bytes or table
+        shared = counts.tied and not rounded_head_bytes
+        inner = max(0, weight_bytes - table - (0 if shared else head))
+        in_layers = counts.dense + counts.experts
+        share = counts.experts / in_layers if in_layers else 0.0
+        return cls(counts, inner * (1 - share), inner * share, head, layers)
+
+    def step(self, chunks: Sequence[SequenceChunk]) -> Work:
+        """What a step of these chunks needs."""
+        if not chunks:
+            return Work()
+        rows = sampled = 0
+        read = self.dense_bytes
+        flops = 0.0
+        for chunk in chunks:
+            count, start = len(chunk.token_ids), chunk.start
+            rows += count
+            if chunk.sample is not None:
+                sampled += len(chunk.fan_out) or 1 + chunk.num_drafts
+            if chunk.prompt_logprobs is not None:
+                sampled += count
+            for layer in self.layers:
+                tokens, pairs = seen(start, count, layer.window)
+                read += tokens * layer.kv_bytes
+                flops += pairs * layer.pair_flops
+        counts = self.counts
+        if sampled:
+            read += self.head_bytes
+        flops += 2.0 * (counts.dense * rows + counts.head * sampled)
+        if counts.num_experts:
+            chosen = counts.experts_per_token / counts.num_experts
+            # As many distinct experts as so many rows meet if they choose alike and independently.
+            read += self.expert_bytes * (1 - (1 - chosen) ** rows)
+            flops += 2.0 * counts.experts * chosen * rows
+        return Work(read, flops)
+
+
+def seen(start: int, count: int, window: int) -> tuple[int, int]:
+    """Tokens whose KV rows [start, start + count) of a sequence read, and (query, key) pairs."""
+    end = start + count
+    pairs = count * start + count * (count + 1) // 2
+    if not window or end <= window:
+        return end, pairs
+    # Of the queries at positions window .. end - 1, each sees `window` keys and not position + 1.
+    first = max(start, window)
+    hidden = (first + end - 1) * (end - first) // 2 + (1 - window) * (end - first)
+    return min(end, count + window - 1), pairs - hidden
+
+
+def layer_works(
+    layers: Sequence[LayerSpec], value_dims: Sequence[int], query_heads: Sequence[int], dtype: str
+) -> tuple[LayerWork, ...]:
+    """Layers by window. `value_dims`: of what each layer's attention sums up (MLA: its latent)."""
+    found: defaultdict[int, tuple[int, int]] = defaultdict(lambda: (0, 0))
+    for layer, value_dim, heads in zip(layers, value_dims, query_heads, strict=True):
+        kv_bytes, flops = found[layer.window]
+        kv_bytes += layer.token_bytes(dtype) + layer.scale_bytes(dtype)
+        flops += 2 * heads * (layer.k_dim + value_dim)
+        found[layer.window] = kv_bytes, flops
+    return tuple(LayerWork(window, *sums) for window, sums in found.items())
+
+
+@dataclass(slots=True)
+class Utilization:
+    """What an engine's steps have needed so far, and in which time. Written on its thread."""
+
+    limits: Limits | None = None  # None: not measured, and no share is told
+    busy_seconds: float = 0.0  # of all steps
+    read_bytes: float = 0.0
+    flops: float = 0.0
+    recent_seconds: float = 0.0  # fading sums over the last steps
+    recent_bytes: float = 0.0
+    recent_flops: float = 0.0
+    under_way: Work = field(default_factory=Work)
+
+    def ran(self, work: Work) -> None:
+        """The model has run; the step is not over."""
+        self.under_way = work
+        self.read_bytes += work.read_bytes
+        self.flops += work.flops
+
+    def step_done(self, seconds: float) -> None:
+        """The step took so long, all around the model included."""
+        work, self.under_way = self.under_way, Work()
+        self.busy_seconds += seconds
+        kept = 1 - SMOOTHING
+        self.recent_seconds = kept * self.recent_seconds + seconds
+        self.recent_bytes = kept * self.recent_bytes + work.read_bytes
+        self.recent_flops = kept * self.recent_flops + work.flops
+
+    @property
+    def mbu(self) -> float:
+        """Share of the read bandwidth over the last steps; 0 before the first."""
+        if self.limits is None or not self.recent_seconds:
+            return 0.0
+        return self.recent_bytes / self.recent_seconds / self.limits.read_bytes_per_s
+
+    @property
+    def mfu(self) -> float:
+        """Share of a matrix product's rate over the last steps; 0 before the first."""
+        if self.limits is None or not self.recent_seconds:
+            return 0.0
+        return self.recent_flops / self.recent_seconds / self.limits.flops_per_s

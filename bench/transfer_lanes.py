@@ -23,12 +23,12 @@ from baton.node.lanes import MAKERS, LaneSettings
 from baton.protocol.errors import ConfigError
 from baton.runtime.timing import Timing
 from baton.runtime.tls import TlsFiles
-from kv_transfer.base import Lane
-from kv_transfer.dist import DistLane
-from kv_transfer.memory_map import map_of
-from kv_transfer.shm import ShmLane
-from kv_transfer.shm_arena import DEFAULT_DIRECTORY, ShmArena
-from kv_transfer.stream import StreamLane, StreamOptions
+from kv_transfer.lanes.dist import DistLane
+from kv_transfer.lanes.shm import ShmLane
+from kv_transfer.lanes.shm_arena import DEFAULT_DIRECTORY, ShmArena
+from kv_transfer.lanes.stream import StreamLane, StreamOptions
+from kv_transfer.pool.memory_map import map_of
+from kv_transfer.protocol.base import Lane
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class Place:
             size = self._shared.place.num_bytes
             pool_map = map_of(arena, self._shared.address, size, arena.num_blocks)
             return ShmLane(inner, self._shared, pool_map)
-        from kv_transfer.nixl import NixlLane, NixlPool  # the package is optional
+        from kv_transfer.lanes.nixl import NixlLane, NixlPool  # the package is optional
 
         pool_map = map_of(arena, memory.data_ptr(), memory.nbytes, arena.num_blocks)
         return NixlLane(inner, NixlPool(memory, pool_map), timing)

@@ -43,10 +43,10 @@ from baton.runtime.timing import Timing
 from bench.transfer_engine import PrefillEngine
 from bench.transfer_lanes import ADOPTED, DIRECT, Place, all_ways, make_way
 from bench.transfer_raw import RawServer, read_raw
-from kv_transfer.base import Blocks
 from kv_transfer.connector import Connector, TransferOptions
-from kv_transfer.frames import MAX_PAYLOAD
-from kv_transfer.layout import ArenaMemory
+from kv_transfer.pool.layout import ArenaMemory
+from kv_transfer.protocol.base import Blocks
+from kv_transfer.protocol.frames import MAX_PAYLOAD
 
 BLOCK_SIZE: Final = 32
 DTYPE: Final = "bfloat16"

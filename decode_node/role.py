@@ -35,7 +35,7 @@ from baton.protocol.messages import SubmitDecode, SubmitPool, SubmitPrefill
 from baton.protocol.request import Request
 from baton.runtime.failpoints import FAILPOINTS
 from decode_node.admission import FetchAdmission, FetchTicket
-from kv_transfer.base import HeldExport
+from kv_transfer.protocol.base import HeldExport
 
 T = TypeVar("T")
 

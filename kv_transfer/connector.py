@@ -20,19 +20,19 @@ from baton.protocol.events import FirstToken
 from baton.protocol.handles import Endpoint, KVHandle, LaneAddress
 from baton.protocol.request import Request
 from baton.runtime.timing import Timing
-from kv_transfer.base import Blocks, KVMemory, KVReady, Lane, LendingLane, OnReleased
 from kv_transfer.exporter import Exporter
 from kv_transfer.exports import ExportTable
 from kv_transfer.fetcher import Fetcher
 from kv_transfer.fetches import FetchCall, Fetches, ranks_of
-from kv_transfer.frames import MAX_PAYLOAD
-from kv_transfer.identity import Identity
-from kv_transfer.leases import Leases
+from kv_transfer.lanes.wires import WirePool
 from kv_transfer.links import WIRE_CODECS, LinkSpeeds
-from kv_transfer.messages import RAW, SECRET_BYTES
-from kv_transfer.shares import rows_bytes, tokens_per_frame
+from kv_transfer.protocol.base import Blocks, KVMemory, KVReady, Lane, LendingLane, OnReleased
+from kv_transfer.protocol.frames import MAX_PAYLOAD
+from kv_transfer.protocol.identity import Identity
+from kv_transfer.protocol.leases import Leases
+from kv_transfer.protocol.messages import RAW, SECRET_BYTES
+from kv_transfer.protocol.shares import rows_bytes, tokens_per_frame
 from kv_transfer.stats import TransferStats
-from kv_transfer.wires import WirePool
 
 log = logging.getLogger(__name__)
 

@@ -18,11 +18,11 @@ from baton.protocol.clock import Clock, deadline_from_ms
 from baton.protocol.errors import InternalError, KVCorrupt, KVError
 from baton.runtime.failpoints import FAILPOINTS
 from baton.runtime.timing import Timing
-from kv_transfer.base import Incoming, KVMemory, Payload, Span
-from kv_transfer.bodies import decode_body, encode_body, kind_of
-from kv_transfer.codec import converted
 from kv_transfer.exports import ExportTable, Reader, Snapshot
-from kv_transfer.frames import (
+from kv_transfer.pool.codec import converted
+from kv_transfer.protocol.base import Incoming, KVMemory, Payload, Span
+from kv_transfer.protocol.bodies import decode_body, encode_body, kind_of
+from kv_transfer.protocol.frames import (
     HEADER_BYTES,
     MAX_PAYLOAD,
     Buffer,
@@ -33,8 +33,8 @@ from kv_transfer.frames import (
     seed_of,
     split,
 )
-from kv_transfer.identity import Identity
-from kv_transfer.messages import (
+from kv_transfer.protocol.identity import Identity
+from kv_transfer.protocol.messages import (
     NONCE_BYTES,
     Confirm,
     End,
@@ -45,10 +45,9 @@ from kv_transfer.messages import (
     Renew,
     failure_of,
 )
-from kv_transfer.session import ExporterSession, ExporterState, data_header, header_of
-from kv_transfer.shares import rows_bytes
-from kv_transfer.stats import TransferStats
-from kv_transfer.steps import (
+from kv_transfer.protocol.session import ExporterSession, ExporterState, data_header, header_of
+from kv_transfer.protocol.shares import rows_bytes
+from kv_transfer.protocol.steps import (
     Announce,
     Arrived,
     Check,
@@ -65,6 +64,7 @@ from kv_transfer.steps import (
     Send,
     SendData,
 )
+from kv_transfer.stats import TransferStats
 
 log = logging.getLogger(__name__)
 

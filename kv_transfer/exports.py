@@ -29,8 +29,8 @@ from baton.protocol.clock import Clock
 from baton.protocol.errors import InternalError, KVError, KVRefused, KVStale
 from baton.protocol.events import FirstToken
 from baton.protocol.handles import KVHandle
-from kv_transfer.base import Blocks, OnReleased
-from kv_transfer.leases import Leases
+from kv_transfer.protocol.base import Blocks, OnReleased
+from kv_transfer.protocol.leases import Leases
 from kv_transfer.stats import NO_LANE
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from baton.protocol.errors import InternalError, KVCorrupt, KVLost, KVRefused
 from baton.protocol.handles import LaneAddress
-from kv_transfer.base import (
+from kv_transfer.lanes.wires import WirePool
+from kv_transfer.protocol.base import (
     Blocks,
     DirectWire,
     KVMemory,
@@ -26,15 +27,22 @@ from kv_transfer.base import (
     Target,
     Wire,
 )
-from kv_transfer.bodies import decode_body, encode_body, kind_of
-from kv_transfer.fetch_session import FetcherSession, Intent, Wanted
-from kv_transfer.frames import Announced, Kind, decode, decode_header, encode, seed_of, split
-from kv_transfer.identity import Identity
-from kv_transfer.messages import NONCE_BYTES, End, Hello, Message
-from kv_transfer.session import header_of
-from kv_transfer.shares import rows_bytes
-from kv_transfer.stats import TransferStats
-from kv_transfer.steps import (
+from kv_transfer.protocol.bodies import decode_body, encode_body, kind_of
+from kv_transfer.protocol.fetch_session import FetcherSession, Intent, Wanted
+from kv_transfer.protocol.frames import (
+    Announced,
+    Kind,
+    decode,
+    decode_header,
+    encode,
+    seed_of,
+    split,
+)
+from kv_transfer.protocol.identity import Identity
+from kv_transfer.protocol.messages import NONCE_BYTES, End, Hello, Message
+from kv_transfer.protocol.session import header_of
+from kv_transfer.protocol.shares import rows_bytes
+from kv_transfer.protocol.steps import (
     Arrived,
     Closed,
     FetcherAction,
@@ -46,7 +54,7 @@ from kv_transfer.steps import (
     Start,
     Write,
 )
-from kv_transfer.wires import WirePool
+from kv_transfer.stats import TransferStats
 
 
 @dataclass(frozen=True, slots=True)

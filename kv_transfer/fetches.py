@@ -21,13 +21,13 @@ from baton.protocol.clock import Clock
 from baton.protocol.errors import KVCorrupt, KVError, KVLost, KVRefused, KVStale, KVTimeout
 from baton.protocol.handles import Endpoint, KVHandle, LaneAddress
 from baton.runtime.timing import Timing
-from kv_transfer.base import Blocks, KVReady, Lane, LendingLane, Loan
-from kv_transfer.fetch_session import Intent, Wanted
 from kv_transfer.fetcher import Conversation, Fetched, Fetcher
 from kv_transfer.links import AUTO, LinkSpeeds
 from kv_transfer.loans import Promise
-from kv_transfer.messages import DIRECT, INT8, RAW
-from kv_transfer.shares import first_sent, meets, rows_bytes, share
+from kv_transfer.protocol.base import Blocks, KVReady, Lane, LendingLane, Loan
+from kv_transfer.protocol.fetch_session import Intent, Wanted
+from kv_transfer.protocol.messages import DIRECT, INT8, RAW
+from kv_transfer.protocol.shares import first_sent, meets, rows_bytes, share
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import threading
 from collections import OrderedDict
 from typing import Final
 
-from kv_transfer.messages import INT8, RAW
+from kv_transfer.protocol.messages import INT8, RAW
 
 AUTO: Final = "auto"
 WIRE_CODECS: Final = (RAW, INT8, AUTO)

@@ -11,7 +11,7 @@ Not here: mapping memory (shm.py), renewing (fetches.py).
 from __future__ import annotations
 
 from baton.protocol.clock import Clock
-from kv_transfer.base import Loan
+from kv_transfer.protocol.base import Loan
 
 
 class Promise:

@@ -32,7 +32,7 @@ from baton.protocol.kv_spec import BlockLists
 from baton.protocol.messages import SubmitDecode, SubmitPool, SubmitPrefill
 from baton.protocol.request import Request
 from baton.runtime.failpoints import FAILPOINTS
-from kv_transfer.base import KVConnector
+from kv_transfer.protocol.base import KVConnector
 
 log = logging.getLogger(__name__)
 

@@ -58,7 +58,7 @@ COMPARING = {
     "baton/node/secret_guard.py": 1,
     "baton/node/service.py": 1,
     "kv_transfer/exports.py": 2,
-    "kv_transfer/identity.py": 1,
+    "kv_transfer/protocol/identity.py": 1,
     "router/gate/keys.py": 1,
     "router/resumable/grpc.py": 1,
     "router/resumable/http.py": 1,

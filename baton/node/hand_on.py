@@ -16,7 +16,7 @@ from baton.protocol.errors import BatonError, GivenBack
 from baton.protocol.events import HandleReady, NodeStep
 from baton.protocol.handles import KVHandle
 from baton.protocol.messages import AbortRequest
-from kv_transfer.base import KVConnector
+from kv_transfer.protocol.base import KVConnector
 
 log = logging.getLogger(__name__)
 

@@ -19,13 +19,13 @@ from baton.node.config import NodeConfig
 from baton.protocol.errors import ConfigError
 from baton.runtime.timing import Timing
 from baton.runtime.tls import TlsFiles
-from kv_transfer.base import Lane
-from kv_transfer.grpc_stream import GrpcLane
-from kv_transfer.memory_map import map_of
-from kv_transfer.nixl import NixlLane, NixlPool
-from kv_transfer.shm import ShmLane
-from kv_transfer.shm_arena import ShmArena, sweep
-from kv_transfer.stream import StreamLane, StreamOptions
+from kv_transfer.lanes.grpc_stream import GrpcLane
+from kv_transfer.lanes.nixl import NixlLane, NixlPool
+from kv_transfer.lanes.shm import ShmLane
+from kv_transfer.lanes.shm_arena import ShmArena, sweep
+from kv_transfer.lanes.stream import StreamLane, StreamOptions
+from kv_transfer.pool.memory_map import map_of
+from kv_transfer.protocol.base import Lane
 
 log = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ def _dist(settings: LaneSettings) -> Lane:
     if settings.tls is not None:
         raise ConfigError("KV lane dist knows no TLS; leave it out of --kv-lanes", field="kv_lanes")
     # Here: some builds of torch come without torch.distributed.
-    from kv_transfer.dist import DistLane, DistSettings
+    from kv_transfer.lanes.dist import DistLane, DistSettings
 
     return DistLane(
         settings.timing,

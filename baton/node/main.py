@@ -47,9 +47,9 @@ from baton.runtime.task_metrics import watch_tasks
 from baton.runtime.timing import Timing
 from baton.runtime.vllm_flags import add_idle
 from baton.runtime.wsgi_server import RunningServer
-from kv_transfer.base import Lane, OnReleased
 from kv_transfer.connector import Connector, TransferOptions
-from kv_transfer.device_copies import memory_of
+from kv_transfer.pool.device_copies import memory_of
+from kv_transfer.protocol.base import Lane, OnReleased
 
 log = logging.getLogger(__name__)
 

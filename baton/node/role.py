@@ -21,7 +21,7 @@ from baton.protocol.handles import KVHandle
 from baton.protocol.messages import SubmitDecode, SubmitPool, SubmitPrefill
 from baton.protocol.request import Request
 from baton.runtime.timing import Timing
-from kv_transfer.base import KVConnector
+from kv_transfer.protocol.base import KVConnector
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ Every method is closed, known or not, but the health check: the probes of Kubern
 prove nothing, and what it answers is one word. The proof is checked on the call's metadata, before
 a byte of any message is read; Node.Session checks once more that the router calls itself the same
 in its hello (baton/node/service.py). Not here: the proof itself (baton/protocol/messages.py), nor
-the KV lanes', whose handshake is mutual (kv_transfer/identity.py).
+the KV lanes', whose handshake is mutual (kv_transfer/protocol/identity.py).
 """
 
 from __future__ import annotations

@@ -61,8 +61,8 @@ from baton.protocol.messages import (
 from baton.runtime.log import request_context
 from baton.runtime.metrics import NodeMetrics, NodeSnapshot
 from baton.runtime.timing import Timing
-from kv_transfer.base import OnReleased
 from kv_transfer.connector import Connector
+from kv_transfer.protocol.base import OnReleased
 
 log = logging.getLogger(__name__)
 

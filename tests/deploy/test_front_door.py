@@ -23,7 +23,7 @@ from deploy.local import Cluster, Member, StartFailed, says_ready
 from deploy.plan import UpOptions, plan_cluster, router_command
 from deploy.process import ProcessSpec
 from deploy.trust import add_trust, client_tls, trust_of, trusting
-from kv_transfer.memory import MemoryFabric
+from kv_transfer.lanes.memory import MemoryFabric
 from router.config import RouterConfig
 from tests.deploy.test_plan import flags_of
 from tests.deploy.test_up import running

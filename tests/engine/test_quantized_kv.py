@@ -21,7 +21,7 @@ from baton.protocol.errors import InternalError
 from baton.protocol.kv_spec import LayerSpec
 from baton.protocol.request import Request
 from baton.protocol.sampling import SamplingParams
-from kv_transfer.layout import ArenaMemory
+from kv_transfer.pool.layout import ArenaMemory
 from tests.block_lists import held
 from tests.engine.running import Driver, load, logits_of, relative_error
 from tests.tiny_models import VOCAB_SIZE, make_tiny_model

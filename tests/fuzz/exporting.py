@@ -10,13 +10,13 @@ from dataclasses import replace
 from baton.protocol.errors import KVError
 from baton.protocol.kv_spec import PoolFormat
 from baton.runtime.timing import Timing
-from kv_transfer.bodies import decode_body
 from kv_transfer.exporter import Exporter
 from kv_transfer.exports import ExportTable
-from kv_transfer.frames import decode, split
-from kv_transfer.identity import Identity, Side
-from kv_transfer.leases import Leases
-from kv_transfer.messages import DIRECT, Fetch, Hello, Message
+from kv_transfer.protocol.bodies import decode_body
+from kv_transfer.protocol.frames import decode, split
+from kv_transfer.protocol.identity import Identity, Side
+from kv_transfer.protocol.leases import Leases
+from kv_transfer.protocol.messages import DIRECT, Fetch, Hello, Message
 from kv_transfer.stats import TransferStats
 from tests.fakes import FakeClock
 from tests.fuzz.mutations import EDGES

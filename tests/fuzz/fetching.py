@@ -10,17 +10,17 @@ from collections.abc import Callable, Sequence
 
 from baton.protocol.errors import KVLost
 from baton.protocol.handles import LaneAddress
-from kv_transfer.base import Blocks, Lane, Payload, Serve, Span, Wire
-from kv_transfer.bodies import decode_body
-from kv_transfer.fetch_session import Intent, Wanted
 from kv_transfer.fetcher import Conversation, Fetched, Fetcher
-from kv_transfer.frames import HEADER_BYTES, Buffer, decode, split
-from kv_transfer.identity import Side
-from kv_transfer.layout import ArenaMemory
-from kv_transfer.messages import Hello
-from kv_transfer.shm import MAP, ShmLane
+from kv_transfer.lanes.shm import MAP, ShmLane
+from kv_transfer.lanes.wires import WirePool
+from kv_transfer.pool.layout import ArenaMemory
+from kv_transfer.protocol.base import Blocks, Lane, Payload, Serve, Span, Wire
+from kv_transfer.protocol.bodies import decode_body
+from kv_transfer.protocol.fetch_session import Intent, Wanted
+from kv_transfer.protocol.frames import HEADER_BYTES, Buffer, decode, split
+from kv_transfer.protocol.identity import Side
+from kv_transfer.protocol.messages import Hello
 from kv_transfer.stats import TransferStats
-from kv_transfer.wires import WirePool
 from tests.fakes import FakeClock
 from tests.fuzz.mutations import numbers_changed, reordered
 from tests.fuzz.sites import ND, NP, SEED, TOKENS, P, Site, Sites, Talk, control, expected, require

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from kv_transfer.frames import HEADER_BYTES, Header, Kind, decode, encode
+from kv_transfer.protocol.frames import HEADER_BYTES, Header, Kind, decode, encode
 
 # Field values at which arithmetic goes wrong, if it does.
 EDGES = (0, 1, 2, 7, 8, 20, 63, 255, 256, 65_535, 1 << 20, (1 << 31) - 1, 1 << 31, (1 << 32) - 1)

@@ -10,14 +10,21 @@ from contextlib import contextmanager
 from typing import Any
 
 from baton.protocol.errors import KVLost
-from kv_transfer.bodies import decode_body
-from kv_transfer.dist_ends import DistWire, Ends
-from kv_transfer.framed_socket import FramedSocket
-from kv_transfer.frames import HEADER_BYTES, MAX_PAYLOAD, Kind, decode, decode_header, split
-from kv_transfer.memory_map import MemoryMap
-from kv_transfer.pair_groups import Groups
-from kv_transfer.pairs import Pairs
-from kv_transfer.records import RecordSocket, Tag
+from kv_transfer.lanes.dist_ends import DistWire, Ends
+from kv_transfer.lanes.framed_socket import FramedSocket
+from kv_transfer.lanes.pair_groups import Groups
+from kv_transfer.lanes.pairs import Pairs
+from kv_transfer.lanes.records import RecordSocket, Tag
+from kv_transfer.pool.memory_map import MemoryMap
+from kv_transfer.protocol.bodies import decode_body
+from kv_transfer.protocol.frames import (
+    HEADER_BYTES,
+    MAX_PAYLOAD,
+    Kind,
+    decode,
+    decode_header,
+    split,
+)
 from tests.fuzz.mutations import EDGES, damaged, numbers_changed
 from tests.fuzz.sites import SEED, Sites, expected, require
 

@@ -17,19 +17,29 @@ from baton.engine.memory.kv_cache import KVArena
 from baton.protocol.errors import KVError
 from baton.protocol.handles import Endpoint, KVHandle
 from baton.protocol.kv_spec import BlockLists, HeldBlocks, LayerSpec, PoolFormat, first_visible
-from kv_transfer.base import Payload, Span
-from kv_transfer.bodies import encode_body, kind_of
-from kv_transfer.codec import converted
-from kv_transfer.fetch_session import Intent, Wanted
-from kv_transfer.frames import encode, seed_of
-from kv_transfer.identity import Identity, Side
-from kv_transfer.layout import ArenaMemory
-from kv_transfer.memory_map import MemoryMap, map_of
-from kv_transfer.messages import DIRECT, INT8, Ack, BlockTables, Confirm, End, Fetch, Message, Renew
-from kv_transfer.records import HangupWatch
-from kv_transfer.session import data_header, header_of
-from kv_transfer.shares import first_sent
-from kv_transfer.shm_arena import ShmArena
+from kv_transfer.lanes.records import HangupWatch
+from kv_transfer.lanes.shm_arena import ShmArena
+from kv_transfer.pool.codec import converted
+from kv_transfer.pool.layout import ArenaMemory
+from kv_transfer.pool.memory_map import MemoryMap, map_of
+from kv_transfer.protocol.base import Payload, Span
+from kv_transfer.protocol.bodies import encode_body, kind_of
+from kv_transfer.protocol.fetch_session import Intent, Wanted
+from kv_transfer.protocol.frames import encode, seed_of
+from kv_transfer.protocol.identity import Identity, Side
+from kv_transfer.protocol.messages import (
+    DIRECT,
+    INT8,
+    Ack,
+    BlockTables,
+    Confirm,
+    End,
+    Fetch,
+    Message,
+    Renew,
+)
+from kv_transfer.protocol.session import data_header, header_of
+from kv_transfer.protocol.shares import first_sent
 from tests.fuzz.mutations import damaged, resealed
 from tests.transfer.pools import fill_random, fill_untouched
 

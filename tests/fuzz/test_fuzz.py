@@ -13,15 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.protocol.errors import KVError
-from kv_transfer.bodies import decode_body, encode_body, kind_of
 from kv_transfer.exporter import Exporter
 from kv_transfer.exports import ExportTable, Reader
-from kv_transfer.fetch_session import FetcherSession
 from kv_transfer.fetcher import Fetched
-from kv_transfer.framed_socket import FramedSocket
-from kv_transfer.frames import Header
-from kv_transfer.memory_map import MemoryMap
-from kv_transfer.messages import (
+from kv_transfer.lanes.framed_socket import FramedSocket
+from kv_transfer.lanes.records import RecordSocket
+from kv_transfer.pool.memory_map import MemoryMap
+from kv_transfer.protocol.bodies import decode_body, encode_body, kind_of
+from kv_transfer.protocol.fetch_session import FetcherSession
+from kv_transfer.protocol.frames import Header
+from kv_transfer.protocol.messages import (
     Ack,
     BlockTables,
     Confirm,
@@ -32,7 +33,6 @@ from kv_transfer.messages import (
     Message,
     Renew,
 )
-from kv_transfer.records import RecordSocket
 from tests.fuzz import exporting, fetching, reading
 from tests.fuzz.frames import main, run
 from tests.fuzz.mutations import damaged, resealed

@@ -37,8 +37,8 @@ from baton.protocol.messages import (
 )
 from baton.runtime.timing import Timing, channel_options
 from decode_node.role import DecodeRole
-from kv_transfer.base import Lane
-from kv_transfer.memory import MemoryFabric, MemoryLane
+from kv_transfer.lanes.memory import MemoryFabric, MemoryLane
+from kv_transfer.protocol.base import Lane
 from prefill_node.role import PrefillRole
 from protos import node_pb2, node_pb2_grpc
 from tests.fakes import candidates, model_info, next_token, request, token_logprob

@@ -11,7 +11,7 @@ from baton.engine.core.engine import Engine
 from baton.node.main import NodeProgram
 from baton.protocol.events import BlockEventKind, Controlled
 from baton.protocol.messages import ControlAction, ControlNode, SubmitDecode, SubmitPrefill
-from kv_transfer.memory import MemoryFabric
+from kv_transfer.lanes.memory import MemoryFabric
 from tests.fakes import expected_output, request
 from tests.node.fakes import (
     DECODE,

@@ -20,7 +20,7 @@ from baton.protocol.messages import RenewExport
 from baton.runtime.timing import Timing
 from decode_node.admission import FetchAdmission
 from decode_node.role import DecodeRole
-from kv_transfer.memory import MemoryFabric
+from kv_transfer.lanes.memory import MemoryFabric
 from tests.block_lists import held
 from tests.fakes import FakeClock, fake_engine, request
 from tests.node.fakes import PATIENCE_S, PREFILL, connected, running_node

@@ -16,10 +16,10 @@ from baton.protocol.errors import ConfigError
 from baton.protocol.handles import KVHandle
 from baton.protocol.kv_spec import LayerSpec, layout_fingerprint
 from baton.runtime.timing import Timing
-from kv_transfer.base import Blocks
 from kv_transfer.connector import Connector
-from kv_transfer.layout import ArenaMemory
-from kv_transfer.nixl_agent import load
+from kv_transfer.lanes.nixl_agent import load
+from kv_transfer.pool.layout import ArenaMemory
+from kv_transfer.protocol.base import Blocks
 from tests.block_lists import held
 from tests.fakes import FakeClock
 from tests.node.test_process import START_S, process

@@ -14,7 +14,7 @@ import pytest
 from baton.protocol.errors import InvalidRequest
 from baton.protocol.messages import StopSample
 from baton.protocol.request import FinishReason, Request
-from kv_transfer.grpc_stream import GrpcLane
+from kv_transfer.lanes.grpc_stream import GrpcLane
 from tests.fakes import expected_beams, expected_output, request
 from tests.node.fakes import TIMING, Pair, Setup, running_pair
 

@@ -15,8 +15,8 @@ from baton.protocol.kv_spec import LayerSpec
 from baton.protocol.messages import Prefilled
 from baton.protocol.request import FinishReason
 from kv_transfer import connector
-from kv_transfer.base import KVReady
-from kv_transfer.grpc_stream import GrpcLane
+from kv_transfer.lanes.grpc_stream import GrpcLane
+from kv_transfer.protocol.base import KVReady
 from tests.fakes import expected_output, request
 from tests.node.fakes import PATIENCE_S, TIMING, Pair, RawRouter, Setup, connected, running_pair
 

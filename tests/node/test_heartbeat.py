@@ -21,7 +21,7 @@ from baton.protocol.errors import ConfigError
 from baton.protocol.handles import NodeRecord, Role
 from baton.runtime import redis_keys
 from baton.runtime.timing import Timing
-from kv_transfer.memory import MemoryFabric
+from kv_transfer.lanes.memory import MemoryFabric
 from tests.fakes import request
 from tests.node.fakes import PATIENCE_S, PREFILL, TIMING, Setup, connected, running_node
 from tests.router.fakes import make_record

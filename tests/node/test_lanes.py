@@ -17,10 +17,10 @@ from baton.node.lanes import AUTO, MAKERS, LaneSettings, PoolPlace, make_lanes, 
 from baton.protocol.errors import ConfigError
 from baton.protocol.kv_spec import LayerSpec
 from baton.runtime.timing import Timing
-from kv_transfer.base import Lane
-from kv_transfer.dist import DistSettings
-from kv_transfer.grpc_stream import GrpcLane
-from kv_transfer.stream import StreamLane, StreamOptions
+from kv_transfer.lanes.dist import DistSettings
+from kv_transfer.lanes.grpc_stream import GrpcLane
+from kv_transfer.lanes.stream import StreamLane, StreamOptions
+from kv_transfer.protocol.base import Lane
 from tests.transfer.certificates import make_files
 
 TIMING = Timing()
@@ -167,7 +167,7 @@ def test_every_lane_has_a_port_of_its_own(
         return GrpcLane(TIMING)
 
     monkeypatch.setattr(node_lanes, "StreamLane", listens)
-    monkeypatch.setattr("kv_transfer.dist.DistLane", listens)
+    monkeypatch.setattr("kv_transfer.lanes.dist.DistLane", listens)
     names = ("stream", "shm", "nixl", "dist")
     place = PoolPlace(names, tmp_path)
     arena = pool_at(place)

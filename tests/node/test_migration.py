@@ -14,7 +14,7 @@ from baton.protocol.errors import GivenBack, KVStale
 from baton.protocol.handles import KVHandle
 from baton.protocol.messages import Migrate
 from baton.protocol.request import Request
-from kv_transfer.memory import MemoryFabric
+from kv_transfer.lanes.memory import MemoryFabric
 from tests.fakes import expected_output, request
 from tests.node.fakes import (
     DECODE,

@@ -20,7 +20,7 @@ from baton.protocol.events import Pooled
 from baton.protocol.messages import AbortRequest, ReleaseExport, SubmitPool, SubmitPrefill
 from baton.protocol.request import Request
 from baton.protocol.sampling import SamplingParams
-from kv_transfer.memory import MemoryFabric
+from kv_transfer.lanes.memory import MemoryFabric
 from tests.node.fakes import (
     DECODE,
     PATIENCE_S,

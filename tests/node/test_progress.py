@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2
 from baton.node.progress import Answer, Progress
 from baton.protocol.errors import KVError, error_from_code
 from baton.runtime.timing import Timing
-from kv_transfer.memory import MemoryFabric
+from kv_transfer.lanes.memory import MemoryFabric
 from tests.fakes import FakeClock, request
 from tests.node.fakes import (
     DECODE,

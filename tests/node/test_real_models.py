@@ -15,7 +15,7 @@ from baton.node.main import Node, NodeProgram, Surroundings
 from baton.protocol.clock import SystemClock
 from baton.protocol.request import Request
 from baton.protocol.sampling import SamplingParams
-from kv_transfer.grpc_stream import GrpcLane
+from kv_transfer.lanes.grpc_stream import GrpcLane
 from tests.node.fakes import DECODE, PREFILL, TIMING, RawRouter, connected
 from tests.tiny_models import make_tiny_model
 

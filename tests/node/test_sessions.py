@@ -28,7 +28,7 @@ from baton.protocol.messages import (
     session_mac,
 )
 from baton.protocol.request import Request
-from kv_transfer.memory import MemoryFabric
+from kv_transfer.lanes.memory import MemoryFabric
 from protos import node_pb2
 from tests.fakes import expected_output, request
 from tests.node.fakes import (

@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.protocol.errors import InvalidRequest
 from baton.protocol.messages import ReleaseExport, SubmitDecode, SubmitPrefill
 from baton.protocol.sampling import SamplingParams
-from kv_transfer.memory import MemoryFabric, MemoryLane
+from kv_transfer.lanes.memory import MemoryFabric, MemoryLane
 from tests.fakes import expected_output, request
 from tests.front.fakes import TOKENIZER, Front
 from tests.node.fakes import PATIENCE_S, TIMING, Pair, Setup, running_pair

@@ -24,12 +24,12 @@ from baton.protocol.errors import InternalError
 from baton.protocol.request import Request
 from baton.protocol.sampling import SamplingParams
 from baton.runtime.timing import Timing
-from kv_transfer.base import Blocks, Lane
 from kv_transfer.connector import TransferOptions
-from kv_transfer.memory import MemoryFabric, MemoryLane
-from kv_transfer.messages import INT8
-from kv_transfer.shm_arena import ShmArena
-from kv_transfer.stream import StreamLane, StreamOptions
+from kv_transfer.lanes.memory import MemoryFabric, MemoryLane
+from kv_transfer.lanes.shm_arena import ShmArena
+from kv_transfer.lanes.stream import StreamLane, StreamOptions
+from kv_transfer.protocol.base import Blocks, Lane
+from kv_transfer.protocol.messages import INT8
 from tests.engine.driving import run, tokens_of
 from tests.tiny_models import make_tiny_model
 from tests.transfer.cluster import Cluster

@@ -31,9 +31,9 @@ from baton.protocol.messages import (
 from baton.protocol.sampling import SamplingParams
 from baton.runtime.log import LineFormatter
 from baton.runtime.timing import MAX_STREAMS, Timing, server_options
-from kv_transfer.base import Lane
-from kv_transfer.grpc_stream import METHOD, SERVICE, GrpcLane
-from kv_transfer.memory import MemoryFabric
+from kv_transfer.lanes.grpc_stream import METHOD, SERVICE, GrpcLane
+from kv_transfer.lanes.memory import MemoryFabric
+from kv_transfer.protocol.base import Lane
 from protos import kv_pb2, node_pb2, serve_pb2
 from router.config import RouterConfig
 from router.grpc_api import GrpcServer
@@ -252,7 +252,9 @@ async def test_the_kv_lane_offers_one_method_and_answers_nothing_else() -> None:
                 assert found in ("UNIMPLEMENTED", "INTERNAL"), method
     finally:
         lane.stop()
-    assert served == ["grpc"], "its handshake (kv_transfer/identity.py) is what lets a peer in"
+    assert served == ["grpc"], (
+        "its handshake (kv_transfer/protocol/identity.py) is what lets a peer in"
+    )
 
 
 # ---- limits of a call ----

@@ -27,7 +27,7 @@ from baton.protocol.handles import Role
 from baton.runtime.timing import Timing
 from baton.runtime.tls import ClientTls, TlsFiles
 from deploy.doctor import NoLog
-from kv_transfer.memory import MemoryFabric
+from kv_transfer.lanes.memory import MemoryFabric
 from router.config import RouterConfig
 from router.grpc_api import GrpcServer
 from router.main import http_server

@@ -11,8 +11,8 @@ from baton.protocol.events import FirstToken, TokenLogprob
 from baton.protocol.handles import KVHandle
 from baton.protocol.request import FinishReason
 from baton.runtime.timing import Timing
-from kv_transfer.base import Blocks, Lane
-from kv_transfer.shares import first_sent
+from kv_transfer.protocol.base import Blocks, Lane
+from kv_transfer.protocol.shares import first_sent
 from kv_transfer.stats import TransferStats
 from tests.transfer.pools import (
     BOOT_D,

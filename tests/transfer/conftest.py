@@ -10,14 +10,14 @@ import pytest
 
 from baton.runtime.timing import Timing
 from baton.runtime.tls import TlsFiles
-from kv_transfer.base import Lane
-from kv_transfer.dist import DistLane, DistSettings
-from kv_transfer.grpc_stream import GrpcLane
-from kv_transfer.memory import MemoryFabric, MemoryLane
-from kv_transfer.nixl_agent import load
-from kv_transfer.shm_arena import ShmArena
+from kv_transfer.lanes.dist import DistLane, DistSettings
+from kv_transfer.lanes.grpc_stream import GrpcLane
+from kv_transfer.lanes.memory import MemoryFabric, MemoryLane
+from kv_transfer.lanes.nixl_agent import load
+from kv_transfer.lanes.shm_arena import ShmArena
+from kv_transfer.lanes.stream import StreamLane, StreamOptions
+from kv_transfer.protocol.base import Lane
 from kv_transfer.stats import TransferStats
-from kv_transfer.stream import StreamLane, StreamOptions
 from tests.transfer.certificates import make_files
 from tests.transfer.cluster import FRAME_ARRIVED, Cluster
 from tests.transfer.direct_lanes import nixl_lane, shm_lane

@@ -11,11 +11,11 @@ import torch
 from baton.engine.memory.kv_cache import KVArena, MakeMemory
 from baton.protocol.handles import LaneAddress
 from baton.runtime.timing import Timing
-from kv_transfer.base import Lane, Serve, Wire
-from kv_transfer.memory_map import map_of
-from kv_transfer.nixl import NixlLane, NixlPool
-from kv_transfer.shm import ShmLane
-from kv_transfer.shm_arena import ShmArena
+from kv_transfer.lanes.nixl import NixlLane, NixlPool
+from kv_transfer.lanes.shm import ShmLane
+from kv_transfer.lanes.shm_arena import ShmArena
+from kv_transfer.pool.memory_map import map_of
+from kv_transfer.protocol.base import Lane, Serve, Wire
 from tests.transfer.faults import FaultyLane
 
 RESERVED_BYTES: Final = 1 << 26  # as many addresses as the small pools of peers need

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from baton.runtime.timing import Timing
-from kv_transfer.grpc_stream import GrpcLane
-from kv_transfer.shm_arena import ShmArena
+from kv_transfer.lanes.grpc_stream import GrpcLane
+from kv_transfer.lanes.shm_arena import ShmArena
 from tests.transfer.cluster import FIRST
 from tests.transfer.direct_lanes import LateLane, nixl_lane, shm_lane
 from tests.transfer.pools import Node, fill_random, request_of

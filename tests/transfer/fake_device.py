@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kv_transfer.staging import Mark, Places
+from kv_transfer.pool.staging import Mark, Places
 
 COMPUTE = -1  # the stream of the engine
 

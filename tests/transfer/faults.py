@@ -8,8 +8,17 @@ from dataclasses import dataclass
 
 from baton.protocol.errors import KVLost
 from baton.protocol.handles import LaneAddress
-from kv_transfer.base import DirectWire, Lane, Remote, ScatterWire, Serve, Span, Target, Wire
-from kv_transfer.frames import HEADER_BYTES, Kind, decode_header, payload_bytes, split
+from kv_transfer.protocol.base import (
+    DirectWire,
+    Lane,
+    Remote,
+    ScatterWire,
+    Serve,
+    Span,
+    Target,
+    Wire,
+)
+from kv_transfer.protocol.frames import HEADER_BYTES, Kind, decode_header, payload_bytes, split
 
 SCATTERING = ("stream", "dist")  # lanes whose wires are base.ScatterWire
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 from baton.protocol.events import FirstToken
 from baton.protocol.handles import Endpoint, KVHandle
 from baton.protocol.kv_spec import LayerSpec, PoolFormat
-from kv_transfer.base import Span
-from kv_transfer.bodies import kind_of
-from kv_transfer.frames import Header, Kind
-from kv_transfer.identity import Identity, Side
-from kv_transfer.messages import (
+from kv_transfer.protocol.base import Span
+from kv_transfer.protocol.bodies import kind_of
+from kv_transfer.protocol.frames import Header, Kind
+from kv_transfer.protocol.identity import Identity, Side
+from kv_transfer.protocol.messages import (
     Ack,
     BlockTables,
     Confirm,
@@ -23,11 +23,11 @@ from kv_transfer.messages import (
     Message,
     Renew,
 )
-from kv_transfer.session import (
+from kv_transfer.protocol.session import (
     data_header,
     header_of,
 )
-from kv_transfer.steps import (
+from kv_transfer.protocol.steps import (
     Arrived,
     Send,
     SendData,

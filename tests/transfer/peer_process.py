@@ -14,10 +14,10 @@ from typing import Any
 from baton.protocol.handles import Endpoint, KVHandle, LaneAddress
 from baton.protocol.kv_spec import PoolFormat, layout_fingerprint
 from baton.runtime.timing import Timing
-from kv_transfer.base import Lane
-from kv_transfer.grpc_stream import GrpcLane
+from kv_transfer.lanes.grpc_stream import GrpcLane
+from kv_transfer.lanes.stream import StreamLane
+from kv_transfer.protocol.base import Lane
 from kv_transfer.stats import TransferStats
-from kv_transfer.stream import StreamLane
 from tests.transfer.cluster import FIRST
 from tests.transfer.pools import LAYERS, Node, fill_random, request_of
 

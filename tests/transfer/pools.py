@@ -23,10 +23,10 @@ from baton.protocol.kv_spec import (
 from baton.protocol.request import Request
 from baton.protocol.sampling import SamplingParams
 from baton.runtime.timing import Timing
-from kv_transfer.base import Blocks, Lane, Payload
 from kv_transfer.connector import Connector, TransferOptions
-from kv_transfer.layout import ArenaMemory
-from kv_transfer.shares import first_sent, heads_of
+from kv_transfer.pool.layout import ArenaMemory
+from kv_transfer.protocol.base import Blocks, Lane, Payload
+from kv_transfer.protocol.shares import first_sent, heads_of
 from tests.fakes import FakeClock
 from tests.transfer.direct_lanes import pool_of
 

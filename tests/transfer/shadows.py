@@ -26,15 +26,15 @@ from baton.protocol.events import FirstToken
 from baton.protocol.handles import KVHandle
 from baton.protocol.kv_spec import DTYPE_BYTES, HeldBlocks, LayerSpec, first_visible
 from baton.runtime.timing import Timing
-from kv_transfer.base import Blocks, KVMemory, Lane, Payload
 from kv_transfer.exports import Reader
-from kv_transfer.frames import Kind
-from kv_transfer.layout import ArenaMemory
-from kv_transfer.memory import MemoryFabric, MemoryLane
-from kv_transfer.shares import first_sent
-from kv_transfer.shm_arena import ShmArena
+from kv_transfer.lanes.memory import MemoryFabric, MemoryLane
+from kv_transfer.lanes.shm_arena import ShmArena
+from kv_transfer.lanes.stream import StreamLane, StreamOptions
+from kv_transfer.pool.layout import ArenaMemory
+from kv_transfer.protocol.base import Blocks, KVMemory, Lane, Payload
+from kv_transfer.protocol.frames import Kind
+from kv_transfer.protocol.shares import first_sent
 from kv_transfer.stats import NO_LANE
-from kv_transfer.stream import StreamLane, StreamOptions
 from tests.transfer.direct_lanes import shm_lane
 from tests.transfer.faults import kind_of
 from tests.transfer.pools import PATIENCE_S, Node, fill_random, request_of

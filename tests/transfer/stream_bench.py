@@ -13,9 +13,9 @@ from typing import Final
 from baton.protocol.errors import KVCorrupt, KVError
 from baton.protocol.handles import LaneAddress
 from baton.runtime.timing import Timing
-from kv_transfer.base import Incoming, Serve
-from kv_transfer.frames import Buffer, Header, Kind, encode
-from kv_transfer.stream import StreamLane, StreamOptions, StreamWire
+from kv_transfer.lanes.stream import StreamLane, StreamOptions, StreamWire
+from kv_transfer.protocol.base import Incoming, Serve
+from kv_transfer.protocol.frames import Buffer, Header, Kind, encode
 from tests.transfer.pools import BOOT_P, PATIENCE_S
 
 TCP_ONLY: Final = StreamOptions(unix=False)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from baton.engine.attention.kv_store import Fp8Rows, Int8Rows
 from baton.protocol.errors import KVCorrupt
 from baton.protocol.kv_spec import DTYPE_BYTES, LayerSpec
-from kv_transfer.base import Payload
-from kv_transfer.codec import TORCH_DTYPES, Rows, converted, pack, quantise, unpack
-from kv_transfer.shares import rows_bytes
+from kv_transfer.pool.codec import TORCH_DTYPES, Rows, converted, pack, quantise, unpack
+from kv_transfer.protocol.base import Payload
+from kv_transfer.protocol.shares import rows_bytes
 
 SPECS = (LayerSpec(3, 8, 4), LayerSpec(1, 24, 0, kind="mla"))
 DTYPES = tuple(DTYPE_BYTES)

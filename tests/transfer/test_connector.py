@@ -15,10 +15,10 @@ from baton.protocol.errors import ConfigError, InternalError, KVLost, KVStale
 from baton.protocol.handles import LaneAddress
 from baton.protocol.kv_spec import LayerSpec
 from baton.runtime.timing import Timing
-from kv_transfer.base import Incoming, KVConnector, Loan
-from kv_transfer.frames import Buffer
-from kv_transfer.grpc_stream import GrpcLane
-from kv_transfer.memory import MemoryFabric, MemoryLane
+from kv_transfer.lanes.grpc_stream import GrpcLane
+from kv_transfer.lanes.memory import MemoryFabric, MemoryLane
+from kv_transfer.protocol.base import Incoming, KVConnector, Loan
+from kv_transfer.protocol.frames import Buffer
 from kv_transfer.stats import NO_LANE
 from tests.block_lists import held
 from tests.transfer.pools import (

@@ -11,7 +11,7 @@ import pytest
 from baton.protocol.errors import KVLost, KVStale, KVTimeout
 from baton.runtime.timing import Timing
 from kv_transfer.connector import TransferOptions
-from kv_transfer.frames import Kind
+from kv_transfer.protocol.frames import Kind
 from kv_transfer.stats import TransferStats
 from tests.transfer import faults
 from tests.transfer.cluster import (

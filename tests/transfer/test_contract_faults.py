@@ -19,8 +19,8 @@ from baton.engine.memory.block_pool import BlockPool
 from baton.protocol.errors import KVCorrupt, KVError, KVLost, KVStale, KVTimeout
 from baton.protocol.handles import KVHandle
 from baton.runtime.timing import Timing
-from kv_transfer.base import Blocks
-from kv_transfer.frames import Kind
+from kv_transfer.protocol.base import Blocks
+from kv_transfer.protocol.frames import Kind
 from kv_transfer.stats import TransferStats
 from tests.block_lists import held
 from tests.transfer import faults

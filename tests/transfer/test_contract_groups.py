@@ -8,9 +8,9 @@ import pytest
 
 from baton.protocol.errors import KVCorrupt, KVLost, KVRefused
 from baton.protocol.kv_spec import HeldBlocks, LayerSpec, PoolFormat
-from kv_transfer.base import Blocks, Remote
-from kv_transfer.layout import HOLE
-from kv_transfer.memory import MemoryFabric, MemoryLane
+from kv_transfer.lanes.memory import MemoryFabric, MemoryLane
+from kv_transfer.pool.layout import HOLE
+from kv_transfer.protocol.base import Blocks, Remote
 from tests.transfer.cluster import FIRST, Cluster, frames_received, transfer
 from tests.transfer.conftest import DIRECT, KINDS
 from tests.transfer.pools import (

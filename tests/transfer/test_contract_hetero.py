@@ -10,11 +10,11 @@ import torch
 
 from baton.protocol.errors import KVRefused, KVStale
 from baton.protocol.kv_spec import DTYPE_BYTES, LayerSpec
-from kv_transfer.base import Blocks, Payload
-from kv_transfer.codec import Rows, unpack
 from kv_transfer.connector import TransferOptions
 from kv_transfer.links import AUTO
-from kv_transfer.messages import INT8
+from kv_transfer.pool.codec import Rows, unpack
+from kv_transfer.protocol.base import Blocks, Payload
+from kv_transfer.protocol.messages import INT8
 from tests.block_lists import held
 from tests.transfer.cluster import FIRST, Cluster, frames_received, transfer
 from tests.transfer.conftest import KINDS, WAYS

@@ -16,10 +16,10 @@ from baton.engine.memory.kv_cache import KVArena
 from baton.protocol.errors import KVLost, KVStale
 from baton.protocol.handles import KVHandle
 from baton.protocol.kv_spec import LayerSpec
-from kv_transfer.base import Blocks, KVReady, Payload
-from kv_transfer.frames import Kind
-from kv_transfer.layout import ArenaMemory
-from kv_transfer.messages import INT8
+from kv_transfer.pool.layout import ArenaMemory
+from kv_transfer.protocol.base import Blocks, KVReady, Payload
+from kv_transfer.protocol.frames import Kind
+from kv_transfer.protocol.messages import INT8
 from tests.block_lists import held
 from tests.transfer import faults
 from tests.transfer.cluster import FIRST, Cluster, frames_received

@@ -14,9 +14,9 @@ import pytest
 from baton.protocol.errors import KVLost
 from baton.protocol.handles import Endpoint, KVHandle, LaneAddress
 from baton.protocol.kv_spec import PoolFormat, layout_fingerprint
-from kv_transfer.memory import MemoryFabric, MemoryLane
-from kv_transfer.nixl_agent import load
-from kv_transfer.shm_arena import ShmArena
+from kv_transfer.lanes.memory import MemoryFabric, MemoryLane
+from kv_transfer.lanes.nixl_agent import load
+from kv_transfer.lanes.shm_arena import ShmArena
 from tests.transfer import direct_process
 from tests.transfer.cluster import FIRST
 from tests.transfer.direct_process import NUM_TOKENS, SEED, new_lane

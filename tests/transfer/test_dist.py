@@ -19,10 +19,10 @@ from baton.protocol.errors import ConfigError, KVCorrupt, KVError, KVLost, KVTim
 from baton.protocol.handles import LaneAddress
 from baton.runtime.timing import Timing
 from baton.runtime.tls import TlsFiles
-from kv_transfer.base import Incoming, ScatterWire, Wire
-from kv_transfer.dist import DistLane, DistSettings
-from kv_transfer.frames import MAX_PAYLOAD, Buffer
-from kv_transfer.records import RecordSocket, Tag
+from kv_transfer.lanes.dist import DistLane, DistSettings
+from kv_transfer.lanes.records import RecordSocket, Tag
+from kv_transfer.protocol.base import Incoming, ScatterWire, Wire
+from kv_transfer.protocol.frames import MAX_PAYLOAD, Buffer
 from tests.transfer.pools import PATIENCE_S
 from tests.waiting import eventually
 
@@ -32,7 +32,7 @@ SMALL, BIG = b"s" * 100, bytes(range(256)) * 2000
 CHILD = """
 import itertools, sys, signal
 from baton.runtime.timing import Timing
-from kv_transfer.dist import DistLane
+from kv_transfer.lanes.dist import DistLane
 from tests.waiting import eventually
 lane = DistLane(Timing(kv_progress_s=2.0))
 def serve(name, peer):

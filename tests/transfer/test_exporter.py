@@ -13,10 +13,11 @@ import pytest
 from baton.protocol.errors import KVStale
 from baton.protocol.kv_spec import LayerSpec, layout_fingerprint
 from baton.runtime.timing import Timing
-from kv_transfer.bodies import decode_body, encode_body, kind_of
 from kv_transfer.exporter import Exporter
 from kv_transfer.exports import ExportTable, Reader
-from kv_transfer.frames import (
+from kv_transfer.pool.layout import ArenaMemory
+from kv_transfer.protocol.bodies import decode_body, encode_body, kind_of
+from kv_transfer.protocol.frames import (
     HEADER_BYTES,
     MAX_PAYLOAD,
     Buffer,
@@ -27,10 +28,9 @@ from kv_transfer.frames import (
     seed_of,
     split,
 )
-from kv_transfer.identity import Identity, Side
-from kv_transfer.layout import ArenaMemory
-from kv_transfer.leases import Leases
-from kv_transfer.messages import (
+from kv_transfer.protocol.identity import Identity, Side
+from kv_transfer.protocol.leases import Leases
+from kv_transfer.protocol.messages import (
     DIRECT,
     Ack,
     BlockTables,
@@ -43,7 +43,7 @@ from kv_transfer.messages import (
     Message,
     Renew,
 )
-from kv_transfer.session import header_of
+from kv_transfer.protocol.session import header_of
 from kv_transfer.stats import TransferStats
 from tests.block_lists import held
 from tests.fakes import FakeClock, KVArena

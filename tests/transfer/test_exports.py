@@ -21,9 +21,9 @@ from hypothesis.stateful import (
 from baton.protocol.errors import InternalError, KVError, KVLost, KVRefused, KVStale
 from baton.protocol.handles import Endpoint, KVHandle
 from baton.protocol.kv_spec import PoolFormat
-from kv_transfer.base import Blocks
 from kv_transfer.exports import ExportTable, Reader
-from kv_transfer.leases import Leases
+from kv_transfer.protocol.base import Blocks
+from kv_transfer.protocol.leases import Leases
 from tests.block_lists import held
 from tests.fakes import FakeClock
 

@@ -15,7 +15,7 @@ import pytest
 
 from baton.protocol.errors import KVCorrupt, KVStale
 from baton.runtime.failpoints import FAILPOINTS, Plan
-from kv_transfer.frames import Kind
+from kv_transfer.protocol.frames import Kind
 from tests.transfer import faults
 from tests.transfer.cluster import FIRST, Cluster, frames_received, transfer_despite
 from tests.transfer.conftest import KINDS

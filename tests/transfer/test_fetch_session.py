@@ -8,17 +8,17 @@ from dataclasses import replace
 import pytest
 
 from baton.protocol.errors import IllegalTransition, KVCorrupt, KVError, KVLost, KVRefused, KVStale
-from kv_transfer.base import Payload, Remote
-from kv_transfer.fetch_session import (
+from kv_transfer.protocol.base import Payload, Remote
+from kv_transfer.protocol.fetch_session import (
     FETCHER_TABLE,
     FetcherSession,
     FetcherState,
     Intent,
     Wanted,
 )
-from kv_transfer.frames import Header, Kind
-from kv_transfer.identity import Side
-from kv_transfer.messages import (
+from kv_transfer.protocol.frames import Header, Kind
+from kv_transfer.protocol.identity import Side
+from kv_transfer.protocol.messages import (
     DIRECT,
     Ack,
     BlockTables,
@@ -32,11 +32,11 @@ from kv_transfer.messages import (
     Message,
     Renew,
 )
-from kv_transfer.session import (
+from kv_transfer.protocol.session import (
     ExporterSession,
     ExporterState,
 )
-from kv_transfer.steps import (
+from kv_transfer.protocol.steps import (
     Arrived,
     Check,
     Closed,

@@ -10,8 +10,8 @@ from baton.protocol.errors import InternalError, KVCorrupt, KVRefused
 from baton.protocol.events import FirstToken, TokenLogprob
 from baton.protocol.kv_spec import PoolFormat
 from baton.protocol.request import FinishReason
-from kv_transfer.bodies import decode_body, encode_body, kind_of
-from kv_transfer.frames import (
+from kv_transfer.protocol.bodies import decode_body, encode_body, kind_of
+from kv_transfer.protocol.frames import (
     HEADER_BYTES,
     MAX_PAYLOAD,
     Header,
@@ -23,7 +23,7 @@ from kv_transfer.frames import (
     seed_of,
     split,
 )
-from kv_transfer.messages import (
+from kv_transfer.protocol.messages import (
     Ack,
     BlockTables,
     Confirm,

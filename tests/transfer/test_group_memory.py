@@ -12,10 +12,10 @@ from baton.engine.parallel.pool import GroupArena, SharedMemory, make_memory
 from baton.engine.state.place import RankPlace
 from baton.protocol.errors import KVCorrupt
 from baton.protocol.kv_spec import HeldBlocks, LayerSpec
-from kv_transfer.base import KVMemory, Payload
-from kv_transfer.device_copies import memory_of
-from kv_transfer.group_memory import GroupMemory
-from kv_transfer.layout import ArenaMemory
+from kv_transfer.pool.device_copies import memory_of
+from kv_transfer.pool.group_memory import GroupMemory
+from kv_transfer.pool.layout import ArenaMemory
+from kv_transfer.protocol.base import KVMemory, Payload
 
 LAYERS = (LayerSpec(4, 8, 8), LayerSpec(4, 8, 8, window=16, kind="sliding"))
 NUM_BLOCKS, BLOCK = 10, 4

@@ -12,11 +12,11 @@ from baton.protocol.errors import KVLost, KVRefused
 from baton.protocol.handles import KVHandle, LaneAddress
 from baton.runtime.timing import Timing
 from baton.runtime.tls import TlsFiles
-from kv_transfer.base import Incoming, Lane, Serve
-from kv_transfer.frames import Buffer, Kind
-from kv_transfer.grpc_stream import GrpcLane
+from kv_transfer.lanes.grpc_stream import GrpcLane
+from kv_transfer.lanes.stream import StreamLane, StreamOptions
+from kv_transfer.protocol.base import Incoming, Lane, Serve
+from kv_transfer.protocol.frames import Buffer, Kind
 from kv_transfer.stats import LaneStats
-from kv_transfer.stream import StreamLane, StreamOptions
 from tests.transfer import faults
 from tests.transfer.certificates import believing
 from tests.transfer.cluster import Cluster, transfer

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from baton.engine.memory.kv_cache import KVArena
 from baton.protocol.errors import ConfigError, InternalError, KVCorrupt
 from baton.protocol.kv_spec import DTYPE_BYTES, BlockLists, HeldBlocks, LayerSpec, PoolFormat
-from kv_transfer.base import Payload
-from kv_transfer.codec import Rows, pack, unpack
-from kv_transfer.layout import HOLE, ArenaMemory, Slot, byte_ranges
-from kv_transfer.shares import rows_bytes
+from kv_transfer.pool.codec import Rows, pack, unpack
+from kv_transfer.pool.layout import HOLE, ArenaMemory, Slot, byte_ranges
+from kv_transfer.protocol.base import Payload
+from kv_transfer.protocol.shares import rows_bytes
 from tests.block_lists import held
 from tests.transfer.pools import LAYERS, fill_random, layer_bytes, snapshot
 

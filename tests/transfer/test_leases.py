@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from baton.protocol.clock import SystemClock
-from kv_transfer.deadlines import Deadlines
-from kv_transfer.leases import Leases
+from kv_transfer.lanes.deadlines import Deadlines
+from kv_transfer.protocol.leases import Leases
 
 PATIENCE_S = 30.0
 

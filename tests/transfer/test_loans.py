@@ -15,10 +15,10 @@ from baton.node.lanes import LaneSettings, PoolPlace, make_lanes
 from baton.protocol.errors import ConfigError, KVCorrupt
 from baton.protocol.kv_spec import LayerSpec
 from baton.runtime.timing import Timing
-from kv_transfer.base import LendingLane
+from kv_transfer.lanes.shm import ShmLane
+from kv_transfer.lanes.shm_arena import ArenaPlace, ShmArena
 from kv_transfer.loans import Promise
-from kv_transfer.shm import ShmLane
-from kv_transfer.shm_arena import ArenaPlace, ShmArena
+from kv_transfer.protocol.base import LendingLane
 from tests.fakes import FakeClock
 
 LAYERS = (LayerSpec(2, 8, 8), LayerSpec(2, 8, 8))
@@ -71,7 +71,7 @@ def test_without_a_loan_death_does_not_help() -> None:
 
 OWNER = """
 import sys, pathlib
-from kv_transfer.shm_arena import ShmArena
+from kv_transfer.lanes.shm_arena import ShmArena
 arena = ShmArena("0c" * 16, 1 << 16, 4096, pathlib.Path(sys.argv[1]), 1 << 20)
 arena.memory()[5 * 4096] = 42
 print(arena.place.inode, flush=True)

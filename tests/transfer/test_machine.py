@@ -34,7 +34,7 @@ from hypothesis.stateful import (
 from baton.protocol.errors import KVError, KVLost, KVStale
 from baton.protocol.kv_spec import LayerSpec
 from baton.runtime.timing import Timing
-from kv_transfer.base import Blocks, HeldExport, KVReady
+from kv_transfer.protocol.base import Blocks, HeldExport, KVReady
 from tests.transfer import faults
 from tests.transfer.faults import FaultyLane
 from tests.transfer.pools import BOOT_D, BOOT_E, LAYERS, PATIENCE_S

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from baton.engine.memory.kv_cache import KVArena, bytes_per_block
 from baton.protocol.errors import ConfigError, KVCorrupt
 from baton.protocol.kv_spec import HeldBlocks, LayerSpec
-from kv_transfer.layout import ArenaMemory
-from kv_transfer.memory_map import MemoryMap, Piece, map_of
+from kv_transfer.pool.layout import ArenaMemory
+from kv_transfer.pool.memory_map import MemoryMap, Piece, map_of
 from tests.block_lists import held
 from tests.transfer.pools import LAYERS, fill_random
 

@@ -18,7 +18,7 @@ import pytest
 
 from baton.protocol.errors import KVLost, KVTimeout
 from baton.runtime.timing import Timing
-from kv_transfer.memory import MemoryFabric, MemoryLane
+from kv_transfer.lanes.memory import MemoryFabric, MemoryLane
 from tests.transfer import peer_process
 from tests.transfer.cluster import FIRST, frames_received
 from tests.transfer.peer_process import NUM_TOKENS, SEED, dump, load, new_lane

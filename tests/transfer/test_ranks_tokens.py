@@ -28,13 +28,13 @@ from baton.protocol.kv_spec import layout_fingerprint
 from baton.protocol.request import Request
 from baton.protocol.sampling import SamplingParams
 from baton.runtime.timing import Timing
-from kv_transfer.base import Lane
 from kv_transfer.connector import Connector, TransferOptions
-from kv_transfer.grpc_stream import GrpcLane
-from kv_transfer.layout import ArenaMemory
-from kv_transfer.memory import MemoryFabric, MemoryLane
-from kv_transfer.shm_arena import ShmArena
-from kv_transfer.stream import StreamLane
+from kv_transfer.lanes.grpc_stream import GrpcLane
+from kv_transfer.lanes.memory import MemoryFabric, MemoryLane
+from kv_transfer.lanes.shm_arena import ShmArena
+from kv_transfer.lanes.stream import StreamLane
+from kv_transfer.pool.layout import ArenaMemory
+from kv_transfer.protocol.base import Lane
 from tests.fakes import FakeClock
 from tests.system.references import prompts
 from tests.tiny_models import make_tiny_model

@@ -8,10 +8,10 @@ import pytest
 
 from baton.protocol.errors import IllegalTransition, KVCorrupt
 from baton.protocol.kv_spec import LayerSpec
-from kv_transfer.base import Span
-from kv_transfer.frames import MAX_PAYLOAD
-from kv_transfer.identity import Identity, Side, prove
-from kv_transfer.messages import (
+from kv_transfer.protocol.base import Span
+from kv_transfer.protocol.frames import MAX_PAYLOAD
+from kv_transfer.protocol.identity import Identity, Side, prove
+from kv_transfer.protocol.messages import (
     DIRECT,
     INT8,
     Ack,
@@ -24,12 +24,12 @@ from kv_transfer.messages import (
     Hello,
     Renew,
 )
-from kv_transfer.session import (
+from kv_transfer.protocol.session import (
     EXPORTER_TABLE,
     ExporterSession,
     ExporterState,
 )
-from kv_transfer.steps import (
+from kv_transfer.protocol.steps import (
     Announce,
     Arrived,
     Check,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.protocol.kv_spec import LayerSpec, PoolFormat
-from kv_transfer.shares import (
+from kv_transfer.protocol.shares import (
     fetching_ranks,
     first_sent,
     first_visible,

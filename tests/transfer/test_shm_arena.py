@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from baton.protocol.errors import ConfigError, KVLost, KVRefused
-from kv_transfer.address_range import PAGE_BYTES
-from kv_transfer.shm_arena import ArenaPlace, ShmArena, sweep
+from kv_transfer.lanes.shm_arena import ArenaPlace, ShmArena, sweep
+from kv_transfer.pool.address_range import PAGE_BYTES
 from tests.transfer.stream_bench import descriptors
 
 BOOT_A, BOOT_B = "0a" * 16, "0b" * 16
@@ -23,7 +23,7 @@ BOOT_A, BOOT_B = "0a" * 16, "0b" * 16
 CHILD = """
 import sys, signal
 from pathlib import Path
-from kv_transfer.shm_arena import ShmArena
+from kv_transfer.lanes.shm_arena import ShmArena
 arena = ShmArena(sys.argv[1], 3 * 4096, 4096, Path(sys.argv[2]))
 arena.memory().fill_(7)
 sys.stdout.write(f"{arena.place.inode}\\n")
@@ -128,7 +128,7 @@ def test_a_write_to_a_foreign_page_dies_before_it_spoils_anything(tmp_path: Path
     script = """
 import sys
 from pathlib import Path
-from kv_transfer.shm_arena import ShmArena
+from kv_transfer.lanes.shm_arena import ShmArena
 ours, theirs = (ShmArena(b * 16, 4096, 4096, Path(sys.argv[1])) for b in ("0a", "0b"))
 peer = ours.attach(theirs.place)
 assert int(ours.foreign_bytes(peer)[0]) == 0

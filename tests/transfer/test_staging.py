@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from baton.engine.memory.kv_cache import KVArena
 from baton.protocol.errors import InternalError, KVCorrupt, KVTimeout
 from baton.protocol.kv_spec import LayerSpec
-from kv_transfer.base import Blocks, Payload
-from kv_transfer.device_pool import ArenaPool
-from kv_transfer.layout import ArenaMemory
-from kv_transfer.staging import StagedMemory
+from kv_transfer.pool.device_pool import ArenaPool
+from kv_transfer.pool.layout import ArenaMemory
+from kv_transfer.pool.staging import StagedMemory
+from kv_transfer.protocol.base import Blocks, Payload
 from tests.block_lists import held
 from tests.transfer.fake_device import COMPUTE, FakeDevice
 from tests.transfer.pools import snapshot

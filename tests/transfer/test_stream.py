@@ -21,8 +21,9 @@ from baton.protocol.errors import ConfigError, KVError, KVLost, KVRefused
 from baton.protocol.handles import LaneAddress
 from baton.runtime.timing import Timing
 from baton.runtime.tls import TlsFiles
-from kv_transfer.base import Incoming, ScatterWire
-from kv_transfer.frames import (
+from kv_transfer.lanes.stream import TLS, UNIX, StreamLane, StreamOptions
+from kv_transfer.protocol.base import Incoming, ScatterWire
+from kv_transfer.protocol.frames import (
     MAX_PAYLOAD,
     Buffer,
     Header,
@@ -30,7 +31,6 @@ from kv_transfer.frames import (
     decode,
     encode_into,
 )
-from kv_transfer.stream import TLS, UNIX, StreamLane, StreamOptions
 from tests.transfer.certificates import believing
 from tests.transfer.pools import BOOT_P, PATIENCE_S
 from tests.transfer.stream_bench import TCP_ONLY, UNIX_ONLY, Bench, Caught, ask, dial, echo, frame
@@ -50,7 +50,7 @@ def test_what_a_killed_process_left_is_removed_at_the_next_start(
     code = """
 import os, signal
 from baton.runtime.timing import Timing
-from kv_transfer.stream import StreamLane, StreamOptions
+from kv_transfer.lanes.stream import StreamLane, StreamOptions
 StreamLane(Timing(), StreamOptions(tcp=False)).start("0c" * 16, lambda name, peer: iter(()))
 os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -14,11 +14,12 @@ from functools import partial
 import pytest
 
 from baton.protocol.errors import KVCorrupt, KVLost, KVTimeout
-from kv_transfer import stream_server
-from kv_transfer.base import Incoming
-from kv_transfer.bodies import decode_body
-from kv_transfer.framed_socket import FramedSocket
-from kv_transfer.frames import (
+from kv_transfer.lanes import stream_server
+from kv_transfer.lanes.framed_socket import FramedSocket
+from kv_transfer.lanes.stream import StreamWire
+from kv_transfer.protocol.base import Incoming
+from kv_transfer.protocol.bodies import decode_body
+from kv_transfer.protocol.frames import (
     HEADER_BYTES,
     MAX_PAYLOAD,
     Buffer,
@@ -27,8 +28,7 @@ from kv_transfer.frames import (
     decode,
     encode_into,
 )
-from kv_transfer.messages import Failure, FailureCode
-from kv_transfer.stream import StreamWire
+from kv_transfer.protocol.messages import Failure, FailureCode
 from tests.transfer.pools import PATIENCE_S
 from tests.transfer.stream_bench import TCP_ONLY, Bench, Caught, ask, dial, frame
 

@@ -14,11 +14,19 @@ from baton.protocol.errors import KVCorrupt
 from baton.protocol.events import FirstToken, TokenLogprob
 from baton.protocol.kv_spec import DTYPE_BYTES, PoolFormat
 from baton.protocol.request import FinishReason
-from kv_transfer.bodies import decode_body, encode_body, kind_of
-from kv_transfer.codec import pack, quantise
-from kv_transfer.frames import HEADER_BYTES, MAX_PAYLOAD, Header, Kind, decode, encode, seed_of
-from kv_transfer.identity import Identity, Side, prove
-from kv_transfer.messages import (
+from kv_transfer.pool.codec import pack, quantise
+from kv_transfer.protocol.bodies import decode_body, encode_body, kind_of
+from kv_transfer.protocol.frames import (
+    HEADER_BYTES,
+    MAX_PAYLOAD,
+    Header,
+    Kind,
+    decode,
+    encode,
+    seed_of,
+)
+from kv_transfer.protocol.identity import Identity, Side, prove
+from kv_transfer.protocol.messages import (
     DIRECT,
     INT8,
     Ack,
@@ -31,7 +39,7 @@ from kv_transfer.messages import (
     Message,
     Renew,
 )
-from kv_transfer.session import header_of
+from kv_transfer.protocol.session import header_of
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "kv_wire_format.md"
 BOOT_P, BOOT_D = "000102030405060708090a0b0c0d0e0f", "f0f1f2f3f4f5f6f7f8f9fafbfcfdfeff"

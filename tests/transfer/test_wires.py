@@ -11,11 +11,11 @@ from baton.protocol.errors import InternalError, KVLost
 from baton.protocol.handles import LaneAddress
 from baton.protocol.kv_spec import PoolFormat
 from baton.runtime.timing import Timing
-from kv_transfer.base import Serve, Wire
-from kv_transfer.identity import Identity, Side
+from kv_transfer.lanes.memory import MemoryFabric, MemoryLane
+from kv_transfer.lanes.wires import KEPT_PER_PEER, WirePool
 from kv_transfer.links import FAST_LINK, MIN_BYTES, PROBE_EVERY, LinkSpeeds
-from kv_transfer.memory import MemoryFabric, MemoryLane
-from kv_transfer.wires import KEPT_PER_PEER, WirePool
+from kv_transfer.protocol.base import Serve, Wire
+from kv_transfer.protocol.identity import Identity, Side
 from tests.fakes import FakeClock
 from tests.transfer.cluster import FIRST, transfer
 from tests.transfer.pools import BOOT_D, Node, fill_random, fill_untouched, outcome, request_of

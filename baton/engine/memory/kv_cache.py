@@ -11,7 +11,7 @@ slots of its page: slots of [2, block_size, kv_heads] (MLA: 1 instead of 2).
 Views of layers reach beyond the own blocks where the memory does: block ids from `num_blocks` on
 name pages of other nodes (adoption.py), to be read only; never touch a view as a whole.
 Not here: who owns which block (block_pool.py), reading and writing for transfers
-(kv_transfer/layout.py).
+(kv_transfer/pool/layout.py).
 """
 
 from __future__ import annotations

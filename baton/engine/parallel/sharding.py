@@ -6,7 +6,7 @@
     replicated        norms, routers, the gate of a shared expert
 
 Query heads are split evenly. With fewer KV heads than ranks each KV head lies on several ranks, as
-kv_transfer/shares.py cuts pools. A row-parallel product's bias is the leader's alone.
+kv_transfer/protocol/shares.py cuts pools. A row-parallel product's bias is the leader's alone.
 Source: Megatron-LM (arXiv 1909.08053, section 3).
 """
 

@@ -15,10 +15,10 @@ from typing import Any, Final, TypeAlias
 from baton.protocol.errors import KVCorrupt, KVError, KVLost, KVRefused, KVStale
 from baton.protocol.handles import KVHandle
 from baton.protocol.kv_spec import LayerSpec, PoolFormat
-from kv_transfer.base import Payload, Remote, Span
-from kv_transfer.frames import Header
-from kv_transfer.identity import Identity, Side
-from kv_transfer.messages import (
+from kv_transfer.protocol.base import Payload, Remote, Span
+from kv_transfer.protocol.frames import Header
+from kv_transfer.protocol.identity import Identity, Side
+from kv_transfer.protocol.messages import (
     DIRECT,
     INT8,
     RAW,
@@ -32,9 +32,9 @@ from kv_transfer.messages import (
     Hello,
     Renew,
 )
-from kv_transfer.session import event_type, illegal
-from kv_transfer.shares import first_sent, rows_bytes, share
-from kv_transfer.steps import (
+from kv_transfer.protocol.session import event_type, illegal
+from kv_transfer.protocol.shares import first_sent, rows_bytes, share
+from kv_transfer.protocol.steps import (
     Arrived,
     Closed,
     FetcherAction,

@@ -25,11 +25,11 @@ import torch.distributed as dist
 from baton.protocol.errors import ConfigError, KVError
 from baton.protocol.handles import LaneAddress
 from baton.runtime.timing import Timing
-from kv_transfer.base import Serve, Wire
-from kv_transfer.dist_ends import DistIncoming, DistWire, Ends, LostWire
-from kv_transfer.pair_groups import Backend, Groups
-from kv_transfer.pairs import Pairs
-from kv_transfer.records import HangupWatch, RecordSocket
+from kv_transfer.lanes.dist_ends import DistIncoming, DistWire, Ends, LostWire
+from kv_transfer.lanes.pair_groups import Backend, Groups
+from kv_transfer.lanes.pairs import Pairs
+from kv_transfer.lanes.records import HangupWatch, RecordSocket
+from kv_transfer.protocol.base import Serve, Wire
 
 log = logging.getLogger(__name__)
 

@@ -24,11 +24,11 @@ import torch
 from baton.protocol.errors import KVCorrupt, KVError, KVLost, KVRefused, KVTimeout
 from baton.protocol.handles import LaneAddress
 from baton.runtime.timing import Timing
-from kv_transfer.base import Incoming, Lane, Payload, Remote, Serve, Span, Target, Wire
-from kv_transfer.frames import Buffer
-from kv_transfer.memory_map import MemoryMap, Piece
-from kv_transfer.nixl_agent import BATCH, Agent, Pump, Read, Run, kind_of, load
-from kv_transfer.shares import heads_of, rows_bytes
+from kv_transfer.lanes.nixl_agent import BATCH, Agent, Pump, Read, Run, kind_of, load
+from kv_transfer.pool.memory_map import MemoryMap, Piece
+from kv_transfer.protocol.base import Incoming, Lane, Payload, Remote, Serve, Span, Target, Wire
+from kv_transfer.protocol.frames import Buffer
+from kv_transfer.protocol.shares import heads_of, rows_bytes
 
 AGENT: Final = "agent"  # attributes of the address
 METADATA: Final = "metadata"

@@ -16,11 +16,11 @@ import torch
 from baton.engine.parallel.pool import GroupArena
 from baton.protocol.errors import KVCorrupt
 from baton.protocol.kv_spec import LayerSpec, PoolFormat
-from kv_transfer.base import Blocks, Payload
-from kv_transfer.codec import bytes_of, unpack
-from kv_transfer.layout import ArenaMemory, movable
-from kv_transfer.messages import INT8, RAW
-from kv_transfer.shares import rows_bytes
+from kv_transfer.pool.codec import bytes_of, unpack
+from kv_transfer.pool.layout import ArenaMemory, movable
+from kv_transfer.protocol.base import Blocks, Payload
+from kv_transfer.protocol.messages import INT8, RAW
+from kv_transfer.protocol.shares import rows_bytes
 
 
 class GroupMemory:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from baton.protocol.events import FirstToken
-from kv_transfer.base import Payload, Remote, Span
-from kv_transfer.frames import Header
-from kv_transfer.messages import Confirm, Failure, Fetch, Message, Renew
+from kv_transfer.protocol.base import Payload, Remote, Span
+from kv_transfer.protocol.frames import Header
+from kv_transfer.protocol.messages import Confirm, Failure, Fetch, Message, Renew
 
 
 @dataclass(frozen=True, slots=True)

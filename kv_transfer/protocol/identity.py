@@ -8,7 +8,7 @@ import hmac
 from dataclasses import dataclass, field
 
 from baton.protocol.kv_spec import PROTOCOL_VERSION, PoolFormat
-from kv_transfer.messages import Failure, FailureCode, Hello
+from kv_transfer.protocol.messages import Failure, FailureCode, Hello
 
 
 class Side(enum.StrEnum):

@@ -21,7 +21,7 @@ from typing import Final
 
 from baton.protocol.clock import Clock, SystemClock
 from baton.protocol.errors import KVCorrupt, KVError, KVLost, KVRefused, KVTimeout
-from kv_transfer.frames import HEADER_BYTES, MAX_PAYLOAD, Buffer, payload_bytes
+from kv_transfer.protocol.frames import HEADER_BYTES, MAX_PAYLOAD, Buffer, payload_bytes
 
 UNIX_BUFFER_BYTES: Final = 4 << 20  # the kernel's default cost a third of the speed
 IOV_MAX: Final = 1024  # pieces the kernel takes in one call

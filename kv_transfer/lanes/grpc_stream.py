@@ -24,9 +24,9 @@ from baton.protocol.errors import ConfigError, KVError, KVLost, KVTimeout
 from baton.protocol.handles import LaneAddress
 from baton.runtime.timing import Timing, channel_options, server_options
 from baton.runtime.tls import TlsFiles
-from kv_transfer.base import Serve, Wire
-from kv_transfer.deadlines import Deadlines
-from kv_transfer.frames import Buffer
+from kv_transfer.lanes.deadlines import Deadlines
+from kv_transfer.protocol.base import Serve, Wire
+from kv_transfer.protocol.frames import Buffer
 
 log = logging.getLogger(__name__)
 

@@ -21,10 +21,10 @@ import torch
 
 from baton.protocol.errors import ConfigError, InternalError, KVCorrupt
 from baton.protocol.kv_spec import DTYPE_BYTES, HeldBlocks, LayerSpec, PoolFormat
-from kv_transfer.base import Blocks, Payload
-from kv_transfer.codec import Rows, bytes_of, unpack
-from kv_transfer.messages import INT8, RAW
-from kv_transfer.shares import heads_of, rows_bytes
+from kv_transfer.pool.codec import Rows, bytes_of, unpack
+from kv_transfer.protocol.base import Blocks, Payload
+from kv_transfer.protocol.messages import INT8, RAW
+from kv_transfer.protocol.shares import heads_of, rows_bytes
 
 HOLE: Final = 0xFFFF_FFFF  # a block id that no pool has
 

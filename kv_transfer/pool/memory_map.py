@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from baton.protocol.errors import ConfigError, KVCorrupt
 from baton.protocol.kv_spec import DTYPE_BYTES, SCALE_BYTES, LayerSpec
-from kv_transfer.layout import Arena
+from kv_transfer.pool.layout import Arena
 
 MAX_LAYERS: Final = 4096
 MAX_TEXT: Final = 64 << 10

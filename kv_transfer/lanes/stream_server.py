@@ -24,12 +24,12 @@ from typing import Final, TypeAlias
 from baton.protocol.clock import SystemClock
 from baton.protocol.errors import KVCorrupt, KVError
 from baton.runtime.timing import Timing
-from kv_transfer.bodies import encode_body
-from kv_transfer.closing import Closing
-from kv_transfer.framed_socket import FramedSocket
-from kv_transfer.frames import HEADER_BYTES, MAX_PAYLOAD, Buffer, Header, Kind, encode
-from kv_transfer.messages import Failure, FailureCode
-from kv_transfer.records import HangupWatch
+from kv_transfer.lanes.closing import Closing
+from kv_transfer.lanes.framed_socket import FramedSocket
+from kv_transfer.lanes.records import HangupWatch
+from kv_transfer.protocol.bodies import encode_body
+from kv_transfer.protocol.frames import HEADER_BYTES, MAX_PAYLOAD, Buffer, Header, Kind, encode
+from kv_transfer.protocol.messages import Failure, FailureCode
 
 log = logging.getLogger(__name__)
 

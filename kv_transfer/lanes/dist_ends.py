@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from baton.protocol.errors import KVCorrupt, KVError, KVLost, KVTimeout
-from kv_transfer.closing import Closing
-from kv_transfer.frames import HEADER_BYTES, Buffer
-from kv_transfer.pair_groups import DEPTH, Groups, Pair
-from kv_transfer.pairs import Pairs, agree_as_exporter, agree_as_fetcher
-from kv_transfer.records import MAX_RECORD, HangupWatch, Record, RecordSocket, Tag
+from kv_transfer.lanes.closing import Closing
+from kv_transfer.lanes.pair_groups import DEPTH, Groups, Pair
+from kv_transfer.lanes.pairs import Pairs, agree_as_exporter, agree_as_fetcher
+from kv_transfer.lanes.records import MAX_RECORD, HangupWatch, Record, RecordSocket, Tag
+from kv_transfer.protocol.frames import HEADER_BYTES, Buffer
 
 _SIZE: Final = struct.Struct("<I")
 

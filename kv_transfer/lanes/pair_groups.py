@@ -26,9 +26,9 @@ from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
 from baton.protocol.clock import SystemClock
 from baton.protocol.errors import KVCorrupt, KVError, KVLost, KVTimeout
-from kv_transfer.deadlines import Deadlines
-from kv_transfer.frames import Buffer
-from kv_transfer.records import MAX_RECORD, RecordSocket, Tag
+from kv_transfer.lanes.deadlines import Deadlines
+from kv_transfer.lanes.records import MAX_RECORD, RecordSocket, Tag
+from kv_transfer.protocol.frames import Buffer
 
 log = logging.getLogger(__name__)
 

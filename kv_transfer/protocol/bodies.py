@@ -17,8 +17,8 @@ from baton.protocol.errors import KVCorrupt
 from baton.protocol.events import FirstToken, TokenLogprob
 from baton.protocol.kv_spec import DTYPE_BYTES, PoolFormat
 from baton.protocol.request import FinishReason
-from kv_transfer.frames import Buffer, Kind
-from kv_transfer.messages import (
+from kv_transfer.protocol.frames import Buffer, Kind
+from kv_transfer.protocol.messages import (
     MAC_BYTES,
     NONCE_BYTES,
     Ack,

@@ -34,7 +34,7 @@ import numpy.typing as npt
 import torch
 
 from baton.protocol.errors import ConfigError, KVLost, KVRefused
-from kv_transfer.address_range import PAGE_BYTES, AddressRange
+from kv_transfer.pool.address_range import PAGE_BYTES, AddressRange
 
 log = logging.getLogger(__name__)
 

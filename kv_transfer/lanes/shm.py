@@ -21,11 +21,11 @@ import numpy.typing as npt
 
 from baton.protocol.errors import KVCorrupt, KVError, KVLost, KVRefused
 from baton.protocol.handles import LaneAddress
-from kv_transfer.base import Lane, Payload, Remote, Serve, Span, Target, Wire
-from kv_transfer.frames import Buffer
-from kv_transfer.memory_map import MemoryMap, Piece
-from kv_transfer.shares import heads_of
-from kv_transfer.shm_arena import ArenaPlace, Attached, ShmArena
+from kv_transfer.lanes.shm_arena import ArenaPlace, Attached, ShmArena
+from kv_transfer.pool.memory_map import MemoryMap, Piece
+from kv_transfer.protocol.base import Lane, Payload, Remote, Serve, Span, Target, Wire
+from kv_transfer.protocol.frames import Buffer
+from kv_transfer.protocol.shares import heads_of
 
 Bytes = npt.NDArray[np.uint8]
 

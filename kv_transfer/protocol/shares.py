@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from baton.protocol.kv_spec import LayerSpec, PoolFormat, first_visible
-from kv_transfer.frames import MAX_PAYLOAD
+from kv_transfer.protocol.frames import MAX_PAYLOAD
 
 
 def heads_of(kv_heads: int, pool: PoolFormat) -> range:

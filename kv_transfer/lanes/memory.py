@@ -14,9 +14,9 @@ from typing import Final
 
 from baton.protocol.errors import KVLost
 from baton.protocol.handles import LaneAddress
-from kv_transfer.base import Serve, Wire
-from kv_transfer.closing import Closing
-from kv_transfer.frames import Buffer
+from kv_transfer.lanes.closing import Closing
+from kv_transfer.protocol.base import Serve, Wire
+from kv_transfer.protocol.frames import Buffer
 
 log = logging.getLogger(__name__)
 

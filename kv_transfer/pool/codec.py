@@ -16,8 +16,8 @@ import torch
 
 from baton.protocol.errors import KVCorrupt
 from baton.protocol.kv_spec import DTYPE_BYTES, SCALE_BYTES, LayerSpec
-from kv_transfer.base import Payload
-from kv_transfer.shares import rows_bytes
+from kv_transfer.protocol.base import Payload
+from kv_transfer.protocol.shares import rows_bytes
 
 TORCH_DTYPES: Final = {
     "float32": torch.float32,

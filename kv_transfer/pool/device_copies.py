@@ -12,11 +12,11 @@ from collections.abc import Sequence
 import torch
 
 from baton.engine.parallel.pool import GroupArena
-from kv_transfer.base import KVMemory
-from kv_transfer.device_pool import ArenaPool
-from kv_transfer.group_memory import GroupMemory
-from kv_transfer.layout import Arena, ArenaMemory
-from kv_transfer.staging import NUM_SLOTS, Mark, Places, StagedMemory
+from kv_transfer.pool.device_pool import ArenaPool
+from kv_transfer.pool.group_memory import GroupMemory
+from kv_transfer.pool.layout import Arena, ArenaMemory
+from kv_transfer.pool.staging import NUM_SLOTS, Mark, Places, StagedMemory
+from kv_transfer.protocol.base import KVMemory
 
 
 class CudaMark:

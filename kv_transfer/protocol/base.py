@@ -16,8 +16,8 @@ from baton.protocol.events import FirstToken
 from baton.protocol.handles import Endpoint, KVHandle, LaneAddress
 from baton.protocol.kv_spec import BlockLists, LayerSpec, PoolFormat
 from baton.protocol.request import Request
-from kv_transfer.frames import Buffer
-from kv_transfer.shares import heads_of
+from kv_transfer.protocol.frames import Buffer
+from kv_transfer.protocol.shares import heads_of
 
 Blocks: TypeAlias = BlockLists  # where a sequence lies in a pool; only layout.py looks inside
 

@@ -8,11 +8,11 @@ import torch
 
 from baton.protocol.errors import KVCorrupt
 from baton.protocol.kv_spec import LayerSpec, PoolFormat
-from kv_transfer.base import Blocks, Payload
-from kv_transfer.codec import converted
-from kv_transfer.layout import ArenaMemory
-from kv_transfer.shares import rows_bytes
-from kv_transfer.staging import Places
+from kv_transfer.pool.codec import converted
+from kv_transfer.pool.layout import ArenaMemory
+from kv_transfer.pool.staging import Places
+from kv_transfer.protocol.base import Blocks, Payload
+from kv_transfer.protocol.shares import rows_bytes
 
 
 class ArenaPool:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from baton.protocol.errors import KVCorrupt, KVLost, KVTimeout
-from kv_transfer.frames import HEADER_BYTES, MAX_PAYLOAD, Buffer
+from kv_transfer.protocol.frames import HEADER_BYTES, MAX_PAYLOAD, Buffer
 
 MAX_RECORD: Final = HEADER_BYTES + MAX_PAYLOAD
 _HEAD: Final = struct.Struct("<IB")

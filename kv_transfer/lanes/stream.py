@@ -25,10 +25,10 @@ from baton.protocol.handles import LaneAddress
 from baton.runtime.socket_folder import SocketFolder
 from baton.runtime.timing import Timing
 from baton.runtime.tls import TlsFiles
-from kv_transfer.base import Serve
-from kv_transfer.framed_socket import FramedSocket
-from kv_transfer.frames import Buffer
-from kv_transfer.stream_server import MAX_CONNECTIONS, Listener, Served, StreamServer
+from kv_transfer.lanes.framed_socket import FramedSocket
+from kv_transfer.lanes.stream_server import MAX_CONNECTIONS, Listener, Served, StreamServer
+from kv_transfer.protocol.base import Serve
+from kv_transfer.protocol.frames import Buffer
 
 log = logging.getLogger(__name__)
 

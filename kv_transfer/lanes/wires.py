@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from baton.protocol.clock import Clock
-from kv_transfer.base import Wire
-from kv_transfer.messages import Hello
+from kv_transfer.protocol.base import Wire
+from kv_transfer.protocol.messages import Hello
 
 KEPT_PER_PEER: Final = 4
 

@@ -34,10 +34,10 @@ from typing import Any, Final, TypeAlias
 from baton.protocol.errors import IllegalTransition, KVCorrupt, KVError
 from baton.protocol.events import FirstToken
 from baton.protocol.kv_spec import LayerSpec
-from kv_transfer.base import Span
-from kv_transfer.frames import Header, Kind
-from kv_transfer.identity import Identity, Side
-from kv_transfer.messages import (
+from kv_transfer.protocol.base import Span
+from kv_transfer.protocol.frames import Header, Kind
+from kv_transfer.protocol.identity import Identity, Side
+from kv_transfer.protocol.messages import (
     DIRECT,
     INT8,
     RAW,
@@ -51,8 +51,8 @@ from kv_transfer.messages import (
     Hello,
     Renew,
 )
-from kv_transfer.shares import fetching_ranks, first_sent, share, tokens_per_frame
-from kv_transfer.steps import (
+from kv_transfer.protocol.shares import fetching_ranks, first_sent, share, tokens_per_frame
+from kv_transfer.protocol.steps import (
     Announce,
     Arrived,
     Check,

@@ -27,7 +27,7 @@ import torch
 
 from baton.protocol.errors import InternalError, KVTimeout
 from baton.protocol.kv_spec import LayerSpec, PoolFormat
-from kv_transfer.base import Blocks, Payload
+from kv_transfer.protocol.base import Blocks, Payload
 
 SLOT_BYTES: Final = 4 << 20  # a frame of int8 KV, converted to float32
 NUM_SLOTS: Final = 16

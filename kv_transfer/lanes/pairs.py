@@ -18,8 +18,8 @@ from collections import OrderedDict
 from typing import Final
 
 from baton.protocol.errors import KVCorrupt
-from kv_transfer.pair_groups import EXPORTER, FETCHER, Groups, Pair
-from kv_transfer.records import RecordSocket, Tag
+from kv_transfer.lanes.pair_groups import EXPORTER, FETCHER, Groups, Pair
+from kv_transfer.lanes.records import RecordSocket, Tag
 
 PAIR_ID_BYTES: Final = 16
 

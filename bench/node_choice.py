@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from baton.protocol.handles import NodeLoad, Role
-from router.policy import Ask, NodeSnapshot, PolicySettings, choose_route
+from router.nodes.policy import Ask, NodeSnapshot, PolicySettings, choose_route
 
 LOAD: Final = 0.85
 MEAN_TOKENS: Final = 100

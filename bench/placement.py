@@ -2,8 +2,8 @@
 
 Requests of the recorded traces, scaled as `baton bench serve --goodput` scales them, meet one core
 for prefill and one for decode, or both in one node. The decision is the router's own, by what it
-would know (router/placement.py): loads as of each node's last step, and what it has sent. No wall
-clock, no model: seconds of CPU. What it cannot show is what it is told: Machine.
+would know (router/nodes/placement.py): loads as of each node's last step, and what it has sent. No
+wall clock, no model: seconds of CPU. What it cannot show is what it is told: Machine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from baton.protocol.handles import NodeLoad
 from bench.measure import Slo
 from bench.recorded import Scaling, TraceRequest, bundled, plan_trace, read_trace
 from bench.workload import PlannedRequest
-from router.placement import Prompt, placement_costs
+from router.nodes.placement import Prompt, placement_costs
 
 BLOCK: Final = 32  # tokens of a prefix block
 FADING: Final = 0.9  # of what a node's rate is measured over, per step
@@ -94,8 +94,8 @@ class Node:
         self.streams: list[Asked] = []
         self.busy = False
         self.debt_s = 0.0  # of the router on this node's core
-        # As router.placement.Node wants it: of the last step, and what was sent since. A prompt has
-        # been computed here before.
+        # As router.nodes.placement.Node wants it: of the last step, and what was sent since. A
+        # prompt has been computed here before.
         self.load = NodeLoad(prefill_tokens_per_s=machine.tokens_per_s)
         self.unreported_tokens = self.pooling = 0
         self._machine = machine

@@ -40,7 +40,7 @@ from baton.text.chat_template import Chat, ChatTemplate
 from baton.text.tokenizer import Tokenizer
 from bench.children import say_ready
 from bench.router_relay import STEP
-from router.http_guard import HttpLimits, uvicorn_settings
+from router.server.http_guard import HttpLimits, uvicorn_settings
 
 _BATCH: Final = msgspec.msgpack.Decoder(list[tuple[int, bytes]])
 WORDS: Final = tuple(f" word{index}" for index in range(64))

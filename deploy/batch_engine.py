@@ -30,18 +30,18 @@ from baton.runtime.timing import Timing
 from baton.text.chat_template import ChatTemplate
 from baton.text.generation_config import sampling_defaults
 from baton.text.tokenizer import Tokenizer
-from router.aborts import Aborts
-from router.app import create_app
 from router.config import RouterConfig
-from router.dispatcher import Dispatcher
-from router.gate.gate import Gate, GateSettings
-from router.metrics import RouterMetrics
+from router.metrics.router import RouterMetrics
 from router.nodes.registry import NodeRegistry, ServedModel
-from router.pooling.pool import PoolAsk, groups
+from router.request.aborts import Aborts
+from router.request.dispatcher import Dispatcher
+from router.request.gate.gate import Gate, GateSettings
+from router.request.pool import PoolAsk, groups
+from router.request.trace import RequestTrace
+from router.server.app import create_app
 from router.services import RouterServices
 from router.store.ledger import StoreGuard
 from router.store.memory_store import MemoryStore
-from router.trace import RequestTrace
 
 NODE: Final = "engine"
 

@@ -13,9 +13,8 @@ from baton.runtime.config import option
 from baton.runtime.redis_keys import check_redis_url
 from baton.runtime.timing import Timing
 from baton.runtime.tls import TlsFiles
-from router.gate.keys import KeyRing
 from router.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
-from router.resumable.kept import MAX_KEPT_MB
+from router.tenants.keys import KeyRing
 
 MAX_LOGPROBS: Final = 20  # OpenAI's
 # The options that say what an answer is like, wherever it is computed.
@@ -25,6 +24,7 @@ API_OPTIONS: Final = frozenset({
     "responses_drop_builtin_tools", "return_tokens_as_token_ids", "tool_call_parser",
     "trust_request_chat_template",
 })  # fmt: skip
+MAX_KEPT_MB: Final = 256
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,30 +40,30 @@ from baton.runtime.vllm_flags import add_idle
 from baton.text.chat_template import ChatTemplate
 from baton.text.generation_config import sampling_defaults
 from baton.text.tokenizer import Tokenizer
-from router.aborts import Aborts
-from router.admin import create_admin_app
-from router.app import create_app
+from router.admin.server import create_admin_app
+from router.api.grpc.inference import GrpcServer
 from router.batches.runner import BatchRunner
 from router.config import RouterConfig
-from router.dispatch_parts import DispatchParts
-from router.dispatcher import Dispatcher
-from router.failure_metrics import Watched, watch_failures
-from router.gate.admission import Bounds
-from router.gate.gate import Gate, GateSettings
-from router.gate.heap import settle
-from router.gate.metrics import watch_gate
-from router.grpc_api import GrpcServer
-from router.http_guard import HttpLimits, uvicorn_settings
-from router.listeners import bind, join, listen, release
-from router.metrics import RouterMetrics, watch_pieces
+from router.metrics.failures import Watched, watch_failures
+from router.metrics.gate import watch_gate
+from router.metrics.resumable import watch_runs
+from router.metrics.router import RouterMetrics, watch_pieces
 from router.nodes.directory import RedisDirectory
 from router.nodes.migration import Migrator, MigratorParts
+from router.nodes.placement import Placement
+from router.nodes.policy import PolicySettings
 from router.nodes.registry import NodeRegistry, RegistryParts
-from router.placement import Placement
-from router.policy import PolicySettings
+from router.request.aborts import Aborts
+from router.request.dispatch_parts import DispatchParts
+from router.request.dispatcher import Dispatcher
+from router.request.gate.admission import Bounds
+from router.request.gate.gate import Gate, GateSettings
 from router.resumable.adoption import Adopter
-from router.resumable.metrics import watch_runs
 from router.resumable.runs import RunParts, Runs
+from router.server.app import create_app
+from router.server.collector import settle
+from router.server.http_guard import HttpLimits, uvicorn_settings
+from router.server.listeners import bind, join, listen, release
 from router.services import RouterServices
 from router.store.base import RequestStore
 from router.store.ledger import StoreGuard

@@ -11,13 +11,13 @@ from baton.text.generation_config import SamplingDefaults
 if TYPE_CHECKING:
     from baton.text.chat_template import ChatTemplate
     from baton.text.tokenizer import Tokenizer
-    from router.aborts import Aborts
     from router.batches.runner import BatchRunner
     from router.config import RouterConfig
-    from router.dispatcher import Dispatcher
-    from router.metrics import RouterMetrics
+    from router.metrics.router import RouterMetrics
     from router.nodes.registry import NodeRegistry
-    from router.pooling.pool import Pools
+    from router.request.aborts import Aborts
+    from router.request.dispatcher import Dispatcher
+    from router.request.pool import Pools
     from router.resumable.runs import Runs
     from router.store.ledger import StoreGuard
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @dataclass(slots=True)
 class Lifecycle:
     """Where the process is in its life; `draining`: by router/main.py, or as an
-    operator said (router/admin.py)."""
+    operator said (router/admin/server.py)."""
 
     draining: bool = False
 

@@ -3,7 +3,7 @@
     supervisor      holds both ports (bound, not listening), starts the workers, prints one READY
                     line when all are ready, passes SIGTERM and SIGINT on, replaces a worker that
                     died, and ends when the last one has
-    worker          `python -m router.workers ...`: a router of its own, with its own node sessions,
+    worker          `python -m router.worker ...`: a router of its own, with its own node sessions,
                     on the shared ports (SO_REUSEPORT: the kernel spreads connections) and on one
                     HTTP port of its own, where its own /metrics are; requests and logs are shared
                     through Redis. It ends when the supervisor does, however that came about.
@@ -98,7 +98,7 @@ class Worker:
         self.ready = {}
         self.gets_on, self.takes_work = True, False
         self.process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "router.workers", *self.flags,
+            sys.executable, "-m", "router.worker", *self.flags,
             stdin=asyncio.subprocess.PIPE,  # its end tells the worker that the supervisor is gone
             stdout=asyncio.subprocess.PIPE,
         )  # fmt: skip
@@ -252,10 +252,3 @@ def end_with_stdin() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, name="supervisor", daemon=True).start()
-
-
-if __name__ == "__main__":
-    from router.main import main  # router.main knows this module
-
-    end_with_stdin()
-    raise SystemExit(main(sys.argv[1:], os.environ))

@@ -25,8 +25,8 @@ from baton.protocol.sampling import SamplingParams
 from baton.runtime.timing import Timing
 from decode_node.__main__ import PROGRAM as DECODE
 from prefill_node.__main__ import PROGRAM as PREFILL
+from router.api.grpc.inference import GrpcServer
 from router.config import RouterConfig
-from router.grpc_api import GrpcServer
 from router.main import Router
 from tests.waiting import WAIT_S, eventually
 

@@ -25,7 +25,7 @@ import torch
 from baton.llm import LLM
 from baton.protocol.request import FinishReason
 from baton.protocol.sampling import GuidedDecoding, SamplingParams
-from router.app import create_app
+from router.server.app import create_app
 from tests.cluster import Plan, cluster
 from tests.guided_cases import (
     MAX_TOKENS,

@@ -15,7 +15,7 @@ from baton.protocol.errors import InvalidRequest
 from baton.text.pieces import PieceEncoder, longest_of, separators_of
 from baton.text.tokenizer import Tokenizer
 from deploy.plan import DEMO_MODEL
-from router.metrics import RouterMetrics, watch_pieces
+from router.metrics.router import RouterMetrics, watch_pieces
 
 CORPUS = ["the quick brown fox", "  jumps over   the lazy dog\n\n", "tokens and blocks, 12 345 µ é"]
 SPECIAL = ["<s>", "<|im_start|>", "<|im_start|>user", "<|im_end|>", "<unused1>", "<unused12>"]

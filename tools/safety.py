@@ -59,9 +59,9 @@ COMPARING = {
     "baton/node/service.py": 1,
     "kv_transfer/exports.py": 2,
     "kv_transfer/protocol/identity.py": 1,
-    "router/gate/keys.py": 1,
-    "router/resumable/grpc.py": 1,
-    "router/resumable/http.py": 1,
+    "router/tenants/keys.py": 1,
+    "router/api/resumable/grpc.py": 1,
+    "router/api/resumable/http.py": 1,
     "router/resumable/runs.py": 1,
 }
 BANNED_TRUE = frozenset({"allow_pickle", "shell", "trust_remote_code"})

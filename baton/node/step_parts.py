@@ -1,9 +1,9 @@
 """One step as several messages where it would be too long for one. Pure.
 
 gRPC refuses messages of more than 64 MB (baton/runtime/timing.py) and breaks the session with it.
-Steps get there by log-probabilities of prompts (router/prompts.py bounds each request's, 20 MB) and
-by the snapshot of a large prefix map. A step is split between events, never inside a token event;
-the parts say the same as the whole, in its order: handles, subscriptions, tokens, failures.
+Steps get there by log-probabilities of prompts (router/prompts/reader.py bounds each request's, 20
+MB) and by the snapshot of a large prefix map. A step is split between events, never inside a token
+event; the parts say the same as the whole, in its order: handles, subscriptions, tokens, failures.
 """
 
 from __future__ import annotations

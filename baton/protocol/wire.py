@@ -3,7 +3,7 @@
 The only place, besides the service files, that sees protobuf messages. `x_to_wire` builds the
 message, `x_from_wire` the dataclass; an unknown kind or a missing required field raises
 InvalidRequest there, loudly, and never becomes a default. Deadlines travel as remaining
-milliseconds. Not here: KV frames (kv_transfer/), the public API (router/grpc_api.py).
+milliseconds. Not here: KV frames (kv_transfer/), the public API (router/api/grpc/inference.py).
 """
 
 from __future__ import annotations

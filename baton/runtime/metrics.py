@@ -2,7 +2,7 @@
 
 Own names are `baton_*`; where vLLM has a name for the same thing it is exported too, so that
 vLLM's Grafana board works. Every process has its own registry (never prometheus-client's global).
-A router's metrics are in router/metrics.py.
+A router's metrics are in router/metrics/router.py.
 
 Nodes do not push: `NodeMetrics` asks its sources at scrape time, so that the engine counts in plain
 integers and pays nothing for being watched.

@@ -66,7 +66,8 @@ def log_key(request_id: str) -> str:
 
 
 def aborted_key(question_id: str) -> str:
-    """List with PX: which requests each router ended for one question (router/aborts.py)."""
+    """List with PX: which requests each router ended for one question
+    (router/request/aborts.py)."""
     return ABORTED_PREFIX + question_id
 
 

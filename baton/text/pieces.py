@@ -8,7 +8,7 @@ last prompt and two pieces more, and the chats of an application begin with the 
                  `-- kept --------'                              `-- new ---'
 
 Who shares kept pieces could tell by the time that a prompt takes what others have sent: pieces are
-kept by salt, as KV blocks are (router/terms.py). Not here: what is done with a text before.
+kept by salt, as KV blocks are (router/request/terms.py). Not here: what is done with a text before.
 
 Source: tokenizers, added_vocabulary.rs, extract_and_normalize; mod.rs, do_tokenize.
 """

@@ -29,6 +29,9 @@ from starlette.routing import Route
 from starlette.types import Message
 
 from baton.protocol.errors import InvalidRequest, RequestNotFound, TooLarge
+from router.api.http.reading import read_body
+from router.api.openai.bodies import object_of, struct_of
+from router.api.resumable.http import owner_of
 from router.batches.objects import (
     ENDED,
     PURPOSE,
@@ -41,9 +44,6 @@ from router.batches.objects import (
 )
 from router.batches.runner import BatchRunner
 from router.batches.store import KEPT_S, BatchStore
-from router.openai import object_of, struct_of
-from router.reading import read_body
-from router.resumable.http import owner_of
 
 ENDPOINTS: Final = (
     "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank", "/v1/score",

@@ -41,8 +41,8 @@ from router.batches.objects import (
 from router.batches.run import BatchPlan, Outcome, Patience, run_batch
 from router.batches.store import KEPT_S, BatchPlace, BatchStore
 from router.config import RouterConfig
-from router.gate.keys import EVERYBODY, Grant
-from router.terms import GRANT_KEY
+from router.request.terms import GRANT_KEY
+from router.tenants.keys import EVERYBODY, Grant
 
 log = logging.getLogger(__name__)
 LOOK_S: Final = 2.0  # for batches that others have left

@@ -3,7 +3,7 @@
 A node is expected while it is connected or its record lives, and for `wait_s` after that: it is
 started again, it drains and another takes its place, or this router itself was paused and has not
 dialled it again. With `wait_s` 0 nobody is expected. Not here: which requests wait, and where
-(router/dispatch.py, router/gate/gate.py).
+(router/request/dispatch.py, router/request/gate/gate.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 
 from baton.protocol.clock import Clock
 from baton.protocol.handles import NodeRecord
-from router.policy import NodeSnapshot
+from router.nodes.policy import NodeSnapshot
 
 CouldServe = Callable[[NodeSnapshot], bool]
 

@@ -9,8 +9,8 @@
 
 Requests that run on a node in quarantine stay there. A node that says (or shows) that its engine
 makes no progress gets nothing either, panic or not: that is a fact. Not here: what becomes of
-requests whose node is lost (router/dispatch.py). Nodes are known by address and by name, because a
-restart may change either.
+requests whose node is lost (router/request/dispatch.py). Nodes are known by address and by name,
+because a restart may change either.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Migration: running requests change their decode node with their KV, because it drains or is full.
 
 Here: which requests move, how many at once, and what became of it. The journey of one that moves is
-router/dispatch.py's. A round is made whenever a node begins to drain or comes or goes, and each
-heartbeat. The life: Migrator(parts) -> run() as a task, until cancelled.
+router/request/dispatch.py's. A round is made whenever a node begins to drain or comes or goes, and
+each heartbeat. The life: Migrator(parts) -> run() as a task, until cancelled.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Final, Literal, Protocol
 
 from baton.protocol.handles import Role
 from baton.runtime.timing import Timing
-from router.policy import NodeSnapshot
+from router.nodes.policy import NodeSnapshot
 
 logger = logging.getLogger(__name__)
 MAX_MOVING: Final = 8  # requests that leave one node at once: their KV shares its links
@@ -75,7 +75,7 @@ class Candidate:
 
 
 class Movable(Protocol):
-    """What a migrator needs of router.dispatch.Dispatcher."""
+    """What a migrator needs of router.request.dispatch.Dispatcher."""
 
     def candidates(self) -> Sequence[Candidate]: ...
 

@@ -23,8 +23,8 @@ from baton.runtime.tls import TlsFiles
 from router.nodes.directory import NodeDirectory
 from router.nodes.expected import CouldServe, ExpectedNodes
 from router.nodes.health import Known, NodeHealth
+from router.nodes.policy import NodeSnapshot
 from router.nodes.session import NodeSession, SessionContext, StepLog
-from router.policy import NodeSnapshot
 
 logger = logging.getLogger(__name__)
 STOP_S: Final = 2.0

@@ -34,11 +34,11 @@ from router.nodes.attachments import Attachment, SessionLost, Told
 from router.nodes.health import NodeHealth
 from router.nodes.mailbox import Mailbox
 from router.nodes.orders import Orders
+from router.nodes.policy import NodeSnapshot
+from router.nodes.prefix_index import PrefixIndex
 from router.nodes.steps import in_order, read_steps
 from router.nodes.suspects import suspects
 from router.nodes.watchdog import Watchdog
-from router.policy import NodeSnapshot
-from router.prefix_index import PrefixIndex
 
 logger = logging.getLogger(__name__)
 FIRST_BACKOFF_S: Final = 0.1

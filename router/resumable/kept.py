@@ -10,13 +10,10 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Final
 
 from baton.protocol.clock import Clock
 from baton.protocol.errors import Overloaded
 from router.store.base import TERMINAL_TTL_S
-
-MAX_KEPT_MB: Final = 256
 
 
 @dataclass(slots=True)

@@ -17,9 +17,9 @@ from dataclasses import replace
 from baton.protocol.errors import BatonError, Cancelled, Unavailable
 from baton.protocol.events import TokenEvent
 from baton.protocol.request import Request
+from router.request.trace import RequestTrace
 from router.store.base import LogEntry
 from router.store.log_details import LoggedToken, tokens_of
-from router.trace import RequestTrace
 
 
 class StreamCut(Unavailable):
@@ -113,7 +113,7 @@ class Told:
 
 
 class ToldDispatch:
-    """A completion's Dispatch (router/completion.py) that computes nothing: it reads."""
+    """A completion's Dispatch (router/request/completion.py) that computes nothing: it reads."""
 
     def __init__(self, told: Told) -> None:
         self._told = told

@@ -30,26 +30,27 @@ from baton.protocol.errors import (
 from baton.protocol.events import TokenEvent
 from baton.protocol.request import Request, RequestState
 from baton.runtime.log import request_context
-from router.completion import Completion
-from router.metrics import RouterMetrics
+from router.config import MAX_KEPT_MB
+from router.metrics.resumable import Reading, RunStats
+from router.metrics.router import RouterMetrics
+from router.request.completion import Completion
+from router.request.failures import as_baton_error, log_failure
+from router.request.trace import RequestTrace
 from router.resumable.canonical import Canonical, canonical_of, record_id
 from router.resumable.follower import Follower
-from router.resumable.kept import MAX_KEPT_MB, KeptBodies
-from router.resumable.metrics import Reading, RunStats
+from router.resumable.kept import KeptBodies
 from router.resumable.replay import Told
 from router.resumable.run_log import RunLog
 from router.store.base import ALIAS, RequestRecord, Swept
 from router.store.ledger import StoreGuard
 from router.store.log_details import output_ids_of
-from router.trace import RequestTrace
-from router.web_errors import as_baton_error, log_failure
 
 logger = logging.getLogger(__name__)
 AWAY: Final = "the store is away: resumable requests must wait for it"
 
 
 class Dispatch(Protocol):
-    """What a run needs of router/dispatcher.py."""
+    """What a run needs of router/request/dispatcher.py."""
 
     def run(
         self, request: Request, trace: RequestTrace, *, admitted: bool = False

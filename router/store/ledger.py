@@ -12,13 +12,12 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from baton.protocol.errors import InvalidRequest, StoreUnavailable, Unavailable
 from baton.protocol.events import TokenEvent
 from baton.protocol.request import Request, RequestState, check_transition
 from baton.runtime.timing import Timing
-from router.resumable.run_log import RunLog
 from router.store.base import (
     NO_FIELDS,
     LogEntry,
@@ -29,6 +28,10 @@ from router.store.base import (
     WriteStatus,
 )
 from router.store.catch_up import CatchUp, Owed
+
+if TYPE_CHECKING:
+    from router.resumable.run_log import RunLog
+
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

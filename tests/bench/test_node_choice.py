@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.node_choice import Case, waits
-from router.policy import PolicySettings
+from router.nodes.policy import PolicySettings
 
 
 def mean(case: Case, *, two: bool) -> float:

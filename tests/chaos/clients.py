@@ -27,7 +27,7 @@ AT_ONCE = 100
 DRIPPERS = 30
 DRIP_S = 0.25
 ANSWER_S = 20.0
-HEAD_S = 10.0  # router/http_guard.py's limit for a head
+HEAD_S = 10.0  # router/server/http_guard.py's limit for a head
 RST = struct.pack("ii", 1, 0)
 Attack = Callable[[World], Awaitable[str]]
 

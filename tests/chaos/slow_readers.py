@@ -2,7 +2,7 @@
 
 The served model's name is long, and in every frame: so an answer is many times what the kernel and
 the router may hold of it, without a long computation. A reader that is behind finds its frames
-joined (router/showing.py), so what a bounded router has to hold of all of them is little.
+joined (router/request/showing.py), so what a bounded router has to hold of all of them is little.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RECEIVE_BYTES = 64 << 10
 # 64 KiB in each transport, a frame on its way, and much more for the rest. Unbounded it would be
 # 600 MB less what the kernel takes, 0.6 MB each at most.
 MAX_GROWTH = 64 << 20
-WAIT_S = 28.0  # shorter than router/sse.py's patience with a client that does not read
+WAIT_S = 28.0  # shorter than router/api/sse.py's patience with a client that does not read
 LOOK_S = 0.2
 END = b"data: [DONE]"
 LAYOUT = Layout(

@@ -14,7 +14,7 @@ from baton.guided.xgrammar import XgrammarBackend
 from baton.protocol.errors import InvalidRequest, UnsupportedFeature
 from baton.protocol.sampling import GuidedDecoding
 from router.parsers.formats import TOOL_FORMATS
-from router.structured.tool_grammars import forced, offered
+from router.parsers.tool_grammars import forced, offered
 from tests.engine.guided_vocabulary import END, EOS, allowed, random_output, vocabulary, walk
 from tests.front.parsers.spelled import FORCED
 from tests.guided_cases import CHOICES, GBNF, GBNF_REGEX, SCHEMAS, check_json, check_regex

@@ -9,9 +9,9 @@ from typing import Any
 import orjson
 
 from baton.text.chat_template import ChatTemplate
+from router.api.responses.body import ResponsesCall, call_of, read
+from router.api.responses.items import items_of
 from router.config import RouterConfig
-from router.responses.body import ResponsesCall, call_of, read
-from router.responses.items import items_of
 from tests.front.fakes import TOKENIZER, FakeDispatcher, FakeModel, FakeRegistry, Front
 
 TEMPLATE = (

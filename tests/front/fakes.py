@@ -22,18 +22,18 @@ from baton.runtime.timing import Timing
 from baton.text.chat_template import ChatTemplate
 from baton.text.generation_config import SamplingDefaults
 from baton.text.tokenizer import Tokenizer
-from router.aborts import Aborts
-from router.app import create_app
 from router.config import RouterConfig
-from router.gate.gate import Gate, GateSettings
-from router.http_guard import HttpLimits, uvicorn_settings
-from router.metrics import RouterMetrics
+from router.metrics.router import RouterMetrics
 from router.nodes.migration import MigrationStats
-from router.policy import NodeSnapshot
+from router.nodes.policy import NodeSnapshot
+from router.request.aborts import Aborts
+from router.request.gate.gate import Gate, GateSettings
+from router.request.trace import RequestTrace
+from router.server.app import create_app
+from router.server.http_guard import HttpLimits, uvicorn_settings
 from router.services import Lifecycle, RouterServices
 from router.store.ledger import StoreGuard
 from router.store.memory_store import MemoryStore
-from router.trace import RequestTrace
 from tests.front.tokenizers_built import TEMPLATE, byte_level
 
 BACKEND = byte_level()

@@ -15,15 +15,16 @@ from baton.protocol.errors import Cancelled, StoreUnavailable
 from baton.protocol.events import TokenEvent
 from baton.protocol.request import Request, RequestState
 from baton.runtime.timing import Timing
-from router.aborts import Aborts
-from router.app import create_app
+from router.api.grpc.inference import GrpcServer
 from router.config import RouterConfig
-from router.gate.gate import Gate
-from router.grpc_api import GrpcServer
-from router.http_guard import HttpLimits
-from router.metrics import RouterMetrics
+from router.metrics.router import RouterMetrics
+from router.request.aborts import Aborts
+from router.request.gate.gate import Gate
+from router.request.trace import RequestTrace
 from router.resumable.adoption import Adopter
 from router.resumable.runs import RunParts, Runs
+from router.server.app import create_app
+from router.server.http_guard import HttpLimits
 from router.services import RouterServices
 from router.store.base import (
     NO_FIELDS,
@@ -41,7 +42,6 @@ from router.store.ledger import StoreGuard
 from router.store.memory_store import MemoryStore, MemoryTables
 from router.store.redis_store import RedisStore, connect
 from router.store.token_log import TokenLog
-from router.trace import RequestTrace
 from tests.front.fakes import (
     CHAT_TEMPLATE,
     TOKENIZER,

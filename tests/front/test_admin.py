@@ -14,10 +14,10 @@ from baton.protocol.errors import Cancelled, ConfigError
 from baton.protocol.events import TokenEvent
 from baton.protocol.messages import DrainNode
 from baton.protocol.request import Request
-from router.admin import AdminApi, create_admin_app
+from router.admin.control import ControlApi
+from router.admin.server import AdminApi, create_admin_app
 from router.config import RouterConfig
-from router.control import ControlApi
-from router.trace import RequestTrace
+from router.request.trace import RequestTrace
 from tests.front.fakes import FakeDispatcher, Front
 from tests.router.fakes import fake_nodes, make_request, running_router
 

@@ -18,12 +18,12 @@ import pytest
 from baton.protocol.clock import SystemClock
 from baton.protocol.messages import AbortRequest, SubmitDecode
 from protos import serve_pb2, serve_pb2_grpc
+from router.api.grpc.inference import GrpcServer
 from router.config import RouterConfig
-from router.dispatch_parts import DispatchParts
-from router.dispatcher import Dispatcher
-from router.gate.admission import Bounds, Reason
-from router.gate.gate import Gate, GateSettings
-from router.grpc_api import GrpcServer
+from router.request.dispatch_parts import DispatchParts
+from router.request.dispatcher import Dispatcher
+from router.request.gate.admission import Bounds, Reason
+from router.request.gate.gate import Gate, GateSettings
 from tests.front.fakes import Front
 from tests.front.test_http_api import COMPLETIONS
 from tests.router.clients import cluster

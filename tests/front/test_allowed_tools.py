@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from baton.protocol.errors import InvalidRequest
-from router.allowed_tools import FIELD, apply_allowed
-from router.openai import ChatBody
+from router.api.openai.allowed_tools import FIELD, apply_allowed
+from router.api.openai.bodies import ChatBody
 from tests.front.fakes import TOKENIZER
 from tests.front.test_tools_api import ASK, CONFIG, front
 

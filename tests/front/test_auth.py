@@ -7,10 +7,10 @@ from typing import Any, cast
 import pytest
 from starlette.routing import Route
 
-from router.auth import OPEN_PATHS, ApiKeyGuard
+from router.api.http_api import HttpApi
 from router.config import RouterConfig
-from router.http_api import HttpApi
-from router.prompts import PromptReader
+from router.prompts.reader import PromptReader
+from router.server.auth import OPEN_PATHS, ApiKeyGuard
 from tests.front.fakes import Front
 
 KEY = "secret-key"

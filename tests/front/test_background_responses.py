@@ -249,7 +249,7 @@ async def test_what_is_refused_at_once_leaves_nothing(one: HeldRouter) -> None:
 async def test_one_that_waits_for_room_is_queued_everywhere(
     one: HeldRouter, two: HeldRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.responses.background.ACCEPT_S", 0.01)
+    monkeypatch.setattr("router.api.responses.background.ACCEPT_S", 0.01)
     room, opened = asyncio.Event(), one.guard.open
 
     async def full(*given: Any) -> Any:

@@ -16,12 +16,12 @@ import httpx
 import msgspec
 import pytest
 
-from router.app import create_app
 from router.batches import runner as running
 from router.batches.objects import ENDED, Batch
 from router.batches.runner import BatchRunner
 from router.batches.store import BatchStore
 from router.config import RouterConfig
+from router.server.app import create_app
 from tests.front.fakes import MODEL, Front
 
 URL = "/v1/completions"

@@ -16,12 +16,12 @@ from baton.protocol.errors import InternalError, NodeLost
 from baton.protocol.events import TokenEvent
 from baton.protocol.request import FinishReason, Request
 from baton.protocol.sampling import SamplingParams
-from router.completion import Completion, Delta, OutputRules, SampleText
-from router.metrics import RouterMetrics
-from router.openai_message import message_of
+from router.api.openai.message import message_of
+from router.metrics.router import RouterMetrics
 from router.parsers.formats import TOOL_FORMATS
 from router.parsers.message import MessageRules
 from router.parsers.reasoning import QWEN3
+from router.request.completion import Completion, Delta, OutputRules, SampleText
 from tests.front.fakes import EOS, TOKENIZER, FakeDispatcher
 
 CLOCK = SystemClock()

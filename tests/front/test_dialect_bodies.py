@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.protocol.errors import BatonError, InvalidRequest
-from router.anthropic import body as messages
-from router.dialect import in_own_names
+from router.api.anthropic import body as messages
+from router.api.dialect import in_own_names
 from tests.front.dialects import responses_call
 
 RESPONSES: dict[str, Any] = {

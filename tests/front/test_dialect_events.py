@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from baton.protocol.errors import Unavailable
 from baton.protocol.request import FinishReason, Request
 from baton.protocol.sampling import SamplingParams
-from router.anthropic.answer import MessageAnswer
-from router.anthropic.events import MessageEvents, input_of
-from router.completion import Completion, Delta, OutputRules
-from router.intake import ChatTurn
-from router.openai_replies import ReplyHead, ReplyRules
+from router.api.anthropic.answer import MessageAnswer
+from router.api.anthropic.events import MessageEvents, input_of
+from router.api.intake import ChatTurn
+from router.api.openai.replies import ReplyHead, ReplyRules
+from router.api.responses.answer import ResponseAnswer
+from router.api.responses.events import ResponseEvents
 from router.parsers import formats, reasoning
 from router.parsers.message import MessageParser, MessageRules
 from router.parsers.parts import CallArguments, CallStart, Content, Part, Reasoning
-from router.responses.answer import ResponseAnswer
-from router.responses.events import ResponseEvents
+from router.request.completion import Completion, Delta, OutputRules
 from tests.front.dialects import ANSWER, CALL, check_message, check_response, responses_call
 from tests.front.fakes import TOKENIZER
 

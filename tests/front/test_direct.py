@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from baton.protocol.errors import InternalError, Overloaded
-from router.nodes.direct import DirectRoutes
+from router.server.direct import DirectRoutes
 from tests.front.fakes import Front
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
@@ -62,7 +62,7 @@ async def test_a_bug_of_ours_is_answered_and_told_to_the_server(
     def broken(*_: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr("router.http_api.reply_id", broken)
+    monkeypatch.setattr("router.api.http_api.reply_id", broken)
     app = Front().app()
     quiet = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=quiet, base_url="http://router") as client:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from html.parser import HTMLParser
 
-from router.openapi.document import OPERATIONS, document
-from router.openapi.page import page
+from router.api.openapi.document import OPERATIONS, document
+from router.api.openapi.page import page
 from tests.front.fakes import Front
 
 LEADS_OUT = ("src", "href", "action", "srcset", "data")

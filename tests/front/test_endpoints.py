@@ -23,10 +23,10 @@ from baton.protocol.events import Pooled
 from baton.protocol.messages import SubmitPool
 from baton.text.reranking import DEFAULT_INSTRUCTION, answer_tokens, rerank_prompts
 from baton.text.tokenizer import Tokenizer
+from router.api.openapi.document import OPERATIONS, document
+from router.api.pooling.config import PoolingSettings
 from router.config import RouterConfig
-from router.openapi.document import OPERATIONS, document
-from router.pooling.config import PoolingSettings
-from router.request_ids import engine_id, names
+from router.request.request_ids import engine_id, names
 from tests.front.fakes import CHAT_TEMPLATE, MODEL, TOKENIZER, FakeDispatcher, FakeRegistry, Front
 from tests.front.tokenizers_built import byte_level
 from tests.router.fakes import FakeNode, fake_nodes, running_router
@@ -173,7 +173,7 @@ def test_what_a_models_files_say_of_its_vectors(tmp_path: Path) -> None:
 @pytest.fixture
 def yes_and_no(monkeypatch: pytest.MonkeyPatch) -> None:
     """This tokenizer has no single tokens for them."""
-    monkeypatch.setattr("router.pooling.rerank.answer_tokens", lambda _: (7, 8))
+    monkeypatch.setattr("router.api.pooling.rerank.answer_tokens", lambda _: (7, 8))
 
 
 def test_what_a_reranker_is_asked_and_may_answer() -> None:
@@ -209,7 +209,7 @@ async def test_other_models_are_refused_as_rerankers_by_name() -> None:
 async def test_rerank_orders_and_score_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """The real prompts do not fit this model: its stand-in is the query and the document."""
     monkeypatch.setattr(
-        "router.prompts.rerank_prompts",
+        "router.prompts.reader.rerank_prompts",
         lambda tokenizer, query, documents, _: [
             tokenizer.encode(query + text, add_special_tokens=False) for text in documents
         ],

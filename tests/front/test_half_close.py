@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from router import half_close
-from router.half_close import COMMENT, INTERIM
-from router.http_guard import HttpLimits
+from router.server import half_close
+from router.server.half_close import COMMENT, INTERIM
+from router.server.http_guard import HttpLimits
 from tests.front.fakes import FakeDispatcher, Front, serving
 from tests.front.test_http_guard import Wire
 

@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from baton.protocol.errors import NodeLost
-from router.reading import MAX_BODY_BYTES
+from router.api.http.reading import MAX_BODY_BYTES
 from router.services import Lifecycle
 from tests.front.fakes import MAX_MODEL_LEN, MODEL, TOKENIZER, FakeDispatcher, FakeRegistry, Front
 

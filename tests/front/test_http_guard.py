@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from router.http_guard import HttpLimits
+from router.server.http_guard import HttpLimits
 from tests.front.fakes import Front, serving
 
 PATIENCE_S = 30.0

@@ -13,7 +13,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from router.http_parser import MAX_FRAMING, MAX_PIPELINED, BoundedParser, Phase
+from router.server.http_parser import MAX_FRAMING, MAX_PIPELINED, BoundedParser, Phase
 
 EXTRA = 1000
 GET = b"GET /a HTTP/1.1\r\nhost: x\r\n\r\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from router.http_writes import HeadFirst
+from router.server.http_writes import HeadFirst
 
 HEAD = b"HTTP/1.1 200 OK\r\n\r\n"
 

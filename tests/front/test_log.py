@@ -25,11 +25,11 @@ def stream() -> Iterator[io.StringIO]:
 
 def test_a_line_carries_process_request_and_message(stream: io.StringIO) -> None:
     with log.request_context("cmpl-7"):
-        logging.getLogger("router.dispatch").info("finished: %s", "stop")
-    logging.getLogger("router.dispatch").debug("hidden")
+        logging.getLogger("router.request.dispatch").info("finished: %s", "stop")
+    logging.getLogger("router.request.dispatch").debug("hidden")
     logging.getLogger("x").info("idle")
     first, second = stream.getvalue().splitlines()
-    assert "INFO    router [cmpl-7] router.dispatch: finished: stop" in first
+    assert "INFO    router [cmpl-7] router.request.dispatch: finished: stop" in first
     assert "router [-] x: idle" in second
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from baton.protocol.events import TokenLogprob
 from baton.text.tokenizer import Tokenizer
-from router.openai_logprobs import FLOOR, CompletionWriter, chat_logprobs
+from router.api.openai.logprobs import FLOOR, CompletionWriter, chat_logprobs
 from tests.front.fakes import (
     MODEL,
     TOKENIZER,

@@ -11,12 +11,17 @@ import msgspec
 import pytest
 from jsonschema import Draft202012Validator
 
-from router.app import all_routes
-from router.openapi.dialects import AnthropicErrorReply, CountReply, MessageReply, ResponsesReply
-from router.openapi.document import document
-from router.openapi.fields import REQUIRED
-from router.pooling.rerank import SIDES
-from router.prompts import PromptReader
+from router.api.openapi.dialects import (
+    AnthropicErrorReply,
+    CountReply,
+    MessageReply,
+    ResponsesReply,
+)
+from router.api.openapi.document import document
+from router.api.openapi.fields import REQUIRED
+from router.api.pooling.rerank import SIDES
+from router.prompts.reader import PromptReader
+from router.server.app import all_routes
 from tests.front.fakes import CHAT_TEMPLATE, TOKENIZER, Front
 
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")

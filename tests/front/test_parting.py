@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
-from router.parting import Parting
+from router.api.http.parting import Parting
 from router.services import Lifecycle
 
 

@@ -13,8 +13,8 @@ import uvloop
 
 from baton.protocol.errors import ConfigError
 from router.config import RouterConfig
-from router.listeners import listen, release
 from router.main import http_server
+from router.server.listeners import listen, release
 from tests.front.fakes import Front
 
 BODY = {"prompt": "x", "max_tokens": 2}

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from baton.text.chat_template import ChatTemplate
+from router.api.pooling.classify import activated
+from router.api.pooling.config import PoolingSettings
 from router.config import RouterConfig
-from router.pooling.classify import activated
-from router.pooling.config import PoolingSettings
 from tests.front.fakes import MODEL, TOKENIZER, Front
 from tests.front.test_endpoints import Door, door
 
@@ -94,7 +94,7 @@ def test_labels_are_read_as_transformers_writes_them(tmp_path: Path) -> None:
 async def test_a_reranker_classifies_by_its_yes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.pooling.classify.answer_tokens", lambda _: (7, 8))
+    monkeypatch.setattr("router.api.pooling.classify.answer_tokens", lambda _: (7, 8))
     async with door(reranker="qwen3") as it:
         told = await post(it, "/classify", input="hello")
         assert (it.asked[0].kind, it.asked[0].answers) == ("yes_no", (7, 8))
@@ -143,7 +143,7 @@ async def test_embeddings_in_every_kind_of_number() -> None:
 
 
 def test_bits_are_signs() -> None:
-    from router.pooling.cohere import SPELLED
+    from router.api.pooling.cohere import SPELLED
 
     vector = struct.pack("<16f", *([1.0, -1.0] * 4), *([-0.5] * 7), 0.0)
     assert SPELLED["ubinary"](vector) == [0b10101010, 0b00000001]

@@ -13,8 +13,8 @@ import pytest
 from baton.protocol.clock import SystemClock
 from baton.protocol.events import Pooled
 from baton.protocol.messages import SubmitDecode, SubmitPool
-from router.gate.admission import Bounds, Reason
-from router.gate.gate import Gate, GateSettings
+from router.request.gate.admission import Bounds, Reason
+from router.request.gate.gate import Gate, GateSettings
 from tests.front.test_admission_api import Served, serving
 from tests.front.test_endpoints import door
 from tests.router.fakes import FakeNode
@@ -128,8 +128,10 @@ async def test_too_large_an_input_is_told_by_its_field(tmp_path: Path) -> None:
 
 
 async def test_every_pooling_route_passes_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.pooling.rerank.answer_tokens", lambda _: (7, 8))
-    monkeypatch.setattr("router.prompts.rerank_prompts", lambda *given: [(3, 4) for _ in given[2]])
+    monkeypatch.setattr("router.api.pooling.rerank.answer_tokens", lambda _: (7, 8))
+    monkeypatch.setattr(
+        "router.prompts.reader.rerank_prompts", lambda *given: [(3, 4) for _ in given[2]]
+    )
     async with door(reranker="qwen3") as it:
         for path, body in CALLS.items():
             it.front.dispatcher.gate = Gate(SystemClock(), GateSettings(REFUSED))

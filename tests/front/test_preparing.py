@@ -15,12 +15,12 @@ from starlette.routing import Route
 
 from baton.protocol.clock import SystemClock
 from baton.protocol.errors import Overloaded
+from router.api.http.preparing import counted
 from router.config import RouterConfig
-from router.gate.admission import Bounds
-from router.gate.gate import Gate, GateSettings
-from router.gate.keys import Grant
-from router.preparing import counted
-from router.prompts import CUT_TOKENS, Inputs, Length, PromptReader
+from router.prompts.reader import CUT_TOKENS, Inputs, Length, PromptReader
+from router.request.gate.admission import Bounds
+from router.request.gate.gate import Gate, GateSettings
+from router.tenants.keys import Grant
 from tests.front.fakes import CHAT_TEMPLATE, TOKENIZER, Front
 from tests.waiting import WAIT_S
 

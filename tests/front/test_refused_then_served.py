@@ -18,12 +18,12 @@ from baton.protocol.clock import SystemClock
 from baton.protocol.messages import SubmitDecode
 from baton.protocol.request import MAX_NODE_DEATHS, Request
 from examples.resuming_transport import Resuming
-from router.aborts import Aborts
-from router.app import create_app
 from router.config import RouterConfig
-from router.http_guard import HttpLimits
-from router.metrics import RouterMetrics
+from router.metrics.router import RouterMetrics
+from router.request.aborts import Aborts
 from router.resumable.runs import RunParts, Runs
+from router.server.app import create_app
+from router.server.http_guard import HttpLimits
 from router.services import RouterServices
 from router.store.memory_store import MemoryTables
 from tests.front.fakes import CHAT_TEMPLATE, TOKENIZER, listening

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from router.openai import DetokenizeBody
-from router.unserved import RERANKING
+from router.api.openai.bodies import DetokenizeBody
+from router.api.unserved import RERANKING
 from tests.front.fakes import Front
 from tests.front.request_fields import PAGE, VALUES, page
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.api.responses.custom_input import CustomInput
+from router.api.responses.tools import flat_name
 from router.config import RouterConfig
-from router.responses.custom_input import CustomInput
-from router.responses.tools import flat_name
 from tests.front.dialects import CONFIG, check_response, events_of, front, prompt_of
 from tests.front.fakes import Front
 from tests.front.openai_sdk import sdk

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from router.resumable.metrics import watch_runs
+from router.metrics.resumable import watch_runs
 from router.store.memory_store import MemoryTables
 from tests.front.resumable import HeldRouter, held_router
 from tests.front.test_resumable_api import ANSWER, again, post

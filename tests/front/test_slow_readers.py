@@ -13,7 +13,7 @@ import pytest
 
 from baton.protocol.events import TokenEvent
 from baton.protocol.request import Request
-from router import sse
+from router.api import sse
 from tests.front.fakes import TOKENIZER, FakeDispatcher, Front, serving
 
 PATIENCE_S = 20.0

@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from router.app import all_routes
+from router.api.strict_fields import IGNORED, KNOWN
 from router.config import RouterConfig
-from router.prompts import PromptReader
-from router.strict_fields import IGNORED, KNOWN
+from router.prompts.reader import PromptReader
+from router.server.app import all_routes
 from tests.front.fakes import CHAT_TEMPLATE, TOKENIZER, Front
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}

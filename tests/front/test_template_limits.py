@@ -18,7 +18,7 @@ from baton.runtime.children import ChildBudget
 from baton.text.chat_template import Chat, ChatTemplate
 from baton.text.rendering import TemplateRenderer
 from baton.text.template_limits import MAX_WRITTEN, OverBudget
-from router.prompts import AT_ONCE_S, Conversation, Length, PromptReader
+from router.prompts.reader import AT_ONCE_S, Conversation, Length, PromptReader
 from tests.front.fakes import TOKENIZER, Front
 
 MESSAGES = [{"role": "user", "content": "hello"}]

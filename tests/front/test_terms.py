@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from baton.protocol.errors import InvalidRequest
 from baton.protocol.request import Request
 from baton.protocol.sampling import SamplingParams
+from router.api.receipt import HEADER, MOST_HEADER_BYTES
 from router.config import RouterConfig
-from router.gate.keys import EVERYBODY, Grant
-from router.receipt import HEADER, MOST_HEADER_BYTES
-from router.scores import NodeScore
-from router.terms import BOUNDS, Terms, read_terms, tenant_salt
+from router.request.scores import NodeScore
+from router.request.terms import BOUNDS, Terms, read_terms, tenant_salt
+from router.tenants.keys import EVERYBODY, Grant
 from tests.front.fakes import FakeDispatcher, Front
 from tests.front.test_http_api import CHAT, COMPLETIONS, USER, events_of
 

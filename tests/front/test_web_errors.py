@@ -13,7 +13,7 @@ from baton.protocol.errors import (
     InvalidRequest,
     Unavailable,
 )
-from router.web_errors import as_baton_error, log_failure
+from router.request.failures import as_baton_error, log_failure
 
 LATE = DeadlineExceeded("the request's deadline has passed")
 

@@ -26,7 +26,7 @@ from baton.protocol.handles import NodeLoad
 from baton.protocol.messages import AbortRequest
 from baton.runtime.timing import Timing, server_options
 from protos import node_pb2
-from router.prefix_index import PrefixIndex
+from router.nodes.prefix_index import PrefixIndex
 
 GRPC_LIMIT = dict(server_options(Timing()))["grpc.max_receive_message_length"]
 LOGPROB = TokenLogprob(2**31, -1234.5678, 2**31)

@@ -13,8 +13,8 @@ from baton.protocol.messages import (
     SubmitPrefill,
 )
 from baton.protocol.request import Request, RequestState
-from router.terms import STANDARD, Terms
-from router.trace import RequestTrace
+from router.request.terms import STANDARD, Terms
+from router.request.trace import RequestTrace
 from tests.router.fakes import (
     PATIENCE_S,
     FakeNode,

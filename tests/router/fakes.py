@@ -22,12 +22,12 @@ from baton.protocol.request import FinishReason, Request
 from baton.protocol.sampling import SamplingParams
 from baton.runtime.timing import Timing, server_options
 from protos import node_pb2_grpc
-from router.dispatch_parts import DispatchParts
-from router.dispatcher import Dispatcher
 from router.nodes.directory import NodeDirectory
+from router.nodes.policy import PolicySettings
 from router.nodes.registry import NodeRegistry, RegistryParts
 from router.nodes.session import StepLog
-from router.policy import PolicySettings
+from router.request.dispatch_parts import DispatchParts
+from router.request.dispatcher import Dispatcher
 from router.store.base import RequestStore
 from router.store.ledger import StoreGuard
 from router.store.memory_store import MemoryStore

@@ -14,11 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from baton.protocol.handles import NodeLoad, Role
-from router.gate.admission import AdmissionQueue, Bounds, Ticket, TicketState, Wanted
-from router.gate.capacity import OnTheWay, has_room
-from router.gate.keys import Grant
-from router.gate.margin import Margin
-from router.policy import NodeSnapshot
+from router.nodes.policy import NodeSnapshot
+from router.request.gate.admission import AdmissionQueue, Bounds, Ticket, TicketState, Wanted
+from router.request.gate.capacity import OnTheWay, has_room
+from router.request.gate.margin import Margin
+from router.tenants.keys import Grant
 
 RATE = 10_000.0  # prompt tokens per second
 SLOTS = 64

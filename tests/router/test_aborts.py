@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from baton.protocol.request import Request
-from router import aborts
-from router.aborts import Aborts
-from router.request_ids import names
+from router.request import aborts
+from router.request.aborts import Aborts
+from router.request.request_ids import names
+from router.request.trace import RequestTrace
 from router.store.redis_store import connect
-from router.trace import RequestTrace
 from tests.front.fakes import MODEL, Front
 from tests.router.fakes import PATIENCE_S, make_request
 

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from router.gate.admission import (
+from router.request.gate.admission import (
     LONGEST_RETRY_S,
     AdmissionQueue,
     Bounds,
@@ -18,7 +18,7 @@ from router.gate.admission import (
     TicketState,
     Wanted,
 )
-from router.gate.keys import Grant
+from router.tenants.keys import Grant
 
 ALICE, BOB = Grant("alice", "alice"), Grant("bob", "bob")
 ADMITTED, QUEUED, REFUSED = TicketState.ADMITTED, TicketState.QUEUED, TicketState.REFUSED

@@ -9,8 +9,8 @@ import pytest
 
 from baton.protocol.block_hashes import block_hashes, root_hash
 from baton.protocol.handles import NodeLoad, Role
-from router.gate.capacity import OnTheWay, best_ttft_s, can_keep_tpot, has_room
-from router.policy import NodeSnapshot
+from router.nodes.policy import NodeSnapshot
+from router.request.gate.capacity import OnTheWay, best_ttft_s, can_keep_tpot, has_room
 from tests.router.fakes import make_request
 
 RATE = 1000.0

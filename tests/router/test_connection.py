@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from baton.protocol.errors import Cancelled
-from router.nodes.connection import HANG_UP, HangUp, while_connected
+from router.api.http.connection import HANG_UP, HangUp, while_connected
 
 
 async def never() -> Any:

@@ -24,8 +24,8 @@ from baton.protocol.messages import (
     SubmitPrefill,
 )
 from baton.protocol.request import FinishReason, Request, RequestState
-from router.policy import PolicySettings
-from router.trace import RequestTrace
+from router.nodes.policy import PolicySettings
+from router.request.trace import RequestTrace
 from tests.router.clients import Client, cluster, state_of
 from tests.router.fakes import (
     PATIENCE_S,

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from router.draws import DRAWS, Draws
+from router.request.draws import DRAWS, Draws
 
 
 def test_each_byte_is_used_once_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,13 +13,13 @@ from baton.protocol.events import Pooled, RequestFailed
 from baton.protocol.handles import NodeLoad, Role
 from baton.protocol.messages import Migrate, RenewExport, SubmitDecode, SubmitPool, SubmitPrefill
 from baton.protocol.request import RequestState
-from router.dispatch import MAX_ATTEMPTS
-from router.gate.admission import Bounds
-from router.gate.gate import Gate, GateSettings
-from router.gate.rates import DrainRate
 from router.nodes.expected import ExpectedNodes
-from router.policy import NodeSnapshot
-from router.pooling.pool import PoolAsk, PoolDispatcher
+from router.nodes.policy import NodeSnapshot
+from router.request.dispatch import MAX_ATTEMPTS
+from router.request.gate.admission import Bounds
+from router.request.gate.gate import Gate, GateSettings
+from router.request.gate.rates import DrainRate
+from router.request.pool import PoolAsk, PoolDispatcher
 from tests.router.clients import Client, cluster, first_of, state_of
 from tests.router.fakes import (
     PATIENCE_S,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.gate.fair_queue import FairQueue
+from router.tenants.fair_queue import FairQueue
 
 
 @dataclass(frozen=True, eq=False)

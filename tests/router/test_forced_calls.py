@@ -22,7 +22,7 @@ from router.parsers.grammar import ToolFormat
 from router.parsers.message import MessageParser, MessageRules
 from router.parsers.parts import CallArguments, CallStart, Content
 from router.parsers.registry import Choice, formats_of
-from router.structured.tool_grammars import forced, offered
+from router.parsers.tool_grammars import forced, offered
 from tests.engine.guided_vocabulary import EOS, encode, random_output, vocabulary, walk
 from tests.front.parsers.spelled import FORCED, SPELLED, Call
 from tests.grammar_texts import byte_tokenizer, takes

@@ -16,15 +16,15 @@ from baton.protocol.handles import NodeLoad, Role
 from baton.protocol.messages import SubmitDecode
 from baton.protocol.request import Request
 from baton.protocol.sampling import SamplingParams
-from router.gate.admission import Bounds, Reason
-from router.gate.gate import Gate, GateSettings
-from router.gate.keys import Grant
-from router.gate.metrics import watch_gate
-from router.gate.slo import Slo
-from router.metrics import RouterMetrics
-from router.policy import NodeSnapshot
-from router.terms import Terms
-from router.trace import RequestTrace
+from router.metrics.gate import watch_gate
+from router.metrics.router import RouterMetrics
+from router.nodes.policy import NodeSnapshot
+from router.nodes.slo import Slo
+from router.request.gate.admission import Bounds, Reason
+from router.request.gate.gate import Gate, GateSettings
+from router.request.terms import Terms
+from router.request.trace import RequestTrace
+from router.tenants.keys import Grant
 from tests.router.clients import Client, cluster
 from tests.router.fakes import PATIENCE_S, FakeClock, make_request
 

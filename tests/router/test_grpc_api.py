@@ -32,10 +32,10 @@ from baton.protocol.request import FinishReason, RequestState
 from baton.protocol.sampling import SamplingParams
 from baton.runtime.timing import Timing
 from baton.text.generation_config import SamplingDefaults
-from router.aborts import Aborts
+from router.api.grpc.inference import GrpcServer
 from router.config import RouterConfig
-from router.grpc_api import GrpcServer
-from router.metrics import RouterMetrics
+from router.metrics.router import RouterMetrics
+from router.request.aborts import Aborts
 from router.services import RouterServices
 from tests.chaos.cluster import free_ports
 from tests.chaos.proxy import Fault, FaultProxy, Way

@@ -16,16 +16,16 @@ from baton.guided.xgrammar import XgrammarBackend
 from baton.protocol.errors import InvalidRequest, Overloaded, UnsupportedFeature
 from baton.protocol.sampling import GuidedDecoding
 from baton.runtime.children import ChildBudget
-from router.gate.turns import MAX_WAITING
-from router.off_loop import Lane, OffLoop
-from router.openai import ChatBody, CompletionBody, parse
+from router.api.openai.bodies import ChatBody, CompletionBody, parse
+from router.api.openai.guided_fields import asked_of, asked_of_chat, check_forced, room_for_content
 from router.parsers.formats import TOOL_FORMATS
 from router.parsers.message import MessageRules
 from router.parsers.parts import Room
 from router.parsers.reasoning import QWEN3
 from router.parsers.registry import Formats
-from router.structured.grammar_checks import Asked, GrammarChecker
-from router.structured.guided import asked_of, asked_of_chat, check_forced, room_for_content
+from router.prompts.grammar_checks import Asked, GrammarChecker
+from router.prompts.off_loop import Lane, OffLoop
+from router.tenants.turns import MAX_WAITING
 from tests.engine.guided_vocabulary import EOS, vocabulary, walk
 from tests.front.parsers.spelled import SPELLED, Call
 from tests.grammar_texts import byte_tokenizer, takes

@@ -10,7 +10,7 @@ import pytest
 
 from baton.protocol.errors import ConfigError
 from router.config import RouterConfig
-from router.gate.keys import EVERYBODY, LOOK_S, Grant, KeyRing
+from router.tenants.keys import EVERYBODY, LOOK_S, Grant, KeyRing
 from tests.router.fakes import FakeClock
 
 DIGEST = hashlib.sha256(b"k1").hexdigest()

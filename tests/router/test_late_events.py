@@ -12,9 +12,9 @@ from baton.protocol.events import TokenEvent
 from baton.protocol.messages import SubmitDecode, SubmitPrefill
 from baton.protocol.request import FinishReason, RequestState
 from baton.runtime.metrics import render
-from router.failure_metrics import Watched, watch_failures
-from router.metrics import RouterMetrics
-from router.retry_budget import RetryBudget
+from router.metrics.failures import Watched, watch_failures
+from router.metrics.router import RouterMetrics
+from router.request.retry_budget import RetryBudget
 from router.store.base import LOGGED, Claimed, LogEntry, WriteStatus
 from router.store.memory_store import MemoryStore
 from tests.router.clients import Client, cluster, first_of, state_of

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from baton.protocol.errors import InvalidRequest
 from baton.protocol.events import TokenEvent, TokenLogprob
 from baton.protocol.request import FinishReason
-from router.resumable.numbered import Numbers
+from router.api.resumable.numbered import Numbers
 from router.resumable.replay import Told
 from router.resumable.terms import START, read_position
 from router.store.base import LogEntry

@@ -21,10 +21,10 @@ from baton.protocol.messages import (
     SubmitPrefill,
 )
 from baton.protocol.request import Request, RequestState
-from router import dispatch, dispatcher
 from router.nodes import migration
 from router.nodes.migration import Candidate, MigrationStats, Migrator, MigratorParts, relief
-from router.policy import NodeSnapshot
+from router.nodes.policy import NodeSnapshot
+from router.request import dispatch, dispatcher
 from tests.router.clients import Client, cluster, first_of, state_of
 from tests.router.fakes import (
     FAST,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import threading
 
-from router.gate.keys import EVERYBODY
-from router.off_loop import NICENESS, SHORT_CHARS, OffLoop
+from router.prompts.off_loop import NICENESS, SHORT_CHARS, OffLoop
+from router.tenants.keys import EVERYBODY
 
 
 async def test_long_work_gives_way_to_whoever_shares_its_core() -> None:

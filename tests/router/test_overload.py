@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from router.gate.admission import Reason
-from router.gate.keys import Grant
+from router.request.gate.admission import Reason
+from router.tenants.keys import Grant
 from tests.router.overload import goodput, simulate
 
 FLOOD, SMALL, HEAVY = Grant("flood", "flood"), Grant("small", "small"), Grant("heavy", "heavy", 3.0)

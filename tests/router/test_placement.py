@@ -8,8 +8,8 @@ import pytest
 
 from baton.protocol.block_hashes import block_hashes, root_hash
 from baton.protocol.handles import NodeLoad, Role
-from router.placement import Prompt, handover_s_per_token, placement_costs, queued_tokens
-from router.policy import Ask, NodeSnapshot, PolicySettings, Route, choose_route
+from router.nodes.placement import Prompt, handover_s_per_token, placement_costs, queued_tokens
+from router.nodes.policy import Ask, NodeSnapshot, PolicySettings, Route, choose_route
 
 RATE = 1000.0  # tokens per second, of both nodes
 AUTO = PolicySettings(placement="auto")

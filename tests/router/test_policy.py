@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from baton.protocol.block_hashes import block_hashes, root_hash
 from baton.protocol.errors import ContextLengthExceeded, Unavailable
 from baton.protocol.handles import NodeLoad, Role
-from router.policy import (
+from router.nodes.policy import (
     Ask,
     NodeSnapshot,
     PolicySettings,

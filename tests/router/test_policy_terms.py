@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.protocol.messages import SubmitDecode
-from router.gate.slo import Slo
-from router.policy import Ask, NodeSnapshot, PolicySettings, choose_route
-from router.scores import MOST_SCORES, scores_of
-from router.sessions import SessionMap, session_key, tie_of
-from router.terms import Terms
+from router.nodes.policy import Ask, NodeSnapshot, PolicySettings, choose_route
+from router.nodes.slo import Slo
+from router.request.scores import MOST_SCORES, scores_of
+from router.request.sessions import SessionMap, session_key, tie_of
+from router.request.terms import Terms
 from tests.router.clients import Client, cluster, first_of
 from tests.router.fakes import FakeNode, make_request
 from tests.router.test_policy import PROMPT, node

@@ -22,7 +22,7 @@ from baton.protocol.errors import (
 from baton.protocol.events import Pooled, RequestFailed
 from baton.protocol.messages import AbortRequest, SubmitPool
 from baton.runtime.timing import Timing
-from router.pooling.pool import GROUP_PROMPTS, GROUP_TOKENS, PoolAsk, PoolDispatcher, groups
+from router.request.pool import GROUP_PROMPTS, GROUP_TOKENS, PoolAsk, PoolDispatcher, groups
 from tests.router.fakes import FAST, PATIENCE_S, FakeNode, FakeRouter, fake_nodes, running_router
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.gate.rates import AnswerLength, DrainRate, TokenBucket
+from router.request.gate.rates import AnswerLength, DrainRate, TokenBucket
 
 
 def test_a_bucket_holds_a_minute_and_refills() -> None:

@@ -10,8 +10,8 @@ from redis.asyncio import Connection, Redis, SSLConnection, UnixDomainSocketConn
 
 from baton.protocol.clock import SystemClock
 from baton.runtime.redis_connections import heed_cancellation
-from router.aborts import Aborts
 from router.nodes.directory import RedisDirectory
+from router.request.aborts import Aborts
 from router.store.redis_store import RedisStore, connect
 from tests.router.fakes import FAST, PATIENCE_S
 from tests.router.test_aborts import Requests

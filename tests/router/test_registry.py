@@ -14,9 +14,9 @@ from baton.protocol.clock import SystemClock
 from baton.protocol.errors import ConfigError, StoreUnavailable
 from baton.protocol.handles import NodeLoad, Role
 from baton.runtime.redis_keys import node_key
-from router.failure_metrics import Watched, watch_failures
+from router.metrics.failures import Watched, watch_failures
 from router.nodes.directory import RedisDirectory
-from router.retry_budget import RetryBudget
+from router.request.retry_budget import RetryBudget
 from router.store.redis_store import connect
 from tests.router.fakes import (
     PATIENCE_S,

@@ -19,7 +19,7 @@ from baton.protocol.errors import (
     Unavailable,
 )
 from baton.protocol.messages import SubmitDecode
-from router.retry_budget import BudgetSettings, RetryBudget, is_free
+from router.request.retry_budget import BudgetSettings, RetryBudget, is_free
 from tests.router.clients import Client, cluster, first_of
 from tests.router.fakes import FakeClock, make_request
 

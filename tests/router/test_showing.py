@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from baton.protocol.events import TokenEvent, TokenLogprob
 from baton.protocol.request import FinishReason
-from router.showing import Events, Showing
-from router.trace import RequestTrace
+from router.request.showing import Events, Showing
+from router.request.trace import RequestTrace
 from tests.router.fakes import FakeClock, make_request
 
 

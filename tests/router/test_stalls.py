@@ -11,8 +11,8 @@ from baton.protocol.clock import SystemClock
 from baton.protocol.handles import NodeLoad, Role
 from baton.protocol.messages import SubmitDecode, SubmitPrefill
 from baton.protocol.request import Request
-from router.gate.admission import Bounds
-from router.gate.gate import Gate, GateSettings
+from router.request.gate.admission import Bounds
+from router.request.gate.gate import Gate, GateSettings
 from tests.router.clients import Client
 from tests.router.fakes import (
     FakeNode,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from baton.runtime.metrics import render
-from router.store.tallies import Counter, Histogram
+from router.tallies import Counter, Histogram
 
 BOUNDS = (0.001, 0.5, 1.0, 2.5, 10)
 VALUES = st.one_of(st.sampled_from(BOUNDS), st.floats(0.0, 20.0))

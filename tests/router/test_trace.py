@@ -11,7 +11,7 @@ from baton.protocol.errors import InvalidRequest, KVTimeout
 from baton.protocol.messages import SubmitDecode, SubmitPrefill
 from baton.protocol.request import Request
 from baton.protocol.sampling import SamplingParams
-from router.trace import RequestTrace
+from router.request.trace import RequestTrace
 from tests.router.clients import Client, cluster
 from tests.router.fakes import make_request
 
@@ -58,7 +58,7 @@ def test_a_failure_says_in_which_stage_and_why() -> None:
 
 
 async def test_the_line_is_logged_once_per_request(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "router.dispatch")
+    caplog.set_level(logging.INFO, "router.request.dispatch")
     async with cluster("p", "d") as (router, (p, d)):
         client = Client(router, make_request())
         prefill = await p.hear(SubmitPrefill)

@@ -14,9 +14,9 @@ from baton.client import AsyncClient
 from baton.protocol import errors
 from baton.protocol.errors import BatonError, InvalidRequest
 from baton.protocol.sampling import SamplingParams
+from router.api.grpc.inference import GrpcServer
+from router.api.http.web_errors import _SPOKEN
 from router.config import RouterConfig
-from router.grpc_api import GrpcServer
-from router.web_errors import _SPOKEN
 from tests.front.fakes import Front
 
 INSIDES = "/srv/baton/model.safetensors 10.0.3.7:50061 prefill-0a1b shm_0f7c hunter2"

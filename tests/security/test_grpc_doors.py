@@ -35,10 +35,10 @@ from kv_transfer.lanes.grpc_stream import METHOD, SERVICE, GrpcLane
 from kv_transfer.lanes.memory import MemoryFabric
 from kv_transfer.protocol.base import Lane
 from protos import kv_pb2, node_pb2, serve_pb2
+from router.api.grpc.inference import GrpcServer
+from router.api.http.reading import MAX_BODY_BYTES
 from router.config import RouterConfig
-from router.grpc_api import GrpcServer
-from router.reading import MAX_BODY_BYTES
-from router.request_ids import names
+from router.request.request_ids import names
 from router.store.ledger import StoreGuard
 from router.store.memory_store import MemoryStore
 from tests.front.fakes import Front

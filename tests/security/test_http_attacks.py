@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from router.config import RouterConfig
-from router.http_guard import SPARE_CONNECTIONS, HttpLimits
+from router.server.http_guard import SPARE_CONNECTIONS, HttpLimits
 from tests.front.fakes import Front, serving
 
 PATIENCE_S = 30.0

@@ -10,10 +10,10 @@ from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
 from baton.protocol.errors import ConfigError
-from router.admin import create_admin_app
-from router.app import create_app
-from router.auth import OPEN_PATHS
+from router.admin.server import create_admin_app
 from router.config import RouterConfig
+from router.server.app import create_app
+from router.server.auth import OPEN_PATHS
 from tests.front.fakes import Front
 
 KEY = "the-key"

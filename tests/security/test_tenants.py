@@ -19,11 +19,11 @@ from baton.protocol.errors import Unauthenticated
 from baton.protocol.request import Request
 from baton.protocol.sampling import SamplingParams
 from baton.text.tokenizer import Tokenizer
-from router.app import create_app
+from router.api.grpc.inference import GrpcServer
 from router.config import RouterConfig
-from router.gate.keys import EVERYBODY, KeyRing
-from router.grpc_api import GrpcServer
-from router.terms import Terms
+from router.request.terms import Terms
+from router.server.app import create_app
+from router.tenants.keys import EVERYBODY, KeyRing
 from tests.cluster import Cluster, Plan, cluster
 from tests.front.fakes import BACKEND, MODEL, TOKENIZER, Front
 from tests.tiny_models import make_tiny_model

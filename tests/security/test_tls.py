@@ -28,8 +28,8 @@ from baton.runtime.timing import Timing
 from baton.runtime.tls import ClientTls, TlsFiles
 from deploy.doctor import NoLog
 from kv_transfer.lanes.memory import MemoryFabric
+from router.api.grpc.inference import GrpcServer
 from router.config import RouterConfig
-from router.grpc_api import GrpcServer
 from router.main import http_server
 from router.nodes.registry import NodeRegistry, RegistryParts
 from tests.front.fakes import Front

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from baton.node import control
-from router.admin import create_admin_app
+from router.admin.server import create_admin_app
 from tests.cluster import Cluster, Plan
 from tests.engine.test_models_lora import ALL, linear_layers, make_adapter, merged_model
 from tests.golden.greedy import NEW_TOKENS, transformers_tokens

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from router.app import create_app
+from router.server.app import create_app
 from tests.cluster import Plan, cluster
 from tests.front.dialects import check_message, check_response, events_of
 

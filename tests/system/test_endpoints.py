@@ -18,8 +18,8 @@ import orjson
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.admin import create_admin_app
-from router.app import create_app
+from router.admin.server import create_admin_app
+from router.server.app import create_app
 from tests.cluster import Cluster, Plan, cluster
 from tests.engine.test_models_lora import ALL, linear_layers, make_adapter, merged_model
 from tests.golden.greedy import NEW_TOKENS, transformers_tokens

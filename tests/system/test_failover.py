@@ -20,9 +20,9 @@ import pytest
 from baton.protocol.errors import NodeLost, Unavailable
 from baton.protocol.request import Request
 from baton.protocol.sampling import SamplingParams
-from router.app import create_app
+from router.request.trace import RequestTrace
+from router.server.app import create_app
 from router.store.base import LOGGED
-from router.trace import RequestTrace
 from tests.cluster import Cluster, Member, Plan, cluster
 from tests.engine.test_models_lora import linear_layers, make_adapter
 from tests.system.references import prompts

@@ -22,7 +22,7 @@ from baton.client import Generation
 from baton.llm import LLM
 from baton.protocol.errors import InvalidRequest
 from baton.protocol.sampling import SamplingParams
-from router.app import create_app
+from router.server.app import create_app
 from tests.cluster import Cluster, Member, Plan, cluster
 from tests.system.references import Tokens, prompts
 from tests.system.samples import Samples

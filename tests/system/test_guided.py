@@ -17,8 +17,8 @@ from tokenizers import Tokenizer
 from baton.client import AsyncClient
 from baton.protocol.errors import InvalidRequest
 from baton.protocol.sampling import GuidedDecoding, SamplingParams
-from router.app import create_app
 from router.parsers import harmony
+from router.server.app import create_app
 from tests.cluster import Plan, cluster
 from tests.guided_cases import REGEXES, SCHEMAS, TOOLS, check_call, check_json
 from tests.guided_sweep import POSITIONS, ask, random_model, served, sweep_schemas, sweep_tools

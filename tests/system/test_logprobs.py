@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from baton.protocol.events import TokenLogprob
 from baton.protocol.sampling import SamplingParams
-from router.app import create_app
+from router.server.app import create_app
 from tests.cluster import Cluster, Plan, cluster
 from tests.system.references import Tokens, prompts
 from tests.tiny_models import make_tiny_model

@@ -86,7 +86,7 @@ async def test_many_log_probabilities_do_not_travel_with_the_kv(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """END has room for a megabyte: such a prompt is computed where it decodes."""
-    monkeypatch.setattr("router.choice.MOST_LOGPROBS", 100)
+    monkeypatch.setattr("router.request.choice.MOST_LOGPROBS", 100)
     async with served(Plan(model, router={"max_logprobs": -1})) as (c, client):
         ask = {"prompt": PROMPT, "max_tokens": 3, **GREEDY}
         few = await post(client, "/v1/completions", **ask, logprobs=20)

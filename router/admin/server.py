@@ -1,0 +1,213 @@
+"""The admin server: what operators do to a router, on a port of its own. Bound to loopback.
+
+    POST /abort_requests   {"request_ids": [...]}: ends them, their clients get what there is
+    POST /drain            {}: /ready says 503 from now on; {"node": id}: that node takes no more
+    GET  /debug            requests under way and waiting, nodes, lifecycle
+    GET  /server_info      version, model, options (no secrets)
+    GET  /metrics, /health
+    POST /pause, /sleep, /v1/load_lora_adapter and their like: router/admin/control.py
+
+Every route but /health wants a key of operators (--admin-key, --admin-keys); no API key opens one.
+The public port has /metrics as well, as vLLM's users expect, and none of the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from typing import Any, Final
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from baton import __version__
+from baton.protocol.adapters import adapter_name
+from baton.protocol.errors import BatonError, InvalidRequest
+from baton.protocol.handles import NodeLoad
+from baton.protocol.messages import DrainNode
+from baton.protocol.request import Request
+from baton.runtime.metrics import CONTENT_TYPE
+from router.admin.control import ControlApi
+from router.api.http.reading import read_body
+from router.api.http.web_errors import on_baton_error, on_http_exception
+from router.api.openai.bodies import object_of, struct_of
+from router.nodes.registry import NodeStatus
+from router.request.trace import RequestTrace
+from router.server.auth import ApiKeyGuard
+from router.server.http_guard import HeadGuard, HttpLimits
+from router.services import RouterServices
+
+MAX_ABORTS: Final = 1024
+
+
+class AbortBody(msgspec.Struct, kw_only=True):
+    """Ids of replies, of `x-request-id` headers, or as /debug shows them; none: all requests."""
+
+    request_ids: list[str] | None = None
+
+
+class DrainBody(msgspec.Struct, kw_only=True):
+    """`node`: its id; None = this router."""
+
+    node: str | None = None
+
+
+class Aborted(msgspec.Struct):
+    aborted: list[str]
+
+
+class AdminApi:
+    """The routes of the admin server."""
+
+    def __init__(self, services: RouterServices) -> None:
+        self._services = services
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/abort_requests", self.abort_requests, methods=["POST"]),
+            Route("/drain", self.drain, methods=["POST"]),
+            Route("/debug", self.debug, methods=["GET"]),
+            Route("/server_info", self.server_info, methods=["GET"]),
+            Route("/metrics", self.metrics, methods=["GET"]),
+            Route("/health", self.health, methods=["GET"]),
+        ]
+
+    async def abort_requests(self, request: HttpRequest) -> Response:
+        """End requests under way; their clients get what there is, `finish_reason: abort`."""
+        body = struct_of(object_of(await read_body(request)), AbortBody)
+        aborts, ids = self._services.aborts, body.request_ids
+        if ids is not None and len(ids) > MAX_ABORTS:
+            raise InvalidRequest(f"request_ids: at most {MAX_ABORTS}", field="request_ids")
+        ended = await (aborts.everywhere(ids, by_operator=True) if ids else aborts.everything())
+        return _json(Aborted(ended))
+
+    async def drain(self, request: HttpRequest) -> Response:
+        """Take no new requests: this router, or one of its nodes."""
+        body = struct_of(object_of(await read_body(request)), DrainBody)
+        if body.node is None:
+            self._services.lifecycle.draining = True
+            return _json({"draining": "router"})
+        registry = self._services.registry
+        for record in registry.records():
+            session = registry.session(record.boot_id)
+            if record.node_id == body.node and session is not None:
+                session.send(DrainNode())
+                return _json({"draining": body.node})
+        raise InvalidRequest(f"node: {body.node[:200]!r} is not connected", field="node")
+
+    async def debug(self, _: HttpRequest) -> Response:
+        services, now = self._services, self._services.clock.monotonic()
+        loads = {record.boot_id: record.load for record in services.registry.records()}
+        return _json(
+            {
+                "draining": services.lifecycle.draining,
+                "ready": services.ready,
+                "requests": [live_of(*each, now) for each in services.dispatcher.live()],
+                "waiting": [waiting_of(*each, now) for each in services.dispatcher.waiting()],
+                "nodes": [node_of(each, loads) for each in services.registry.statuses()],
+            }
+        )
+
+    async def server_info(self, _: HttpRequest) -> Response:
+        services = self._services
+        model = services.registry.model()
+        config = services.config
+        options = {
+            spec.name: getattr(config, spec.name)
+            for spec in fields(config)
+            if "help" in spec.metadata
+            and not spec.metadata["secret"]
+            and spec.name not in ("admin_key", "api_key", "redis_url")  # a URL holds a password
+        }
+        served = None if model is None else asdict(model)
+        return _json({"version": __version__, "model": served, "config": options})
+
+    async def metrics(self, _: HttpRequest) -> Response:
+        body = self._services.metrics.render()
+        return Response(body, headers={"content-type": CONTENT_TYPE})
+
+    async def health(self, _: HttpRequest) -> Response:
+        return _json({"status": "ok"})
+
+
+def create_admin_app(services: RouterServices, limits: HttpLimits | None = None) -> ASGIApp:
+    """Head guard > keys > routes, as the public app. Raises ConfigError as `admin_ring` does."""
+    keys = services.config.admin_ring()
+    assert len(keys), "RouterConfig.check: no admin port without a key"
+    routes = Starlette(
+        routes=[*AdminApi(services).routes(), *ControlApi(services).routes()],
+        exception_handlers={
+            BatonError: on_baton_error,
+            HTTPException: on_http_exception,
+            Exception: on_baton_error,
+        },
+    )
+    routes.router.redirect_slashes = False
+    guarded = ApiKeyGuard(routes, keys)
+    return HeadGuard(guarded, limits if limits is not None else HttpLimits())
+
+
+def live_of(request: Request, trace: RequestTrace, now: float) -> dict[str, Any]:
+    """One request under way: counts and ages, nothing of its content."""
+    since = trace.queued_at
+    return {
+        "id": request.id,
+        "epoch": request.epoch,
+        "prompt_tokens": len(request.prompt_ids),
+        "output_tokens": trace.output_tokens,
+        "max_tokens": request.params.max_tokens,
+        "adapter": adapter_name(request.adapter) or None,
+        "priority": request.priority,
+        "age_s": None if since is None else round(now - since, 3),
+        "prefill_node": trace.prefill_node,
+        "decode_node": trace.decode_node,
+        "handed_over": trace.handover_at is not None,
+        "retries": trace.retries,
+        "migrations": trace.migrations,
+    }
+
+
+def waiting_of(request: Request, trace: RequestTrace, now: float) -> dict[str, Any]:
+    """One request that waits to be let in: counts and ages, nothing of its content."""
+    deadline = request.deadline
+    return {
+        "id": request.id,
+        "prompt_tokens": len(request.prompt_ids),
+        "max_tokens": request.params.max_tokens,
+        "adapter": adapter_name(request.adapter) or None,
+        "priority": request.priority,
+        "tenant": trace.terms.grant.tenant or None,
+        "age_s": round(now - request.arrival, 3),
+        "deadline_s": None if deadline is None else round(deadline - now, 3),
+    }
+
+
+def node_of(status: NodeStatus, loads: Mapping[str, NodeLoad]) -> dict[str, Any]:
+    """One address that this router knows, with its node's last load."""
+    record = status.record
+    found: dict[str, Any] = {
+        "address": status.address,
+        "connected": status.connected,
+        "refused": status.refused or None,
+        "assigned": status.assigned,
+    }
+    if record is None:
+        return found
+    return found | {
+        "node_id": record.node_id,
+        "role": record.role.value,
+        "model": record.model,
+        "adapters": record.adapters,
+        "leaving_adapters": record.leaving_adapters,
+        "version": record.version,
+        "load": asdict(loads.get(record.boot_id, record.load)),
+    }
+
+
+def _json(content: object) -> Response:
+    return Response(msgspec.json.encode(content), media_type="application/json")

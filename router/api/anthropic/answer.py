@@ -1,0 +1,84 @@
+"""The answer to a call of /v1/messages: a completion's deltas -> its events (dialect.Answer)."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from baton.protocol.adapters import adapter_name
+from baton.protocol.errors import BatonError, Unavailable
+from baton.protocol.request import FinishReason
+from router.api.anthropic.errors import error_body
+from router.api.anthropic.events import MessageEvents
+from router.api.dialect import Event
+from router.api.http.web_errors import error_object
+from router.api.intake import ChatTurn
+from router.api.openai.replies import ReplyRules
+from router.api.openai.reply_ids import PinnedIds
+from router.request.completion import Completion, Delta
+
+
+class MessageAnswer:
+    """Made for one completion; `take` its deltas in order."""
+
+    def __init__(self, id_: str, turn: ChatTurn, rules: ReplyRules) -> None:
+        self._turn = turn
+        self._rules = rules
+        model = adapter_name(turn.completion.request.adapter) or turn.completion.model
+        head = {"id": id_, "type": "message", "role": "assistant", "model": model}
+        draw_id = turn.draw_id
+        if not turn.short_ids:
+            pinned = isinstance(draw_id, PinnedIds)
+            draw_id = draw_id.with_prefix("toolu_") if pinned else draw_use_id
+        self._events = MessageEvents(head, draw_id)
+        self._begun = False
+
+    def take(self, delta: Delta) -> list[Event]:
+        if delta.finish_reason is FinishReason.ABORT:
+            raise Unavailable("the request was aborted")
+        completion = self._turn.completion
+        events: list[Event] = []
+        if not self._begun:
+            self._begun = True
+            events += self._events.begin(message_usage(completion))
+        for part in self._rules.parts_of(delta):
+            events += self._events.part(part)
+        if delta.finish_reason is not None:
+            reason, sequence = self._stop(delta)
+            events += self._events.end(reason, sequence, message_usage(completion))
+        return events
+
+    async def last(self) -> list[Event]:
+        return []
+
+    def broken(self, error: BatonError) -> list[Event]:
+        message = error_object(error)["error"]["message"]
+        return self._events.fail(error_body(error.http_status, message))
+
+    def whole(self) -> dict[str, Any]:
+        return self._events.message
+
+    def _stop(self, delta: Delta) -> tuple[str, str | None]:
+        """Why it ended, and at which of the client's sequences."""
+        if delta.finish_reason is FinishReason.LENGTH:
+            return "model_context_window_exceeded" if self._turn.fitted else "max_tokens", None
+        if isinstance(delta.stop_reason, str):
+            return "stop_sequence", delta.stop_reason
+        return "tool_use" if delta.num_calls else "end_turn", None
+
+
+def draw_use_id() -> str:
+    return "toolu_" + secrets.token_hex(12)
+
+
+def message_usage(completion: Completion) -> dict[str, Any]:
+    """`usage` so far. Here `input_tokens` are those that no cache had."""
+    cached = min(completion.cached_tokens, completion.prompt_tokens)
+    return {
+        "input_tokens": completion.prompt_tokens - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": completion.completion_tokens,
+        "output_tokens_details": {"thinking_tokens": completion.reasoning_tokens},
+        "service_tier": "standard",
+    }

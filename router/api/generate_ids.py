@@ -1,0 +1,275 @@
+"""/inference/v1/generate: token ids in, token ids out, in vLLM's format; whole or streamed.
+
+Nothing is rendered or tokenized; text exists only to find stop strings. `sampling_params` are the
+completion API's fields, checked by the same table; errors name them `sampling_params.<field>`.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import msgspec
+import orjson
+from starlette.requests import Request as HttpRequest
+
+from baton.protocol.adapters import adapter_name
+from baton.protocol.errors import BatonError, InvalidRequest, UnsupportedFeature
+from baton.protocol.events import TokenLogprob
+from router.api.calls import Runner
+from router.api.http.reading import read_body
+from router.api.http.web_errors import error_object
+from router.api.http_api import HttpApi
+from router.api.openai.bodies import (
+    CompletionBody,
+    StreamOptions,
+    check_common,
+    object_of,
+    parse,
+    struct_of,
+)
+from router.api.openai.logprobs import FLOOR, name_of, told_count
+from router.api.openai.replies import DONE, ReplyRules, finish_reason_of, sse_frame
+from router.api.sse import StreamReply
+from router.api.whole import WholeReply
+from router.request.completion import Completion, Delta
+from router.request.request_ids import engine_id, note_body_id, reply_id
+from router.request.terms import terms_of
+from router.services import RouterServices
+
+MAX_TOKEN_ID: Final = 2**31 - 1
+# Of the whole request, or of text: not what samples.
+_NOT_SAMPLING: Final = ("prompt", "echo", "stream", "stream_options", "model", "add_special_tokens")
+
+
+class GenerateBody(msgspec.Struct, kw_only=True):
+    """The request. `features` (media) and `kv_transfer_params` are refused by name."""
+
+    token_ids: list[int]
+    sampling_params: dict[str, Any]
+    request_id: str | None = None
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    features: Any = None
+    kv_transfer_params: Any = None
+
+
+class GenerateUsage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class GenerateChoice(msgspec.Struct):
+    """`logprobs`: as in chats, but tokens are spelled `token_id:<number>`."""
+
+    index: int
+    token_ids: list[int]
+    finish_reason: str | None = None
+    logprobs: dict[str, Any] | None = None
+
+
+class GenerateReply(msgspec.Struct):
+    request_id: str
+    created: int
+    model: str
+    choices: list[GenerateChoice]
+    usage: GenerateUsage
+    prompt_logprobs: Any = None
+    kv_transfer_params: None = None
+
+
+@dataclass(slots=True)
+class _Output:
+    """One choice, as it comes."""
+
+    ids: list[int] = field(default_factory=list[int])
+    told: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    last: Delta | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokensCall:
+    """A checked request on its way to its reply."""
+
+    id: str
+    model: str
+    completion: Completion
+    rules: ReplyRules
+    include_usage: bool
+    continuous_usage: bool
+    timeout_s: float
+
+    @property
+    def completions(self) -> tuple[Completion, ...]:
+        return (self.completion,)
+
+    def frames(self, prompt: int) -> list[TokensFrames]:
+        return [TokensFrames(self) for _ in range(self.completion.num_choices)]
+
+    async def tail(self) -> bytes:
+        """What a stream ends with."""
+        return (self.frame([], self.usage) if self.include_usage else b"") + DONE
+
+    def broken(self, error: BatonError) -> bytes:
+        """How a stream ends that failed in the middle."""
+        return sse_frame(error_object(error)) + DONE
+
+    async def whole(self, runner: Runner) -> bytes:
+        """The JSON of the whole answer."""
+        outputs = [_Output() for _ in range(self.completion.num_choices)]
+        async with aclosing(runner.deltas(self.completion)) as deltas:
+            async for delta in deltas:
+                output = outputs[delta.sample]
+                output.ids += delta.token_ids
+                output.told += self.told(delta)
+                output.last = delta
+        choices = [self.choice(i, each.ids, each.told, each.last) for i, each in enumerate(outputs)]
+        reply = GenerateReply(
+            self.id,
+            int(time.time()),
+            self.model,
+            choices,
+            self.usage,
+            prompt_logprobs=self.rules.told_of_prompt(self.completion),
+        )
+        return msgspec.json.encode(reply)
+
+    def frame(self, choices: list[GenerateChoice], usage: GenerateUsage | None) -> bytes:
+        told = msgspec.to_builtins({"choices": choices, "usage": usage})
+        return sse_frame({"request_id": self.id, **told})
+
+    def choice(
+        self, index: int, ids: Sequence[int], logprobs: list[dict[str, Any]], last: Delta | None
+    ) -> GenerateChoice:
+        return GenerateChoice(
+            index,
+            list(ids),
+            None if last is None else finish_reason_of(last),
+            None if self.rules.logprobs is None else {"content": logprobs},
+        )
+
+    def told(self, delta: Delta) -> list[dict[str, Any]]:
+        """Log-probabilities of one delta's tokens."""
+        count = self.rules.logprobs
+        return [] if count is None else [spelled(row, count) for row in delta.logprobs]
+
+    @property
+    def usage(self) -> GenerateUsage:
+        """Of all choices; final when they have ended."""
+        return self.usage_of(self.completion.completion_tokens)
+
+    def usage_of(self, output: int) -> GenerateUsage:
+        prompt = self.completion.prompt_tokens
+        return GenerateUsage(prompt, output, prompt + output)
+
+
+class TokensFrames:
+    """SSE frames of one choice."""
+
+    def __init__(self, call: TokensCall) -> None:
+        self._call = call
+        self._count = 0
+
+    def opening(self) -> bytes:
+        return b""
+
+    def delta(self, delta: Delta) -> bytes:
+        call, last = self._call, None if delta.finish_reason is None else delta
+        choice = call.choice(delta.sample, delta.token_ids, call.told(delta), last)
+        self._count += len(delta.token_ids)
+        usage = call.usage_of(self._count) if call.continuous_usage else None
+        return call.frame([choice], usage)
+
+
+class GenerateApi:
+    """The endpoint. Keeps no state."""
+
+    def __init__(self, services: RouterServices, http: HttpApi) -> None:
+        self._services = services
+        self._http = http
+        self._runner = Runner(services.dispatcher, services.metrics, services.clock)
+
+    async def generate(self, request: HttpRequest) -> StreamReply | WholeReply:
+        body = struct_of(object_of(await read_body(request)), GenerateBody)
+        for name in ("features", "kv_transfer_params"):
+            if getattr(body, name) is not None:
+                raise UnsupportedFeature(f"{name} is not supported by this server", field=name)
+        ids = tuple(body.token_ids)
+        if not ids or min(ids) < 0 or max(ids) > MAX_TOKEN_ID:
+            raise InvalidRequest("token_ids: at least one, from 0 on", field="token_ids")
+        note_body_id(request, body.request_id)
+        id_ = body.request_id or reply_id("generate-", request)
+        terms = terms_of(request)
+        with _named(body):
+            asked = completion_body(body)
+            completion = await self._http.of_tokens(asked, ids, engine_id(id_), terms)
+        completion.guided_field = _own_name(body, completion.guided_field)
+        told = body.stream_options or StreamOptions()
+        call = TokensCall(
+            id_,
+            adapter_name(completion.request.adapter) or completion.model,
+            completion,
+            ReplyRules(
+                self._services.tokenizer,
+                told_count(completion.request.params),
+                completion.request.params.prompt_logprobs,
+            ),
+            bool(told.include_usage),
+            bool(told.include_usage and told.continuous_usage_stats),
+            self._services.config.request_timeout_s,
+        )
+        return StreamReply(call, self._runner) if body.stream else WholeReply(call, self._runner)
+
+
+def completion_body(body: GenerateBody) -> CompletionBody:
+    """The same request as a completion's. Raises InvalidRequest."""
+    params = {k: v for k, v in body.sampling_params.items() if k not in _NOT_SAMPLING}
+    common = {"cache_salt": body.cache_salt, "priority": body.priority, "model": body.model}
+    more = {
+        "stream": body.stream,
+        "stream_options": None if body.stream_options is None else {"include_usage": False},
+    }
+    asked = parse(orjson.dumps({**params, **common, **more}), CompletionBody)
+    check_common(asked)
+    return asked
+
+
+@contextmanager
+def _named(body: GenerateBody) -> Iterator[None]:
+    """Errors name a sampling field as the client wrote it."""
+    try:
+        yield
+    except InvalidRequest as error:
+        own = _own_name(body, error.field or "")
+        if own == (error.field or ""):
+            raise
+        raise type(error)(error.message, field=own) from error
+
+
+def _own_name(body: GenerateBody, name: str) -> str:
+    """A completion's field as it stands in this body."""
+    head = re.split(r"[.\[]", name, maxsplit=1)[0]
+    known = head in body.sampling_params and head not in _NOT_SAMPLING
+    return f"sampling_params.{name}" if known else name
+
+
+def spelled(row: Sequence[TokenLogprob], count: int) -> dict[str, Any]:
+    """One token and its `count` most probable ones, by number."""
+    ranked = sorted((each for each in row if each.rank <= count), key=lambda told: told.rank)
+    return {**_entry(row[0]), "top_logprobs": [_entry(each) for each in ranked]}
+
+
+def _entry(told: TokenLogprob) -> dict[str, Any]:
+    return {
+        "token": name_of(told.token_id),
+        "logprob": max(told.logprob, FLOOR),
+        "bytes": None,
+    }

@@ -1,0 +1,380 @@
+"""The bodies of OpenAI's requests: strict structs, bounded numbers, errors that name the field.
+
+Bytes -> orjson (refuses NaN, Infinity, lone surrogates, deep nesting) -> router/api/unserved.py ->
+msgspec structs (strict types, unknown fields ignored) -> SamplingParams
+(baton.protocol.sampling.BOUNDS). Nothing here knows tokens or the event loop; messages and tools
+are in router/api/openai/chat.py, replies in router/api/openai/replies.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any, Final, Literal, TypeVar, cast
+
+import msgspec
+import orjson
+
+from baton.protocol.errors import InvalidRequest
+from baton.protocol.sampling import SamplingParams
+from router.api.fan_out import fan_out
+from router.api.http.json_faults import fault_of
+from router.api.openai.chat import MAX_NAME_CHARS, ChatMessage
+from router.api.unserved import COMPLETIONS, GENERATING, refuse
+
+MAX_STOPS: Final = 16
+MAX_STOP_CHARS: Final = 1024
+MAX_PROMPTS: Final = 128
+PRIORITY_LIMIT: Final = 2**31 - 1
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's; asks for nothing without the other
+
+
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """What both APIs share; msgspec flattens it into both bodies. None = absent = the default."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    n: int | None = None
+    best_of: int | None = None
+    use_beam_search: bool | None = None
+    early_stopping: bool | str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    length_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
+    thinking_token_budget: int | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None  # as the names of tokens in logprobs
+    request_id: str | None = None  # where the head has none (router/request/request_ids.py)
+    session_id: str | None = None  # these three name a session (router/request/terms.py)
+    prompt_cache_key: str | None = None
+    user: str | None = None
+    baton_timing: bool | None = None  # a receipt, please
+    response_format: dict[str, Any] | None = None  # this and what follows: structured/guided.py
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_decoding_backend: str | None = None
+    guided_whitespace_pattern: str | None = None
+
+
+class CompletionBody(SamplingFields, kw_only=True):
+    """/v1/completions. `prompt` is text, texts, ids or lists of ids (see `prompts_of`)."""
+
+    prompt: Any = None
+    logprobs: int | None = None
+    echo: bool | None = None
+
+    @property
+    def only_echo(self) -> bool:
+        """Nothing but the prompt is asked for, with its logprobs."""
+        return bool(self.echo) and self.max_tokens == 0
+
+
+class ChatBody(SamplingFields, kw_only=True):
+    """/v1/chat/completions."""
+
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: str | None = None
+    documents: list[dict[str, str]] | None = None
+    reasoning_effort: str | None = None
+    echo: bool | None = None  # of the last message, if the answer goes on with it
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    """/tokenize: `prompt`, or `messages` to be rendered first."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    return_token_strs: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: str | None = None
+    documents: list[dict[str, str]] | None = None
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    tokens: list[int]
+
+
+Body = TypeVar("Body", CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+def parse(raw: bytes, kind: type[Body]) -> Body:
+    """Read a body. Raises InvalidRequest with the field's path, like `messages[0].role`."""
+    return checked(object_of(raw), kind)
+
+
+def object_of(raw: bytes) -> dict[str, Any]:
+    """The JSON object in a body. Raises InvalidRequest."""
+    try:
+        content: object = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        fault = fault_of(raw)
+        if fault is not None and fault[0]:
+            raise InvalidRequest(f"{fault[0]} {fault[1]}", field=fault[0]) from error
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    return cast("dict[str, Any]", content)
+
+
+def checked(content: dict[str, Any], kind: type[Body]) -> Body:
+    """A body of its fields. Raises like `parse`."""
+    refuse(content, GENERATING)
+    if kind is CompletionBody:
+        refuse(content, COMPLETIONS)
+    return struct_of(content, kind)
+
+
+def struct_of(content: Mapping[str, Any], kind: type[S]) -> S:
+    """The struct that a JSON object spells. Raises InvalidRequest with the field's path."""
+    try:
+        return msgspec.convert(content, kind, strict=True)
+    except msgspec.ValidationError as error:
+        field = _field_of(str(error))
+        text = str(error).split(" - at ")[0]
+        given = content.get(field or "")
+        if isinstance(given, float) and abs(given) >= 2**63:  # orjson reads no integer so large
+            text = "a number of more than 64 bits"
+        message = f"{field}: {text}" if field else text
+        raise InvalidRequest(message, field=field) from error
+
+
+def sampling_params(
+    body: CompletionBody | ChatBody, defaults: Mapping[str, int | float]
+) -> SamplingParams:
+    """SamplingParams of a body; `defaults` (max_tokens at least) where the client names none.
+
+    Raises InvalidRequest, naming the client's own field, for values out of bounds, and
+    UnsupportedFeature for those that no engine serves yet.
+    """
+    asked = _asked_of_chat(body) if isinstance(body, ChatBody) else _asked_of_completion(body)
+    given = asked.max_tokens
+    plain = zip(_PLAIN_FIELDS, _plain(body), strict=True)
+    values: dict[str, Any] = {**defaults, **{name: it for name, it in plain if it is not None}}
+    values |= fan_out(body)
+    if given is not None:
+        values["max_tokens"] = given
+    if body.seed is not None:
+        values["seed"] = _seed(body.seed)
+    values["logprobs"] = asked.logprobs
+    values["prompt_logprobs"] = asked.prompt_logprobs
+    values["stop_token_ids"] = _token_ids(body.stop_token_ids or [], "stop_token_ids")
+    if body.logprob_token_ids:
+        values["logprob_token_ids"] = _token_ids(body.logprob_token_ids, "logprob_token_ids")
+    if body.allowed_token_ids is not None:
+        values["allowed_token_ids"] = _token_ids(body.allowed_token_ids, "allowed_token_ids")
+    values["logit_bias"] = _logit_bias(body.logit_bias or {})
+    try:
+        params = SamplingParams(**values)
+    except InvalidRequest as error:
+        own_name = {"beam_width": "n", **asked.own_names}.get(error.field or "")
+        if own_name is not None and error.field is not None:
+            message = error.message.replace(error.field, own_name)
+            raise type(error)(message, field=own_name) from error
+        raise
+    return params
+
+
+# Copied from the body by name when present.
+_PLAIN_FIELDS: Final = (
+    "n", "best_of", "temperature", "top_p", "top_k", "min_p", "min_tokens", "ignore_eos",
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "length_penalty",
+)  # fmt: skip
+_plain: Final = attrgetter(*_PLAIN_FIELDS)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What the two APIs spell differently. `own_names`: SamplingParams' field -> the client's."""
+
+    max_tokens: int | None
+    logprobs: int | None
+    prompt_logprobs: int | None
+    own_names: dict[str, str] = field(default_factory=dict[str, str])
+
+
+def _asked_of_chat(body: ChatBody) -> _Asked:
+    if body.top_logprobs and not body.logprobs:
+        message = "top_logprobs is only allowed when logprobs is true"
+        raise InvalidRequest(message, field="top_logprobs")
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    names = {"logprobs": "top_logprobs"}
+    max_tokens = body.max_tokens
+    if body.max_completion_tokens is not None:
+        max_tokens, names["max_tokens"] = body.max_completion_tokens, "max_completion_tokens"
+    return _Asked(max_tokens, logprobs, body.prompt_logprobs, names)
+
+
+def _asked_of_completion(body: CompletionBody) -> _Asked:
+    """The prompt's log-probabilities are computed with those that an echo shows."""
+    told = [body.prompt_logprobs, body.logprobs if body.echo else None]
+    counts = [count for count in told if count is not None]
+    prompt_logprobs = -1 if -1 in counts else max(counts, default=None)  # -1 = all
+    max_tokens = 1 if body.only_echo else body.max_tokens  # an engine always computes one
+    return _Asked(max_tokens, body.logprobs, prompt_logprobs)
+
+
+def stops_of(body: CompletionBody | ChatBody) -> tuple[str, ...]:
+    """The stop strings. Raises InvalidRequest for too many, too long or empty ones."""
+    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    if len(stops) > MAX_STOPS:
+        raise InvalidRequest(f"stop: at most {MAX_STOPS} strings", field="stop")
+    if not all(0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
+        raise InvalidRequest(f"stop: strings of 1 to {MAX_STOP_CHARS} characters", field="stop")
+    return tuple(dict.fromkeys(stops))
+
+
+def check_common(body: CompletionBody | ChatBody) -> None:
+    """Bounds that SamplingParams does not know: stream options, priority, names."""
+    if body.stream_options is not None and not body.stream:
+        message = "stream_options is only allowed when stream is true"
+        raise InvalidRequest(message, field="stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        message = "prompt_logprobs are not available when stream is true"
+        raise InvalidRequest(message, field="prompt_logprobs")
+    check_priority(body.priority)
+    if body.cache_salt is not None and not 0 < len(body.cache_salt) <= MAX_NAME_CHARS:
+        raise InvalidRequest(f"cache_salt: 1 to {MAX_NAME_CHARS} characters", field="cache_salt")
+
+
+def check_priority(priority: int | None) -> None:
+    """Raise InvalidRequest for one out of bounds."""
+    if priority is not None and abs(priority) > PRIORITY_LIMIT:
+        raise InvalidRequest(f"priority: at most {PRIORITY_LIMIT} from 0", field="priority")
+
+
+def prompts_of(body: CompletionBody) -> list[str | tuple[int, ...]]:
+    """The prompts of a completion, each as text or ids, none empty. Raises InvalidRequest."""
+    prompt: object = body.prompt
+    if isinstance(prompt, str):
+        return [_text_prompt(prompt, "prompt")]
+    if not isinstance(prompt, list):
+        message = (
+            "prompt must be a string, a list of strings, token ids or a list of token id lists"
+        )
+        raise InvalidRequest(message, field="prompt")
+    items = cast("list[object]", prompt)
+    if not items:
+        raise InvalidRequest("prompt must not be empty", field="prompt")
+    if isinstance(items[0], int):
+        return [_token_ids(items, "prompt")]
+    if len(items) > MAX_PROMPTS:
+        raise InvalidRequest(f"prompt: at most {MAX_PROMPTS} prompts in one call", field="prompt")
+    return [_one_prompt(item, f"prompt[{index}]") for index, item in enumerate(items)]
+
+
+def token_ids_below(ids: tuple[int, ...], vocab_size: int, field: str) -> tuple[int, ...]:
+    """The ids, all within the vocabulary. Raises InvalidRequest."""
+    if ids and max(ids) >= vocab_size:
+        message = f"{field}: token ids must be below the vocabulary's size, {vocab_size}"
+        raise InvalidRequest(message, field=field)
+    return ids
+
+
+def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
+    """Raise InvalidRequest, naming the field, for ids that the vocabulary does not have."""
+    token_ids_below(params.stop_token_ids, vocab_size, "stop_token_ids")
+    token_ids_below(params.allowed_token_ids, vocab_size, "allowed_token_ids")
+    token_ids_below(params.logprob_token_ids, vocab_size, "logprob_token_ids")
+    token_ids_below(tuple(dict(params.logit_bias)), vocab_size, "logit_bias")
+    for word in params.bad_words:
+        token_ids_below(word, vocab_size, "bad_words")
+
+
+def _field_of(message: str) -> str | None:
+    """`$.messages[0].role` and "missing required field `messages`" -> the path a client knows."""
+    path = re.search(r"- at `\$\.?([^`]*)`$", message)
+    missing = re.search(r"missing required field `([^`]+)`", message)
+    parts = [match.group(1) for match in (path, missing) if match is not None and match.group(1)]
+    return ".".join(parts) or None
+
+
+def _text_prompt(text: str, field: str) -> str:
+    if not text:
+        raise InvalidRequest(f"{field} must not be empty", field=field)
+    return text
+
+
+def _one_prompt(item: object, field: str) -> str | tuple[int, ...]:
+    if isinstance(item, str):
+        return _text_prompt(item, field)
+    if isinstance(item, list):
+        return _token_ids(cast("list[object]", item), field)
+    raise InvalidRequest(f"{field} must be a string or a list of token ids", field=field)
+
+
+def _token_ids(items: list[Any], field: str) -> tuple[int, ...]:
+    """Ids are integers from 0 on, no booleans; a prompt, and what is allowed, must have some."""
+    if not items and field.startswith(("prompt", "allowed")):
+        raise InvalidRequest(f"{field} must not be empty", field=field)
+    for item in items:
+        # type() and not isinstance: true is an int to Python, never to a client.
+        if type(item) is not int or not 0 <= item < 2**31:
+            raise InvalidRequest(f"{field}: token ids are integers from 0 on", field=field)
+    return tuple(items)
+
+
+def _seed(given: int) -> int:
+    """A seed as 64 bits: OpenAI's clients count them as signed, so -1 is 2**64 - 1."""
+    if not -(2**63) <= given < 2**64:
+        raise InvalidRequest("seed must be between -2**63 and 2**64 - 1", field="seed")
+    return given % 2**64
+
+
+def _logit_bias(given: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
+    pairs: list[tuple[int, float]] = []
+    for key, bias in given.items():
+        if not (key.isascii() and key.isdigit() and len(key) < 10) or not -100.0 <= bias <= 100.0:
+            message = "logit_bias maps token ids to numbers from -100 to 100"
+            raise InvalidRequest(message, field="logit_bias")
+        pairs.append((int(key), bias))
+    return tuple(pairs)

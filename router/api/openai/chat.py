@@ -1,0 +1,202 @@
+"""Messages and tools of a chat: what clients send, checked, and what a chat template is given.
+
+A message keeps its fields; its text parts are joined, its calls' arguments become objects (they
+travel as JSON text, templates want to walk through them), its reasoning goes under both names.
+Bodies are in router/api/openai/bodies.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final, cast
+
+import msgspec
+import orjson
+
+from baton.protocol.errors import InvalidRequest, UnsupportedFeature
+from baton.text.chat_template import RESERVED_NAMES
+
+MAX_MESSAGES: Final = 4096
+MAX_TOOLS: Final = 512
+MAX_NAME_CHARS: Final = 256  # of models, cache salts, tools, template parameters
+# OpenAI's is narrower: 64 characters, no dots. Longer and dotted ones work, as in vLLM.
+TOOL_NAME: Final = rf"[A-Za-z0-9_.\-]{{1,{MAX_NAME_CHARS}}}"
+_TOOL_NAME: Final = re.compile(TOOL_NAME)
+# Kinds of parts that are text, and where they have it.
+TEXT_PARTS: Final = {
+    "text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal",
+    "thinking": "thinking",
+}  # fmt: skip
+EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+
+class CalledFunction(msgspec.Struct, kw_only=True):
+    """`arguments` is JSON text; an object is taken as it is."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A call that the assistant made earlier in the conversation."""
+
+    function: CalledFunction
+    id: str | None = None
+    type: str = msgspec.field(default_factory=lambda: "function")  # always shown to the template
+
+
+class ChatMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One message; `content` is text, or text parts."""
+
+    role: str
+    content: Any = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+
+class ToolFunction(msgspec.Struct, kw_only=True):
+    """A tool's function. Templates get it as the client wrote it: this only checks."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    type: str
+    function: ToolFunction
+
+
+def messages_of(messages: list[ChatMessage]) -> list[dict[str, Any]]:
+    """Messages as the template sees them: plain dicts, text parts joined into one string.
+
+    Raises InvalidRequest, naming the field, for an unknown role, for a message without content,
+    for parts that are not text and for arguments that are not a JSON object.
+    """
+    if not messages:
+        raise InvalidRequest("messages must not be empty", field="messages")
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidRequest(f"at most {MAX_MESSAGES} messages", field="messages")
+    plain: list[dict[str, Any]] = []
+    for index, message in enumerate(messages):
+        where = f"messages[{index}]"
+        _check_message(message, where)
+        item = cast("dict[str, Any]", msgspec.to_builtins(message))
+        item["content"] = _content(message.content, f"{where}.content")
+        for number, call in enumerate(item.get("tool_calls", ())):
+            function = call["function"]
+            field = f"{where}.tool_calls[{number}].function.arguments"
+            function["arguments"] = _arguments(function["arguments"], field)
+        thought = message.reasoning or message.reasoning_content
+        if thought:
+            item["reasoning"] = item["reasoning_content"] = thought
+        plain.append(item)
+    return plain
+
+
+def tools_of(given: list[dict[str, Any]] | None) -> tuple[dict[str, Any], ...]:
+    """The tools as the client wrote them. Raises InvalidRequest, naming the field."""
+    if given is not None and len(given) > MAX_TOOLS:
+        raise InvalidRequest(f"at most {MAX_TOOLS} tools", field="tools")
+    names: set[str] = set()
+    for index, tool in enumerate(given or ()):
+        where = f"tools[{index}]"
+        try:
+            checked = msgspec.convert(tool, Tool, strict=True)
+        except msgspec.ValidationError as error:
+            raise InvalidRequest(f"{where}: {error}", field=where) from error
+        if checked.type != "function":
+            message = f"{where}: only tools of type function are supported"
+            raise UnsupportedFeature(message, field=f"{where}.type")
+        name, field = checked.function.name, f"{where}.function.name"
+        if not _TOOL_NAME.fullmatch(name):
+            message = f"{field}: 1 to {MAX_NAME_CHARS} letters, digits and _.-"
+            raise InvalidRequest(message, field=field)
+        if name in names:
+            raise InvalidRequest(f"{field}: another tool is called {name!r}, too", field=field)
+        names.add(name)
+    return tuple(given or ())
+
+
+def schemas_of(tools: tuple[dict[str, Any], ...]) -> dict[str, dict[str, Any]]:
+    """Tool name -> its parameters' JSON schema."""
+    return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+
+
+def template_kwargs(
+    given: Mapping[str, Any] | None, reasoning_effort: str | None = None
+) -> dict[str, Any]:
+    """What a client may tell its template: plain scalars under plain names.
+
+    An effort also switches thinking on, or off if it is `none`, under the names that templates
+    read. Names that the template does not read are ignored by it (ChatTemplate.parameters).
+    """
+    kwargs = dict(given or {})
+    for name, value in kwargs.items():
+        field = f"chat_template_kwargs.{name}"
+        plain = name.isidentifier() and not name.startswith("_") and len(name) <= MAX_NAME_CHARS
+        if not plain or name in RESERVED_NAMES:
+            raise InvalidRequest(f"{field[: 2 * MAX_NAME_CHARS]} cannot be set", field=field)
+        if value is not None and not isinstance(value, bool | int | float | str):
+            raise InvalidRequest(f"{field} must be a plain value", field=field)
+    if reasoning_effort is None:
+        return kwargs
+    if reasoning_effort not in EFFORTS:
+        message = f"reasoning_effort must be one of {', '.join(EFFORTS)}"
+        raise InvalidRequest(message, field="reasoning_effort")
+    thinks = reasoning_effort != "none"
+    asked = {"reasoning_effort": reasoning_effort, "enable_thinking": thinks, "thinking": thinks}
+    return {**asked, **kwargs}
+
+
+def _check_message(message: ChatMessage, where: str) -> None:
+    if not 0 < len(message.role) <= MAX_NAME_CHARS:  # which there are, the template knows
+        field = f"{where}.role"
+        raise InvalidRequest(f"{field}: 1 to {MAX_NAME_CHARS} characters", field=field)
+    # An answer may have been all reasoning, calls or refusal: what was said is sent back as it was.
+    if message.content is None and message.role != "assistant":
+        field = f"{where}.content"
+        raise InvalidRequest(f"{field} is missing", field=field)
+
+
+def _arguments(given: str | dict[str, Any] | None, field: str) -> dict[str, Any]:
+    """A call's arguments as an object; none is an empty one."""
+    if isinstance(given, dict) or not given:
+        return given or {}
+    try:
+        found: object = orjson.loads(given)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"{field} is not valid JSON: {error}", field=field) from error
+    if not isinstance(found, dict):
+        raise InvalidRequest(f"{field} must be a JSON object", field=field)
+    return cast("dict[str, Any]", found)
+
+
+def _content(content: object, field: str) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequest(f"{field} must be a string or a list of parts", field=field)
+    texts: list[str] = []
+    for index, part in enumerate(cast("list[object]", content)):
+        where = f"{field}[{index}]"
+        if isinstance(part, str):
+            texts.append(part)
+            continue
+        item = cast("dict[str, object]", part) if isinstance(part, dict) else {}
+        kind = item.get("type")
+        holder = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+        if holder is None:
+            told = f", not {kind[:MAX_NAME_CHARS]}" if isinstance(kind, str) else ""
+            raise UnsupportedFeature(f"{where}: only text parts are supported{told}", field=where)
+        text = item.get(holder)
+        if not isinstance(text, str):
+            raise InvalidRequest(f"{where}.{holder} must be a string", field=f"{where}.{holder}")
+        texts.append(text)
+    return "\n".join(texts)

@@ -1,0 +1,105 @@
+"""A chat's body and the router's options -> what to render, and how to read the answer. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from baton.protocol.errors import InvalidRequest, UnsupportedFeature
+from baton.text.chat_template import Chat
+from router.api.openai.bodies import ChatBody, TokenizeBody
+from router.api.openai.chat import messages_of, schemas_of, template_kwargs, tools_of
+from router.api.openai.guided_fields import check_forced, forces_calls, room_for_content
+from router.parsers.grammar import ToolFormat
+from router.parsers.message import MessageRules
+from router.parsers.registry import Formats
+from router.prompts.grammar_checks import Asked as Constraint
+from router.prompts.reader import ChatPrompt, Conversation, Length
+from router.request.terms import Terms
+
+_AUTO_IS_OFF: Final = (
+    '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
+    " (as auto: a parser that it has found in the model's chat template)"
+)
+
+
+def conversation_of(body: ChatBody | TokenizeBody, terms: Terms, length: Length) -> Conversation:
+    """What the chat template gets. Raises InvalidRequest, naming the field."""
+    continues = bool(body.continue_final_message)
+    if continues and body.add_generation_prompt:
+        message = "continue_final_message and add_generation_prompt exclude each other"
+        raise InvalidRequest(message, field="continue_final_message")
+    effort, salt = None, ""
+    if isinstance(body, ChatBody):
+        effort, salt = body.reasoning_effort, body.cache_salt or ""
+    chat = Chat(
+        messages=messages_of(body.messages or []),
+        tools=tools_of(body.tools),
+        add_generation_prompt=body.add_generation_prompt is not False and not continues,
+        continue_final_message=continues,
+        kwargs=template_kwargs(body.chat_template_kwargs, effort),
+        documents=body.documents or (),
+    )
+    special = body.add_special_tokens is True
+    return Conversation(
+        chat, length, terms.grant, special, terms.salt(salt), template=body.chat_template
+    )
+
+
+def said_first(body: ChatBody, asked: Chat, answers: str) -> tuple[str, str]:
+    """The role that answers, `answers` by default, and what is told before its answer: with `echo`
+    the message that it goes on with, if that is its own."""
+    last = asked.messages[-1]
+    role = answers if asked.add_generation_prompt else last["role"]
+    return role, last["content"] if body.echo and last["role"] == role else ""
+
+
+def tool_format(body: ChatBody, formats: Formats) -> ToolFormat | None:
+    """How calls are found in the answer, None if none are looked for.
+
+    Raises InvalidRequest for a choice of no tool, and for `auto` (also as the default) where this
+    router has no parser. Calls that must be made are guided (structured/guided.py), so they have a
+    format here even where the model has none.
+    """
+    choice = body.tool_choice if body.tool_choice is not None else "auto"
+    if choice == "none" or (choice == "auto" and not body.tools):
+        return None
+    if choice == "required" or isinstance(choice, dict):
+        check_forced(choice, body.tools or [])
+        return formats.tools
+    if choice != "auto":
+        message = "tool_choice must be none, auto, required or a named function"
+        raise InvalidRequest(message, field="tool_choice")
+    if not formats.looked_for:
+        raise UnsupportedFeature(_AUTO_IS_OFF, field="tool_choice" if body.tool_choice else "tools")
+    return formats.tools
+
+
+def message_rules(
+    body: ChatBody,
+    asked: Chat,
+    prompt: ChatPrompt,
+    formats: Formats,
+    own: Constraint | None,
+) -> MessageRules | None:
+    """How the answer to `prompt` is taken apart, None if all of it is content. `own`: the
+    constraint of the body's own fields."""
+    tools, thinks = tool_format(body, formats), formats.reasoning
+    if tools is None and thinks is None:
+        return None
+    opened = False
+    if thinks is not None and asked.continue_final_message and asked.messages[-1]["content"]:
+        opened = thinks.opened_by(asked.messages[-1]["content"])
+    elif thinks is not None:
+        opened = thinks.opened(prompt.text, asked.kwargs)
+    if thinks is not None and forces_calls(body):
+        thinks = replace(thinks, calls=False)  # the grammar begins where the thought ends
+    return MessageRules(
+        reasoning=thinks,
+        opened=opened,
+        tools=tools,
+        schemas=schemas_of(tuple(dict(tool) for tool in asked.tools)),
+        show_reasoning=body.include_reasoning is not False,
+        one_call=body.parallel_tool_calls is False,
+        room=room_for_content(body, own),
+    )

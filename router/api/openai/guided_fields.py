@@ -1,0 +1,318 @@
+"""What an answer must look like: the bodies' fields -> GuidedDecoding, and which field to blame.
+
+    response_format      OpenAI's: json_object, json_schema, structural_tag
+    structured_outputs   vLLM's: json, regex, choice, grammar, json_object, structural_tag
+    guided_*             vLLM's older spelling
+    tools, tool_choice   calls that must be made, or must be valid if made
+
+A body names at most one of the first three. Pure: checking the grammar itself, which takes time, is
+router/prompts/grammar_checks.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final, cast
+
+import orjson
+
+from baton.guided.grammars import BACKENDS, choices_of, lenient
+from baton.protocol.errors import InvalidRequest, UnsupportedFeature
+from baton.protocol.sampling import GuidedDecoding
+from router.api.openai.bodies import ChatBody, CompletionBody
+from router.parsers.message import MessageRules
+from router.parsers.parts import Room
+from router.parsers.reasoning import ReasoningFormat
+from router.parsers.registry import Formats
+from router.parsers.tool_grammars import forced, offered
+from router.prompts.grammar_checks import Asked
+
+_KINDS: Final = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
+def asked_of(body: CompletionBody | ChatBody) -> Asked | None:
+    """The constraint of a body's own fields. Raises InvalidRequest, naming the field."""
+    found = [
+        asked
+        for asked in (
+            _of_response_format(body.response_format),
+            _of_structured_outputs(body.structured_outputs),
+            *_of_guided(body),
+        )
+        if asked is not None
+    ]
+    backend = body.guided_decoding_backend
+    if backend is not None and backend not in BACKENDS:
+        message = f"guided_decoding_backend must be one of {', '.join(BACKENDS[1:])}"
+        raise InvalidRequest(message, field="guided_decoding_backend")
+    if len(found) > 1:
+        message = f"{found[0].field} and {found[1].field} cannot be used together"
+        raise InvalidRequest(message, field=found[1].field)
+    if not found:
+        return None
+    asked = found[0]
+    if backend is not None:
+        asked = replace(asked, guided=replace(asked.guided, backend=backend))
+    if body.guided_whitespace_pattern is not None:
+        whitespace = body.guided_whitespace_pattern
+        asked = replace(asked, guided=replace(asked.guided, whitespace=whitespace))
+    return asked
+
+
+def asked_of_chat(
+    body: ChatBody, own: Asked | None, formats: Formats, message: MessageRules | None
+) -> Asked | None:
+    """The constraint of a chat: its `own` fields' (asked_of) and its tools'. A grammar waits for
+    the end of the reasoning that the answer begins with, or is a part of the whole answer's."""
+    thought = None if message is None else message.reasoning
+    asked = _asked_of_tools(body, formats, own)
+    if asked is None and own is not None and thought is not None and thought.answer is not None:
+        whole = _tagged(thought.answer(_as_format(own.guided, own.field)), own.guided.backend)
+        asked = replace(own, guided=replace(whole, whitespace=own.guided.whitespace))
+    asked = asked or own
+    opened = message is not None and message.opened
+    if asked is not None and thought is not None and opened:
+        asked = replace(asked, guided=replace(asked.guided, starts_after=thought.close[0]))
+    return limited(asked, body.thinking_token_budget, thought, opened)
+
+
+def limited(
+    asked: Asked | None, budget: int | None, thought: ReasoningFormat | None, opened: bool
+) -> Asked | None:
+    """The constraint with a limit for the thought before it, if a client gives its tokens.
+
+    `opened`: the answer begins within a thought. Raises InvalidRequest, UnsupportedFeature.
+    """
+    field = "thinking_token_budget"
+    if budget is None or budget == -1:
+        return asked
+    if not 0 <= budget < 2**31:
+        raise InvalidRequest(f"{field}: -1 (no limit), or from 0 on", field=field)
+    if thought is None or not thought.can_end:
+        message = f"{field} needs a server with a --reasoning-parser of tags"
+        raise UnsupportedFeature(message, field=field)
+    if asked is not None and not opened:
+        return asked  # its grammar holds from the first token on: there is no thought
+    asked = asked or Asked(GuidedDecoding("free", ""), field)
+    start = "" if opened else thought.open[0]
+    limit = {"starts_after": thought.close[0], "most_thought": budget, "thought_start": start}
+    return replace(asked, guided=replace(asked.guided, **limit))
+
+
+def limited_text(
+    asked: Asked | None, body: CompletionBody, prompt: str, thought: ReasoningFormat | None
+) -> Asked | None:
+    """`limited` of a completion: its prompt may end within a thought."""
+    opened = thought is not None and thought.opened_by(prompt)
+    return limited(asked, body.thinking_token_budget, thought, opened)
+
+
+def forces_calls(body: ChatBody) -> bool:
+    """Whether the answer must be calls."""
+    return body.tool_choice == "required" or isinstance(body.tool_choice, dict)
+
+
+def room_for_content(body: ChatBody, own: Asked | None) -> Room:
+    """What a chat's grammar leaves to content; `own`: that of its own fields (asked_of)."""
+    if forces_calls(body):
+        return Room.NONE
+    if own is None or not body.tools or body.tool_choice == "none":
+        return Room.ANY
+    is_json = own.guided.kind in ("json_object", "json_schema")
+    return Room.JSON_INSTEAD if is_json else Room.INSTEAD
+
+
+def check_forced(choice: str | dict[str, Any], tools: Sequence[Mapping[str, Any]]) -> None:
+    """Raise InvalidRequest unless `choice`, required or a named function, can be met by `tools`."""
+    if not tools:
+        raise InvalidRequest("tool_choice needs tools", field="tool_choice")
+    if isinstance(choice, str):
+        return
+    function = cast("object", choice.get("function"))
+    name = cast("dict[str, Any]", function).get("name") if isinstance(function, dict) else None
+    if choice.get("type") != "function" or not isinstance(name, str):
+        message = "tool_choice: a named choice is {type: function, function: {name: ...}}"
+        raise InvalidRequest(message, field="tool_choice")
+    named = [cast("Any", tool.get("function")) for tool in tools]
+    if not any(isinstance(one, dict) and cast("Any", one).get("name") == name for one in named):
+        message = f"tool_choice: there is no tool {name[:80]!r}"
+        raise InvalidRequest(message, field="tool_choice.function.name")
+
+
+def _asked_of_tools(body: ChatBody, formats: Formats, asked: Asked | None) -> Asked | None:
+    """What tools ask for, on top of `asked`; None if they leave it as it is."""
+    tools, choice = body.tools or [], body.tool_choice or "auto"
+    if not tools or choice == "none":
+        return None
+    several = body.parallel_tool_calls is not False
+    backend, form = body.guided_decoding_backend or "", formats.tools
+    if isinstance(choice, dict):
+        named = [tool for tool in tools if tool["function"]["name"] == choice["function"]["name"]]
+        return Asked(_tagged(forced(form, named[:1], several=False), backend), "tool_choice")
+    if choice == "required":
+        return Asked(_tagged(forced(form, tools, several), backend), "tools")
+    if asked is not None:
+        # An answer in the asked form, or calls.
+        answer = _as_format(asked.guided, "tools")
+        if formats.reasoning is not None and formats.reasoning.answer is not None:
+            answer = formats.reasoning.answer(answer)
+        either = {"type": "or", "elements": [answer, forced(form, tools, several)]}
+        combined = _tagged(either, backend)
+        return Asked(replace(combined, whitespace=asked.guided.whitespace), asked.field)
+    if any(tool["function"].get("strict") is True for tool in tools):
+        return Asked(_tagged(offered(form, tools, several), backend), "tools")
+    return None
+
+
+def _tagged(form: Mapping[str, Any], backend: str) -> GuidedDecoding:
+    tag = {"type": "structural_tag", "format": form}
+    return GuidedDecoding("structural_tag", _text(tag, "tools"), backend)
+
+
+def _text(value: object, field: str) -> str:
+    """JSON. Raises InvalidRequest for what could be read and is too deep to be written."""
+    try:
+        return orjson.dumps(value).decode()
+    except orjson.JSONEncodeError as error:
+        raise InvalidRequest(f"{field} is nested too deeply", field=field) from error
+
+
+def _as_format(guided: GuidedDecoding, field: str) -> dict[str, Any]:
+    """A constraint as a part of a structural tag; `field`: whose fault it is where it cannot be."""
+    match guided.kind:
+        case "free":
+            return {"type": "any_text"}
+        case "json_object":
+            return {"type": "json_schema", "json_schema": {"type": "object"}}
+        case "json_schema":
+            return {"type": "json_schema", "json_schema": orjson.loads(guided.grammar)}
+        case "regex":
+            return {"type": "regex", "pattern": guided.grammar}
+        case "ebnf":
+            return {"type": "grammar", "grammar": guided.grammar}
+        case "choice":
+            texts = [{"type": "const_string", "value": text} for text in choices_of(guided.grammar)]
+            return {"type": "or", "elements": texts}
+        case "structural_tag":
+            message = f"{field} cannot be combined with a structural_tag"
+            raise UnsupportedFeature(message, field=field)
+
+
+# ---- the fields ----
+
+
+def _of_response_format(given: dict[str, Any] | None) -> Asked | None:
+    field = "response_format"
+    if given is None or given.get("type") == "text":
+        return None
+    match given.get("type"):
+        case "json_object":
+            return Asked(GuidedDecoding("json_object", ""), field)
+        case "json_schema":
+            where = f"{field}.json_schema"
+            spec = given.get("json_schema")
+            if not isinstance(spec, dict):
+                raise InvalidRequest(f"{where} must be an object", field=where)
+            named = cast("dict[str, Any]", spec)
+            if not isinstance(named.get("name"), str | None):
+                where = f"{where}.name"
+                raise InvalidRequest(f"{where} must be a string", field=where)
+            schema = named.get("schema", named.get("json_schema"))
+            if named.get("strict") is not True and isinstance(schema, dict):
+                schema = lenient(cast("dict[str, Any]", schema))
+            return Asked(_json(schema, f"{where}.schema"), f"{where}.schema")
+        case "structural_tag":
+            return Asked(GuidedDecoding("structural_tag", _text(given, field)), field)
+        case _:
+            kinds = "text, json_object, json_schema or structural_tag"
+            message = f"response_format.type must be one of {kinds}"
+            raise InvalidRequest(message, field=f"{field}.type")
+
+
+def _of_structured_outputs(given: dict[str, Any] | None) -> Asked | None:
+    if given is None:
+        return None
+    where = "structured_outputs"
+    given = {name: value for name, value in given.items() if value is not None}
+    if given.get("json_object") is False:
+        del given["json_object"]
+    kinds = [kind for kind in _KINDS if kind in given]
+    if len(kinds) != 1:
+        message = f"{where} takes exactly one of {', '.join(_KINDS)}"
+        raise InvalidRequest(message, field=where)
+    field = f"{where}.{kinds[0]}"
+    value = given[kinds[0]]
+    for flag in ("disable_any_whitespace", "disable_additional_properties"):
+        if not isinstance(given.get(flag), bool | None):
+            raise InvalidRequest(f"{where}.{flag} must be a boolean", field=f"{where}.{flag}")
+    if kinds[0] == "json" and given.get("disable_additional_properties"):
+        value = _closed(_schema(value, field))
+    guided = _guided(kinds[0], value, field)
+    whitespace = given.get("whitespace_pattern")
+    if whitespace is not None and not isinstance(whitespace, str):
+        name = f"{where}.whitespace_pattern"
+        raise InvalidRequest(f"{name} must be a string", field=name)
+    if given.get("disable_any_whitespace"):
+        whitespace = ""
+    return Asked(replace(guided, whitespace=whitespace), field)
+
+
+def _of_guided(body: CompletionBody | ChatBody) -> Sequence[Asked | None]:
+    fields = (
+        ("json", "guided_json", body.guided_json),
+        ("regex", "guided_regex", body.guided_regex),
+        ("choice", "guided_choice", body.guided_choice),
+        ("grammar", "guided_grammar", body.guided_grammar),
+    )
+    return [
+        None if value is None else Asked(_guided(kind, value, field), field)
+        for kind, field, value in fields
+    ]
+
+
+def _guided(kind: str, value: object, field: str) -> GuidedDecoding:
+    match kind:
+        case "json":
+            return _json(value, field)
+        case "json_object":
+            if value is not True:
+                raise InvalidRequest(f"{field} must be a boolean", field=field)
+            return GuidedDecoding("json_object", "")
+        case "choice":
+            return GuidedDecoding("choice", _text(value, field))
+        case "structural_tag":
+            text = value if isinstance(value, str) else _text(value, field)
+            return GuidedDecoding("structural_tag", text)
+        case _:
+            if not isinstance(value, str):
+                raise InvalidRequest(f"{field} must be a string", field=field)
+            return GuidedDecoding("regex" if kind == "regex" else "ebnf", value)
+
+
+def _json(schema: object, field: str) -> GuidedDecoding:
+    return GuidedDecoding("json_schema", _text(_schema(schema, field), field))
+
+
+def _schema(value: object, field: str) -> dict[str, Any]:
+    """A schema given as an object, or as JSON text of one. Raises InvalidRequest."""
+    if isinstance(value, str):
+        try:
+            value = cast("object", orjson.loads(value))
+        except orjson.JSONDecodeError as error:
+            raise InvalidRequest(f"{field} is not valid JSON: {error}", field=field) from error
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{field} must be a JSON schema", field=field)
+    return cast("dict[str, Any]", value)
+
+
+def _closed(schema: Any) -> Any:
+    """A schema in which objects that name properties have no others, unless they say so."""
+    if isinstance(schema, list):
+        return [_closed(item) for item in cast("list[Any]", schema)]
+    if not isinstance(schema, dict):
+        return schema
+    plain = {key: _closed(value) for key, value in cast("dict[str, Any]", schema).items()}
+    if isinstance(plain.get("properties"), dict):
+        plain.setdefault("additionalProperties", False)
+    return plain

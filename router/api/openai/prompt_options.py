@@ -1,0 +1,84 @@
+"""What a client may ask of its prompt and of words: cutting it to length, words that must not come.
+
+Conventions are vLLM's. Pure but for the tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final, Literal, TypeVar
+
+from baton.protocol.errors import InvalidRequest
+from baton.protocol.sampling import SamplingParams
+from baton.text.tokenizer import Tokenizer
+from router.prompts.reader import Length
+
+MAX_BAD_WORDS: Final = 64
+MAX_BAD_WORD_CHARS: Final = 256
+Ids = TypeVar("Ids", tuple[int, ...], list[int])
+
+
+def truncated(
+    ids: Ids, count: int | None, limit: int, side: Literal["left", "right"] = "left"
+) -> Ids:
+    """At most `count` of the ids, cut on `side`; -1 = `limit`, None = all.
+
+    Raises InvalidRequest (`truncate_prompt_tokens`).
+    """
+    if count is None:
+        return ids
+    if count != -1 and not 1 <= count <= max(1, limit):
+        message = f"truncate_prompt_tokens: -1, or 1 to {max(1, limit)}"
+        raise InvalidRequest(message, field="truncate_prompt_tokens")
+    kept = max(1, limit) if count == -1 else count
+    return ids[-kept:] if side == "left" else ids[:kept]
+
+
+def useful_length(count: int | None, limit: int, side: Literal["left", "right"]) -> Length:
+    """How much of a prompt is of any use; `count` as for `truncated`."""
+    if count is None:
+        return Length(limit)
+    return Length(count if 1 <= count <= limit else limit, side)
+
+
+def bad_word_ids(words: Sequence[str] | None, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Each word as tokens, as it stands at a start and, where that is other tokens, after a space.
+
+    Raises InvalidRequest. Source: vLLM, sampling_params.py, `update_from_tokenizer`.
+    """
+    found: list[tuple[int, ...]] = []
+    if words is not None and len(words) > MAX_BAD_WORDS:
+        raise InvalidRequest(f"bad_words: at most {MAX_BAD_WORDS} words", field="bad_words")
+    for word in words or ():
+        if not 0 < len(word.lstrip()) <= MAX_BAD_WORD_CHARS:
+            message = f"bad_words: words of 1 to {MAX_BAD_WORD_CHARS} characters"
+            raise InvalidRequest(message, field="bad_words")
+        plain = tuple(tokenizer.encode(word.lstrip(), add_special_tokens=False))
+        spaced = tuple(tokenizer.encode(" " + word.lstrip(), add_special_tokens=False))
+        if plain:
+            found.append(plain)
+        if spaced and (not plain or (spaced[0] != plain[0] and len(spaced) == len(plain))):
+            found.append(spaced)
+    return tuple(found)
+
+
+def logprobs_within(
+    params: SamplingParams, most: int, vocab_size: int, field: str = "logprobs"
+) -> SamplingParams:
+    """The parameters with -1 log-probabilities read as all of the vocabulary.
+
+    Raises InvalidRequest (`field`, as the client calls those of the answer) for more than `most` of
+    a token, -1 = any number.
+    """
+    limit = vocab_size if most < 0 else min(most, vocab_size)
+    counts: list[int | None] = []
+    for name, asked in ((field, params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+        count = vocab_size if asked == -1 else asked
+        if count is not None and count > limit:
+            message = f"{name} must be between 0 and {limit} (--max-logprobs), got {asked}"
+            raise InvalidRequest(message, field=name)
+        counts.append(count)
+    if counts == [params.logprobs, params.prompt_logprobs]:
+        return params
+    return replace(params, logprobs=counts[0], prompt_logprobs=counts[1])

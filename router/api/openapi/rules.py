@@ -1,0 +1,72 @@
+"""What holds for several fields of a body at once, for /openapi.json; the code refuses the rest.
+
+Each rule is an anyOf or a oneOf of partial schemas: generators of clients and of tests read these
+better than conditions.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from router.api.openapi.fields import TOOLS, Schema, nullable
+from router.api.pooling.embeddings import MAX_INPUTS
+from router.api.pooling.rerank import SIDES
+
+_STRING: Final[Schema] = {"type": "string"}
+_TRUE: Final[Schema] = {"const": True}
+_LIST: Final[Schema] = {"type": "array", "minItems": 1}
+
+
+def _has(**fields: Schema) -> Schema:
+    """These fields are there, as described."""
+    return {"required": list(fields), "properties": fields}
+
+
+def _only_if(name: str, harmless: list[Any], needed: Schema) -> Schema:
+    """`needed` holds unless the field is absent or asks for nothing."""
+    return {"anyOf": [{"properties": {name: {"enum": harmless}}}, needed]}
+
+
+_STREAM_OPTIONS: Final = _only_if("stream_options", [None], _has(stream=_TRUE))
+_NO_STREAM: Final[Schema] = {"properties": {"stream": {"enum": [None, False]}}}
+_PROMPT_LOGPROBS: Final = _only_if("prompt_logprobs", [None], _NO_STREAM)
+_BEAMS: Final = _only_if("use_beam_search", [None, False], _NO_STREAM)
+_EARLY_STOPPING: Final = _only_if("early_stopping", [None], _has(use_beam_search=_TRUE))
+_SAMPLING: Final = [_STREAM_OPTIONS, _PROMPT_LOGPROBS, _BEAMS, _EARLY_STOPPING]
+_NAMED_LOGPROBS: Final = _only_if("logprob_token_ids", [None, []], {
+    **_has(logprobs={"not": {"enum": [None, False]}}),
+    "not": _has(use_beam_search=_TRUE),
+})  # fmt: skip
+_TOP_LOGPROBS: Final = _only_if("top_logprobs", [None, 0], _has(logprobs=_TRUE))
+_TOOL_CHOICE: Final = _only_if("tool_choice", [None, "none", "auto"], _has(tools=_LIST))
+_BACKGROUND: Final = _only_if(
+    "background", [None, False], {"properties": {"store": {"enum": [None, True]}}}
+)
+_ANTHROPIC_CHOICE: Final[Schema] = {"anyOf": [
+    {"properties": {"tool_choice": {"type": "null"}}},
+    {"properties": {"tool_choice": {"properties": {"type": {"enum": ["none", "auto"]}}}}},
+    _has(tools=_LIST),
+]}  # fmt: skip
+_TEXTS: Final[Schema] = {"type": ["string", "array"], "minItems": 1, "maxItems": MAX_INPUTS}
+# Struct -> its rules; all of them hold.
+RULES: Final[dict[str, list[Schema]]] = {
+    "ChatBody": [*_SAMPLING, _NAMED_LOGPROBS, _TOOL_CHOICE, _TOP_LOGPROBS],
+    "CompletionBody": [*_SAMPLING, _NAMED_LOGPROBS],
+    "GenerateBody": [_STREAM_OPTIONS],
+    "ResponsesBody": [_TOOL_CHOICE, _BACKGROUND],
+    "MessagesBody": [_ANTHROPIC_CHOICE],
+    "ChatMessage": [{"anyOf": [
+        _has(content={"type": ["string", "array"]}),
+        _has(role={"const": "assistant"}),
+    ]}],
+    "ToolChoice": [{"anyOf": [
+        {"properties": {"type": {"enum": ["auto", "any", "none"]}}},
+        _has(name=_STRING),
+    ]}],
+    "TokenizeBody": [{"oneOf": [
+        _has(prompt=_STRING),
+        {"required": ["messages"], "properties": {"messages": _LIST, "tools": nullable(TOOLS)}},
+    ]}],
+    "EmbedBody": [{"oneOf": [_has(texts=_LIST), _has(inputs=_LIST)]}],
+    "ScoreBody": [{"anyOf": [_has(**dict.fromkeys(pair, _TEXTS)) for pair in SIDES]}],
+}  # fmt: skip

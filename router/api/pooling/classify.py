@@ -1,0 +1,151 @@
+"""/classify and /pooling: vLLM's, of classifiers (and rerankers, by their yes), and of any model.
+
+Nodes tell a classifier's logits; what becomes of them is transformers' rule: probabilities of one
+class or of several, or a number as it is (`problem_type` of config.json).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Final, Literal
+
+import msgspec
+import orjson
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from baton.protocol.errors import UnsupportedFeature
+from baton.text.reranking import answer_tokens
+from router.api.pooling.config import PoolingSettings
+from router.api.pooling.embeddings import (
+    EmbeddingBody,
+    InputBody,
+    PooledInputs,
+    PoolingParts,
+    PoolingUsage,
+    bytes_of,
+    encoded,
+    numbers_of,
+    read_pooling,
+)
+from router.api.unserved import POOLING
+from router.request.pool import PoolAsk
+
+Task = Literal["embed", "classify", "encode", "score", "token_embed", "token_classify", "plugin"]
+REFUSED: Final = ("score", "token_embed", "token_classify", "plugin")
+
+
+class ClassifyBody(InputBody, kw_only=True):
+    """/classify. `use_activation` false: the logits themselves."""
+
+
+class PoolBody(EmbeddingBody, kw_only=True):
+    """/pooling. Without a `task`: what the model is for."""
+
+    task: Task | None = None
+
+
+class Classified(msgspec.Struct):
+    index: int
+    label: str | None
+    probs: list[float]
+    num_classes: int
+
+
+class ClassifyReply(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    data: list[Classified]
+    usage: PoolingUsage
+    object: Literal["list"] = "list"
+
+
+class Pooled(msgspec.Struct):
+    index: int
+    data: list[float] | str
+    object: Literal["pooling"] = "pooling"
+
+
+class PoolReply(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    data: list[Pooled]
+    usage: PoolingUsage
+    object: Literal["list"] = "list"
+
+
+class ClassifyApi:
+    """Both endpoints. Keeps no state."""
+
+    def __init__(self, parts: PoolingParts) -> None:
+        self._parts = parts
+
+    async def classify(self, request: HttpRequest) -> Response:
+        body = await read_pooling(request, ClassifyBody, POOLING)
+        told = await self._classes(request, body, "classify-")
+        data = [
+            Classified(index, label, probs, len(probs))
+            for index, (label, probs) in enumerate(self._named(told, body))
+        ]
+        reply = ClassifyReply(told.id, int(time.time()), told.model, data, told.usage)
+        return Response(msgspec.json.encode(reply), media_type="application/json")
+
+    async def pooling(self, request: HttpRequest) -> Response:
+        body = await read_pooling(request, PoolBody, POOLING)
+        task = body.task or ("classify" if self._parts.settings.labels else "embed")
+        if task in REFUSED:
+            message = f"task: {task} is not supported by this server, embed and classify are"
+            raise UnsupportedFeature(message, field="task")
+        if task == "classify":
+            told = await self._classes(request, body, "pool-")
+            vectors = [bytes_of(probs) for _, probs in self._named(told, body)]
+        else:
+            wanted = self._parts.embedding_of(body, body.dimensions)
+            told = await self._parts.of_inputs(request, body, "pool-", wanted)
+            vectors = told.vectors
+        content = msgspec.to_builtins(
+            PoolReply(told.id, int(time.time()), told.model, [], told.usage)
+        )
+        as_base64 = body.encoding_format == "base64"
+        content["data"] = await encoded(vectors, as_base64, "pooling", "data")
+        return Response(orjson.dumps(content), media_type="application/json")
+
+    async def _classes(self, request: HttpRequest, body: InputBody, prefix: str) -> PooledInputs:
+        """Logits of the classes; of a reranker the probability of a yes. Raises BatonError."""
+        settings = self._parts.settings
+        if settings.labels:
+            wanted = PoolAsk(kind="classify")
+        elif settings.reranker:
+            wanted = PoolAsk(kind="yes_no", answers=answer_tokens(self._parts.services.tokenizer))
+        else:
+            message = "the served model is no classifier (ForSequenceClassification), no reranker"
+            raise UnsupportedFeature(message, field="model")
+        return await self._parts.of_inputs(request, body, prefix, wanted)
+
+    def _named(self, told: PooledInputs, body: InputBody) -> list[tuple[str | None, list[float]]]:
+        """The likeliest label of each input, and the numbers of all."""
+        settings = self._parts.settings
+        labels = settings.labels or ("LABEL_0",)
+        found: list[tuple[str | None, list[float]]] = []
+        for vector in told.vectors:
+            numbers = numbers_of(vector)
+            if settings.labels and body.use_activation is not False:
+                numbers = activated(numbers, settings)
+            best = max(range(len(numbers)), key=numbers.__getitem__)
+            found.append((labels[best] if best < len(labels) else None, numbers))
+        return found
+
+
+def activated(logits: Sequence[float], settings: PoolingSettings) -> list[float]:
+    """What a classifier's logits mean."""
+    if settings.problem == "regression":
+        return list(logits)
+    if settings.problem == "multi_label_classification" or len(logits) == 1:
+        return [0.5 * (1 + math.tanh(each / 2)) for each in logits]  # the logistic, never too large
+    highest = max(logits)
+    weights = [math.exp(each - highest) for each in logits]
+    return [each / sum(weights) for each in weights]

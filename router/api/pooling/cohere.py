@@ -1,0 +1,168 @@
+"""/v2/embed: Cohere's protocol over the same vectors, in the kinds of numbers that it knows.
+
+`input_type` is what a model's own prompts are called by (config_sentence_transformers.json): what
+stands there is written before each text. A model that names none reads all texts alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Literal
+
+import msgspec
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from baton.protocol.errors import InvalidRequest, UnsupportedFeature
+from router.api.dialect import in_own_names
+from router.api.pooling.embeddings import (
+    MAX_INPUT_TOKENS,
+    InputBody,
+    PoolingBody,
+    PoolingParts,
+    base64_of,
+    numbers_of,
+    read_pooling,
+)
+from router.api.unserved import COHERE
+
+Kind = Literal["float", "base64", "binary", "ubinary"]
+# What all pooling endpoints call a field -> Cohere's name of it.
+NAMES: Final = {"truncate_prompt_tokens": "max_tokens", "dimensions": "output_dimension"}
+# Cohere's names -> what sentence-transformers calls the same.
+INPUT_TYPES: Final = {
+    "search_query": "query",
+    "search_document": "document",
+    "classification": "classification",
+    "clustering": "clustering",
+}
+
+
+class EmbedInput(msgspec.Struct, kw_only=True):
+    """One input of several parts; they are one text."""
+
+    content: list[dict[str, Any]]
+
+
+class EmbedBody(PoolingBody, kw_only=True):
+    """One of `texts` and `inputs`. `truncate`: which end is cut off of what is too long."""
+
+    texts: list[str] | None = None
+    inputs: list[EmbedInput] | None = None
+    input_type: str | None = None
+    embedding_types: list[Kind] | None = None
+    output_dimension: int | None = None
+    truncate: Literal["NONE", "START", "END"] | None = None
+    max_tokens: int | None = None
+
+
+class BilledUnits(msgspec.Struct):
+    input_tokens: int
+
+
+class ApiVersion(msgspec.Struct):
+    version: str = "2"
+
+
+class EmbedMeta(msgspec.Struct):
+    billed_units: BilledUnits
+    api_version: ApiVersion
+
+
+class EmbedReply(msgspec.Struct):
+    """`embeddings`: by kind, in the order of the inputs."""
+
+    id: str
+    embeddings: dict[str, list[Any]]
+    meta: EmbedMeta
+    texts: list[str] | msgspec.UnsetType = msgspec.UNSET
+    response_type: Literal["embeddings_by_type"] = "embeddings_by_type"
+
+
+class CohereApi:
+    """The endpoint. Keeps no state."""
+
+    def __init__(self, parts: PoolingParts) -> None:
+        self._parts = parts
+
+    async def embed(self, request: HttpRequest) -> Response:
+        body = await read_pooling(request, EmbedBody, COHERE)
+        asked = _inputs_of(body, self._prompt_of(body.input_type))
+        given = "inputs" if body.texts is None else "texts"
+        with in_own_names({**NAMES, "input": given}):
+            wanted = self._parts.embedding_of(asked, body.output_dimension)
+            told = await self._parts.of_inputs(request, asked, "embd-", wanted)
+        if body.truncate == "NONE" and max(told.lengths) > (body.max_tokens or MAX_INPUT_TOKENS):
+            message = f"{given}: {max(told.lengths)} tokens are more than max_tokens"
+            raise InvalidRequest(message, field="max_tokens")
+        kinds = dict.fromkeys(body.embedding_types or ("float",))
+        reply = EmbedReply(
+            told.id,
+            {kind: [SPELLED[kind](vector) for vector in told.vectors] for kind in kinds},
+            EmbedMeta(BilledUnits(told.usage.total_tokens), ApiVersion()),
+            msgspec.UNSET if body.texts is None else body.texts,
+        )
+        return Response(msgspec.json.encode(reply), media_type="application/json")
+
+    def _prompt_of(self, given: str | None) -> str:
+        """What the model wants written before texts of that type. Raises InvalidRequest."""
+        tasks = self._parts.settings.tasks
+        if given is None:
+            return ""
+        known = [name for name in (given, INPUT_TYPES.get(given, given)) if name in tasks]
+        if known:
+            return tasks[known[0]]
+        if not tasks and given in INPUT_TYPES:
+            return ""
+        there = ", ".join(sorted(tasks) or INPUT_TYPES)
+        raise InvalidRequest(f"input_type must be one of {there}", field="input_type")
+
+
+def _inputs_of(body: EmbedBody, prefix: str) -> InputBody:
+    """The same as every pooling endpoint has it. Raises InvalidRequest, naming the field."""
+    if (body.texts is None) == (body.inputs is None):
+        raise InvalidRequest("give either texts or inputs", field="texts")
+    if body.max_tokens is not None and body.max_tokens < 1:
+        raise InvalidRequest("max_tokens: at least 1", field="max_tokens")
+    texts = body.texts
+    if texts is None:
+        texts = [_text_of(it, f"inputs[{i}]") for i, it in enumerate(body.inputs or ())]
+    cut: dict[str, Any] = {}
+    if body.truncate != "NONE":
+        side = "left" if body.truncate == "START" else "right"
+        cut = {"truncate_prompt_tokens": body.max_tokens or -1, "truncation_side": side}
+    return InputBody(
+        model=body.model, priority=body.priority, input=[prefix + text for text in texts], **cut
+    )
+
+
+def _text_of(given: EmbedInput, field: str) -> str:
+    texts: list[str] = []
+    for index, part in enumerate(given.content):
+        text = part.get("text")
+        if part.get("type") != "text" or not isinstance(text, str):
+            where = f"{field}.content[{index}]"
+            raise UnsupportedFeature(f"{where}: only text parts are supported", field=where)
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _bits(vector: bytes, lowest: int) -> list[int]:
+    """The signs, eight to a number, the first the highest bit; `lowest` is that of no bit."""
+    numbers = numbers_of(vector)
+    if len(numbers) % 8:
+        message = "embedding_types: bits need a number of dimensions that eight divides"
+        raise InvalidRequest(message, field="embedding_types")
+    return [lowest + _byte(numbers[at : at + 8]) for at in range(0, len(numbers), 8)]
+
+
+def _byte(numbers: Sequence[float]) -> int:
+    return sum(1 << 7 - place for place, number in enumerate(numbers) if number >= 0)
+
+
+SPELLED: Final[dict[Kind, Callable[[bytes], Any]]] = {
+    "float": numbers_of,
+    "base64": base64_of,
+    "binary": lambda vector: _bits(vector, -128),
+    "ubinary": lambda vector: _bits(vector, 0),
+}

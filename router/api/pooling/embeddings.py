@@ -1,0 +1,322 @@
+"""/v1/embeddings: OpenAI's protocol over hidden states of the served model; and what all pooling
+endpoints share.
+
+Which hidden states (last token's, or their mean) the model's files or --pooling-type say; vectors
+have length 1 unless the client asks for raw ones. The work is router/request/pool.py's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import secrets
+import struct
+import sys
+import time
+from array import array
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal, TypeVar, cast
+
+import msgspec
+import orjson
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from baton.protocol.adapters import adapter_name
+from baton.protocol.errors import ContextLengthExceeded, InvalidRequest
+from baton.protocol.request import Request
+from router.api.http.connection import while_connected
+from router.api.http.preparing import end_preparing
+from router.api.http.reading import read_body
+from router.api.openai.bodies import check_priority, object_of, struct_of, token_ids_below
+from router.api.openai.prompt_options import truncated, useful_length
+from router.api.pooling.config import PoolingSettings
+from router.api.served import adapter_of, model_name, served_model
+from router.api.unserved import POOLING, Unserved, refuse
+from router.nodes.slo import ANY
+from router.prompts.reader import Inputs, PromptReader
+from router.request.failures import as_baton_error
+from router.request.pool import PoolAsk, Pools
+from router.request.request_ids import note_body_id, reply_id
+from router.request.terms import Terms, terms_of
+from router.request.trace import RequestTrace
+from router.services import RouterServices
+from router.tenants.keys import Grant
+
+MAX_INPUTS: Final = 2048
+MAX_INPUT_TOKENS: Final = 1 << 20  # of all inputs of one call
+_TURN: Final = 16  # vectors encoded before the event loop gets its turn
+
+
+class PoolingBody(msgspec.Struct, kw_only=True):
+    """What the bodies of all pooling endpoints have."""
+
+    model: str | None = None
+    user: str | None = None
+    request_id: str | None = None
+    priority: int | None = None
+
+
+B = TypeVar("B", bound=PoolingBody)
+
+
+class InputBody(PoolingBody, kw_only=True):
+    """What bodies with inputs have: `input` is text, texts, ids or lists of ids."""
+
+    input: Any = None
+    add_special_tokens: bool | None = None
+    use_activation: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+
+
+class EmbeddingBody(InputBody, kw_only=True):
+    """/v1/embeddings. `normalize` is the older name of `use_activation`."""
+
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    normalize: bool | None = None
+
+
+class PoolingUsage(msgspec.Struct):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(msgspec.Struct):
+    """`embedding`: numbers, or base64 of float32 numbers, little-endian."""
+
+    index: int
+    embedding: list[float] | str
+    object: Literal["embedding"] = "embedding"
+
+
+class EmbeddingReply(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    data: list[Embedding]
+    usage: PoolingUsage
+    object: Literal["list"] = "list"
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingParts:
+    """What the pooling endpoints work with."""
+
+    services: RouterServices
+    prompts: PromptReader
+    pools: Pools
+    settings: PoolingSettings
+
+    async def run(self, request: HttpRequest, ask: PoolAsk, model: str) -> list[bytes]:
+        """The vectors, while the client is there to read them; counted for `model`, and for its
+        key like any request (router/request/gate/gate.py). Raises BatonError."""
+        end_preparing(request.scope)
+        # Service levels are of tokens that are generated: here there are none.
+        terms = replace(terms_of(request), slo=ANY)
+        if ask.priority is not None:
+            terms = replace(terms, priority=ask.priority)
+        outcome, tokens = "ok", ask.tokens
+        try:
+            return await while_connected(request.receive, self._vectors(ask, terms))
+        except BaseException as error:
+            outcome, tokens = as_baton_error(error).code, 0
+            raise
+        finally:
+            self.services.metrics.pooled(model, tokens, outcome)
+
+    async def _vectors(self, ask: PoolAsk, terms: Terms) -> list[bytes]:
+        now = self.services.clock.monotonic()
+        call = terms.applied(replace(ask.counted(), arrival=now))
+        ask = replace(
+            ask,
+            deadline=ask.deadline if call.deadline is None else call.deadline,
+            priority=call.priority,
+            traceparent=terms.traceparent,
+            grant=terms.grant,
+        )
+        return await self.pools.vectors(ask, self._passage(call, terms, ask.field))
+
+    @asynccontextmanager
+    async def _passage(self, call: Request, terms: Terms, field: str) -> AsyncIterator[None]:
+        trace = RequestTrace(terms, pooled=field)
+        async with self.services.dispatcher.gate.admitted(call, trace):
+            trace.dispatched_at = self.services.clock.monotonic()
+            yield
+
+    def deadline(self) -> float:
+        return self.services.clock.monotonic() + self.services.config.request_timeout_s
+
+    async def of_inputs(
+        self, request: HttpRequest, body: InputBody, prefix: str, wanted: PoolAsk
+    ) -> PooledInputs:
+        """What is `wanted` of each input of a body. Raises BatonError."""
+        model, grant = served_model(self.services, body.model), terms_of(request).grant
+        prompts = await self._prompts(body, model.max_model_len, model.vocab_size, grant)
+        id_ = reply_id(prefix, request)
+        ask = replace(
+            wanted,
+            id=pool_id(id_),
+            prompts=prompts,
+            deadline=self.deadline(),
+            adapter=adapter_of(self.services, body.model),
+            priority=body.priority,
+        )
+        base = model_name(self.services, model)
+        vectors = await self.run(request, ask, base)
+        return PooledInputs(
+            id_, adapter_name(ask.adapter) or base, vectors, tuple(map(len, prompts))
+        )
+
+    def embedding_of(self, body: InputBody, dimensions: int | None) -> PoolAsk:
+        """A vector of this model. Raises InvalidRequest, UnsupportedFeature."""
+        return PoolAsk(
+            kind=self.settings.kind,
+            normalize=body.use_activation is not False,
+            dimensions=self.settings.check_dimensions(dimensions),
+        )
+
+    async def _prompts(
+        self, body: InputBody, max_model_len: int, vocab_size: int, grant: Grant
+    ) -> list[tuple[int, ...]]:
+        """Token ids of each input. Raises InvalidRequest, ContextLengthExceeded."""
+        found: list[tuple[int, ...]] = []
+        count, side = body.truncate_prompt_tokens, body.truncation_side or "right"
+        special = body.add_special_tokens is not False
+        length = useful_length(count, max_model_len, side)
+        asked = Inputs(inputs_of(body.input), "input", length, grant, special)
+        read = zip(await self.prompts.read(asked), asked.items, asked.fields, strict=True)
+        for all_ids, item, field in read:
+            if not isinstance(item, str):
+                token_ids_below(item, vocab_size, field)
+            ids = truncated(all_ids, count, max_model_len, side)
+            found.append(checked_length(ids, max_model_len, field))
+        if sum(map(len, found)) > MAX_INPUT_TOKENS:
+            message = f"input: at most {MAX_INPUT_TOKENS} tokens in one call"
+            raise InvalidRequest(message, field="input")
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class PooledInputs:
+    """The vectors of inputs, and what their reply says. `lengths`: tokens of each."""
+
+    id: str
+    model: str
+    vectors: list[bytes]
+    lengths: tuple[int, ...]
+
+    @property
+    def usage(self) -> PoolingUsage:
+        return PoolingUsage(sum(self.lengths), sum(self.lengths))
+
+
+class EmbeddingsApi:
+    """The endpoint. Keeps no state."""
+
+    def __init__(self, parts: PoolingParts) -> None:
+        self._parts = parts
+
+    async def embeddings(self, request: HttpRequest) -> Response:
+        body = await read_pooling(request, EmbeddingBody, POOLING)
+        wanted = self._parts.embedding_of(body, body.dimensions)
+        if body.normalize is False:
+            wanted = replace(wanted, normalize=False)
+        told = await self._parts.of_inputs(request, body, "embd-", wanted)
+        reply = EmbeddingReply(told.id, int(time.time()), told.model, [], told.usage)
+        content = msgspec.to_builtins(reply)
+        as_base64 = body.encoding_format == "base64"
+        content["data"] = await encoded(told.vectors, as_base64, "embedding")
+        return Response(orjson.dumps(content), media_type="application/json")
+
+
+async def read_pooling(request: HttpRequest, kind: type[B], unserved: Unserved) -> B:
+    """A pooling endpoint's body; what it says of id and priority is checked, and noted.
+
+    Raises InvalidRequest.
+    """
+    given = object_of(await read_body(request))
+    refuse(given, unserved)
+    body = struct_of(given, kind)
+    note_body_id(request, body.request_id)
+    check_priority(body.priority)
+    return body
+
+
+def pool_id(reply: str) -> str:
+    """A new id for the work of a reply: a client may send its own id twice."""
+    return f"{reply}-{secrets.token_hex(4)}"
+
+
+def inputs_of(given: object) -> list[str | tuple[int, ...]]:
+    """The inputs, each as text or ids, none empty. Raises InvalidRequest, naming the field."""
+    if isinstance(given, str):
+        return [_one(given, "input")]
+    if not isinstance(given, list) or not given:
+        message = "input must be a string, a list of strings, token ids or a list of such lists"
+        raise InvalidRequest(message, field="input")
+    items = cast("list[object]", given)
+    if not isinstance(items[0], str | list):
+        return [_one(items, "input")]
+    if len(items) > MAX_INPUTS:
+        raise InvalidRequest(f"input: at most {MAX_INPUTS} inputs in one call", field="input")
+    return [_one(item, f"input[{index}]") for index, item in enumerate(items)]
+
+
+def checked_length(ids: tuple[int, ...], max_model_len: int, field: str) -> tuple[int, ...]:
+    """The ids. Raises ContextLengthExceeded (`field`) for more than the model holds."""
+    if len(ids) > max_model_len:
+        raise ContextLengthExceeded(
+            f"{field}: {len(ids)} tokens exceed the model's maximum context length of"
+            f" {max_model_len} tokens",
+            field=field,
+        )
+    return ids
+
+
+async def encoded(
+    vectors: Sequence[bytes], as_base64: bool, kind: str, name: str = ""
+) -> list[orjson.Fragment]:
+    """`data` of the reply, encoded in turns: a large batch takes a while. `kind`: each object's,
+    and where it has its vector, unless that has a `name`."""
+    found: list[orjson.Fragment] = []
+    for index, vector in enumerate(vectors):
+        if index % _TURN == _TURN - 1:
+            await asyncio.sleep(0)
+        numbers = base64_of(vector) if as_base64 else numbers_of(vector)
+        item = {"object": kind, "index": index, name or kind: numbers}
+        found.append(orjson.Fragment(orjson.dumps(item)))
+    return found
+
+
+def numbers_of(vector: bytes) -> list[float]:
+    """Float32, little-endian -> numbers."""
+    found = array("f")
+    found.frombytes(vector)
+    if sys.byteorder == "big":
+        found.byteswap()
+    return found.tolist()
+
+
+def bytes_of(numbers: Sequence[float]) -> bytes:
+    """Numbers -> float32, little-endian."""
+    return struct.pack(f"<{len(numbers)}f", *numbers)
+
+
+def base64_of(vector: bytes) -> str:
+    return base64.b64encode(vector).decode()
+
+
+def _one(item: object, field: str) -> str | tuple[int, ...]:
+    if isinstance(item, str) and item:
+        return item
+    if isinstance(item, list) and item:
+        for token in cast("list[object]", item):
+            # type() and not isinstance: true is an int to Python, never to a client.
+            if type(token) is not int or not 0 <= token < 2**31:
+                raise InvalidRequest(f"{field}: token ids are integers from 0 on", field=field)
+        return tuple(cast("list[int]", item))
+    raise InvalidRequest(f"{field} must be text or token ids, not empty", field=field)

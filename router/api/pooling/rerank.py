@@ -1,0 +1,230 @@
+"""/v1/rerank and /v1/score: how well documents answer a query, by a yes-or-no reranker.
+
+Cohere's and Jina's format for rerank, vLLM's for score. The model is asked per document for a yes
+or a no (baton/text/reranking.py); the score is how probable the yes is. A model that is no such
+reranker is refused by name.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import msgspec
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from baton.protocol.adapters import adapter_name
+from baton.protocol.errors import InvalidRequest, UnsupportedFeature
+from baton.text.reranking import answer_tokens
+from router.api.pooling.embeddings import (
+    MAX_INPUT_TOKENS,
+    MAX_INPUTS,
+    PoolingBody,
+    PoolingParts,
+    PoolingUsage,
+    checked_length,
+    numbers_of,
+    pool_id,
+    read_pooling,
+)
+from router.api.served import adapter_of, model_name, served_model
+from router.api.unserved import RERANKING
+from router.prompts.reader import Length
+from router.request.pool import PoolAsk
+from router.request.request_ids import reply_id
+from router.request.terms import terms_of
+
+MAX_INSTRUCTION_CHARS: Final = 4096
+# vLLM's spellings of the two sides of a score, in its order of preference.
+SIDES: Final = (
+    ("queries", "documents"),
+    ("queries", "items"),
+    ("data_1", "data_2"),
+    ("text_1", "text_2"),
+)
+
+
+_TEXTS: Final = {name for pair in SIDES for name in pair}
+
+
+class RerankBody(PoolingBody, kw_only=True):
+    """/v1/rerank. `documents` are texts or objects with a `text`; `top_n` 0 = all of them."""
+
+    query: str
+    documents: list[str | dict[str, Any]]
+    top_n: int | None = None
+    return_documents: bool | None = None
+    instruction: str | None = None
+
+
+class ScoreBody(PoolingBody, kw_only=True):
+    """/v1/score: one text or several on either side, under one of SIDES' pairs of names."""
+
+    text_1: str | list[str] | None = None
+    text_2: str | list[str] | None = None
+    data_1: str | list[str] | None = None
+    data_2: str | list[str] | None = None
+    queries: str | list[str] | None = None
+    documents: str | list[str] | None = None
+    items: str | list[str] | None = None
+    instruction: str | None = None
+
+
+class RerankDocument(msgspec.Struct):
+    text: str
+
+
+class RerankResult(msgspec.Struct):
+    index: int
+    relevance_score: float
+    document: RerankDocument | msgspec.UnsetType = msgspec.UNSET
+
+
+class RerankReply(msgspec.Struct):
+    """`results`: best first."""
+
+    id: str
+    model: str
+    usage: PoolingUsage
+    results: list[RerankResult]
+
+
+class Score(msgspec.Struct):
+    index: int
+    score: float
+    object: Literal["score"] = "score"
+
+
+class ScoreReply(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    data: list[Score]
+    usage: PoolingUsage
+    object: Literal["list"] = "list"
+
+
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    """What was asked, as its reply repeats it, and the answers."""
+
+    id: str
+    model: str
+    scores: list[float]
+    usage: PoolingUsage
+
+
+class RerankApi:
+    """Both endpoints. Keeps no state."""
+
+    def __init__(self, parts: PoolingParts) -> None:
+        self._parts = parts
+
+    async def rerank(self, request: HttpRequest) -> Response:
+        body = await read_pooling(request, RerankBody, RERANKING)
+        if body.top_n is not None and body.top_n < 0:
+            raise InvalidRequest("top_n: at least 0 (all)", field="top_n")
+        texts = [_text_of(it, f"documents[{i}]") for i, it in enumerate(body.documents)]
+        pairs = [(body.query, text) for text in texts]
+        scored = await self._scored(request, body, pairs, "documents")
+        order = sorted(range(len(texts)), key=lambda index: -scored.scores[index])  # stable
+        shown = body.return_documents is not False
+        results = [
+            RerankResult(
+                index,
+                scored.scores[index],
+                RerankDocument(texts[index]) if shown else msgspec.UNSET,
+            )
+            for index in order[: body.top_n or None]
+        ]
+        return _json(RerankReply(scored.id, scored.model, scored.usage, results))
+
+    async def score(self, request: HttpRequest) -> Response:
+        body = await read_pooling(request, ScoreBody, RERANKING)
+        pairs, field = pairs_of(body)
+        scored = await self._scored(request, body, pairs, field)
+        data = [Score(index, score) for index, score in enumerate(scored.scores)]
+        return _json(ScoreReply(scored.id, int(time.time()), scored.model, data, scored.usage))
+
+    async def _scored(
+        self,
+        request: HttpRequest,
+        body: RerankBody | ScoreBody,
+        pairs: Sequence[tuple[str, str]],
+        field: str,
+    ) -> _Scored:
+        """The model's opinion of each (query, document). Raises BatonError."""
+        parts, services = self._parts, self._parts.services
+        model = served_model(services, body.model)
+        adapter = adapter_of(services, body.model)
+        name = adapter_name(adapter) or model_name(services, model)
+        parts.settings.check_reranker(name)
+        if not 0 < len(pairs) <= MAX_INPUTS:
+            raise InvalidRequest(f"{field}: 1 to {MAX_INPUTS} documents", field=field)
+        if len(body.instruction or "") > MAX_INSTRUCTION_CHARS:
+            message = f"instruction: at most {MAX_INSTRUCTION_CHARS} characters"
+            raise InvalidRequest(message, field="instruction")
+        answers = answer_tokens(services.tokenizer)
+        length = Length(model.max_model_len)
+        for index, pair in enumerate(pairs):
+            parts.prompts.fitting("".join(pair), length, f"{field}[{index}]")
+        prompts = await parts.prompts.rerank(pairs, body.instruction, terms_of(request).grant)
+        tokens = sum(map(len, prompts))
+        for index, prompt in enumerate(prompts):
+            checked_length(prompt, model.max_model_len, f"{field}[{index}]")
+        if tokens > MAX_INPUT_TOKENS:
+            message = f"{field}: at most {MAX_INPUT_TOKENS} tokens in one call"
+            raise InvalidRequest(message, field=field)
+        id_ = reply_id("score-" if isinstance(body, ScoreBody) else "rerank-", request)
+        ask = PoolAsk(
+            id=pool_id(id_),
+            prompts=prompts,
+            deadline=parts.deadline(),
+            kind="yes_no",
+            answers=answers,
+            adapter=adapter,
+            field=field,
+            priority=body.priority,
+        )
+        vectors = await parts.run(request, ask, model_name(services, model))
+        scores = [numbers_of(vector)[0] for vector in vectors]
+        return _Scored(id_, name, scores, PoolingUsage(tokens, tokens))
+
+
+def pairs_of(body: ScoreBody) -> tuple[list[tuple[str, str]], str]:
+    """(query, document) pairs, and the field with the documents.
+
+    One query goes with every document; several go with as many documents, one by one.
+    Raises InvalidRequest.
+    """
+    given: dict[str, list[str]] = {
+        name: [value] if isinstance(value, str) else value
+        for name, value in msgspec.structs.asdict(body).items()
+        if value is not None and name in _TEXTS
+    }
+    for first, second in SIDES:
+        if first in given and second in given:
+            break
+    else:
+        raise InvalidRequest("text_1 and text_2 are both needed", field="text_1")
+    queries, documents = given[first], given[second]
+    if len(queries) == 1:
+        queries = queries * len(documents)
+    if not queries or len(queries) != len(documents):
+        message = f"{first}: one text, or as many as there are in {second}"
+        raise InvalidRequest(message, field=first)
+    return list(zip(queries, documents, strict=True)), second
+
+
+def _text_of(document: str | dict[str, Any], field: str) -> str:
+    text = document if isinstance(document, str) else document.get("text")
+    if not isinstance(text, str):
+        raise UnsupportedFeature(f"{field}: only documents of text are supported", field=field)
+    return text
+
+
+def _json(content: object) -> Response:
+    return Response(msgspec.json.encode(content), media_type="application/json")

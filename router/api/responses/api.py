@@ -1,0 +1,86 @@
+"""The route of /v1/responses: a body becomes a chat's turn, its deltas become a response.
+
+What can be done with one that is stored is in router/api/responses/stored_api.py.
+"""
+
+from __future__ import annotations
+
+import orjson
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from router.api.calls import Runner
+from router.api.dialect import DialectCall, in_own_names, own_name
+from router.api.http.reading import read_body
+from router.api.intake import Intake
+from router.api.openai.replies import ReplyHead, ReplyRules
+from router.api.openai.reply_ids import created_at, pin_of
+from router.api.responses import body
+from router.api.responses.answer import Keep, ResponseAnswer
+from router.api.responses.conversation import conversation_of
+from router.api.responses.keeper import Keeper
+from router.api.responses.output import RESPONSE_PREFIX
+from router.api.resumable.http import owner_of
+from router.api.sse import StreamReply
+from router.api.whole import WholeReply
+from router.request.request_ids import note_body_id, reply_id
+from router.services import RouterServices
+
+
+class ResponsesApi:
+    """Makes calls of bodies. One in the background is made here, too, and run elsewhere
+    (router/api/responses/background.py)."""
+
+    def __init__(self, services: RouterServices, intake: Intake, runner: Runner) -> None:
+        self._services = services
+        self._intake = intake
+        self._runner = runner
+        self._keeper = Keeper.of(services)
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/responses", self.create, methods=["POST"]),
+            Route("/v1/responses/input_tokens", self.input_tokens, methods=["POST"]),
+        ]
+
+    async def create(self, request: HttpRequest) -> StreamReply | WholeReply:
+        call = await self._read(request)
+        chat = call.chat
+        note_body_id(request, chat.request_id)
+        id_ = reply_id("resp_", request)
+        with in_own_names(call.names):
+            turn = await self._intake.chat(chat, id_, request)
+        completion = turn.completion
+        completion.guided_field = own_name(call.names, completion.guided_field)
+        rules = ReplyRules(
+            self._services.tokenizer,
+            (chat.top_logprobs or 0) if chat.logprobs else None,
+            parsed=turn.parsed,
+            draw_id=turn.draw_id,
+        )
+        head = ReplyHead(id_, completion.model, created_at(request))
+        answer = ResponseAnswer(head, call, turn, rules, self._keep(call, owner_of(request.scope)))
+        timeout_s = self._services.config.request_timeout_s
+        return DialectCall(completion, answer, timeout_s).reply(self._runner, chat.stream)
+
+    async def input_tokens(self, request: HttpRequest) -> Response:
+        """How many tokens the prompt of such a call would have; nothing is computed."""
+        call = await self._read(request)
+        with in_own_names(call.names):
+            count = await self._intake.count(call.chat, request)
+        told = {"object": "response.input_tokens", "input_tokens": count}
+        return Response(orjson.dumps(told), media_type="application/json")
+
+    async def _read(self, request: HttpRequest) -> body.ResponsesCall:
+        given, pinned = body.read(await read_body(request)), pin_of(request.scope)
+        told = RESPONSE_PREFIX + pinned.name if pinned is not None and pinned.again else None
+        earlier, items = await conversation_of(given.body, request.scope, self._keeper, told)
+        drops_tools = self._services.config.responses_drop_builtin_tools
+        return body.call_of(given, earlier, items, drops_tools)
+
+    def _keep(self, call: body.ResponsesCall, owner: str) -> Keep | None:
+        keeper = self._keeper
+        if keeper is None or call.body.store is False:
+            return None
+        return lambda stored: keeper.settle(owner, stored)

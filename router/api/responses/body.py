@@ -1,0 +1,198 @@
+"""The body of /v1/responses: a strict struct, and the chat that it asks for. Pure.
+
+What it refers to is looked up in between (router/api/responses/conversation.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import msgspec
+
+from baton.protocol.errors import InvalidRequest
+from router.api.dialect import chat_body, in_own_names
+from router.api.openai.bodies import ChatBody, object_of, struct_of
+from router.api.responses.items import Item, messages_of
+from router.api.responses.tools import Toolbox, choice_of, toolbox_of
+from router.api.unserved import Unserved, refuse
+
+MAX_METADATA: Final = 16
+MAX_METADATA_KEY: Final = 64
+MAX_METADATA_VALUE: Final = 512
+MAX_TOP_LOGPROBS: Final = 20
+LOGPROBS: Final = "message.output_text.logprobs"
+# A chat's field -> what this API calls it.
+NAMES: Final = {
+    "max_completion_tokens": "max_output_tokens",
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "messages": "input",
+    "tool_choice.allowed_tools": "tool_choice",
+}
+_ONE: Final = ": each call has one response"
+UNSERVED: Final[Unserved] = {
+    "context_management": (([],), ""),
+    "conversation": ((), ": say previous_response_id"),
+    "enable_response_messages": ((False,), ""),
+    "best_of": ((1,), _ONE),
+    "moderation": ((), ""),
+    "n": ((1,), _ONE),
+    "previous_input_messages": (([],), ": say previous_response_id"),
+    "prompt": ((), ""),
+    "truncation": (("disabled",), ""),
+}
+INCLUDABLE: Final = frozenset(
+    {
+        LOGPROBS,
+        "reasoning.encrypted_content",  # thoughts are told in the clear: send them back so
+        # Of tools and inputs that never occur here: there is nothing to include.
+        "code_interpreter_call.outputs",
+        "computer_call_output.output.image_url",
+        "file_search_call.results",
+        "message.input_image.image_url",
+        "web_search_call.action.sources",
+        "web_search_call.results",
+    }
+)
+Length = Literal["auto", "concise", "detailed"]
+
+
+class ReasoningOptions(msgspec.Struct, kw_only=True):
+    effort: str | None = None
+    summary: Length | None = None
+    generate_summary: Length | None = None  # the older name
+
+
+class TextOptions(msgspec.Struct, kw_only=True):
+    format: dict[str, Any] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ResponsesBody(msgspec.Struct, kw_only=True):
+    """What this API spells in its own way; sampling fields are checked as a chat's."""
+
+    input: Any = None
+    previous_response_id: str | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    max_tool_calls: int | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    background: bool | None = None
+    include: list[str] | None = None
+    stop: str | list[str] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    user: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A checked body, and all fields that it was made of."""
+
+    body: ResponsesBody
+    fields: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ResponsesCall:
+    """What to ask, and how to tell the answer. `items`: the whole conversation; `names`: a chat's
+    field -> the client's."""
+
+    body: ResponsesBody
+    chat: ChatBody
+    items: list[Item]
+    tools: Toolbox
+    names: Mapping[str, str]
+
+    @property
+    def summarized(self) -> bool:
+        """Thoughts are told as their own summary."""
+        asked = self.body.reasoning
+        return asked is not None and (asked.summary or asked.generate_summary) is not None
+
+
+def read(raw: bytes) -> Given:
+    """Check a body. Raises InvalidRequest, naming the field."""
+    fields = object_of(raw)
+    refuse(fields, UNSERVED)
+    body = struct_of(fields, ResponsesBody)
+    _check(body)
+    return Given(body, fields)
+
+
+def asks_background(raw: bytes) -> bool:
+    """Whether nobody waits for the answer to a body. Raises InvalidRequest for what is none."""
+    return b'"background"' in raw and object_of(raw).get("background") is True
+
+
+def call_of(
+    given: Given, earlier: Sequence[Item], items: Sequence[Item], drops_tools: bool
+) -> ResponsesCall:
+    """The chat that a body asks for. `earlier` and its own `items` are the conversation;
+    `drops_tools`: those that nobody here could call are left out, with a note.
+
+    Raises InvalidRequest, naming the field.
+    """
+    body, whole = given.body, [*earlier, *items]
+    box = toolbox_of(body.tools or (), drops_tools)
+    names = {**NAMES, **box.places}
+    logprobs = body.top_logprobs is not None or LOGPROBS in (body.include or ())
+    translated: dict[str, Any] = {
+        "messages": messages_of(whole, len(earlier), body.instructions),
+        "max_completion_tokens": body.max_output_tokens,
+        "tools": None if body.tools is None else box.functions,
+        "tool_choice": choice_of(body.tool_choice, box),
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "response_format": _response_format(body.text.format if body.text else None),
+        "reasoning_effort": body.reasoning.effort if body.reasoning else None,
+        "chat_template_kwargs": body.chat_template_kwargs,
+        "stop": body.stop,
+        "logprobs": logprobs or None,
+        "top_logprobs": body.top_logprobs if logprobs else None,
+    }
+    with in_own_names(names):
+        chat = chat_body(given.fields, translated)
+    return ResponsesCall(body, chat, whole, box, names)
+
+
+def _check(body: ResponsesBody) -> None:
+    metadata = body.metadata or {}
+    if len(metadata) > MAX_METADATA:
+        raise InvalidRequest(f"metadata: at most {MAX_METADATA} pairs", field="metadata")
+    for key, value in metadata.items():
+        if len(key) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE:
+            message = (
+                f"metadata: keys of at most {MAX_METADATA_KEY} characters,"
+                f" values of at most {MAX_METADATA_VALUE}"
+            )
+            raise InvalidRequest(message, field="metadata")
+    if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MAX_TOP_LOGPROBS:
+        message = f"top_logprobs must be between 0 and {MAX_TOP_LOGPROBS}"
+        raise InvalidRequest(message, field="top_logprobs")
+    if body.background and body.store is False:
+        message = "background: such a response is stored, so store must not be false"
+        raise InvalidRequest(message, field="background")
+    for index, name in enumerate(body.include or ()):
+        if name not in INCLUDABLE:
+            where = f"include[{index}]"
+            raise InvalidRequest(f"{where}: {name[:64]!r} is not known", field=where)
+
+
+def _response_format(given: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A chat's response_format: a schema and its name lie one level deeper there."""
+    if given is None or given.get("type") != "json_schema":
+        return given
+    schema = {name: value for name, value in given.items() if name != "type" and value is not None}
+    return {"type": "json_schema", "json_schema": schema}

@@ -1,0 +1,160 @@
+"""A response while it is written: parts in, numbered events out, the object at the end. Sans I/O.
+
+Life: begin() -> part()* -> end(), last(), or fail(). One output item is open at a time: a part of
+another kind, or the start of a call, closes it and opens the next. `sequence_number` counts every
+event from 0 without gaps.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from router.api.openai.message import DrawId
+from router.api.responses.output import (
+    CustomCall,
+    Event,
+    FunctionCall,
+    Message,
+    OutputItem,
+    Status,
+    Thought,
+)
+from router.api.responses.tools import ClientTool
+from router.parsers.parts import CallArguments, CallStart, Content, Part, Reasoning
+
+Logprobs = list[dict[str, Any]]
+
+
+class Phase(enum.Enum):
+    NEW = "new"
+    OPEN = "open"
+    ENDED = "ended"
+
+
+_NEXT: Final = {Phase.NEW: (Phase.OPEN, Phase.ENDED), Phase.OPEN: (Phase.ENDED,), Phase.ENDED: ()}
+
+
+class ResponseEvents:
+    """One response. `head`: the fields of the response object that do not change; `tools`: what the
+    client calls those of its tools that the model knows by these names."""
+
+    def __init__(
+        self,
+        head: Mapping[str, Any],
+        draw_id: DrawId,
+        summarized: bool,
+        tools: Mapping[str, ClientTool] | None = None,
+    ) -> None:
+        self._head = dict(head)
+        self._id = str(head["id"])
+        self._draw_id = draw_id
+        self._summarized = summarized
+        self._tools = tools or {}
+        self._phase = Phase.NEW
+        self._number = 0
+        self._done: list[dict[str, Any]] = []
+        self._open: OutputItem | None = None
+        self.response: dict[str, Any] = self._object("in_progress")
+
+    def begin(self) -> list[Event]:
+        self._go(Phase.OPEN)
+        kinds = ("response.created", "response.in_progress")
+        return self._numbered([{"type": kind, "response": self.response} for kind in kinds])
+
+    def part(self, part: Part, told: Logprobs | None = None) -> list[Event]:
+        """What the model wrote next. `told`: log-probabilities that come with this part."""
+        assert self._phase is Phase.OPEN, f"a part of a response that is {self._phase.value}"
+        events: list[Event] = []
+        match part:
+            case Content(text):
+                if not isinstance(self._open, Message):
+                    events += self._opening(Message(len(self._done) + self._num_open, self._id))
+                assert isinstance(self._open, Message), "just opened"
+                self._open.told += told or []
+            case Reasoning(text):
+                if not isinstance(self._open, Thought):
+                    index = len(self._done) + self._num_open
+                    events += self._opening(Thought(index, self._id, self._summarized))
+            case CallStart(_, name):
+                index = len(self._done) + self._num_open
+                tool = self._tools.get(name, ClientTool(name))
+                made = CustomCall if tool.custom else FunctionCall
+                call = made(index, self._id, tool, self._draw_id())
+                return self._numbered(self._opening(call))
+            case CallArguments(_, text):
+                called = isinstance(self._open, FunctionCall | CustomCall)
+                assert called, "arguments follow their call's start"
+        assert self._open is not None, "a part belongs to an item"
+        return self._numbered([*events, *self._open.more(text)])
+
+    def end(self, cut_short: bool, usage: Mapping[str, Any], completed_at: int) -> list[Event]:
+        """The model wrote no more. `cut_short`: because it was allowed no more. The response is
+        whole then; its own event is `last`."""
+        status: Status = "incomplete" if cut_short else "completed"
+        self._go(Phase.ENDED)
+        events: list[Event] = []
+        if not self._done and self._open is None:
+            events += self._opening(Message(0, self._id))  # an answer without words is still one
+        events += self._closing(status)
+        self.response = self._object(status)
+        self.response["usage"] = dict(usage)
+        if cut_short:
+            self.response["incomplete_details"] = {"reason": "max_output_tokens"}
+        else:
+            self.response["completed_at"] = completed_at
+        return self._numbered(events)
+
+    def last(self) -> list[Event]:
+        assert self._phase is Phase.ENDED, f"the last event of a response that is {self._phase}"
+        kind = f"response.{self.response['status']}"
+        return self._numbered([{"type": kind, "response": self.response}])
+
+    def fail(self, code: str, message: str) -> list[Event]:
+        """It broke: what was open stays open, and in the response it is incomplete."""
+        self._go(Phase.ENDED)
+        if self._open is not None:
+            self._done.append(self._open.item("incomplete"))
+            self._open = None
+        self.response = self._object("failed")
+        self.response["error"] = {"code": code, "message": message}
+        return self._numbered([{"type": "response.failed", "response": self.response}])
+
+    def _go(self, phase: Phase) -> None:
+        assert phase in _NEXT[self._phase], f"{self._phase.value} -> {phase.value}"
+        self._phase = phase
+
+    @property
+    def _num_open(self) -> int:
+        return 0 if self._open is None else 1
+
+    def _opening(self, item: OutputItem) -> list[Event]:
+        """Close what is open, which is complete then, and open `item`."""
+        events = self._closing("completed")
+        self._open = item
+        return [*events, *item.opened()]
+
+    def _closing(self, status: Status) -> list[Event]:
+        if self._open is None:
+            return []
+        item, self._open = self._open, None
+        self._done.append(item.item(status))
+        return item.closed(status)
+
+    def _numbered(self, events: Iterable[Event]) -> list[Event]:
+        numbered = [
+            {**event, "sequence_number": self._number + i} for i, event in enumerate(events)
+        ]
+        self._number += len(numbered)
+        return numbered
+
+    def _object(self, status: str) -> dict[str, Any]:
+        return {
+            **self._head,
+            "status": status,
+            "completed_at": None,
+            "error": None,
+            "incomplete_details": None,
+            "output": list(self._done),
+        }

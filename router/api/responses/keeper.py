@@ -1,0 +1,112 @@
+"""Keeper: the responses that clients may ask for again, in the deployment's store.
+
+A response is kept with the items that it answered, so that the next one needs no other. Each
+belongs to the key that made it; to any other key it does not exist.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import orjson
+
+from baton.protocol.errors import StoreUnavailable, Unavailable
+from router.api.responses.items import Item
+from router.request.gate.gate import Gate
+from router.services import RouterServices
+from router.store.documents import Keeping
+from router.store.ledger import StoreGuard
+from router.tenants.keys import Grant
+
+_ENDED: Final = ("completed", "incomplete", "failed", "cancelled")
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One response: its object, and the items of the conversation that it answers."""
+
+    response: dict[str, Any]
+    items: list[Item]
+
+    @property
+    def id(self) -> str:
+        return self.response["id"]
+
+    @property
+    def background(self) -> bool:
+        return self.response["background"] is True
+
+    @property
+    def ended(self) -> bool:
+        return self.response["status"] in _ENDED
+
+    def with_(self, **fields: Any) -> Stored:
+        return replace(self, response={**self.response, **fields})
+
+
+class Keeper:
+    """Of one router; all of a deployment find what any of them has kept."""
+
+    def __init__(self, guard: StoreGuard, keeping: Keeping, gate: Callable[[], Gate]) -> None:
+        self._guard = guard
+        self._keeping = keeping
+        self._gate = gate
+
+    @classmethod
+    def of(cls, services: RouterServices) -> Keeper | None:
+        """None where nothing is kept."""
+        config = services.config
+        if not config.stored_responses_mb:
+            return None
+        keeping = Keeping(config.stored_responses_ttl_s, config.stored_responses_mb << 20)
+        return cls(services.store, keeping, lambda: services.dispatcher.gate)
+
+    async def keep(self, owner: str, stored: Stored, replace: bool = False) -> bool:
+        """False: it is not kept; there is no room for it, none to `replace`, or no store."""
+        content = orjson.dumps({"response": stored.response, "items": stored.items})
+        kept = await self._guard.call(
+            lambda store: store.documents.put(owner, stored.id, content, self._keeping, replace)
+        )
+        return bool(kept)
+
+    async def settle(self, owner: str, stored: Stored) -> bool:
+        """Keep how a response has ended. One in the background is there already, or was deleted,
+        and ends once."""
+        if not stored.background:
+            return await self.keep(owner, stored)
+        try:
+            known = await self.load(owner, stored.id)
+        except Unavailable:
+            return False  # whoever looks when the store is back finds it in the log
+        if known is None or known.ended:
+            return known is not None
+        return await self.keep(owner, stored, replace=True)
+
+    async def load(self, owner: str, id_: str, grant: Grant | None = None) -> Stored | None:
+        """`grant`: of the client that asks; a large one keeps its distance like a large body
+        (router/tenants/pace.py). Raises Unavailable, Overloaded."""
+        try:
+            content = await self._guard.reach(lambda store: store.documents.get(owner, id_))
+        except StoreUnavailable as error:
+            raise _away() from error
+        if content is None:
+            return None
+        wait_s = 0.0 if grant is None else self._gate().reserve(grant, len(content))
+        if wait_s > 0:
+            await asyncio.sleep(wait_s)
+        found = orjson.loads(content)
+        return Stored(found["response"], found["items"])
+
+    async def drop(self, owner: str, id_: str) -> bool:
+        """False: there was none. Raises Unavailable."""
+        try:
+            return await self._guard.reach(lambda store: store.documents.drop(owner, id_))
+        except StoreUnavailable as error:
+            raise _away() from error
+
+
+def _away() -> Unavailable:
+    return Unavailable("the store is away: stored responses must wait for it")

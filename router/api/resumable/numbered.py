@@ -1,0 +1,117 @@
+"""The stream of a resumable request: server-sent events with ids, from wherever its reader was.
+
+An event's id is what has been seen with it (router/resume_terms.Position): per choice the number of
+tokens, `12` or `12,9`; within the events of one token `12.1`; after the last choice's end `12,9;1`.
+Every reader's frames are made from the first token on, and those it has seen are left out. A reader
+that is cut off gets no end at all: the connection breaks, and it may ask again, here or elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import aclosing, suppress
+
+from starlette.types import Receive, Scope, Send
+
+from baton.protocol.errors import Cancelled
+from router.api.calls import GRACE_S, Runner
+from router.api.http.connection import while_connected
+from router.api.http.web_errors import error_response
+from router.api.sse import FrameWriter, StreamedCall
+from router.request.failures import as_baton_error, log_failure
+from router.resumable.replay import StreamCut
+from router.resumable.terms import Position
+
+
+class NumberedReply:
+    """ASGI answer: the events of a call with one completion, after `seen`."""
+
+    def __init__(self, call: StreamedCall, runner: Runner, seen: Position) -> None:
+        self._call = call
+        self._runner = runner
+        self._numbers = Numbers(call.completions[0].num_choices, seen)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writer = FrameWriter(send)
+        try:
+            async with asyncio.timeout(self._call.timeout_s + GRACE_S):
+                await while_connected(receive, self._run(writer))
+        except Cancelled as error:
+            log_failure(error, error)
+        except StreamCut as cut:
+            if not writer.started:
+                await error_response(cut)(scope, receive, send)
+        except Exception as error:  # noqa: BLE001  every failure becomes the stream's end
+            found = as_baton_error(error)
+            log_failure(found, error)
+            if writer.started:
+                with suppress(Cancelled):  # gone by now: the failure is in the log
+                    await writer.end(self._numbers.tail(self._call.broken(found)))
+            else:
+                await error_response(found)(scope, receive, send)
+        finally:
+            writer.close()
+
+    async def _run(self, writer: FrameWriter) -> None:
+        [completion] = self._call.completions
+        frames = self._call.frames(0)
+        openings = [each.opening() for each in frames]
+        # A dialect's one answer tells of all choices, and it has one.
+        async with aclosing(self._runner.deltas(completion)) as deltas:
+            async for delta in deltas:
+                data = openings[delta.sample] + frames[delta.sample].delta(delta)
+                openings[delta.sample] = b""
+                fresh = self._numbers.step(delta.sample, data)
+                if fresh:
+                    await writer.write(fresh)
+        await writer.end(self._numbers.tail(await self._call.tail()))
+
+
+class Numbers:
+    """Puts ids on events, and leaves out what was `seen`."""
+
+    def __init__(self, num_choices: int, seen: Position) -> None:
+        self._seen = seen
+        self._steps = [0] * num_choices
+
+    def step(self, choice: int, data: bytes) -> bytes:
+        """The events of a choice's next token, those that are new."""
+        step = self._steps[choice] + 1
+        steps, known = self._seen.of(choice)
+        if step <= steps:
+            self._steps[choice] = step
+            return b""
+        events = list(_events(data))
+        out = b""
+        for index, event in enumerate(events, 1):
+            last = index == len(events)
+            if last:
+                self._steps[choice] = step
+            if index > known or step > steps + 1:
+                out += self._id(b"" if last else b".%d" % index, choice) + event
+        self._steps[choice] = step  # also without an event: it is seen with the next one
+        return out
+
+    def tail(self, data: bytes) -> bytes:
+        """What comes after all choices; the very last event always comes."""
+        events = list(_events(data))
+        out = b""
+        for index, event in enumerate(events, 1):
+            if index > self._seen.tail or index == len(events):
+                out += self._id(b";%d" % index) + event
+        return out
+
+    def _id(self, more: bytes, choice: int | None = None) -> bytes:
+        told = [b"%d" % step for step in self._steps]
+        if choice is None:
+            return b"id: " + b",".join(told) + more + b"\n"
+        told[choice] += more
+        return b"id: " + b",".join(told) + b"\n"
+
+
+def _events(data: bytes) -> Iterator[bytes]:
+    """Single events: JSON holds no line break, so an empty line is an event's end."""
+    for event in data.split(b"\n\n"):
+        if event:
+            yield event + b"\n\n"

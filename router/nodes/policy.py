@@ -1,0 +1,361 @@
+"""Which nodes serve a request: filter -> score -> pick. Pure functions over snapshots.
+
+Costs are in tokens to compute before token 1 (prefill) and in running requests (decode), so an idle
+node always beats a busy one unless it would have to compute more than the busy one's queue:
+affinity to the node that holds the prefix, and load overriding it, are the same subtraction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from baton.protocol.block_hashes import chain, root_hash
+from baton.protocol.errors import ContextLengthExceeded, Unavailable
+from baton.protocol.handles import NodeLoad, NodeRecord, Role
+from router.nodes.placement import Placement, Prompt, placement_costs, requests_on, tokens_ahead
+from router.nodes.slo import ANY, Slo, expected_tpot_s, expected_ttft_s, meets
+
+SIMILAR: Final = 0.05  # costs within 5 % of the best count as equal
+PREFIX_WORTH: Final = (
+    2.0  # a fully cached prompt is worth so many running requests to a decode node
+)
+NO_ROOM_COST: Final = 1000.0  # a node that must first free blocks comes after all that need not
+SESSION_WORTH: Final = 4.0  # a session stays with its decode node up to so many requests more ...
+SESSION_SHARE: Final = 0.5  # ... or this share of those that run there, whichever is more
+FEW_WAITING: Final = 2
+SHARE_WAITING: Final = 0.125  # of those that run
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSnapshot:
+    """A node as this router sees it now. `prefix`: block hashes that it holds (read only).
+
+    `assigned` and `assigned_tokens`: requests and uncomputed prompt tokens that this router has
+    given it; known at once, while `load` is one step old. `unreported_tokens`: those of them that
+    it was sent after its last report. `pooling`: groups of inputs that it pools for this router.
+    """
+
+    node_id: str
+    boot_id: str
+    role: Role
+    model_digest: str
+    fingerprint: str
+    block_size: int
+    kv_dtype: str
+    load: NodeLoad = field(default_factory=NodeLoad)
+    prefix: Collection[bytes] = frozenset()
+    assigned: int = 0
+    assigned_tokens: int = 0
+    unreported_tokens: int = 0
+    pooling: int = 0
+    adapters: tuple[str, ...] = ()
+    max_num_seqs: int = 0  # 0 = not told
+    shunned: bool = False  # it hangs, or is in quarantine (router/nodes/health.py)
+
+    @staticmethod
+    def of(record: NodeRecord) -> NodeSnapshot:
+        """The node as it says of itself, idle and empty."""
+        return NodeSnapshot(
+            node_id=record.node_id,
+            boot_id=record.boot_id,
+            role=record.role,
+            model_digest=record.model_digest,
+            fingerprint=record.endpoint.layout_fingerprint,
+            block_size=record.block_size,
+            kv_dtype=record.endpoint.format.dtype,
+            adapters=record.adapters,
+            max_num_seqs=record.max_num_seqs,
+        )
+
+    @property
+    def takes_requests(self) -> bool:
+        return not (self.load.draining or self.load.asleep or self.shunned)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a request needs of its nodes.
+
+    `excluded` boots must not serve it (they refused); `avoided` ones only if nobody else can (they
+    failed it). `model_digest`: the model that it began with, None at first. `session_boot`: the
+    decode node that served its session, "" for none. `width`: sequences that decode at once.
+    `local`: its KV was lost on the way too often, so the decode node computes the prompt.
+    """
+
+    known_ids: tuple[int, ...]
+    tenant_salt: str = ""
+    adapter: str = ""
+    model_digest: str | None = None
+    excluded: frozenset[str] = frozenset()
+    avoided: frozenset[str] = frozenset()
+    session_boot: str = ""
+    slo: Slo = ANY
+    width: int = 1
+    local: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySettings:
+    """`prefix_weight` 0: prefixes are ignored (least loaded).
+
+    `placement` of the prefill: "remote" on a prefill node, if there is one; "threshold" on the
+    decode node for prompts with at most `local_prefill_tokens` uncached tokens; "auto" where it
+    costs less (router/nodes/placement.py). `two_choices`: among nodes with equal prefixes only two
+    drawn ones are compared, which is better where many routers share nodes that seldom report, and
+    worse elsewhere (docs/admission.md has the figures).
+    """
+
+    prefix_weight: float = 1.0
+    local_prefill_tokens: int = 0
+    placement: Placement = "threshold"
+    two_choices: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """`prefill` None: the decode node computes the prompt. Cached counts are tokens."""
+
+    decode: NodeSnapshot
+    prefill: NodeSnapshot | None = None
+    prefill_cached: int = 0
+    decode_cached: int = 0
+
+
+def choose_route(
+    ask: Ask, nodes: Sequence[NodeSnapshot], settings: PolicySettings, tie: float
+) -> Route:
+    """Pick nodes for a request; `tie` in [0, 1) decides between equals.
+
+    Raises Unavailable when no decode node can serve, ContextLengthExceeded when the prompt fits
+    into no node's pool.
+    """
+    usable = [node for node in nodes if is_usable(node, ask)]
+    decoders = [node for node in usable if node.role is Role.DECODE]
+    if not decoders:
+        raise Unavailable("no decode node is available")
+    cached = prefix_lengths(ask, usable) if settings.prefix_weight else {}
+    layouts = {node.fingerprint for node in decoders}
+    prefillers = [n for n in usable if n.role is Role.PREFILL and n.fingerprint in layouts]
+    if not prefillers or ask.local:
+        decode = pick_decode(ask, decoders, settings, tie, cached)
+        return Route(decode, decode_cached=cached.get(decode.boot_id, 0))
+    prefill = _pick(
+        _drawn(_prefill_candidates(prefillers, ask, cached), ask, cached, settings, tie),
+        lambda node: prefill_cost(node, ask, cached.get(node.boot_id, 0), settings),
+        tie,
+    )
+    partners = [node for node in decoders if node.fingerprint == prefill.fingerprint]
+    decode = pick_decode(ask, partners, settings, tie, cached)
+    route = Route(decode, prefill, cached.get(prefill.boot_id, 0), cached.get(decode.boot_id, 0))
+    if _prefills_locally(len(ask.known_ids), route, prefill, settings):
+        return Route(decode, decode_cached=route.decode_cached)
+    return route
+
+
+def _prefills_locally(
+    num_tokens: int, route: Route, prefill: NodeSnapshot, settings: PolicySettings
+) -> bool:
+    if settings.placement == "remote":
+        return False
+    if settings.placement == "threshold":
+        return num_tokens - route.decode_cached <= settings.local_prefill_tokens
+    prompt = Prompt(num_tokens, route.prefill_cached, route.decode_cached)
+    costs = placement_costs(prompt, prefill, route.decode)
+    return costs is not None and costs.local_is_cheaper
+
+
+def choose_decode(
+    ask: Ask, nodes: Sequence[NodeSnapshot], fingerprint: str, settings: PolicySettings, tie: float
+) -> NodeSnapshot:
+    """A decode node for KV that exists already, in the layout `fingerprint`. Raises Unavailable."""
+    partners = [
+        node
+        for node in nodes
+        if node.role is Role.DECODE and node.fingerprint == fingerprint and is_usable(node, ask)
+    ]
+    if not partners:
+        raise Unavailable("no decode node is available")
+    cached = prefix_lengths(ask, partners) if settings.prefix_weight else {}
+    return pick_decode(ask, partners, settings, tie, cached)
+
+
+def pick_decode(
+    ask: Ask,
+    decoders: Sequence[NodeSnapshot],
+    settings: PolicySettings,
+    tie: float,
+    cached: dict[str, int],
+) -> NodeSnapshot:
+    """The cheapest of `decoders`. Raises ContextLengthExceeded."""
+    return _pick(
+        _drawn(_decode_candidates(decoders, ask), ask, cached, settings, tie),
+        lambda node: decode_cost(node, ask, cached.get(node.boot_id, 0), settings),
+        tie,
+    )
+
+
+def is_usable(node: NodeSnapshot, ask: Ask) -> bool:
+    return (
+        node.takes_requests
+        and node.boot_id not in ask.excluded
+        and ask.model_digest in (None, node.model_digest)
+        and (not ask.adapter or ask.adapter in node.adapters)
+        and (node.role is not Role.DECODE or holds_width(node, ask.width))
+    )
+
+
+def holds_width(node: NodeSnapshot, width: int) -> bool:
+    """Could so many sequences of one request ever run there at once?"""
+    return node.max_num_seqs == 0 or width <= node.max_num_seqs
+
+
+def is_full(node: NodeSnapshot) -> bool:
+    """It has a queue of its own. A few may have come in with the step under way: these are none."""
+    load = node.load
+    return load.swapped > 0 or load.waiting > max(FEW_WAITING, SHARE_WAITING * load.running)
+
+
+def prefill_cost(node: NodeSnapshot, ask: Ask, cached: int, settings: PolicySettings) -> float:
+    """Prompt tokens that `node` computes before this request's token 1."""
+    uncached = len(ask.known_ids) - settings.prefix_weight * cached
+    short = _blocks_short(node, ask, cached)
+    return (
+        tokens_ahead(node) + uncached + (NO_ROOM_COST + short * node.block_size if short else 0.0)
+    )
+
+
+def decode_cost(node: NodeSnapshot, ask: Ask, cached: int, settings: PolicySettings) -> float:
+    """Requests that share `node`'s steps, less what its prefix saves and what its session is worth,
+    more if it lacks room."""
+    requests = requests_on(node)
+    hit = cached / max(1, len(ask.known_ids))
+    short = _blocks_short(node, ask, cached)
+    saved = settings.prefix_weight * PREFIX_WORTH * hit + session_worth(node, ask)
+    return requests - saved + (NO_ROOM_COST if short else 0.0)
+
+
+def session_worth(node: NodeSnapshot, ask: Ask) -> float:
+    """Running requests that staying with its node is worth to a session; 0 on an overloaded one."""
+    if node.boot_id != ask.session_boot or is_full(node):
+        return 0.0
+    return max(SESSION_WORTH, SESSION_SHARE * requests_on(node))
+
+
+def prefix_lengths(ask: Ask, nodes: Iterable[NodeSnapshot]) -> dict[str, int]:
+    """Boot id -> leading tokens of the request whose KV the node holds.
+
+    Each node's own model, KV precision and block size make its hashes; they are computed once per
+    such group, and only as far as some node still matches.
+    """
+    groups: dict[tuple[bytes, int], list[NodeSnapshot]] = {}
+    for node in nodes:
+        if not node.prefix:
+            continue  # it holds nothing of anybody's
+        root = root_hash(node.model_digest, ask.tenant_salt, node.kv_dtype, ask.adapter)
+        groups.setdefault((root, node.block_size), []).append(node)
+    lengths: dict[str, int] = {}
+    for (root, size), members in groups.items():
+        parent, holders = root, members
+        # At least one token must be computed, so the last one never counts as cached.
+        for end in range(size, len(ask.known_ids), size):
+            parent = chain(parent, ask.known_ids[end - size : end])
+            holders = [node for node in holders if parent in node.prefix]
+            if not holders:
+                break
+            lengths.update((node.boot_id, end) for node in holders)
+    return lengths
+
+
+def _prefill_candidates(
+    nodes: Sequence[NodeSnapshot], ask: Ask, cached: dict[str, int]
+) -> Sequence[NodeSnapshot]:
+    """Those that keep its time to token 1, all if none does. Raises ContextLengthExceeded."""
+    fitting = _with_room(_prefer_unavoided(nodes, ask), ask)
+    limit_s = ask.slo.ttft_s
+    if limit_s is None:
+        return fitting
+    length = len(ask.known_ids)
+    return [
+        node
+        for node in fitting
+        if not _blocks_short(node, ask, cached.get(node.boot_id, 0))
+        and meets(expected_ttft_s(node, length - cached.get(node.boot_id, 0)), limit_s)
+    ] or fitting
+
+
+def _decode_candidates(nodes: Sequence[NodeSnapshot], ask: Ask) -> Sequence[NodeSnapshot]:
+    """Those that keep its time per token, all if none does. Raises ContextLengthExceeded."""
+    fitting = _with_room(_prefer_unavoided(nodes, ask), ask)
+    limit_s = ask.slo.tpot_s
+    if limit_s is None:
+        return fitting
+    return [
+        node
+        for node in fitting
+        if not _blocks_short(node, ask, 0) and meets(expected_tpot_s(node), limit_s)
+    ] or fitting
+
+
+def _drawn(
+    nodes: Sequence[NodeSnapshot],
+    ask: Ask,
+    cached: dict[str, int],
+    settings: PolicySettings,
+    tie: float,
+) -> Sequence[NodeSnapshot]:
+    """Two of them by `tie`, if that is wanted and only load tells the nodes apart."""
+    count = len(nodes)
+    if not settings.two_choices or count <= 2:
+        return nodes
+    if any(node.boot_id == ask.session_boot for node in nodes):
+        return nodes
+    if len({cached.get(node.boot_id, 0) for node in nodes}) > 1:
+        return nodes
+    first, rest = divmod(int(tie * count * (count - 1)), count - 1)
+    return nodes[first], nodes[(first + 1 + rest) % count]
+
+
+def _blocks_short(node: NodeSnapshot, ask: Ask, cached: int) -> int:
+    """Blocks that must become free before the request fits; 0 where the pool is not known."""
+    if node.load.total_blocks == 0:
+        return 0
+    return max(0, _blocks(node, ask) - cached // node.block_size - node.load.free_blocks)
+
+
+def _blocks(node: NodeSnapshot, ask: Ask) -> int:
+    return -(-(len(ask.known_ids) + 1) // node.block_size)
+
+
+def _prefer_unavoided(nodes: Sequence[NodeSnapshot], ask: Ask) -> Sequence[NodeSnapshot]:
+    if not ask.avoided:
+        return nodes
+    return [node for node in nodes if node.boot_id not in ask.avoided] or nodes
+
+
+def _with_room(nodes: Sequence[NodeSnapshot], ask: Ask) -> Sequence[NodeSnapshot]:
+    """Those whose whole pool could hold the request."""
+    fitting = [
+        node
+        for node in nodes
+        if node.load.total_blocks == 0 or _blocks(node, ask) <= node.load.total_blocks
+    ]
+    if not fitting:
+        raise ContextLengthExceeded(
+            f"{len(ask.known_ids)} tokens do not fit into any node's KV cache", field="prompt"
+        )
+    return fitting
+
+
+def _pick(
+    nodes: Sequence[NodeSnapshot], cost: Callable[[NodeSnapshot], float], tie: float
+) -> NodeSnapshot:
+    """One of the cheapest, by `tie`: routers with the same view do not all choose the same node."""
+    if len(nodes) == 1:
+        return nodes[0]
+    costs = [(cost(node), node) for node in nodes]
+    best = min(value for value, _ in costs)
+    limit = best + SIMILAR * abs(best)
+    equals = [node for value, node in costs if value <= limit]
+    return equals[int(tie * len(equals))]

@@ -1,0 +1,498 @@
+"""Dispatch: the journey of one request, from its record in the store to its last token.
+
+Read `Journey.travel` first.
+
+    QUEUED     recorded, or on its way to the store; a prefill node P and a decode node D are picked
+    PREFILL    P computes the prompt
+    TRANSFER   P's KV handle arrived, long before the KV: D gets handle and request and
+               fetches while P computes; token 1 comes from P and is shown as it arrives
+    DECODE     D's events, without what is known already (local prefill: QUEUED -> DECODE)
+    FINISHED   or FAILED, or CANCELLED: exactly one of them
+
+A decode node that drains, or is full, lets go of a running request: it exports its KV, and the
+request goes DECODE -> QUEUED (epoch + 1) -> TRANSFER -> DECODE to another one, with no gap.
+A node lost on the way sends the request back to QUEUED with epoch + 1 and what has been emitted so
+far; after MAX_NODE_DEATHS it is FAILED. The journey has its own task: no client can hold it up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
+
+from baton.protocol import wire
+from baton.protocol.errors import (
+    BatonError,
+    Cancelled,
+    DeadlineExceeded,
+    GivenBack,
+    InternalError,
+    KVError,
+    KVLost,
+    KVTimeout,
+    NodeLost,
+    Unavailable,
+    error_from_code,
+)
+from baton.protocol.events import HandleReady, Pooled, RequestFailed, Subscribed, TokenEvent
+from baton.protocol.handles import KVHandle
+from baton.protocol.messages import Migrate, SubmitDecode, SubmitPrefill
+from baton.protocol.request import TRANSITIONS, Request, RequestState
+from baton.runtime.failpoints import FAILPOINTS
+from baton.runtime.log import request_context
+from router.nodes.attachments import NodeEvent, SessionLost
+from router.nodes.deaths import Deaths
+from router.nodes.migration import Candidate, Move, Outcome
+from router.nodes.policy import NodeSnapshot, Route
+from router.request.choice import NodeChoice
+from router.request.dispatch_parts import DispatchParts
+from router.request.leg import HopFailed, Leg, Legs
+from router.request.retry_budget import is_free, is_momentary
+from router.request.showing import Showing
+from router.request.trace import RequestTrace
+from router.store.ledger import RequestLedger, description
+
+logger = logging.getLogger(__name__)
+MAX_ATTEMPTS: Final = 8  # whatever the reason: a request never wanders for ever
+MOVE_S: Final = 30.0  # a migration that took longer may be asked for again
+
+
+class Journey:
+    """One request under way, in its own task. `failure` is final after the last of `shown`."""
+
+    def __init__(self, request: Request, trace: RequestTrace, parts: DispatchParts) -> None:
+        self.failure: BatonError | None = None
+        self._request = request
+        self._trace = trace
+        self._parts = parts
+        self._clock = parts.clock
+        self.shown = Showing(request, trace, parts.clock)
+        self._output = self.shown.output
+        self._legs = Legs(parts.registry)
+        self._nodes = NodeChoice(parts.registry, parts.settings, parts.sessions, trace)
+        self._deaths = Deaths(parts.registry)
+        self._attempts = 0
+        self._planned: NodeSnapshot | None = None  # the decode node that the route named
+        self._move: Move | None = None  # under way to another decode node
+        self._moved_at: float | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._why: BatonError = Cancelled("the request was cancelled")  # if it is
+        self._aborted = False
+        self._closing = False
+
+    # ---- for the dispatcher ----
+
+    def start(self, ended: Callable[[], object]) -> None:
+        self._task = asyncio.create_task(self._run(), name=f"request {self._request.id}")
+        self._task.add_done_callback(lambda task: self._over(task, ended))
+        deadline = self._request.deadline
+        assert deadline is not None, "Dispatcher.run sets one"
+        left_s = max(0.0, deadline - self._clock.monotonic())
+        self._timer = asyncio.get_running_loop().call_later(left_s, self._expire)
+
+    def _over(self, task: asyncio.Task[None], ended: Callable[[], object]) -> None:
+        ended()
+        if self._timer is not None:
+            self._timer.cancel()
+        if task.cancelled():  # before it began: none of its own code has run
+            self.failure = Cancelled("the request was cancelled")
+            self.shown.close()
+
+    def abort(self) -> None:
+        """End it: somebody said so."""
+        self._aborted = True
+        self.cancel()
+
+    def cancel(self, why: BatonError | None = None) -> None:
+        """Once the end is being recorded there is nothing left to cancel."""
+        if self._task is not None and not self._closing:
+            self._why = why or self._why
+            self._task.cancel()
+
+    def _expire(self) -> None:
+        self.cancel(DeadlineExceeded("the request's deadline has passed"))
+
+    def stop_sample(self, sample: int) -> None:
+        """No node computes it any further, none begins it again."""
+        self._output.stop(sample)
+        self._request = replace(self._request, ended=self._output.ended)
+        self._legs.stop_sample(sample)
+        if self._output.finished:  # the others' ends are on their way to the caller
+            self._trace.stopped_by_text()
+            self.cancel()
+
+    @property
+    def seen(self) -> tuple[Request, RequestTrace]:
+        """The request as its nodes have it now, and what it went through."""
+        return self._request, self._trace
+
+    @property
+    def candidate(self) -> Candidate | None:
+        """What a migrator may know of it; None while no decode node has it, or it moves."""
+        leg = self._legs.decode
+        if leg is None or self._closing or not leg.connected or self._is_moving:
+            return None
+        tokens = len(self._request.prompt_ids) + self._output.num_tokens
+        boot_id, decoding = leg.node.boot_id, self._ended_on_decode and self._output.num_tokens > 0
+        return Candidate(self._request.id, boot_id, tokens, decoding, self._moved_at)
+
+    def begin_move(self) -> Move | None:
+        """Ask its decode node to let go; None with nobody to ask, or nobody else to go to."""
+        leg = self._legs.decode
+        if leg is None or self.candidate is None:
+            return None
+        try:
+            self._nodes.check_decode(self._request, leg.node.fingerprint, leg.node.boot_id)
+        except BatonError:
+            return None
+        move = self._move = Move(leg.node.boot_id, self._clock.monotonic())
+        leg.session.send(Migrate(self._request.id, leg.epoch))
+        return move
+
+    @property
+    def _is_moving(self) -> bool:
+        move = self._move
+        return move is not None and self._clock.monotonic() - move.asked_at < MOVE_S
+
+    async def stop(self, why: BatonError | None = None) -> None:
+        """Cancel it unless it has ended; returns when nodes and store have been told."""
+        self.cancel(why)
+        if self._task is not None and not self._task.done():
+            await asyncio.wait({self._task})
+
+    async def _run(self) -> None:
+        """`travel`, whatever happens: exactly one terminal state, every node left."""
+        ledger: list[RequestLedger] = []
+        outcome = RequestState.FAILED
+        try:
+            with request_context(self._request.id):
+                await self.travel(ledger)
+            outcome = RequestState.FINISHED
+        except asyncio.CancelledError:
+            if self._trace.text_stop:
+                outcome = RequestState.FINISHED
+            else:
+                self.failure = self._why
+                if isinstance(self._why, Cancelled):
+                    outcome = RequestState.CANCELLED
+        except BatonError as error:
+            self.failure = error
+        except Exception as error:  # the caller gets an opaque error, the log all of it
+            logger.exception("request %s: dispatch failed", self._request.id)
+            self.failure = InternalError("dispatch failed")
+            self.failure.__cause__ = error
+        finally:
+            self._closing = True
+            try:
+                await self._close(ledger[0] if ledger else None, outcome)
+            finally:
+                for opened in ledger:
+                    opened.abandon()
+                self.shown.close()
+
+    # ---- the journey ----
+
+    async def travel(self, opened: list[RequestLedger]) -> None:
+        """From QUEUED to the last token. `opened` gets the ledger, for whoever records the end."""
+        FAILPOINTS.hit("accepted")
+        ledger = await self._parts.store.enter(self._request, description(self._request))
+        opened.append(ledger)
+        self._parts.retries.begin()
+        while not self._output.finished:
+            try:
+                await self._attempt(ledger)
+            except HopFailed as failure:
+                await self._fail_over(ledger, failure)
+            except Unavailable as error:
+                await self._nobody_there(ledger, error)
+
+    async def _attempt(self, ledger: RequestLedger) -> None:
+        """One epoch: give the request to its nodes, follow them to the end. Raises HopFailed."""
+        self._attempts += 1
+        self.shown.restart()
+        try:
+            if self._legs.has_export:
+                await self._hand_over(ledger)  # a decode node was lost, the export was not
+            else:
+                self._give_up("nobody fetched it")  # an export that went before a node came
+                await self._begin(ledger, self._nodes.route(self._request))
+            while not self._output.finished:
+                leg, event = await self._legs.next_event()
+                if leg is self._legs.prefill:
+                    await self._on_prefill(ledger, event)
+                elif leg is self._legs.decode:
+                    await self._on_decode(ledger, event)
+                # else: from a leg that was given up
+        except NodeLost as error:  # it went between the choice and the submission
+            raise HopFailed(error) from error
+
+    def _give_up(self, why: str) -> None:
+        self._legs.give_up(why)
+        self._end_move("failed")
+
+    async def _begin(self, ledger: RequestLedger, route: Route) -> None:
+        """Submit to the prefill node; without one, to the decode node alone."""
+        trace = self._trace
+        self._planned = route.decode
+        trace.local_prefill = route.prefill is None
+        trace.decode_node = route.decode.node_id
+        trace.prefill_node = None if route.prefill is None else route.prefill.node_id
+        if trace.dispatched_at is None:
+            trace.dispatched_at = self._clock.monotonic()
+        known = len(self._request.known_ids)
+        if route.prefill is None:
+            self._legs.begin_decode(
+                route.decode, SubmitDecode(self._request), known - route.decode_cached
+            )
+            await self._accepted(ledger)
+            ledger.post(RequestState.DECODE, decode_node=route.decode.node_id)
+        else:
+            self._legs.begin_prefill(
+                route.prefill, SubmitPrefill(self._request), known - route.prefill_cached
+            )
+            await self._accepted(ledger)
+            ledger.post(RequestState.PREFILL, prefill_node=route.prefill.node_id)
+
+    async def _accepted(self, ledger: RequestLedger) -> None:
+        """Nothing of the request is shown before its record is there; its prefill need not wait."""
+        await ledger.accepted()
+        if self._trace.queued_at is None:
+            FAILPOINTS.hit("logged")
+            self._trace.queued_at = self._clock.monotonic()
+
+    async def _hand_over(self, ledger: RequestLedger) -> None:
+        """Give handle and request to a decode node, which subscribes while the prefill runs."""
+        handle = self._legs.handle
+        assert handle is not None, "there is an export to hand over"
+        node, self._planned = self._planned, None
+        if node is None or self._parts.registry.session(node.boot_id) is None:
+            fingerprint = handle.endpoint.layout_fingerprint
+            node = self._nodes.decode(self._request, fingerprint, leaving=handle.boot_id)
+        self._trace.decode_node = node.node_id
+        ledger.post(
+            RequestState.TRANSFER,
+            decode_node=node.node_id,
+            kv_handle=wire.handle_to_bytes(handle).hex(),
+        )
+        prefilling = not self._legs.prefilled
+        self._legs.begin_decode(node, SubmitDecode(self._request, handle, prefilling))
+
+    async def _on_prefill(self, ledger: RequestLedger, event: NodeEvent) -> None:
+        legs = self._legs
+        match event:
+            case HandleReady() if legs.handle is None:
+                self._trace.handle_at = self._clock.monotonic()
+                legs.take_handle(event.handle)
+                await self._hand_over(ledger)
+            case TokenEvent():
+                self._trace.count(event)
+                self.shown.show(event)
+                legs.has_prefilled()
+            case RequestFailed() if not (legs.prefilled and legs.is_subscribed):
+                self._refused(legs.prefill, event)
+            case SessionLost() if legs.is_doomed_by(event):
+                raise HopFailed(self._lost(legs.prefill, event))
+            case SessionLost() if not (legs.is_subscribed or (event.drained and legs.prefilled)):
+                raise HopFailed(self._lost(legs.prefill, event))
+            case SessionLost() if not self.shown.told:
+                lost = self._lost(legs.prefill, event)  # only a prefill tells of the prompt
+                raise HopFailed(KVLost(lost.message), export_lost=True) from lost
+            case SessionLost():  # once D subscribes, it is D that reports the export's end
+                legs.exporter_suspect = event.suspect
+            case _:
+                pass
+
+    async def _on_decode(self, ledger: RequestLedger, event: NodeEvent) -> None:
+        legs = self._legs
+        match event:
+            case Subscribed():
+                self._trace.subscribed_at = self._clock.monotonic()
+                legs.subscribed()
+            case TokenEvent():
+                if legs.handle is None:
+                    self._trace.count(event)
+                elif not legs.decoding:
+                    await self._handed_over(ledger)
+                self.shown.decoded(event, self._legs.handle is not None)
+                legs.shows = self.shown.show_next  # what follows, unless it ends something
+            case RequestFailed():
+                self._refused(legs.decode, event)
+            case SessionLost():
+                raise HopFailed(self._lost(legs.decode, event))
+            case HandleReady():
+                await self._move_on(ledger, event.handle)
+            case Pooled():
+                pass  # asked for by router/request/pool.py alone
+
+    async def _handed_over(self, ledger: RequestLedger) -> None:
+        """D's first event: the KV arrived whole, P may forget it."""
+        self._legs.decoding = True
+        self._legs.subscribed()
+        if self._move is None or not self._move.tokens:
+            self._trace.handover_at = self._clock.monotonic()
+        else:
+            self._trace.migrations += 1
+            self._moved_at = self._clock.monotonic()
+            self._end_move("done")
+        ledger.post(RequestState.DECODE)
+
+    async def _move_on(self, ledger: RequestLedger, handle: KVHandle) -> None:
+        """The decode node has let go of the request: the next one fetches from it and goes on."""
+        assert self._legs.decode is not None, "it was the decode node that said so"
+        source = self._legs.decode.node
+        if self._move is None:  # asked so long ago that it was given up
+            self._move = Move(source.boot_id, self._clock.monotonic())
+        self._move.tokens = handle.num_tokens
+        self._legs.take_over(handle)
+        self._nodes.avoid(source.boot_id)
+        await self._next_epoch(ledger)
+        await self._hand_over(ledger)  # never to the exporter itself
+
+    def _end_move(self, outcome: Outcome) -> None:
+        if self._move:
+            self._move.end(outcome, self._parts.migrations, self._clock.monotonic())
+            self._move = None
+
+    # ---- when a node fails ----
+
+    def _lost(self, leg: Leg | None, event: SessionLost) -> NodeLost:
+        if leg is not None:
+            boot_id = leg.node.boot_id
+            self._nodes.avoid(boot_id)
+            if event.suspect:
+                self._deaths.note(boot_id, hung=event.stalled)
+            if self._move and self._move.source == boot_id:
+                self._end_move("given back" if event.drained else "failed")
+        return NodeLost(f"node {event.node_id} was lost: {event.reason}")
+
+    def _refused(self, leg: Leg | None, event: RequestFailed) -> None:
+        """Raise HopFailed if another node may do better, else the error that the node gave."""
+        error = error_from_code(event.code, event.message, event.field)
+        if not event.retryable or leg is None:
+            raise error
+        if isinstance(error, KVError):
+            raise self._kv_failed(leg, error)
+        if isinstance(error, GivenBack):
+            self._nodes.avoid(leg.node.boot_id)
+            self._end_move("given back")
+        else:
+            self._nodes.refused(leg.node.boot_id, error)
+        raise HopFailed(error)
+
+    def _kv_failed(self, leg: Leg, error: KVError) -> HopFailed:
+        """The KV did not arrive. After a time-out the exporter goes on if it can: its export is
+        fetched once more, elsewhere if possible. Computing it again would only add to the load."""
+        if isinstance(error, KVTimeout) and self._legs.may_fetch_again():
+            self._nodes.avoid(leg.node.boot_id)
+            return HopFailed(error)
+        exporter, lost = self._legs.prefill, isinstance(error, KVLost | KVTimeout)
+        if exporter is not None:
+            note = self._nodes.lost_kv if lost else self._nodes.avoid
+            note(exporter.node.boot_id)
+            if isinstance(error, KVLost) and self._legs.exporter_is_suspect:
+                self._deaths.note(exporter.node.boot_id)
+        return HopFailed(error, export_lost=True)
+
+    async def _fail_over(self, ledger: RequestLedger, failure: HopFailed) -> None:
+        """Back to QUEUED with the next epoch. Raises the failure when there have been enough."""
+        for leg, event in self._legs.pending_events():
+            # It is in the log, so it is part of the output.
+            if isinstance(event, TokenEvent) and leg is self._legs.prefill:
+                self.shown.show(event)
+                self._legs.has_prefilled()
+            elif isinstance(event, TokenEvent) and leg is self._legs.decode:
+                self.shown.decoded(event, self._legs.handle is not None)
+        if self._output.finished:
+            return
+        self._trace.node_deaths = self._deaths.count
+        if self._attempts >= MAX_ATTEMPTS or await self._deaths.are_enough():
+            raise failure.error
+        keeps_export = self._legs.has_export and not failure.export_lost
+        # Who has begun goes on, whatever the load; so does who has nothing to compute again.
+        begun = self._output.num_tokens or keeps_export
+        if not (begun or is_free(failure.error)):
+            self._parts.retries.spend(failure.error)
+        logger.warning(
+            "request %s: epoch %d failed after %d tokens: %s",
+            self._request.id, ledger.epoch, self._output.num_tokens, failure.error.message,
+        )  # fmt: skip
+        elsewhere = self._legs.handle is not None
+        if keeps_export:
+            self._legs.drop_decode()
+        else:
+            self._give_up("failover")
+        for event in await ledger.settle():  # logged, and heard of no more
+            self.shown.decoded(event, elsewhere and not event.prompt_logprobs)
+        if self._output.finished:
+            return
+        if isinstance(failure.error, GivenBack):
+            self._attempts -= 1  # as asked: nobody failed
+        else:
+            self._trace.retries += 1
+        await self._next_epoch(ledger)
+
+    async def _nobody_there(self, ledger: RequestLedger, error: Unavailable) -> None:
+        """Wait for a node to come (back), as long as one is expected. Raises `error` if none is."""
+        if ledger.state is not RequestState.QUEUED:
+            await self._fail_over(ledger, HopFailed(error))
+            return
+        self._attempts -= 1  # nobody has tried
+        if self._legs.has_export and self._nodes.serve(self._request):
+            self._give_up("nobody fetches it")  # whoever is there computes it again
+        elif not await self._nodes.may_come(self._request, self._legs.handle):
+            raise error
+
+    async def _next_epoch(self, ledger: RequestLedger) -> None:
+        """QUEUED again: whoever had the request is fenced, its next owner knows all its tokens."""
+        self._planned = None
+        await ledger.move(RequestState.QUEUED)
+        # The ledger counts epochs; a request's own epoch is its copy.
+        retried = self._request.retried(self._output.output_ids)
+        self._request = replace(retried, epoch=ledger.epoch, ended=self._output.ended)
+
+    # ---- the end ----
+
+    async def _close(self, ledger: RequestLedger | None, outcome: RequestState) -> None:
+        """Leave every node, record the terminal state."""
+        trace = self._trace
+        self._end_move("over")
+        ended = outcome is RequestState.FINISHED and self.failure is None and not trace.text_stop
+        if ended and self._ended_on_decode:
+            self._legs.finish()
+        else:
+            self._legs.give_up(outcome.value)
+        if ledger is not None:
+            if outcome not in TRANSITIONS[ledger.state]:
+                outcome = RequestState.CANCELLED  # stopped by its text between two epochs
+            FAILPOINTS.hit("finishing")
+            error = "" if self.failure is None else self.failure.code
+            message = "" if self.failure is None else self.failure.message
+            tokens = str(self._output.num_tokens)
+            await ledger.finish(
+                outcome,
+                kept=self._is_an_end(outcome),
+                error=error,
+                message=message,
+                output_tokens=tokens,
+            )
+        trace.outcome = outcome.value
+        trace.finished_at = self._clock.monotonic()
+        logger.info("request %s: %s", self._request.id, trace.told(self._request, self.failure))
+
+    def _is_an_end(self, outcome: RequestState) -> bool:
+        """Is that how the request ended, for whoever asks for it again? Not if nothing of it was
+        shown and another try may go better: then nothing is kept, and its name is free."""
+        if self._output.num_tokens or self._aborted or self._deaths.guilty:
+            return True
+        if outcome is RequestState.CANCELLED:
+            return False  # nobody read it
+        return self.failure is None or not is_momentary(self.failure)
+
+    @property
+    def _ended_on_decode(self) -> bool:
+        """The decode node had the last word; else token 1 was it, and the export is of no use."""
+        return self._legs.decoding or self._legs.handle is None

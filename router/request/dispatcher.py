@@ -1,0 +1,120 @@
+"""All requests under way on this router, each a Journey (router/request/dispatch.py) behind the
+gate.
+
+What front doors, the admin server and the migrator talk to. The life: made -> run() -> stop().
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import nullcontext
+from dataclasses import replace
+
+from baton.protocol.errors import Unavailable
+from baton.protocol.events import TokenEvent
+from baton.protocol.request import Request
+from router.nodes.migration import Candidate, MigrationStats
+from router.request.dispatch import MOVE_S, Journey
+from router.request.dispatch_parts import DispatchParts
+from router.request.gate.admission import Bounds
+from router.request.gate.gate import Gate, GateSettings
+from router.request.retry_budget import RetryBudget
+from router.request.trace import RequestTrace
+
+
+class Dispatcher:
+    """All requests under way on this router."""
+
+    def __init__(self, parts: DispatchParts) -> None:
+        self._parts = parts
+        settings = GateSettings(Bounds(parts.max_live))
+        self.gate = parts.gate or Gate(parts.clock, settings)
+        self._live: dict[str, Journey] = {}
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    async def run(
+        self, request: Request, trace: RequestTrace | None = None, *, admitted: bool = False
+    ) -> AsyncGenerator[TokenEvent, None]:
+        """Yield the request's tokens: in order per sample, no gap, no duplicate, to the end.
+
+        Closing the generator early aborts the request on every node (CANCELLED, or FINISHED after
+        `trace.stopped_by_text()`). Mutates `trace`. Raises BatonError where the request fails.
+        `admitted`: another router has let it in before, the gate need not.
+        """
+        parts, trace = self._parts, trace or RequestTrace()
+        if request.deadline is None:
+            request = replace(request, deadline=parts.clock.monotonic() + parts.timeout_s)
+        passage = nullcontext() if admitted else self.gate.admitted(request, trace)
+        async with passage:
+            journey = Journey(request, trace, parts)
+            self._live[request.id] = journey
+            journey.start(lambda: self._live.pop(request.id, None))
+            try:
+                while (event := await journey.shown.events.get()) is not None:
+                    yield event
+                if journey.failure is not None:
+                    raise journey.failure
+            finally:
+                await journey.stop()
+
+    def abort(self, request_id: str, by_operator: bool = False) -> bool:
+        """Cancel a request from outside. `by_operator`: its client waits for one. False: none."""
+        for request, trace in (*self.live(), *self.waiting()):
+            if request.id == request_id:
+                trace.aborted = by_operator
+        journey = self._live.get(request_id)
+        if journey is not None:
+            journey.abort()
+        return journey is not None or self.gate.cancel(request_id)
+
+    def live(self) -> list[tuple[Request, RequestTrace]]:
+        """What is under way, in the order of arrival."""
+        return [journey.seen for journey in self._live.values()]
+
+    def waiting(self) -> list[tuple[Request, RequestTrace]]:
+        """What has not been let in yet, in the order of arrival."""
+        return self.gate.waiting()
+
+    def stop_sample(self, request_id: str, sample: int) -> None:
+        """End one sample, whose text has ended; the others go on. Of the last one, close `run`."""
+        journey = self._live.get(request_id)
+        if journey is not None:
+            journey.stop_sample(sample)
+
+    @property
+    def retries(self) -> RetryBudget:
+        return self._parts.retries
+
+    @property
+    def migrations(self) -> MigrationStats:
+        return self._parts.migrations
+
+    def candidates(self) -> list[Candidate]:
+        """What is on a decode node now, for router/nodes/migration.py."""
+        found = (journey.candidate for journey in self._live.values())
+        return [candidate for candidate in found if candidate is not None]
+
+    async def migrate(self, request_id: str) -> bool:
+        """Move a request to another decode node, with its KV if it decodes by now.
+
+        True once the other node has gone on. False: nothing to move, or it moved without its KV.
+        """
+        journey = self._live.get(request_id)
+        move = None if journey is None else journey.begin_move()
+        if move is None:
+            return False
+        try:
+            async with asyncio.timeout(MOVE_S):
+                return await asyncio.shield(move.done)
+        except TimeoutError:
+            return False
+
+    async def stop(self) -> None:
+        """Fail whatever is still under way, refuse what waits."""
+        self.gate.stop()
+        why = Unavailable("the router is stopping: ask again", retry_after_s=1)
+        await asyncio.gather(*(journey.stop(why) for journey in list(self._live.values())))

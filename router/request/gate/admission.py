@@ -1,0 +1,436 @@
+"""Admission: which requests may be under way, which wait, in which order, and which are refused.
+
+No I/O, no clock: times are seconds of one monotonic clock and are passed in; whether the nodes have
+room is asked of the caller. router/request/gate/gate.py is the asyncio around it.
+
+    offer() -> ADMITTED                    nobody waits and there is room
+            -> QUEUED -> ADMITTED          in its turn, by pump()
+                      -> REFUSED           it can no longer make it, or a fairer one took its place
+                      -> OVER              cancel(): its client went away
+            -> REFUSED                     no place, over its key's limits, or hopeless
+    ADMITTED -> OVER                       release(), with what it used
+
+The most urgent priority (smallest number) first; within a priority tenants share by weight
+(fair_queue.py); within tenant and priority first come, first served. Nobody passes a head that is
+too large for the room there is. The queue is bounded: when it is full, the newest ticket of the
+tenant with the longest queue for its weight, in the least urgent priority, makes room for a fairer
+or more urgent one, so one client's flood only ever pushes out itself.
+"""
+
+from __future__ import annotations
+
+import enum
+import heapq
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+from router.request.gate.rates import AnswerLength, DrainRate, TokenBucket
+from router.tenants.fair_queue import FairQueue
+from router.tenants.keys import EVERYBODY, Grant
+
+LONGEST_RETRY_S: Final = 60
+SPARE_EXPIRIES: Final = 64
+SWEEP_S: Final = 0.2  # how often those that wait are asked whether they can still make it
+
+
+class TicketState(enum.Enum):
+    QUEUED = "queued"
+    ADMITTED = "admitted"
+    REFUSED = "refused"
+    OVER = "over"
+
+
+class Reason(enum.StrEnum):
+    """Why a request is refused; a label in the metrics."""
+
+    TOO_LARGE = "too_large"  # n x (prompt + max_tokens); not this module's
+    QUEUE_FULL = "queue_full"
+    CONCURRENCY = "concurrency"  # of its key
+    TOKEN_RATE = "token_rate"  # of its key
+    DEADLINE = "deadline"
+    SLO = "slo"
+    STOPPING = "stopping"
+    PAUSED = "paused"  # by an operator; not this module's
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """`retry_after_s`: whole seconds after which it may be worth another try."""
+
+    reason: Reason
+    retry_after_s: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a request asks of the router.
+
+    `first_tokens`: of its prompt tokens, those that need room to begin with, None for all.
+    `latest_start`: when its work must begin for its deadline or its SLO to hold, None for never;
+    `by_slo`: it is the SLO that ends first.
+    """
+
+    id: str
+    prompt_tokens: int
+    max_tokens: int  # of each sample
+    samples: int = 1
+    priority: int = 0
+    grant: Grant = EVERYBODY
+    latest_start: float | None = None
+    by_slo: bool = False
+    first_tokens: int | None = None
+
+    @property
+    def room_tokens(self) -> int:
+        return self.prompt_tokens if self.first_tokens is None else self.first_tokens
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A request's place. Written by AdmissionQueue alone. `cost`: estimated tokens."""
+
+    wanted: Wanted
+    cost: float
+    arrived_at: float
+    state: TicketState = TicketState.QUEUED
+    admitted_at: float | None = None
+    refusal: Refusal | None = None
+    level: FairQueue[Ticket] | None = None  # that it waited in: what it used is settled there
+
+    @property
+    def id(self) -> str:
+        return self.wanted.id
+
+    @property
+    def tenant(self) -> str:
+        return self.wanted.grant.tenant
+
+    @property
+    def weight(self) -> float:
+        return self.wanted.grant.weight
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """`max_live` requests under way, `max_queued` waiting."""
+
+    max_live: int = 1024
+    max_queued: int = 0
+
+
+@dataclass(slots=True)
+class _KeyUse:
+    """What one key has now: requests that are read and prepared, and those that wait or run.
+    `bucket` None: its rate is not limited."""
+
+    preparing: int = 0
+    live: int = 0
+    bucket: TokenBucket | None = None
+
+
+@dataclass(slots=True)
+class AdmissionStats:
+    """Counters for metrics and tests."""
+
+    admitted: int = 0
+    queued: int = 0  # of these, after a wait
+    cancelled: int = 0  # while they waited
+    refused: dict[Reason, int] = field(default_factory=lambda: dict.fromkeys(Reason, 0))
+
+
+# Does the cluster have room for it? Yes takes the room: then the ticket is admitted.
+Room = Callable[[Ticket], bool]
+
+
+class AdmissionQueue:
+    """All tickets of one router. Time never goes back between calls."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        self._bounds = bounds
+        self._levels: dict[int, FairQueue[Ticket]] = {}
+        self._queued = 0
+        self._live = 0
+        self._keys: dict[str, _KeyUse] = {}
+        self._expiries: list[tuple[float, int, Ticket]] = []
+        self._pushes = 0
+        self._swept_at = -math.inf
+        self._drain = DrainRate()
+        self._paused = False
+        self._answers = AnswerLength()
+        self._displaced: list[Ticket] = []
+        self.stats = AdmissionStats()
+
+    # ---- what it knows ----
+
+    @property
+    def num_live(self) -> int:
+        return self._live
+
+    @property
+    def num_queued(self) -> int:
+        return self._queued
+
+    @property
+    def queued_tokens(self) -> float:
+        return sum(level.backlog for level in self._levels.values())
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """How fast the queue drains, None before it was seen to."""
+        return self._drain.tokens_per_s
+
+    def queued_by_tenant(self) -> dict[str, int]:
+        counts: dict[str, int] = {}
+        for level in self._levels.values():
+            for ticket, _ in level.ahead():
+                counts[ticket.tenant] = counts.get(ticket.tenant, 0) + 1
+        return counts
+
+    def next_expiry(self) -> float | None:
+        """When the first of those that wait must have begun."""
+        while self._expiries and self._expiries[0][2].state is not TicketState.QUEUED:
+            heapq.heappop(self._expiries)
+        return self._expiries[0][0] if self._expiries else None
+
+    def pause(self, now: float, paused: bool) -> None:
+        """From now on nothing can leave the queue, whatever its length, or it can again."""
+        self._tick(now)
+        self._paused = paused
+
+    # ---- tickets ----
+
+    def prepare(self, grant: Grant, now: float) -> Refusal | None:
+        """A request has come in, and would be read: why it is not, None if it is. Then `prepared`
+        says once that it is offered next, or has ended."""
+        use = self._use(grant, now)
+        limit = grant.max_concurrency
+        if limit is not None and use.preparing + use.live >= limit:
+            return self._refusal(Reason.CONCURRENCY, 1.0)
+        wait_s = 0.0 if use.bucket is None else use.bucket.wait_s(now)
+        if wait_s > 0:
+            return self._refusal(Reason.TOKEN_RATE, wait_s)
+        use.preparing += 1
+        return None
+
+    def prepared(self, grant: Grant, tokens: float, now: float) -> None:
+        """The other end of `prepare`; `tokens` are what reading it alone has cost."""
+        use = self._keys[grant.name]
+        use.preparing -= 1
+        if use.bucket is not None:
+            use.bucket.give_back(-tokens, now)
+
+    def offer(self, wanted: Wanted, now: float, take_room: Room) -> Ticket:
+        """A ticket that is ADMITTED, QUEUED or REFUSED. Call pump() next if it is QUEUED."""
+        self._tick(now)
+        cost = wanted.prompt_tokens + self._answers.expect(wanted.max_tokens, wanted.samples)
+        ticket = Ticket(wanted, cost, now)
+        use = self._use(wanted.grant, now)
+        limit = wanted.grant.max_concurrency
+        if limit is not None and use.live >= limit:
+            return self._refuse(ticket, Reason.CONCURRENCY, self._slot_wait(cost))
+        late_s = self._lateness(ticket, self._ahead_of_new(ticket), now)
+        if late_s > 0:
+            return self._refuse(ticket, _too_late(wanted), late_s)
+        wait_s = 0.0 if use.bucket is None else use.bucket.take(cost, now)
+        if wait_s > 0:
+            return self._refuse(ticket, Reason.TOKEN_RATE, wait_s)
+        at_once = not self._queued and self._live < self._bounds.max_live and take_room(ticket)
+        if not at_once and not self._may_queue(ticket):
+            if use.bucket is not None:
+                use.bucket.give_back(cost, now)
+            return self._refuse(ticket, Reason.QUEUE_FULL, self._slot_wait(self.queued_tokens))
+        use.live += 1
+        if at_once:
+            self._admit(ticket, now)
+        else:
+            self._push(ticket)
+        return ticket
+
+    def pump(self, now: float, take_room: Room) -> list[Ticket]:
+        """Admit those whose turn it is, refuse those that cannot make it any more; returns all that
+        have left the queue since the last call, displaced ones too."""
+        self._tick(now)
+        left, self._displaced = self._displaced, []
+        left += self._expired(now)
+        if self._queued and now - self._swept_at >= SWEEP_S:
+            self._swept_at = now
+            left += self._swept(now)
+        while self._levels and self._live < self._bounds.max_live:
+            level = self._levels[min(self._levels)]
+            head = level.head()
+            assert head is not None, "an empty level is dropped"
+            if not take_room(head):
+                break
+            level.pop()
+            self._unqueued(head)
+            self._drain.add(head.cost)
+            self._admit(head, now)
+            self.stats.queued += 1
+            left.append(head)
+        return left
+
+    def cancel(self, ticket: Ticket, now: float) -> None:
+        """Its client went away while it waited. Mutates nothing for any other state."""
+        if ticket.state is TicketState.QUEUED:
+            self._tick(now)
+            self._drop(ticket, now)
+            ticket.state = TicketState.OVER
+            self.stats.cancelled += 1
+
+    def release(self, ticket: Ticket, used_tokens: float, output_tokens: int, now: float) -> None:
+        """An ADMITTED request has ended, however; settles its estimate. Once per ticket."""
+        assert ticket.state is TicketState.ADMITTED, f"released when {ticket.state.value}"
+        ticket.state = TicketState.OVER
+        self._live -= 1
+        use = self._keys[ticket.wanted.grant.name]
+        use.live -= 1
+        if use.bucket is not None:
+            use.bucket.give_back(ticket.cost - used_tokens, now)
+        if ticket.level is not None:
+            ticket.level.settle(ticket.tenant, used_tokens - ticket.cost)
+        if output_tokens:
+            self._answers.add(output_tokens / ticket.wanted.samples)
+
+    def stop(self, now: float) -> list[Ticket]:
+        """Refuse all that wait; returns them."""
+        waiting = list(self._waiting())
+        for ticket in waiting:
+            self._drop(ticket, now)
+            self._refuse(ticket, Reason.STOPPING, 1)
+        return waiting
+
+    # ---- inside ----
+
+    def _tick(self, now: float) -> None:
+        self._drain.tick(now, self._queued > 0 and not self._paused)
+
+    def _use(self, grant: Grant, now: float) -> _KeyUse:
+        use = self._keys.get(grant.name)
+        if use is None:
+            rate = grant.tokens_per_minute
+            bucket = None if rate is None else TokenBucket(rate, now)
+            use = self._keys[grant.name] = _KeyUse(bucket=bucket)
+        return use
+
+    def _admit(self, ticket: Ticket, now: float) -> None:
+        ticket.state = TicketState.ADMITTED
+        ticket.admitted_at = now
+        self._live += 1
+        self.stats.admitted += 1
+
+    def _refuse(self, ticket: Ticket, reason: Reason, wait_s: float) -> Ticket:
+        ticket.state = TicketState.REFUSED
+        ticket.refusal = self._refusal(reason, wait_s)
+        return ticket
+
+    def _refusal(self, reason: Reason, wait_s: float) -> Refusal:
+        self.stats.refused[reason] += 1
+        return Refusal(reason, min(LONGEST_RETRY_S, max(1, math.ceil(wait_s))))
+
+    def _push(self, ticket: Ticket) -> None:
+        level = self._levels.setdefault(ticket.wanted.priority, FairQueue())
+        ticket.level = level
+        level.push(ticket)
+        self._queued += 1
+        self._pushes += 1
+        latest = ticket.wanted.latest_start
+        if latest is not None:
+            heapq.heappush(self._expiries, (latest, self._pushes, ticket))
+        if len(self._expiries) > 2 * self._queued + SPARE_EXPIRIES:
+            # Those that were served leave their entries behind, some with far deadlines.
+            self._expiries = [it for it in self._expiries if it[2].state is TicketState.QUEUED]
+            heapq.heapify(self._expiries)
+
+    def _unqueued(self, ticket: Ticket) -> None:
+        """It has left its level."""
+        self._queued -= 1
+        if ticket.level is not None and not len(ticket.level):
+            del self._levels[ticket.wanted.priority]
+
+    def _drop(self, ticket: Ticket, now: float) -> None:
+        """Out of the queue, without having been served: nothing is charged."""
+        assert ticket.level is not None, "it waits"
+        ticket.level.remove(ticket)
+        self._unqueued(ticket)
+        use = self._keys[ticket.wanted.grant.name]
+        use.live -= 1
+        if use.bucket is not None:
+            use.bucket.give_back(ticket.cost, now)
+
+    def _waiting(self) -> Iterator[Ticket]:
+        return (ticket for level in self._levels.values() for ticket, _ in level.ahead())
+
+    def _may_queue(self, ticket: Ticket) -> bool:
+        """Is there a place; does a less fair ticket make one? Mutates the queue then."""
+        if self._queued < self._bounds.max_queued:
+            return True
+        if not self._levels:
+            return False
+        priority = max(self._levels)
+        level = self._levels[priority]
+        if ticket.wanted.priority > priority:
+            return False
+        tenant, share = level.fattest()
+        mine = level.share_of(ticket.tenant) + ticket.cost / ticket.weight
+        if ticket.wanted.priority == priority and (tenant == ticket.tenant or share <= mine):
+            return False
+        victim = level.last_of(tenant)
+        self._drop(victim, ticket.arrived_at)
+        wait_s = self._slot_wait(self.queued_tokens)
+        self._displaced.append(self._refuse(victim, Reason.QUEUE_FULL, wait_s))
+        return True
+
+    # ---- can it make it? ----
+
+    def _ahead_of_new(self, ticket: Ticket) -> float:
+        """Cost that is served before it, were it to wait."""
+        if not self._queued:
+            return 0.0
+        mine = ticket.wanted.priority
+        ahead = sum(level.backlog for priority, level in self._levels.items() if priority < mine)
+        level = self._levels.get(mine)
+        return ahead if level is None else ahead + level.ahead_of_new(ticket.tenant, ticket.weight)
+
+    def _lateness(self, ticket: Ticket, ahead: float, now: float) -> float:
+        """Seconds by which its start would come too late; at most 0: it can make it."""
+        latest = ticket.wanted.latest_start
+        if latest is None:
+            return 0.0
+        rate = self._drain.tokens_per_s
+        wait_s = ahead / rate if rate else 0.0
+        return now + wait_s - latest
+
+    def _slot_wait(self, tokens: float) -> float:
+        """Seconds until so many tokens have left the queue; 1 while nothing is known."""
+        rate = self._drain.tokens_per_s
+        return tokens / rate if rate else 1.0
+
+    def _expired(self, now: float) -> list[Ticket]:
+        late: list[Ticket] = []
+        while (expiry := self.next_expiry()) is not None and expiry < now:
+            _, _, ticket = heapq.heappop(self._expiries)
+            late.append(self._give_up(ticket, now, 0.0))
+        return late
+
+    def _swept(self, now: float) -> list[Ticket]:
+        """Those for whom the queue has become too slow."""
+        late: list[tuple[Ticket, float]] = []
+        above = 0.0
+        for priority in sorted(self._levels):
+            level = self._levels[priority]
+            for ticket, ahead in level.ahead():
+                late_s = self._lateness(ticket, above + ahead, now)
+                if late_s > 0:
+                    late.append((ticket, late_s))
+            above += level.backlog
+        return [self._give_up(ticket, now, late_s) for ticket, late_s in late]
+
+    def _give_up(self, ticket: Ticket, now: float, late_s: float) -> Ticket:
+        self._drop(ticket, now)
+        return self._refuse(ticket, _too_late(ticket.wanted), late_s)
+
+
+def _too_late(wanted: Wanted) -> Reason:
+    return Reason.SLO if wanted.by_slo else Reason.DEADLINE

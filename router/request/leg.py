@@ -1,0 +1,235 @@
+"""Legs: the nodes that work on one request, and the KV export between them. Mechanics only.
+
+A Leg is one node under one epoch. `Legs` holds at most a prefill and a decode leg, collects their
+events in one inbox, and renews the export's lease until the decode node does. After a migration
+the prefill leg is the decode node that exported. Not here: when to do which
+(router/request/dispatch.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from baton.protocol.errors import BatonError, NodeLost
+from baton.protocol.events import TokenEvent
+from baton.protocol.handles import KVHandle
+from baton.protocol.messages import (
+    AbortRequest,
+    Prefilled,
+    ReleaseExport,
+    RenewExport,
+    StopSample,
+    SubmitDecode,
+    SubmitPrefill,
+)
+from router.nodes.attachments import Attachment, NodeEvent, SessionLost
+from router.nodes.mailbox import Mailbox
+from router.nodes.policy import NodeSnapshot
+from router.nodes.registry import NodeRegistry
+from router.nodes.session import NodeSession
+
+
+class HopFailed(Exception):
+    """A node could not do its part; another may. `export_lost`: the KV that was being handed over
+    is of no use any more."""
+
+    def __init__(self, error: BatonError, *, export_lost: bool = False) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.export_lost = export_lost
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Leg:
+    node: NodeSnapshot
+    session: NodeSession
+    request_id: str
+    epoch: int
+
+    @property
+    def connected(self) -> bool:
+        """Is the session with this incarnation of the node still up?"""
+        record = self.session.record
+        return self.session.connected and record is not None and record.boot_id == self.node.boot_id
+
+    def leave(self, *, abort: bool) -> None:
+        """Hear no more of the node; `abort`: it has not ended by itself, tell it to stop."""
+        if self.connected:
+            self.session.detach(self.request_id)
+            if abort:
+                self.session.send(AbortRequest(self.request_id, self.epoch))
+
+
+class Legs:
+    """`decoding`: the decode node has spoken, so the export has served its purpose.
+
+    `exporter_suspect`: the exporter was lost, maybe of this request.
+    """
+
+    def __init__(self, registry: NodeRegistry) -> None:
+        self._registry = registry
+        self._inbox: Mailbox[tuple[Leg, NodeEvent]] = Mailbox()
+        self._renewal: asyncio.TimerHandle | None = None  # None: nothing to renew, or D does
+        self.prefill: Leg | None = None
+        self.decode: Leg | None = None
+        self.handle: KVHandle | None = None
+        self.prefilled = False
+        self.decoding = False
+        self._timed_out = False  # a fetch of the export did
+        self.exporter_suspect = False
+        # Shows a decode node's event that simply goes on; set while that is all there is to do.
+        self.shows: Callable[[TokenEvent], bool] | None = None
+
+    @property
+    def has_export(self) -> bool:
+        """Is there KV that another decode node may fetch?"""
+        return (
+            self.handle is not None
+            and self.prefill is not None
+            and self.prefill.connected
+            and not self.decoding
+        )
+
+    @property
+    def exporter_is_suspect(self) -> bool:
+        """May the exporter have died of this request, if it has died? The decode node may know of
+        its death before this router does."""
+        leg = self.prefill
+        if leg is not None and leg.connected:
+            return leg.request_id in leg.session.suspects
+        return self.exporter_suspect
+
+    def is_doomed_by(self, lost: SessionLost) -> bool:
+        """The exporter was lost in a way that the decode node notices late, or never: a machine
+        that is silent, or an unfinished prefill whose lane goes on asking for patience."""
+        return not self.decoding and (lost.silent or (lost.stalled and not self.prefilled))
+
+    def begin_prefill(self, node: NodeSnapshot, message: SubmitPrefill, num_tokens: int) -> None:
+        """`num_tokens`: to compute there. Raises NodeLost when the node has just gone away."""
+        self.prefill = self._submit(node, message, num_tokens)
+
+    def begin_decode(self, node: NodeSnapshot, message: SubmitDecode, num_tokens: int = 0) -> None:
+        """Likewise; with a handle nothing is to compute."""
+        self.decode = self._submit(node, message, num_tokens)
+
+    def take_handle(self, handle: KVHandle) -> None:
+        """The export has just been made; from now on its lease is ours to renew."""
+        self.handle = handle
+        self._timed_out = False
+        self._renew_later(handle)
+
+    def may_fetch_again(self) -> bool:
+        """After a fetch that timed out: is the exporter still there, and was that the first?"""
+        first, self._timed_out = not self._timed_out, True
+        return self.has_export and first
+
+    def take_over(self, handle: KVHandle) -> None:
+        """The decode node has let go of the running request: now it is the exporter, and nothing
+        more is heard of it as an owner."""
+        if self.prefill is not None:
+            self.prefill.leave(abort=False)
+        if self.decode is not None:
+            self.decode.leave(abort=False)
+        self.prefill, self.decode = self.decode, None
+        self.prefilled, self.decoding, self.shows = True, False, None
+        self.exporter_suspect = False
+        self.take_handle(handle)
+
+    def has_prefilled(self) -> None:
+        """Token 1 is there: so the decode node is told, unless it knew when it got the request."""
+        if not self.prefilled and self.decode is not None and self.decode.connected:
+            self.decode.session.send(Prefilled(self.decode.request_id, self.decode.epoch))
+        self.prefilled = True
+
+    def renew(self) -> None:
+        """Renew the lease now and every third of it."""
+        if self.handle is None or self.prefill is None:
+            return
+        self.prefill.session.send(RenewExport(self.handle))
+        self._renew_later(self.handle)
+
+    def _renew_later(self, handle: KVHandle) -> None:
+        self._stop_renewing()
+        loop = asyncio.get_running_loop()
+        self._renewal = loop.call_later(handle.lease_ms / 3000, self.renew)
+
+    def _stop_renewing(self) -> None:
+        if self._renewal is not None:
+            self._renewal.cancel()
+            self._renewal = None
+
+    def subscribed(self) -> None:
+        """The decode node renews the lease now, and reports the exporter's death."""
+        self._stop_renewing()
+
+    @property
+    def is_subscribed(self) -> bool:
+        return self.handle is not None and self._renewal is None
+
+    async def next_event(self) -> tuple[Leg, NodeEvent]:
+        """What a node says next; the lease is renewed meanwhile."""
+        return await self._inbox.get()
+
+    def pending_events(self) -> list[tuple[Leg, NodeEvent]]:
+        """What has been delivered and not been read."""
+        pending = list(self._inbox.waiting)
+        self._inbox.waiting.clear()
+        return pending
+
+    def drop_decode(self) -> None:
+        """The decode node failed; the export stays, and stays leased."""
+        if self.decode is not None:
+            self.decode.leave(abort=True)
+        self.decode = self.shows = None
+        self.renew()
+
+    def stop_sample(self, sample: int) -> None:
+        """The decode node need not go on with one of the request's samples."""
+        leg = self.decode
+        if leg is not None and leg.connected:
+            leg.session.send(StopSample(leg.request_id, leg.epoch, sample))
+
+    def give_up(self, why: str) -> None:
+        """Stop every node and release the export: nobody needs what they do."""
+        if self.decode is not None:
+            self.decode.leave(abort=True)
+        if self.prefill is not None:
+            self.prefill.leave(abort=True)
+            if self.handle is not None and not self.decoding and self.prefill.connected:
+                self.prefill.session.send(ReleaseExport(self.handle, why))
+        self._forget()
+
+    def finish(self) -> None:
+        """The decode node ended the request by itself."""
+        for leg in (self.prefill, self.decode):
+            if leg is not None:
+                leg.leave(abort=False)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._stop_renewing()
+        self.prefill = self.decode = self.handle = None
+        self.prefilled = self.decoding = self.exporter_suspect = False
+        self.shows = None
+
+    def _submit(
+        self, node: NodeSnapshot, message: SubmitPrefill | SubmitDecode, num_tokens: int
+    ) -> Leg:
+        request = message.request
+        session = self._registry.session(node.boot_id)
+        if session is None:
+            raise NodeLost(f"node {node.node_id} is not connected")
+        leg = Leg(node, session, request.id, request.epoch)
+
+        def deliver(event: NodeEvent) -> None:
+            # Nearly all tokens of all streams come through here: no turn of the journey's task for
+            # those, as long as nothing before them waits for one.
+            shows = self.shows if leg is self.decode and not self._inbox.waiting else None
+            if shows is None or not isinstance(event, TokenEvent) or not shows(event):
+                self._inbox.put((leg, event))
+
+        session.attach(Attachment(request.id, request.epoch, deliver, max(0, num_tokens)))
+        session.send(message)
+        return leg

@@ -1,0 +1,285 @@
+"""PoolDispatcher: prompts -> vectors, computed on prefill nodes; another node if one is lost.
+
+A call's prompts go out in groups, each to the node with the least to compute, so that several nodes
+share a large call. A group is a tenth of a second's work and waits for its turn, fair between
+tenants: what a node has queued of a large call keeps nobody's prompt waiting for long.
+Nothing of it is in the store: vectors are computed again, not resumed.
+Decode nodes do it only where there is no prefill node. Event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Final, Protocol
+
+from baton.protocol.clock import Clock
+from baton.protocol.errors import (
+    BatonError,
+    DeadlineExceeded,
+    InternalError,
+    NodeLost,
+    Overloaded,
+    Unavailable,
+    error_from_code,
+)
+from baton.protocol.events import Pooled, RequestFailed
+from baton.protocol.handles import Role
+from baton.protocol.messages import AbortRequest, PoolKind, SubmitPool
+from baton.protocol.request import Request
+from baton.protocol.sampling import SamplingParams
+from router.nodes.attachments import Attachment, NodeEvent, SessionLost
+from router.nodes.deaths import Deaths
+from router.nodes.placement import queued_tokens
+from router.nodes.policy import Ask, NodeSnapshot, is_usable
+from router.nodes.registry import NodeRegistry
+from router.nodes.session import NodeSession
+from router.request.together import together
+from router.tenants.keys import EVERYBODY, Grant
+from router.tenants.turns import Turns
+
+log = logging.getLogger(__name__)
+GROUP_PROMPTS: Final = 32
+GROUP_TOKENS: Final = 1 << 16
+GROUP_S: Final = 0.1  # of a node's time
+FIRST_TOKENS: Final = 2048  # of a group, before any node has measured itself
+LEAST_TOKENS: Final = 512
+GROUPS_PER_NODE: Final = 2  # at once: one is computed, one is there
+MAX_ATTEMPTS: Final = 8
+_PARAMS: Final = SamplingParams(max_tokens=1, temperature=0.0, seed=0)  # nothing is sampled
+
+Prompts = Sequence[tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolAsk:
+    """What is wanted of some prompts. `deadline`: monotonic seconds; `answers`: ids of yes, no;
+    `field`: where a client gave the prompts."""
+
+    id: str = ""
+    prompts: Prompts = ()
+    deadline: float = 0.0
+    kind: PoolKind = "last"
+    normalize: bool = True
+    dimensions: int = 0
+    answers: tuple[int, int] = (0, 0)
+    adapter: str = ""
+    traceparent: str = ""
+    priority: int | None = None
+    field: str = "input"
+    grant: Grant = EVERYBODY
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+    def counted(self) -> Request:
+        """All of it for the gate, which counts tokens and reads none: half a million tokens copied
+        would keep every stream waiting."""
+        return self._request(self.id, (0,) * self.tokens)
+
+    def group(self, id_: str, prompts: Prompts) -> Request:
+        """Some of its prompts, one behind the other."""
+        return self._request(id_, tuple(chain.from_iterable(prompts)))
+
+    def _request(self, id_: str, prompt_ids: tuple[int, ...]) -> Request:
+        return Request(
+            id=id_,
+            prompt_ids=prompt_ids,
+            params=_PARAMS,
+            adapter=self.adapter,
+            priority=self.priority or 0,
+            deadline=self.deadline,
+            traceparent=self.traceparent,
+        )
+
+    def task(self, request: Request, prompts: Prompts) -> SubmitPool:
+        """What an engine is to do: `request` has these prompts."""
+        lengths = tuple(map(len, prompts))
+        return SubmitPool(
+            request, lengths, self.kind, self.normalize, self.dimensions, self.answers
+        )
+
+
+class Pools(Protocol):
+    """Prompts -> vectors, wherever they are computed. `num_live`: calls under way."""
+
+    @property
+    def num_live(self) -> int: ...
+
+    async def vectors(
+        self, ask: PoolAsk, passage: AbstractAsyncContextManager[object] | None = None
+    ) -> list[bytes]:
+        """A vector per prompt, in order: float32, little-endian. The work is done in the `passage`.
+
+        Raises BatonError; cancelling it aborts the work.
+        """
+        ...
+
+
+@dataclass(slots=True)
+class _Tries:
+    """What a group has been through: boots that refused it, boots that failed it and serve only if
+    nobody else does, and how often."""
+
+    deaths: Deaths
+    refused: set[str] = field(default_factory=set[str])
+    avoided: set[str] = field(default_factory=set[str])
+    count: int = 0
+    refusal: BatonError | None = None
+
+
+class PoolDispatcher:
+    """All pooling under way on this router. `retries` counts groups sent to another node."""
+
+    def __init__(self, registry: NodeRegistry, clock: Clock, max_live: int) -> None:
+        self._registry = registry
+        self._clock = clock
+        self._max_live = max_live
+        self._turns = Turns(GROUPS_PER_NODE + 1, clock)  # one that its tenant leaves to others
+        self.num_live = 0
+        self.retries = 0
+
+    async def vectors(
+        self, ask: PoolAsk, passage: AbstractAsyncContextManager[object] | None = None
+    ) -> list[bytes]:
+        """A vector per prompt, in order: float32, little-endian. The work is done in the `passage`.
+
+        Raises BatonError; cancelling it aborts the work on every node.
+        """
+        if self.num_live >= self._max_live:
+            raise Overloaded(f"{self._max_live} pooling calls are under way already")
+        self.num_live += 1
+        waiting = enumerate(groups(ask.prompts, self._group_tokens()))
+        parts: dict[int, tuple[bytes, ...]] = {}
+
+        async def some() -> None:
+            for index, prompts in waiting:
+                place = await self._turns.take(ask.grant, GROUP_S)
+                try:
+                    parts[index] = await self._group(f"{ask.id}-{index}", prompts, ask)
+                finally:
+                    place.give_back()
+
+        try:
+            async with (
+                passage or nullcontext(),
+                asyncio.timeout(ask.deadline - self._clock.monotonic()),
+            ):
+                # Of one call no more wait for their turn than can have it.
+                await together([some() for _ in range(self._turns.places)])
+        except TimeoutError as error:
+            raise DeadlineExceeded("the request's deadline has passed") from error
+        finally:
+            self.num_live -= 1
+        return [vector for index in sorted(parts) for vector in parts[index]]
+
+    def _group_tokens(self) -> int:
+        """How many tokens make a group now; looks how many nodes share the groups."""
+        nodes = [node for node in self._registry.snapshots() if node.takes_requests]
+        nodes = [node for node in nodes if node.role is Role.PREFILL] or nodes
+        self._turns.places = GROUPS_PER_NODE * max(1, len(nodes)) + 1
+        rate = min((node.load.prefill_tokens_per_s for node in nodes), default=0.0)
+        if rate <= 0:
+            return FIRST_TOKENS
+        return min(GROUP_TOKENS, max(LEAST_TOKENS, int(rate * GROUP_S)))
+
+    async def _group(self, id_: str, prompts: Prompts, ask: PoolAsk) -> tuple[bytes, ...]:
+        """One group, on one node after another until it is done."""
+        tries = _Tries(Deaths(self._registry))
+        request = ask.group(id_, prompts)
+        while True:
+            node, session = await self._choose(ask, tries)
+            try:
+                event = await self._ask(session, ask.task(request, prompts))
+            except NodeLost as error:  # it went between the choice and the submission
+                event = SessionLost(node.node_id, error.message)
+            if isinstance(event, Pooled):
+                if len(event.vectors) != len(prompts):
+                    raise InternalError(f"{len(event.vectors)} vectors for {len(prompts)} prompts")
+                return event.vectors
+            await self._fail_over(node, event, tries)
+            request = request.retried(request.output_ids)
+
+    async def _ask(self, session: NodeSession, message: SubmitPool) -> NodeEvent:
+        """Submit, and what the node says to it. Raises NodeLost; leaves nothing behind."""
+        request = message.request
+        inbox: asyncio.Queue[NodeEvent] = asyncio.Queue()
+        attachment = Attachment(request.id, request.epoch, inbox.put_nowait, pooled=True)
+        session.attach(attachment)
+        answered = False
+        try:
+            session.send(message)
+            event = await inbox.get()
+            answered = True
+            return event
+        finally:
+            session.detach(request.id)
+            if not answered:
+                session.send(AbortRequest(request.id, request.epoch))
+
+    async def _fail_over(self, node: NodeSnapshot, event: NodeEvent, tries: _Tries) -> None:
+        """Count the failure. Raises its error where another node would not do better."""
+        tries.count += 1
+        if isinstance(event, RequestFailed):
+            tries.refused.add(node.boot_id)
+            error = error_from_code(event.code, event.message, event.field)
+            if not event.retryable:
+                raise error
+        elif isinstance(event, SessionLost):
+            tries.avoided.add(node.boot_id)
+            error = NodeLost(f"node {event.node_id} was lost: {event.reason}")
+            if event.suspect:
+                tries.deaths.note(node.boot_id, hung=event.stalled)
+        else:
+            raise InternalError(f"{type(event).__name__} is no answer to a pooling request")
+        if tries.count >= MAX_ATTEMPTS or await tries.deaths.are_enough():
+            raise error
+        tries.refusal = error
+        self.retries += 1
+        log.warning("pooling on %s failed: %s", node.node_id, error.message)
+
+    async def _choose(self, ask: PoolAsk, tries: _Tries) -> tuple[NodeSnapshot, NodeSession]:
+        """The node with the least to compute, once there is one. Raises Unavailable where none is
+        expected, or what the last one said."""
+        anybody = Ask((), adapter=ask.adapter)
+        wanted = replace(anybody, excluded=frozenset(tries.refused))
+        while True:
+            node = self._least_loaded(wanted, tries.avoided)
+            session = None if node is None else self._registry.session(node.boot_id)
+            if node is not None and session is not None:
+                return node, session
+            error = tries.refusal or Unavailable("no node is available")
+            if not isinstance(error, Unavailable | NodeLost):
+                raise error
+            if not await self._registry.may_come(lambda node: is_usable(node, anybody)):
+                raise error
+
+    def _least_loaded(self, wanted: Ask, avoided: set[str]) -> NodeSnapshot | None:
+        usable = [node for node in self._registry.snapshots() if is_usable(node, wanted)]
+        nodes = [node for node in usable if node.boot_id not in avoided] or usable
+        nodes = [node for node in nodes if node.role is Role.PREFILL] or nodes
+        return min(
+            nodes,
+            key=lambda node: (queued_tokens(node), node.assigned, random.random()),
+            default=None,
+        )
+
+
+def groups(prompts: Prompts, most_tokens: int = GROUP_TOKENS) -> Iterator[Prompts]:
+    """Neighbours together, of so many tokens; a long prompt goes alone."""
+    group: list[tuple[int, ...]] = []
+    tokens = 0
+    for prompt in prompts:
+        if group and (len(group) == GROUP_PROMPTS or tokens + len(prompt) > most_tokens):
+            yield group
+            group, tokens = [], 0
+        group.append(prompt)
+        tokens += len(prompt)
+    if group:
+        yield group

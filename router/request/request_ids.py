@@ -1,0 +1,87 @@
+"""Ids of an HTTP exchange, of its reply, and of each request of it in the engine.
+
+x-request-id   the client's own, if it is a plain one, else the body's `request_id`, else drawn;
+               echoed in the answer
+reply id       PREFIX-<x-request-id>; resp_<x-request-id>, msg_<x-request-id>
+engine id      <reply id>-<number of the prompt>.<random>: a client may send an id twice;
+               req-<x-request-id>-0.<digest> of a resumable request (router/resumable/canonical.py)
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+from starlette.requests import Request as HttpRequest
+from starlette.types import Scope
+
+from baton.protocol.errors import InvalidRequest
+from baton.runtime.log import bind_request
+from router.request.draws import DRAWS
+
+ID_PATTERN: Final = "[A-Za-z0-9._:-]{1,128}"
+_PLAIN: Final = re.compile(ID_PATTERN)
+_PLAIN_BYTES: Final = re.compile(ID_PATTERN.encode())
+_REPLY: Final = re.compile("^(chatcmpl-|cmpl-|resp_|msg_)")
+_SCOPE_KEY: Final = "baton.request_id"
+_DRAWN_KEY: Final = "baton.request_id_drawn"
+
+
+def note_request_id(scope: Scope) -> str:
+    """The id of this exchange, kept in its scope for the routes."""
+    headers: list[tuple[bytes, bytes]] = scope["headers"]
+    given = next((value for name, value in headers if name == b"x-request-id"), b"")
+    drawn = _PLAIN_BYTES.fullmatch(given) is None
+    known = DRAWS.hex(12) if drawn else given.decode()
+    scope[_SCOPE_KEY], scope[_DRAWN_KEY] = known, drawn
+    return known
+
+
+def note_body_id(request: HttpRequest, given: object) -> None:
+    """The exchange is called as its body says (`request_id`), if its head did not say anything.
+
+    Mutates the scope. Raises InvalidRequest for what is no plain id.
+    """
+    if given is None:
+        return
+    if not isinstance(given, str) or not _PLAIN.fullmatch(given):
+        message = "request_id: 1 to 128 letters, digits, dots, colons, dashes, underscores"
+        raise InvalidRequest(message, field="request_id")
+    if request.scope.get(_DRAWN_KEY):
+        request.scope[_SCOPE_KEY], request.scope[_DRAWN_KEY] = given, False
+        bind_request(given)
+
+
+def pin_request_id(scope: Scope, name: str) -> None:
+    """Mutates `scope`: the reply is to be called so, whatever its request was."""
+    scope[_SCOPE_KEY], scope[_DRAWN_KEY] = name, False
+
+
+def known_id(scope: Scope) -> str:
+    """The id of this exchange by now."""
+    known: Any = scope.get(_SCOPE_KEY)
+    return known or DRAWS.hex(12)
+
+
+def given_id(scope: Scope) -> str | None:
+    """The id that the client gave to this exchange, None for a drawn one."""
+    return None if scope.get(_DRAWN_KEY, True) else known_id(scope)
+
+
+def reply_id(prefix: str, request: HttpRequest) -> str:
+    """What the reply to `request` calls itself."""
+    return prefix + known_id(request.scope)
+
+
+def engine_id(reply: str, index: int = 0) -> str:
+    """A new id of prompt `index` of a call, for dispatcher and nodes."""
+    return f"{reply}-{index}.{DRAWS.hex(4)}"
+
+
+def names(asked: str, engine: str) -> bool:
+    """Whether a client means this request: by its engine id, reply id or `x-request-id`."""
+    reply = engine.rpartition("-")[0]
+    head, *rest = re.split("[-_]", reply, maxsplit=1)
+    if head == "req":  # a resumable one: its name is that of all its replies
+        asked = _REPLY.sub("", asked)
+    return asked in (engine, reply, *rest)

@@ -1,0 +1,203 @@
+"""Terms: on what terms a client asks, beside the body: who it is, how soon, with a receipt or not.
+
+Read once from the head of an HTTP request (or a gRPC call's metadata, under the same names), then
+handed on with the request's trace: admission and policy go by them, nothing else does. Numbers out
+of bounds are refused, naming the header.
+
+    x-slo-ttft-ms, x-slo-tpot-ms   to the first token; mean per further token
+    x-request-timeout-ms           whole request; the server's own limit stands above it
+    x-request-priority             smaller = sooner; the body's `priority` goes first
+    x-session-id                   turns of one conversation; else the body's `session_id`,
+                                   `prompt_cache_key` or `user`
+    x-baton-receipt                1: tell what happened to it; or `baton_timing` in the body
+    x-baton-resume                 fast or exact: how it goes on after its node was lost
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Final, Protocol, cast, get_args
+
+from starlette.requests import Request as HttpRequest
+from starlette.types import Scope
+
+from baton.protocol.errors import InvalidRequest
+from baton.protocol.request import Request, Resume
+from router.nodes.slo import ANY, Slo
+from router.request.sessions import session_key
+from router.tenants.keys import EVERYBODY, Grant
+
+# Every number that comes in a header: (minimum, maximum).
+BOUNDS: Final[dict[str, tuple[float, float]]] = {
+    "x-slo-ttft-ms": (1, 3_600_000),
+    "x-slo-tpot-ms": (0.01, 3_600_000),
+    "x-request-timeout-ms": (1, 86_400_000),
+    "x-request-priority": (-(2**31 - 1), 2**31 - 1),
+}
+MAX_SESSION_CHARS: Final = 256
+GRANT_KEY: Final = "baton.grant"  # where the key guard leaves it in the ASGI scope
+_NUMBER: Final = re.compile(r"[0-9]{1,10}(\.[0-9]{1,6})?")
+_INTEGER: Final = re.compile(r"-?[0-9]{1,10}")
+_TRACEPARENT: Final = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+_YES: Final = frozenset({"1", "true", "yes"})
+
+
+class BodyTerms(Protocol):
+    """What bodies may say of the same things."""
+
+    @property
+    def session_id(self) -> str | None: ...
+    @property
+    def prompt_cache_key(self) -> str | None: ...
+    @property
+    def user(self) -> str | None: ...
+    @property
+    def baton_timing(self) -> bool | None: ...
+    @property
+    def priority(self) -> int | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """`session` is a digest, empty for none; `timeout_s` None: the server's."""
+
+    grant: Grant = EVERYBODY
+    slo: Slo = ANY
+    timeout_s: float | None = None
+    priority: int | None = None
+    session: bytes = b""
+    receipt: bool = False
+    traceparent: str = ""
+    resume: Resume | None = None
+
+    def with_body(self, body: BodyTerms, receipts: bool = True) -> Terms:
+        """With what the body adds; without `receipts` nobody gets one. Raises InvalidRequest naming
+        the body's field."""
+        session = self.session
+        named = {
+            "session_id": body.session_id,
+            "prompt_cache_key": body.prompt_cache_key,
+            "user": body.user,
+        }
+        for field, value in named.items():
+            if value:
+                _check_session(value, field)
+                session = session or session_key(self.grant.tenant, value)
+        priority = self.priority if body.priority is None else body.priority
+        receipt = receipts and (self.receipt or bool(body.baton_timing))
+        if (session, priority, receipt) == (self.session, self.priority, self.receipt):
+            return self
+        return replace(self, session=session, priority=priority, receipt=receipt)
+
+    def salt(self, cache_salt: str) -> str:
+        """Of what may be found again of a prompt: only by whoever has the same one."""
+        return tenant_salt(self.grant.domain, cache_salt) if self.grant.isolated else cache_salt
+
+    def applied(self, request: Request) -> Request:
+        """The request on these terms: never more urgent than its key may ask, its prefix cache its
+        tenant's, its deadline no later than its client's."""
+        priority = request.priority if self.priority is None else self.priority
+        if self.grant.best_priority is not None:
+            priority = max(priority, self.grant.best_priority)
+        deadline = request.deadline
+        if self.timeout_s is not None:
+            own = request.arrival + self.timeout_s
+            deadline = own if deadline is None else min(deadline, own)
+        salt = self.salt(request.tenant_salt)
+        resume = self.resume or request.resume
+        if (priority, deadline, salt, resume) == (
+            request.priority, request.deadline, request.tenant_salt, request.resume
+        ):  # fmt: skip
+            return request
+        return replace(
+            request, priority=priority, deadline=deadline, tenant_salt=salt, resume=resume
+        )
+
+
+STANDARD: Final = Terms()  # of whoever says nothing
+
+
+def terms_of(request: HttpRequest) -> Terms:
+    """The terms in the head of an HTTP request. Raises InvalidRequest naming the header."""
+    grant = grant_of(request.scope)
+    if _SAID_IN.isdisjoint([name for name, _ in request.scope["headers"]]):
+        return STANDARD if grant is EVERYBODY else Terms(grant)
+    return read_terms(lambda name: request.headers.get(name, ""), grant)
+
+
+def grant_of(scope: Scope) -> Grant:
+    """What the key guard found; everybody's without keys."""
+    grant: Any = scope.get(GRANT_KEY, EVERYBODY)
+    assert isinstance(grant, Grant)
+    return grant
+
+
+def read_terms(header: Callable[[str], str], grant: Grant = EVERYBODY) -> Terms:
+    """The terms in headers; `header(name)` is "" for an absent one. Raises InvalidRequest."""
+    ttft_ms = _number(header, "x-slo-ttft-ms")
+    tpot_ms = _number(header, "x-slo-tpot-ms")
+    timeout_ms = _number(header, "x-request-timeout-ms")
+    priority = _number(header, "x-request-priority", _INTEGER)
+    session_id = header("x-session-id").strip()
+    _check_session(session_id, "x-session-id")
+    traceparent = header("traceparent")
+    return Terms(
+        grant=grant,
+        slo=Slo(_seconds(ttft_ms), _seconds(tpot_ms)) if ttft_ms or tpot_ms else ANY,
+        timeout_s=_seconds(timeout_ms),
+        priority=None if priority is None else int(priority),
+        session=session_key(grant.tenant, session_id),
+        receipt=header("x-baton-receipt").strip().lower() in _YES,
+        traceparent=traceparent if _TRACEPARENT.fullmatch(traceparent) else "",
+        resume=resume_of(header("x-baton-resume").strip().lower(), "x-baton-resume"),
+    )
+
+
+def _names_read() -> frozenset[bytes]:
+    names: list[str] = []
+
+    def absent(name: str) -> str:
+        names.append(name)
+        return ""
+
+    read_terms(absent)
+    return frozenset(name.encode() for name in names)
+
+
+def resume_of(given: str, field: str) -> Resume | None:
+    """What a caller says of its resumption, None for nothing. Raises InvalidRequest."""
+    if given and given not in get_args(Resume):
+        raise InvalidRequest(f"{field} must be one of {', '.join(get_args(Resume))}", field=field)
+    return cast("Resume", given) if given else None
+
+
+def tenant_salt(tenant: str, cache_salt: str) -> str:
+    """Salt of a tenant's prefix caches: no `cache_salt` of another tenant's makes the same one."""
+    return hashlib.sha256(f"{len(tenant)}:{tenant}{cache_salt}".encode()).hexdigest()
+
+
+def _number(
+    header: Callable[[str], str], name: str, form: re.Pattern[str] = _NUMBER
+) -> float | None:
+    given = header(name).strip()
+    if not given:
+        return None
+    low, high = BOUNDS[name]
+    if not form.fullmatch(given) or not low <= float(given) <= high:
+        raise InvalidRequest(f"{name} must be a number from {low:g} to {high:g}", field=name)
+    return float(given)
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000
+
+
+def _check_session(value: str, name: str) -> None:
+    if len(value) > MAX_SESSION_CHARS:
+        raise InvalidRequest(f"{name}: at most {MAX_SESSION_CHARS} characters", field=name)
+
+
+_SAID_IN: Final = _names_read()  # the headers that mean anything here

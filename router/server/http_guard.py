@@ -1,0 +1,246 @@
+"""Limits around the HTTP parser: time for head and body, sizes and counts of headers, framing.
+
+uvicorn's protocol alone keeps half a request open for ever, knows no limits of heads and asks for
+no Host. Four parts, all composed, one parser (parsers that disagree let requests be smuggled):
+
+    BoundedParser     between uvicorn's HttpToolsProtocol and httptools (http_parser.py)
+    HeadFirst         between uvicorn's HttpToolsProtocol and the transport (http_writes.py)
+    GuardedProtocol   wraps the two per connection: deadlines, send buffer, and who is told of its
+                      end (router/api/http/connection.py), which a half-closed one is not yet
+    HeadGuard         ASGI middleware over the parsed head: sizes, counts, framing headers
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, cast
+
+import httptools
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from baton.runtime.tls import TlsFiles
+from router.api.http.connection import HANG_UP, HangUp
+from router.api.http.web_errors import http_error_response, raw_error
+from router.server.half_close import INTERIM, HalfClosed
+from router.server.http_parser import BoundedParser, Phase
+from router.server.http_writes import HeadFirst
+
+_TIMEOUT_REPLY: Final = raw_error(408, "the request did not come whole in time")
+SPARE_CONNECTIONS: Final = 64  # beyond the limit: told 503; more are not talked to
+MAX_METHOD_CHARS: Final = 16
+_SINGLE: Final = (
+    b"host", b"content-length", b"transfer-encoding", b"content-type", b"authorization",
+    b"x-api-key", b"x-request-id",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    """Bytes, counts and seconds that a client gets."""
+
+    head_s: float = 10.0  # first byte of a request (or the connection) to the end of its head
+    body_s: float = 60.0  # end of the head to the end of the body
+    keep_alive_s: int = 30
+    head_bytes: int = 32 << 10
+    target_bytes: int = 4 << 10
+    header_bytes: int = 8 << 10  # one name and value
+    num_headers: int = 100
+    send_buffer_bytes: int = (
+        256 << 10
+    )  # a client that never reads holds no more than this in the kernel
+    connections: int = 4096
+
+
+def uvicorn_settings(limits: HttpLimits, tls: TlsFiles | None = None) -> dict[str, Any]:
+    """Keyword arguments for uvicorn.Config that put the guard in place, and TLS around it.
+
+    Raises ConfigError for files that cannot be used."""
+    encrypted: dict[str, Any] = {}
+    if tls is not None:
+        context = tls.server_context(ssl.TLSVersion.TLSv1_2)
+        encrypted["ssl_context_factory"] = lambda *_: context
+    return encrypted | {
+        "http": partial(GuardedProtocol, limits=limits),
+        "ws": "none",
+        "interface": "asgi3",  # uvicorn's guess wants a coroutine function
+        "timeout_keep_alive": limits.keep_alive_s,
+        "limit_concurrency": limits.connections,
+        "proxy_headers": False,
+        "server_header": False,
+        "access_log": False,
+    }
+
+
+class GuardedProtocol(asyncio.Protocol):
+    """One connection. A head and a body that are not whole yet each have a deadline."""
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        limits: HttpLimits,
+    ) -> None:
+        self._hang_up = HangUp()
+        state = {**app_state, HANG_UP: self._hang_up}
+        self._inner = HttpToolsProtocol(config, server_state, state, _loop)
+        self._parser = BoundedParser(self._inner, limits.head_bytes)
+        self._inner.parser = cast("httptools.HttpRequestParser", self._parser)
+        self._loop = _loop if _loop is not None else asyncio.get_running_loop()
+        self._limits = limits
+        self._others = server_state.connections
+        self._transport: HeadFirst | None = None
+        self._waits_for = Phase.NOTHING  # else a deadline runs
+        self._deadline: asyncio.TimerHandle | None = None
+        self._accepted = False
+        self._half_closed: HalfClosed | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transports do not inherit from asyncio's: no isinstance here.
+        raw = cast("asyncio.Transport", transport)
+        self._transport = HeadFirst(raw, self._loop)
+        if len(self._others) >= self._limits.connections + SPARE_CONNECTIONS:
+            self._transport.abort()  # before it costs anything
+            return
+        self._accepted = True
+        sock = raw.get_extra_info("socket")
+        if sock is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._limits.send_buffer_bytes)
+        self._inner.connection_made(self._transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        self._inner.data_received(data)
+        self._watch()
+
+    def eof_received(self) -> bool:
+        """The client ends its side: True keeps ours, for the answer that it waits for."""
+        cycle = cast("RequestResponseCycle | None", self._inner.cycle)
+        if cycle is None or cycle.response_complete or self._parser.phase is not Phase.NOTHING:
+            return False
+        if self._transport is None or self._inner.scheme == "https":
+            return False
+        cycle.keep_alive = False  # nothing can follow
+        self._half_closed = HalfClosed(self._transport, self._probe)
+        return True
+
+    def _probe(self) -> bytes:
+        """What a client that waits for its one answer reads past."""
+        inner, transport = self._inner, self._transport
+        if inner.pipeline or transport is None:
+            return b""
+        if inner.cycle.response_started:
+            return transport.comment
+        return INTERIM if inner.cycle.scope["http_version"] == "1.1" else b""
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop()
+        if self._half_closed is not None:
+            self._half_closed.stop()
+        if not self._accepted:
+            return
+        self._inner.connection_lost(exc)
+        self._hang_up.happened()
+
+    def pause_writing(self) -> None:
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._inner.resume_writing()
+
+    def _watch(self) -> None:
+        """Start, keep or stop the deadline by what is still to come from the client."""
+        phase = self._parser.phase
+        if phase is Phase.NOTHING and not self._parser.is_behind:
+            phase = Phase.HEAD  # bytes that began no request have stopped uvicorn's idle timer
+        if phase is self._waits_for:
+            return
+        self._stop()
+        if phase is not Phase.NOTHING:
+            self._start(phase)
+
+    def _start(self, phase: Phase) -> None:
+        self._waits_for = phase
+        seconds = self._limits.head_s if phase is Phase.HEAD else self._limits.body_s
+        self._deadline = self._loop.call_later(seconds, self._expired)
+
+    def _stop(self) -> None:
+        self._waits_for = Phase.NOTHING
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _expired(self) -> None:
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return
+        if self._parser.is_behind:
+            self._start(self._waits_for)  # it was not read meanwhile
+            return
+        if self._parser.may_answer:
+            transport.write(_TIMEOUT_REPLY)
+        transport.close()
+
+
+class HeadGuard:
+    """Refuses a request by its parsed head, closing the connection; the outermost middleware."""
+
+    def __init__(self, app: ASGIApp, limits: HttpLimits) -> None:
+        self._app = app
+        self._limits = limits
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        fault = self._fault(scope) if scope["type"] == "http" else None
+        if fault is None:
+            return self._app(scope, receive, send)
+        response = http_error_response(*fault)
+        response.headers["connection"] = "close"
+        return response(scope, receive, send)
+
+    def _fault(self, scope: Scope) -> tuple[int, str] | None:
+        """(status, message) of what is wrong with the head, None if nothing is."""
+        limits = self._limits
+        headers: list[tuple[bytes, bytes]] = scope["headers"]
+        sizes = [len(name) + len(value) for name, value in headers]
+        if scope["http_version"] not in ("1.0", "1.1"):
+            return 505, "only HTTP/1.0 and HTTP/1.1 are spoken here"
+        if len(scope["method"]) > MAX_METHOD_CHARS:
+            return 400, "the method is too long"
+        target = len(scope.get("raw_path") or b"") + len(scope["query_string"])
+        if target > limits.target_bytes:
+            return 414, "the request target is too long"
+        if len(headers) > limits.num_headers:
+            return 431, "too many headers"
+        if sum(sizes) > limits.head_bytes or max(sizes, default=0) > limits.header_bytes:
+            return 431, "the headers are too large"
+        return _framing_fault(scope["http_version"], headers)
+
+
+def _framing_fault(version: str, headers: Sequence[tuple[bytes, bytes]]) -> tuple[int, str] | None:
+    """What another HTTP parser might understand otherwise."""
+    names = {name for name, _ in headers}
+    if version == "1.1" and b"host" not in names:
+        return 400, "no host header"
+    if b"transfer-encoding" in names:
+        if b"content-length" in names:
+            return 400, "content-length together with transfer-encoding"
+        codings = {value.lower() for name, value in headers if name == b"transfer-encoding"}
+        if codings != {b"chunked"}:
+            return 400, "no transfer-encoding but chunked is spoken here"
+    if len(names) == len(headers):
+        return None
+    every = [name for name, _ in headers]
+    for name in _SINGLE:
+        if every.count(name) > 1:
+            return 400, f"more than one {name.decode()} header"
+    return None

@@ -1,0 +1,13 @@
+"""`python -m router.worker`: one of several routers on a port; it ends with its supervisor."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from router.main import main
+from router.workers import end_with_stdin
+
+if __name__ == "__main__":
+    end_with_stdin()
+    raise SystemExit(main(sys.argv[1:], os.environ))

@@ -14,7 +14,7 @@ itself; everything else shares the others. Parts:
                that never read
 
 Machines are shared: next to each rate stands the rate per second of CPU time that the process took,
-which neighbours change little. docs/router.md explains the figures, docs/log.md keeps them.
+which neighbours change little. docs/router.md explains the figures, docs/log/ keeps them.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ medians and spreads; what a part should reach is printed beside it with pass or 
     tail         a real engine: token 1 sampled -> decode may start, layer-wise and whole
     client       TTFT apart against local prefill, and token 2 against a decode step
 What digests and mTLS cost (`overheads`) follows from the first two, if both were measured.
-docs/kv_transfer.md explains the figures, docs/log.md keeps them.
+docs/kv_transfer.md explains the figures, docs/log/ keeps them.
 """
 
 from __future__ import annotations

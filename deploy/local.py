@@ -165,7 +165,7 @@ class Cluster:
         for node in self.plan.nodes:
             command = self._command(node.name)
             # Passive: a team that spins at its barriers starves whoever shares its cores, above all
-            # the router (docs/log.md: a colocated node of two threads answered 12 times faster).
+            # the router (docs/log/: a colocated node of two threads answered 12 times faster).
             threads = {"OMP_NUM_THREADS": str(len(node.cores)), "OMP_WAIT_POLICY": "PASSIVE"}
             self._launch(
                 node.name, command, {**variables, **threads, **NO_TLS}, self.options.node_stop_s

@@ -26,8 +26,9 @@ AT_ONCE = 4
 KILL_SHARE = 0.01  # of requests
 SAMPLE_S = 5.0
 # Of the samples. Pools, threads and arenas are made on demand, and a prefill node's allocator takes
-# some 20 MiB in its first 6,000 requests, most of that early, and then nothing more (docs/log.md).
-# Half an hour is 2,000 to 6,000 requests: what the second half sees of it is below the limit.
+# some 20 MiB in its first 6,000 requests, most of that early, and then nothing more
+# (docs/log/archive.md). Half an hour is 2,000 to 6,000 requests: what the second half sees of it is
+# below the limit.
 WARM_UP = 0.5
 JUDGED_MINUTES = 10.0  # of a shorter run one request more or less is most of a slope
 SURVIVORS = ("p0", "d0", "r0")

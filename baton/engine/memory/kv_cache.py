@@ -206,7 +206,7 @@ def _places(groups: LayerGroups, block_size: int, dtype: str) -> tuple[list[int]
 
 
 def _words(pages: torch.Tensor) -> torch.Tensor:
-    """Rows of 8-byte words: torch copies rows of bytes one byte at a time (docs/log.md)."""
+    """Rows of 8-byte words: torch copies rows of bytes one byte at a time (docs/log/)."""
     return pages.view(torch.int64)
 
 

@@ -62,7 +62,7 @@ INSTRUCTION_SETS: Final = (  # the best first
         (*_AVX512, "avx512_bf16"),
         ("avx512_vnni", "avx512vbmi"),
         (*_AVX512_COMPILER, "-mavx512bf16"),
-        # One product of pairs takes as long as four float32 ones of half the size (docs/log.md).
+        # One product of pairs takes as long as four float32 ones of half the size (docs/log/).
         slow_on=("GenuineIntel",),
     ),
     InstructionSet("avx512", "AVX-512", _AVX512, ("avx512_vnni",), _AVX512_COMPILER),

@@ -1,15 +1,15 @@
 """Resumable requests over HTTP: the generating routes once more, and the one that asks again.
 
-A plain request passes straight through to its route. For a resumable one the route makes the call
-(its checks, its prompt, its frames), but runs nothing: resumable/runs.py does, and the client reads
-what is logged. Asked again, by the same request (`last-event-id`, `idempotency-key`, or just its
-x-request-id) or by `GET /v1/requests/{id}/stream`, the route makes the same call of the body that
-the record keeps, on any router.
+A plain request never comes here: `hooked` looks for the names in its head. For a resumable one the
+route makes the call (its checks, its prompt, its frames), but runs nothing: resumable/runs.py does,
+and the client reads what is logged. Asked again, by the same request (`last-event-id`,
+`idempotency-key`, or just its x-request-id) or by `GET /v1/requests/{id}/stream`, the route makes
+the same call of the body that the record keeps, on any router.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hmac import compare_digest
 from typing import Any, Final
@@ -20,6 +20,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from baton.protocol.errors import KeyReused, RequestNotFound, Unavailable, UnsupportedFeature
 from router.api.calls import Runner
+from router.api.http.preparing import Handler, hooked
 from router.api.http.reading import read_body
 from router.api.openai.bodies import object_of
 from router.api.openai.reply_ids import Pin, created_at, pin, pin_of
@@ -59,7 +60,6 @@ RESUMABLE: Final = {
 }
 NOT_RESUMABLE: Final = ("/inference/v1/generate",)
 Reply = StreamReply | WholeReply
-Handler = Callable[[HttpRequest], Awaitable[Any]]
 
 
 class ResumableApi:
@@ -81,22 +81,19 @@ class ResumableApi:
         return [*wrapped, Route("/v1/requests/{name}/stream", self.stream, methods=["GET"])]
 
     def _wrapped(self, route: Route) -> Route:
-        if route.path in RESUMABLE:
-            return Route(route.path, self._resumable(route.path), methods=["POST"])
-        if route.path in NOT_RESUMABLE:
-            return Route(route.path, _refusing(route.endpoint), methods=["POST"])
-        return route
+        if route.path not in RESUMABLE and route.path not in NOT_RESUMABLE:
+            return route
+        plain: Handler = route.endpoint
 
-    def _resumable(self, path: str) -> Handler:
-        handler = self._handlers[path]
-
-        async def endpoint(request: HttpRequest) -> Any:
-            terms = _terms_of(request)
+        async def resumed(request: HttpRequest) -> Any:
+            terms = read_resume_terms(lambda name: request.headers.get(name, ""))
             if terms is None:
-                return await handler(request)
-            return await self._create(path, request, terms)
+                return await plain(request)
+            if route.path in NOT_RESUMABLE:
+                raise UnsupportedFeature("this route is not resumable", field=GRACE_HEADER)
+            return await self._create(route.path, request, terms)
 
-        return endpoint
+        return Route(route.path, hooked(plain, resumed, SAID_IN), methods=["POST"])
 
     # ---- asked for the first time, or again ----
 
@@ -289,21 +286,6 @@ def owner_of(scope: Scope) -> str:
     if pinned is not None:
         return pinned.owner
     return owner_digest(keys_of(scope["headers"]) if GRANT_KEY in scope else [])
-
-
-def _terms_of(request: HttpRequest) -> ResumeTerms | None:
-    if SAID_IN.isdisjoint([name for name, _ in request.scope["headers"]]):
-        return None
-    return read_resume_terms(lambda name: request.headers.get(name, ""))
-
-
-def _refusing(handler: Handler) -> Handler:
-    async def endpoint(request: HttpRequest) -> Any:
-        if _terms_of(request) is not None:
-            raise UnsupportedFeature("this route is not resumable", field=GRACE_HEADER)
-        return await handler(request)
-
-    return endpoint
 
 
 def _unknown(name: str) -> RequestNotFound:

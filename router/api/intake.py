@@ -32,7 +32,7 @@ from router.api.openai.reply_ids import call_ids
 from router.api.served import ServedModel, adapter_of, model_name, served_model
 from router.parsers.message import MessageRules
 from router.parsers.registry import Choice, formats_of
-from router.prompts.grammar_checks import Asked as Constraint
+from router.prompts.grammar_checks import Constraint
 from router.prompts.reader import (
     Length,
     PromptReader,
@@ -51,7 +51,7 @@ COUNTED_CONTEXTS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CheckedPrompt:
     """One prompt on its way to a Request."""
 
     id: str
@@ -146,7 +146,7 @@ class Intake:
         message = message_rules(body, asked.chat, prompt, formats, own)
         constraint = asked_of_chat(body, own, formats, message)
         guided = await self._prompts.checked(constraint, terms.grant)
-        one = Asked(engine_id(id_), ids, room, terms, message=message, guided=guided)
+        one = CheckedPrompt(engine_id(id_), ids, room, terms, message=message, guided=guided)
         short = calls is not None and calls.short_ids
         draw_id, parsed = call_ids(request, short), message is not None
         completion = self.completion(body, one, model)
@@ -164,7 +164,7 @@ class Intake:
         return count
 
     def completion(
-        self, body: CompletionBody | ChatBody, asked: Asked, model: ServedModel
+        self, body: CompletionBody | ChatBody, asked: CheckedPrompt, model: ServedModel
     ) -> Completion:
         """Everything checked and drawn: the request goes to the dispatcher as it is."""
         defaults = {

@@ -13,7 +13,7 @@ from router.api.openai.guided_fields import check_forced, forces_calls, room_for
 from router.parsers.grammar import ToolFormat
 from router.parsers.message import MessageRules
 from router.parsers.registry import Formats
-from router.prompts.grammar_checks import Asked as Constraint
+from router.prompts.grammar_checks import Constraint
 from router.prompts.reader import ChatPrompt, Conversation, Length
 from router.request.terms import Terms
 

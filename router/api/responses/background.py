@@ -34,7 +34,7 @@ from router.api.responses.answer import ResponseAnswer, error_of
 from router.api.responses.body import asks_background, read
 from router.api.responses.keeper import Keeper, Stored
 from router.api.responses.output import RESPONSE_PREFIX
-from router.api.resumable.http import Asked, Reply, ResumableApi, ResumedReply, asked_of
+from router.api.resumable.http import NamedRequest, Reply, ResumableApi, ResumedReply, asked_of
 from router.api.sse import StreamReply
 from router.request.request_ids import note_body_id
 from router.resumable.canonical import Canonical, record_id
@@ -131,7 +131,7 @@ class Background:
         services = self._services
         return Runner(services.dispatcher, services.metrics, services.clock)
 
-    async def _begin(self, request: HttpRequest, asked: Asked) -> Found:
+    async def _begin(self, request: HttpRequest, asked: NamedRequest) -> Found:
         """Keep it as queued, then run it; what is refused leaves nothing."""
         canonical, reply = await self._resumable.prepare(request, asked)
         fields = self._resumable.fields(canonical, asked)

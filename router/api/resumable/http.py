@@ -2,7 +2,7 @@
 
 A plain request never comes here: `hooked` looks for the names in its head. For a resumable one the
 route makes the call (its checks, its prompt, its frames), but runs nothing: resumable/runs.py does,
-and the client reads what is logged. Asked again, by the same request (`last-event-id`,
+and the client reads what is logged. NamedRequest again, by the same request (`last-event-id`,
 `idempotency-key`, or just its x-request-id) or by `GET /v1/requests/{id}/stream`, the route makes
 the same call of the body that the record keeps, on any router.
 """
@@ -113,7 +113,7 @@ class ResumableApi:
             check_same(found, asked)
         return await self._reply(found, terms.after, POSITION_HEADER)
 
-    async def find(self, asked: Asked) -> Found | None:
+    async def find(self, asked: NamedRequest) -> Found | None:
         """The request, if it was asked for before. Raises KeyReused, Unavailable."""
         found = None if asked.key is None else await self.runs.find(asked.owner, asked.key)
         found = found or await self.runs.find(asked.owner, asked.name)
@@ -123,7 +123,7 @@ class ResumableApi:
             check_same(found, asked)
         return found
 
-    async def prepare(self, request: HttpRequest, asked: Asked) -> tuple[Canonical, Reply]:
+    async def prepare(self, request: HttpRequest, asked: NamedRequest) -> tuple[Canonical, Reply]:
         """Check a new request and make it canonical; nothing of it runs."""
         pinned = Pin(asked.name, created_at(request), asked.owner)
         reply = await self._call(asked.path, request.scope, asked.body, pinned)
@@ -138,7 +138,7 @@ class ResumableApi:
         )  # fmt: skip
         return canonical, reply
 
-    def fields(self, canonical: Canonical, asked: Asked) -> dict[str, str]:
+    def fields(self, canonical: Canonical, asked: NamedRequest) -> dict[str, str]:
         """Of its record. Raises InvalidRequest if it is too large."""
         fields = canonical.fields(self.runs.clock, RESUMABLE[canonical.api])
         if asked.key is not None:
@@ -210,7 +210,7 @@ class ResumableApi:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class NamedRequest:
     """A request that somebody wants kept, under a name of its owner's. `key`: its name by its
     idempotency key, if that is another one."""
 
@@ -261,7 +261,7 @@ class ResumedReply:
                 await WholeReply(reply.call, runner)(scope, receive, send)
 
 
-def check_same(found: Found, asked: Asked) -> None:
+def check_same(found: Found, asked: NamedRequest) -> None:
     """Raise KeyReused if another body was sent under that name."""
     by_key = asked.key is not None or asked.name.startswith(KEY_PREFIX)
     if not compare_digest(found.body_digest, body_digest(asked.path, asked.body)):
@@ -273,11 +273,11 @@ def check_same(found: Found, asked: Asked) -> None:
 
 def asked_of(
     request: HttpRequest, path: str, body: bytes, key: str | None, grace_s: float
-) -> Asked:
+) -> NamedRequest:
     """Named by the id that the client gave, else by its idempotency key, else by a drawn one."""
     name = given_id(request.scope) or key or known_id(request.scope)
     other = None if key == name else key
-    return Asked(path, owner_of(request.scope), name, body, grace_s, other)
+    return NamedRequest(path, owner_of(request.scope), name, body, grace_s, other)
 
 
 def owner_of(scope: Scope) -> str:

@@ -146,7 +146,7 @@ def random_prompt(length: int, seed: int, vocab_size: int = VOCAB_SIZE) -> list[
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TimedPart:
     """One table: a title, and rows that are dictionaries of the same keys."""
 
     title: str
@@ -171,7 +171,7 @@ def prepare(given: argparse.Namespace) -> None:
         torch.set_num_threads(given.threads)
 
 
-def tell(parts: Sequence[Part], as_json: bool) -> None:
+def tell(parts: Sequence[TimedPart], as_json: bool) -> None:
     """Print all parts, as tables or as one JSON object."""
     if as_json:
         machine = {

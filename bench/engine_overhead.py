@@ -44,7 +44,7 @@ from baton.protocol.sampling import SamplingParams
 from bench.engine_kit import (
     VOCAB_SIZE,
     InstantRunner,
-    Part,
+    TimedPart,
     arguments_parser,
     instant_engine,
     plain_request,
@@ -267,8 +267,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         measure_sampling(kind, count, num_steps // 20) for kind in KINDS for count in (1, 32)
     ]
     parts = [
-        Part("step overhead", rows), Part("outside the model", outside),
-        Part("sampling", sampled), Part("penalties", penalised),
+        TimedPart("step overhead", rows), TimedPart("outside the model", outside),
+        TimedPart("sampling", sampled), TimedPart("penalties", penalised),
     ]  # fmt: skip
     tell(parts, given.json)
     return 0

@@ -24,7 +24,7 @@ from baton.protocol.adapters import adapter_name
 from baton.protocol.errors import InvalidRequest, UnsupportedFeature
 from baton.runtime.metrics import CONTENT_TYPE
 from router.api.anthropic.api import AnthropicApi
-from router.api.calls import Api, Call, Runner
+from router.api.calls import Api, Call, CallRunner
 from router.api.http.preparing import end_preparing
 from router.api.http.reading import read_body
 from router.api.intake import CheckedPrompt, Intake, countable, cut_prompt, length_of
@@ -67,7 +67,7 @@ class HttpApi:
         self._services = services
         self._prompts = prompts
         self._intake = Intake(services, prompts)
-        self._runner = Runner(services.dispatcher, services.metrics, services.clock)
+        self._runner = CallRunner(services.dispatcher, services.metrics, services.clock)
         self._started = int(time.time())  # what /v1/models calls `created`
 
     def routes(self) -> list[Route]:

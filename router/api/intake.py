@@ -29,7 +29,7 @@ from router.api.openai.guided_fields import asked_of, asked_of_chat
 from router.api.openai.message import DrawId
 from router.api.openai.prompt_options import bad_word_ids, logprobs_within, truncated, useful_length
 from router.api.openai.reply_ids import call_ids
-from router.api.served import ServedModel, adapter_of, model_name, served_model
+from router.api.served import ServedName, adapter_of, model_name, served_model
 from router.parsers.message import MessageRules
 from router.parsers.registry import Choice, formats_of
 from router.prompts.grammar_checks import Constraint
@@ -115,11 +115,11 @@ class Intake:
             [tokenizer.token(token_id) or "" for token_id in tokenizer.special_ids],
         )
 
-    def model(self, asked: str | None) -> ServedModel:
+    def model(self, asked: str | None) -> ServedName:
         """See served_model."""
         return served_model(self._services, asked)
 
-    def name(self, model: ServedModel) -> str:
+    def name(self, model: ServedName) -> str:
         return model_name(self._services, model)
 
     async def chat(
@@ -164,7 +164,7 @@ class Intake:
         return count
 
     def completion(
-        self, body: CompletionBody | ChatBody, asked: CheckedPrompt, model: ServedModel
+        self, body: CompletionBody | ChatBody, asked: CheckedPrompt, model: ServedName
     ) -> Completion:
         """Everything checked and drawn: the request goes to the dispatcher as it is."""
         defaults = {

@@ -22,7 +22,7 @@ from baton.node.main import Node, NodeProgram, Surroundings
 from baton.protocol.clock import SystemClock
 from baton.protocol.errors import ConfigError, NodeLost
 from baton.runtime.config import load
-from bench.transfer_peer import Peer
+from bench.transfer_peer import TransferPeer
 from deploy import cli
 from deploy.doctor import (
     Diagnosis,
@@ -165,7 +165,7 @@ async def test_two_probes_find_the_lanes_of_this_machine(tmp_path: Path) -> None
 
 
 async def test_probes_prefer_what_nodes_with_these_flags_would_take() -> None:
-    peer = Peer()
+    peer = TransferPeer()
     asked = (("auto", True), ("auto", False), ("grpc,shm", True), ("stream,grpc", True))
     found = [(await peer.answer_facts(lanes, adopt))["preferred"] for lanes, adopt in asked]
     assert found == [

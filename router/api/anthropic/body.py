@@ -34,7 +34,7 @@ UNSERVED: Final[Unserved] = {
 }
 
 
-class Thinking(msgspec.Struct, kw_only=True):
+class ThinkingBody(msgspec.Struct, kw_only=True):
     """`budget_tokens` limits the thought where this server knows a thought's end."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
@@ -53,7 +53,7 @@ class OutputConfig(msgspec.Struct, kw_only=True):
     format: dict[str, Any] | None = None
 
 
-class Tool(msgspec.Struct, kw_only=True):
+class AnthropicTool(msgspec.Struct, kw_only=True):
     """A tool of the client's own: `type` is absent or `custom`."""
 
     name: str
@@ -70,7 +70,7 @@ class CountBody(msgspec.Struct, kw_only=True):
     system: Any = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: ToolChoice | None = None
-    thinking: Thinking | None = None
+    thinking: ThinkingBody | None = None
     output_config: OutputConfig | None = None
     output_format: dict[str, Any] | None = None  # the older name of output_config.format
     chat_template_kwargs: dict[str, Any] | None = None
@@ -155,7 +155,7 @@ def _tools(given: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
             message = f"{where}: tools of type {str(kind)[:64]!r} are not supported by this server"
             raise UnsupportedFeature(message, field=f"{where}.type")
         try:
-            tool = msgspec.convert(item, Tool, strict=True)
+            tool = msgspec.convert(item, AnthropicTool, strict=True)
         except msgspec.ValidationError as error:
             raise InvalidRequest(f"{where}: {error}", field=where) from error
         if not 0 < len(tool.name) <= MAX_NAME_CHARS:

@@ -28,7 +28,7 @@ from baton.protocol.errors import (
     UnsupportedFeature,
 )
 from baton.protocol.request import RequestState
-from router.api.calls import Runner
+from router.api.calls import CallRunner
 from router.api.dialect import DialectCall
 from router.api.responses.answer import ResponseAnswer, error_of
 from router.api.responses.body import asks_background, read
@@ -127,9 +127,9 @@ class Background:
     # ---- inside ----
 
     @property
-    def _runner(self) -> Runner:
+    def _runner(self) -> CallRunner:
         services = self._services
-        return Runner(services.dispatcher, services.metrics, services.clock)
+        return CallRunner(services.dispatcher, services.metrics, services.clock)
 
     async def _begin(self, request: HttpRequest, asked: NamedRequest) -> Found:
         """Keep it as queued, then run it; what is refused leaves nothing."""
@@ -161,7 +161,7 @@ class Background:
         call = _call_of(await self._resumable.told_of(canonical))
         try:
             async with found.reading() as log:
-                await call.whole(Runner(ToldDispatch(log), runs.readers, runs.clock))
+                await call.whole(CallRunner(ToldDispatch(log), runs.readers, runs.clock))
         except BatonError as error:
             await self._failed(canonical.owner, _id_of(canonical), error)
 

@@ -19,7 +19,7 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from baton.protocol.errors import KeyReused, RequestNotFound, Unavailable, UnsupportedFeature
-from router.api.calls import Runner
+from router.api.calls import CallRunner
 from router.api.http.preparing import Handler, hooked
 from router.api.http.reading import read_body
 from router.api.openai.bodies import object_of
@@ -253,7 +253,7 @@ class ResumedReply:
 
     async def _read(self, told: Told, scope: Scope, receive: Receive, send: Send) -> None:
         reply, reader = self._reply, self._reader
-        runner = Runner(ToldDispatch(told), reader.runs.readers, reader.runs.clock)
+        runner = CallRunner(ToldDispatch(told), reader.runs.readers, reader.runs.clock)
         match reply:
             case StreamReply():
                 await NumberedReply(reply.call, runner, reader.seen)(scope, receive, send)

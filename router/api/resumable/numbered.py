@@ -15,7 +15,7 @@ from contextlib import aclosing, suppress
 from starlette.types import Receive, Scope, Send
 
 from baton.protocol.errors import Cancelled
-from router.api.calls import GRACE_S, Runner
+from router.api.calls import GRACE_S, CallRunner
 from router.api.http.connection import while_connected
 from router.api.http.web_errors import error_response
 from router.api.sse import FrameWriter, StreamedCall
@@ -27,7 +27,7 @@ from router.resumable.terms import Position
 class NumberedReply:
     """ASGI answer: the events of a call with one completion, after `seen`."""
 
-    def __init__(self, call: StreamedCall, runner: Runner, seen: Position) -> None:
+    def __init__(self, call: StreamedCall, runner: CallRunner, seen: Position) -> None:
         self._call = call
         self._runner = runner
         self._numbers = Numbers(call.completions[0].num_choices, seen)

@@ -271,7 +271,7 @@ PROPERTIES: Final[dict[str, dict[str, Schema]]] = {
                                       "maxItems": MAX_MESSAGES}]},
         "tools": {"type": "array", "maxItems": MAX_TOOLS, "items": {"anyOf": [
             *_CALLED,
-            _tagged("namespace", "name", "tools", name=_SHORT_NAME, description=_STRING,
+            _tagged("namespace", "name", "tools", name=_SHORT_NAME, description=nullable(_STRING),
                     tools={"type": "array", "maxItems": 8, "items": {"anyOf": [
                         {**each, "properties": {**each["properties"], "name": _SHORT_NAME}}
                         for each in _CALLED

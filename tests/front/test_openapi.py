@@ -55,6 +55,8 @@ SHAPES: list[tuple[str, str, dict[str, Any], list[dict[str, Any]]]] = [
     ("ResponsesBody", "/v1/responses", {"input": "x"}, [
         {"input": None}, {"tool_choice": "required"}, {"input": [{"role": "user"}]},
         {"background": True, "store": False}, {"tools": [{"type": "custom", "name": "a b"}]},
+        {"tools": [{"type": "custom", "name": "f", "format": {}}]},
+        {"tools": [{"type": "namespace", "name": "a", "description": [], "tools": []}]},
         {"input": [{"role": "user", "type": "message"}]},
         {"input": [{"type": "function_call_output", "call_id": "c", "output": {}}]},
         {"tools": [{"type": "function", "name": "f"}], "tool_choice": {"type": "function"}},

@@ -13,6 +13,7 @@ from router.pooling.embeddings import MAX_INPUTS
 from router.pooling.rerank import SIDES
 
 _STRING: Final[Schema] = {"type": "string"}
+_NULL: Final[Schema] = {"type": "null"}
 _TRUE: Final[Schema] = {"const": True}
 _LIST: Final[Schema] = {"type": "array", "minItems": 1}
 
@@ -64,8 +65,10 @@ RULES: Final[dict[str, list[Schema]]] = {
         _has(name=_STRING),
     ]}],
     "TokenizeBody": [{"oneOf": [
-        _has(prompt=_STRING),
-        {"required": ["messages"], "properties": {"messages": _LIST, "tools": nullable(TOOLS)}},
+        {"required": ["prompt"],
+         "properties": {"prompt": _STRING, "messages": _NULL, "chat_template": _NULL}},
+        {"required": ["messages"],
+         "properties": {"messages": _LIST, "prompt": _NULL, "tools": nullable(TOOLS)}},
     ]}],
     "EmbedBody": [{"oneOf": [_has(texts=_LIST), _has(inputs=_LIST)]}],
     "ScoreBody": [{"anyOf": [_has(**dict.fromkeys(pair, _TEXTS)) for pair in SIDES]}],

@@ -79,6 +79,7 @@ SHAPES: list[tuple[str, str, dict[str, Any], list[dict[str, Any]]]] = [
     ]),
     ("TokenizeBody", "/tokenize", {"prompt": "x", "messages": None}, [
         {"prompt": None}, {"messages": USER}, {"prompt": None, "messages": []},
+        {"chat_template": ""}, {"chat_template": "", "messages": USER},
     ]),
     ("TokenizeBody", "/tokenize", {"messages": USER, "prompt": None}, [
         {"messages": None}, {"tools": [{}]},

@@ -29,6 +29,7 @@ _ONE: Final = ": each call has one message"
 UNSERVED: Final[Unserved] = {
     "best_of": ((1,), _ONE),
     "container": ((), ""),
+    "logprob_token_ids": (([],), ": no logprobs are told here"),
     "mcp_servers": (([],), ""),
     "n": ((1,), _ONE),
 }

@@ -315,7 +315,8 @@ def _schemas() -> dict[str, Schema]:
         _refine(found[name], SAMPLING)
     for kind in (ResponsesBody, MessagesBody):
         _add_same(found[kind.__name__], found["ChatBody"])
-    del found["MessagesBody"]["properties"]["include_reasoning"]  # `thinking` says it there
+    for name in ("include_reasoning", "logprob_token_ids"):  # `thinking` says it; refused there
+        del found["MessagesBody"]["properties"][name]
     found["CountBody"]["properties"]["model"] = found["ChatBody"]["properties"]["model"]
     for name, required in REQUIRED.items():
         found[name]["required"] = sorted({*found[name].get("required", ()), *required})

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from jsonschema import Draft202012Validator
 
+from router.anthropic.body import UNSERVED
 from router.app import all_routes
 from router.openapi.dialects import AnthropicErrorReply, CountReply, MessageReply, ResponsesReply
 from router.openapi.document import document
@@ -128,6 +129,12 @@ async def test_replies_of_the_dialects_have_the_fields_that_are_described() -> N
         wrong = await client.post("/v1/messages", json={"messages": USER})
         told = msgspec.json.decode(wrong.content, type=AnthropicErrorReply, strict=True)
         assert (wrong.status_code, told.error.type) == (400, "invalid_request_error")
+
+
+def test_what_messages_refuse_is_not_described_of_them() -> None:
+    schemas = document()["components"]["schemas"]
+    for name in ("MessagesBody", "CountBody"):
+        assert not schemas[name]["properties"].keys() & UNSERVED.keys()
 
 
 async def test_messages_without_a_block_are_the_clients_fault() -> None:

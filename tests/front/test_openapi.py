@@ -56,12 +56,18 @@ SHAPES: list[tuple[str, str, dict[str, Any], list[dict[str, Any]]]] = [
     ("ResponsesBody", "/v1/responses", {"input": "x"}, [
         {"input": None}, {"tool_choice": "required"}, {"input": [{"role": "user"}]},
         {"background": True, "store": False}, {"tools": [{"type": "custom", "name": "a b"}]},
-        {"tools": [{"type": "custom", "name": "f", "format": {}}]},
+        {"tools": [{"type": "custom", "name": "f", "format": {}}]}, {"logprob_token_ids": [5]},
+        {"logprob_token_ids": [5], "include": []},
         {"tools": [{"type": "namespace", "name": "a", "description": [], "tools": []}]},
         {"input": [{"role": "user", "type": "message"}]},
         {"input": [{"type": "function_call_output", "call_id": "c", "output": {}}]},
         {"tools": [{"type": "function", "name": "f"}], "tool_choice": {"type": "function"}},
     ]),
+    ("ResponsesBody", "/v1/responses", {"input": "x", "logprob_token_ids": [5],
+                                        "top_logprobs": 0}, [{"top_logprobs": None}]),
+    ("ResponsesBody", "/v1/responses", {
+        "input": "x", "logprob_token_ids": [5], "include": ["message.output_text.logprobs"],
+    }, [{"include": None}]),
     ("ResponsesBody", "/v1/responses", {"input": [
         {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
         {"role": "user", "content": "x"}]}, []),

@@ -19,15 +19,24 @@ UNSAID = (
     # It depends on the model and its nodes.
     r"token ids must be below the vocabulary's size",
     r"is not served as a reranker",
+    r"^the served model is no classifier",
+    r"^input_type must be one of ",  # the names of its prompts
     r"this model's vectors cannot be shortened",
-    r"truncate_prompt_tokens: -1, or 1 to \d+$",
+    r"dimensions?: must be |a number of dimensions that eight divides",
+    r"(truncate_prompt|max)_tokens: -1, or 1 to \d+$",
+    r"^documents: the chat template reads none",
     r"the model's maximum context length",
+    r"characters are more than the limit for counting, \d+ contexts",
     r"sequences of one request are more than the \d+ that a decode node runs at once",
+    # It depends on the server's options.
+    r"\(--trust-request-chat-template\)$",
     # It depends on what is stored.
     r"there is no response '",
-    r"only a response in the background can be streamed again",
+    r"only a response in the background can be",
+    r"^after: there is no such item",
     # One field is compared with another.
     r"min_tokens must not exceed max_tokens",
+    r"tokens are more than max_tokens$",
     r"best_of (\(\d+\) must not be below n|: which samples are best)",
     r"one text, or as many as there are in",
     r"another tool is called",

@@ -22,7 +22,7 @@ from router.openai_chat import (
 )
 from router.pooling.embeddings import MAX_INPUTS
 from router.pooling.rerank import MAX_INSTRUCTION_CHARS
-from router.prompt_options import MAX_BAD_WORDS
+from router.prompt_options import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS
 from router.prompts import MAX_TEMPLATE_CHARS
 from router.request_ids import ID_PATTERN
 from router.responses.body import (
@@ -151,7 +151,8 @@ SAMPLING: Final[dict[str, Schema]] = {
     "logprob_token_ids": {"type": "array", "items": TOKEN, "maxItems": MAX_LOGPROB_TOKEN_IDS},
     "thinking_token_budget": {"type": "integer", "minimum": -1, "maximum": 2**31 - 1},
     "bad_words": {"type": "array", "maxItems": MAX_BAD_WORDS,
-                  "items": {"type": "string", "minLength": 1}},
+                  "items": {"type": "string",
+                            "pattern": rf"^\s*\S[\s\S]{{0,{MAX_BAD_WORD_CHARS - 1}}}$"}},
     "early_stopping": {"enum": [True, False, "never"]},
     "request_id": _ID,
     "session_id": _SESSION,

@@ -31,8 +31,10 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # Schema, path, a body as described, and what breaks it: a name and its value in a body, one by one.
 SHAPES: list[tuple[str, str, dict[str, Any], list[dict[str, Any]]]] = [
-    ("CompletionBody", "/v1/completions", {"prompt": "x", "stream": True, "stream_options": {}}, [
+    ("CompletionBody", "/v1/completions", {"prompt": "x", "stream": True, "stream_options": {},
+                                           "bad_words": [" " * 9 + "x" * 256, "a b\n"]}, [
         {"prompt": None}, {"stream": None}, {"top_p": 0}, {"early_stopping": True},
+        {"bad_words": [""]}, {"bad_words": [" "]}, {"bad_words": ["x" * 257]},
         {"guided_regex": ""}, {"truncate_prompt_tokens": 0}, {"response_format": {"type": "odd"}},
         {"response_format": {"type": "structural_tag"}}, {"structured_outputs": {}},
         {"structured_outputs": {"json": {}, "regex": "a"}},

@@ -205,13 +205,16 @@ _ERRORS: Final = {
     "404": "No such model, request or response",
     "405": "Another method is wanted",
     "413": "The body is too large",
+    "414": "The request target is too long",
     "415": "The body is not application/json",
     "422": "The request id or idempotency key belongs to another body",
     "429": "Too much is under way; retry-after says when to come again",
+    "431": "The headers are too many, or too large",
     "500": "A fault of the server",
     "503": "No node can serve this now",
     "504": "The deadline has passed",
 }
+_HEAD: Final = ("401", "414", "431")  # before a route is looked for
 
 
 def document(root_path: str = "", tokenizer_info: bool = False) -> dict[str, Any]:
@@ -284,7 +287,7 @@ def _reply(operation: Operation) -> dict[str, Any]:
 
 
 def _error_refs(operation: Operation) -> dict[str, Any]:
-    codes = list(_ERRORS) if operation.body is not None else ["401", "404", "500", "503"]
+    codes = list(_ERRORS) if operation.body is not None else [*_HEAD, "404", "500", "503"]
     codes += ["400"] if operation.parameters or operation.refusable else []
     prefix = _ANTHROPIC if operation.anthropic else ""
     found: dict[str, Any] = {

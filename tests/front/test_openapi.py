@@ -168,6 +168,21 @@ async def test_what_is_out_of_a_described_bound_is_refused() -> None:
     assert not front.dispatcher.requests
 
 
+async def test_a_head_that_is_too_large_is_described_of_every_operation() -> None:
+    told = document()
+    heads: dict[str, dict[str, Any]] = {
+        "414": {"params": {"a": "x" * 50_000}}, "431": {"headers": {"a": "x" * 50_000}}
+    }  # fmt: skip
+    async with Front().client() as client:
+        for code, head in heads.items():
+            reply = await client.get("/v1/models", **head)
+            assert (str(reply.status_code), [*reply.json()]) == (code, ["error"])
+            theirs = await client.get("/v1/messages", **head)
+            assert msgspec.json.decode(theirs.content, type=AnthropicErrorReply)
+            operations = [one for methods in told["paths"].values() for one in methods.values()]
+            assert all(code in operation["responses"] for operation in operations)
+
+
 def test_required_fields_have_no_default_and_are_no_null() -> None:
     for name, schema in document()["components"]["schemas"].items():
         for field in schema.get("required", ()) if name in REQUIRED else ():

@@ -29,7 +29,15 @@ from router.openapi.dialects import (
     ResponseItemList,
     ResponsesReply,
 )
-from router.openapi.fields import BOUNDED, PROPERTIES, REF, REQUIRED, SAMPLING, Schema
+from router.openapi.fields import (
+    BOUNDED,
+    MAX_INTEGER,
+    PROPERTIES,
+    REF,
+    REQUIRED,
+    SAMPLING,
+    Schema,
+)
 from router.openapi.rules import RULES
 from router.pooling.classify import ClassifyBody, ClassifyReply, PoolBody, PoolReply
 from router.pooling.cohere import EmbedBody, EmbedReply
@@ -312,6 +320,8 @@ def _schemas() -> dict[str, Schema]:
     errors = {ErrorReply, AnthropicErrorReply}
     types = sorted(bodies | replies | errors, key=lambda kind: kind.__name__)
     _, found = msgspec.json.schema_components(types, ref_template=REF)
+    for name in msgspec.json.schema_components(sorted(bodies, key=str))[1]:
+        _limit(found[name])
     for name, fields in BOUNDED.items():
         _bound(found[name], fields)
     for name in ("CompletionBody", "ChatBody"):
@@ -358,6 +368,14 @@ def _bound(schema: Schema, bounds: Mapping[str, tuple[float, float]]) -> None:
             if branch.get("type") in ("integer", "number"):
                 least = "exclusiveMinimum" if name == "top_p" else "minimum"  # 0 is none
                 branch |= {least: low, "maximum": high}
+
+
+def _limit(schema: Schema) -> None:
+    """Say of a body's integers how large JSON's may be here."""
+    for told in schema.get("properties", {}).values():
+        for branch in told.get("anyOf", (told,)):
+            if branch.get("type") == "integer":
+                branch |= {"minimum": -(2**63), "maximum": MAX_INTEGER}
 
 
 def _ref(kind: type[msgspec.Struct]) -> Schema:

@@ -35,8 +35,10 @@ from router.responses.body import (
 from router.terms import MAX_SESSION_CHARS
 
 Schema = dict[str, Any]
+MAX_INTEGER: Final = 2**64 - 1  # orjson reads a larger one as a float, which is refused
 REF: Final = "#/components/schemas/{name}"
 TOKEN: Final[Schema] = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
+_COUNT: Final[Schema] = {"type": "integer", "minimum": 1, "maximum": MAX_INTEGER}
 _IDS: Final[Schema] = {"type": "array", "items": TOKEN, "minItems": 1}
 _STRING: Final[Schema] = {"type": "string"}
 _TEXT: Final[Schema] = {"type": "string", "minLength": 1}
@@ -50,7 +52,9 @@ _INSTRUCTION: Final[Schema] = {"type": "string", "maxLength": MAX_INSTRUCTION_CH
 _PRIORITY: Final[Schema] = {
     "type": "integer", "minimum": -PRIORITY_LIMIT, "maximum": PRIORITY_LIMIT
 }  # fmt: skip
-_TRUNCATION: Final[Schema] = {"type": "integer", "minimum": -1, "not": {"const": 0}}
+_TRUNCATION: Final[Schema] = {
+    "type": "integer", "minimum": -1, "maximum": MAX_INTEGER, "not": {"const": 0}
+}  # fmt: skip
 _SCHEMA: Final[Schema] = {"type": "object", "description": "A JSON schema"}
 # A schema may also come as its JSON text.
 _ANY_SCHEMA: Final[Schema] = {"anyOf": [_SCHEMA, {"type": "string", "minLength": 2}]}
@@ -298,20 +302,20 @@ PROPERTIES: Final[dict[str, dict[str, Schema]]] = {
     "MessagesBody": {
         **_MESSAGES,
         "stop_sequences": _STOPS,
-        "max_tokens": {"type": "integer", "minimum": 1},  # cut to what the model holds
+        "max_tokens": _COUNT,  # cut to what the model holds
     },
     "OutputConfig": {"format": _FLAT_FORMATS, "effort": _EFFORT},
     "ReasoningOptions": {"effort": _EFFORT},
-    "EmbeddingBody": {**_INPUT, "dimensions": {"type": "integer", "minimum": 1}},
+    "EmbeddingBody": {**_INPUT, "dimensions": _COUNT},
     "ClassifyBody": _INPUT,
-    "PoolBody": {**_INPUT, "dimensions": {"type": "integer", "minimum": 1},
+    "PoolBody": {**_INPUT, "dimensions": _COUNT,
                  "task": {"enum": ["embed", "classify"]}},
     "EmbedBody": {
         "texts": {"type": "array", "minItems": 1, "maxItems": MAX_INPUTS, "items": _TEXT},
         "inputs": {"type": "array", "minItems": 1, "maxItems": MAX_INPUTS,
                    "items": {"$ref": REF.format(name="EmbedInput")}},
-        "output_dimension": {"type": "integer", "minimum": 1},
-        "max_tokens": {"type": "integer", "minimum": 1},
+        "output_dimension": _COUNT,
+        "max_tokens": _COUNT,
         "request_id": _ID,
         "priority": _PRIORITY,
     },
@@ -335,7 +339,7 @@ PROPERTIES: Final[dict[str, dict[str, Schema]]] = {
             _STRING,
             {"type": "object", "required": ["text"], "properties": {"text": _STRING}},
         ]}},
-        "top_n": {"type": "integer", "minimum": 0},
+        "top_n": {"type": "integer", "minimum": 0, "maximum": MAX_INTEGER},
         "instruction": _INSTRUCTION,
         "request_id": _ID,
         "priority": _PRIORITY,

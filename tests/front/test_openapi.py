@@ -28,6 +28,8 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "CompletionBody": ("/v1/completions", {"prompt": "x"}),
     "ResponsesBody": ("/v1/responses", {"input": "x"}),
     "MessagesBody": ("/v1/messages", {"messages": USER, "max_tokens": 4}),
+    "EmbeddingBody": ("/v1/embeddings", {"input": "x"}),
+    "EmbedBody": ("/v2/embed", {"texts": ["x"]}),
 }
 # Schema, path, a body as described, and what breaks it: a name and its value in a body, one by one.
 SHAPES: list[tuple[str, str, dict[str, Any], list[dict[str, Any]]]] = [
@@ -181,6 +183,16 @@ async def test_a_head_that_is_too_large_is_described_of_every_operation() -> Non
             assert msgspec.json.decode(theirs.content, type=AnthropicErrorReply)
             operations = [one for methods in told["paths"].values() for one in methods.values()]
             assert all(code in operation["responses"] for operation in operations)
+
+
+def test_every_integer_of_a_body_has_bounds() -> None:
+    """None is read that has more than 64 bits."""
+    schemas = document()["components"]["schemas"]
+    for name in (name for name in schemas if name.endswith("Body")):
+        for field, told in schemas[name]["properties"].items():
+            for branch in told.get("anyOf", (told,)):
+                if branch.get("type") == "integer":
+                    assert {"minimum", "maximum"} <= branch.keys(), (name, field)
 
 
 def test_required_fields_have_no_default_and_are_no_null() -> None:

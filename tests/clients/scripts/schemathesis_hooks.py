@@ -48,7 +48,7 @@ UNSAID = (
     r"is not valid JSON|must be a JSON (object|schema)",
     r"^(structured_outputs\.|guided_(json|regex|grammar|choice)\b|response_format|text\.format|output_)",
     # 7.0 is an integer to schemas.
-    r"Expected `int( \| null)?`, got `float`",
+    r"Expected `int( \| null)?`, got `float`|: a number of more than 64 bits$",
     r"token ids are integers from 0 on|^prompt\[0\] must be a string or a list of token ids",
     # Combinations.
     r"tools cannot be combined with a structural_tag",

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from baton.grammars import BACKENDS, MAX_CHOICES
 from baton.sampling import BOUNDS, MAX_ALLOWED_TOKEN_IDS, MAX_LOGPROB_TOKEN_IDS
+from router.anthropic.body import MAX_BUDGET
 from router.config import MAX_LOGPROBS
 from router.openai import MAX_PROMPTS, MAX_STOP_CHARS, MAX_STOPS, PRIORITY_LIMIT
 from router.openai_chat import (
@@ -304,6 +305,7 @@ PROPERTIES: Final[dict[str, dict[str, Schema]]] = {
         "stop_sequences": _STOPS,
         "max_tokens": _COUNT,  # cut to what the model holds
     },
+    "Thinking": {"budget_tokens": {"type": "integer", "minimum": -1, "maximum": MAX_BUDGET}},
     "OutputConfig": {"format": _FLAT_FORMATS, "effort": _EFFORT},
     "ReasoningOptions": {"effort": _EFFORT},
     "EmbeddingBody": {**_INPUT, "dimensions": _COUNT},

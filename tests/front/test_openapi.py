@@ -79,6 +79,8 @@ SHAPES: list[tuple[str, str, dict[str, Any], list[dict[str, Any]]]] = [
         {"messages": None}, {"tool_choice": {"type": "any"}}, {"system": {}}, {"system": False},
         {"tools": [{"name": "f"}], "tool_choice": {"type": "tool"}}, {"request_id": "a b"},
         {"output_config": {"format": {}}}, {"tools": [{"name": "a b"}]},
+        {"thinking": {"type": "enabled", "budget_tokens": -2}},
+        {"thinking": {"type": "disabled", "budget_tokens": 2**31}},
         {"messages": [{"role": "user", "content": [
             {"type": "tool_use", "id": "1", "name": "f", "input": {}}]}]},
         {"messages": [{"role": "user", "content": [

@@ -24,7 +24,7 @@ from typing import Any, Final
 
 import uvloop
 
-from baton.timing import Timing
+from baton.runtime.timing import Timing
 from router.main import http_server
 from tests.cluster import Plan, cluster
 from tools.trace_counts import Entry

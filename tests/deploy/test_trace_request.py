@@ -90,7 +90,7 @@ def test_stages_are_found_by_folders() -> None:
     assert stage_of("baton/engine/core/engine.py") is Stage.ENGINE
     assert stage_of("baton/node/shell.py") is Stage.NODE
     assert stage_of("baton/protocol/wire.py") is Stage.SHARED
-    assert stage_of("baton/wire.py") is Stage.SHARED
+    assert stage_of("baton/protocol/wire.py") is Stage.SHARED
     with pytest.raises(KeyError):
         stage_of("tests/cluster.py")
 

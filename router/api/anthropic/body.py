@@ -25,10 +25,12 @@ NAMES: Final = {
     "reasoning_effort": "output_config.effort",
     "thinking_token_budget": "thinking.budget_tokens",
 }
+MAX_BUDGET: Final = 2**31 - 1
 _ONE: Final = ": each call has one message"
 UNSERVED: Final[Unserved] = {
     "best_of": ((1,), _ONE),
     "container": ((), ""),
+    "logprob_token_ids": (([],), ": no logprobs are told here"),
     "mcp_servers": (([],), ""),
     "n": ((1,), _ONE),
 }
@@ -118,7 +120,12 @@ def read_count(raw: bytes) -> ChatBody:
 
 def _converted(given: dict[str, Any], kind: type[Body]) -> Body:
     refuse(given, UNSERVED)
-    return struct_of(given, kind)
+    body = struct_of(given, kind)
+    budget = body.thinking.budget_tokens if body.thinking else None
+    if budget is not None and not -1 <= budget <= MAX_BUDGET:  # also where nothing reads it
+        field = "thinking.budget_tokens"
+        raise InvalidRequest(f"{field}: -1 (no limit), or from 0 to {MAX_BUDGET}", field=field)
+    return body
 
 
 def _translated(body: CountBody) -> dict[str, Any]:

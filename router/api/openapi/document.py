@@ -29,7 +29,15 @@ from router.api.openapi.dialects import (
     ResponseItemList,
     ResponsesReply,
 )
-from router.api.openapi.fields import BOUNDED, PROPERTIES, REF, REQUIRED, SAMPLING, Schema
+from router.api.openapi.fields import (
+    BOUNDED,
+    MAX_INTEGER,
+    PROPERTIES,
+    REF,
+    REQUIRED,
+    SAMPLING,
+    Schema,
+)
 from router.api.openapi.rules import RULES
 from router.api.pooling.classify import ClassifyBody, ClassifyReply, PoolBody, PoolReply
 from router.api.pooling.cohere import EmbedBody, EmbedReply
@@ -205,13 +213,16 @@ _ERRORS: Final = {
     "404": "No such model, request or response",
     "405": "Another method is wanted",
     "413": "The body is too large",
+    "414": "The request target is too long",
     "415": "The body is not application/json",
     "422": "The request id or idempotency key belongs to another body",
     "429": "Too much is under way; retry-after says when to come again",
+    "431": "The headers are too many, or too large",
     "500": "A fault of the server",
     "503": "No node can serve this now",
     "504": "The deadline has passed",
 }
+_HEAD: Final = ("401", "414", "431")  # before a route is looked for
 
 
 def document(root_path: str = "", tokenizer_info: bool = False) -> dict[str, Any]:
@@ -284,7 +295,7 @@ def _reply(operation: Operation) -> dict[str, Any]:
 
 
 def _error_refs(operation: Operation) -> dict[str, Any]:
-    codes = list(_ERRORS) if operation.body is not None else ["401", "404", "500", "503"]
+    codes = list(_ERRORS) if operation.body is not None else [*_HEAD, "404", "500", "503"]
     codes += ["400"] if operation.parameters or operation.refusable else []
     prefix = _ANTHROPIC if operation.anthropic else ""
     found: dict[str, Any] = {
@@ -309,13 +320,16 @@ def _schemas() -> dict[str, Schema]:
     errors = {ErrorReply, AnthropicErrorReply}
     types = sorted(bodies | replies | errors, key=lambda kind: kind.__name__)
     _, found = msgspec.json.schema_components(types, ref_template=REF)
+    for name in msgspec.json.schema_components(sorted(bodies, key=str))[1]:
+        _limit(found[name])
     for name, fields in BOUNDED.items():
         _bound(found[name], fields)
     for name in ("CompletionBody", "ChatBody"):
         _refine(found[name], SAMPLING)
     for kind in (ResponsesBody, MessagesBody):
         _add_same(found[kind.__name__], found["ChatBody"])
-    del found["MessagesBody"]["properties"]["include_reasoning"]  # `thinking` says it there
+    for name in ("include_reasoning", "logprob_token_ids"):  # `thinking` says it; refused there
+        del found["MessagesBody"]["properties"][name]
     found["CountBody"]["properties"]["model"] = found["ChatBody"]["properties"]["model"]
     for name, required in REQUIRED.items():
         found[name]["required"] = sorted({*found[name].get("required", ()), *required})
@@ -354,6 +368,14 @@ def _bound(schema: Schema, bounds: Mapping[str, tuple[float, float]]) -> None:
             if branch.get("type") in ("integer", "number"):
                 least = "exclusiveMinimum" if name == "top_p" else "minimum"  # 0 is none
                 branch |= {least: low, "maximum": high}
+
+
+def _limit(schema: Schema) -> None:
+    """Say of a body's integers how large JSON's may be here."""
+    for told in schema.get("properties", {}).values():
+        for branch in told.get("anyOf", (told,)):
+            if branch.get("type") == "integer":
+                branch |= {"minimum": -(2**63), "maximum": MAX_INTEGER}
 
 
 def _ref(kind: type[msgspec.Struct]) -> Schema:

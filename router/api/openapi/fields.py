@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from baton.guided.grammars import BACKENDS, MAX_CHOICES
 from baton.protocol.sampling import BOUNDS, MAX_ALLOWED_TOKEN_IDS, MAX_LOGPROB_TOKEN_IDS
+from router.api.anthropic.body import MAX_BUDGET
 from router.api.openai.bodies import MAX_PROMPTS, MAX_STOP_CHARS, MAX_STOPS, PRIORITY_LIMIT
 from router.api.openai.chat import (
     EFFORTS,
@@ -19,7 +20,7 @@ from router.api.openai.chat import (
     TEXT_PARTS,
     TOOL_NAME,
 )
-from router.api.openai.prompt_options import MAX_BAD_WORDS
+from router.api.openai.prompt_options import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS
 from router.api.pooling.embeddings import MAX_INPUTS
 from router.api.pooling.rerank import MAX_INSTRUCTION_CHARS
 from router.api.responses.body import (
@@ -35,8 +36,10 @@ from router.request.request_ids import ID_PATTERN
 from router.request.terms import MAX_SESSION_CHARS
 
 Schema = dict[str, Any]
+MAX_INTEGER: Final = 2**64 - 1  # orjson reads a larger one as a float, which is refused
 REF: Final = "#/components/schemas/{name}"
 TOKEN: Final[Schema] = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
+_COUNT: Final[Schema] = {"type": "integer", "minimum": 1, "maximum": MAX_INTEGER}
 _IDS: Final[Schema] = {"type": "array", "items": TOKEN, "minItems": 1}
 _STRING: Final[Schema] = {"type": "string"}
 _TEXT: Final[Schema] = {"type": "string", "minLength": 1}
@@ -50,7 +53,9 @@ _INSTRUCTION: Final[Schema] = {"type": "string", "maxLength": MAX_INSTRUCTION_CH
 _PRIORITY: Final[Schema] = {
     "type": "integer", "minimum": -PRIORITY_LIMIT, "maximum": PRIORITY_LIMIT
 }  # fmt: skip
-_TRUNCATION: Final[Schema] = {"type": "integer", "minimum": -1, "not": {"const": 0}}
+_TRUNCATION: Final[Schema] = {
+    "type": "integer", "minimum": -1, "maximum": MAX_INTEGER, "not": {"const": 0}
+}  # fmt: skip
 _SCHEMA: Final[Schema] = {"type": "object", "description": "A JSON schema"}
 # A schema may also come as its JSON text.
 _ANY_SCHEMA: Final[Schema] = {"anyOf": [_SCHEMA, {"type": "string", "minLength": 2}]}
@@ -151,7 +156,8 @@ SAMPLING: Final[dict[str, Schema]] = {
     "logprob_token_ids": {"type": "array", "items": TOKEN, "maxItems": MAX_LOGPROB_TOKEN_IDS},
     "thinking_token_budget": {"type": "integer", "minimum": -1, "maximum": 2**31 - 1},
     "bad_words": {"type": "array", "maxItems": MAX_BAD_WORDS,
-                  "items": {"type": "string", "minLength": 1}},
+                  "items": {"type": "string",
+                            "pattern": rf"^\s*\S[\s\S]{{0,{MAX_BAD_WORD_CHARS - 1}}}$"}},
     "early_stopping": {"enum": [True, False, "never"]},
     "request_id": _ID,
     "session_id": _SESSION,
@@ -271,7 +277,7 @@ PROPERTIES: Final[dict[str, dict[str, Schema]]] = {
                                       "maxItems": MAX_MESSAGES}]},
         "tools": {"type": "array", "maxItems": MAX_TOOLS, "items": {"anyOf": [
             *_CALLED,
-            _tagged("namespace", "name", "tools", name=_SHORT_NAME, description=_STRING,
+            _tagged("namespace", "name", "tools", name=_SHORT_NAME, description=nullable(_STRING),
                     tools={"type": "array", "maxItems": 8, "items": {"anyOf": [
                         {**each, "properties": {**each["properties"], "name": _SHORT_NAME}}
                         for each in _CALLED
@@ -297,20 +303,21 @@ PROPERTIES: Final[dict[str, dict[str, Schema]]] = {
     "MessagesBody": {
         **_MESSAGES,
         "stop_sequences": _STOPS,
-        "max_tokens": {"type": "integer", "minimum": 1},  # cut to what the model holds
+        "max_tokens": _COUNT,  # cut to what the model holds
     },
+    "Thinking": {"budget_tokens": {"type": "integer", "minimum": -1, "maximum": MAX_BUDGET}},
     "OutputConfig": {"format": _FLAT_FORMATS, "effort": _EFFORT},
     "ReasoningOptions": {"effort": _EFFORT},
-    "EmbeddingBody": {**_INPUT, "dimensions": {"type": "integer", "minimum": 1}},
+    "EmbeddingBody": {**_INPUT, "dimensions": _COUNT},
     "ClassifyBody": _INPUT,
-    "PoolBody": {**_INPUT, "dimensions": {"type": "integer", "minimum": 1},
+    "PoolBody": {**_INPUT, "dimensions": _COUNT,
                  "task": {"enum": ["embed", "classify"]}},
     "EmbedBody": {
         "texts": {"type": "array", "minItems": 1, "maxItems": MAX_INPUTS, "items": _TEXT},
         "inputs": {"type": "array", "minItems": 1, "maxItems": MAX_INPUTS,
                    "items": {"$ref": REF.format(name="EmbedInput")}},
-        "output_dimension": {"type": "integer", "minimum": 1},
-        "max_tokens": {"type": "integer", "minimum": 1},
+        "output_dimension": _COUNT,
+        "max_tokens": _COUNT,
         "request_id": _ID,
         "priority": _PRIORITY,
     },
@@ -334,7 +341,7 @@ PROPERTIES: Final[dict[str, dict[str, Schema]]] = {
             _STRING,
             {"type": "object", "required": ["text"], "properties": {"text": _STRING}},
         ]}},
-        "top_n": {"type": "integer", "minimum": 0},
+        "top_n": {"type": "integer", "minimum": 0, "maximum": MAX_INTEGER},
         "instruction": _INSTRUCTION,
         "request_id": _ID,
         "priority": _PRIORITY,

@@ -67,7 +67,7 @@ def text_of(response: dict[str, Any]) -> str:
 
 
 def hold(router: HeldRouter, at: int = 3) -> None:
-    router.request.dispatcher.held_at = at
+    router.dispatcher.held_at = at
 
 
 async def test_nobody_waits_for_it_and_any_router_tells_how_it_is(

@@ -305,7 +305,7 @@ PROPERTIES: Final[dict[str, dict[str, Schema]]] = {
         "stop_sequences": _STOPS,
         "max_tokens": _COUNT,  # cut to what the model holds
     },
-    "Thinking": {"budget_tokens": {"type": "integer", "minimum": -1, "maximum": MAX_BUDGET}},
+    "ThinkingBody": {"budget_tokens": {"type": "integer", "minimum": -1, "maximum": MAX_BUDGET}},
     "OutputConfig": {"format": _FLAT_FORMATS, "effort": _EFFORT},
     "ReasoningOptions": {"effort": _EFFORT},
     "EmbeddingBody": {**_INPUT, "dimensions": _COUNT},

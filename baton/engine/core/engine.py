@@ -1,4 +1,4 @@
-"""Engine: one model on one device group. step() is schedule -> run -> postprocess, no more.
+"""Engine: one model on one device group. step() is plan -> run -> finish, no more.
 
 The life of a request here:
     add(request)                        -> validated; waits for blocks (Task.LOCAL, Task.PREFILL)
@@ -22,11 +22,11 @@ from baton.engine.config import EngineConfig
 from baton.engine.core.announcements import Announcements
 from baton.engine.core.arrival import arrive, new_group
 from baton.engine.core.departure import Departure, Leaving, departure_of
-from baton.engine.core.failing import doomed
 from baton.engine.core.grammars import Grammars, guide, refuse_unguided
+from baton.engine.core.live_requests import LiveRequests
 from baton.engine.core.outputs import Outputs
 from baton.engine.core.replay import exact_chunk_of
-from baton.engine.core.run_ahead import RunAhead
+from baton.engine.core.run_ahead import Flight, RunAhead
 from baton.engine.core.scheduler import Scheduler
 from baton.engine.core.steps import Steps
 from baton.engine.core.validation import Bounds, validate
@@ -41,10 +41,17 @@ from baton.engine.memory.usage import usage_of
 from baton.engine.running.speculation import Drafter
 from baton.engine.sampling.proposer import Proposer
 from baton.engine.state.adoption import Adoption
-from baton.engine.state.interface import EngineHooks, ModelInfo, Reservation, Runner, Task
+from baton.engine.state.interface import (
+    ChunkResult,
+    EngineHooks,
+    ModelInfo,
+    Reservation,
+    Runner,
+    Task,
+)
 from baton.engine.state.sequence import RequestGroup
 from baton.engine.state.stats import EngineStats, KVUsage
-from baton.engine.state.step_plan import Limits, StepPlan
+from baton.engine.state.step_plan import Limits
 from baton.protocol import block_hashes
 from baton.protocol.clock import Clock, SystemClock
 from baton.protocol.errors import ContextLengthExceeded, InternalError, InvalidRequest
@@ -108,27 +115,24 @@ class Engine:
         )
         limits = Limits(config.max_num_seqs, config.max_num_batched_tokens)
         self._scheduler = Scheduler(self._tables, swapper, limits, self.stats)
+        self._requests = LiveRequests(self._scheduler, self.stats)
         self._outputs = Outputs(
-            self._scheduler, self.stats, info.eos_token_ids, self._bounds.limit, self._left
-        )
-        self._by_id: dict[str, RequestGroup] = {}
-        self._adopted = AdoptedPages(
-            self._tables, self.stats, self._clock, block_bytes,
-            lambda name: self._by_id[name].leader,
+            self._scheduler, self.stats, info.eos_token_ids, self._bounds.limit,
+            self._requests.finished,
         )  # fmt: skip
-        self._failed: list[RequestFailed] = []  # not yet taken
+        self._adopted = AdoptedPages(
+            self._tables, self.stats, self._clock, block_bytes, self._requests.leader
+        )
         self._pins = Pins(self._tables)
         self._announcements = Announcements(self._pins, hooks, self.stats)
         self._scheduler.ask_before_exports(self._announcements.may_admit)
-        ahead = RunAhead(runner, max_len) if config.async_scheduling else None
         self.steps = Steps(
-            self._scheduler, runner, self._announcements, ahead, config.check_invariants
-        )
-        self._pending: list[TokenEvent] = []  # events that need no computing: the next step's
-        self._dropped: list[RequestGroup] = []  # aborted while a step runs: freed at its end
-        self._plan: StepPlan | None = None
-        self._stepping = self._stalled = False
-        self._ended = 0.0  # when the last step did
+            self._scheduler, runner, self._announcements, self._requests, self._adopted,
+            self.stats, self._clock,
+            RunAhead(runner, max_len) if config.async_scheduling else None,
+            config.check_invariants,
+        )  # fmt: skip
+        self._stalled = False
         self.when_idle: Callable[[], None] | None = None  # called once the work has ended
 
     @classmethod
@@ -177,7 +181,7 @@ class Engine:
 
     def uses_adapter(self, id_: str) -> bool:
         """Whether a request here asks for it."""
-        return any(group.request.adapter == id_ for group in self._by_id.values())
+        return self._requests.use_adapter(id_)
 
     # ---- requests in ----
 
@@ -208,7 +212,7 @@ class Engine:
         adoption are still the caller's; KVStale for adopted pages that may be another's by now.
         """
         self.validate(request, task)
-        if request.id in self._by_id:
+        if request.id in self._requests:
             raise InvalidRequest(f"request {request.id} already runs here", field="id")
         if reservation is not None and task is not Task.LOCAL:
             raise InternalError(f"{request.id}: only LOCAL requests continue from reserved blocks")
@@ -224,19 +228,16 @@ class Engine:
             self.cancel(reservation)
             if adoption is not None:
                 adoption.end()
-        self.stats.num_requests += 1
+        self._requests.add(group, events)
         self._stalled = False
-        self._pending.extend(events)
         if not group.sequences:
-            self.stats.num_finished += 1
             return
-        self._by_id[request.id] = group
         if reservation is None:
             self._scheduler.add(group)
         elif group.beams is not None:
-            # A search tells nothing for long: its first event says that its KV arrived.
-            self._pending.append(TokenEvent(request.id, request.epoch, 0, ()))
-            self._pending.extend(self._outputs.begin_search(group))
+            # A search reports nothing for long: its first event says that its KV arrived.
+            self._requests.report([TokenEvent(request.id, request.epoch, 0, ())])
+            self._requests.report(self._outputs.begin_search(group))
 
     @property
     def may_adopt(self) -> bool:
@@ -284,24 +285,15 @@ class Engine:
         stays: whoever reads the export returns it through unpin(). Reservations end by cancel()
         alone.
         """
-        announced = any(event.request_id == request_id for event in self._pending)
-        self._pending = [event for event in self._pending if event.request_id != request_id]
-        group = self._by_id.pop(request_id, None)
-        if group is None:
-            return announced
-        self.stats.num_aborted += 1
-        self._stalled = False
-        group.dropped = True
-        if self._stepping:
-            self._dropped.append(group)
-        else:
-            self._scheduler.remove(group)
-        return True
+        found = self._requests.abort(request_id)
+        if found:
+            self._stalled = False
+        return found
 
     def stop_sample(self, request_id: str, epoch: int, sample: int) -> None:
         """Compute one sample no further: it ends without an event before the next step, as soon as
         nobody waits to fork from it. Of the last one abort() is the end."""
-        group = self._by_id.get(request_id)
+        group = self._requests.get(request_id)
         if group is not None and group.request.epoch <= epoch:
             group.stopping.add(sample)
 
@@ -311,7 +303,7 @@ class Engine:
         Its blocks are pinned once, for an export; `unpin` undoes that. None, and nothing changed,
         if it is not here or has no KV worth moving. Between steps only.
         """
-        group = self._by_id.get(request_id)
+        group = self._requests.get(request_id)
         if group is None:
             return None
         self.steps.wait()
@@ -320,9 +312,7 @@ class Engine:
             self.stats.left(departure)
             return None
         self.pin(departure.blocks)
-        self._pending = [event for event in self._pending if event.request_id != request_id]
-        del self._by_id[request_id]
-        self._scheduler.remove(group)
+        self._requests.take_out(group)
         self.stats.left(departure.leaving, departure.num_left_behind)
         self.stats.num_handed_on += 1
         self._stalled = False
@@ -352,33 +342,25 @@ class Engine:
     # ---- the heart ----
 
     def step(self) -> list[TokenEvent]:
-        """One step: schedule, run, postprocess. Returns the new tokens of all requests.
+        """One step: plan, run, finish. Returns the new tokens of all requests.
 
         If it raises, `fail_step()` ends the requests of the step and the engine can go on.
         """
-        started = self._clock.monotonic()
-        self._plan = None
-        self._fail_doomed()
-        for request_id in self._adopted.take_over(self._scheduler.headroom()):
-            self.steps.wait()
-            self._scheduler.give_way(self._by_id[request_id])
-        self._stepping = True
+        flight = self.steps.plan()
+        results = self.steps.run(flight)
+        return self._finish(flight, results)
+
+    def _finish(self, flight: Flight, results: Sequence[ChunkResult]) -> list[TokenEvent]:
+        """The events of the step, behind those that needed no computing."""
+        plan = flight.plan
         try:
-            flight = self.steps.begin()
-            self._plan = plan = flight.plan
-            results = self.steps.end(flight)
-            self._fail_doomed(plan)
-            events = self._pending + self._outputs.take(plan, results)
+            computed = self._outputs.take(plan, results)
         finally:
-            self._end_step()
-        if plan.rows:
-            began = self._ended if flight.behind else started
-            self._ended = self._clock.monotonic()
-            self.stats.step_done(self._ended - began, plan.num_prefill_tokens)
-            self.stats.num_steps_ahead += flight.behind
+            self._requests.step_ended()
+        self.steps.count(flight)
         if self.config.check_invariants:
             self.check()
-        self._pending = []
+        events = self._requests.take_events() + computed
         # A preemption may have made room for somebody who waits.
         self._stalled = not (plan.rows or events or plan.num_preempted)
         return events
@@ -386,31 +368,20 @@ class Engine:
     def fail_step(self) -> list[Request]:
         """After step() raised: end the requests it was about (all, if it raised while planning).
 
-        Frees their blocks, keeps every other request, and returns those whose failure must be told.
+        Frees their blocks, keeps every other request, and returns those whose failure is to be
+        reported.
         """
-        plan = self._plan
-        all_groups = self._by_id.values() if plan is None else (row.group for row in plan.rows)
-        doomed = [group for group in dict.fromkeys(all_groups) if not group.dropped]
-        present = set(self._scheduler.groups())
-        for group in doomed:
-            self._by_id.pop(group.request.id, None)
-            if group in present:
-                self._scheduler.remove(group)
-        failed = {group.request.id for group in doomed}
-        self._pending = [event for event in self._pending if event.request_id not in failed]
-        self.stats.num_failed += len(doomed)
-        return [group.request for group in doomed]
+        return self._requests.fail_step(self.steps.last_plan)
 
     def take_failed(self) -> list[RequestFailed]:
         """Requests that steps have ended by themselves since the last call: their adopted pages
         were no longer kept for them."""
-        failed, self._failed = self._failed, []
-        return failed
+        return self._requests.take_failed()
 
     @property
     def has_work(self) -> bool:
         """Whether step() may have something to do."""
-        return bool(self._pending) or self.steps.under_way or self._scheduler.has_work
+        return self._requests.have_events or self.steps.under_way or self._scheduler.has_work
 
     @property
     def stalled(self) -> bool:
@@ -458,24 +429,3 @@ class Engine:
         owned = self._scheduler.owned_blocks()
         owned.update(self._pins.counts)
         self.pool.check(owned)
-
-    # ---- inside a step ----
-
-    def _fail_doomed(self, plan: StepPlan | None = None) -> None:
-        """End requests that cannot go on (failing.py), and drop what was sampled of them."""
-        for failed in doomed(self._adopted.lapsed(), plan, self._by_id):
-            self.abort(failed.request_id)
-            self.stats.num_aborted -= 1
-            self.stats.num_failed += 1
-            self._failed.append(failed)
-
-    def _left(self, group: RequestGroup) -> None:
-        """Its last event is being told."""
-        del self._by_id[group.request.id]
-        self.stats.num_finished += 1
-
-    def _end_step(self) -> None:
-        self._stepping = False
-        for group in self._dropped:
-            self._scheduler.remove(group)
-        self._dropped = []

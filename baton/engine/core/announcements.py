@@ -14,8 +14,8 @@ from baton.engine.state.step_plan import StepPlan
 
 
 class Announcements:
-    def __init__(self, pins: Pins, hooks: EngineHooks | None, stats: EngineStats) -> None:
-        self.hooks = hooks
+    def __init__(self, pins: Pins, stats: EngineStats) -> None:
+        self.hooks: EngineHooks | None = None
         self._pins = pins
         self._stats = stats
 

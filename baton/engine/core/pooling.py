@@ -44,7 +44,10 @@ PoolingKind = Literal["last", "mean"]
 class PoolOwner(Protocol):
     """What a job needs of the engine: its blocks, and who else wants some."""
 
-    pool: BlockPool
+    @property
+    def pool(self) -> BlockPool:
+        """Where the prompts' blocks come from."""
+        ...
 
     def pin(self, blocks: BlockLists) -> None:
         """One more reference to each block."""

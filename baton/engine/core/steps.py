@@ -22,7 +22,7 @@ from baton.engine.state.step_plan import StepPlan
 from baton.protocol.clock import Clock
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Steps:
     """`ahead`: None = never. `prove`: that no row writes where others read."""
 

@@ -162,7 +162,7 @@ class Scheduler:
         sequence, taken = group.leader, self._reservations.pop(reservation, None)
         if taken is None:
             raise InternalError(f"{reservation.request_id}: this reservation is not held")
-        self._tables.adopt(sequence, reservation, taken, adoption)
+        self._tables.take_reserved(sequence, reservation, taken, adoption)
         sequence.prefilling = sequence.prefills
         self._attach(group)
         group.admitted_before = True
@@ -280,14 +280,18 @@ class Scheduler:
         return plan
 
     def fly(self, sequences: Iterable[SequenceState]) -> None:
-        """The step under way computes these (run_ahead.py): blocks that they give back are nobody's
-        before the next call. Those that were held for the step before go back now."""
+        """Say which `sequences` the step under way computes (run_ahead.py).
+
+        The step still writes into their blocks. So blocks that such a sequence releases are not
+        free yet: the scheduler keeps them until the next call of fly(), which frees them.
+        """
         held, self._held, self._flying = self._held, [], set(sequences)
         for tables in held:
             self._tables.give_back(tables)
 
     def give_way(self, group: RequestGroup) -> None:
-        """Preempt `group`, running or ready: somebody else's blocks that it reads are due."""
+        """Preempt `group`, which runs or is ready: it reads another pool's pages, and their owner
+        needs them back."""
         if group in self._ready:
             self._ready.remove(group)
             self._running.append(group)

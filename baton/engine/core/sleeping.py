@@ -5,7 +5,7 @@
     reload()       any thread: weights from the checkpoint again, its adapters included
     wake()         engine thread: as before, with nothing cached
 The pool's addresses stay, so transfers need not hear of it. On a GPU its memory stays, too: lanes
-have told peers where it lies.
+have published its addresses to peers.
 """
 
 from __future__ import annotations

@@ -201,7 +201,7 @@ def _among_top(
 def _masses(
     logits: Tensor, highest: Tensor, draws: Sequence[Draw], rows: Sequence[int]
 ) -> Tensor | None:
-    """What top-p shares out of each row, where it is not told by the candidates: [n, 1] float64."""
+    """What top-p shares out of each row, where the candidates do not show it: [n, 1] float64."""
     masses = torch.zeros(len(rows), 1, dtype=torch.float64)
     needed = False
     for index, row in enumerate(rows):
@@ -316,19 +316,19 @@ def _choose_filtered(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
     for count in (*CANDIDATES, vocab_size):
         if not rows:
             break
-        chosen, settled = _choose_among(
+        chosen, decided = _choose_among(
             scaled[rows], [draws[row] for row in rows], min(count, vocab_size)
         )
         for row, token in zip(rows, chosen, strict=True):
             tokens[row] = token
-        rows = [row for row, done in zip(rows, settled, strict=True) if not done]
+        rows = [row for row, done in zip(rows, decided, strict=True) if not done]
     return tokens
 
 
 def _choose_among(
     scaled: Tensor, draws: Sequence[Draw], num_candidates: int
 ) -> tuple[list[int], list[bool]]:
-    """Draw among each row's top candidates; a row is settled if no survivor can lie beyond them."""
+    """Draw among each row's top candidates; a row is decided if no survivor can lie beyond them."""
     mass = _mass(scaled, draws) if any(draw.params.top_p < 1.0 for draw in draws) else None
     return _choose_of(*top(scaled, num_candidates), scaled.shape[1], draws, mass)
 
@@ -337,9 +337,9 @@ def _choose_of(
     values: Tensor, ids: Tensor, vocab_size: int, draws: Sequence[Draw], mass: Tensor | None
 ) -> tuple[list[int], list[bool]]:
     """Draw among the survivors of each row's candidates (`values` over temperature, descending);
-    whether it is settled."""
+    whether it is decided."""
     num_candidates = values.shape[1]
-    num_kept, settled = _survivors(values, vocab_size, draws, mass)
+    num_kept, decided = _survivors(values, vocab_size, draws, mass)
     width = int(num_kept.max())
     values, ids = values[:, :width], ids[:, :width]
     scores = values.double() + _gumbel(_noise_bits(_keys(draws, values.device), ids))
@@ -347,7 +347,7 @@ def _choose_of(
     scores.masked_fill_(ranks >= num_kept, -torch.inf)
     tokens = ids.gather(1, scores.argmax(-1, keepdim=True)).squeeze(1).tolist()
     everything = num_candidates == vocab_size
-    return tokens, [everything or done for done in settled.squeeze(1).tolist()]
+    return tokens, [everything or done for done in decided.squeeze(1).tolist()]
 
 
 def _mass(scaled: Tensor, draws: Sequence[Draw]) -> Tensor:
@@ -367,9 +367,9 @@ def _floor(draws: Sequence[Draw], like: Tensor) -> Tensor:
 def _survivors(
     values: Tensor, vocab_size: int, draws: Sequence[Draw], mass: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """How many leading `values` [n, candidates] pass the filters, and whether that is settled.
+    """How many leading `values` [n, candidates] pass the filters, and whether that is decided.
 
-    Both [n, 1], int64 (at least 1) and bool. Survivors are a prefix of the order. It is settled if
+    Both [n, 1], int64 (at least 1) and bool. Survivors are a prefix of the order. It is decided if
     it ends above the lowest candidate (equal logits beyond could have had lower ids), and if the
     mass that top-p shares out is known. `mass`: _mass, if a row without top-k has a top-p.
     """
@@ -382,7 +382,7 @@ def _survivors(
     count = kept.sum(-1, keepdim=True)
     lowest = values[:, -1:]
     if all(draw.params.top_p >= 1.0 for draw in draws):
-        return count, _settled(values, count, lowest)
+        return count, _decided(values, count, lowest)
     weights = values.exp().double()
     cumulative = weights.cumsum(-1)
     # The mass that top-p cuts: what top-k left, else the whole row above min-p's floor.
@@ -392,10 +392,10 @@ def _survivors(
     mass_known = (top_k >= vocab_size) | (top_k <= num_candidates) | (count < num_candidates)
     nucleus = ((cumulative - weights) < top_p * total) | (top_p >= 1.0)
     count = (kept & nucleus).sum(-1, keepdim=True)
-    return count, mass_known & _settled(values, count, lowest)
+    return count, mass_known & _decided(values, count, lowest)
 
 
-def _settled(values: Tensor, count: Tensor, lowest: Tensor) -> Tensor:
+def _decided(values: Tensor, count: Tensor, lowest: Tensor) -> Tensor:
     """Whether nothing beyond the candidates can survive: [n, 1] bool. What is ruled out (-inf, as
     by a grammar) never wins, so where candidates end in that, they are all there is."""
     return (values.gather(1, count - 1) > lowest) | lowest.isneginf()

@@ -25,19 +25,19 @@ from torch import Tensor
 
 from baton.engine.attention.reference import ReferenceAttention
 from baton.engine.config import EngineConfig
-from baton.engine.core.engine import Engine
+from baton.engine.core.active_model import activate
+from baton.engine.core.assembly import assemble
 from baton.engine.loading.loading import LoadedModel
 from baton.engine.memory.kv_cache import KVArena
 from baton.engine.models.lora import Adapter
-from baton.engine.performance.meter import Meter
-from baton.engine.running.runner import ModelRunner, draws_of
+from baton.engine.running.runner import draws_of
 from baton.engine.sampling import penalties
 from baton.engine.sampling.sampler import Draw, sample, sample_plainly
 from baton.engine.state.attention import AttentionLayer
 from baton.engine.state.batch import Batch, flatten
 from baton.engine.state.interface import ChunkResult, ModelInfo, SequenceChunk
 from baton.engine.state.sequence import SequenceState
-from baton.engine.state.work import ParameterCounts
+from baton.engine.state.work import ParameterCounts, Utilization
 from baton.protocol.kv_spec import LayerSpec
 from baton.protocol.request import Request
 from baton.protocol.sampling import SamplingParams
@@ -174,12 +174,10 @@ def measure_outside(kind: str, num_sequences: int, num_steps: int) -> dict[str, 
         "lean",
     )  # fmt: skip
     loaded = LoadedModel(info, model, torch.device("cpu"), torch.float16, 0)
-    meter = Meter(ModelRunner(loaded, pool), loaded)
     config = EngineConfig(
         model="none", max_num_seqs=num_sequences, max_num_batched_tokens=2048, measure_limits=False
     )
-    engine = Engine(config, meter, pool, info)
-    meter.tell(engine.stats, config)
+    engine = assemble(config, activate(loaded, None, config, pool, Utilization()), pool, info)
     for index in range(num_sequences):
         prompt = random_prompt(PROMPT, index, LARGE_VOCAB)
         engine.add(plain_request(f"r{index}", prompt, WARM_UP + num_steps + 8, **KINDS[kind]))

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from baton.engine.config import EngineConfig
-from baton.engine.core.engine import Engine
+from baton.engine.core.assembly import build_engine
 from baton.node.config import NodeConfig
 from baton.node.lanes import AUTO, LaneSettings, PoolPlace, make_lanes, parse_lanes
 from baton.node.main import Node, NodeProgram, Surroundings
@@ -59,7 +59,7 @@ async def started(stack: AsyncExitStack, program: NodeProgram, model: Path, shar
     names = parse_lanes(AUTO)
     place = PoolPlace(names, shared)
     stack.callback(place.close)
-    engine = await asyncio.to_thread(Engine.load, config, memory=place.memory)
+    engine = await asyncio.to_thread(build_engine, config, place.memory)
     settings = LaneSettings(TIMING, unix_dir=shared, pool=engine.arena, shared=place.shared)
     lanes = make_lanes(names, settings)
     node = Node(program, NodeConfig(), engine, Surroundings(TIMING, SystemClock(), lanes))

@@ -85,14 +85,14 @@ class Journey:
         self._closing = False
 
     # ---- for the dispatcher ----
-
     def start(self, ended: Callable[[], object]) -> None:
         self._task = asyncio.create_task(self._run(), name=f"request {self._request.id}")
         self._task.add_done_callback(lambda task: self._over(task, ended))
         deadline = self._request.deadline
         assert deadline is not None, "Dispatcher.run sets one"
         left_s = max(0.0, deadline - self._clock.monotonic())
-        self._timer = asyncio.get_running_loop().call_later(left_s, self._expire)
+        expired = DeadlineExceeded("the request's deadline has passed")
+        self._timer = asyncio.get_running_loop().call_later(left_s, self.cancel, expired)
 
     def _over(self, task: asyncio.Task[None], ended: Callable[[], object]) -> None:
         ended()
@@ -112,9 +112,6 @@ class Journey:
         if self._task is not None and not self._closing:
             self._why = why or self._why
             self._task.cancel()
-
-    def _expire(self) -> None:
-        self.cancel(DeadlineExceeded("the request's deadline has passed"))
 
     def stop_sample(self, sample: int) -> None:
         """No node computes it any further, none begins it again."""
@@ -195,7 +192,6 @@ class Journey:
                 self.shown.close()
 
     # ---- the journey ----
-
     async def travel(self, opened: list[RequestLedger]) -> None:
         """From QUEUED to the last token. `opened` gets the ledger, for whoever records the end."""
         FAILPOINTS.hit("accepted")
@@ -358,7 +354,6 @@ class Journey:
             self._move = None
 
     # ---- when a node fails ----
-
     def _lost(self, leg: Leg | None, event: SessionLost) -> NodeLost:
         if leg is not None:
             boot_id = leg.node.boot_id
@@ -399,34 +394,19 @@ class Journey:
 
     async def _fail_over(self, ledger: RequestLedger, failure: HopFailed) -> None:
         """Back to QUEUED with the next epoch. Raises the failure when there have been enough."""
-        for leg, event in self._legs.pending_events():
-            # It is in the log, so it is part of the output.
-            if isinstance(event, TokenEvent) and leg is self._legs.prefill:
-                self.shown.show(event)
-                self._legs.has_prefilled()
-            elif isinstance(event, TokenEvent) and leg is self._legs.decode:
-                self.shown.decoded(event, self._legs.handle is not None)
+        self._show_pending()
         if self._output.finished:
             return
         self._trace.node_deaths = self._deaths.count
         if self._attempts >= MAX_ATTEMPTS or await self._deaths.are_enough():
             raise failure.error
         keeps_export = self._legs.has_export and not failure.export_lost
-        # Who has begun goes on, whatever the load; so does who has nothing to compute again.
-        begun = self._output.num_tokens or keeps_export
-        if not (begun or is_free(failure.error)):
-            self._parts.retries.spend(failure.error)
+        self._spend_retry(failure.error, keeps_export)
         logger.warning(
             "request %s: epoch %d failed after %d tokens: %s",
             self._request.id, ledger.epoch, self._output.num_tokens, failure.error.message,
         )  # fmt: skip
-        elsewhere = self._legs.handle is not None
-        if keeps_export:
-            self._legs.drop_decode()
-        else:
-            self._give_up("failover")
-        for event in await ledger.settle():  # logged, and heard of no more
-            self.shown.decoded(event, elsewhere and not event.prompt_logprobs)
+        await self._leave_nodes(ledger, keeps_export)
         if self._output.finished:
             return
         if isinstance(failure.error, GivenBack):
@@ -434,6 +414,31 @@ class Journey:
         else:
             self._trace.retries += 1
         await self._next_epoch(ledger)
+
+    def _show_pending(self) -> None:
+        """Show delivered events that nobody has read: they are logged, so part of the output."""
+        for leg, event in self._legs.pending_events():
+            if isinstance(event, TokenEvent) and leg is self._legs.prefill:
+                self.shown.show(event)
+                self._legs.has_prefilled()
+            elif isinstance(event, TokenEvent) and leg is self._legs.decode:
+                self.shown.decoded(event, self._legs.handle is not None)
+
+    def _spend_retry(self, error: BatonError, keeps_export: bool) -> None:
+        """Raises `error` when the retry budget is spent. Requests that have emitted tokens, or have
+        nothing to compute again, go on whatever the load."""
+        if not (self._output.num_tokens or keeps_export or is_free(error)):
+            self._parts.retries.spend(error)
+
+    async def _leave_nodes(self, ledger: RequestLedger, keeps_export: bool) -> None:
+        """Hear no more of the failed epoch. What it has logged so far is shown."""
+        elsewhere = self._legs.handle is not None
+        if keeps_export:
+            self._legs.drop_decode()
+        else:
+            self._give_up("failover")
+        for event in await ledger.settle():
+            self.shown.decoded(event, elsewhere and not event.prompt_logprobs)
 
     async def _nobody_there(self, ledger: RequestLedger, error: Unavailable) -> None:
         """Wait for a node to come (back), as long as one is expected. Raises `error` if none is."""
@@ -455,7 +460,6 @@ class Journey:
         self._request = replace(retried, epoch=ledger.epoch, ended=self._output.ended)
 
     # ---- the end ----
-
     async def _close(self, ledger: RequestLedger | None, outcome: RequestState) -> None:
         """Leave every node, record the terminal state."""
         trace = self._trace
@@ -469,15 +473,11 @@ class Journey:
             if outcome not in TRANSITIONS[ledger.state]:
                 outcome = RequestState.CANCELLED  # stopped by its text between two epochs
             FAILPOINTS.hit("finishing")
+            kept, tokens = self._is_an_end(outcome), str(self._output.num_tokens)
             error = "" if self.failure is None else self.failure.code
             message = "" if self.failure is None else self.failure.message
-            tokens = str(self._output.num_tokens)
             await ledger.finish(
-                outcome,
-                kept=self._is_an_end(outcome),
-                error=error,
-                message=message,
-                output_tokens=tokens,
+                outcome, kept=kept, error=error, message=message, output_tokens=tokens
             )
         trace.outcome = outcome.value
         trace.finished_at = self._clock.monotonic()

@@ -35,15 +35,13 @@ from router.request.gate.admission import (
 )
 from router.request.gate.capacity import (
     OnTheWay,
-    best_ttft_s,
-    can_keep_tpot,
     has_prefill_room,
     has_room,
     paused,
     serves,
     widest,
 )
-from router.request.gate.margin import Margin
+from router.request.gate.service_levels import ServiceLevels, SloCounts
 from router.request.trace import RequestTrace
 from router.tenants.keys import Grant
 from router.tenants.pace import LONGEST_WAIT_S, Pace
@@ -74,18 +72,9 @@ class GateSettings:
 
 
 @dataclass(slots=True)
-class SloCounts:
-    """Requests that asked for a service level, by what became of it."""
-
-    met: int = 0
-    missed: int = 0
-    refused: int = 0
-
-
-@dataclass(slots=True)
 class GateStats:
-    """Counters for metrics and tests. `waits`: told the seconds of each wait in the queue, 0 for
-    none; `served`: tenant -> tokens."""
+    """Counters for metrics and tests. `waits`: called with the seconds of each wait in the queue, 0
+    for none; `served`: tenant -> tokens."""
 
     ttft: SloCounts = field(default_factory=SloCounts)
     tpot: SloCounts = field(default_factory=SloCounts)
@@ -125,7 +114,7 @@ class Gate:
         self._timer: asyncio.TimerHandle | None = None
         self.queue = AdmissionQueue(settings.bounds)
         self.stats = GateStats()
-        self.margin = Margin()
+        self._levels = ServiceLevels(clock, nodes, self.stats.ttft, self.stats.tpot)
         self._pace = Pace()
 
     def holds(self, request_id: str) -> bool:
@@ -204,8 +193,7 @@ class Gate:
         if paused(self._nodes()) == "refuse":
             self.queue.stats.refused[Reason.PAUSED] += 1
             raise _unavailable(Refusal(Reason.PAUSED, RETRY_PAUSED_S))
-        expected_s = self._expected_s(request, trace)
-        wanted = self._wanted(request, trace, expected_s)
+        wanted = self._wanted(request, trace)
         now = self._clock.monotonic()
         ticket = self.queue.offer(wanted, now, self._room(trace))
         entry = _Entry(request, trace, ticket)
@@ -240,72 +228,62 @@ class Gate:
         self.queue.release(entry.ticket, used, trace.output_tokens if finished else 0, now)
         served = self.stats.served
         served[entry.ticket.tenant] = served.get(entry.ticket.tenant, 0.0) + used
-        if trace.terms.slo.ttft_s is not None and trace.first_token_at is not None:
-            took_s = trace.first_token_at - (trace.admitted_at or request.arrival)
-            self.margin.observe(took_s - entry.expected_s)
+        self._levels.observe_ttft(request, trace, entry.expected_s)
         if trace.outcome != RequestState.CANCELLED:
-            self._count_slo(request, trace, finished)
+            self._levels.count(request, trace, finished)
         self.poke()
 
     # ---- inside ----
 
-    def _expected_s(self, request: Request, trace: RequestTrace) -> float:
-        """From its admission to token 1, if somebody wants to know; 0 where no node promises, and
-        of inputs that are pooled."""
-        terms = trace.terms
-        if trace.pooled or (terms.slo.ttft_s is None and terms.timeout_s is None):
-            return 0.0
-        limits = [request.deadline] if request.deadline is not None else []
-        limits += [request.arrival + terms.slo.ttft_s] if terms.slo.ttft_s is not None else []
-        left_s = min(limits, default=math.inf) - self._clock.monotonic()
-        return best_ttft_s(request, self._nodes(), left_s) or 0.0
-
-    def _wanted(self, request: Request, trace: RequestTrace, expected_s: float) -> Wanted:
+    def _wanted(self, request: Request, trace: RequestTrace) -> Wanted:
         """What the queue must know. Raises InvalidRequest for too large a request, Unavailable for
         a service level that no node can keep."""
-        params, terms = request.params, trace.terms
-        samples = max(params.n, params.best_of or 1, params.beam_width)
-        max_tokens = 0 if trace.pooled else params.max_tokens
-        tokens = samples * (len(request.prompt_ids) + max_tokens)
-        if tokens > self._settings.max_request_tokens:
-            self.queue.stats.refused[Reason.TOO_LARGE] += 1
-            raise InvalidRequest(
-                f"{'the input' if trace.pooled else 'n x (prompt + max_tokens)'} is {tokens}"
-                f" tokens, at most {self._settings.max_request_tokens} are allowed",
-                field=trace.pooled or ("n" if samples > 1 else "max_tokens"),
-            )
-        widest_node = widest(self._nodes()) if params.width > 1 else None
-        if widest_node is not None and params.width > widest_node:
-            self.queue.stats.refused[Reason.TOO_LARGE] += 1
-            raise InvalidRequest(
-                f"{params.width} sequences of one request are more than the {widest_node} that a"
-                " decode node runs at once (its --max-num-seqs)",
-                field="best_of" if (params.best_of or 1) > params.n else "n",
-            )
-        latest, by_slo = request.deadline, False
-        if terms.slo.tpot_s is not None and not can_keep_tpot(self._nodes(), terms.slo.tpot_s):
+        max_tokens = 0 if trace.pooled else request.params.max_tokens
+        self._check_tokens(request, trace, max_tokens)
+        self._check_width(request)
+        expected_s = self._levels.expected_ttft_s(request, trace)
+        if self._levels.refuses_tpot(trace):
             self.queue.stats.refused[Reason.SLO] += 1
-            self.stats.tpot.refused += 1
             raise _unavailable(Refusal(Reason.SLO, math.ceil(RETRY_TPOT_S)))
-        if terms.slo.ttft_s is not None:
-            first = request.arrival + terms.slo.ttft_s
-            by_slo = latest is None or first < latest
-            latest = first if latest is None else min(latest, first)
-        if latest is not None:
-            latest -= expected_s
-        if latest is not None and by_slo:
-            latest -= self.margin.of(latest - self._clock.monotonic())
+        latest_start = self._levels.latest_start(request, trace, expected_s)
+        num_prompt = len(request.prompt_ids)
         return Wanted(
             id=request.id,
-            prompt_tokens=len(request.prompt_ids),
+            prompt_tokens=num_prompt,
             max_tokens=max_tokens,
-            samples=samples,
+            samples=_num_samples(request),
             priority=request.priority,
-            grant=terms.grant,
-            latest_start=latest,
-            by_slo=by_slo,
+            grant=trace.terms.grant,
+            latest_start=latest_start.at,
+            by_slo=latest_start.by_slo,
             # Inputs that are pooled go out one group after another (router/request/pool.py).
-            first_tokens=min(POOLED_TOKENS, len(request.prompt_ids)) if trace.pooled else None,
+            first_tokens=min(POOLED_TOKENS, num_prompt) if trace.pooled else None,
+        )
+
+    def _check_tokens(self, request: Request, trace: RequestTrace, max_tokens: int) -> None:
+        """Raises InvalidRequest for more than the settings allow."""
+        samples = _num_samples(request)
+        tokens = samples * (len(request.prompt_ids) + max_tokens)
+        if tokens <= self._settings.max_request_tokens:
+            return
+        self.queue.stats.refused[Reason.TOO_LARGE] += 1
+        raise InvalidRequest(
+            f"{'the input' if trace.pooled else 'n x (prompt + max_tokens)'} is {tokens}"
+            f" tokens, at most {self._settings.max_request_tokens} are allowed",
+            field=trace.pooled or ("n" if samples > 1 else "max_tokens"),
+        )
+
+    def _check_width(self, request: Request) -> None:
+        """Raises InvalidRequest for more sequences than any node runs at once."""
+        params = request.params
+        most = widest(self._nodes()) if params.width > 1 else None
+        if most is None or params.width <= most:
+            return
+        self.queue.stats.refused[Reason.TOO_LARGE] += 1
+        raise InvalidRequest(
+            f"{params.width} sequences of one request are more than the {most} that a"
+            " decode node runs at once (its --max-num-seqs)",
+            field="best_of" if (params.best_of or 1) > params.n else "n",
         )
 
     def _room(self, newcomer: RequestTrace | None = None) -> Callable[[Ticket], bool]:
@@ -344,11 +322,11 @@ class Gate:
 
     def _let_in(self, entry: _Entry) -> None:
         if entry.trace.terms.slo.ttft_s is not None:
-            entry.expected_s = self._expected_s(entry.request, entry.trace)
+            entry.expected_s = self._levels.expected_ttft_s(entry.request, entry.trace)
         entry.trace.admitted_at = entry.ticket.admitted_at
         waited_s = (entry.ticket.admitted_at or 0.0) - entry.ticket.arrived_at
-        for told in self.stats.waits:
-            told(waited_s)
+        for observe in self.stats.waits:
+            observe(waited_s)
 
     def _pump(self) -> None:
         """Whoever's turn it is gets it; the timer is set for whoever's time runs out next."""
@@ -399,15 +377,6 @@ class Gate:
         if refusal.reason in (Reason.SLO, Reason.DEADLINE, Reason.STOPPING):
             return _unavailable(refusal)
         return Overloaded(_WORDS[refusal.reason], retry_after_s=refusal.retry_after_s)
-
-    def _count_slo(self, request: Request, trace: RequestTrace, finished: bool) -> None:
-        slo, first = trace.terms.slo, trace.first_token_at
-        if slo.ttft_s is not None:
-            met = first is not None and first - request.arrival <= slo.ttft_s
-            _count(self.stats.ttft, met)
-        if slo.tpot_s is not None:
-            tpot_s = trace.tpot_s(request.params.n)
-            _count(self.stats.tpot, finished and (tpot_s is None or tpot_s <= slo.tpot_s))
 
 
 class Preparation:
@@ -474,6 +443,11 @@ class Passage:
             self._gate.leave(entry)
 
 
+def _num_samples(request: Request) -> int:
+    params = request.params
+    return max(params.n, params.best_of or 1, params.beam_width)
+
+
 def _has_started(ticket: Ticket, trace: RequestTrace) -> bool:
     """It counts with its node by now, or has ended."""
     return trace.dispatched_at is not None or ticket.state is TicketState.OVER
@@ -481,10 +455,3 @@ def _has_started(ticket: Ticket, trace: RequestTrace) -> bool:
 
 def _unavailable(refusal: Refusal) -> Unavailable:
     return Unavailable(_WORDS[refusal.reason], retry_after_s=refusal.retry_after_s)
-
-
-def _count(counts: SloCounts, met: bool) -> None:
-    if met:
-        counts.met += 1
-    else:
-        counts.missed += 1

@@ -1,4 +1,4 @@
-"""A request on a session with a node, and what it is told. Values, no behaviour."""
+"""A request on a session with a node, and the events that it gets. Values, no behaviour."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class SessionLost:
     suspect: bool = False
 
 
-Told = TokenEvent | HandleReady | Subscribed | Pooled | RequestFailed
-NodeEvent = Told | SessionLost
+RequestEvent = TokenEvent | HandleReady | Subscribed | Pooled | RequestFailed
+NodeEvent = RequestEvent | SessionLost
 
 
 @dataclass(slots=True, eq=False)

@@ -51,7 +51,7 @@ class NodeSnapshot:
     unreported_tokens: int = 0
     pooling: int = 0
     adapters: tuple[str, ...] = ()
-    max_num_seqs: int = 0  # 0 = not told
+    max_num_seqs: int = 0  # 0 = not reported
     shunned: bool = False  # it hangs, or is in quarantine (router/nodes/health.py)
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""PrefixIndex: which block hashes one node holds, as its block events tell.
+"""PrefixIndex: which block hashes one node holds, as its block events report.
 
 A hint for the policy, never a promise.
 Events are numbered per session, from the session's snapshot on. A gap means that some were lost:

@@ -240,7 +240,7 @@ class NodeRegistry:
         return True
 
     def watch_reports(self, watcher: Callable[[], None]) -> None:
-        """Call `watcher` whenever a node has reported and its requests have been told."""
+        """Call `watcher` whenever a node has reported and its requests have been notified."""
         self._watchers.append(watcher)
 
     def admit(self, address: str, record: NodeRecord) -> None:
@@ -290,9 +290,9 @@ class NodeRegistry:
 
     def _compare_precision(self, record: NodeRecord, other: NodeRecord) -> None:
         """Of two nodes that may go on with each other's requests. Raises ConfigError where these
-        are promised to come out alike. Nodes of an older version do not tell."""
-        told = record.precision and other.precision
-        if not told or _computes(record) == _computes(other):
+        are promised to come out alike. Nodes of an older version do not report it."""
+        reported = record.precision and other.precision
+        if not reported or _computes(record) == _computes(other):
             return
         text = f"node {record.node_id} computes in {_computes(record)}, node {other.node_id} in"
         text += f" {_computes(other)}"

@@ -1,7 +1,7 @@
 """NodeSession: this router's one stream to one node; all that the two say goes through it.
 
 The life: run() connects -> Hello both ways, `admit` checks the node's record -> messages -> the
-stream breaks -> every attached request is told SessionLost -> back-off -> again, until run() is
+stream breaks -> every attached request gets SessionLost -> back-off -> again, until run() is
 cancelled. A broken session is not resynchronised. Protobuf stops here (baton/protocol/wire.py).
 
 Steps are routed in one pass: the tokens of all that have come are appended to the log in one call,
@@ -30,7 +30,7 @@ from baton.protocol.handles import NodeLoad, NodeRecord
 from baton.runtime.failpoints import FAILPOINTS
 from baton.runtime.timing import Timing, channel_options
 from protos import node_pb2, node_pb2_grpc
-from router.nodes.attachments import Attachment, SessionLost, Told
+from router.nodes.attachments import Attachment, RequestEvent, SessionLost
 from router.nodes.health import NodeHealth
 from router.nodes.mailbox import Mailbox
 from router.nodes.orders import Orders
@@ -144,7 +144,7 @@ class NodeSession:
 
     @property
     def unreported_tokens(self) -> int:
-        """Of these, sent since the node last told its load: not yet part of it."""
+        """Of these, sent since the node last reported its load: not yet part of that load."""
         return self._unreported_tokens
 
     @property
@@ -193,13 +193,13 @@ class NodeSession:
         if attachment is not None:
             self._assigned_tokens -= attachment.tokens
             self._pooling -= attachment.pooled
-        # One that the node refused is never part of its load, and an idle node tells no load. Last:
-        # whoever is told looks at all of the above.
+        # The load never contains a request that the node refused, and an idle node reports no load.
+        # So its room is reported here; last, because the receiver reads all of the state above.
         if unreported or (attachment is not None and attachment.tokens):
             self._context.reported()
 
     def send(self, message: messages.RouterMessage) -> None:
-        """Queue a message; dropped when the session is down (whoever is attached has been told)."""
+        """Queue a message; dropped when the session is down (its requests know of that)."""
         if self._connected:
             self._outbox.put(message)
 
@@ -344,7 +344,7 @@ class NodeSession:
             raise last
         return last is None
 
-    async def _show(self, events: Sequence[Told]) -> None:
+    async def _show(self, events: Sequence[RequestEvent]) -> None:
         """Log the tokens, then route the events, in order. Many go in parts: while one goes to
         its clients, the store has the next."""
         if len(events) <= PART_EVENTS:
@@ -364,7 +364,7 @@ class NodeSession:
                 task.cancel()
             await asyncio.gather(*logged, return_exceptions=True)
 
-    async def _log(self, events: Sequence[Told]) -> None:
+    async def _log(self, events: Sequence[RequestEvent]) -> None:
         current = [e for e in events if isinstance(e, TokenEvent) and self._attachment(e)]
         if current:
             FAILPOINTS.hit("sampled_not_logged")
@@ -409,11 +409,11 @@ class NodeSession:
             self._context.health.heard(self.keys, step)
         self.prefix.apply(step.block_events_seq, step.block_events)
 
-    def _route_all(self, events: Sequence[Told]) -> None:
+    def _route_all(self, events: Sequence[RequestEvent]) -> None:
         for event in events:
             self._route(event)
 
-    def _attachment(self, event: Told) -> Attachment | None:
+    def _attachment(self, event: RequestEvent) -> Attachment | None:
         attachment = self._attached.get(event.request_id)
         if attachment is None:
             return None
@@ -421,7 +421,7 @@ class NodeSession:
         unread = isinstance(event, RequestFailed) and event.epoch == 0
         return attachment if unread or attachment.epoch == event.epoch else None
 
-    def _route(self, event: Told) -> None:
+    def _route(self, event: RequestEvent) -> None:
         attachment = self._attachment(event)
         if attachment is None:
             self._context.health.stats.stale_events += 1

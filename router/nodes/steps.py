@@ -10,10 +10,10 @@ import grpc.aio
 from baton.protocol import wire
 from baton.protocol.errors import InvalidRequest
 from baton.protocol.events import NodeStep
-from router.nodes.attachments import Told
+from router.nodes.attachments import RequestEvent
 
 
-def in_order(step: NodeStep) -> tuple[Told, ...]:
+def in_order(step: NodeStep) -> tuple[RequestEvent, ...]:
     """A request's handle comes before its tokens, its failure after them."""
     return (*step.handles, *step.subscribed, *step.pooled, *step.tokens, *step.failed)
 

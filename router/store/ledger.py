@@ -2,7 +2,7 @@
 
 A plain request goes on when the store does not answer: the call is skipped, counted, and nothing is
 tried again until a heartbeat got through (so an outage costs each request at most one timeout). A
-request that missed a write is `behind`: what it owes is told when the store is back
+request that missed a write is `behind`: what it owes is written when the store is back
 (router/store/catch_up.py), ended ones included. The life: start() -> run() as a task -> stop().
 """
 
@@ -64,7 +64,7 @@ class RequestLedger:
 
     `recorded`: the store has a record and it is ours; while it is `claiming`, on its way. `behind`:
     a write was skipped. `refused`: the store does not take its writes any more, so nothing is owed.
-    `owed`: what to tell it. `log`: of a resumable request, which shows nothing that is not logged.
+    `owed`: writes that it missed. `log`: of a resumable request, which shows only what is logged.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class RequestLedger:
         """One transition to a non-terminal state. Raises IllegalTransition."""
         move = self._moved(state, fields)
         if move is not None:
-            self._told(move, await self._guard.call(lambda store: store.move(move)))
+            self._note_answer(move, await self._guard.call(lambda store: store.move(move)))
 
     def post(self, state: RequestState, **fields: str) -> None:
         """`move` that nobody waits for: the store answers before it answers what is asked next."""
@@ -155,9 +155,9 @@ class RequestLedger:
 
     def _answered(self, move: Move, status: WriteStatus | None) -> None:
         self._posted -= 1
-        self._told(move, status)
+        self._note_answer(move, status)
 
-    def _told(self, move: Move, status: WriteStatus | None) -> None:
+    def _note_answer(self, move: Move, status: WriteStatus | None) -> None:
         self.took(status)
         if status is None:
             self.owed.fields |= move.fields
@@ -187,8 +187,8 @@ class RequestLedger:
         if self.log is not None and not kept:
             self.log.withdraw()
         if self.log is not None and state is RequestState.FINISHED:
-            told = self.log.told  # whoever asks again must be told as much
-            move = replace(move, min_tokens=told.num_tokens, min_ends=len(told.ended))
+            shown = self.log.told  # whoever asks again must get as much
+            move = replace(move, min_tokens=shown.num_tokens, min_ends=len(shown.ended))
         self.state = state
         self._guard.close(self.request_id)
         if self.owes:
@@ -259,7 +259,7 @@ class StoreGuard:
         self.catch_up = CatchUp()
         self.lease_until = 0.0  # loop time: no other router sweeps what this one holds before
         self.sweeps: Callable[[], bool] = lambda: True  # may it now?
-        self.watchers: list[Callable[[Sequence[Swept]], None]] = []  # told after every heartbeat
+        self.watchers: list[Callable[[Sequence[Swept]], None]] = []  # called after every heartbeat
 
     @property
     def name(self) -> str:
@@ -324,8 +324,8 @@ class StoreGuard:
             self.close(ledger.request_id)
 
     def _unlogged(self, ledger: RequestLedger) -> RequestLedger:
-        """What becomes of a request that cannot be recorded: a plain one goes on, and is told
-        later."""
+        """The ledger of a request that cannot be recorded now: a plain one goes on, and is recorded
+        later. Raises Unavailable for a resumable one."""
         if ledger.log is not None:
             raise Unavailable("the store is away: no resumable request can be taken now")
         self._open[ledger.request_id] = ledger
@@ -423,26 +423,26 @@ class StoreGuard:
             self._lose(error)
             raise
 
-    def post(self, move: Move, told: Callable[[WriteStatus | None], None]) -> None:
-        """A move without waiting; `told` the store's answer, None if it is away."""
+    def post(self, move: Move, on_answer: Callable[[WriteStatus | None], None]) -> None:
+        """A move without waiting; `on_answer` gets the store's answer, None if it is away."""
         if self.stats.away:
             self.stats.skipped += 1
-            told(None)
+            on_answer(None)
             return
 
         def answered(answer: WriteStatus | StoreUnavailable) -> None:
             if isinstance(answer, StoreUnavailable):
                 self._lose(answer)
-                told(None)
+                on_answer(None)
             else:
-                told(answer)
+                on_answer(answer)
 
         self._store.post(move, answered)
 
     async def beat(self) -> None:
         """One heartbeat: keep what is held, settle what ended meanwhile, sweep what others left."""
         held = [it.request_id for it in self._open.values() if it.recorded and not it.claiming]
-        # An end that is still to be told needs its lease, too: its tokens may be among the untold.
+        # An end that is still to be written needs its lease, too: its tokens may be in the backlog.
         held += [i for i, (ledger, _) in self._unsettled.items() if ledger.recorded]
         swept: Sequence[Swept] = ()
         try:

@@ -7,7 +7,7 @@ from then on its bytes go to a hiredis reader here. Not here: what a failure mea
 (router/store/redis_store.py).
 
 A connection that breaks is made anew, once, and what it had not answered is sent again: every
-script may run twice. A server that has lost its scripts is told them again, in order.
+script may run twice. A server that has lost its scripts gets them again, in order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from router.store.patience import Patience
 
 LATE_S: Final = 0.05  # by which a timer is late when this process did not run
 MAX_CALLS: Final = 256  # in one pipeline: some 5 ms of Redis
-Told = Callable[[Any], None]
+OnReply = Callable[[Any], None]
 _NOTHING: Final = object()  # no whole answer is there yet
 # Its stub asks for tuples of one item.
 _pack: Final = cast("Callable[[tuple[str | int, ...]], bytes]", hiredis.pack_command)
@@ -36,34 +36,34 @@ _pack: Final = cast("Callable[[tuple[str | int, ...]], bytes]", hiredis.pack_com
 class _Call:
     """`arguments`: number of keys, keys, arguments.
 
-    Who is told of the answer: a future, a function, or nobody: then a script is loaded.
+    The answer goes to a future or to a function; to neither if a script is loaded.
     """
 
-    __slots__ = ("again", "answer", "arguments", "script", "sent_at", "told")
+    __slots__ = ("again", "answer", "arguments", "on_reply", "script", "sent_at")
 
     def __init__(
         self,
         script: AsyncScript,
         arguments: tuple[str | int, ...],
         answer: asyncio.Future[Any] | None = None,
-        told: Told | None = None,
+        on_reply: OnReply | None = None,
     ) -> None:
         self.script = script
         self.arguments = arguments
         self.answer = answer
-        self.told = told
+        self.on_reply = on_reply
         self.sent_at = 0.0
         self.again = False  # sent for the second time
 
     @property
     def is_load(self) -> bool:
-        return self.answer is None and self.told is None
+        return self.answer is None and self.on_reply is None
 
     def settle(self, answer: Any) -> None:
         """The answer, or the exception there is instead of one."""
         future = self.answer
-        if self.told is not None:
-            self.told(answer)
+        if self.on_reply is not None:
+            self.on_reply(answer)
         elif future is None or future.done():
             pass  # a script was loaded, or its caller has gone
         elif isinstance(answer, Exception):
@@ -104,10 +104,10 @@ class ScriptQueue:
         return answer
 
     def post(
-        self, script: AsyncScript, keys: Sequence[str], args: Sequence[str | int], told: Told
+        self, script: AsyncScript, keys: Sequence[str], args: Sequence[str | int], on_reply: OnReply
     ) -> None:
-        """`run` for somebody who does not wait: `told` the answer, or the exception, once."""
-        self._waiting.append(_Call(script, (len(keys), *keys, *args), told=told))
+        """`run` without waiting: `on_reply` gets the answer, or the exception, once."""
+        self._waiting.append(_Call(script, (len(keys), *keys, *args), on_reply=on_reply))
         self._soon(asyncio.get_running_loop())
 
     async def stop(self) -> None:
@@ -127,7 +127,7 @@ class ScriptQueue:
         return not (self._sent or self._waiting or self._unknown)
 
     def _look_idle(self) -> None:
-        """Tell whoever stops this that nothing is under way."""
+        """Wake `stop` if nothing is under way."""
         if self._idle is not None and self._is_idle and not self._idle.done():
             self._idle.set_result(None)
 
@@ -269,7 +269,7 @@ class ScriptQueue:
 class _Link(asyncio.Protocol):
     """A connection that redis-py has made, taken over: bytes in, answers to the queue.
 
-    `loaded`: digests of the scripts that the server was told on it.
+    `loaded`: digests of the scripts that the server got over it.
     """
 
     def __init__(self, connection: Any, queue: ScriptQueue) -> None:

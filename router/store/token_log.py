@@ -42,7 +42,7 @@ class TokenLog:
             entry, status = entries[index], None if statuses is None else statuses[index]
             unclaimed = status is WriteStatus.GONE and not ledger.recorded
             if status is WriteStatus.GAP or unclaimed:
-                status = None  # what is missing failed just now: both are told with a heartbeat
+                status = None  # what is missing failed just now: both are written after a heartbeat
             ledger.took(status)
             if status is WriteStatus.OK:
                 ledger.logged([entry])

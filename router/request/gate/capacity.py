@@ -9,7 +9,7 @@ router's fair order; it is kept long enough that no node idles while others wait
               blocks, with a little on account (AHEAD) that is prefilled by the time it is free,
               hold this prompt beside all that are on their way; an idle one takes any prompt
 
-What a node has not told yet argues for room: it can refuse by itself.
+What a node has not reported yet counts as room: the node can refuse by itself.
 """
 
 from __future__ import annotations
@@ -96,24 +96,24 @@ def _prefill_room(
 
 def _decode_room(prompt_tokens: int, nodes: Sequence[NodeSnapshot], on_way: int) -> bool:
     free = total = 0
-    full = told = True
+    full = reported = True
     for node in nodes:
         if on_way == 0 and requests_on(node) == 0:
             return True
         load, size = node.load, node.block_size
         full = full and is_full(node)
-        told = told and load.total_blocks > 0
+        reported = reported and load.total_blocks > 0
         free += load.free_blocks * size
         total += load.total_blocks * size
     if full:
         return False
-    return not told or prompt_tokens + on_way <= free + AHEAD * total
+    return not reported or prompt_tokens + on_way <= free + AHEAD * total
 
 
 def widest(nodes: Sequence[NodeSnapshot]) -> int | None:
     """Most sequences of one request that a decode node takes; None while that is not known."""
-    told = [node.max_num_seqs for node in nodes if node.role is Role.DECODE]
-    return max(told) if told and all(told) else None
+    widths = [node.max_num_seqs for node in nodes if node.role is Role.DECODE]
+    return max(widths) if widths and all(widths) else None
 
 
 def best_ttft_s(request: Request, nodes: Sequence[NodeSnapshot], limit_s: float) -> float | None:

@@ -10,7 +10,7 @@ from router.nodes.registry import NodeRegistry
 
 
 class Deaths:
-    """`note` those that it may have been the reason for (router/nodes/suspects.py). `count`: how
+    """`note` those that it may have been the reason for (router/nodes/attachments.py). `count`: how
     often that was; `guilty`: by the last verdict."""
 
     def __init__(self, registry: NodeRegistry) -> None:

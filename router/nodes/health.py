@@ -15,6 +15,7 @@ because a restart may change either.
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -153,3 +154,39 @@ class NodeHealth:
         mine = [node for node in nodes if node.role is role]
         healthy = sum(node.fit and not self.in_quarantine(node.keys) for node in mine)
         return healthy < self._settings.panic_share * len(mine)
+
+
+class Watchdog:
+    """Ends the session of a node that is silent though it has requests of this router.
+
+    A node sends a message with every step, and at least once a heartbeat, however long its step
+    takes. A hanging engine is reported by its node (baton/node/progress.py). So silence means that
+    the node's event loop hangs, although gRPC's own threads still answer pings. A node without
+    requests of ours may be silent.
+
+    `busy`: has the node requests of ours? The life: heard() and began() as they happen, `bite` as a
+    task of each session.
+    """
+
+    def __init__(self, clock: Clock, stall_s: float, busy: Callable[[], bool]) -> None:
+        self._clock = clock
+        self._stall_s = stall_s
+        self._busy = busy
+        self._since = clock.monotonic()  # the last message, or the first request after a pause
+
+    def heard(self) -> None:
+        self._since = self._clock.monotonic()
+
+    def began(self) -> None:
+        """It has a request of ours, and had none before."""
+        self.heard()
+
+    async def bite(self) -> None:
+        """Returns once the node has been silent for too long."""
+        while True:
+            left = self._stall_s
+            if self._busy():
+                left -= self._clock.monotonic() - self._since
+            if left <= 0:
+                return
+            await asyncio.sleep(left)

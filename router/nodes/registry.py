@@ -20,8 +20,7 @@ from baton.protocol.handles import NodeRecord, Role
 from baton.protocol.kv_spec import PROTOCOL_VERSION
 from baton.runtime.timing import Timing
 from baton.runtime.tls import TlsFiles
-from router.nodes.directory import NodeDirectory
-from router.nodes.expected import CouldServe, ExpectedNodes
+from router.nodes.directory import CouldServe, ExpectedNodes, NodeDirectory
 from router.nodes.health import Known, NodeHealth
 from router.nodes.policy import NodeSnapshot
 from router.nodes.session import NodeSession, SessionContext, StepLog

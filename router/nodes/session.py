@@ -25,20 +25,23 @@ import grpc.aio
 from baton.protocol import messages, wire
 from baton.protocol.clock import Clock, SystemClock
 from baton.protocol.errors import BatonError, ConfigError, InvalidRequest, NodeLost
-from baton.protocol.events import NodeStep, RequestFailed, TokenEvent
+from baton.protocol.events import NodeStep, TokenEvent
 from baton.protocol.handles import NodeLoad, NodeRecord
 from baton.runtime.failpoints import FAILPOINTS
 from baton.runtime.timing import Timing, channel_options
 from protos import node_pb2, node_pb2_grpc
-from router.nodes.attachments import Attachment, RequestEvent, SessionLost
-from router.nodes.health import NodeHealth
+from router.nodes.attachments import (
+    Attachment,
+    Attachments,
+    RequestEvent,
+    SessionLost,
+    in_order,
+)
+from router.nodes.health import NodeHealth, Watchdog
 from router.nodes.mailbox import Mailbox
 from router.nodes.orders import Orders
 from router.nodes.policy import NodeSnapshot
 from router.nodes.prefix_index import PrefixIndex
-from router.nodes.steps import in_order, read_steps
-from router.nodes.suspects import suspects
-from router.nodes.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 FIRST_BACKOFF_S: Final = 0.1
@@ -80,11 +83,7 @@ class NodeSession:
         self._load = NodeLoad()
         self._connected = False
         self._refused = ""
-        self._attached: dict[str, Attachment] = {}
-        self._assigned_tokens = 0
-        self._pooling = 0
-        self._unreported: dict[str, int] = {}  # request -> prompt tokens
-        self._unreported_tokens = 0  # their sum
+        self._attached = Attachments()
         self._outbox: Mailbox[messages.RouterMessage] = Mailbox()
         self._wake = asyncio.Event()
         self._drained = False  # the node has said its last words
@@ -140,17 +139,17 @@ class NodeSession:
     @property
     def assigned_tokens(self) -> int:
         """Prompt tokens that this router's requests still have to compute there."""
-        return self._assigned_tokens
+        return self._attached.tokens
 
     @property
     def unreported_tokens(self) -> int:
         """Of these, sent since the node last reported its load: not yet part of that load."""
-        return self._unreported_tokens
+        return self._attached.unreported_tokens
 
     @property
     def suspects(self) -> set[str]:
         """Requests that the node may have died of, if it has died."""
-        return suspects(self._attached.values(), self._load.running + self._load.waiting)
+        return self._attached.suspects(self._load.running + self._load.waiting)
 
     def snapshot(self, record: NodeRecord) -> NodeSnapshot:
         """All of this for the policy, made anew only when something has changed."""
@@ -160,9 +159,9 @@ class NodeSession:
                 load=self._load,
                 prefix=self.prefix.hashes,
                 assigned=self.assigned,
-                assigned_tokens=self._assigned_tokens,
+                assigned_tokens=self.assigned_tokens,
                 unreported_tokens=self.unreported_tokens,
-                pooling=self._pooling,
+                pooling=self._attached.pooling,
                 shunned=self.stalled,
             )
         return self._snapshot
@@ -173,29 +172,19 @@ class NodeSession:
         """Route a request's events. Raises NodeLost when the session is down."""
         if not self._connected:
             raise NodeLost(f"node {self.address} is not connected")
-        if attachment.request_id in self._attached:
+        if self._attached.holds(attachment.request_id):
             self.detach(attachment.request_id)
         self._snapshot = None
         if not self._attached:
             self._watchdog.began()
-        self._attached[attachment.request_id] = attachment
-        self._assigned_tokens += attachment.tokens
-        self._pooling += attachment.pooled
-        self._unreported[attachment.request_id] = attachment.tokens
-        self._unreported_tokens += attachment.tokens
+        self._attached.add(attachment)
 
     def detach(self, request_id: str) -> None:
         """Route nothing more to the request. Twice is safe."""
         self._snapshot = None
-        attachment = self._attached.pop(request_id, None)
-        unreported = self._unreported.pop(request_id, 0)
-        self._unreported_tokens -= unreported
-        if attachment is not None:
-            self._assigned_tokens -= attachment.tokens
-            self._pooling -= attachment.pooled
         # The load never contains a request that the node refused, and an idle node reports no load.
-        # So its room is reported here; last, because the receiver reads all of the state above.
-        if unreported or (attachment is not None and attachment.tokens):
+        # So its room is reported here; last, because the receiver reads the state of this session.
+        if self._attached.remove(request_id):
             self._context.reported()
 
     def send(self, message: messages.RouterMessage) -> None:
@@ -300,7 +289,7 @@ class NodeSession:
         steps: asyncio.Queue[NodeStep | BaseException | None] = asyncio.Queue(UNTAKEN_STEPS)
         tasks = [
             asyncio.create_task(self._write(call)),
-            asyncio.create_task(read_steps(call, steps)),
+            asyncio.create_task(_read_steps(call, steps)),
             asyncio.create_task(self._watch(steps)),
         ]
         try:
@@ -365,7 +354,7 @@ class NodeSession:
             await asyncio.gather(*logged, return_exceptions=True)
 
     async def _log(self, events: Sequence[RequestEvent]) -> None:
-        current = [e for e in events if isinstance(e, TokenEvent) and self._attachment(e)]
+        current = [e for e in events if isinstance(e, TokenEvent) and self._attached.receiver(e)]
         if current:
             FAILPOINTS.hit("sampled_not_logged")
             await self._context.log.append(current)
@@ -395,8 +384,7 @@ class NodeSession:
             before, self._load = self.takes_requests, step.load
             self._doubted = False
             self._snapshot = None
-            self._unreported.clear()
-            self._unreported_tokens = 0
+            self._attached.load_reported()
             if before != self.takes_requests:
                 self._context.changed()
         self.orders.answered(step.controlled)
@@ -413,34 +401,21 @@ class NodeSession:
         for event in events:
             self._route(event)
 
-    def _attachment(self, event: RequestEvent) -> Attachment | None:
-        attachment = self._attached.get(event.request_id)
-        if attachment is None:
-            return None
-        # Epoch 0: the node refused the message before it could read the epoch.
-        unread = isinstance(event, RequestFailed) and event.epoch == 0
-        return attachment if unread or attachment.epoch == event.epoch else None
-
     def _route(self, event: RequestEvent) -> None:
-        attachment = self._attachment(event)
+        attachment = self._attached.receiver(event)
         if attachment is None:
             self._context.health.stats.stale_events += 1
             return
-        if not attachment.begun and isinstance(event, TokenEvent):
-            attachment.begun = True
-            if attachment.tokens:
-                self._assigned_tokens -= attachment.tokens  # computed: token 1 is the proof
-                attachment.tokens = 0
-                self._snapshot = None
+        first = not attachment.begun and isinstance(event, TokenEvent)
+        if first and self._attached.begin(attachment):
+            self._snapshot = None
         attachment.deliver(event)
 
     def _lose(self, reason: str) -> None:
         was_connected, self._connected = self._connected, False
         self.prefix.clear()
         blamed = set[str]() if self._drained else self.suspects
-        attached, self._attached = list(self._attached.values()), {}
-        self._assigned_tokens = self._unreported_tokens = self._pooling = 0
-        self._unreported.clear()
+        attached = self._attached.clear()
         self._snapshot = None
         node_id = self.address if self._record is None else self._record.node_id
         self.orders.lost(NodeLost(f"node {node_id} is lost"))
@@ -468,3 +443,17 @@ def _one_message(batch: Sequence[node_pb2.RouterMessage]) -> node_pb2.RouterMess
     if len(batch) == 1:
         return batch[0]
     return node_pb2.RouterMessage(batch=node_pb2.RouterBatch(messages=batch))
+
+
+async def _read_steps(call: Any, steps: asyncio.Queue[NodeStep | BaseException | None]) -> None:
+    """Steps as they come, then None at the stream's end, or the exception that broke it."""
+    try:
+        while (message := await call.read()) is not grpc.aio.EOF:
+            step = wire.node_message_from_wire(message)
+            if not isinstance(step, NodeStep):
+                raise InvalidRequest("a second hello", field="hello")
+            await steps.put(step)
+    except Exception as error:  # noqa: BLE001  raised where the steps are taken
+        await steps.put(error)
+    else:
+        await steps.put(None)

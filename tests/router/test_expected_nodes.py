@@ -13,7 +13,7 @@ from baton.protocol.events import Pooled, RequestFailed
 from baton.protocol.handles import NodeLoad, Role
 from baton.protocol.messages import Migrate, RenewExport, SubmitDecode, SubmitPool, SubmitPrefill
 from baton.protocol.request import RequestState
-from router.nodes.expected import ExpectedNodes
+from router.nodes.directory import ExpectedNodes
 from router.nodes.policy import NodeSnapshot
 from router.request.dispatch import MAX_TRIES
 from router.request.gate.admission import Bounds

@@ -7,7 +7,7 @@ dispatcher.
 
 With room there is no wait, no task switch. Others are let in when a request ends (its slot), and
 when a node reports (its room: `poke`); a timer refuses those whose time runs out meanwhile. While
-no node serves, but one is expected (router/nodes/expected.py), everybody waits. Event loop only.
+no node serves, but one is expected (router/nodes/directory.py), everybody waits. Event loop only.
 Limits are this router's own: two routers let in twice as much.
 """
 

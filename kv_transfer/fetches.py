@@ -102,7 +102,7 @@ class Fetches:
     def _choose_codec(self, handle: KVHandle) -> str:
         theirs = handle.endpoint.format
         lanes = self._common(ranks_of(handle)[0].endpoint)
-        # What is int8 already travels as it is; what no wire carries is not made smaller.
+        # int8 KV travels as it is, and bytes that cross no wire need not be made smaller.
         direct = bool(lanes) and lanes[0][0].direct
         if direct or theirs.dtype == INT8 or INT8 not in theirs.codecs:
             return RAW
@@ -231,7 +231,7 @@ class Fetches:
         return await self._fetch_parts(call, codec)
 
     async def _fetch_parts(self, call: FetchCall, codec: str) -> list[Fetched]:
-        """From every rank that has something for us, at once. One fails, all are broken off."""
+        """From every rank that has something for us, at once. If one fails, all are broken off."""
         memory = self._shared.memory
         ranks = ranks_of(call.handle)
         sources = [r for r in ranks if meets(memory.layers, r.endpoint.format, memory.format)]
@@ -290,8 +290,8 @@ class Fetches:
             log.debug("request %s: release (%s): %s", handle.request_id, why, error)
 
     async def let_go(self, handle: KVHandle, epoch: int) -> None:
-        """The end of a fetch that held its ranks: let go of each, and, as the first of our ranks,
-        of those that none of us needed."""
+        """End a fetch that held its ranks: release each of them. The first of our ranks also
+        releases those that none of us needed."""
         memory = self._shared.memory
         part = memory.format.tp_size > 1
         letting_go: list[Coroutine[Any, Any, None]] = []
@@ -332,7 +332,8 @@ class Fetches:
 
     # ---- one conversation ----------------------------------------------------------------------
     def _common(self, endpoint: Endpoint) -> list[tuple[Lane, LaneAddress]]:
-        """The lanes that lead to `endpoint`, in the exporter's order: it knows its memory."""
+        """The lanes that lead to `endpoint`, in the order that the exporter prefers: it knows its
+        memory."""
         ours = {lane.name: lane for lane in self._lanes}
         return [
             (lane, address)
@@ -343,7 +344,7 @@ class Fetches:
     async def _converse(
         self, threads: ThreadPoolExecutor, wanted: Wanted, blocks: Blocks
     ) -> Fetched:
-        """Over the best lane on which the exporter can be heard at all."""
+        """Hold one conversation, over the best lane that reaches the exporter."""
         endpoint = wanted.handle.endpoint
         common = self._common(endpoint)
         if not common:
@@ -396,16 +397,17 @@ class Fetches:
 
 @dataclass(slots=True)
 class _Progress:
-    """When a thread of the data plane last got on; None: it has not begun."""
+    """When a thread of the data plane last made progress; None: it has not begun."""
 
     at: float | None = None
 
     def made(self) -> None:
-        """Any thread. Tells nobody: an event loop that wakes takes the interpreter from it."""
+        """Any thread. Wakes nobody: a waking event loop would take the interpreter from this
+        thread."""
         self.at = time.monotonic()
 
     async def until(self, finished: asyncio.Future[Any], patience_s: float) -> bool:
-        """Wait for its end; False when it has not got on for so long."""
+        """Wait for its end. False when it has made no progress for `patience_s`."""
         left_s = patience_s
         while left_s > 0:
             await asyncio.wait([finished], timeout=left_s)
@@ -448,4 +450,4 @@ async def _settled(finished: asyncio.Future[Any]) -> None:
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.wait([finished])
     if not finished.cancelled():
-        finished.exception()  # seen: the cancellation is what the caller reports
+        finished.exception()  # so that asyncio does not report it: the caller is cancelled

@@ -1,8 +1,8 @@
 """A KV arena on a device as staging.py uses it: ArenaPool, and CudaCopies for a CUDA device.
 
-Straightforward calls, in one place: the logic around them is staging.py's, which is proven with a
-device that exists in tests only. "The compute stream" is the one that is current where this is
-made: the engine's.
+The calls are straightforward and all in one place. The logic around them is staging.py's, which the
+tests prove with a fake device. "The compute stream" is the stream that is current where this object
+is made: the engine's.
 """
 
 from __future__ import annotations
@@ -159,8 +159,8 @@ class CudaCopies:
 
 
 def memory_of(arena: Arena, timeout_s: float) -> KVMemory:
-    """What a connector needs of a node's pool, wherever it lies. `timeout_s`: StagedMemory's. Call
-    it where the engine's compute stream is current."""
+    """What a connector needs of a node's pool, on a device or not. `timeout_s`: StagedMemory's.
+    Call it where the engine's compute stream is current."""
     if isinstance(arena, GroupArena):
         return GroupMemory(arena)
     # The engine keeps of a sliding window what it still shows, on either side.

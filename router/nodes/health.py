@@ -1,16 +1,17 @@
-"""NodeHealth: what a router holds against its nodes, and when that counts for nothing.
+"""NodeHealth: which nodes a router puts in quarantine, and when it disregards that.
 
     flapping     a node whose sessions broke `deaths` times within `window_s` is in quarantine: it
                  gets no new requests for `first_s`, twice as long after each relapse
-    failing      so is one that answered `failures` requests in a row with an internal error
+    failing      the same for a node that answered `failures` requests in a row with an internal
+                 error
     panic        when fewer than `panic_share` of a role's nodes are healthy, quarantine is
                  disregarded: the judgement is more likely wrong than most of the nodes, and the
                  few that are left must not get everybody's load
 
-Requests that run on a node in quarantine stay there. A node that says (or shows) that its engine
-makes no progress gets nothing either, panic or not: that is a fact. Not here: what becomes of
-requests whose node is lost (router/request/dispatch.py). Nodes are known by address and by name,
-because a restart may change either.
+Requests that run on a node in quarantine stay there. A node whose engine makes no progress gets no
+new requests either, with or without panic: that is no judgement but a fact. Watchdog finds nodes
+that do not report it. Nodes are known by address and by name, because a restart may change either.
+Not here: what becomes of requests whose node is lost (router/request/dispatch.py).
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class HealthStats:
 
 @dataclass(slots=True)
 class _Case:
-    """One node's file."""
+    """What is known of one node."""
 
     deaths: deque[float] = field(default_factory=deque[float])
     failures: int = 0  # in a row
@@ -96,8 +97,8 @@ class NodeHealth:
         self._quarantine(due, now)
 
     def heard(self, keys: Sequence[str], step: NodeStep) -> None:
-        """What a node says of its requests. Peers' faults, full pools and bad requests are none of
-        its own."""
+        """A node's step reports on its requests. Faults of peers, full pools and bad requests do
+        not count against it."""
         faults = sum(failed.code == InternalError.code for failed in step.failed)
         if not faults:
             if step.tokens and self._cases:
@@ -115,7 +116,7 @@ class NodeHealth:
         self._quarantine(due, self._clock.monotonic())
 
     def _quarantine(self, cases: Sequence[_Case], now: float) -> None:
-        """One, whatever the number of a node's names."""
+        """Counts as one quarantine, however many names the node has."""
         settings = self._settings
         self.stats.quarantines += bool(cases)
         for case in cases:

@@ -1,12 +1,11 @@
-"""NodeSession: this router's one stream to one node; all that the two say goes through it.
+"""NodeSession: this router's one stream to one node; all messages of the two go through it.
 
 The life: run() connects -> Hello both ways, `admit` checks the node's record -> messages -> the
 stream breaks -> every attached request gets SessionLost -> back-off -> again, until run() is
 cancelled. A broken session is not resynchronised. Protobuf stops here (baton/protocol/wire.py).
 
-Steps are routed in one pass: the tokens of all that have come are appended to the log in one call,
-then each event goes to the request it names, if that is attached and the epoch is the one it was
-sent with.
+Steps are routed in one pass. The tokens of all waiting steps are appended to the log in one call.
+Then each event goes to the request that it names, if that request is attached in the same epoch.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class SessionContext:
     clock: Clock
     log: StepLog
     admit: Callable[[str, NodeRecord], None]
-    changed: Callable[[], None]  # a session came up or went down, a node began to drain
+    changed: Callable[[], None]  # a session came up or went down, or a node began to drain
     lost: Callable[[NodeRecord], None] = lambda _: None  # its session went down
     reported: Callable[[], None] = lambda: None  # a step has been routed
     credentials: grpc.ChannelCredentials | None = None  # None: without TLS
@@ -86,9 +85,9 @@ class NodeSession:
         self._attached = Attachments()
         self._outbox: Mailbox[messages.RouterMessage] = Mailbox()
         self._wake = asyncio.Event()
-        self._drained = False  # the node has said its last words
+        self._drained = False  # the node has sent its last step
         self._snapshot: NodeSnapshot | None = None  # None: something has changed since
-        self._doubted = False  # it hung, and nothing has been heard of its engine since
+        self._doubted = False  # it hung, and has reported no progress since
         stall_s = context.timing.stall_s
         self._watchdog = Watchdog(context.clock, stall_s, lambda: bool(self._attached))
         self.prefix = PrefixIndex()
@@ -103,7 +102,7 @@ class NodeSession:
 
     @property
     def record(self) -> NodeRecord | None:
-        """What the node last said of itself; None until its first Hello."""
+        """The node's record as it was sent last; None until its first Hello."""
         return self._record
 
     @property
@@ -112,8 +111,8 @@ class NodeSession:
 
     @property
     def stalled(self) -> bool:
-        """Its engine makes no progress: by its own account, or it was silent for too long and has
-        not shown any since."""
+        """Its engine makes no progress: the node has reported that, or it was silent for too long
+        and has reported nothing since."""
         return self._doubted or self._load.stalled
 
     @property
@@ -124,7 +123,7 @@ class NodeSession:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """What it is known by in router/nodes/health.py."""
+        """The names under which router/nodes/health.py knows it."""
         return (self.address,) if self._record is None else (self.address, self._record.node_id)
 
     @property
@@ -214,7 +213,7 @@ class NodeSession:
             backoff = min(2 * backoff, LAST_BACKOFF_S)
 
     async def _connect_and_serve(self) -> str:
-        """One session from connect to end; answers why it ended."""
+        """One session from connect to end; returns why it ended."""
         try:
             async with self._call() as call:
                 await self._hello(call)
@@ -284,8 +283,8 @@ class NodeSession:
         self._context.changed()
 
     async def _converse(self, call: Any) -> None:
-        """Read and write until the stream ends or the node has drained; raises what broke it, after
-        whatever was read before."""
+        """Read and write until the stream ends or the node has drained. First all that was read is
+        routed, then the error that ended the stream is raised."""
         steps: asyncio.Queue[NodeStep | BaseException | None] = asyncio.Queue(UNTAKEN_STEPS)
         tasks = [
             asyncio.create_task(self._write(call)),
@@ -295,7 +294,7 @@ class NodeSession:
         try:
             ended = False
             while not ended:
-                # All that has come while the last ones were logged: one call to the log for them.
+                # Steps that came while the last ones were logged share one call to the log.
                 batch = [await steps.get()]
                 batch += [steps.get_nowait() for _ in range(steps.qsize())]
                 ended = await self._take_all(batch)
@@ -315,7 +314,8 @@ class NodeSession:
         return NodeLost(f"the node makes no progress: {how}")
 
     async def _take_all(self, batch: Sequence[NodeStep | BaseException | None]) -> bool:
-        """Route what was read, in order. True: it was the last. Raises what ended the reading."""
+        """Route the steps that were read, in order. True after the node's last one. Raises the
+        error that ended the reading."""
         steps = [item for item in batch if isinstance(item, NodeStep)]
         self._watchdog.heard()
         for step in steps:
@@ -334,8 +334,8 @@ class NodeSession:
         return last is None
 
     async def _show(self, events: Sequence[RequestEvent]) -> None:
-        """Log the tokens, then route the events, in order. Many go in parts: while one goes to
-        its clients, the store has the next."""
+        """Log the tokens, then route the events, in order. Many events go in parts: while one part
+        goes to its clients, the store writes the next."""
         if len(events) <= PART_EVENTS:
             await self._log(events)
             self._route_all(events)
@@ -347,7 +347,7 @@ class NodeSession:
             for part, done in zip(parts, logged, strict=True):
                 await done
                 self._route_all(part)
-                await asyncio.sleep(0)  # whoever waits for these goes first
+                await asyncio.sleep(0)  # the requests that got these events run first
         finally:
             for task in logged:
                 task.cancel()
@@ -369,7 +369,7 @@ class NodeSession:
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             while True:
                 first = await self._outbox.get()
-                await asyncio.sleep(0)  # whatever else this turn of the loop brings goes along
+                await asyncio.sleep(0)  # messages of the same turn of the loop go along
                 batch = [wire.router_message_to_wire(first, clock)]
                 size = batch[0].ByteSize()
                 waiting = self._outbox.waiting
@@ -379,7 +379,7 @@ class NodeSession:
                 await call.write(_one_message(batch))
 
     def _note(self, step: NodeStep) -> None:
-        """What a step says of the node itself."""
+        """Take what a step reports of the node itself."""
         if step.load is not None:
             before, self._load = self.takes_requests, step.load
             self._doubted = False

@@ -137,7 +137,7 @@ class RequestStore(Protocol):
         ...
 
     def post_claim(self, request_id: str, fields: Mapping[str, str], on_answer: Claimed) -> None:
-        """`claim` without waiting: it takes effect before what its request is asked next.
+        """`claim` without waiting: it takes effect before the next call for its request.
 
         Raises nothing; `on_answer` gets the epoch, or None, at once or later, once.
         """
@@ -148,8 +148,8 @@ class RequestStore(Protocol):
         ...
 
     def post(self, move: Move, on_answer: OnAnswer) -> None:
-        """`move` without waiting: it takes effect before what its request is asked next (but for
-        appends), alone or as one with those that follow.
+        """`move` without waiting: it takes effect before the next call for its request (but for
+        appends), alone or joined with the moves that follow.
 
         Raises nothing; `on_answer` gets the answer at once or later, once.
         """

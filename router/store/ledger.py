@@ -88,14 +88,14 @@ class RequestLedger:
         self._claimed: asyncio.Future[None] | None = None  # its journey waits for the record
         self._posted = 0  # moves that the store has not answered
         self._appending: list[TokenEvent] = []  # on their way into the log
-        self._appended: asyncio.Event | None = None  # set when nothing is, for who waits
+        self._appended: asyncio.Event | None = None  # set when none is on its way any more
 
     def began(self) -> None:
-        """Its claim goes out now: whatever it asks of the store comes behind that."""
+        """Its claim is sent now: all its later writes come after it."""
         self.recorded = self.claiming = True
 
     def claimed(self, epoch: int | None, *, in_use: bool = False) -> None:
-        """How the claim was answered; no epoch: it was not, or the id is `in_use`."""
+        """The answer to the claim. No epoch: there was no answer, or the id is `in_use`."""
         self.claiming, self.recorded = False, epoch is not None
         self._in_use = self.refused = in_use
         if epoch is not None:
@@ -105,8 +105,8 @@ class RequestLedger:
             self._claimed.set_result(None)
 
     async def accepted(self) -> None:
-        """Until the record is there, or the store is away. Raises InvalidRequest for an id that is
-        in use."""
+        """Wait until the record is there, or the store is away. Raises InvalidRequest for an id
+        that is in use."""
         await self._claim_over()
         if self._in_use:
             raise IdInUse()
@@ -126,8 +126,9 @@ class RequestLedger:
             self._appended.set()
 
     async def settle(self) -> list[TokenEvent]:
-        """What is on its way into the log, once it is there. Before a new epoch: so far it is the
-        old owner's word, and whoever reads the log will believe it."""
+        """Wait until the events that are on their way into the log are there, and return them.
+        Needed before a new epoch: they are valid output of the old owner, and readers of the log
+        will believe them."""
         events = list(self._appending)
         if events:
             self._appended = asyncio.Event()
@@ -136,7 +137,7 @@ class RequestLedger:
 
     @property
     def owes(self) -> bool:
-        """Is there something that the store should hear when it is back?"""
+        """Is there something to write when the store is back?"""
         unclaimed = self.log is None and not self.recorded  # a resumable one must be, to begin
         return not self.refused and (self.behind or unclaimed)
 
@@ -181,7 +182,7 @@ class RequestLedger:
         await self._claim_over()
         kept = kept or bool(self._appending)
         check_transition(self.state, state)
-        # One that was posted may fail yet: then this one has its place.
+        # A posted move may still fail: then this one takes its place.
         behind = self.behind or self._posted > 0
         move = Move(self.request_id, self.epoch, state, fields, catch_up=behind, kept=kept)
         if self.log is not None and not kept:
@@ -212,12 +213,12 @@ class RequestLedger:
             self.log.lose()
 
     def logged(self, entries: Iterable[LogEntry]) -> None:
-        """They are in the log."""
+        """These entries are in the log."""
         if self.log is not None:
             self.log.confirm(entries)
 
     def abandon(self) -> None:
-        """Keep its lease no longer. After `finish` there is none; if even that failed, the lease
+        """Do not keep its lease any longer. After `finish` there is none; if that failed, the lease
         ends and the record is swept."""
         self._guard.close(self.request_id)
 
@@ -376,7 +377,8 @@ class StoreGuard:
         self._open.pop(request_id, None)
 
     async def settle(self, ledger: RequestLedger, move: Move) -> None:
-        """A request ends that owes something: now if the store is there, else when it is back."""
+        """A request ends and still owes writes: they are made now if the store is there, else when
+        it is back."""
         last = replace(move, catch_up=True)
         done = await self.call(lambda store: self.catch_up.end(store, ledger, last))
         if done is None and self.stats.away:
@@ -391,7 +393,7 @@ class StoreGuard:
             ledger.log.lose()
 
     def owe(self, entries: Iterable[LogEntry]) -> None:
-        """The store was not there for these."""
+        """The store was away when these were to be written."""
         for entry in entries:
             ledger = self._open.get(entry.request_id)
             if ledger is not None and (ledger.owes or ledger.owed.cut):
@@ -416,7 +418,7 @@ class StoreGuard:
             return None
 
     async def reach(self, work: Callable[[RequestStore], Awaitable[T]]) -> T:
-        """The store's answer, for those who cannot go on without. Raises StoreUnavailable."""
+        """The store's answer, for callers that cannot go on without it. Raises StoreUnavailable."""
         try:
             return await work(self._store)
         except StoreUnavailable as error:

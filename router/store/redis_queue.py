@@ -60,7 +60,7 @@ class _Call:
         return self.answer is None and self.on_reply is None
 
     def settle(self, answer: Any) -> None:
-        """The answer, or the exception there is instead of one."""
+        """Deliver the answer, or the exception that came instead."""
         future = self.answer
         if self.on_reply is not None:
             self.on_reply(answer)
@@ -93,7 +93,7 @@ class ScriptQueue:
     def run(
         self, script: AsyncScript, keys: Sequence[str], args: Sequence[str | int]
     ) -> asyncio.Future[Any]:
-        """The script's answer to be: RedisError, OSError or TimeoutError if there is none.
+        """A future for the script's answer: RedisError, OSError or TimeoutError if there is none.
 
         Nobody needs to wait for it. Cancelled before its pipeline is sent, it is not called.
         """
@@ -160,7 +160,7 @@ class ScriptQueue:
             self._soon(asyncio.get_running_loop())
 
     def _flush(self) -> None:
-        """One pipeline of what waits; the rest in the next turn."""
+        """Send one pipeline of the waiting calls; the rest goes in the next turn."""
         self._flushing = False
         link, waiting = self._link, self._waiting
         loop = asyncio.get_running_loop()
@@ -218,7 +218,7 @@ class ScriptQueue:
         self._look_idle()
 
     def lost(self, link: _Link, error: Exception | None) -> None:
-        """The connection has ended: what it has not answered goes again, once."""
+        """The connection has ended: the calls that it has not answered are sent again, once."""
         if link is not self._link:
             return
         self._link = None
@@ -244,7 +244,7 @@ class ScriptQueue:
         loop = asyncio.get_running_loop()
         now = loop.time()
         waited_s, patience_s = now - self._sent[0].sent_at, self._patience.seconds
-        # Who looks late has slept himself: the answer may be there, and not have been read.
+        # A late look means that this process slept: the answer may be there and not be read yet.
         self._looked_late = not self._looked_late and now - timer.when() > LATE_S
         if waited_s < patience_s or self._looked_late:
             self._timer = loop.call_later(max(patience_s - waited_s, LATE_S), self._look)
@@ -253,7 +253,7 @@ class ScriptQueue:
         link, self._link = self._link, None
         if link is not None:
             link.close()
-        # Whoever came meanwhile has waited as long: nobody waits for two failures.
+        # Calls that came meanwhile fail, too: nobody waits for two failures.
         self._fail(TimeoutError(f"no answer within {patience_s:g} s"))
 
     def _fail(self, error: Exception) -> None:

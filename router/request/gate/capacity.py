@@ -50,7 +50,7 @@ def has_room(
 
 
 def serves(nodes: Sequence[NodeSnapshot], *, pooled: bool) -> bool:
-    """Is there a node that takes requests? For tokens one must decode; any makes vectors."""
+    """Is there a node that takes requests? Tokens need a decode node, pooled vectors any node."""
     prefillers, decoders = _by_role(nodes)
     return bool(prefillers) if pooled else bool(decoders)
 
@@ -58,7 +58,7 @@ def serves(nodes: Sequence[NodeSnapshot], *, pooled: bool) -> bool:
 def has_prefill_room(
     tokens: int, nodes: Sequence[NodeSnapshot], way: OnTheWay, prefill_window_s: float
 ) -> bool:
-    """The same of inputs whose vectors are wanted: nothing is decoded."""
+    """The same for inputs that are pooled: nothing is decoded."""
     prefillers, _ = _by_role(nodes)
     queued = [queued_tokens(node) for node in prefillers]
     return not prefillers or _prefill_room(tokens, prefillers, queued, way, prefill_window_s)
@@ -150,6 +150,6 @@ def can_keep_tpot(nodes: Sequence[NodeSnapshot], limit_s: float) -> bool:
 
 
 def paused(nodes: Sequence[NodeSnapshot]) -> str:
-    """What operators want of new requests: "" as always, "hold" that they wait, "refuse"."""
+    """What operators want for new requests: "" to serve them, "hold" to let them wait, "refuse"."""
     found = {node.load.pause for node in nodes}
     return "refuse" if "refuse" in found else "hold" if "hold" in found else ""

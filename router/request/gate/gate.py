@@ -5,10 +5,10 @@ dispatcher.
         ...                                     the journey
                                                 every way out gives the slot back, once
 
-With room there is no wait, no task switch. Others are let in when a request ends (its slot), and
-when a node reports (its room: `poke`); a timer refuses those whose time runs out meanwhile. While
-no node serves, but one is expected (router/nodes/directory.py), everybody waits. Event loop only.
-Limits are this router's own: two routers let in twice as much.
+If there is room a request neither waits nor switches tasks. Waiting ones are let in when another
+one ends (its slot) or a node reports (its room: `poke`). A timer refuses those whose time runs out.
+While no node serves, but one is expected (router/nodes/directory.py), all requests wait. Event loop
+only. The limits are this router's own: two routers let in twice as many requests.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from router.tenants.pace import LONGEST_WAIT_S, Pace
 MOST_REQUEST_TOKENS: Final = 1 << 20
 RETRY_PAUSED_S: Final = 10  # nobody but the operator knows
 POOLED_TOKENS: Final = 512
-COUNTED_SHARE: Final = 0.01  # of a token that is served: what one costs that is only counted
+COUNTED_SHARE: Final = 0.01  # a token that is only counted costs this share of one that is served
 RETRY_TPOT_S: Final = 1.0  # steps get faster as requests end, nobody can say when
 _WORDS: Final[dict[Reason, str]] = {
     Reason.QUEUE_FULL: "the server is at its limit and its queue is full",
@@ -109,7 +109,7 @@ class Gate:
         self._nodes = nodes
         self._expected_nodes_s = expected_s
         self._entries: dict[str, _Entry] = {}
-        self._starting: deque[tuple[Ticket, RequestTrace]] = deque()  # not with a node yet, maybe
+        self._starting: deque[tuple[Ticket, RequestTrace]] = deque()  # maybe not with a node yet
         self._starting_tokens = 0
         self._timer: asyncio.TimerHandle | None = None
         self.queue = AdmissionQueue(settings.bounds)
@@ -208,7 +208,8 @@ class Gate:
         return entry
 
     async def turn(self, entry: _Entry) -> None:
-        """Wait for it. Raises what `admitted` says; whoever gives up leaves no trace."""
+        """Wait for the turn. Raises what `admitted` says; a request that gives up leaves no
+        trace."""
         assert entry.turn is not None, "it waits"
         try:
             await entry.turn
@@ -311,7 +312,8 @@ class Gate:
         return take_room
 
     def _missing_s(self, nodes: Sequence[NodeSnapshot], *, pooled: bool) -> float:
-        """For how long those wait who find no node; 0: there is one, or none is expected."""
+        """For how long requests wait for a node that serves; 0: there is one, or none is
+        expected."""
         return 0.0 if serves(nodes, pooled=pooled) else self._expected_nodes_s(pooled)
 
     def _on_the_way(self) -> OnTheWay:
@@ -329,7 +331,8 @@ class Gate:
             observe(waited_s)
 
     def _pump(self) -> None:
-        """Whoever's turn it is gets it; the timer is set for whoever's time runs out next."""
+        """Let in or refuse the requests whose turn it is, and set the timer for the next one whose
+        time runs out."""
         now = self._clock.monotonic()
         for ticket in self.queue.pump(now, self._room()):
             self._wake(ticket)
@@ -357,17 +360,17 @@ class Gate:
             turn.set_exception(self._refusal(entry))
 
     def _gave_up(self, entry: _Entry) -> None:
-        """Its wait ended without a journey: refused, cancelled, or its client went away, perhaps
-        in the same instant in which it was let in."""
+        """A request's wait has ended without a journey: it was refused or cancelled, or its client
+        went away. That may happen in the same instant in which it is let in."""
         turn = entry.turn
         if turn is not None and turn.done() and not turn.cancelled():
-            turn.exception()  # seen, even if its waiter was cancelled in the same instant
+            turn.exception()  # so that asyncio does not report it if its waiter was cancelled, too
         if entry.ticket.state is TicketState.ADMITTED:
             self.leave(entry)
             return
         self.queue.cancel(entry.ticket, self._clock.monotonic())
         del self._entries[entry.request.id]
-        self.poke()  # the head may have been the one that was too large
+        self.poke()  # it may have been the large request that held up the others
 
     def _refusal(self, entry: _Entry) -> BatonError:
         refusal = entry.ticket.refusal
@@ -380,9 +383,9 @@ class Gate:
 
 
 class Preparation:
-    """One request while it is read. `end` may come before the context's; twice is safe.
+    """One request while it is read. `end` may be called before the context ends; twice is safe.
 
-    `counted`: tokens that were only counted; `busy_s`: how long it has kept the event loop.
+    `counted`: tokens that were only counted. `busy_s`: how long it has kept the event loop busy.
     """
 
     __slots__ = ("_begun", "_gate", "_grant", "_num_bytes", "busy_s", "counted")
@@ -404,8 +407,8 @@ class Preparation:
         self.end()
 
     def reserve(self, num_bytes: int) -> float:
-        """Seconds until a body of so many bytes may be read: once, a route may hand it on to the
-        next one. Raises Overloaded."""
+        """Seconds until a body of so many bytes may be read; 0 for a second call, because a route
+        may hand the request on to another one. Raises Overloaded."""
         if self._num_bytes:
             return 0.0
         self._num_bytes = num_bytes
@@ -432,7 +435,7 @@ class Passage:
 
     async def __aenter__(self) -> None:
         entry = self._gate.enter(self._request, self._trace)
-        # Let in at once, or by the pump that its own arrival set off: no task switch.
+        # A request that was let in at once, or by the pump on its arrival, needs no task switch.
         if entry.ticket.state is not TicketState.ADMITTED:
             await self._gate.turn(entry)
         self._entry = entry
@@ -449,7 +452,7 @@ def _num_samples(request: Request) -> int:
 
 
 def _has_started(ticket: Ticket, trace: RequestTrace) -> bool:
-    """It counts with its node by now, or has ended."""
+    """Is it part of its node's load by now, or has it ended?"""
     return trace.dispatched_at is not None or ticket.state is TicketState.OVER
 
 

@@ -51,9 +51,9 @@ class SlowRecords(MemoryStore):
         super().__init__("router", FAST, SystemClock())
         self.answers: list[Callable[[], None]] = []
 
-    def post_claim(self, request_id: str, fields: Mapping[str, str], told: Claimed) -> None:
+    def post_claim(self, request_id: str, fields: Mapping[str, str], on_answer: Claimed) -> None:
         super().post_claim(
-            request_id, fields, lambda answer: self.answers.append(lambda: told(answer))
+            request_id, fields, lambda answer: self.answers.append(lambda: on_answer(answer))
         )
 
 

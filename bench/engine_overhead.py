@@ -2,13 +2,14 @@
 
 Medians over steps of steady decode, microseconds of this thread's CPU time, so that neighbours do
 not count (with one thread, all of it):
-    batch        tokens, positions, slots and block tables as tensors (engine/batch.py)
+    batch        tokens, positions, slots and block tables as tensors (baton/engine/state/batch.py)
     engine       everything else: schedule, block growth, events, statistics; over a runner that
                  answers at once but lays the batch out as a real one does
     outside      a whole step of the real runner whose model has its logits already
     sampling     tokens out of 151,936 logits a row, by the compiled kernels and by torch alone;
                  "widen": bfloat16 logits to float32, the model's last act
-    penalties    engine/penalties.py for texts of growing length, out of a large vocabulary and out
+    penalties    baton/engine/sampling/penalties.py for texts of growing length, out of a large
+    vocabulary and out
                  of a small one
 """
 

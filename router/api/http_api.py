@@ -2,9 +2,8 @@
 
 Bodies and their fields are in router/api/openai/bodies.py, the way from a body to a request in
 router/api/intake.py, streaming in router/api/sse.py, whole answers in router/api/whole.py, the
-dialects of
-/v1/responses and /v1/messages in packages of their own. All state is in the RouterServices passed
-in.
+dialects of /v1/responses and /v1/messages in packages of their own. All state is in the
+RouterServices passed in.
 """
 
 from __future__ import annotations

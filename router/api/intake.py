@@ -1,9 +1,9 @@
 """The way in that all HTTP dialects share: a checked body becomes a Completion, ready to run.
 
 Which model, the prompt's ids, the room that they leave, sampling parameters, the Request. Bodies
-are in router/api/openai/bodies.py; another dialect (router/responses, router/anthropic) says what
-it wants as a ChatBody and gets what a chat gets. Of the HTTP request only headers are read here.
-All state is in the RouterServices passed in.
+are in router/api/openai/bodies.py; another dialect (router/api/responses, router/api/anthropic)
+says what it wants as a ChatBody and gets what a chat gets. Of the HTTP request only headers are
+read here. All state is in the RouterServices passed in.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def tool_format(body: ChatBody, formats: Formats) -> ToolFormat | None:
     """How calls are found in the answer, None if none are looked for.
 
     Raises InvalidRequest for a choice of no tool, and for `auto` (also as the default) where this
-    router has no parser. Calls that must be made are guided (structured/guided.py), so they have a
+    router has no parser. Calls that must be made are guided (guided_fields.py), so they have a
     format here even where the model has none.
     """
     choice = body.tool_choice if body.tool_choice is not None else "auto"

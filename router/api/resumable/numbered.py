@@ -1,9 +1,10 @@
 """The stream of a resumable request: server-sent events with ids, from wherever its reader was.
 
-An event's id is what has been seen with it (router/resume_terms.Position): per choice the number of
-tokens, `12` or `12,9`; within the events of one token `12.1`; after the last choice's end `12,9;1`.
-Every reader's frames are made from the first token on, and those it has seen are left out. A reader
-that is cut off gets no end at all: the connection breaks, and it may ask again, here or elsewhere.
+An event's id is what has been seen with it (router/resumable/terms.py: Position): per choice the
+number of tokens, `12` or `12,9`; within the events of one token `12.1`; after the last choice's end
+`12,9;1`. Every reader's frames are made from the first token on, and those it has seen are left
+out. A reader that is cut off gets no end at all: the connection breaks, and it may ask again, here
+or elsewhere.
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ def test_attention_s_share_of_the_read_bandwidth() -> None:
     cpu_kernels = kernels()
     if cpu_kernels is None:
         pytest.skip("no compiled kernels on this machine")
-    case = engine_attention.Case(40, rows=2)
+    case = engine_attention.AttentionCase(40, rows=2)
     row = engine_attention.measure(cpu_kernels, case, 1, 2)
     assert (row["context"], row["rows"], row["block"]) == (40, 2, 16)
     assert 0 < row["least"] == row["share"] == row["most"]

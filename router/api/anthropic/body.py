@@ -15,7 +15,8 @@ from baton.protocol.errors import InvalidRequest, UnsupportedFeature
 from router.api.anthropic.blocks import messages_of
 from router.api.dialect import chat_body, in_own_names
 from router.api.openai.bodies import ChatBody, object_of, struct_of
-from router.api.openai.chat import MAX_NAME_CHARS
+from router.api.openai.chat import MAX_NAME_CHARS, Effort, Tools
+from router.api.openai.fields import AtLeastOne, Stops
 from router.api.unserved import Unserved, refuse
 
 # A chat's field -> what this API calls it.
@@ -49,7 +50,7 @@ class ToolChoice(msgspec.Struct, kw_only=True):
 
 
 class OutputConfig(msgspec.Struct, kw_only=True):
-    effort: str | None = None
+    effort: Effort | None = None
     format: dict[str, Any] | None = None
 
 
@@ -68,7 +69,7 @@ class CountBody(msgspec.Struct, kw_only=True):
 
     messages: Any = None
     system: Any = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -83,8 +84,8 @@ class CountBody(msgspec.Struct, kw_only=True):
 class MessagesBody(CountBody, kw_only=True):
     """/v1/messages. Sampling fields are checked as a chat's."""
 
-    max_tokens: int
-    stop_sequences: list[str] | None = None
+    max_tokens: AtLeastOne  # cut to what the model holds
+    stop_sequences: Stops | None = None
     metadata: dict[str, Any] | None = None
 
 

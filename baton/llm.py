@@ -23,6 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from baton.engine.config import EngineConfig
+from baton.engine.core.assembly import build_engine
 from baton.engine.core.engine import Engine
 from baton.engine.core.pooling import Pooler, PoolingJob, PoolingKind, normalized
 from baton.engine.state.interface import Task
@@ -70,7 +71,7 @@ class LLM:
         checkpoint is then read before it is needed. `draw_seed`: where seeds come from that the
         params leave open. Raises ConfigError for a model that cannot be served.
         """
-        loaded = engine or Engine.load(_configured({"model": model, "dtype": dtype, **options}))
+        loaded = engine or build_engine(_configured({"model": model, "dtype": dtype, **options}))
         self.engine = loaded
         self.inputs = Inputs(loaded.config.model, loaded.info, draw_seed)
         self._defaults = self.inputs.defaults if engine is None else SamplingParams()

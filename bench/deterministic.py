@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from bench.engine_kit import Part, arguments_parser, prepare, tell
+from bench.engine_kit import TimedPart, arguments_parser, prepare, tell
 from bench.quantization import ROOT, Measured, load
 
 RANDOM_MODEL: dict[str, Any] = {
@@ -72,7 +72,7 @@ def write_random_model(path: Path, **changes: Any) -> Path:
     return path
 
 
-def measure(path: Path, dtype: str, counts: tuple[int, int], impl: str = "auto") -> Part:
+def measure(path: Path, dtype: str, counts: tuple[int, int], impl: str = "auto") -> TimedPart:
     """One row per kind of step; the two modes take turns. `counts`: rounds, repetitions in each."""
     rounds, repetitions = counts
     options = {"dtype": dtype, "model_impl": impl}
@@ -101,7 +101,7 @@ def measure(path: Path, dtype: str, counts: tuple[int, int], impl: str = "auto")
                 "most": round(max(ratios), 2),
             }
         )
-    return Part(f"{path.name}, {dtype}, {modes[True].loaded.info.model_impl}", rows)
+    return TimedPart(f"{path.name}, {dtype}, {modes[True].loaded.info.model_impl}", rows)
 
 
 def main() -> None:

@@ -32,9 +32,9 @@ from baton.llm import LLM
 from baton.protocol.errors import ConfigError
 from baton.protocol.sampling import SamplingParams
 from baton.runtime.config import parse
-from bench.engine_kit import Part, arguments_parser, prepare, random_prompt, tell
+from bench.engine_kit import TimedPart, arguments_parser, prepare, random_prompt, tell
 from bench.models import LARGE, SMALL, write_checkpoint
-from bench.peer import Peer
+from bench.peer import PeerServer
 from bench.roofline import Point, Roofline, svg
 
 NEW_TOKENS: Final = 24  # of a decode row of a short context
@@ -44,7 +44,7 @@ OURS, THEIRS = "baton", "transformers"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class EngineRow:
     """What is measured: `batch` 0 is a prefill of `context` tokens."""
 
     model: str
@@ -59,12 +59,15 @@ class Row:
 
 
 ROWS: Final = (
-    Row(LARGE, 512), Row(LARGE, 2048),
-    Row(LARGE, 128, 1), Row(LARGE, 2048, 1), Row(LARGE, 128, 8), Row(LARGE, 128, 16),
-    Row(LARGE, 512, 0, "int8"), Row(LARGE, 128, 1, "int8"), Row(LARGE, 128, 16, "int8"),
-    Row(LARGE, 128, 1, "int4"),
-    Row(LARGE, 512, 0, "w8a8"), Row(LARGE, 128, 1, "w8a8"), Row(LARGE, 128, 16, "w8a8"),
-    Row(SMALL, 512), Row(SMALL, 128, 1), Row(SMALL, 128, 8), Row(SMALL, 128, 16),
+    EngineRow(LARGE, 512), EngineRow(LARGE, 2048),
+    EngineRow(LARGE, 128, 1), EngineRow(LARGE, 2048, 1), EngineRow(LARGE, 128, 8), EngineRow(LARGE,
+    128, 16), EngineRow(LARGE, 512, 0, "int8"), EngineRow(LARGE, 128, 1, "int8"), EngineRow(LARGE,
+    128, 16,
+    "int8"), EngineRow(LARGE, 128, 1, "int4"),
+    EngineRow(LARGE, 512, 0, "w8a8"), EngineRow(LARGE, 128, 1, "w8a8"), EngineRow(LARGE, 128, 16,
+    "w8a8"), EngineRow(SMALL, 512), EngineRow(SMALL, 128, 1), EngineRow(SMALL, 128, 8),
+    EngineRow(SMALL, 128,
+    16),
 )  # fmt: skip
 
 
@@ -99,7 +102,7 @@ def theirs(model: Any) -> Generate:
     return run
 
 
-def rate(run: Generate, row: Row, vocab: int, seed: int, new: int = NEW_TOKENS) -> float:
+def rate(run: Generate, row: EngineRow, vocab: int, seed: int, new: int = NEW_TOKENS) -> float:
     """Tokens per second; decode: what `new` tokens cost beyond the first."""
     prompts = [random_prompt(row.context, seed * 1000 + i, vocab) for i in range(max(1, row.batch))]
     if not row.batch:
@@ -112,7 +115,7 @@ def rate(run: Generate, row: Row, vocab: int, seed: int, new: int = NEW_TOKENS) 
     raise RuntimeError(f"{row.name}: {new} tokens more took no longer, {TRIES} times")
 
 
-def needs(llm: LLM, run: Generate, row: Row, vocab: int) -> Work:
+def needs(llm: LLM, run: Generate, row: EngineRow, vocab: int) -> Work:
     """What the row's prefill needs, or one token of each of its requests
     (baton/engine/state/work.py), as the engine counts it."""
     used = llm.engine.stats.utilization
@@ -130,7 +133,7 @@ def needs(llm: LLM, run: Generate, row: Row, vocab: int) -> Work:
     return Work(both.read_bytes - first.read_bytes, both.flops - first.flops)
 
 
-def shares(row: Row, tokens_per_s: float, work: Work, limits: Limits) -> dict[str, float]:
+def shares(row: EngineRow, tokens_per_s: float, work: Work, limits: Limits) -> dict[str, float]:
     """MBU and MFU of work done at this rate, and where it stands on the roofline."""
     per_s = tokens_per_s / (row.batch or row.context)
     return {
@@ -165,7 +168,9 @@ class Against:
     peers: Sequence[str] = ()
 
 
-def measure(model: str, path: Path, rows: Sequence[Row], against: Against) -> list[dict[str, Any]]:
+def measure(
+    model: str, path: Path, rows: Sequence[EngineRow], against: Against
+) -> list[dict[str, Any]]:
     """All rows of one model: medians over alternating rounds. Raises PeerFailed, ConfigError."""
     found: list[dict[str, Any]] = []
     reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
@@ -175,7 +180,7 @@ def measure(model: str, path: Path, rows: Sequence[Row], against: Against) -> li
     for quantization in dict.fromkeys(row.quantization for row in rows):
         with ExitStack() as stack:
             peers = [
-                stack.enter_context(Peer.start(command, path, quantization, threads))
+                stack.enter_context(PeerServer.start(command, path, quantization, threads))
                 for command in against.peers
             ]
             llm = LLM(
@@ -218,14 +223,14 @@ def compared(rates: Mapping[str, Sequence[float]], peers: Sequence[str]) -> dict
     }  # fmt: skip
 
 
-def tables(rows: Sequence[dict[str, Any]]) -> list[Part]:
+def tables(rows: Sequence[dict[str, Any]]) -> list[TimedPart]:
     """What fits a screen, a table per model: tokens per second, ratios and shares."""
     shown = ("row", OURS, THEIRS, "ratio", "best peer's ratio", "over best peer", "MBU", "MFU")
-    parts: list[Part] = []
+    parts: list[TimedPart] = []
     for model in dict.fromkeys(row["model"] for row in rows):
         own = [row for row in rows if row["model"] == model]
         parts.append(
-            Part(
+            TimedPart(
                 f"{model}: tokens/s, ratios to transformers, shares of the machine's limits",
                 [
                     {name: row[name] for name in shown[:3]} | row["peers"]
@@ -269,7 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.roofline is not None:
         pictures(rows, given.roofline)
     title = "Against transformers' generate, tokens/s"
-    tell([Part(title, rows)] if given.json else tables(rows), given.json)
+    tell([TimedPart(title, rows)] if given.json else tables(rows), given.json)
     return 0
 
 

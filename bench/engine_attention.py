@@ -19,7 +19,7 @@ import torch
 from baton.engine.kernels.cpu.library import CpuKernels, DecodeLayer, DecodeRows, kernels
 from baton.engine.memory import huge_pages
 from baton.engine.performance.roofline import measure as measure_roof
-from bench.engine_kit import Part, arguments_parser, prepare, tell
+from bench.engine_kit import TimedPart, arguments_parser, prepare, tell
 
 QUERY_HEADS: Final = 16
 KV_HEADS: Final = 8
@@ -29,7 +29,7 @@ LIMITS_S: Final = 0.15
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class AttentionCase:
     """Rows of so many keys each, in blocks of so many."""
 
     context: int
@@ -38,15 +38,15 @@ class Case:
 
 
 CASES: Final = (
-    Case(1024), Case(2048), Case(4096), Case(8192), Case(4096, block_size=128),
-    Case(1024, 8), Case(4096, 8),
+    AttentionCase(1024), AttentionCase(2048), AttentionCase(4096), AttentionCase(8192),
+    AttentionCase(4096, block_size=128), AttentionCase(1024, 8), AttentionCase(4096, 8),
 )  # fmt: skip
 
 
 class Calls:
     """As many calls in a row as the pool has blocks for."""
 
-    def __init__(self, compiled: CpuKernels, case: Case, pool_mb: int) -> None:
+    def __init__(self, compiled: CpuKernels, case: AttentionCase, pool_mb: int) -> None:
         rows, size = case.rows, case.block_size
         width = -(-case.context // size)
         self.num_bytes = rows * case.context * BYTES_PER_KEY
@@ -75,9 +75,9 @@ class Calls:
         return (time.perf_counter() - began) / self.count
 
 
-def measure(compiled: CpuKernels, case: Case, rounds: int, pool_mb: int) -> dict[str, Any]:
+def measure(compiled: CpuKernels, case: AttentionCase, rounds: int, pool_mb: int) -> dict[str, Any]:
     """Medians over alternating rounds."""
-    calls, empty = Calls(compiled, case, pool_mb), Calls(compiled, Case(1, case.rows), 1)
+    calls, empty = Calls(compiled, case, pool_mb), Calls(compiled, AttentionCase(1, case.rows), 1)
     rates, limits, idle = list[float](), list[float](), list[float]()
     calls.seconds()
     for _ in range(rounds):
@@ -102,7 +102,7 @@ def main() -> int:
         raise SystemExit("no compiled kernels here: `baton doctor` says why")
     rounds = 15 if given.full else 5
     rows = [measure(compiled, case, rounds, 700) for case in CASES]
-    tell([Part("Decode attention: share of the read bandwidth", rows)], given.json)
+    tell([TimedPart("Decode attention: share of the read bandwidth", rows)], given.json)
     return 0
 
 

@@ -28,7 +28,7 @@ from baton.guided.guide import Grammar
 from baton.guided.llguidance import LlguidanceBackend
 from baton.guided.xgrammar import XgrammarBackend
 from baton.protocol.sampling import GuidedDecoding
-from bench.engine_kit import Part, arguments_parser, prepare, tell
+from bench.engine_kit import TimedPart, arguments_parser, prepare, tell
 
 VOCAB_SIZE: Final = 152_000
 EOS: Final = 256
@@ -143,9 +143,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     first = LlguidanceBackend(words)
     made = time.thread_time() - began
     parts = [
-        Part("llguidance", measure(first, VOCAB_SIZE, 400 if given.full else 60)),
-        Part("xgrammar", measure(XgrammarBackend(words), VOCAB_SIZE, 400 if given.full else 60)),
-        Part("once", [{"vocabulary and llguidance's trie, s": made}]),
+        TimedPart("llguidance", measure(first, VOCAB_SIZE, 400 if given.full else 60)),
+        TimedPart(
+            "xgrammar", measure(XgrammarBackend(words), VOCAB_SIZE, 400 if given.full else 60)
+        ),
+        TimedPart("once", [{"vocabulary and llguidance's trie, s": made}]),
     ]
     tell(parts, given.json)
     return 0

@@ -21,6 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.engine.config import EngineConfig
+from baton.engine.core.active_model import ActiveModel
+from baton.engine.core.assembly import assemble
 from baton.engine.core.engine import Engine
 from baton.engine.memory.kv_cache import KVArena
 from baton.engine.memory.layer_groups import LayerGroups, one_group
@@ -118,7 +120,7 @@ def instant_engine(
         model_impl="lean",
     )
     arena = KVArena(groups, num_blocks, block_size, info.kv_dtype)
-    return Engine(config, runner or InstantRunner(), arena, info)
+    return assemble(config, ActiveModel(runner or InstantRunner()), arena, info)
 
 
 def plain_request(name: str, prompt: Sequence[int], output: int, **params: object) -> Request:
@@ -146,7 +148,7 @@ def random_prompt(length: int, seed: int, vocab_size: int = VOCAB_SIZE) -> list[
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TimedPart:
     """One table: a title, and rows that are dictionaries of the same keys."""
 
     title: str
@@ -171,7 +173,7 @@ def prepare(given: argparse.Namespace) -> None:
         torch.set_num_threads(given.threads)
 
 
-def tell(parts: Sequence[Part], as_json: bool) -> None:
+def tell(parts: Sequence[TimedPart], as_json: bool) -> None:
     """Print all parts, as tables or as one JSON object."""
     if as_json:
         machine = {

@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from baton.engine.config import EngineConfig
+from baton.engine.core.active_model import ActiveModel
+from baton.engine.core.assembly import assemble
 from baton.engine.core.engine import Engine
 from baton.engine.loading.loading import LoadedModel, load_model
 from baton.engine.memory.kv_cache import KVArena, bytes_per_block
@@ -38,7 +40,7 @@ from baton.protocol.request import Request
 from bench.engine_kit import (
     InstantRunner,
     Lengths,
-    Part,
+    TimedPart,
     Watcher,
     arguments_parser,
     instant_engine,
@@ -203,7 +205,8 @@ def share_beams(model: LoadedModel, width: int, means: tuple[int, int, float], c
     info = model.info
     arena = KVArena(info.layers, 2048, 16, info.kv_dtype, model.device)
     config = EngineConfig(model="demo", max_num_seqs=64)
-    engine = Engine(config, Watcher(ModelRunner(model, arena), sharing.seen), arena, info)
+    watcher = Watcher(ModelRunner(model, arena), sharing.seen)
+    engine = assemble(config, ActiveModel(watcher), arena, info)
     requests = [
         plain_request(
             f"r{i}", random_prompt(each.prompt, i, info.vocab_size), each.output,
@@ -396,16 +399,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     model = load_model(EngineConfig(model=str(DEMO_MODEL)))
     count = 512 if given.full else 128
     parts = [
-        Part("waste on a mixed load", [waste(size, count) for size in (8, 16, 32, 64, 128)]),
-        Part("one request of Gemma 3's shape", window_rows()),
-        Part("saved by sharing", sharing_rows(model, given.full)),
-        Part("peak of a forward", peak_rows(model, given.full)),
+        TimedPart("waste on a mixed load", [waste(size, count) for size in (8, 16, 32, 64, 128)]),
+        TimedPart("one request of Gemma 3's shape", window_rows()),
+        TimedPart("saved by sharing", sharing_rows(model, given.full)),
+        TimedPart("peak of a forward", peak_rows(model, given.full)),
     ]
     trace = given.trace or os.environ.get("BATON_MOONCAKE_TRACE")
     if trace is not None:
         limit = given.trace_requests or (100_000 if given.full else 1500)
         rows = prefix_rows(Path(trace), limit)
-        parts.append(Part("prefix hits on the Mooncake conversation trace", rows))
+        parts.append(TimedPart("prefix hits on the Mooncake conversation trace", rows))
     tell(parts, given.json)
     return 0
 

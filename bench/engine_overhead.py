@@ -2,13 +2,14 @@
 
 Medians over steps of steady decode, microseconds of this thread's CPU time, so that neighbours do
 not count (with one thread, all of it):
-    batch        tokens, positions, slots and block tables as tensors (engine/batch.py)
+    batch        tokens, positions, slots and block tables as tensors (baton/engine/state/batch.py)
     engine       everything else: schedule, block growth, events, statistics; over a runner that
                  answers at once but lays the batch out as a real one does
     outside      a whole step of the real runner whose model has its logits already
     sampling     tokens out of 151,936 logits a row, by the compiled kernels and by torch alone;
                  "widen": bfloat16 logits to float32, the model's last act
-    penalties    engine/penalties.py for texts of growing length, out of a large vocabulary and out
+    penalties    baton/engine/sampling/penalties.py for texts of growing length, out of a large
+    vocabulary and out
                  of a small one
 """
 
@@ -25,26 +26,26 @@ from torch import Tensor
 
 from baton.engine.attention.reference import ReferenceAttention
 from baton.engine.config import EngineConfig
-from baton.engine.core.engine import Engine
+from baton.engine.core.active_model import activate
+from baton.engine.core.assembly import assemble
 from baton.engine.loading.loading import LoadedModel
 from baton.engine.memory.kv_cache import KVArena
 from baton.engine.models.lora import Adapter
-from baton.engine.performance.meter import Meter
-from baton.engine.running.runner import ModelRunner, draws_of
+from baton.engine.running.runner import draws_of
 from baton.engine.sampling import penalties
 from baton.engine.sampling.sampler import Draw, sample, sample_plainly
 from baton.engine.state.attention import AttentionLayer
 from baton.engine.state.batch import Batch, flatten
 from baton.engine.state.interface import ChunkResult, ModelInfo, SequenceChunk
 from baton.engine.state.sequence import SequenceState
-from baton.engine.state.work import ParameterCounts
+from baton.engine.state.work import ParameterCounts, Utilization
 from baton.protocol.kv_spec import LayerSpec
 from baton.protocol.request import Request
 from baton.protocol.sampling import SamplingParams
 from bench.engine_kit import (
     VOCAB_SIZE,
     InstantRunner,
-    Part,
+    TimedPart,
     arguments_parser,
     instant_engine,
     plain_request,
@@ -174,12 +175,10 @@ def measure_outside(kind: str, num_sequences: int, num_steps: int) -> dict[str, 
         "lean",
     )  # fmt: skip
     loaded = LoadedModel(info, model, torch.device("cpu"), torch.float16, 0)
-    meter = Meter(ModelRunner(loaded, pool), loaded)
     config = EngineConfig(
         model="none", max_num_seqs=num_sequences, max_num_batched_tokens=2048, measure_limits=False
     )
-    engine = Engine(config, meter, pool, info)
-    meter.tell(engine.stats, config)
+    engine = assemble(config, activate(loaded, None, config, pool, Utilization()), pool, info)
     for index in range(num_sequences):
         prompt = random_prompt(PROMPT, index, LARGE_VOCAB)
         engine.add(plain_request(f"r{index}", prompt, WARM_UP + num_steps + 8, **KINDS[kind]))
@@ -267,8 +266,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         measure_sampling(kind, count, num_steps // 20) for kind in KINDS for count in (1, 32)
     ]
     parts = [
-        Part("step overhead", rows), Part("outside the model", outside),
-        Part("sampling", sampled), Part("penalties", penalised),
+        TimedPart("step overhead", rows), TimedPart("outside the model", outside),
+        TimedPart("sampling", sampled), TimedPart("penalties", penalised),
     ]  # fmt: skip
     tell(parts, given.json)
     return 0

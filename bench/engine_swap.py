@@ -24,7 +24,7 @@ from baton.engine.running.runner import ModelRunner
 from baton.engine.state.interface import SequenceChunk
 from baton.protocol.kv_spec import HeldBlocks
 from baton.protocol.sampling import SamplingParams
-from bench.engine_kit import Part, arguments_parser, prepare, random_prompt, tell
+from bench.engine_kit import TimedPart, arguments_parser, prepare, random_prompt, tell
 
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "demo_model"
 BLOCK_SIZES = (8, 16, 32, 64, 128)
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if context < model.info.max_model_len
         for block_size in BLOCK_SIZES
     ]
-    tell([Part("swap against recompute", rows)], given.json)
+    tell([TimedPart("swap against recompute", rows)], given.json)
     return 0
 
 

@@ -24,7 +24,7 @@ from baton.llm import LLM
 from baton.protocol.sampling import SamplingParams
 from bench.engine_kit import (
     Lengths,
-    Part,
+    TimedPart,
     arguments_parser,
     mixed_lengths,
     prepare,
@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     title = (
         f"{given.requests} requests, {sum(e.prompt for e in lengths)} prompt tokens, {tokens} new"
     )
-    tell([Part(title, rows)], given.json)
+    tell([TimedPart(title, rows)], given.json)
     return 0
 
 

@@ -79,7 +79,7 @@ FLOODS: Final[dict[str, tuple[str, Callable[[int], dict[str, Any]]]]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class FloodRow:
     """One route. `failed`: chats that were refused; milliseconds of the others; `answered`: the
     flood's requests by status; MiB of the router."""
 
@@ -98,9 +98,9 @@ class Row:
         return self.flood_p99 / self.quiet_p99
 
 
-async def measure(routes: list[str], seconds: float, flags: list[str]) -> list[Row]:
+async def measure(routes: list[str], seconds: float, flags: list[str]) -> list[FloodRow]:
     """Each route's flood against the quiet before it."""
-    rows: list[Row] = []
+    rows: list[FloodRow] = []
     with tempfile.TemporaryDirectory() as folder:
         keys = Path(folder) / "keys.toml"
         keys.write_text(KEYS)
@@ -114,7 +114,9 @@ async def measure(routes: list[str], seconds: float, flags: list[str]) -> list[R
     return rows
 
 
-async def _row(client: httpx.AsyncClient, url: str, route: str, seconds: float, router: int) -> Row:
+async def _row(
+    client: httpx.AsyncClient, url: str, route: str, seconds: float, router: int
+) -> FloodRow:
     before = _rss_mib(router)
     quiet = await _chats(client, url, seconds)
     async with _flood(route, url) as answered:
@@ -124,7 +126,7 @@ async def _row(client: httpx.AsyncClient, url: str, route: str, seconds: float, 
     served = [each for each in flooded if each is not None]
     (q50, q99), (f50, f99) = _milliseconds([it for it in quiet if it]), _milliseconds(served)
     failed = len(flooded) - len(served)
-    return Row(route, failed, q50, q99, f50, f99, answered, before, _rss_mib(router))
+    return FloodRow(route, failed, q50, q99, f50, f99, answered, before, _rss_mib(router))
 
 
 def _milliseconds(seconds: list[float]) -> tuple[float, float]:
@@ -218,7 +220,7 @@ def _rss_mib(pid: int) -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
 
 
-def _line(row: Row) -> str:
+def _line(row: FloodRow) -> str:
     return (
         f"{row.route:<17} quiet {row.quiet_p50:6.1f} / {row.quiet_p99:6.1f} ms   flood"
         f" {row.flood_p50:7.1f} / {row.flood_p99:7.1f} ms   {row.ratio:5.1f}x   router"

@@ -25,16 +25,17 @@ import torch
 
 from baton.engine.performance.roofline import measure
 from baton.engine.state.work import Limits
-from bench.engine import LIMITS_S, Generate, Row, needs, ours, rate, shares
-from bench.engine_kit import Part, arguments_parser, prepare, tell
+from bench.engine import LIMITS_S, EngineRow, Generate, needs, ours, rate, shares
+from bench.engine_kit import TimedPart, arguments_parser, prepare, tell
 from bench.models import LARGE, write_checkpoint
 
 NO_GPU: Final = 2
 NEW_TOKENS: Final = 128
 ROWS: Final = (
-    Row(LARGE, 512), Row(LARGE, 2048),
-    Row(LARGE, 128, 1), Row(LARGE, 2048, 1), Row(LARGE, 128, 32), Row(LARGE, 1024, 32),
-    Row(LARGE, 128, 128), Row(LARGE, 128, 1, "int8"), Row(LARGE, 128, 1, "int4"),
+    EngineRow(LARGE, 512), EngineRow(LARGE, 2048),
+    EngineRow(LARGE, 128, 1), EngineRow(LARGE, 2048, 1), EngineRow(LARGE, 128, 32), EngineRow(LARGE,
+    1024, 32), EngineRow(LARGE, 128, 128), EngineRow(LARGE, 128, 1, "int8"), EngineRow(LARGE, 128,
+    1, "int4"),
 )  # fmt: skip
 CONTEXTS: Final = (1024, 2048, 4096, 8192)
 
@@ -55,11 +56,11 @@ def best(work: Callable[[], object], times: int = 10) -> float:
 
 def kernels(device: torch.device, limits: Limits, families: Sequence[str]) -> list[dict[str, Any]]:
     """Each kernel in real sizes: its error, its time, its shares of the limits."""
-    from bench.gpu_cases import FAMILIES, Shape, cases_of  # imports triton
+    from bench.gpu_cases import FAMILIES, CaseShape, cases_of  # imports triton
 
     found: list[dict[str, Any]] = []
     names = families or list(FAMILIES)
-    for case in cases_of(Shape(device), (torch.bfloat16, torch.float32), names):
+    for case in cases_of(CaseShape(device), (torch.bfloat16, torch.float32), names):
         error, seconds = case.error(), best(case.ours)
         row = {
             "kernel": case.name, "right": error <= case.tolerance, "error": error,
@@ -74,13 +75,13 @@ def kernels(device: torch.device, limits: Limits, families: Sequence[str]) -> li
 
 def attention(device: torch.device, limits: Limits) -> list[dict[str, Any]]:
     """Decode attention alone, at the sizes of the goal."""
-    from bench.gpu_cases import RULES, Shape, attention_cases  # imports triton
+    from bench.gpu_cases import RULES, CaseShape, attention_cases  # imports triton
 
     plain = [rule for rule in RULES if rule.name in ("plain", "int8", "fp8")]
     found: list[dict[str, Any]] = []
     for context in CONTEXTS:
         for rows in (1, 32):
-            shape = replace(Shape(device), contexts=(context,) * rows, prefills=())
+            shape = replace(CaseShape(device), contexts=(context,) * rows, prefills=())
             for case in attention_cases(shape, torch.bfloat16, plain):
                 if not case.name.startswith("decode"):
                     continue
@@ -111,13 +112,13 @@ def continuous(model: Any) -> Generate:
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class GpuPeer:
     """transformers' model, and how to run it; None where it failed."""
 
     model: Any
     run: Generate
 
-    def rate(self, row: Row, vocab: int) -> float | None:
+    def rate(self, row: EngineRow, vocab: int) -> float | None:
         """As `rate`, or None: a peer that cannot run is no reason to stop."""
         try:
             rate(self.run, row, vocab, 98, NEW_TOKENS)
@@ -135,7 +136,7 @@ def engine(path: Path, limits: Limits, rounds: int, with_peer: bool) -> list[dic
 
     reference: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
     vocab = reference.config.vocab_size
-    peer = Peer(reference, continuous(reference))
+    peer = GpuPeer(reference, continuous(reference))
     found: list[dict[str, Any]] = []
     for quantization in dict.fromkeys(row.quantization for row in ROWS):
         reference.to("cpu")
@@ -189,15 +190,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = torch.cuda.get_device_name(device)
     machine = {"GPU": name, "copy GB/s": limits.read_bytes_per_s / 1e9,
                "GEMM TFLOP/s": limits.flops_per_s / 1e12}  # fmt: skip
-    parts = [Part("Limits, measured", [machine])]
+    parts = [TimedPart("Limits, measured", [machine])]
     rows = kernels(device, limits, given.families)
-    parts.append(Part("Kernels against their twins", rows))
-    parts.append(Part("Decode attention, share of the copy rate", attention(device, limits)))
+    parts.append(TimedPart("Kernels against their twins", rows))
+    parts.append(TimedPart("Decode attention, share of the copy rate", attention(device, limits)))
     if not given.no_engine:
         with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
             path = write_checkpoint(LARGE, Path(folder))
             shares = engine(path, limits, given.rounds, not given.no_peer)
-            parts.append(Part("Engine", shares))
+            parts.append(TimedPart("Engine", shares))
     tell(parts, given.json)
     wrong = [row["kernel"] for row in rows if not row["right"]]
     if wrong:

@@ -40,7 +40,7 @@ NAMES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.floa
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class KernelCase:
     """`ours` and `twin` give the same tensors; `tolerance` 0 = to the bit, else times the twin's
     greatest magnitude. `num_bytes`, `num_flops`: what one call must at least move and compute."""
 
@@ -65,7 +65,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class CaseShape:
     """The model and the step that cases are made of."""
 
     device: torch.device
@@ -86,26 +86,26 @@ class Shape:
     splits: int | None = None
 
 
-def small(device: torch.device) -> Shape:
+def small(device: torch.device) -> CaseShape:
     """For the interpreter: odd sizes, several tiles and splits of each kind."""
-    return Shape(
+    return CaseShape(
         device, hidden=48, heads=4, kv_heads=2, dim=24, value_dim=20, intermediate=40, vocab=9001,
         block_size=4, rows=3, contexts=(0, 90), prefills=((21, 18),), window=7, experts=3,
         tiles=TileSizes(16, 16), splits=2,
     )  # fmt: skip
 
 
-def widths(device: torch.device) -> Shape:
+def widths(device: torch.device) -> CaseShape:
     """A model's widths over few tokens: for what is compiled and not run."""
-    return Shape(
+    return CaseShape(
         device, hidden=256, intermediate=256, vocab=16_384, contexts=(40, 40), experts=4,
         prefills=((8, 130),),
     )  # fmt: skip
 
 
 def cases_of(
-    shape: Shape, dtypes: Sequence[torch.dtype], families: Sequence[str]
-) -> Iterator[Case]:
+    shape: CaseShape, dtypes: Sequence[torch.dtype], families: Sequence[str]
+) -> Iterator[KernelCase]:
     """Every kernel of these families in these dtypes, over every rule and storage it knows."""
     for family in families:
         for dtype in dtypes if family != "sampling" else dtypes[:1]:
@@ -116,7 +116,7 @@ def cases_of(
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class KernelRule:
     """One way to attend and to store."""
 
     name: str
@@ -127,16 +127,16 @@ class Rule:
 
 
 RULES: Final = (
-    Rule("plain"), Rule("window", window=True), Rule("softcap", softcap=5.0),
-    Rule("sinks", sinks=True), Rule("all", True, 5.0, True),
-    Rule("int8", storage="int8"), Rule("fp8", storage="fp8"),
-    Rule("int8 all", True, 5.0, True, "int8"),
+    KernelRule("plain"), KernelRule("window", window=True), KernelRule("softcap", softcap=5.0),
+    KernelRule("sinks", sinks=True), KernelRule("all", True, 5.0, True),
+    KernelRule("int8", storage="int8"), KernelRule("fp8", storage="fp8"),
+    KernelRule("int8 all", True, 5.0, True, "int8"),
 )  # fmt: skip
 
 
 def attention_cases(
-    shape: Shape, dtype: torch.dtype, rules: Sequence[Rule] = RULES
-) -> Iterator[Case]:
+    shape: CaseShape, dtype: torch.dtype, rules: Sequence[KernelRule] = RULES
+) -> Iterator[KernelCase]:
     """Decode rows and prefill spans, for each of the rules."""
     decode = [(context, 1) for context in shape.contexts]
     for rule in rules:
@@ -147,7 +147,7 @@ def attention_cases(
             made = _Attention.make(shape, dtype, rule, storage, spans)
             name = f"{kind} attention, {rule.name}, {NAMES[dtype]}"
             flops, num_bytes = made.work(spans, storage)
-            yield Case(name, made.ours, made.twin, TOLERANCE[dtype], num_bytes, flops)
+            yield KernelCase(name, made.ours, made.twin, TOLERANCE[dtype], num_bytes, flops)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,15 +158,15 @@ class _Attention:
     torch: TorchAttention
     step: Step
     q: Tensor
-    shape: Shape
+    shape: CaseShape
     window: int
 
     @classmethod
     def make(
         cls,
-        shape: Shape,
+        shape: CaseShape,
         dtype: torch.dtype,
-        rule: Rule,
+        rule: KernelRule,
         storage: str,
         spans: Sequence[tuple[int, int]],
     ) -> _Attention:
@@ -227,20 +227,20 @@ def _chunks(spans: Sequence[tuple[int, int]], block_size: int) -> list[SequenceC
     return chunks
 
 
-def write_cases(shape: Shape, dtype: torch.dtype) -> Iterator[Case]:
+def write_cases(shape: CaseShape, dtype: torch.dtype) -> Iterator[KernelCase]:
     """Rotated keys and values into the pool, alone and fused with the rotation, to the bit."""
     for storage in (NAMES[dtype], "int8", "fp8"):
-        written = _Written.make(shape, dtype, storage)
+        written = _WrittenCase.make(shape, dtype, storage)
         name = f"{storage} of {NAMES[dtype]}"
-        yield Case(f"KV write, {name}", written.alone, written.twin, 0.0)
-        yield Case(f"RoPE and KV write, {name}", written.fused, written.twin, 0.0)
+        yield KernelCase(f"KV write, {name}", written.alone, written.twin, 0.0)
+        yield KernelCase(f"RoPE and KV write, {name}", written.fused, written.twin, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
-class _Written:
+class _WrittenCase:
     """Rows to rotate and store at `slots`, one of them padding."""
 
-    shape: Shape
+    shape: CaseShape
     storage: str
     qkv: Tensor
     rotation: Rotation
@@ -248,7 +248,7 @@ class _Written:
     slots: Tensor
 
     @classmethod
-    def make(cls, shape: Shape, dtype: torch.dtype, storage: str) -> _Written:
+    def make(cls, shape: CaseShape, dtype: torch.dtype, storage: str) -> _WrittenCase:
         qkv = noise(shape, 7, shape.rows, shape.heads + 2 * shape.kv_heads, shape.dim).to(dtype)
         slots = torch.arange(shape.rows, device=shape.device).flip(0) * 2
         slots[1] = -1
@@ -299,7 +299,7 @@ def _contents(arena: KVArena) -> list[Tensor]:
 # ---- between products ----
 
 
-def elementwise_cases(shape: Shape, dtype: torch.dtype) -> Iterator[Case]:
+def elementwise_cases(shape: CaseShape, dtype: torch.dtype) -> Iterator[KernelCase]:
     """Norms, rotation, gates."""
     name, plain = NAMES[dtype], TorchElementwise()
     residual, delta = (noise(shape, seed, shape.rows, shape.hidden).to(dtype) for seed in (8, 9))
@@ -312,13 +312,13 @@ def elementwise_cases(shape: Shape, dtype: torch.dtype) -> Iterator[Case]:
         return [sums, normal]
 
     for label, given, count in (("with residual", delta, 4), ("alone", None, 2)):
-        yield Case(
+        yield KernelCase(
             f"RMSNorm {label}, {name}", lambda given=given: added(given),
             lambda given=given: plain.add_norm(residual, given, weight, 1e-6),
             TOLERANCE[dtype], count * moved,
         )  # fmt: skip
     gate_up = 3 * noise(shape, 11, shape.rows, 2 * shape.intermediate).to(dtype)
-    yield Case(
+    yield KernelCase(
         f"SwiGLU, {name}", lambda: [swiglu.swiglu(gate_up)], lambda: [plain.swiglu(gate_up)],
         TOLERANCE[dtype], gate_up.nbytes * 3 // 2,
     )  # fmt: skip
@@ -331,20 +331,20 @@ def elementwise_cases(shape: Shape, dtype: torch.dtype) -> Iterator[Case]:
         return [whole]
 
     for label, norms in (("RoPE", None), ("head norms and RoPE", _head_norms(shape, dtype))):
-        yield Case(
+        yield KernelCase(
             f"{label}, {name}", lambda norms=norms: rotated(norms),
             lambda norms=norms: [torch.cat(plain.rotate(qkv, rotation, shape.heads, norms), 1)],
             TOLERANCE[dtype], 2 * qkv.nbytes,
         )  # fmt: skip
 
 
-def _rotation(shape: Shape, dtype: torch.dtype) -> Rotation:
+def _rotation(shape: CaseShape, dtype: torch.dtype) -> Rotation:
     positions = torch.arange(shape.rows, device=shape.device) * 37
     frequencies = 10_000 ** -torch.linspace(0, 1, shape.dim // 2, device=shape.device)
     return Rotation.at(positions, frequencies, dtype)
 
 
-def _head_norms(shape: Shape, dtype: torch.dtype) -> HeadNorms:
+def _head_norms(shape: CaseShape, dtype: torch.dtype) -> HeadNorms:
     query, key = (noise(shape, seed, shape.dim).to(dtype) for seed in (13, 14))
     return HeadNorms(query, key, 1e-6)
 
@@ -352,7 +352,7 @@ def _head_norms(shape: Shape, dtype: torch.dtype) -> HeadNorms:
 # ---- products ----
 
 
-def product_cases(shape: Shape, dtype: torch.dtype) -> Iterator[Case]:
+def product_cases(shape: CaseShape, dtype: torch.dtype) -> Iterator[KernelCase]:
     """Integer weights, and a mixture's experts."""
     name = NAMES[dtype]
     x = noise(shape, 15, shape.rows, shape.hidden * 2).to(dtype)
@@ -366,7 +366,7 @@ def product_cases(shape: Shape, dtype: torch.dtype) -> Iterator[Case]:
     ):  # fmt: skip
         layer = int_linear.TritonIntLinear(weight, bias)
         wide = weight.dequantized(dtype)
-        yield Case(
+        yield KernelCase(
             f"{label} linear, {name}", lambda layer=layer: [layer(x)],
             lambda wide=wide: [functional.linear(x, wide, bias)],
             TOLERANCE[dtype], weight.num_bytes, flops,
@@ -384,7 +384,7 @@ def product_cases(shape: Shape, dtype: torch.dtype) -> Iterator[Case]:
     together = replace(
         layer, together=lambda x, chosen: experts.grouped_experts(x, chosen, gate_up, down)
     )
-    yield Case(
+    yield KernelCase(
         f"grouped experts, {name}",
         lambda: [together(hidden, ())],
         lambda: [layer(hidden, ())],
@@ -396,7 +396,7 @@ def product_cases(shape: Shape, dtype: torch.dtype) -> Iterator[Case]:
 # ---- sampling ----
 
 
-def sampling_cases(shape: Shape, dtype: torch.dtype = torch.float32) -> Iterator[Case]:
+def sampling_cases(shape: CaseShape, dtype: torch.dtype = torch.float32) -> Iterator[KernelCase]:
     """Tokens are equal or wrong; logits are float32 in every model."""
     del dtype
     logits = 3 * noise(shape, 23, shape.rows, shape.vocab)
@@ -411,7 +411,7 @@ def sampling_cases(shape: Shape, dtype: torch.dtype = torch.float32) -> Iterator
         ids = torch.from_numpy(rows.numpy().argmax(-1))
         return [rows.amax(-1).to(shape.device), ids.to(shape.device)]
 
-    yield Case("greedy sampling", greedy, lowest, 0.0, moved)
+    yield KernelCase("greedy sampling", greedy, lowest, 0.0, moved)
     temperatures = [1.0, 0.7, 2.0, 1.3]
     draws = [
         Draw(SamplingParams(temperature=temperatures[i % 4], seed=i), i % 3, i)
@@ -421,19 +421,19 @@ def sampling_cases(shape: Shape, dtype: torch.dtype = torch.float32) -> Iterator
     signed = [draw.key - (1 << 64) if draw.key >> 63 else draw.key for draw in draws]
     keys = torch.tensor(signed, device=shape.device)
     heat = torch.tensor([draw.params.temperature for draw in draws], device=shape.device)
-    yield Case(
+    yield KernelCase(
         "keyed sampling", lambda: [sampling.keyed(logits, heat, keys)],
         lambda: [torch.tensor(sample(logits.cpu(), draws), device=shape.device)], 0.0, 2 * moved,
     )  # fmt: skip
 
 
-def noise(shape: Shape, seed: int, *size: int) -> Tensor:
+def noise(shape: CaseShape, seed: int, *size: int) -> Tensor:
     """Normal numbers, the same at every call on one kind of device."""
     generator = torch.Generator(shape.device).manual_seed(seed)
     return torch.randn(*size, generator=generator, device=shape.device)
 
 
-FAMILIES: Final[dict[str, Callable[[Shape, torch.dtype], Iterator[Case]]]] = {
+FAMILIES: Final[dict[str, Callable[[CaseShape, torch.dtype], Iterator[KernelCase]]]] = {
     "attention": attention_cases,
     "writes": write_cases,
     "elementwise": elementwise_cases,

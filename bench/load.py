@@ -23,7 +23,7 @@ HANDOVER_METRIC = "baton_handover_seconds"
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class LoadTarget:
     """The server, and what every request to it has in common."""
 
     url: str
@@ -34,7 +34,7 @@ class Target:
     ignore_eos: bool = True  # vLLM's extension: answers are exactly as long as planned
     headers: tuple[tuple[str, str], ...] = ()
 
-    def at(self, url: str) -> Target:
+    def at(self, url: str) -> LoadTarget:
         """The same requests, to another server."""
         return replace(self, url=url)
 
@@ -56,14 +56,14 @@ class Handovers:
 
 
 @dataclass(slots=True)
-class Run:
+class LoadRun:
     """The outcome of one workload."""
 
     samples: list[Sample] = field(default_factory=list[Sample])
     handovers: Handovers = field(default_factory=Handovers)
 
 
-def open_client(target: Target) -> httpx.AsyncClient:
+def open_client(target: LoadTarget) -> httpx.AsyncClient:
     """A client without a connection limit: an open loop must not queue on its own side."""
     headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
     return httpx.AsyncClient(
@@ -74,7 +74,7 @@ def open_client(target: Target) -> httpx.AsyncClient:
     )
 
 
-async def find_model(client: httpx.AsyncClient, target: Target) -> str:
+async def find_model(client: httpx.AsyncClient, target: LoadTarget) -> str:
     """The given model, or the first one listed. Raises StreamError."""
     if target.model:
         return target.model
@@ -85,7 +85,7 @@ async def find_model(client: httpx.AsyncClient, target: Target) -> str:
     return str(models[0]["id"])
 
 
-async def run_workload(target: Target, planned: Sequence[PlannedRequest]) -> Run:
+async def run_workload(target: LoadTarget, planned: Sequence[PlannedRequest]) -> LoadRun:
     """Send every request at its time; failures become samples with an error, never exceptions.
 
     Raises StreamError or httpx.HTTPError only when the server cannot be talked to at all.
@@ -93,7 +93,7 @@ async def run_workload(target: Target, planned: Sequence[PlannedRequest]) -> Run
     async with open_client(target) as client:
         model = await find_model(client, target)
         before = await read_handovers(client)
-        run = Run()
+        run = LoadRun()
         began = time.monotonic()
         async with asyncio.TaskGroup() as group:
             for request in planned:
@@ -106,7 +106,7 @@ async def run_workload(target: Target, planned: Sequence[PlannedRequest]) -> Run
         return run
 
 
-def _body(target: Target, model: str, request: PlannedRequest) -> dict[str, Any]:
+def _body(target: LoadTarget, model: str, request: PlannedRequest) -> dict[str, Any]:
     body: dict[str, Any] = {
         "model": model,
         "prompt": request.prompt,

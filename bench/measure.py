@@ -51,7 +51,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Slo:
+class SloLimits:
     """A request is good when it meets both bounds (seconds)."""
 
     ttft_s: float
@@ -64,7 +64,7 @@ class Slo:
 
 
 @dataclass(frozen=True, slots=True)
-class Distribution:
+class Percentiles:
     """Of one quantity, in milliseconds."""
 
     mean: float
@@ -88,10 +88,10 @@ class Summary:
     duration_s: float
     input_tokens: int
     output_tokens: int
-    ttft: Distribution | None
-    tpot: Distribution | None
-    itl: Distribution | None
-    e2e: Distribution | None
+    ttft: Percentiles | None
+    tpot: Percentiles | None
+    itl: Percentiles | None
+    e2e: Percentiles | None
     good: int
     max_lateness_ms: float  # how far the client itself fell behind its plan
     handover_ms: float | None = None  # mean; only Baton reports it
@@ -122,20 +122,20 @@ def percentile(ordered: Sequence[float], share: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
-def distribution(seconds: Sequence[float]) -> Distribution | None:
+def distribution(seconds: Sequence[float]) -> Percentiles | None:
     """None without values."""
     if not seconds:
         return None
     ordered = sorted(value * 1000 for value in seconds)
     mean = sum(ordered) / len(ordered)
     p50, p90, p99 = (percentile(ordered, share) for share in (0.5, 0.9, 0.99))
-    return Distribution(mean, p50, p90, p99, len(ordered))
+    return Percentiles(mean, p50, p90, p99, len(ordered))
 
 
 def summarize(
     label: str,
     samples: Sequence[Sample],
-    slo: Slo,
+    slo: SloLimits,
     handover_s: float | None = None,
 ) -> Summary:
     """All samples of one run, failed ones included."""

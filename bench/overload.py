@@ -24,8 +24,8 @@ from baton.protocol.errors import ConfigError
 from baton.runtime import config as options
 from baton.runtime.config import option
 from bench.cluster import cluster
-from bench.load import Target, run_workload
-from bench.measure import Sample, Slo, summarize
+from bench.load import LoadTarget, run_workload
+from bench.measure import Sample, SloLimits, summarize
 from bench.workload import WorkloadSpec, plan_requests
 
 KEPT: Final = 0.9  # of the peak, at the overload
@@ -54,12 +54,12 @@ class OverloadOptions:
     check: bool = option(False, "end with status 1 below 90 % of the peak")
 
     @property
-    def slo(self) -> Slo:
-        return Slo(self.slo_ttft_ms / 1000, self.slo_tpot_ms / 1000)
+    def slo(self) -> SloLimits:
+        return SloLimits(self.slo_ttft_ms / 1000, self.slo_tpot_ms / 1000)
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class OverloadFound:
     """One rate. Per second, but for the counts; `late`: answered, but not within the limits."""
 
     rate: float
@@ -75,7 +75,9 @@ class Found:
     errors: tuple[str, ...] = ()  # of those that failed, a few
 
     @classmethod
-    def of(cls, rate: float, seconds: float, samples: Sequence[Sample], slo: Slo) -> Found:
+    def of(
+        cls, rate: float, seconds: float, samples: Sequence[Sample], slo: SloLimits
+    ) -> OverloadFound:
         kinds = Counter(_kind(sample, slo) for sample in samples)
         told = summarize("", samples, slo)
         errors = {str(it.error) for it in samples if _kind(it, slo) == "failed"}
@@ -94,19 +96,19 @@ class Found:
         )
 
 
-Ask = Callable[[float], Awaitable[Found]]
+Ask = Callable[[float], Awaitable[OverloadFound]]
 
 
-def _kind(sample: Sample, slo: Slo) -> str:
+def _kind(sample: Sample, slo: SloLimits) -> str:
     if sample.error is None:
         return "good" if slo.met_by(sample) else "late"
     shed = "HTTP 429" in sample.error or "HTTP 503" in sample.error
     return "refused" if shed else "failed"
 
 
-async def find_peak(ask: Ask, first_rate: float) -> list[Found]:
+async def find_peak(ask: Ask, first_rate: float) -> list[OverloadFound]:
     """All rates that were tried; the peak is the one with the most goodput."""
-    tried: list[Found] = []
+    tried: list[OverloadFound] = []
     rate, worse = first_rate, 0
     while worse < WORSE and rate <= MAX_RATE:
         best = max((found.goodput for found in tried), default=0.0)
@@ -139,7 +141,7 @@ async def measure(ask: Ask, given: OverloadOptions) -> dict[str, Any]:
 def asker(url: str, given: OverloadOptions) -> Ask:
     """Runs one rate against a server, other prompts each time."""
     runs = 0
-    target = Target(
+    target = LoadTarget(
         url,
         given.model,
         given.api_key,
@@ -149,7 +151,7 @@ def asker(url: str, given: OverloadOptions) -> Ask:
         ),
     )
 
-    async def ask(rate: float) -> Found:
+    async def ask(rate: float) -> OverloadFound:
         nonlocal runs
         runs += 1
         spec = WorkloadSpec(
@@ -161,7 +163,7 @@ def asker(url: str, given: OverloadOptions) -> Ask:
         )
         planned = plan_requests(spec)
         run = await run_workload(target, planned)
-        return Found.of(rate, max(given.seconds, planned[-1].at_s), run.samples, given.slo)
+        return OverloadFound.of(rate, max(given.seconds, planned[-1].at_s), run.samples, given.slo)
 
     return ask
 

@@ -2,7 +2,7 @@
 
 A peer is any program that speaks the JSON lines of bench/peers/protocol.py, in an environment of
 its own; bench/peers holds those for OpenVINO GenAI and llama.cpp. Its life:
-    Peer.start   the program runs and loads the model, or says what it cannot
+    PeerServer.start   the program runs and loads the model, or says what it cannot
     generate     as often as asked; it measures its own call, so pipes and JSON cost nothing
     (the end)    its input is closed; one that does not end is killed
 """
@@ -28,7 +28,7 @@ class PeerFailed(BatonError):
     """A peer ended, or said what went wrong."""
 
 
-class Peer:
+class PeerServer:
     """One running peer with one model. One thread at a time."""
 
     def __init__(self, command: str) -> None:
@@ -47,7 +47,7 @@ class Peer:
     @contextlib.contextmanager
     def start(
         cls, command: str, model: Path, quantization: str, threads: int
-    ) -> Generator[Peer, None, None]:
+    ) -> Generator[PeerServer, None, None]:
         """A peer that has loaded `model`, ended with the context.
 
         Raises PeerFailed, or ConfigError for what is no program.

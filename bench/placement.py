@@ -20,7 +20,7 @@ from typing import Final
 import xxhash
 
 from baton.protocol.handles import NodeLoad
-from bench.measure import Slo
+from bench.measure import SloLimits
 from bench.recorded import Scaling, TraceRequest, bundled, plan_trace, read_trace
 from bench.workload import PlannedRequest
 from router.nodes.placement import Prompt, placement_costs
@@ -49,7 +49,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class PlacementWay:
     """`prefill_step` None: one node does both. `auto`: the router decides; else always remote."""
 
     name: str
@@ -59,15 +59,15 @@ class Way:
 
 
 WAYS: Final = (
-    Way("colocated", 2048),
-    Way("remote, steps of 512", 128, 512),
-    Way("auto, steps of 2048", 128, 2048, auto=True),
-    Way("auto, steps of 512", 128, 512, auto=True),
+    PlacementWay("colocated", 2048),
+    PlacementWay("remote, steps of 512", 128, 512),
+    PlacementWay("auto, steps of 2048", 128, 2048, auto=True),
+    PlacementWay("auto, steps of 512", 128, 512, auto=True),
 )
 
 
 @dataclass(slots=True, eq=False)
-class Asked:
+class SimulatedRequest:
     """One request and what became of it."""
 
     planned: PlannedRequest
@@ -80,18 +80,18 @@ class Asked:
     def ttft_s(self) -> float:
         return self.token_times[0] - self.planned.at_s
 
-    def within(self, slo: Slo) -> bool:
+    def within(self, slo: SloLimits) -> bool:
         times = self.token_times
         per_token = (times[-1] - times[0]) / max(1, len(times) - 1)
         return self.ttft_s <= slo.ttft_s and per_token <= slo.tpot_s
 
 
-class Node:
+class SimulatedNode:
     """A node on `cores` cores: first come, first served, streams first in each step."""
 
     def __init__(self, machine: Machine, step_tokens: int, cores: int) -> None:
-        self.waiting: list[Asked] = []
-        self.streams: list[Asked] = []
+        self.waiting: list[SimulatedRequest] = []
+        self.streams: list[SimulatedRequest] = []
         self.busy = False
         self.debt_s = 0.0  # of the router on this node's core
         # As router.nodes.placement.Node wants it: of the last step, and what was sent since. A
@@ -112,23 +112,25 @@ class Node:
     def assigned_tokens(self) -> int:
         return sum(each.uncached for each in self.waiting)
 
-    def cached(self, asked: Asked) -> int:
+    def cached(self, asked: SimulatedRequest) -> int:
         known = sum(1 for _ in itertools.takewhile(self._known.__contains__, asked.blocks))
         return min(known * BLOCK, len(asked.planned.prompt) - 1)
 
-    def know(self, asked: Asked) -> None:
+    def know(self, asked: SimulatedRequest) -> None:
         self._known.update(asked.blocks)
 
-    def take(self, asked: Asked) -> None:
+    def take(self, asked: SimulatedRequest) -> None:
         asked.left = asked.uncached = len(asked.planned.prompt) - self.cached(asked)
         self.unreported_tokens += asked.uncached
         self.waiting.append(asked)
 
-    def begin_step(self) -> tuple[float, list[Asked], list[tuple[Asked, int]]]:
+    def begin_step(
+        self,
+    ) -> tuple[float, list[SimulatedRequest], list[tuple[SimulatedRequest, int]]]:
         """Its seconds, the streams in it, and the prompts with so many tokens of each."""
         machine, streams = self._machine, list(self.streams)
         room = self._step_tokens - len(streams)
-        chunks: list[tuple[Asked, int]] = []
+        chunks: list[tuple[SimulatedRequest, int]] = []
         for asked in self.waiting:
             if room > 0:
                 chunks.append((asked, min(asked.left, room)))
@@ -166,25 +168,25 @@ class Node:
 class Simulation:
     """One way through one plan."""
 
-    def __init__(self, machine: Machine, way: Way) -> None:
+    def __init__(self, machine: Machine, way: PlacementWay) -> None:
         self._machine = machine
         self._way = way
         apart = way.prefill_step is not None
-        self._decode = Node(machine, way.decode_step, 1 if apart else 2)
-        self._prefill = Node(machine, way.prefill_step, 1) if way.prefill_step else None
-        self._events: list[tuple[float, int, Asked | Node, object]] = []
+        self._decode = SimulatedNode(machine, way.decode_step, 1 if apart else 2)
+        self._prefill = SimulatedNode(machine, way.prefill_step, 1) if way.prefill_step else None
+        self._events: list[tuple[float, int, SimulatedRequest | SimulatedNode, object]] = []
         self._order = itertools.count()
         # The router shares all cores of one node, or the prefill node's.
         self._router_share = 1.0 if apart else 0.5
         self.num_local = 0
 
-    def run(self, plan: Sequence[PlannedRequest]) -> list[Asked]:
-        asked = [Asked(each, _chain(each.prompt)) for each in plan]
+    def run(self, plan: Sequence[PlannedRequest]) -> list[SimulatedRequest]:
+        asked = [SimulatedRequest(each, _chain(each.prompt)) for each in plan]
         for each in asked:
             self._push(each.planned.at_s, each, False)
         while self._events:
             now, _, who, what = heapq.heappop(self._events)
-            if isinstance(who, Node):
+            if isinstance(who, SimulatedNode):
                 self._end_step(who, now, what)
             elif what:  # handed over
                 self._decode.streams.append(who)
@@ -194,21 +196,21 @@ class Simulation:
                 self._arrive(who, now)
         return asked
 
-    def _push(self, at: float, who: Asked | Node, what: object) -> None:
+    def _push(self, at: float, who: SimulatedRequest | SimulatedNode, what: object) -> None:
         heapq.heappush(self._events, (at, next(self._order), who, what))
 
     @property
-    def _beside_router(self) -> Node:
+    def _beside_router(self) -> SimulatedNode:
         return self._prefill or self._decode
 
-    def _arrive(self, asked: Asked, now: float) -> None:
+    def _arrive(self, asked: SimulatedRequest, now: float) -> None:
         self._beside_router.debt_s += self._machine.request_s * self._router_share
         node = self._chosen(asked)
         self.num_local += node is self._decode
         node.take(asked)
         self._begin_step(node, now)
 
-    def _chosen(self, asked: Asked) -> Node:
+    def _chosen(self, asked: SimulatedRequest) -> SimulatedNode:
         prefill, decode = self._prefill, self._decode
         if prefill is None or not self._way.auto:
             return prefill or decode
@@ -217,13 +219,13 @@ class Simulation:
         costs = placement_costs(prompt, prefill, decode)
         return decode if costs is not None and costs.local_is_cheaper else prefill
 
-    def _begin_step(self, node: Node, now: float) -> None:
+    def _begin_step(self, node: SimulatedNode, now: float) -> None:
         if not node.busy and (node.waiting or node.streams):
             node.busy = True
             seconds, *plan = node.begin_step()
             self._push(now + seconds, node, plan)
 
-    def _end_step(self, node: Node, now: float, what: object) -> None:
+    def _end_step(self, node: SimulatedNode, now: float, what: object) -> None:
         assert isinstance(what, list)
         streams, chunks = what
         node.busy = False
@@ -240,7 +242,7 @@ class Simulation:
         node.report()
         self._begin_step(node, now)
 
-    def _computed(self, node: Node, asked: Asked, now: float) -> None:
+    def _computed(self, node: SimulatedNode, asked: SimulatedRequest, now: float) -> None:
         node.waiting.remove(asked)
         node.know(asked)
         asked.token_times.append(now)
@@ -264,12 +266,12 @@ def _digest(value: object) -> int:
 
 
 def compare(
-    trace: Sequence[TraceRequest], machine: Machine, scaling: Scaling, slo: Slo, draws: int
+    trace: Sequence[TraceRequest], machine: Machine, scaling: Scaling, slo: SloLimits, draws: int
 ) -> dict[str, dict[str, float]]:
     """By way: the share of requests within both limits, TTFT p99, the share computed locally."""
     found: dict[str, dict[str, float]] = {}
     for way in WAYS:
-        asked: list[Asked] = []
+        asked: list[SimulatedRequest] = []
         num_local = 0
         for seed in range(1, draws + 1):
             simulation = Simulation(machine, way)
@@ -290,7 +292,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--slo-ttft-ms", type=float, default=500.0)
     parser.add_argument("--slo-tpot-ms", type=float, default=50.0)
     options = parser.parse_args(argv)
-    slo = Slo(options.slo_ttft_ms / 1e3, options.slo_tpot_ms / 1e3)
+    slo = SloLimits(options.slo_ttft_ms / 1e3, options.slo_tpot_ms / 1e3)
     for name, path in bundled().items():
         trace = read_trace(path)
         for speed in (5000.0, 3500.0, 2500.0):

@@ -28,7 +28,7 @@ from baton.engine.state.batch import flatten
 from baton.engine.state.interface import SequenceChunk
 from baton.protocol.kv_spec import HeldBlocks
 from baton.text.tokenizer import Tokenizer
-from bench.engine_kit import Part, arguments_parser, prepare, random_prompt, tell
+from bench.engine_kit import TimedPart, arguments_parser, prepare, random_prompt, tell
 from bench.engine_swap import median_s
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,7 +46,7 @@ VARIANTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TimedAnswer:
     """Token ids of one question and its answer; the answer starts at `first`."""
 
     ids: list[int]
@@ -88,7 +88,7 @@ class Measured:
         return median_s(lambda: self.run([chunk]), repetitions)
 
 
-def glossary(tokenizer: Tokenizer, every: int) -> Iterator[Answer]:
+def glossary(tokenizer: Tokenizer, every: int) -> Iterator[TimedAnswer]:
     """Every `every`-th topic of the glossary that has a written question, as chat."""
     topics = GLOSSARY.read_text(encoding="utf-8").split("\n## ")[1:]
     for topic in topics[::every]:
@@ -99,10 +99,10 @@ def glossary(tokenizer: Tokenizer, every: int) -> Iterator[Answer]:
             head = f"<|im_start|>user\n{asked[0]}<|im_end|>\n<|im_start|>assistant\n"
             ids = tokenizer.encode(head, add_special_tokens=False)
             rest = tokenizer.encode(f"{answer}<|im_end|>", add_special_tokens=False)
-            yield Answer([*ids, *rest], len(ids))
+            yield TimedAnswer([*ids, *rest], len(ids))
 
 
-def all_logits(model: Measured, answers: Sequence[Answer]) -> list[Tensor]:
+def all_logits(model: Measured, answers: Sequence[TimedAnswer]) -> list[Tensor]:
     """Logits of the rows that predict an answer's tokens, per answer."""
     found: list[Tensor] = []
     for answer in answers:
@@ -112,7 +112,7 @@ def all_logits(model: Measured, answers: Sequence[Answer]) -> list[Tensor]:
     return found
 
 
-def perplexity(logits: Sequence[Tensor], answers: Sequence[Answer]) -> float:
+def perplexity(logits: Sequence[Tensor], answers: Sequence[TimedAnswer]) -> float:
     """exp of the mean negative log likelihood of the answers' tokens."""
     losses = [
         -rows.log_softmax(-1).gather(1, torch.tensor(answer.ids[answer.first :])[:, None])
@@ -126,12 +126,12 @@ def load(path: Path, **options: Any) -> Measured:
     return Measured(load_model(EngineConfig(model=str(path), **options)))
 
 
-def measure(path: Path, dtypes: Sequence[str], every: int, repetitions: int) -> Part:
+def measure(path: Path, dtypes: Sequence[str], every: int, repetitions: int) -> TimedPart:
     """One row per dtype and variant."""
     tokenizer = Tokenizer.load(path)
     answers = list(glossary(tokenizer, every))
     text = UNSEEN.read_text(encoding="utf-8")
-    unseen = [Answer(tokenizer.encode(text, add_special_tokens=False)[:UNSEEN_TOKENS], 1)]
+    unseen = [TimedAnswer(tokenizer.encode(text, add_special_tokens=False)[:UNSEEN_TOKENS], 1)]
     exact = all_logits(load(path, dtype="float32"), answers)
     reference, best = torch.cat(exact), torch.cat(exact).argmax(-1)
     rows: list[dict[str, Any]] = []
@@ -161,7 +161,7 @@ def measure(path: Path, dtypes: Sequence[str], every: int, repetitions: int) -> 
                     "prefill 256 ms": model.prefill_s(256, repetitions) * 1e3,
                 }
             )
-    return Part(f"{len(answers)} answers, {len(best)} tokens of {path.name}", rows)
+    return TimedPart(f"{len(answers)} answers, {len(best)} tokens of {path.name}", rows)
 
 
 def main() -> None:

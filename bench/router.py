@@ -38,7 +38,7 @@ from rich.table import Table
 
 from baton.protocol.errors import BatonError, ConfigError
 from bench.measure import distribution
-from bench.router_processes import ClusterPlan, Program, cluster, load, program, redis
+from bench.router_processes import ProcessPlan, Program, cluster, load, program, redis
 
 PARTS: Final = ("requests", "tokens", "first", "streams")
 YARDSTICKS: Final = "bench.router_yardsticks"
@@ -47,7 +47,7 @@ BATCH: Final = 256  # most streams of a decode node, as in real deployments
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class RouterSize:
     """How much is measured: the whole, or a smoke test of seconds."""
 
     rounds: int
@@ -58,8 +58,8 @@ class Size:
     slow_tokens: int
 
 
-WHOLE: Final = Size(3, 5.0, 1000, 200, 50, 1000)
-QUICK: Final = Size(1, 0.5, 20, 10, 2, 20)
+WHOLE: Final = RouterSize(3, 5.0, 1000, 200, 50, 1000)
+QUICK: Final = RouterSize(1, 0.5, 20, 10, 2, 20)
 RAMP: Final = 125.0  # streams that begin per second
 
 
@@ -67,8 +67,8 @@ RAMP: Final = 125.0  # streams that begin per second
 class Bench:
     """What every part needs."""
 
-    size: Size
-    plan: ClusterPlan
+    size: RouterSize
+    plan: ProcessPlan
     folder: Path
 
     async def ask(self, server: Program, mode: str, **flags: object) -> dict[str, Any]:
@@ -109,7 +109,7 @@ async def requests(bench: Bench) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def relay(plan: ClusterPlan) -> AsyncGenerator[Program, None]:
+async def relay(plan: ProcessPlan) -> AsyncGenerator[Program, None]:
     """The least that a request costs whoever asks two nodes over gRPC, and in libraries."""
     async with AsyncExitStack() as stack:
         nodes = [
@@ -239,14 +239,14 @@ def show(found: dict[str, Any], console: Console) -> None:
     console.print(table)
 
 
-async def run(parts: Sequence[str], size: Size, model: Path, folder: Path) -> dict[str, Any]:
+async def run(parts: Sequence[str], size: RouterSize, model: Path, folder: Path) -> dict[str, Any]:
     """Measure `parts`; JSON-ready."""
     cores = sorted(os.sched_getaffinity(0))
     others = frozenset(cores[1:] or cores)
     work = {"requests": requests, "tokens": tokens, "first": first, "streams": streams}
     found: dict[str, Any] = {}
     async with redis(folder, others) as url:
-        bench = Bench(size, ClusterPlan(model, cores[0], others, redis_url=url), folder)
+        bench = Bench(size, ProcessPlan(model, cores[0], others, redis_url=url), folder)
         for part in parts:
             found[part] = await work[part](bench)
     rows = [

@@ -42,7 +42,7 @@ _ID: Final = re.compile(rb'"id":"([^"]+)"')
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LoadPlan:
     """What to ask of whom. `words` of prompt, `tokens` of answer."""
 
     host: str
@@ -70,7 +70,7 @@ class Plan:
 
 
 @dataclass(slots=True)
-class Found:
+class RouterFigures:
     """What all connections have seen. Times in seconds."""
 
     answers: int = 0
@@ -85,7 +85,7 @@ class Found:
 class Connection(asyncio.Protocol):
     """Shared by both kinds: sends `request`, notes what comes, tells `answered` at its end."""
 
-    def __init__(self, request: bytes, found: Found) -> None:
+    def __init__(self, request: bytes, found: RouterFigures) -> None:
         self._parts = request.partition(NUMBER)
         self._found = found
         self._transport: asyncio.Transport | None = None
@@ -122,10 +122,10 @@ class Connection(asyncio.Protocol):
             self._transport.close()
 
 
-class Whole(Connection):
+class WholeAnswer(Connection):
     """Answers with a content-length; at each end the next request, until `stop_at`."""
 
-    def __init__(self, request: bytes, found: Found, stop_at: float) -> None:
+    def __init__(self, request: bytes, found: RouterFigures, stop_at: float) -> None:
         super().__init__(request, found)
         self._stop_at = stop_at
         self._data = b""
@@ -155,7 +155,7 @@ class Whole(Connection):
 class Stream(Connection):
     """A streamed answer: counts frames, ends at [DONE]."""
 
-    def __init__(self, request: bytes, found: Found, with_times: bool = False) -> None:
+    def __init__(self, request: bytes, found: RouterFigures, with_times: bool = False) -> None:
         super().__init__(request, found)
         self._with_times = with_times
         self._start()
@@ -209,15 +209,17 @@ class Stream(Connection):
             self.ended.set()
 
 
-async def connect(plan: Plan, connection: Connection) -> None:
+async def connect(plan: LoadPlan, connection: Connection) -> None:
     await asyncio.get_running_loop().create_connection(lambda: connection, plan.host, plan.port)
 
 
-async def whole(plan: Plan) -> dict[str, Any]:
+async def whole(plan: LoadPlan) -> dict[str, Any]:
     """Closed loop: as many requests under way as connections."""
-    found = Found()
+    found = RouterFigures()
     stop_at = time.monotonic() + plan.seconds
-    connections = [Whole(plan.request(False), found, stop_at) for _ in range(plan.connections)]
+    connections = [
+        WholeAnswer(plan.request(False), found, stop_at) for _ in range(plan.connections)
+    ]
     for connection in connections:
         await connect(plan, connection)
     began = time.monotonic()
@@ -239,9 +241,9 @@ class Crowd:
     ramp_s: float
 
 
-async def streams(plan: Plan, crowd: Crowd) -> dict[str, Any]:
+async def streams(plan: LoadPlan, crowd: Crowd) -> dict[str, Any]:
     """All streams to their end, each after its share of the ramp."""
-    found, ignored = Found(), Found()
+    found, ignored = RouterFigures(), RouterFigures()
     idle = [Stream(plan.request(True), ignored) for _ in range(crowd.slow)]
     for connection in idle:
         await connect(plan, connection)
@@ -266,9 +268,9 @@ async def streams(plan: Plan, crowd: Crowd) -> dict[str, Any]:
     return {"rate": found.tokens / lasted, **report(found, lasted), **arrivals}
 
 
-async def first(plan: Plan, rate: float) -> dict[str, Any]:
+async def first(plan: LoadPlan, rate: float) -> dict[str, Any]:
     """Requests at `rate` per second in all, each connection one at a time."""
-    found = Found()
+    found = RouterFigures()
     connections = [Stream(plan.request(True), found) for _ in range(plan.connections)]
     for connection in connections:
         await connect(plan, connection)
@@ -290,7 +292,7 @@ async def first(plan: Plan, rate: float) -> dict[str, Any]:
     return report(found, lasted)
 
 
-def report(found: Found, lasted_s: float) -> dict[str, Any]:
+def report(found: RouterFigures, lasted_s: float) -> dict[str, Any]:
     """The counts, and distributions in milliseconds."""
     result: dict[str, Any] = {
         "seconds": lasted_s,
@@ -307,7 +309,7 @@ def report(found: Found, lasted_s: float) -> dict[str, Any]:
 
 
 async def run(given: argparse.Namespace) -> dict[str, Any]:
-    plan = Plan(
+    plan = LoadPlan(
         given.host, given.port, given.path, given.connections, given.seconds, given.words,
         given.tokens,
     )  # fmt: skip

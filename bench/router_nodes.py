@@ -54,7 +54,7 @@ class Running:
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class StepPace:
     """`step_s` None: a request's tokens all at once; 0: a step as soon as routers have read.
     `phase_s`: of the steps, in [0, step_s)."""
 
@@ -78,7 +78,9 @@ class StepTimes:
 class InstantNode:
     """What stands behind a session: see the module. `pace.words`: its tokens. Event loop only."""
 
-    def __init__(self, role: Role, name: str, pace: Pace, times: StepTimes | None = None) -> None:
+    def __init__(
+        self, role: Role, name: str, pace: StepPace, times: StepTimes | None = None
+    ) -> None:
         self.config = NodeConfig(outbox_messages=100_000)
         self.timing = Timing()
         self.clock: Clock = SystemClock()
@@ -231,7 +233,7 @@ class InstantNode:
         return Endpoint(f"boot-{self._name}", "layout", PoolFormat(16, "bfloat16"), lanes)
 
 
-async def serve(pace: Pace, num_decode: int, times_file: Path | None) -> None:
+async def serve(pace: StepPace, num_decode: int, times_file: Path | None) -> None:
     """All nodes, until SIGTERM."""
     stopped = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
@@ -275,7 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--times", type=Path, help="file for the times of all steps")
     given = parser.parse_args(arguments)
     step_s = None if given.step_ms is None else given.step_ms / 1000
-    pace = Pace(step_s, some_words(Tokenizer.load(given.model)))
+    pace = StepPace(step_s, some_words(Tokenizer.load(given.model)))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(pace, given.decode_nodes, given.times))
     return 0

@@ -142,7 +142,7 @@ async def redis(folder: Path, cores: Collection[int]) -> AsyncGenerator[str | No
 
 
 @dataclass(frozen=True, slots=True)
-class ClusterPlan:
+class ProcessPlan:
     """`step_ms` None: decode nodes answer at once. `core`: the router's own; `others`: the rest of
     the machine."""
 
@@ -157,7 +157,7 @@ class ClusterPlan:
 
 
 @asynccontextmanager
-async def cluster(plan: ClusterPlan) -> AsyncGenerator[Program, None]:
+async def cluster(plan: ProcessPlan) -> AsyncGenerator[Program, None]:
     """Fake nodes and a router connected to all; yields the router."""
     async with AsyncExitStack() as stack:
         flags = ["--model", str(plan.model), "--decode-nodes", str(plan.decode_nodes)]

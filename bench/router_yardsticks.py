@@ -70,7 +70,7 @@ class StreamChunk(BaseModel):
     usage: dict[str, int] | None = None
 
 
-class Engine:
+class YardstickEngine:
     """Puts one token per step into the queue of every running request, as fast as it can."""
 
     def __init__(self) -> None:
@@ -166,7 +166,7 @@ class Least:
         return Response(body, media_type="application/json")
 
 
-def build_app(engine: Engine, router: Least) -> Starlette:
+def build_app(engine: YardstickEngine, router: Least) -> Starlette:
     async def echo(request: Request) -> Response:
         return Response(await request.body(), media_type="application/json")
 
@@ -211,7 +211,7 @@ def main() -> int:
     given = parser.parse_args()
     listener = socket.create_server(("127.0.0.1", 0))
     say_ready(address=f"127.0.0.1:{listener.getsockname()[1]}")
-    app = build_app(Engine(), Least(given.relay_node, given.model))
+    app = build_app(YardstickEngine(), Least(given.relay_node, given.model))
     config = uvicorn.Config(app, log_config=None, **uvicorn_settings(HttpLimits()))
     server = uvicorn.Server(config)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

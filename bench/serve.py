@@ -33,8 +33,8 @@ from baton.runtime.config import add_options, load, option
 from baton.runtime.config import parse as parse_options
 from bench import serve_goodput, serve_interference
 from bench.cluster import cluster
-from bench.load import Run, Target, run_workload
-from bench.measure import Slo, Summary, summarize
+from bench.load import LoadRun, LoadTarget, run_workload
+from bench.measure import SloLimits, Summary, summarize
 from bench.recorded import Scaling, bundled
 from bench.serve_goodput import Sweep
 from bench.serve_interference import InterferencePlan
@@ -124,8 +124,8 @@ class ServeOptions:
         )
 
     @property
-    def slo(self) -> Slo:
-        return Slo(self.slo_ttft_ms / 1000, self.slo_tpot_ms / 1000)
+    def slo(self) -> SloLimits:
+        return SloLimits(self.slo_ttft_ms / 1000, self.slo_tpot_ms / 1000)
 
     @property
     def compares(self) -> bool:
@@ -140,8 +140,8 @@ class ServeOptions:
     def starts_clusters(self) -> bool:
         return self.compares or self.interference or self.goodput
 
-    def target(self, url: str) -> Target:
-        return Target(
+    def target(self, url: str) -> LoadTarget:
+        return LoadTarget(
             url=url,
             model=self.model,
             api_key=self.api_key,
@@ -200,7 +200,9 @@ async def measure(options: ServeOptions, url: str, label: str, seed: int) -> Sum
         await run_workload(
             target, plan_requests(options.workload(options.warm_up, seed + 1_000_003))
         )
-    run: Run = await run_workload(target, plan_requests(options.workload(options.requests, seed)))
+    run: LoadRun = await run_workload(
+        target, plan_requests(options.workload(options.requests, seed))
+    )
     errors = sorted({sample.error for sample in run.samples if sample.error is not None})
     if len(errors) and all(sample.error for sample in run.samples):
         raise StreamError(f"every request failed, such as: {errors[0]}")

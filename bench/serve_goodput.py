@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.load import Target, run_workload
-from bench.measure import Slo, summarize
+from bench.load import LoadTarget, run_workload
+from bench.measure import SloLimits, summarize
 from bench.plot import Line, Panel, svg
 from bench.recorded import Scaling, TraceRequest, plan_trace, read_trace
 
@@ -25,7 +25,7 @@ class Sweep:
     traces: dict[str, Path]
     rates: Sequence[float]
     scaling: Scaling
-    slo: Slo
+    slo: SloLimits
 
     def load(self) -> dict[str, list[TraceRequest]]:
         """Raises ConfigError for a file that is no trace."""
@@ -33,7 +33,7 @@ class Sweep:
 
 
 async def measure(
-    target: Target,
+    target: LoadTarget,
     sweep: Sweep,
     traces: dict[str, list[TraceRequest]],
     mode: str,
@@ -97,7 +97,7 @@ def compare(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def plot(compared: Sequence[dict[str, Any]], slo: Slo) -> str:
+def plot(compared: Sequence[dict[str, Any]], slo: SloLimits) -> str:
     """One panel per trace, one line per mode, as SVG."""
     limits = f"TTFT {slo.ttft_s * 1e3:g} ms, TPOT {slo.tpot_s * 1e3:g} ms"
     panels: list[Panel] = []

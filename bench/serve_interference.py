@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import httpx
 
-from bench.load import Target, find_model, open_client
+from bench.load import LoadTarget, find_model, open_client
 from bench.measure import percentile
 from bench.sse import StreamError, parse_lines_async, text_of
 
@@ -123,7 +123,7 @@ class Streams:
             self.all_begun.set()
 
 
-async def measure(target: Target, plan: InterferencePlan) -> dict[str, Any]:
+async def measure(target: LoadTarget, plan: InterferencePlan) -> dict[str, Any]:
     """Both phases against one server, as JSON-ready values."""
     async with open_client(target) as client:
         streams = Streams(client, await find_model(client, target), plan)

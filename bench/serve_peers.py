@@ -21,7 +21,7 @@ import httpx
 
 from baton.protocol.errors import ConfigError
 from bench.children import stop
-from bench.load import Target, find_model, open_client
+from bench.load import LoadTarget, find_model, open_client
 from bench.sse import StreamError
 
 PORT: Final = "{port}"
@@ -36,7 +36,7 @@ def label_of(peer: str) -> str:
 
 
 @contextlib.asynccontextmanager
-async def peer_server(command: str, target: Target) -> AsyncGenerator[str, None]:
+async def peer_server(command: str, target: LoadTarget) -> AsyncGenerator[str, None]:
     """The URL of a server that `command` starts, once it answers; ended with the context.
 
     `target`: model and key as every request will have them. Raises ConfigError if it does not
@@ -61,7 +61,9 @@ async def peer_server(command: str, target: Target) -> AsyncGenerator[str, None]
         await stop(process, STOP_S)
 
 
-async def _wait_ready(process: asyncio.subprocess.Process, target: Target, command: str) -> None:
+async def _wait_ready(
+    process: asyncio.subprocess.Process, target: LoadTarget, command: str
+) -> None:
     ended = asyncio.create_task(process.wait())
     answers = asyncio.create_task(_until_it_answers(target))
     done, pending = await asyncio.wait(
@@ -78,7 +80,7 @@ async def _wait_ready(process: asyncio.subprocess.Process, target: Target, comma
     raise ConfigError(f"--peer {command} {why}", field="peer")
 
 
-async def _until_it_answers(target: Target) -> None:
+async def _until_it_answers(target: LoadTarget) -> None:
     async with open_client(target) as client:
         while True:
             with contextlib.suppress(httpx.HTTPError, StreamError):

@@ -33,7 +33,7 @@ from bench import transfer_client, transfer_tail, transfer_throughput
 from bench.transfer_engine import DEMO_MODEL, write_model
 from bench.transfer_lanes import ADOPTED, TLS_WAYS, all_ways, write_certificates
 from bench.transfer_tail import TailPlan
-from bench.transfer_throughput import Contested, Shape
+from bench.transfer_throughput import Contested, LoadShape
 
 PARTS: Final = ("throughput", "tail", "client")
 TOKEN_1_GOAL_MS: Final = 3.0
@@ -58,10 +58,10 @@ class Goal:
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class TransferSize:
     """How much is measured: the whole, or a smoke test of seconds."""
 
-    shape: Shape
+    shape: LoadShape
     rounds: int
     tail_tokens: int
     tail_rounds: int
@@ -70,9 +70,11 @@ class Size:
     model: dict[str, Any]
 
 
-WHOLE: Final = Size(Shape(), 7, 1024, 3, ((64, 40), (512, 7), (1024, 5)), ((64, 100),), {})
-QUICK: Final = Size(
-    Shape(tokens=128, layers=4), 2, 64, 1, ((32, 2),), ((32, 2),),
+WHOLE: Final = TransferSize(
+    LoadShape(), 7, 1024, 3, ((64, 40), (512, 7), (1024, 5)), ((64, 100),), {}
+)
+QUICK: Final = TransferSize(
+    LoadShape(tokens=128, layers=4), 2, 64, 1, ((32, 2),), ((32, 2),),
     {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512},
 )  # fmt: skip
 
@@ -233,7 +235,9 @@ def split(cores: Sequence[int]) -> tuple[list[int], list[int]]:
     return (list(cores[:half]), list(cores[half:])) if half else (list(cores), list(cores))
 
 
-async def run(ways: list[str], parts: Sequence[str], size: Size, folder: Path) -> dict[str, Any]:
+async def run(
+    ways: list[str], parts: Sequence[str], size: TransferSize, folder: Path
+) -> dict[str, Any]:
     """Measure the parts asked for, with `folder` for what they need; JSON-ready."""
     cores = split(sorted(os.sched_getaffinity(0)))
     result: dict[str, Any] = {}

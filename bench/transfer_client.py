@@ -55,7 +55,7 @@ class ClientPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class ClientWay:
     """A router to ask, and the process that computes its prompts."""
 
     url: str
@@ -98,7 +98,7 @@ async def process(module: str, *flags: str) -> AsyncGenerator[dict[str, Any], No
 @asynccontextmanager
 async def two_routers(
     plan: ClientPlan, cores: tuple[list[int], list[int]]
-) -> AsyncGenerator[dict[str, Way], None]:
+) -> AsyncGenerator[dict[str, ClientWay], None]:
     """The routers `apart` and `local` before their nodes."""
     model = ("--model", plan.model, "--served-model-name", "m", "--log-level", "warning")
     node = (
@@ -123,8 +123,8 @@ async def two_routers(
             "--prefill-node", str(p["address"]),
         )  # fmt: skip
         yield {
-            "local": Way(f"http://{local['address']}", alone["pid"]),
-            "apart": Way(f"http://{apart['address']}", p["pid"]),
+            "local": ClientWay(f"http://{local['address']}", alone["pid"]),
+            "apart": ClientWay(f"http://{apart['address']}", p["pid"]),
         }
 
 

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from baton.engine.config import EngineConfig
+from baton.engine.core.assembly import build_engine
 from baton.engine.core.engine import Engine
 from baton.engine.memory.kv_cache import MakeMemory
 from baton.engine.state.interface import Task
@@ -131,7 +132,7 @@ class PrefillEngine:
             model, block_size=32, num_kv_blocks=4 * blocks, threads=threads,
             enable_prefix_caching=False,
         )  # fmt: skip
-        return cls(Engine.load(config, memory=memory))
+        return cls(build_engine(config, memory))
 
     def attach(self, connector: Connector) -> None:
         """Export through `connector`, whose memory is this engine's arena."""

@@ -2,8 +2,8 @@
 
 A way is a lane and how it is set up: `stream` picks a Unix socket between processes of one host, so
 TCP alone and TCP under TLS stand beside it; TLS needs the `openssl` command for its certificates.
-Direct lanes (`shm`, `nixl`) read the pool of the other process: it must lie in a `Place`. By `shm`
-the bytes are copied once, or (`shm adopted`) used where they lie.
+Direct lanes (`shm`, `nixl`) read the pool of the other process: it must lie in a `LanePlace`. By
+`shm` the bytes are copied once, or (`shm adopted`) used where they lie.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TLS_WAYS: Final = {"stream tls": TCP, "grpc tls": "grpc"}  # and what each is co
 OPENSSL_S: Final = 30
 
 
-class Place:
+class LanePlace:
     """Where the benchmark's pool lies: in a shared file where there can be one, so that all lanes
     may use the same pool."""
 

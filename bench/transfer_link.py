@@ -1,7 +1,7 @@
 """A child process of the transfer benchmark, and the questions put to it.
 
-`Link.spawn` starts `python -m bench.transfer_peer`; each question is one JSON line with a number,
-so that a long answer (a fetch that waits for a prefill) does not hold up the next question.
+`ShapedLink.spawn` starts `python -m bench.transfer_peer`; each question is one JSON line with a
+number, so that a long answer (a fetch that waits for a prefill) does not hold up the next question.
 Knows no torch: `baton doctor` uses it too.
 """
 
@@ -26,7 +26,7 @@ class PeerError(BatonError):
     """The child could not do what it was asked; the message is its own."""
 
 
-class Link:
+class ShapedLink:
     """One child. Any number of questions may be open at once; event loop only."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
@@ -37,7 +37,7 @@ class Link:
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def spawn(cls, cores: Sequence[int] = ()) -> AsyncGenerator[Link, None]:
+    async def spawn(cls, cores: Sequence[int] = ()) -> AsyncGenerator[ShapedLink, None]:
         """A child on `cores` (all when empty), ended with the context."""
         flags = ["--cores", ",".join(map(str, cores))] if cores else []
         threads = str(max(1, len(cores)))

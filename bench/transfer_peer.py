@@ -41,7 +41,7 @@ from baton.protocol.wire import handle_from_bytes, handle_to_bytes
 from baton.runtime.cores import parse_cores, pin_process
 from baton.runtime.timing import Timing
 from bench.transfer_engine import PrefillEngine
-from bench.transfer_lanes import ADOPTED, DIRECT, Place, all_ways, make_way
+from bench.transfer_lanes import ADOPTED, DIRECT, LanePlace, all_ways, make_way
 from bench.transfer_raw import RawServer, read_raw
 from kv_transfer.connector import Connector, TransferOptions
 from kv_transfer.pool.layout import ArenaMemory
@@ -71,12 +71,12 @@ class Pool:
         return self.arena.buffer().cast("B")[: len(self.blocks[0].ids) * self.arena.page_bytes]
 
 
-class Peer:
+class TransferPeer:
     """All that one process of a benchmark can be asked; `answer_*` are the questions."""
 
     def __init__(self) -> None:
         self._pool: Pool | None = None
-        self._place = Place()
+        self._place = LanePlace()
         self._connectors: dict[str, Connector] = {}
         self._engine: PrefillEngine | None = None
         self._raw: RawServer | None = None
@@ -89,7 +89,7 @@ class Peer:
         """An arena for `tokens` tokens (whole blocks), every page of it touched; `directory`: where
         its shared file lies."""
         if directory:
-            self._place = Place(Path(directory))
+            self._place = LanePlace(Path(directory))
         if tokens % BLOCK_SIZE:
             raise ConfigError(f"{tokens} tokens are no whole blocks of {BLOCK_SIZE}")
         specs = (LayerSpec(heads, dim, dim),) * layers
@@ -279,7 +279,7 @@ def _told(handle: KVHandle) -> str:
     return handle_to_bytes(handle).hex()
 
 
-def questions(peer: Peer) -> dict[str, Callable[..., Awaitable[dict[str, Any]]]]:
+def questions(peer: TransferPeer) -> dict[str, Callable[..., Awaitable[dict[str, Any]]]]:
     """What may be asked, by name: a name from outside never picks an attribute."""
     listed = (
         peer.answer_pool, peer.answer_fill, peer.answer_digest, peer.answer_engine,
@@ -292,7 +292,7 @@ def questions(peer: Peer) -> dict[str, Callable[..., Awaitable[dict[str, Any]]]]
 
 async def serve() -> None:
     """Answer until stdin ends; every question runs on its own."""
-    peer = Peer()
+    peer = TransferPeer()
     known = questions(peer)
     running: set[asyncio.Task[None]] = set()
     reader = asyncio.StreamReader(limit=1 << 24)

@@ -10,7 +10,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from bench.transfer_link import Link, spread
+from bench.transfer_link import ShapedLink, spread
 from bench.transfer_throughput import open_ways
 
 WARM_UP: Final = 64  # tokens: opens the connections, wakes the model's kernels
@@ -54,7 +54,7 @@ async def measure(
     ways: list[str], plan: TailPlan, cores: tuple[list[int], list[int]]
 ) -> dict[str, Any]:
     """All ways, alternating, as JSON-ready values."""
-    async with Link.spawn(cores[0]) as p, Link.spawn(cores[1]) as d:
+    async with ShapedLink.spawn(cores[0]) as p, ShapedLink.spawn(cores[1]) as d:
         shape = await p.ask("engine", model=plan.model, tokens=plan.tokens, threads=plan.threads)
         await d.ask("pool", tokens=plan.tokens, **shape)
         shared, _ = await open_ways(p, d, ways, None)
@@ -76,7 +76,9 @@ async def measure(
     }
 
 
-async def _layer_wise(p: Link, d: Link, tokens: int, run: tuple[str, int], into: Tails) -> None:
+async def _layer_wise(
+    p: ShapedLink, d: ShapedLink, tokens: int, run: tuple[str, int], into: Tails
+) -> None:
     lane, seed = run
     begun = await p.ask("prefill", way=lane, seed=seed, tokens=tokens)
     fetching = asyncio.create_task(d.ask("fetch", way=lane, handle=begun["handle"]))
@@ -87,7 +89,9 @@ async def _layer_wise(p: Link, d: Link, tokens: int, run: tuple[str, int], into:
     into.prefill.append((computed["ended_at"] - computed["began_at"]) * 1e3)
 
 
-async def _whole(p: Link, d: Link, tokens: int, run: tuple[str, int], into: Tails) -> None:
+async def _whole(
+    p: ShapedLink, d: ShapedLink, tokens: int, run: tuple[str, int], into: Tails
+) -> None:
     lane, seed = run
     begun = await p.ask("prefill", way=lane, seed=seed, tokens=tokens)
     computed = await p.ask("prefilled")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from bench.transfer_lanes import ADOPTED
-from bench.transfer_link import Link, spread
+from bench.transfer_link import ShapedLink, spread
 from bench.transfer_raw import KINDS
 
 MEMCPY: Final = "memcpy"
@@ -21,7 +21,7 @@ ONE_SIDED: Final = ("shm", ADOPTED, "nixl")  # digests over what is said, not ov
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class LoadShape:
     """What is transferred: all layers of `tokens` tokens, bfloat16."""
 
     tokens: int = 2048
@@ -34,13 +34,13 @@ class Shape:
 class Contested:
     """`cores`: of P and of D."""
 
-    shape: Shape
+    shape: LoadShape
     rounds: int
     cores: tuple[list[int], list[int]]
 
 
 @dataclass(slots=True)
-class Way:
+class LoadWay:
     """One way of moving the bytes, round by round; seconds of wall clock and of both CPUs."""
 
     name: str
@@ -72,12 +72,12 @@ class Moved:
 class Contest:
     """P and D, and every way between them."""
 
-    def __init__(self, p: Link, d: Link, shape: Shape) -> None:
+    def __init__(self, p: ShapedLink, d: ShapedLink, shape: LoadShape) -> None:
         self._p = p
         self._d = d
         self._shape = shape
         self.num_bytes = 0
-        self.ways: dict[str, Way] = {}
+        self.ways: dict[str, LoadWay] = {}
         self.missing: dict[str, str] = {}
         self.intact: dict[str, bool] = {}
         self._addresses: dict[str, str] = {}
@@ -92,7 +92,7 @@ class Contest:
             self.num_bytes = made["bytes"]
         self._addresses = (await self._p.ask("raw_serve"))["addresses"]
         lanes, self.missing = await open_ways(self._p, self._d, ways, tls)
-        self.ways = {name: Way(name) for name in (MEMCPY, *KINDS, *lanes)}
+        self.ways = {name: LoadWay(name) for name in (MEMCPY, *KINDS, *lanes)}
         await self._d.ask("memcpy")  # has its target from now on
         sent = (await self._p.ask("digest"))["digest"]
         for name in (*KINDS, *lanes):  # the first use of each warms it up, too
@@ -131,7 +131,7 @@ class Contest:
 
 
 async def open_ways(
-    p: Link, d: Link, ways: list[str], tls: Path | None
+    p: ShapedLink, d: ShapedLink, ways: list[str], tls: Path | None
 ) -> tuple[list[str], dict[str, str]]:
     """Those of `ways` that both sides have, and why the others are missing."""
     folder = None if tls is None else str(tls)
@@ -142,7 +142,7 @@ async def open_ways(
 
 async def measure(ways: list[str], tls: Path | None, plan: Contested) -> dict[str, Any]:
     """The whole contest, as JSON-ready values."""
-    async with Link.spawn(plan.cores[0]) as p, Link.spawn(plan.cores[1]) as d:
+    async with ShapedLink.spawn(plan.cores[0]) as p, ShapedLink.spawn(plan.cores[1]) as d:
         contest = Contest(p, d, plan.shape)
         await contest.prepare(ways, tls)
         rounds = plan.rounds

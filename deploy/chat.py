@@ -42,7 +42,7 @@ class ChatSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class StreamedAnswer:
     """A whole answer, with its times in seconds: until the first piece of its text and, of a model
     that thinks, of its thought; None without one."""
 
@@ -60,7 +60,7 @@ class Answer:
 
 
 @dataclass(slots=True)
-class Conversation:
+class ChatSession:
     """The messages so far; a failed question leaves no trace in it."""
 
     messages: list[Message] = field(default_factory=list[Message])
@@ -127,7 +127,7 @@ class ChatClient:
         settings: ChatSettings,
         show: Callable[[str], None],
         think: Callable[[str], None] = lambda _: None,
-    ) -> Answer:
+    ) -> StreamedAnswer:
         """Stream one answer; `show` gets each piece of text as it comes, `think` each piece of a
         thought before it."""
         body: dict[str, object] = {
@@ -162,7 +162,7 @@ class ChatClient:
 
     def _stream(
         self, body: dict[str, object], show: Callable[[str], None], think: Callable[[str], None]
-    ) -> Answer:
+    ) -> StreamedAnswer:
         began = time.monotonic()
         first_text: float | None = None
         first_thought: float | None = None
@@ -182,7 +182,7 @@ class ChatClient:
                 if chunk.get("usage"):
                     num_tokens = int(chunk["usage"]["completion_tokens"])
         total = time.monotonic() - began
-        return Answer("".join(pieces), first_text, total, num_tokens, first_thought)
+        return StreamedAnswer("".join(pieces), first_text, total, num_tokens, first_thought)
 
     def close(self) -> None:
         self._http.close()
@@ -217,7 +217,7 @@ def _raise_for_status(response: httpx.Response) -> None:
     raise StreamError(f"HTTP {response.status_code}: {message}")
 
 
-def describe(answer: Answer) -> str:
+def describe(answer: StreamedAnswer) -> str:
     """One line about the speed of an answer."""
     thought, text = answer.first_thought_s, answer.first_text_s
     named = [("thought", thought), ("token" if thought is None else "text", text)]
@@ -230,7 +230,7 @@ def describe(answer: Answer) -> str:
 
 def ask_and_show(
     client: ChatClient, messages: Sequence[Message], settings: ChatSettings, console: Console
-) -> Answer:
+) -> StreamedAnswer:
     """Ask, print the answer while it streams, its thoughts dimmed, then one line about its
     speed."""
     thoughtful = False
@@ -262,7 +262,7 @@ def chat(client: ChatClient, settings: ChatSettings, console: Console) -> None:
     model = settings.model or client.first_model()
     console.print(f"{model} at {client.url}; /help lists commands, Ctrl-D ends.", style="dim")
     settings = ChatSettings(model, settings.max_tokens, settings.temperature, settings.seed)
-    conversation = Conversation()
+    conversation = ChatSession()
     while True:
         try:
             question = console.input("[bold]> [/bold]").strip()
@@ -272,7 +272,7 @@ def chat(client: ChatClient, settings: ChatSettings, console: Console) -> None:
         if question == "/quit":
             return
         if question == "/new":
-            conversation = Conversation()
+            conversation = ChatSession()
         elif question.startswith("/") and question[1:].isalpha():
             unknown = "" if question == "/help" else f"{question} is no command:\n"
             console.print(unknown + HELP, style="dim", markup=False, highlight=False)
@@ -284,7 +284,7 @@ def _turn(
     client: ChatClient,
     settings: ChatSettings,
     console: Console,
-    conversation: Conversation,
+    conversation: ChatSession,
     question: str,
 ) -> None:
     try:

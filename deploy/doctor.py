@@ -41,7 +41,7 @@ from baton.protocol.request import Request
 from baton.protocol.sampling import SamplingParams
 from baton.runtime.timing import Timing
 from baton.runtime.tls import TlsFiles
-from bench.transfer_link import Link, PeerError
+from bench.transfer_link import PeerError, ShapedLink
 from deploy.machine import MachineFacts, machine_facts
 from router.nodes.attachments import Attachment, NodeEvent, SessionLost
 from router.nodes.session import NodeSession, SessionContext
@@ -114,11 +114,11 @@ async def diagnose(
     """
     if (source is None) != (target is None):
         raise ConfigError("--from and --to come together")
-    async with Link.spawn() as d:
+    async with ShapedLink.spawn() as d:
         facts = await d.ask("facts", kv_lanes=flags.kv_lanes, kv_adopt=flags.kv_adopt)
         machine = await machine_facts(redis, facts)
         if source is None or target is None:
-            async with Link.spawn() as p:
+            async with ShapedLink.spawn() as p:
                 ways = [way for way in facts["ways"] if "tls" not in way]  # certificates are yours
                 lanes = await probe_local(p, d, ways, facts["preferred"], flags.kv_shm_dir)
             return Diagnosis(("a local probe", "another"), lanes, machine)
@@ -137,7 +137,7 @@ def choose(found: Sequence[LaneReport], preferred: Sequence[str]) -> tuple[LaneR
 
 
 async def probe_local(
-    p: Link, d: Link, ways: Sequence[str], preferred: Sequence[str], shm_dir: str
+    p: ShapedLink, d: ShapedLink, ways: Sequence[str], preferred: Sequence[str], shm_dir: str
 ) -> tuple[LaneReport, ...]:
     for link in (p, d):
         made = await link.ask("pool", **PROBE, directory=shm_dir)
@@ -161,12 +161,12 @@ async def probe_local(
     return choose(found, preferred)
 
 
-async def _fetch(p: Link, d: Link, way: str, tokens: int) -> dict[str, Any]:
+async def _fetch(p: ShapedLink, d: ShapedLink, way: str, tokens: int) -> dict[str, Any]:
     export = await p.ask("export", way=way, tokens=tokens)
     return await d.ask("fetch", way=way, handle=export["handle"])
 
 
-async def _fetch_s(p: Link, d: Link, way: str, tokens: int) -> float:
+async def _fetch_s(p: ShapedLink, d: ShapedLink, way: str, tokens: int) -> float:
     fetched = await _fetch(p, d, way, tokens)
     return fetched["ended_at"] - fetched["began_at"]
 

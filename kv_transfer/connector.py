@@ -44,10 +44,10 @@ IDLE_FACTOR = 2  # progress deadlines that a connection is kept for; the exporte
 class TransferOptions:
     """What a deployment may choose.
 
-    `wire_codec`: raw, int8, or auto (int8 to peers behind a slow link). `max_export_bytes`: budget
-    that room_for answers by, None = the pool is the budget. `burst_bytes`: progress of a prefill is
-    sent in bursts of at least so many bytes, and exports of few bursts after token 1. `adopt`: use
-    pages of exporters where they lie, if a lane can.
+    `wire_codec`: raw, int8, or auto (int8 to peers behind a slow link). `max_export_bytes`: the
+    budget of room_for, None = the size of the pool. `burst_bytes`: the progress of a prefill is
+    sent in bursts of at least so many bytes; an export of only a few bursts is sent after token 1.
+    `adopt`: read an exporter's pages where they lie, if a lane can do that.
     """
 
     wire_codec: str = RAW
@@ -57,8 +57,8 @@ class TransferOptions:
 
     @property
     def small_bytes(self) -> int:
-        """Exports of up to so many bytes (8 MiB: 3 ms of a Unix socket) follow token 1: before it,
-        they would take their milliseconds from the core that computes it."""
+        """Exports of up to so many bytes (8 MiB: 3 ms of a Unix socket) are sent after token 1.
+        Sent earlier they would take these milliseconds from the core that computes token 1."""
         return SMALL_BURSTS * self.burst_bytes
 
 
@@ -252,7 +252,8 @@ class Connector:
         self._table.complete(handle.export_seq, first_tokens)
 
     def expire(self, now: float) -> int:
-        """Release what has lapsed by `now` (monotonic seconds); how many. For the lease watch."""
+        """Release the exports whose lease has lapsed by `now` (monotonic seconds). Returns their
+        number."""
         lanes = self._table.expire(now)
         for lane in lanes:
             self.stats.expired(lane)
@@ -261,7 +262,8 @@ class Connector:
         return len(lanes)
 
     async def _watch_leases(self) -> None:
-        """Sleep until the next lease can end. Renewals only move that later, exports wake us."""
+        """Sleep until the next lease can end. A renewal only makes that later; a new export wakes
+        this task."""
         while True:
             self.expire(self.clock.monotonic())
             self._exported.clear()
@@ -281,7 +283,7 @@ class Connector:
                     lane.want_back(wanted or self._draining)
 
     def let_go(self) -> None:
-        """Of old connections and of the memory of peers that have died. For the heartbeat."""
+        """Let go of old connections, and of the memory of dead peers. Called at each heartbeat."""
         self._wires.drop_old()
         for lane in self.lanes:
             if isinstance(lane, LendingLane):

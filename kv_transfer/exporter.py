@@ -77,8 +77,9 @@ IDLE_FACTOR: Final = 3  # a connection between two conversations may be silent f
 class Exporter:
     """The exporting half of a connector: everything its connections share.
 
-    `direct`: names of the lanes that read our memory themselves. `burst_bytes`: progress waits for
-    so many bytes, or for token 1; that of an export of up to `small_bytes` for token 1 alone.
+    `direct`: names of the lanes that read our memory themselves. `burst_bytes`: progress is sent
+    once it has so many bytes, or with token 1. An export of up to `small_bytes` is sent with token
+    1 only.
     """
 
     identity: Identity
@@ -92,8 +93,8 @@ class Exporter:
     small_bytes: int = 0
 
     def burst_of(self, reader: Reader, adopting: bool) -> int:
-        """Bytes of progress that are worth a switch of threads before token 1 is there. None are
-        to a fetcher that reads the blocks where they lie: it waits for the end alone."""
+        """Bytes of progress that are worth a switch of threads before token 1 is there. For a
+        fetcher that adopts the blocks no number is: it waits for the end only."""
         whole = adopting or reader.num_bytes <= self.small_bytes
         return reader.num_bytes + 1 if whole else self.burst_bytes
 
@@ -110,7 +111,7 @@ class _Parcels:
         self._num_bytes = 0
 
     def add(self, frame: Buffer) -> Iterator[Buffer]:
-        """Yields what is to be sent now."""
+        """Yields the parcels that are to be sent now."""
         big = len(frame) > SMALL_FRAME + HEADER_BYTES
         if big or self._num_bytes + len(frame) > MAX_PAYLOAD:
             yield from self.flush()
@@ -167,7 +168,7 @@ class _Connection:
                 answer = None
                 actions = session.receive(event)
                 if waited and isinstance(event, Progress) and not actions:
-                    # The prefill gets on, but sends this fetcher nothing: it must hear so.
+                    # Progress without anything for this fetcher: it still needs a sign of life.
                     actions = session.receive(Idle())
                 for action in actions:
                     frame, answer = self._perform(action)
@@ -197,7 +198,7 @@ class _Connection:
             reader.close()
 
     def _next_at_once(self) -> ExporterEvent | None:
-        """What need not be waited for: it travels with what is to be sent anyway."""
+        """An event that needs no waiting: its frames travel with others that are sent anyway."""
         reader = self._reader
         if self._session.state is not ExporterState.STREAMING or self._seen is not None:
             return None
@@ -247,7 +248,7 @@ class _Connection:
         return Progress(snapshot.upto, snapshot.first_tokens, round(self._waited_s * 1000))
 
     def _perform(self, action: ExporterAction) -> tuple[Buffer | None, ExporterEvent | None]:
-        """The frame to send and the event to feed back, if any."""
+        """Returns the frame to send and the event to feed back, if there are any."""
         match action:
             case Send(message):
                 if isinstance(message, End):
@@ -291,7 +292,8 @@ class _Connection:
         return self._pass_data(span, frame), None
 
     def _build(self, header: Header, fragments: Sequence[Buffer]) -> Buffer:
-        """A big frame in the lane's own memory if it has any: small ones wait for company."""
+        """A big frame is built in the lane's own memory if it has any; small frames are joined
+        instead."""
         buffer = self._peer.buffer
         if buffer is None or sum(map(len, fragments)) <= SMALL_FRAME:
             return encode(header, fragments, self._seed)

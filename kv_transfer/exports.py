@@ -4,8 +4,8 @@ Life of an export: add -> publish* -> complete -> released -> freed. It is relea
 release(), the end of its lease, or stop(); from then on no read may begin. It is freed, once, when
 the last read has ended: then `on_released` fires and the caller unpins the blocks. Reads of a
 direct lane do not count: they happen in the fetcher, which asks about the lease after its last one.
-Who reads the blocks where they lie has a promise instead: whoever releases the export, they are not
-freed before that reader lets go or the lease that it was last told of is over.
+A reader that adopts the blocks has a promise instead: whoever releases the export, the blocks are
+not freed before that reader lets go, or the last lease that was reported to it is over.
 
 Two fences: (boot id, sequence) names the memory, and every reader speaks for an epoch of the
 request: one below the highest seen for that request is refused, also in mid-transfer.
@@ -50,13 +50,13 @@ class Export:
     first_tokens: tuple[FirstToken, ...] | None = None
     completed_at: float | None = None
     version: int = 0  # grows with every change a reader may wait for
-    urgent: int = 0  # grows with those that no reader waits for more bytes with
+    urgent: int = 0  # grows with the changes that wake every reader at once
     readers: int = 0  # reads in progress: the blocks must not be reused
     promises: dict[int, float] = field(default_factory=dict[int, float])  # epoch -> until
     acks: _Acks | None = None  # of a tensor-parallel fetcher
     lane: str = NO_LANE  # on which it was last asked for
     end: KVError | None = None  # why it was released; what later reads raise
-    freeing: bool = False  # somebody has been told to free it
+    freeing: bool = False  # one caller is to free it now
     freed: Future[None] = field(default_factory=Future[None])
 
 
@@ -164,8 +164,8 @@ class ExportTable:
                 self._changed(export)
 
     def release(self, export_seq: int, end: KVError) -> Future[None] | None:
-        """No read begins any more; readers get `end`. The future is done when the blocks are free,
-        which a promise may put off; None if they are already (or never were exported)."""
+        """No read begins any more, and readers get `end`. The future is done when the blocks are
+        free; a promise may delay that. None if they are free already (or never were exported)."""
         with self._lock:
             export = self._live.pop(export_seq, None)
             if export is None:
@@ -187,8 +187,8 @@ class ExportTable:
         return [future for future in futures if future is not None]
 
     def expire(self, now: float) -> list[str]:
-        """Release every export whose lease has lapsed by `now`; the lane of each. Free those that
-        were kept for promises alone, which are over."""
+        """Release every export whose lease has lapsed by `now`, and return their lanes. Also free
+        the exports that only promises have kept, if these are over."""
         with self._lock:
             due = [seq for seq in self._leases.due(now) if seq in self._live]
             lanes = [self._live[seq].lane for seq in due]
@@ -262,10 +262,9 @@ class ExportTable:
     def acknowledge(
         self, export_seq: int, epoch: int, rank: int = 0, ranks: frozenset[int] = _ALONE
     ) -> Future[None] | None:
-        """Release on behalf of a receiver, once each of its group's `ranks` has done so; ignored
-        if a newer epoch has taken over. None while others are missing, else as `release`.
-
-        What `epoch` was promised is over in any case."""
+        """Release the export for a receiver, once each of its group's `ranks` has acknowledged;
+        ignored if a newer epoch has taken over. None while ranks are missing, else as `release`.
+        The promise to `epoch` ends in any case."""
         kept = self._break_promise(export_seq, epoch)
         if kept is not None:
             self._free(kept)
@@ -284,7 +283,7 @@ class ExportTable:
         return self.release(export_seq, KVStale("acknowledged"))
 
     def _break_promise(self, export_seq: int, epoch: int) -> Export | None:
-        """The export if nothing but this has kept it: the caller must free it."""
+        """The export, if nothing but this promise has kept it: then the caller must free it."""
         with self._lock:
             export = self._live.get(export_seq) or self._draining.get(export_seq)
             if export is None or export.promises.pop(epoch, None) is None:
@@ -292,7 +291,7 @@ class ExportTable:
             return export if self._freeable(export, self._clock.monotonic()) else None
 
     def _freeable(self, export: Export, now: float) -> bool:
-        """Under the lock: whether the caller must free it now. Only one caller is told so."""
+        """Under the lock: must the caller free it now? True for one caller only."""
         if export.end is None or export.freeing:
             return False
         export.promises = {e: until for e, until in export.promises.items() if now < until}
@@ -334,12 +333,13 @@ class ExportTable:
             raise KVStale("the lease is over")
 
     def _published(self, export: Export) -> None:
-        """Wake readers for a burst only: what they send costs the core that computes token 1, and
-        each switch of threads costs more than a small layer's bytes. The rest follows token 1."""
+        """Wake readers for whole bursts only. Sending takes time from the core that computes token
+        1, and a switch of threads costs more than the bytes of a small layer. The rest follows
+        token 1."""
         export.version += 1
         if export.published_bytes >= export.wake_at:
             export.urgent += 1
-            export.wake_at = math.inf  # those who wait on say so again
+            export.wake_at = math.inf  # readers that go on waiting set it again
             export.changed.notify_all()
 
     def _changed(self, export: Export) -> None:
@@ -368,7 +368,7 @@ class ExportTable:
             self._free(export)
 
     def _free(self, export: Export) -> None:
-        """Exactly once per export: only the one caller that `_freeable` has told so gets here."""
+        """Exactly once per export: only the caller to which `_freeable` has said True gets here."""
         handle = export.handle
         with self._lock:
             del self._draining[handle.export_seq]
@@ -413,11 +413,9 @@ class Reader:
             self._export.changed.notify_all()
 
     def wait(self, seen: int | None, timeout_s: float, burst_bytes: int = 0) -> Snapshot | None:
-        """Progress other than version `seen`; None after `timeout_s` without (or once closed).
-
-        Progress of fewer than `burst_bytes` is waited with until the export is complete. Raises
-        KVStale or KVLost when released, lapsed or fenced.
-        """
+        """Wait for progress after version `seen`; None after `timeout_s` without any, or once
+        closed. Progress of fewer than `burst_bytes` does not count until the export is complete.
+        Raises KVStale or KVLost when released, lapsed or fenced."""
         export, table = self._export, self._table
         with export.changed:
 

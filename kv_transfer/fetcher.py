@@ -93,7 +93,7 @@ class Conversation:
         self._session = self._new_session(None)
         self._inbox: deque[memoryview] = deque()  # frames of the last parcel
         self._num_bytes = 0
-        self._answered = False  # something of this conversation has been heard
+        self._answered = False  # the exporter has answered in this conversation
         self._unsuited = False
         self._scatter: ScatterWire | None = None
         self._lock = threading.Lock()
@@ -106,7 +106,7 @@ class Conversation:
 
     @property
     def elsewhere(self) -> bool:
-        """After a failure: another lane may serve where this one did not begin to."""
+        """After a failure: may another lane be tried, because this one did not begin to serve?"""
         greeted = self._answered and self._session.peer is not None  # not just turned away
         return self._unsuited or not greeted
 
@@ -130,7 +130,7 @@ class Conversation:
             try:
                 self._hold(kept.wire, on_progress)
             except KVLost:
-                # It may have been hung up on meanwhile; nothing of ours has been heard then.
+                # The exporter may have closed it meanwhile; then it has received nothing of ours.
                 if self._answered or self._cancelled:
                     raise
                 kept = None
@@ -204,8 +204,8 @@ class Conversation:
             raise
 
     def _receive_payload(self, wire: ScatterWire, head: Announced) -> FetcherEvent:
-        """Straight into the pool where its bytes are wanted as they are. What is damaged lies in
-        blocks that nobody uses before END."""
+        """Straight into the pool, if its bytes need no conversion. Damaged bytes do no harm there:
+        nobody uses the blocks before END."""
         header, num_bytes = head.header, head.num_bytes
         if header.kind is Kind.DATA and num_bytes and self._session.in_pool_dtype:
             span = self._session.expect(header, num_bytes)
@@ -227,7 +227,7 @@ class Conversation:
         for action in actions:
             self._perform(action, wire)
         if frames:
-            wire.send(b"".join(frames))  # what we say, we say last: Settle comes before CONFIRM
+            wire.send(b"".join(frames))  # after all else: Settle comes before CONFIRM
 
     def _perform(self, action: FetcherAction, wire: Wire) -> None:
         match action:

@@ -15,15 +15,17 @@ from collections import OrderedDict
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 from baton.protocol.clock import Clock
 from baton.protocol.errors import KVCorrupt, KVError, KVLost, KVRefused, KVStale, KVTimeout
+from baton.protocol.events import FirstToken
 from baton.protocol.handles import Endpoint, KVHandle, LaneAddress
 from baton.runtime.timing import Timing
 from kv_transfer.fetcher import Conversation, Fetched, Fetcher
 from kv_transfer.links import AUTO, LinkSpeeds
-from kv_transfer.loans import Promise
+from kv_transfer.loans import HeldFetch, Promise, end_task
 from kv_transfer.protocol.base import Blocks, KVReady, Lane, LendingLane, Loan
 from kv_transfer.protocol.fetch_session import Intent, Wanted
 from kv_transfer.protocol.messages import DIRECT, INT8, RAW
@@ -33,7 +35,6 @@ log = logging.getLogger(__name__)
 
 MAX_FETCHES: Final = 64  # conversations in flight; most of them wait for a prefill
 MAX_CONTROL: Final = 8  # renewals and releases in flight: never queued behind fetches
-ENOUGH_OF_LEASE: Final = 0.5  # left after END: the pages can be used without asking again
 MAX_CHOICES: Final = 4096  # codecs chosen by precision_of for fetches that have not begun
 
 
@@ -71,7 +72,7 @@ class Fetches:
         self.links = LinkSpeeds()
         self._choices: OrderedDict[tuple[str, int], str] = OrderedDict()
         self._background: set[asyncio.Task[None]] = set()
-        self._held: set[_Held] = set()
+        self._held: set[HeldFetch] = set()
         self._data_threads = ThreadPoolExecutor(MAX_FETCHES, thread_name_prefix="kv-fetch")
         self._control_threads = ThreadPoolExecutor(MAX_CONTROL, thread_name_prefix="kv-control")
 
@@ -101,7 +102,7 @@ class Fetches:
     def _choose_codec(self, handle: KVHandle) -> str:
         theirs = handle.endpoint.format
         lanes = self._common(ranks_of(handle)[0].endpoint)
-        # What is int8 already travels as it is; what no wire carries is not made smaller.
+        # int8 KV travels as it is, and bytes that cross no wire need not be made smaller.
         direct = bool(lanes) and lanes[0][0].direct
         if direct or theirs.dtype == INT8 or INT8 not in theirs.codecs:
             return RAW
@@ -130,9 +131,13 @@ class Fetches:
         sent = bool(common) and not common[0][0].direct
         return sent and self._all_bytes(handle) <= small_bytes
 
-    async def _borrow(self, call: FetchCall, fetched: Fetched, promise: Promise) -> Loan:
+    async def _borrow(
+        self, call: FetchCall, fetched: Fetched, promise: Promise, started: float
+    ) -> Loan:
         """The export's pages, safe to read when this returns. Raises KVError."""
-        handle, remote = call.handle, fetched.remote
+        handle, remote, end = call.handle, fetched.remote, fetched.end
+        if end is not None and end.lease_ms >= handle.lease_ms:
+            promise.renewed(started)
         lane = next((lane for lane in self._lanes if lane.name == fetched.lane), None)
         offered = (each for each in handle.endpoint.lanes if each.name == fetched.lane)
         address = next(offered, None)
@@ -144,9 +149,9 @@ class Fetches:
             raise KVCorrupt(f"{len(table)} blocks for {count} pages")
         loan = lane.borrow(address, table[:count])
         promise.covers(loan)
-        if promise.left() > handle.lease_ms / 1000 * ENOUGH_OF_LEASE:
+        if promise.is_long():
             return loan
-        try:  # it has waited so long for END that little of its FETCH's lease is left
+        try:  # END came so late that little is left of the lease that FETCH began
             asked_at = self._clock.monotonic()
             await self.renew(handle, call.epoch)
         except BaseException:
@@ -158,51 +163,60 @@ class Fetches:
     # ---- fetch ---------------------------------------------------------------------------------
     async def fetch(self, call: FetchCall) -> KVReady:
         """base.KVConnector.fetch."""
-        handle, stats = call.handle, self._shared.stats
+        handle = call.handle
+        if call.adopt:  # then only the place of the pages is fetched, once all of them are written
+            call = replace(call, start_token=handle.num_tokens)
         started = self._clock.monotonic()
         promise = Promise(self._clock, handle.lease_ms / 1000)
         renewal = asyncio.create_task(
             self._keep_lease(handle, call.epoch, promise), name="kv-renew"
         )
-        loan: Loan | None = None
         try:
-            if call.adopt:  # the conversation only tells where, and waits until it is all there
-                call = replace(call, start_token=handle.num_tokens)
-            parts = await self._fetch_with_retry(call)
-            if call.adopt:
-                end = parts[0].end
-                if end is not None and end.lease_ms >= handle.lease_ms:
-                    promise.renewed(started)
-                loan = await self._borrow(call, parts[0], promise)
-        except KVError as error:
-            stats.failed(error.code)
-            log.info("request %s: KV fetch failed: %s", handle.request_id, error)
-            await _ended(renewal)
-            raise
+            parts, loan = await self._deliver(call, promise, started)
         except BaseException:
-            await _ended(renewal)
+            await end_task(renewal)
             raise
         seconds = self._clock.monotonic() - started
-        stats.fetched(parts[0].lane, seconds)
-        if loan is not None:
-            stats.adopted(parts[0].lane, self._all_bytes(handle))
-        stats.skipped(self._bytes_out_of_sight(call))
         num_bytes = sum(part.num_bytes for part in parts)
-        ends = [part.end for part in parts if part.end is not None]
-        waited = max((end.waited_ms for end in ends), default=0) / 1000
+        self._count(call, parts, num_bytes, seconds)
         held = None
-        if not call.adopt:
-            self.links.observe(handle.boot_id, num_bytes, seconds - waited)
         if call.hold or call.adopt:
-            held = _Held(self, call, renewal, promise, loan)
+            let_go = partial(self.let_go, handle, call.epoch)
+            held = HeldFetch(renewal, promise, loan, let_go, self._held.discard)
             self._held.add(held)
         else:
-            await _ended(renewal)
+            await end_task(renewal)
             if len(ranks_of(handle)) > 1:
                 self._spawn(self.let_go(handle, call.epoch))
-        first_tokens = next((end.first_tokens for end in ends if end.first_tokens), ())
         adopted = () if loan is None else loan.ids
+        first_tokens = _first_tokens(parts)
         return KVReady(handle.num_tokens, first_tokens, num_bytes, seconds, held, adopted)
+
+    async def _deliver(
+        self, call: FetchCall, promise: Promise, started: float
+    ) -> tuple[list[Fetched], Loan | None]:
+        """The parts of all ranks; for an adoption also the loan. Counts and raises a KVError."""
+        try:
+            parts = await self._fetch_with_retry(call)
+            loan = await self._borrow(call, parts[0], promise, started) if call.adopt else None
+        except KVError as error:
+            self._shared.stats.failed(error.code)
+            log.info("request %s: KV fetch failed: %s", call.handle.request_id, error)
+            raise
+        return parts, loan
+
+    def _count(
+        self, call: FetchCall, parts: Sequence[Fetched], num_bytes: int, seconds: float
+    ) -> None:
+        """A fetch that succeeded: into the statistics, and into what is known of the link."""
+        stats, lane = self._shared.stats, parts[0].lane
+        stats.fetched(lane, seconds)
+        stats.skipped(self._bytes_out_of_sight(call))
+        if call.adopt:
+            stats.adopted(lane, self._all_bytes(call.handle))
+        else:
+            waited_ms = max((part.end.waited_ms for part in parts if part.end), default=0)
+            self.links.observe(call.handle.boot_id, num_bytes, seconds - waited_ms / 1000)
 
     async def _fetch_with_retry(self, call: FetchCall) -> list[Fetched]:
         """One re-fetch after a corrupt frame, from the start: cheaper than a prefill."""
@@ -217,7 +231,7 @@ class Fetches:
         return await self._fetch_parts(call, codec)
 
     async def _fetch_parts(self, call: FetchCall, codec: str) -> list[Fetched]:
-        """From every rank that has something for us, at once. One fails, all are broken off."""
+        """From every rank that has something for us, at once. If one fails, all are broken off."""
         memory = self._shared.memory
         ranks = ranks_of(call.handle)
         sources = [r for r in ranks if meets(memory.layers, r.endpoint.format, memory.format)]
@@ -229,9 +243,8 @@ class Fetches:
             round(self._timing.request_s * 1000),
             codec,
             windowed=memory.windowed,
-            hold=call.hold
-            or call.adopt
-            or len(ranks) > 1,  # nobody is let go before all have delivered
+            # With several ranks, none may free its blocks before all have delivered.
+            hold=call.hold or call.adopt or len(ranks) > 1,
             part=memory.format.tp_size > 1,
             adopt=call.adopt,
         )
@@ -239,24 +252,9 @@ class Fetches:
             self._converse(self._data_threads, replace(wanted, handle=source), call.blocks)
             for source in sources
         ]
-        if len(conversations) == 1:  # no turns of the loop for a task that nobody else waits for
+        if len(conversations) == 1:  # the usual case: it needs no task of its own
             return [await conversations[0]]
-        tasks = [asyncio.create_task(conversation) for conversation in conversations]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        finally:
-            pending = [task for task in tasks if not task.done()]
-            for task in pending:
-                task.cancel()
-            if pending:
-                await _settled(asyncio.gather(*pending, return_exceptions=True))
-            for task in tasks:
-                if not task.cancelled():
-                    task.exception()  # seen: also of those whose error is not the one told
-        for task in tasks:
-            if not task.cancelled():
-                task.result()  # raises what broke the others off
-        return [task.result() for task in tasks]
+        return await _all_or_none(conversations)
 
     def _all_bytes(self, handle: KVHandle) -> int:
         dtype = handle.endpoint.format.dtype
@@ -292,8 +290,8 @@ class Fetches:
             log.debug("request %s: release (%s): %s", handle.request_id, why, error)
 
     async def let_go(self, handle: KVHandle, epoch: int) -> None:
-        """The end of a fetch that held its ranks: let go of each, and, as the first of our ranks,
-        of those that none of us needed."""
+        """End a fetch that held its ranks: release each of them. The first of our ranks also
+        releases those that none of us needed."""
         memory = self._shared.memory
         part = memory.format.tp_size > 1
         letting_go: list[Coroutine[Any, Any, None]] = []
@@ -307,9 +305,6 @@ class Fetches:
             ):
                 letting_go.append(self.release(rank, epoch, "not needed"))
         await asyncio.gather(*letting_go)
-
-    def forget(self, held: _Held) -> None:
-        self._held.discard(held)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work, name="kv-acknowledge")
@@ -337,7 +332,8 @@ class Fetches:
 
     # ---- one conversation ----------------------------------------------------------------------
     def _common(self, endpoint: Endpoint) -> list[tuple[Lane, LaneAddress]]:
-        """The lanes that lead to `endpoint`, in the exporter's order: it knows its memory."""
+        """The lanes that lead to `endpoint`, in the order that the exporter prefers: it knows its
+        memory."""
         ours = {lane.name: lane for lane in self._lanes}
         return [
             (lane, address)
@@ -348,7 +344,7 @@ class Fetches:
     async def _converse(
         self, threads: ThreadPoolExecutor, wanted: Wanted, blocks: Blocks
     ) -> Fetched:
-        """Over the best lane on which the exporter can be heard at all."""
+        """Hold one conversation, over the best lane that reaches the exporter."""
         endpoint = wanted.handle.endpoint
         common = self._common(endpoint)
         if not common:
@@ -399,63 +395,19 @@ class Fetches:
                 await _settled(finished)
 
 
-class _Held:
-    """base.HeldExport: an unacknowledged export, renewed until it is released."""
-
-    def __init__(
-        self,
-        fetches: Fetches,
-        call: FetchCall,
-        renewal: asyncio.Task[None],
-        promise: Promise,
-        loan: Loan | None,
-    ) -> None:
-        self._fetches = fetches
-        self._call = call
-        self._renewal = renewal
-        self._promise = promise
-        self._loan = loan
-        self._released = False
-
-    async def lost(self) -> None:
-        await asyncio.wait([self._renewal])
-
-    def wanted(self) -> bool:
-        # Nor wait for the last moment of a promise that nobody renews.
-        enough = self._call.handle.lease_ms / 1000 * ENOUGH_OF_LEASE
-        if self._renewal.done() or self._promise.left() < enough:
-            return True
-        return self._loan is not None and self._loan.wanted()
-
-    def safe(self) -> bool:
-        return self._promise.holds()
-
-    async def release(self) -> None:
-        if not self._released:
-            await self.abandon()
-            await self._fetches.let_go(self._call.handle, self._call.epoch)
-
-    async def abandon(self) -> None:
-        """Use and renew it no more, and leave the rest to the lease."""
-        self._released = True
-        self._fetches.forget(self)
-        if self._loan is not None:
-            self._loan.end()
-        await _ended(self._renewal)
-
-
 @dataclass(slots=True)
 class _Progress:
-    """When a thread of the data plane last got on; None: it has not begun."""
+    """When a thread of the data plane last made progress; None: it has not begun."""
 
     at: float | None = None
 
     def made(self) -> None:
-        """Any thread. Tells nobody: an event loop that wakes takes the interpreter from it."""
+        """Any thread. Wakes nobody: a waking event loop would take the interpreter from this
+        thread."""
         self.at = time.monotonic()
 
     async def until(self, finished: asyncio.Future[Any], patience_s: float) -> bool:
-        """Wait for its end; False when it has not got on for so long."""
+        """Wait for its end. False when it has made no progress for `patience_s`."""
         left_s = patience_s
         while left_s > 0:
             await asyncio.wait([finished], timeout=left_s)
@@ -465,9 +417,31 @@ class _Progress:
         return False
 
 
-async def _ended(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.wait([task])
+def _first_tokens(parts: Sequence[Fetched]) -> tuple[FirstToken, ...]:
+    """Every rank's END may carry them; the first that does is as good as any."""
+    ends = (part.end for part in parts if part.end is not None)
+    return next((end.first_tokens for end in ends if end.first_tokens), ())
+
+
+async def _all_or_none(conversations: Sequence[Coroutine[Any, Any, Fetched]]) -> list[Fetched]:
+    """What all conversations bring. When one fails the others are broken off, and its error is
+    raised. However this ends, the threads of all conversations have left the blocks."""
+    tasks = [asyncio.create_task(conversation) for conversation in conversations]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        pending = [task for task in tasks if not task.done()]
+        for task in pending:
+            task.cancel()
+        if pending:
+            await _settled(asyncio.gather(*pending, return_exceptions=True))
+        for task in tasks:
+            if not task.cancelled():
+                task.exception()  # so that asyncio does not report the errors that are not raised
+    for task in tasks:
+        if not task.cancelled():
+            task.result()  # raises the error that broke off the others
+    return [task.result() for task in tasks]
 
 
 async def _settled(finished: asyncio.Future[Any]) -> None:
@@ -476,4 +450,4 @@ async def _settled(finished: asyncio.Future[Any]) -> None:
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.wait([finished])
     if not finished.cancelled():
-        finished.exception()  # seen: the cancellation is what the caller reports
+        finished.exception()  # so that asyncio does not report it: the caller is cancelled

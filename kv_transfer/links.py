@@ -1,8 +1,8 @@
 """How fast the link to each peer is, as past fetches have shown, and which codec that asks for.
 
-A fetch is as slow as the prefill it follows: the exporter says how long it had nothing to send, and
-that time does not count. What overlapped is counted in the link's favour, so `auto` errs towards
-exact KV. Any thread.
+A fetch is as slow as the prefill that it follows. So the time in which the exporter had nothing to
+send does not count; END says how long that was. Time that overlaps with it counts in favour of the
+link, so `auto` rather chooses exact KV than int8. Any thread.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class LinkSpeeds:
         self._choices: OrderedDict[str, int] = OrderedDict()
 
     def observe(self, peer: str, num_bytes: int, seconds: float) -> None:
-        """A fetch moved `num_bytes` in `seconds` of not waiting for the prefill."""
+        """A fetch moved `num_bytes` in `seconds`, without the time of waiting for the prefill."""
         if num_bytes < MIN_BYTES or seconds <= 0:
             return
         speed = num_bytes / seconds
@@ -49,7 +49,7 @@ class LinkSpeeds:
             return self._speeds.get(peer)
 
     def codec(self, peer: str) -> str:
-        """What `auto` takes for the next fetch: int8 once the link has shown to be slow."""
+        """The codec that `auto` takes for the next fetch: int8 once the link has proved slow."""
         speed = self.speed(peer)
         if speed is None or speed >= FAST_LINK:
             return RAW

@@ -44,7 +44,7 @@ from router.admin.server import create_admin_app
 from router.api.grpc.inference import GrpcServer
 from router.batches.runner import BatchRunner
 from router.config import RouterConfig
-from router.metrics.failures import Watched, watch_failures
+from router.metrics.failures import WatchedParts, watch_failures
 from router.metrics.gate import watch_gate
 from router.metrics.resumable import watch_runs
 from router.metrics.router import RouterMetrics, watch_pieces
@@ -405,7 +405,7 @@ def _watch(services: RouterServices) -> None:
         watch_pieces(metrics.registry, services.tokenizer.pieces.stats)
     if services.runs is not None:
         watch_runs(metrics.registry, services.runs)
-    watched = Watched(services.store, services.registry, dispatcher.retries)
+    watched = WatchedParts(services.store, services.registry, dispatcher.retries)
     watch_failures(metrics.registry, watched)
 
 

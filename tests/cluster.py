@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from baton.client import AsyncClient, Generation
 from baton.engine.config import EngineConfig
+from baton.engine.core.assembly import build_engine
 from baton.engine.core.engine import Engine
 from baton.node.config import NodeConfig
 from baton.node.lanes import LaneSettings, PoolPlace, make_lanes
@@ -195,7 +196,7 @@ async def _member(
     names = plan.lanes or (("shm", "grpc") if plan.shared else ("grpc",))
     place = PoolPlace(names, plan.shared or Path("/dev/shm"))
     stack.callback(place.close)
-    engine = Engine.load(engine_config, memory=place.memory)
+    engine = build_engine(engine_config, memory=place.memory)
     config = NodeConfig(
         kv_lanes=",".join(names), kv_adopt=plan.adopt, kv_wire_codec=plan.wire_codec
     )

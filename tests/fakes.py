@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from baton.engine.config import EngineConfig
+from baton.engine.core.active_model import ActiveModel
+from baton.engine.core.assembly import assemble
 from baton.engine.core.engine import Engine
 from baton.engine.memory.kv_cache import KVArena
 from baton.engine.sampling.proposer import DraftAsk
@@ -379,7 +381,8 @@ def fake_engine(
     runner = arena.runner = FakeRunner(num_blocks, block_size, arena.groups.windows)
     clock = FakeClock()
     runner.clock = clock
-    engine = Engine(config, runner, arena, info, hooks, clock)
+    engine = assemble(config, ActiveModel(runner), arena, info, clock)
+    engine.set_hooks(hooks)
     if engine.steps.ahead is not None:
         engine.steps.ahead.thread = StepThread(runner)
     return engine, runner

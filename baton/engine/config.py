@@ -1,4 +1,4 @@
-"""EngineConfig: what one engine is told, frozen; and the reading of memory sizes.
+"""EngineConfig: the options of one engine, frozen; and the reading of memory sizes.
 
 Not here: anything about networks or roles (their own configs compose this one). Values that depend
 on the model or the machine stay None here; `Engine` resolves them (engine.config holds the resolved

@@ -40,7 +40,8 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """Work for the engine thread; `refuse` tells the caller, if one waits, that it never runs."""
+    """Work for the engine thread; `refuse`, if a caller waits: raises there that it
+    never runs."""
 
     run: Callable[[Engine], object]
     refuse: Callable[[], None] | None = None
@@ -73,7 +74,7 @@ class EngineThread:
         return self._held
 
     def hold(self, held: bool) -> None:
-        """Make no steps, after the one under way, until told otherwise. From any thread."""
+        """True: make no steps after the one under way, until hold(False). From any thread."""
         with self._condition:
             self._held = held
             self._condition.notify()
@@ -208,7 +209,7 @@ class EngineThread:
             self._end_untold(report)
 
     def _end_untold(self, report: StepReport) -> None:
-        """Nobody will hear of these tokens, so their requests end here, and that is told."""
+        """Nobody will hear of these tokens, so their requests end here, and that is reported."""
         untold = {(event.request_id, event.epoch) for event in report.events}
         for request_id, _ in untold:
             self._engine.abort(request_id)
@@ -221,9 +222,9 @@ class EngineThread:
 
     def _fail_step(self, error: Exception) -> list[RequestFailed]:
         # What went wrong inside is for the log; clients get an opaque message.
-        told = error if isinstance(error, BatonError) else InternalError("an engine step failed")
+        known = error if isinstance(error, BatonError) else InternalError("an engine step failed")
         failed = self._engine.fail_step()
-        return [_ended(request.id, request.epoch, told.message) for request in failed]
+        return [_ended(request.id, request.epoch, known.message) for request in failed]
 
     def _close_inbox(self) -> None:
         with self._condition:

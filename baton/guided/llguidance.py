@@ -81,5 +81,5 @@ class _Wrapped:
             self.tokens[token_id] = self.tokens[token_id] or f"<eos {token_id}>".encode()
         self._encode = vocabulary.encode
 
-    def __call__(self, text: str) -> list[int]:
+    def __call__(self, text: str | bytes) -> list[int]:
         return list(self._encode(text if isinstance(text, str) else text.decode()))

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from baton.engine.config import EngineConfig, parse_bytes
+from baton.engine.core.assembly import build_engine
 from baton.engine.core.engine import Engine
 from baton.node.config import NodeConfig, join_address
 from baton.node.heartbeat import Heartbeat, RedisRegistry, Registry
@@ -330,14 +331,14 @@ async def _until(work: Coroutine[Any, Any, None], event: asyncio.Event) -> None:
 
 async def _load(config: EngineConfig, place: PoolPlace, stop: asyncio.Event) -> Engine | None:
     """The loaded engine, its pool in `place`; None if `stop` came first. Raises ConfigError as
-    Engine.load does."""
+    build_engine does."""
     loop = asyncio.get_running_loop()
     loaded: asyncio.Future[Engine] = loop.create_future()
 
     def work() -> None:
         try:
             FAILPOINTS.hit("loading")
-            engine = Engine.load(config, memory=place.memory)
+            engine = build_engine(config, place.memory)
         except BaseException as error:  # noqa: BLE001 - raised on the event loop, below
             finish = partial(loaded.set_exception, error)
         else:

@@ -81,7 +81,7 @@ def parse(text: str) -> list[Fault]:
     return [Fault.parse(part) for part in text.split(",") if part.strip()]
 
 
-class Plan:
+class FailurePlan:
     """Faults that are armed, and how often each name was passed. Any thread."""
 
     def __init__(self, text: str, proof: Path | None) -> None:
@@ -166,12 +166,12 @@ class Failpoints:
     """The failpoints of this process; nothing happens until `arm` finds something to do."""
 
     def __init__(self) -> None:
-        self._plan: Plan | None = None
+        self._plan: FailurePlan | None = None
 
     def arm(self, environ: Mapping[str, str]) -> None:
         """Read the environment: at the start, before any thread. Raises ConfigError."""
         text, proof = environ.get(VARIABLE, ""), environ.get(LOG_VARIABLE)
-        self._plan = Plan(text, Path(proof) if proof else None) if text else None
+        self._plan = FailurePlan(text, Path(proof) if proof else None) if text else None
         if self._plan is not None:
             log.warning("failpoints are armed: %s", text)
 

@@ -51,7 +51,7 @@ def convert(model: Path, quantization: str, path: Path) -> None:
         raise RuntimeError(f"llama_model_quantize returned {failed}")
 
 
-class Model:
+class LlamaCppModel:
     """A loaded file, and a context for as many sequences of such a length as were asked last."""
 
     def __init__(self, path: Path, threads: int) -> None:
@@ -119,7 +119,7 @@ class Model:
 
 def load(setup: Setup) -> Generate:
     """Convert, once, and load."""
-    return Model(setup.converted(".gguf", convert), setup.threads).generate
+    return LlamaCppModel(setup.converted(".gguf", convert), setup.threads).generate
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

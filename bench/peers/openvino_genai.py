@@ -44,7 +44,7 @@ def convert(model: Path, quantization: str, path: Path) -> None:
     subprocess.run(command, check=True)
 
 
-class Model:
+class OpenVinoModel:
     """A loaded model."""
 
     def __init__(self, path: Path, threads: int) -> None:
@@ -69,7 +69,7 @@ class Model:
 
 def load(setup: Setup) -> Generate:
     """Convert, once, and load."""
-    return Model(setup.converted("-openvino", convert), setup.threads).generate
+    return OpenVinoModel(setup.converted("-openvino", convert), setup.threads).generate
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The end of a connection, told once to everyone who asked: base.Incoming.on_closed, kept."""
+"""The end of a connection, and the callbacks that wait for it (base.Incoming.on_closed)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class Closing:
-    """Whether a connection is over, and whom to tell. Every method from any thread."""
+    """Whether a connection is over, and whom to call back. Every method from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -26,7 +26,7 @@ class Closing:
                 return
         callback()
 
-    def say(self) -> None:
+    def notify(self) -> None:
         """It is over: call back whoever asked, each once. Idempotent."""
         with self._lock:
             self._over = True

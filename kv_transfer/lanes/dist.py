@@ -3,9 +3,8 @@
 One TCP connection per conversation carries records (records.py): small frames, and the agreement
 on a pair (pairs.py) once the first big frame is about to be sent, that is, only after the peer has
 proven that it knows the deployment's secret. A big frame is announced by a record TENSOR and
-follows as one tensor over the pair. A pair serves one answer: it is idle again, for any
-conversation of the two processes, with the fetcher's next word. FINISHED says that no more will be
-said.
+follows as one tensor over the pair. A pair serves one answer. With the fetcher's next message it is
+idle again, for any conversation of the two processes. After FINISHED its sender sends no more.
 
 With no room for another pair on either side big frames travel in records too: slower, never stuck.
 A peer that dies shows at once in the connection or in the pair; one that stops, as KVTimeout.
@@ -38,11 +37,9 @@ MAX_CONVERSATIONS: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class DistSettings:
-    """`host`, `port` (0: any free one): where to listen; `advertise_host`: what peers are told.
-
+    """`host`, `port` (0: any free one): where to listen; `advertise_host`: the host that peers get.
     `max_pairs` counts both directions; an NCCL pair takes 50-100 MB of GPU memory. Frames of up to
-    `inline_bytes` go as records: below 64 KiB a socket is faster than a tensor.
-    """
+    `inline_bytes` go as records: below 64 KiB a socket is faster than a tensor."""
 
     host: str = "127.0.0.1"
     port: int = 0

@@ -92,21 +92,21 @@ class DistIncoming:
     def close(self, linger_s: float) -> None:
         self._ends.watch.remove(self._control.socket)
         self._give_back()
-        # Closing with the peer's last words unread would reset the connection and lose ours.
+        # To close with unread messages of the peer would reset the connection and lose ours.
         with contextlib.suppress(OSError):
             self._control.socket.shutdown(socket.SHUT_WR)
         with contextlib.suppress(KVError):
             while True:
                 self._control.receive(linger_s)
         self._control.close()
-        self._closing.say()
+        self._closing.notify()
 
     def _give_back(self) -> None:
         with self._lock:
             pair, self._pair = self._pair, None
         self._agreed = False
         if pair is not None:
-            with contextlib.suppress(KVError):  # who speaks again has taken everything
+            with contextlib.suppress(KVError):  # a peer that sends again has taken everything
                 pair.flush()
             self._ends.pairs.give_back("", pair)
 
@@ -123,8 +123,8 @@ class DistIncoming:
         return self._pair
 
     def _hung_up(self) -> None:
-        # Said before the pair is looked at: one that is being agreed upon sees it and ends itself.
-        self._closing.say()
+        # Before the pair is looked at: one that is just being agreed upon sees it and ends itself.
+        self._closing.notify()
         with self._lock:
             if self._pair is not None:
                 self._pair.kill()
@@ -271,7 +271,7 @@ class DistWire:
                 pair.kill()
 
     def _close_if_over(self) -> None:
-        """Only when neither our thread nor a late word of ours needs the connection."""
+        """Close it if neither our thread nor a last message of ours needs the connection."""
         with self._lock:
             if self._closed or self._waits or not (self._finished and self._gone):
                 return
@@ -295,7 +295,7 @@ class LostWire:
         raise KVLost(self.why)
 
     def finish(self) -> None:
-        """Nothing to say it to."""
+        """There is no peer to send to."""
 
     def cancel(self) -> None:
         """Nothing to break."""

@@ -42,7 +42,7 @@ class FramedSocket:
         self._max_payload = max_payload
         self._clock = clock or SystemClock()
         self._timeout_s: float | None = None
-        self._lock = threading.Lock()  # no shutdown of a descriptor that is somebody else's by now
+        self._lock = threading.Lock()  # no shutdown of a descriptor that has a new owner by now
         self._busy = False
         self._broken = False
         self._closed = False
@@ -138,15 +138,16 @@ class FramedSocket:
 
     # ---- ending --------------------------------------------------------------------------------
     def part(self, timeout_s: float) -> None:
-        """Send no more, and let the peer read what was sent: closing with words of its own unread
-        would reset it. Waits for its end of the connection, `timeout_s` at most."""
+        """End our direction and wait, `timeout_s` at most, until the peer has closed its own. To
+        close with unread bytes of the peer would reset the connection, and the peer would lose what
+        was sent."""
         deadline = self._clock.monotonic() + timeout_s
         scrap = bytearray(64 << 10)
         with contextlib.suppress(KVError), self._using("part"):
             _shut_down(self._socket, socket.SHUT_WR)
             self._set_timeout(timeout_s)
             while self._clock.monotonic() < deadline:
-                if not socket.socket.recv_into(self._socket, scrap):  # what it says is all the same
+                if not socket.socket.recv_into(self._socket, scrap):  # its content does not matter
                     return
 
     def break_(self) -> None:
@@ -180,7 +181,8 @@ class FramedSocket:
     # ---- inside --------------------------------------------------------------------------------
     @contextlib.contextmanager
     def _using(self, what: str) -> Iterator[None]:
-        """Around each blocking call: its errors as KVErrors, and no close under its feet."""
+        """Around each blocking call: turns its errors into KVErrors, and keeps the socket open
+        meanwhile."""
         with self._lock:
             if self._broken or self._closed:
                 raise KVLost(f"{what}: broken off")
@@ -196,8 +198,9 @@ class FramedSocket:
                     self._close()
 
     def _fill(self, view: memoryview, timeout_s: float, may_end: bool = False) -> bool:
-        """False if the connection ended where it may. Takes at most twice `timeout_s`: a deadline
-        on the whole and one on each wait, so that nobody lives on single bytes."""
+        """False if the connection ended where it may. Takes at most twice `timeout_s`: there is a
+        deadline on the whole and one on each wait, so a peer that sends single bytes cannot hold
+        it."""
         deadline = self._clock.monotonic() + timeout_s
         received, size = 0, view.nbytes
         with self._using("receive"):

@@ -39,7 +39,8 @@ STOP_GRACE_S: Final = 5.0
 
 
 class GrpcLane:
-    """base.Lane over gRPC. `port` 0 takes a free one; `advertise_host` is what peers are told."""
+    """base.Lane over gRPC. `port` 0 takes a free one; `advertise_host` is the host that peers
+    get."""
 
     name = "grpc"
     direct = False
@@ -74,7 +75,7 @@ class GrpcLane:
             try:
                 yield from serve(self.name, _GrpcIncoming(requests, context, deadlines))
             except GeneratorExit:
-                # The fetcher has left, or gRPC could not send: then it would be left waiting.
+                # The fetcher has left, or gRPC could not send; then a live fetcher must not wait.
                 context.cancel()
                 raise
 

@@ -80,7 +80,7 @@ class _Conversation:
         self.close()
 
     def close(self) -> None:
-        self._closing.say()
+        self._closing.notify()
 
     # Incoming, for the exporter's generator
     @property

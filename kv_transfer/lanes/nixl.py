@@ -2,7 +2,7 @@
 
 Frames travel over an inner two-sided lane, as for `shm`; the exporter's process takes no part in
 the reads themselves. Reads run while more is announced and are awaited in `settle`; only then may
-CONFIRM be asked. Whatever ends a conversation, it returns when no read can touch our blocks.
+CONFIRM be asked. However a conversation ends, no read can touch our blocks afterwards.
 
 What cannot land in place (another dtype, a slice of heads, a pool that is no plain memory) is read
 into a registered scratch buffer and written from there.
@@ -251,7 +251,7 @@ class NixlWire:
                 target.memory.write(span.layer, target.blocks, start, end, payload)
 
     def _abandon(self) -> None:
-        """Stop what is under way; what cannot be stopped loses its connection."""
+        """Stop the reads under way; a read that cannot be stopped loses its connection."""
         self._reads = [read for read in self._reads if not read.release()]
         if self._reads and self._peer is not None:
             self._local.drop(self._peer.agent)

@@ -52,14 +52,14 @@ def load() -> Any | None:
 
 
 class Agent:
-    """One NIXL agent over UCX. Any thread: NIXL is told to lock."""
+    """One NIXL agent over UCX. Any thread: NIXL does its own locking."""
 
     def __init__(self, name: str, devices: str, clock: Clock | None = None) -> None:
         """`devices`: network devices for UCX, comma-separated. Raises ConfigError without NIXL."""
         module = load()
         if module is None:
             raise ConfigError("lane nixl needs the extra baton[nixl]", field="kv_lanes")
-        # UCX listens on every interface unless told so, and its environment is the only way to.
+        # UCX listens on every interface unless its environment names some: there is no other way.
         os.environ["UCX_NET_DEVICES"] = devices
         config = module.nixl_agent_config(
             enable_prog_thread=False,
@@ -178,8 +178,9 @@ class Read:
 
 
 class Pump:
-    """Moves the agent while peers may be reading: reads over TCP need both processes, and every
-    first one does. Asleep when nobody has asked for anything during the last `linger_s`."""
+    """Moves the agent while peers may be reading: reads over TCP need both processes to run, and so
+    does the first read of every peer. Sleeps when nobody has asked for anything during the last
+    `linger_s`."""
 
     def __init__(self, agent: Agent, linger_s: float, clock: Clock | None = None) -> None:
         self._agent = agent

@@ -91,7 +91,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """How this process builds groups. `host`: the local address gloo binds and tells its peer."""
+    """How this process builds groups. `host`: the local address that gloo binds."""
 
     backend: Backend
     host: str

@@ -70,7 +70,7 @@ class Pairs:
         return None
 
     def reserve(self) -> bool:
-        """Room for one more pair, if need be that of the oldest idle one. Else False."""
+        """Make room for one more pair, if need be by closing the oldest idle one. Else False."""
         with self._lock:
             if self._closed:
                 return False
@@ -144,7 +144,7 @@ def agree_as_exporter(pairs: Pairs, groups: Groups, control: RecordSocket) -> Pa
 
 
 def agree_as_fetcher(pairs: Pairs, groups: Groups, control: RecordSocket, peer: str) -> Pair | None:
-    """Answer WANTED; as above."""
+    """Answer WANTED. Returns and raises as agree_as_exporter."""
     idle = pairs.take_with(peer)
     if idle is None and not pairs.reserve():
         control.send(Tag.OFFER)

@@ -1,8 +1,8 @@
 """The `shm` lane: the fetcher maps the exporter's pool and copies straight out of it.
 
 Frames (who may read what, from when on, was the lease held) travel over an inner two-sided lane;
-the bytes cross no socket: one copy from pool to pool, by the fetcher's own thread. The exporter
-dies: what is mapped stays readable, but nobody confirms the lease any more, so nothing is used.
+the bytes cross no socket: one copy from pool to pool, by the fetcher's own thread. If the exporter
+dies its mapped memory stays readable, but nobody confirms the lease any more, so it is not used.
 
 A peer names a file, never a path: it must lie in the configured directory, belong to this user and
 be closed to all others (shm_arena.py). Block ids and heads are checked against the peer's map.

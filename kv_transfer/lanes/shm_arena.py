@@ -1,7 +1,7 @@
 """A KV pool in a file that other processes of this host can map: own pages first, theirs behind.
 
     addresses:  | own file, writable | free | peer A's file, read-only | free | peer B's ... |
-    a file:     | pool | to a whole system page | board: what its owner tells its readers |
+    a file:     | pool | to a whole system page | board: its owner's signals to readers |
     page ids:   0 ..                        foreign_base(A) ..           foreign_base(B) ..
 
 Life: create (first sweeping away files whose owner has died) -> memory() is given to the KV pool
@@ -140,7 +140,7 @@ class ShmArena:
         return True
 
     def want_back(self, wanted: bool) -> None:
-        """Tell all who have this pool attached whether its owner is short of pages."""
+        """Announce to all that have this pool attached whether its owner is short of pages."""
         self._board[0] = wanted
 
     def wanted(self, peer: Attached) -> bool:
@@ -182,8 +182,8 @@ class ShmArena:
             peer.num_users -= 1
 
     def let_go(self) -> int:
-        """Unmap the files of dead owners that nobody uses; how many. Until then their memory counts
-        against whoever comes in their place."""
+        """Unmap the files of dead owners that nobody uses. Returns their number. Until then their
+        memory counts against the processes that replace them."""
         with self._lock:
             unused = [peer for peer in self._attached.values() if peer.num_users == 0]
             dead = [peer for peer in unused if self.orphaned(peer)]
@@ -248,8 +248,8 @@ class ShmArena:
         return start
 
     def _prune(self, name: str) -> None:
-        """Unmap what nobody uses and nobody can attach again, or what `name` said of itself before:
-        a peer that tells another size each time takes no more than one that does not."""
+        """Unmap files that nobody uses and nobody can attach again, and older files of `name`: so a
+        peer that announces another size each time takes no more room than others."""
         for place, peer in list(self._attached.items()):
             if peer.num_users == 0 and (place.name == name or not self.reaches(place)):
                 self._unmap(peer)
@@ -261,7 +261,7 @@ class ShmArena:
 
 
 def sweep(directory: Path) -> int:
-    """Unlink the arenas of this user whose owner is dead; how many."""
+    """Unlink the arenas of this user whose owner is dead. Returns their number."""
     count = 0
     try:
         names = os.listdir(directory)
@@ -294,8 +294,8 @@ def _orphaned(path: Path) -> bool:
 
 
 def _create(directory: Path, name: str, num_bytes: int) -> tuple[int, ArenaPlace]:
-    """The file, empty until it is locked and has the name that sweepers look for: whoever dies in
-    between leaves no memory behind."""
+    """The file, empty until it is locked and has the name that sweepers look for: so a process that
+    dies in between leaves no memory behind."""
     if not _NAME.fullmatch(name) or num_bytes < 1:
         raise ConfigError(f"no arena can be called {name} and hold {num_bytes} bytes")
     path, new = directory / name, directory / (name + _NEW)

@@ -42,9 +42,9 @@ MAX_UNIX_PATH: Final = 100  # bytes; the kernel takes 107
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
-    """Where a stream lane listens. `port` 0 takes a free one; `advertise_host` is what peers are
-    told. `unix_dir`: for Unix sockets; None = a private directory of this process. At least one of
-    `tcp` and `unix`. `tls`: on TCP; both sides or neither."""
+    """Where a stream lane listens. `port` 0 takes a free one; `advertise_host` is the host that
+    peers get. `unix_dir`: for Unix sockets; None = a private directory of this process. At least
+    one of `tcp` and `unix`. `tls`: on TCP; both sides or neither."""
 
     host: str = "127.0.0.1"
     port: int = 0

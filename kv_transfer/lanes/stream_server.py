@@ -1,8 +1,9 @@
 """The accepting half of the `stream` lane: one thread that accepts, one per served connection.
 
 Life of a connection: accepted -> (TLS handshake) -> `serve` runs on its thread -> closed by either
-side. At the cap the connection that has been silent longest makes room, if it has been so for a
-second (a pooled one at rest, or somebody who never spoke); else the new one is told so and closed.
+side. At the limit the connection that has been silent longest is closed to make room, if it has
+been silent for a second (an idle one of a pool, or a peer that never sent anything). Otherwise the
+new connection gets a refusal and is closed.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS: Final = 256
 MAX_INCOMING: Final = 64 << 10  # payload of a frame from a fetcher: control messages only
-SILENT_S: Final = 1.0  # who has been silent for so long may have to make room
+SILENT_S: Final = 1.0  # a connection that is silent for so long may have to make room
 LINGER_S: Final = 1.0  # for a refused peer to read why
 MAX_LINGERING: Final = 64
 
@@ -84,7 +85,7 @@ class Served:
 
     def hang_up(self) -> None:
         """The peer is gone or has said all. Any thread, idempotent."""
-        self._closing.say()
+        self._closing.notify()
 
     def break_(self) -> None:
         """End the connection. Any thread, idempotent."""
@@ -191,7 +192,7 @@ class StreamServer:
         thread.start()
 
     def _make_room(self) -> bool:
-        """End the connection that has been silent longest, if that is long enough."""
+        """End the connection that has been silent longest, if it was silent for long enough."""
         with self._lock:
             silent = [
                 (since, id(served), served)
@@ -207,7 +208,7 @@ class StreamServer:
         return True
 
     def _refuse(self, connection: socket.socket, tls: bool) -> None:
-        """Say why, as far as it can be said without waiting, and let the peer read it."""
+        """Send the reason, if that needs no waiting, and give the peer time to read it."""
         log.warning("more than %d KV connections: one refused", self._max_connections)
         failure = Failure(FailureCode.LOST, f"{self._max_connections} connections already")
         with contextlib.suppress(OSError):
@@ -227,11 +228,12 @@ class StreamServer:
         return self._lingering[0][0] - now if self._lingering else None
 
     def _drop_one(self, listener: socket.socket) -> None:
-        """Out of descriptors: spend the spare one to turn a caller away, instead of spinning."""
+        """Out of descriptors: use the spare one to accept and refuse a caller, instead of
+        spinning."""
         if self._spare is None:
             waiting = select.poll()
             waiting.register(self._woken, select.POLLIN)
-            waiting.poll(LINGER_S * 1000)  # somebody was faster: give it time
+            waiting.poll(LINGER_S * 1000)  # another process was faster: give it time
         else:
             os.close(self._spare)
             with contextlib.suppress(OSError):
@@ -261,7 +263,7 @@ class StreamServer:
 
 
 def _spare() -> int | None:
-    """A descriptor for the day all others are in use; None on that day."""
+    """A spare descriptor, for the time when all others are in use; None if that is now."""
     try:
         return os.open(os.devnull, os.O_RDONLY)
     except OSError:

@@ -1,9 +1,9 @@
 """Connections kept between two conversations: the next one needs no handshake.
 
-A connection goes in only after a conversation that ended well, with the HELLO that its exporter
-proved itself with. The exporter hangs up on one that is silent for too long, so those that have
-lain here for a while are dropped before; one it has hung up on all the same is noticed by the first
-`receive` (fetcher.py then begins again on a fresh one).
+A connection is kept only after a conversation that ended well, together with the HELLO by which its
+exporter proved itself. The exporter closes a connection that is silent for too long, so idle ones
+are dropped here before that. If the exporter has closed one all the same, the first `receive`
+notices it, and fetcher.py begins again on a fresh connection.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class WirePool:
         self._closed = False
 
     def take(self, key: PeerKey) -> Kept | None:
-        """A connection to the peer that is nobody else's now; None if there is none."""
+        """A connection to the peer that nobody else uses now; None if there is none."""
         with self._lock:
             dropped = self._prune()
             idle = self._idle.get(key)
@@ -61,8 +61,8 @@ class WirePool:
         _finish(dropped)
 
     def drop_old(self) -> None:
-        """Those that have lain here too long; without it they lie here until the next conversation,
-        and what they hold of a peer that has died with them."""
+        """Drop connections that have been idle for too long. Without this they, and the memory of a
+        dead peer that they hold, would stay until the next conversation."""
         with self._lock:
             dropped = self._prune()
         _finish(dropped)

@@ -60,7 +60,7 @@ class AddressRange:
         self._mmap(self.address + offset, num_bytes, access, flags, descriptor)
 
     def unmap(self, offset: int, num_bytes: int) -> None:
-        """Nothing is there any more; the addresses stay reserved."""
+        """Remove what is mapped there; the addresses stay reserved."""
         self._check(offset, num_bytes)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
         self._mmap(self.address + offset, num_bytes, _PROT_NONE, flags, -1)

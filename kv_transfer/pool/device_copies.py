@@ -1,8 +1,8 @@
-"""CudaCopies: staging.DeviceCopies on a CUDA device.
+"""A KV arena on a device as staging.py uses it: ArenaPool, and CudaCopies for a CUDA device.
 
-Straightforward calls, in one place: the logic around them is staging.py's, which is proven with a
-device that exists in tests only. "The compute stream" is the one that is current where this is
-made: the engine's.
+The calls are straightforward and all in one place. The logic around them is staging.py's, which the
+tests prove with a fake device. "The compute stream" is the stream that is current where this object
+is made: the engine's.
 """
 
 from __future__ import annotations
@@ -12,11 +12,62 @@ from collections.abc import Sequence
 import torch
 
 from baton.engine.parallel.pool import GroupArena
-from kv_transfer.pool.device_pool import ArenaPool
+from baton.protocol.errors import KVCorrupt
+from baton.protocol.kv_spec import LayerSpec, PoolFormat
+from kv_transfer.pool.codec import converted
 from kv_transfer.pool.group_memory import GroupMemory
 from kv_transfer.pool.layout import Arena, ArenaMemory
 from kv_transfer.pool.staging import NUM_SLOTS, Mark, Places, StagedMemory
-from kv_transfer.protocol.base import KVMemory
+from kv_transfer.protocol.base import Blocks, KVMemory, Payload
+from kv_transfer.protocol.shares import rows_bytes
+
+
+class ArenaPool:
+    """staging.DevicePool of a KV arena: tensors and indices. `described`, an ArenaMemory of the
+    same arena, answers for the format."""
+
+    def __init__(self, described: ArenaMemory) -> None:
+        self._described = described
+
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        return self._described.layers
+
+    @property
+    def format(self) -> PoolFormat:
+        return self._described.format
+
+    @property
+    def windowed(self) -> bool:
+        return self._described.windowed
+
+    def heads(self, layer: int) -> range:
+        return self._described.heads(layer)
+
+    def group(self, layer: int) -> int:
+        return self._described.group(layer)
+
+    def tables(self, blocks: Blocks) -> tuple[tuple[int, ...], ...]:
+        return self._described.tables(blocks)
+
+    def parts(self, layer: int, heads: range | None) -> Sequence[torch.Tensor]:
+        """K, V, then int8's scales, [num_blocks, block_size, heads, dim] views of the arena."""
+        parts = self._described.parts(layer, heads)
+        return [part[..., None] if part.dim() == 3 else part for part in parts]
+
+    def places(self, layer: int, blocks: Blocks, start: int, end: int) -> Places:
+        block, row = self._described.slots(layer, blocks, start, end)
+        return Places(block.cpu(), row.cpu())
+
+    def converted(self, layer: int, num_tokens: int, payload: Payload) -> Sequence[memoryview]:
+        heads = self.heads(layer) if payload.heads is None else payload.heads
+        spec = self.layers[layer]
+        wanted = num_tokens * rows_bytes(spec, len(heads), payload.dtype)
+        if len(payload.data) != wanted:
+            raise KVCorrupt(f"payload of {len(payload.data)} bytes, not {wanted}")
+        if payload.dtype == self.format.dtype:
+            return [payload.data]
+        return converted(spec, Payload(payload.data, payload.dtype, heads), self.format.dtype)
 
 
 class CudaMark:
@@ -108,8 +159,8 @@ class CudaCopies:
 
 
 def memory_of(arena: Arena, timeout_s: float) -> KVMemory:
-    """What a connector needs of a node's pool, wherever it lies. `timeout_s`: StagedMemory's. Call
-    it where the engine's compute stream is current."""
+    """What a connector needs of a node's pool, on a device or not. `timeout_s`: StagedMemory's.
+    Call it where the engine's compute stream is current."""
     if isinstance(arena, GroupArena):
         return GroupMemory(arena)
     # The engine keeps of a sliding window what it still shows, on either side.

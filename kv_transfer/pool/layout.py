@@ -101,7 +101,7 @@ def byte_ranges(
 
 
 def _place(held: HeldBlocks, index: int) -> int:
-    """Of the sequence's block `index` among those held."""
+    """Where the sequence's block `index` stands among those that are held."""
     if index < held.first:
         raise InternalError(f"block {index} of a sequence is not held any more")
     return index - held.first
@@ -144,8 +144,8 @@ class ArenaMemory:
         return self._arena.group_of[layer]
 
     def tables(self, blocks: Blocks) -> tuple[tuple[int, ...], ...]:
-        """One per layer group. A hole is filled up with HOLE: nobody reads there, and who would is
-        told; the others keep their places."""
+        """One per layer group. Missing blocks are filled in as HOLE, so that the others keep their
+        places. Nobody reads a hole, and a peer that tries is refused."""
         return tuple((*(HOLE,) * held.first, *held.ids) for held in blocks)
 
     def written(self, layer: int, blocks: Blocks, upto: int) -> None:
@@ -244,5 +244,5 @@ class ArenaMemory:
 
 
 def movable(tensor: torch.Tensor) -> torch.Tensor:
-    """torch indexes no fp8; as bytes it does."""
+    """torch cannot index fp8 tensors, but it can index their bytes."""
     return tensor.view(torch.uint8) if tensor.dtype is torch.float8_e4m3fn else tensor

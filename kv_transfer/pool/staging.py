@@ -63,7 +63,7 @@ class DeviceCopies(Protocol):
         ...
 
     def mark(self) -> Mark:
-        """Everything that the compute stream has been given until now."""
+        """A point after everything that the compute stream has been given until now."""
         ...
 
     def gather(
@@ -90,7 +90,7 @@ class DeviceCopies(Protocol):
         ...
 
     def hold_compute(self, until: Mark) -> None:
-        """What the compute stream is given from now on runs after `until`."""
+        """Work that the compute stream gets from now on runs after `until`."""
         ...
 
 
@@ -164,7 +164,8 @@ class Marks:
         self._lock = threading.Lock()
 
     def add(self, layer: int, blocks: Blocks, upto: int, mark: Mark) -> None:
-        """Engine thread. Forgets what is over: marks of one stream are reached in order."""
+        """Engine thread. Forgets marks that are reached: those of one stream are reached in
+        order."""
         with self._lock:
             marks = self._layers[layer]
             while marks and (len(marks) >= MAX_MARKS or marks[0].mark.done()):

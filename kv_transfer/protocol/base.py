@@ -90,8 +90,9 @@ class KVMemory(Protocol):
         ...
 
     def landed(self) -> None:
-        """A conversation whose thread has called `write` is over, well or not: what the engine
-        enqueues from now on comes after those writes. That thread; never blocks."""
+        """A conversation whose thread has called `write` is over, whatever its outcome: work that
+        the engine enqueues from now on comes after those writes. Called on that thread; never
+        blocks."""
         ...
 
 
@@ -103,17 +104,18 @@ class HeldExport(Protocol):
         ...
 
     def wanted(self) -> bool:
-        """Whether the exporter would have its blocks back soon: it is short of them, drains, or
-        renews no more. Any thread; cheap."""
+        """Whether the exporter needs its blocks back soon: it is short of blocks, or drains, or
+        nobody renews the lease any more. Any thread; cheap."""
         ...
 
     def safe(self) -> bool:
-        """Whether the exporter's blocks are still those of the export: it has promised so until
-        later than now, or it is dead. Whoever reads them asks before and after. Any thread."""
+        """Whether the exporter's blocks still hold the export: it has promised that beyond this
+        moment, or it is dead. A reader asks before and after it reads. Any thread."""
         ...
 
     async def release(self) -> None:
-        """Let go. Idempotent; never raises KVError: what cannot be told is freed by the lease."""
+        """Let go. Idempotent; never raises KVError: if the exporter is out of reach, the lease
+        frees the blocks."""
         ...
 
 
@@ -121,9 +123,9 @@ class HeldExport(Protocol):
 class KVReady:
     """A verified hand-over: KV of [start_token, num_tokens) lies in the destination blocks.
 
-    `held`: what the caller of fetch(hold=True) releases once it needs the exporter's blocks no
-    more; None otherwise, the export has been acknowledged. `adopted`: after fetch(adopt=True) the
-    ids of all pages, which lie in the exporter's pool; they may be read until `held` says no.
+    `held`: what the caller of fetch(hold=True) releases once it does not need the exporter's blocks
+    any more; None if the export has been acknowledged. `adopted`: after fetch(adopt=True) the ids
+    of all pages, which lie in the exporter's pool; they may be read while `held` is safe.
     """
 
     num_tokens: int
@@ -188,7 +190,8 @@ class KVConnector(Protocol):
         ...
 
     def want_back(self, wanted: bool) -> None:
-        """Tell who has adopted our blocks whether we are short of them. Any thread; cheap."""
+        """Announce to peers that have adopted our blocks whether we are short of blocks. Any
+        thread; cheap."""
         ...
 
     def adopts(self, handle: KVHandle) -> bool:
@@ -196,13 +199,13 @@ class KVConnector(Protocol):
         ...
 
     def follows_prefill(self, handle: KVHandle) -> bool:
-        """Whether a fetch has nothing to gain before token 1: then its exporter, which has the
-        token to compute, should not even be asked."""
+        """Whether a fetch gains nothing by beginning before token 1. Then it should not even ask
+        its exporter, which has the token to compute."""
         ...
 
     def precision_of(self, handle: KVHandle) -> str | None:
-        """How what a fetch of `handle` writes differs from KV computed here: None if in no bit,
-        else a tag that salts prefix hashes, e.g. "bfloat16>int8"."""
+        """How the KV that a fetch of `handle` writes differs from KV computed here: None if in no
+        bit, else a tag that salts prefix hashes, e.g. "bfloat16>int8"."""
         ...
 
     async def renew(self, handle: KVHandle, epoch: int | None = None) -> None:
@@ -242,7 +245,8 @@ class Wire(Protocol):
         ...
 
     def finish(self) -> None:
-        """Say no more; what was sent still arrives. The last call but `cancel`. Idempotent."""
+        """End our direction; frames already sent still arrive. Only `cancel` may follow.
+        Idempotent."""
         ...
 
     def cancel(self) -> None:
@@ -276,14 +280,15 @@ class Span:
 @dataclass(frozen=True, slots=True)
 class Remote:
     """The exporter's end of a direct fetch: how it stores KV, and in which of its blocks the
-    sequence lies (one table per layer group). Where its memory is, the lane's address says."""
+    sequence lies (one table per layer group). The lane's address says where its memory is."""
 
     format: PoolFormat
     tables: tuple[tuple[int, ...], ...]
 
     def table(self, layer: int, ours: KVMemory) -> tuple[int, ...]:
-        """The layer's blocks. Which layers share them follows from the model and their format, or
-        all do; how ours are grouped says nothing. Raises KVRefused for as many as cannot be."""
+        """The exporter's blocks of the layer. There is one table for all layers, or one per layer
+        group as the model and the exporter's format form them; our own grouping plays no part.
+        Raises KVRefused for any other number of tables."""
         if len(self.tables) == 1:
             return self.tables[0]
         groups = _groups(ours.layers, self.format)
@@ -348,11 +353,11 @@ class LendingLane(Protocol):
     """A lane to pools of which pages can be used in place."""
 
     def want_back(self, wanted: bool) -> None:
-        """Tell those who use pages of our own pool whether we are short of them. Any thread."""
+        """Announce to users of our own pool's pages whether we are short of pages. Any thread."""
         ...
 
     def let_go(self) -> None:
-        """Of the memory of peers that have died, where nobody uses it. Any thread, now and then."""
+        """Unmap the memory of dead peers that nobody uses. Any thread, now and then."""
         ...
 
     def lends(self, address: LaneAddress) -> bool:
@@ -374,8 +379,8 @@ class Incoming(Protocol):
         ...
 
     def receive(self, timeout_s: float) -> Buffer | None:
-        """The fetcher's next parcel, valid until the next call; None when it has said all, is gone,
-        or is silent too long."""
+        """The fetcher's next parcel, valid until the next call; None when it has sent all, is gone,
+        or is silent for too long."""
         ...
 
     def on_closed(self, callback: Callable[[], None]) -> None:

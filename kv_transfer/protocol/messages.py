@@ -56,8 +56,9 @@ class Hello:
 @dataclass(frozen=True, slots=True)
 class Fetch:
     """Asks for tokens [start_token, end of the export) of all layers; which heads follows from the
-    formats in both HELLOs. `windowed`: of a sliding-window layer only what later tokens see.
-    `adopt` (codec `direct`): all of it will be read where it lies, for as long as it is renewed."""
+    formats in both HELLOs. `windowed`: of a sliding-window layer only the tokens that later ones
+    see. `adopt` (codec `direct`): all of it will be read where it lies, for as long as it is
+    renewed."""
 
     export_seq: int
     secret: bytes = field(repr=False)
@@ -88,7 +89,7 @@ class Data:
 @dataclass(frozen=True, slots=True)
 class End:
     """All has been sent. `waited_ms`: how long the exporter had nothing to send meanwhile.
-    `lease_ms`: to one that adopts, by how much the lease was extended just before."""
+    `lease_ms`: for a fetcher that adopts, by how much the lease was extended just before."""
 
     num_tokens: int
     lease_held: bool

@@ -16,8 +16,8 @@ which perform the actions and report back as events.
                                    <------    CONFIRM (the lease was held until after its last read)
     ACK                            ------>    releases the export
 
-Who adopts (reads the blocks where they lie) is told BLOCKS and END alone, END extends the lease,
-and its ACK comes when it reads no more.
+A fetcher that adopts (reads the blocks where they lie) gets BLOCKS and END only. END extends the
+lease, and the fetcher's ACK comes when it reads no more.
 Instead of FETCH: RENEW (answered by CONFIRM), or CONFIRM (answered by CONFIRM) and then an ACK
 that releases. Then the next FETCH, RENEW or CONFIRM may follow without a handshake. A step missing
 from a table is illegal and raises, naming state and event: KVCorrupt when the peer caused it,
@@ -137,7 +137,7 @@ class ExporterSession:
         self._begin(Fetch(0, b"", "", 0))
 
     def _begin(self, fetch: Fetch) -> None:
-        """What belongs to one FETCH alone."""
+        """Reset what belongs to one FETCH."""
         self._fetch = fetch
         self._heads: list[range] = []
         self._frame_tokens: list[int] = []

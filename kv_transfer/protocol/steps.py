@@ -29,7 +29,7 @@ class Landed:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """The peer is gone or has said its last word."""
+    """The peer is gone or has sent its last frame."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Exporter: the export is not, or no longer, to be had."""
+    """Exporter: the export does not exist, or may not be read (any more)."""
 
     failure: Failure
 
@@ -140,7 +140,7 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class Settle:
-    """Wait until everything pulled has landed: the lease is asked about after the last read."""
+    """Wait until all pulled bytes have landed: the lease is checked after the last read."""
 
 
 ExporterEvent: TypeAlias = Arrived | Opened | Refused | Progress | Idle | LeaseHeld | Closed

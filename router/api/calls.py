@@ -51,7 +51,7 @@ GRACE_S: Final = 5.0  # the dispatcher keeps the deadline itself; this one catch
 
 
 @dataclass(frozen=True, slots=True)
-class Runner:
+class CallRunner:
     """What runs completions: parts of RouterServices."""
 
     dispatch: Dispatch
@@ -130,14 +130,14 @@ class Call:
         """How a stream ends that failed in the middle."""
         return sse_frame(error_object(error)) + DONE
 
-    async def whole(self, runner: Runner) -> bytes:
+    async def whole(self, runner: CallRunner) -> bytes:
         """The JSON of the whole answer."""
         prompts = range(len(self.completions))
         choices = await together([self._choices(prompt, runner) for prompt in prompts])
         return msgspec.json.encode(self._reply([one for some in choices for one in some]))
 
     async def _choices(
-        self, prompt: int, runner: Runner
+        self, prompt: int, runner: CallRunner
     ) -> list[ChatChoice] | list[CompletionChoice]:
         """The whole choices of one prompt."""
         completion, indices = self.completions[prompt], self.indices(prompt)
@@ -166,7 +166,7 @@ class Call:
 
 
 async def _read(
-    runner: Runner, completion: Completion, into: Sequence[_WholeChat | _WholeText]
+    runner: CallRunner, completion: Completion, into: Sequence[_WholeChat | _WholeText]
 ) -> None:
     async with aclosing(runner.deltas(completion)) as deltas:
         async for delta in deltas:

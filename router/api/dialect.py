@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 import orjson
 
 from baton.protocol.errors import BatonError, InvalidRequest
-from router.api.calls import Runner
+from router.api.calls import CallRunner
 from router.api.openai.bodies import ChatBody, checked
 from router.api.sse import StreamReply
 from router.api.unserved import GENERATING
@@ -109,14 +109,14 @@ class DialectCall:
     def broken(self, error: BatonError) -> bytes:
         return frames_of(self.answer.broken(error), self.after)
 
-    async def whole(self, runner: Runner) -> bytes:
+    async def whole(self, runner: CallRunner) -> bytes:
         async with aclosing(runner.deltas(self.completion)) as deltas:
             async for delta in deltas:
                 self.answer.take(delta)
         await self.answer.last()
         return orjson.dumps(self.answer.whole())
 
-    def reply(self, runner: Runner, stream: bool | None) -> StreamReply | WholeReply:
+    def reply(self, runner: CallRunner, stream: bool | None) -> StreamReply | WholeReply:
         return StreamReply(self, runner) if stream else WholeReply(self, runner)
 
 

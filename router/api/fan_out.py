@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from baton.protocol.errors import InvalidRequest
 
 
-class Asked(Protocol):
+class FanOut(Protocol):
     """What is read of a body (router/api/openai/bodies.py)."""
 
     @property
@@ -26,7 +26,7 @@ class Asked(Protocol):
     def early_stopping(self) -> bool | str | None: ...
 
 
-def fan_out(body: Asked) -> dict[str, Any]:
+def fan_out(body: FanOut) -> dict[str, Any]:
     """SamplingParams' fields for the sequences of one prompt; empty if one is asked for.
 
     Raises InvalidRequest, naming the field, for what cannot be streamed or contradicts itself.

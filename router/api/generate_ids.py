@@ -20,7 +20,7 @@ from starlette.requests import Request as HttpRequest
 from baton.protocol.adapters import adapter_name
 from baton.protocol.errors import BatonError, InvalidRequest, UnsupportedFeature
 from baton.protocol.events import TokenLogprob
-from router.api.calls import Runner
+from router.api.calls import CallRunner
 from router.api.http.reading import read_body
 from router.api.http.web_errors import error_object
 from router.api.http_api import HttpApi
@@ -125,7 +125,7 @@ class TokensCall:
         """How a stream ends that failed in the middle."""
         return sse_frame(error_object(error)) + DONE
 
-    async def whole(self, runner: Runner) -> bytes:
+    async def whole(self, runner: CallRunner) -> bytes:
         """The JSON of the whole answer."""
         outputs = [_Output() for _ in range(self.completion.num_choices)]
         async with aclosing(runner.deltas(self.completion)) as deltas:
@@ -198,7 +198,7 @@ class GenerateApi:
     def __init__(self, services: RouterServices, http: HttpApi) -> None:
         self._services = services
         self._http = http
-        self._runner = Runner(services.dispatcher, services.metrics, services.clock)
+        self._runner = CallRunner(services.dispatcher, services.metrics, services.clock)
 
     async def generate(self, request: HttpRequest) -> StreamReply | WholeReply:
         body = struct_of(object_of(await read_body(request)), GenerateBody)

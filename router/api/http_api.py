@@ -2,16 +2,15 @@
 
 Bodies and their fields are in router/api/openai/bodies.py, the way from a body to a request in
 router/api/intake.py, streaming in router/api/sse.py, whole answers in router/api/whole.py, the
-dialects of
-/v1/responses and /v1/messages in packages of their own. All state is in the RouterServices passed
-in.
+dialects of /v1/responses and /v1/messages in packages of their own. All state is in the
+RouterServices passed in.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
@@ -24,10 +23,10 @@ from baton.protocol.adapters import adapter_name
 from baton.protocol.errors import InvalidRequest, UnsupportedFeature
 from baton.runtime.metrics import CONTENT_TYPE
 from router.api.anthropic.api import AnthropicApi
-from router.api.calls import Api, Call, Runner
+from router.api.calls import Api, Call, CallRunner
 from router.api.http.preparing import end_preparing
 from router.api.http.reading import read_body
-from router.api.intake import Asked, Intake, countable, cut_prompt, length_of
+from router.api.intake import CheckedPrompt, Intake, countable, cut_prompt, length_of
 from router.api.openai.bodies import (
     Body,
     ChatBody,
@@ -67,7 +66,7 @@ class HttpApi:
         self._services = services
         self._prompts = prompts
         self._intake = Intake(services, prompts)
-        self._runner = Runner(services.dispatcher, services.metrics, services.clock)
+        self._runner = CallRunner(services.dispatcher, services.metrics, services.clock)
         self._started = int(time.time())  # what /v1/models calls `created`
 
     def routes(self) -> list[Route]:
@@ -125,11 +124,11 @@ class HttpApi:
                 text = prompt if isinstance(prompt, str) else ""
                 text = text or await self._prompts.decode(ids, terms.grant)
                 own = limited_text(guided, body, text, self._intake.formats.reasoning)
-            one = Asked(engine_id(id_, index), ids, default, terms, echo=echo, guided=own)
+            one = CheckedPrompt(engine_id(id_, index), ids, default, terms, echo=echo, guided=own)
             completions.append(self._intake.completion(body, one, model))
         rules = self._rules(body, completions[0], echo=bool(body.echo))
-        plan = _Plan("completion", id_, rules, created_at(request))
-        return self._reply(plan, body, completions)
+        head = self._head(id_, completions, request)
+        return self._reply("completion", head, rules, body, completions)
 
     async def chat_completions(self, request: HttpRequest) -> WholeReply | StreamReply:
         body = await self._read(request, ChatBody)
@@ -143,8 +142,8 @@ class HttpApi:
             role=turn.role,
             lead=turn.lead,
         )
-        plan = _Plan("chat", id_, rules, created_at(request))
-        return self._reply(plan, body, [turn.completion])
+        head = self._head(id_, [turn.completion], request)
+        return self._reply("chat", head, rules, body, [turn.completion])
 
     async def of_tokens(
         self, body: CompletionBody, ids: tuple[int, ...], id_: str, terms: Terms
@@ -158,7 +157,8 @@ class HttpApi:
         if body.thinking_token_budget is not None:
             text = await self._prompts.decode(ids, terms.grant)
             guided = limited_text(guided, body, text, self._intake.formats.reasoning)
-        return self._intake.completion(body, Asked(id_, ids, room, terms, guided=guided), model)
+        one = CheckedPrompt(id_, ids, room, terms, guided=guided)
+        return self._intake.completion(body, one, model)
 
     def _rules(
         self, body: CompletionBody | ChatBody, completion: Completion, echo: bool = False
@@ -176,17 +176,24 @@ class HttpApi:
             named_by_id=by_id,
         )
 
-    def _reply(
-        self, plan: _Plan, body: CompletionBody | ChatBody, completions: list[Completion]
-    ) -> WholeReply | StreamReply:
+    def _head(self, id_: str, completions: Sequence[Completion], request: HttpRequest) -> ReplyHead:
         name = adapter_name(completions[0].request.adapter) or completions[0].model
-        head = ReplyHead(plan.id, name, plan.created)
+        return ReplyHead(id_, name, created_at(request))
+
+    def _reply(
+        self,
+        api: Api,
+        head: ReplyHead,
+        rules: ReplyRules,
+        body: CompletionBody | ChatBody,
+        completions: list[Completion],
+    ) -> WholeReply | StreamReply:
         told = body.stream_options or StreamOptions()
         call = Call(
-            plan.api,
+            api,
             head,
             tuple(completions),
-            plan.rules,
+            rules,
             bool(told.include_usage),
             self._services.config.request_timeout_s,
             continuous_usage=bool(told.include_usage and told.continuous_usage_stats),
@@ -267,16 +274,6 @@ class HttpApi:
 
     async def _read(self, request: HttpRequest, kind: type[Body]) -> Body:
         return parse(await read_body(request), kind)
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """What kind of reply, under which id. `created`: wall-clock seconds."""
-
-    api: Api
-    id: str
-    rules: ReplyRules
-    created: int
 
 
 def _json(content: object, status: int = 200) -> Response:

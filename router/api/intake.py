@@ -1,9 +1,9 @@
 """The way in that all HTTP dialects share: a checked body becomes a Completion, ready to run.
 
 Which model, the prompt's ids, the room that they leave, sampling parameters, the Request. Bodies
-are in router/api/openai/bodies.py; another dialect (router/responses, router/anthropic) says what
-it wants as a ChatBody and gets what a chat gets. Of the HTTP request only headers are read here.
-All state is in the RouterServices passed in.
+are in router/api/openai/bodies.py; another dialect (router/api/responses, router/api/anthropic)
+says what it wants as a ChatBody and gets what a chat gets. Of the HTTP request only headers are
+read here. All state is in the RouterServices passed in.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from router.api.openai.guided_fields import asked_of, asked_of_chat
 from router.api.openai.message import DrawId
 from router.api.openai.prompt_options import bad_word_ids, logprobs_within, truncated, useful_length
 from router.api.openai.reply_ids import call_ids
-from router.api.served import ServedModel, adapter_of, model_name, served_model
+from router.api.served import ServedName, adapter_of, model_name, served_model
 from router.parsers.message import MessageRules
 from router.parsers.registry import Choice, formats_of
-from router.prompts.grammar_checks import Asked as Constraint
+from router.prompts.grammar_checks import Constraint
 from router.prompts.reader import (
     Length,
     PromptReader,
@@ -51,7 +51,7 @@ COUNTED_CONTEXTS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CheckedPrompt:
     """One prompt on its way to a Request."""
 
     id: str
@@ -115,11 +115,11 @@ class Intake:
             [tokenizer.token(token_id) or "" for token_id in tokenizer.special_ids],
         )
 
-    def model(self, asked: str | None) -> ServedModel:
+    def model(self, asked: str | None) -> ServedName:
         """See served_model."""
         return served_model(self._services, asked)
 
-    def name(self, model: ServedModel) -> str:
+    def name(self, model: ServedName) -> str:
         return model_name(self._services, model)
 
     async def chat(
@@ -146,7 +146,7 @@ class Intake:
         message = message_rules(body, asked.chat, prompt, formats, own)
         constraint = asked_of_chat(body, own, formats, message)
         guided = await self._prompts.checked(constraint, terms.grant)
-        one = Asked(engine_id(id_), ids, room, terms, message=message, guided=guided)
+        one = CheckedPrompt(engine_id(id_), ids, room, terms, message=message, guided=guided)
         short = calls is not None and calls.short_ids
         draw_id, parsed = call_ids(request, short), message is not None
         completion = self.completion(body, one, model)
@@ -164,7 +164,7 @@ class Intake:
         return count
 
     def completion(
-        self, body: CompletionBody | ChatBody, asked: Asked, model: ServedModel
+        self, body: CompletionBody | ChatBody, asked: CheckedPrompt, model: ServedName
     ) -> Completion:
         """Everything checked and drawn: the request goes to the dispatcher as it is."""
         defaults = {

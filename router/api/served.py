@@ -18,7 +18,7 @@ from router.services import RouterServices
 MOST_NAMES: Final = 20  # told of those that there are
 
 
-class ServedModel(Protocol):
+class ServedName(Protocol):
     """What `registry.model()` tells."""
 
     @property
@@ -29,10 +29,10 @@ class ServedModel(Protocol):
     def vocab_size(self) -> int: ...
 
 
-def served_model(services: RouterServices, asked: str | None) -> ServedModel:
+def served_model(services: RouterServices, asked: str | None) -> ServedName:
     """The served model. Raises ModelNotFound for a name that is neither its own nor an adapter's,
     Unavailable without a node."""
-    model: ServedModel | None = services.registry.model()
+    model: ServedName | None = services.registry.model()
     if model is None:
         raise Unavailable("no node has registered yet")
     names = model_names(services, model)
@@ -51,12 +51,12 @@ def unknown(asked: str, names: Sequence[str], field: str = "model") -> ModelNotF
     )
 
 
-def model_names(services: RouterServices, model: ServedModel) -> tuple[str, ...]:
+def model_names(services: RouterServices, model: ServedName) -> tuple[str, ...]:
     """What clients may call it; answers say the first."""
     return services.config.served_model_name or (model.name,)
 
 
-def model_name(services: RouterServices, model: ServedModel) -> str:
+def model_name(services: RouterServices, model: ServedName) -> str:
     """As this router calls it."""
     return model_names(services, model)[0]
 
@@ -74,7 +74,7 @@ def adapter_of(services: RouterServices, asked: str | None) -> str:
     While its weights are being replaced a name has several: one that each role has wins, then the
     one that most nodes offer.
     """
-    model: ServedModel | None = services.registry.model()
+    model: ServedName | None = services.registry.model()
     if asked is None or model is None or asked in model_names(services, model):
         return ""
     records = services.registry.records()
@@ -105,7 +105,7 @@ def offered(record: NodeRecord) -> list[str]:
 
 def cards(services: RouterServices, created: int) -> list[Model]:
     """What /v1/models lists: the model by each of its names, then its adapters."""
-    model: ServedModel | None = services.registry.model()
+    model: ServedName | None = services.registry.model()
     if model is None:
         return []
     names, most = model_names(services, model), model.max_model_len

@@ -16,7 +16,7 @@ from typing import Final, Protocol
 from starlette.types import Receive, Scope, Send
 
 from baton.protocol.errors import BatonError, Cancelled
-from router.api.calls import GRACE_S, Runner
+from router.api.calls import GRACE_S, CallRunner
 from router.api.http.connection import while_connected
 from router.api.http.web_errors import error_response
 from router.api.openai.replies import Frames
@@ -47,7 +47,7 @@ class StreamedCall(Protocol):
 class StreamReply:
     """ASGI answer that streams the completions of a call, their frames interleaved as they come."""
 
-    def __init__(self, call: StreamedCall, runner: Runner) -> None:
+    def __init__(self, call: StreamedCall, runner: CallRunner) -> None:
         self._call = call
         self._runner = runner
 

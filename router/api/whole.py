@@ -11,7 +11,7 @@ from typing import Protocol
 from starlette.types import Receive, Scope, Send
 
 from baton.protocol.errors import Cancelled
-from router.api.calls import GRACE_S, Runner
+from router.api.calls import GRACE_S, CallRunner
 from router.api.http.connection import while_connected
 from router.api.http.web_errors import error_response
 from router.api.receipt import with_receipt
@@ -26,7 +26,7 @@ class WholeCall(Protocol):
     def completions(self) -> tuple[Completion, ...]: ...
     @property
     def timeout_s(self) -> float: ...
-    async def whole(self, runner: Runner) -> bytes:
+    async def whole(self, runner: CallRunner) -> bytes:
         """Run the completions; the JSON of their answer."""
         ...
 
@@ -34,7 +34,7 @@ class WholeCall(Protocol):
 class WholeReply:
     """ASGI answer that waits for all completions; the client's leaving aborts them."""
 
-    def __init__(self, call: WholeCall, runner: Runner) -> None:
+    def __init__(self, call: WholeCall, runner: CallRunner) -> None:
         self._call = call
         self._runner = runner
 

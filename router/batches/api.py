@@ -35,9 +35,9 @@ from router.api.resumable.http import owner_of
 from router.batches.objects import (
     ENDED,
     PURPOSE,
-    Batch,
     BatchBody,
     BatchList,
+    BatchObject,
     FileDeleted,
     FileList,
     FileObject,
@@ -56,7 +56,7 @@ UPLOADS: Final = 4  # at once; more wait
 MAX_NAME_CHARS: Final = 255
 MAX_METADATA: Final = (16, 64, 512)  # pairs, characters of a key, of a value
 PAGE: Final = {"files": 10_000, "batches": 20}
-T = TypeVar("T", FileObject, Batch)
+T = TypeVar("T", FileObject, BatchObject)
 
 
 class BatchesApi:
@@ -144,7 +144,7 @@ class BatchesApi:
             message = f"input_file_id: a file of purpose {PURPOSE} is wanted"
             raise InvalidRequest(message, field="input_file_id")
         now = int(time.time())
-        batch = Batch(
+        batch = BatchObject(
             id=f"batch_{secrets.token_hex(12)}",
             endpoint=body.endpoint,
             input_file_id=body.input_file_id,
@@ -246,7 +246,7 @@ def _page(request: HttpRequest, listed: list[T], most: int) -> tuple[list[T], bo
     return found[:most], len(found) > most
 
 
-def _ends(page: Sequence[FileObject | Batch]) -> dict[str, Any]:
+def _ends(page: Sequence[FileObject | BatchObject]) -> dict[str, Any]:
     return {"first_id": page[0].id, "last_id": page[-1].id} if page else {}
 
 

@@ -26,7 +26,7 @@ URLS: Final = ("/v1/", "/inference/v1/", "/tokenize", "/detokenize")
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class BatchTask:
     """One request of the file."""
 
     custom_id: str
@@ -43,7 +43,7 @@ class Response:
     body: Any
 
 
-def read_tasks(path: Path) -> Iterator[Task]:
+def read_tasks(path: Path) -> Iterator[BatchTask]:
     """The file's requests in order. Raises InvalidRequest, naming the line, for a bad one."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
@@ -63,14 +63,14 @@ def check_tasks(path: Path) -> int:
     return len(seen)
 
 
-def check_new(task: Task, seen: Container[str], place: str = "") -> None:
+def check_new(task: BatchTask, seen: Container[str], place: str = "") -> None:
     """Raises InvalidRequest for a custom_id that an earlier line had."""
     if task.custom_id in seen:
         message = f"{place}custom_id {task.custom_id[:100]!r} is there twice"
         raise InvalidRequest(message, field="custom_id")
 
 
-def task_of(line: bytes, place: str) -> Task:
+def task_of(line: bytes, place: str) -> BatchTask:
     """Raises InvalidRequest; `place`: what its message says of the line."""
     try:
         content: object = orjson.loads(line)
@@ -92,7 +92,7 @@ def task_of(line: bytes, place: str) -> Task:
     known = cast("dict[str, Any]", body)
     if known.get("stream"):
         raise InvalidRequest(f"{place}: a batch does not stream", field="stream")
-    return Task(custom_id, url, known)
+    return BatchTask(custom_id, url, known)
 
 
 class Output:
@@ -121,7 +121,9 @@ class Output:
             stack.pop_all()
         self._file = file
 
-    def write(self, task: Task, response: Response | None, error: tuple[str, str] | None) -> None:
+    def write(
+        self, task: BatchTask, response: Response | None, error: tuple[str, str] | None
+    ) -> None:
         """One answer, or why there is none (code, message). On disk when it returns."""
         self._file.write(_line(task.custom_id, response, error))
         self._file.flush()

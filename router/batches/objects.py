@@ -79,7 +79,7 @@ class RequestCounts(msgspec.Struct):
     failed: int = 0
 
 
-class Batch(msgspec.Struct, kw_only=True):
+class BatchObject(msgspec.Struct, kw_only=True):
     """Times are seconds since 1970."""
 
     id: str
@@ -106,7 +106,7 @@ class Batch(msgspec.Struct, kw_only=True):
 
 
 class BatchList(msgspec.Struct, kw_only=True):
-    data: list[Batch]
+    data: list[BatchObject]
     has_more: bool
     first_id: str | None = None
     last_id: str | None = None

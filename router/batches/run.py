@@ -16,14 +16,14 @@ from typing import Final
 import httpx
 import orjson
 
-from router.batches.lines import Output, Response, Task, check_tasks, read_tasks
+from router.batches.lines import BatchTask, Output, Response, check_tasks, read_tasks
 
 RETRIED: Final = frozenset({429, 503})
 CONNECT_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class RetryPatience:
     """Tries of one request and the waits between them: doubling from `first_s`, at most `longest_s`
     if the server does not say; what it says holds up to `longest_s`, too."""
 
@@ -48,7 +48,7 @@ class BatchPlan:
     target: Path
     concurrency: int = 64
     timeout_s: float = 3600.0  # of one request
-    patience: Patience = Patience()
+    patience: RetryPatience = RetryPatience()
 
 
 @dataclass(slots=True)
@@ -102,7 +102,7 @@ class _Worker:
     outcome: Outcome
     told: Callable[[Outcome], None]
 
-    async def run(self, tasks: Iterator[Task]) -> None:
+    async def run(self, tasks: Iterator[BatchTask]) -> None:
         for task in tasks:  # shared by all workers
             response, error = await self._answer(task)
             self.output.write(task, response, error)
@@ -110,7 +110,7 @@ class _Worker:
             self.outcome.failed += not self.output.done[task.custom_id]
             self.told(self.outcome)
 
-    async def _answer(self, task: Task) -> tuple[Response | None, tuple[str, str] | None]:
+    async def _answer(self, task: BatchTask) -> tuple[Response | None, tuple[str, str] | None]:
         """The answer, the last one if none was final; or why there is none."""
         patience, attempt = self.plan.patience, 1
         while True:
@@ -122,7 +122,9 @@ class _Worker:
             await asyncio.sleep(patience.wait_s(attempt, asked))
             attempt += 1
 
-    async def _try(self, task: Task) -> tuple[Response | None, tuple[str, str] | None, str | None]:
+    async def _try(
+        self, task: BatchTask
+    ) -> tuple[Response | None, tuple[str, str] | None, str | None]:
         """Answer, error and Retry-After of one try."""
         try:
             reply = await self.client.post(task.url, json=task.body, timeout=self._timeout)

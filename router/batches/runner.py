@@ -32,13 +32,13 @@ from router.batches.lines import check_new, failure_line, read_tasks, task_of
 from router.batches.objects import (
     ENDED,
     OUTPUT_PURPOSE,
-    Batch,
     BatchError,
     BatchErrors,
+    BatchObject,
     RequestCounts,
     Status,
 )
-from router.batches.run import BatchPlan, Outcome, Patience, run_batch
+from router.batches.run import BatchPlan, Outcome, RetryPatience, run_batch
 from router.batches.store import KEPT_S, BatchPlace, BatchStore
 from router.config import RouterConfig
 from router.request.terms import GRANT_KEY
@@ -58,7 +58,7 @@ _STATUS: Final[Mapping[str, Status]] = {
 _ENDED: Final = {"cancelled": "was cancelled", "expired": "expired", "failed": "failed"}
 _FULL: Final = BatchError("storage_full", "the files of this key leave no room for its answers")
 # Its window is what ends the patience of a batch.
-_PATIENCE: Final = Patience(tries=1 << 30)
+_PATIENCE: Final = RetryPatience(tries=1 << 30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,16 +144,16 @@ class BatchRunner:
         with place.locked() as mine:
             batch = await asyncio.to_thread(self.store.batch, place.owner, place.id)
             if mine and batch.status not in ENDED:
-                await _Run(self.store, self._settings, place, batch).run(app)
+                await _BatchRun(self.store, self._settings, place, batch).run(app)
         if not mine:
             await asyncio.sleep(LOOK_S)  # somebody else runs it: not at once again
 
 
-class _Run:
+class _BatchRun:
     """One batch, whose lock is held."""
 
     def __init__(
-        self, store: BatchStore, settings: RunnerSettings, place: BatchPlace, batch: Batch
+        self, store: BatchStore, settings: RunnerSettings, place: BatchPlace, batch: BatchObject
     ) -> None:
         self._store = store
         self._settings = settings

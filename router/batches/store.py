@@ -2,7 +2,7 @@
 
     OWNER/files/ID           content                    OWNER: the digest of a key
     OWNER/files/ID.json      its FileObject
-    OWNER/batches/ID.json    the Batch, written by whoever runs it, anew each time
+    OWNER/batches/ID.json    the BatchObject, written by whoever runs it, anew each time
     OWNER/batches/ID.cancel  somebody wants it cancelled
     OWNER/batches/ID.lock    held (flock) by the process that runs it
     OWNER/batches/ID.out     answers so far
@@ -28,14 +28,14 @@ from typing import BinaryIO, Final, TypeVar
 import msgspec
 
 from baton.protocol.errors import ConfigError, InvalidRequest, Overloaded, RequestNotFound, TooLarge
-from router.batches.objects import BATCH_ID, ENDED, FILE_ID, Batch, FileObject
+from router.batches.objects import BATCH_ID, ENDED, FILE_ID, BatchObject, FileObject
 
 MOST_FILES: Final = 10_000  # of one key
 KEPT_S: Final = 30 * 86400
 MOST_OPEN: Final = 100  # batches of one key that have not ended
 _OWNER: Final = re.compile(r"[0-9a-f]{64}")
 
-T = TypeVar("T", FileObject, Batch)
+T = TypeVar("T", FileObject, BatchObject)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ class BatchStore:
 
     # ---- batches ----
 
-    def add_batch(self, owner: str, batch: Batch) -> None:
+    def add_batch(self, owner: str, batch: BatchObject) -> None:
         """Raises Overloaded."""
         known = self.batches(owner)
         if len(known) >= MOST_FILES:
@@ -170,7 +170,7 @@ class BatchStore:
             raise Overloaded(f"a key has at most {MOST_OPEN} batches that have not ended")
         self.put(self.place(owner, batch.id), batch)
 
-    def put(self, place: BatchPlace, batch: Batch) -> None:
+    def put(self, place: BatchPlace, batch: BatchObject) -> None:
         """By whoever holds the lock, or made it just now."""
         _write(place.record, batch)
 
@@ -179,17 +179,17 @@ class BatchStore:
             raise _unknown("batch", id_)
         return BatchPlace(owner, id_, self._folder(owner, "batches"))
 
-    def batch(self, owner: str, id_: str) -> Batch:
+    def batch(self, owner: str, id_: str) -> BatchObject:
         """As it is to be told: one that is to be cancelled says so."""
         place = self.place(owner, id_)
-        found = _read(place.record, Batch)
+        found = _read(place.record, BatchObject)
         if found is None:
             raise _unknown("batch", id_)
         return _with_cancel(found, place)
 
-    def batches(self, owner: str) -> list[Batch]:
+    def batches(self, owner: str) -> list[BatchObject]:
         """The newest first."""
-        found = _all(self._folder(owner, "batches"), Batch)
+        found = _all(self._folder(owner, "batches"), BatchObject)
         return [_with_cancel(batch, self.place(owner, batch.id)) for batch in found]
 
     def open_batches(self) -> list[BatchPlace]:
@@ -198,7 +198,7 @@ class BatchStore:
         for owner in self._owners():
             found += [
                 (batch.created_at, self.place(owner, batch.id))
-                for batch in _all(self._folder(owner, "batches"), Batch)
+                for batch in _all(self._folder(owner, "batches"), BatchObject)
                 if batch.status not in ENDED
             ]
         return [place for _, place in sorted(found, key=lambda each: (each[0], each[1].id))]
@@ -206,7 +206,7 @@ class BatchStore:
     def sweep(self) -> None:
         """Delete files that have expired, and records of batches that nobody asks for any more."""
         for owner in self._owners():
-            for batch in _all(self._folder(owner, "batches"), Batch):
+            for batch in _all(self._folder(owner, "batches"), BatchObject):
                 if batch.status in ENDED and batch.created_at < time.time() - KEPT_S:
                     self.place(owner, batch.id).record.unlink(missing_ok=True)
             for file in _all(self._folder(owner, "files"), FileObject):
@@ -228,7 +228,7 @@ class BatchStore:
         return folder
 
 
-def _with_cancel(batch: Batch, place: BatchPlace) -> Batch:
+def _with_cancel(batch: BatchObject, place: BatchPlace) -> BatchObject:
     if batch.status in ENDED or not place.cancel.exists():
         return batch
     at = int(place.cancel.stat().st_mtime)
@@ -259,7 +259,7 @@ def _read(path: Path, kind: type[T]) -> T | None:
         return None
 
 
-def _write(path: Path, value: FileObject | Batch) -> None:
+def _write(path: Path, value: FileObject | BatchObject) -> None:
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     partial.write_bytes(msgspec.json.encode(value))
     partial.replace(path)

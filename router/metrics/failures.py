@@ -21,7 +21,7 @@ from router.tallies import counters
 
 
 @dataclass(frozen=True, slots=True)
-class Watched:
+class WatchedParts:
     """Where the numbers are."""
 
     store: StoreGuard
@@ -29,13 +29,13 @@ class Watched:
     retries: RetryBudget
 
 
-def watch_failures(registry: CollectorRegistry, watched: Watched) -> None:
+def watch_failures(registry: CollectorRegistry, watched: WatchedParts) -> None:
     """Export them in `registry`. Once per router."""
     registry.register(_Failures(watched))
 
 
 class _Failures(Collector):
-    def __init__(self, watched: Watched) -> None:
+    def __init__(self, watched: WatchedParts) -> None:
         self._watched = watched
 
     def collect(self) -> Iterable[Metric]:

@@ -1,4 +1,4 @@
-"""Deaths: how many nodes have died, or hung, of one request; after so many it is FAILED."""
+"""Deaths: how many nodes have died of one request, or hung; after MAX_NODE_DEATHS it is FAILED."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from router.nodes.registry import NodeRegistry
 
 
 class Deaths:
-    """`note` those that it may have been the reason for (router/nodes/suspects.py). `count`: how
-    often that was; `guilty`: by the last verdict."""
+    """`note` the deaths that the request may have caused (router/nodes/attachments.py says which).
+    `count`: how many these are. `guilty`: whether they were too many, by the last verdict."""
 
     def __init__(self, registry: NodeRegistry) -> None:
         self._registry = registry
@@ -25,9 +25,9 @@ class Deaths:
         (self._hung if hung else self._lost).add(boot_id)
 
     async def are_enough(self) -> bool:
-        """Is it the request that does it? A node that comes back as the same boot has not died:
-        the network was away, or this router stood still. So before that is said it is waited for.
-        """
+        """Has the request caused too many deaths? A node that comes back as the same boot has not
+        died: the network was away, or this router stood still. So such nodes are waited for before
+        the verdict."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._registry.connect_s):
                 await self._registry.wait_until(lambda: not self._seem_enough())

@@ -1,6 +1,6 @@
-"""NodeDirectory: where a router learns which nodes exist: the node records in Redis.
+"""Which nodes exist (NodeDirectory: the node records in Redis), and which may come (ExpectedNodes).
 
-Not here: whether a node answers (router/nodes/session.py). Without Redis there is no directory and
+Not here: whether a node answers (router/nodes/session.py). Without Redis there is no directory, and
 the addresses come from the command line.
 """
 
@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable, Iterable
 from typing import Any, Final, Protocol
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from baton.protocol import wire
+from baton.protocol.clock import Clock
 from baton.protocol.errors import InvalidRequest, StoreUnavailable
 from baton.protocol.handles import NodeRecord
 from baton.runtime.redis_keys import NODE_PATTERN
+from router.nodes.policy import NodeSnapshot
 
 logger = logging.getLogger(__name__)
 SCAN_COUNT: Final = 1000
+CouldServe = Callable[[NodeSnapshot], bool]
 
 
 class NodeDirectory(Protocol):
@@ -57,3 +61,38 @@ class RedisDirectory:
             key async for key in self._redis.scan_iter(match=NODE_PATTERN, count=SCAN_COUNT)
         ]
         return keys, list(await self._redis.mget(keys)) if keys else []
+
+
+class ExpectedNodes:
+    """Nodes that may serve soon though they do not now, so that requests wait for them.
+
+    A node is expected while it is connected or its record lives, and for `wait_s` after that: it is
+    started again, or it drains and another takes its place, or this router itself was paused and
+    has not connected again. With `wait_s` 0 no node is expected. Event loop only. Not here: which
+    requests wait, and where (router/request/dispatch.py, router/request/gate/gate.py).
+    """
+
+    def __init__(self, clock: Clock, wait_s: float) -> None:
+        self._clock = clock
+        self._wait_s = wait_s
+        self._until: dict[str, tuple[float, NodeSnapshot]] = {}  # by boot id
+
+    def here(self, records: Iterable[NodeRecord]) -> None:
+        """These nodes are here now: they are expected for `wait_s` from now on."""
+        until = self._clock.monotonic() + self._wait_s
+        for record in records:
+            self._until[record.boot_id] = until, NodeSnapshot.of(record)
+
+    def refused(self, record: NodeRecord) -> None:
+        """This router does not use it: nobody waits for it."""
+        self._until.pop(record.boot_id, None)
+
+    def left_s(self, could_serve: CouldServe) -> float:
+        """For how long a node that could serve is still expected; 0 if there is none.
+
+        `could_serve` is asked of each as if it were connected and idle.
+        """
+        now = self._clock.monotonic()
+        self._until = {boot: kept for boot, kept in self._until.items() if kept[0] > now}
+        ends = [until for until, node in self._until.values() if could_serve(node)]
+        return max(ends) - now if ends else 0.0

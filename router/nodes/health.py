@@ -1,20 +1,22 @@
-"""NodeHealth: what a router holds against its nodes, and when that counts for nothing.
+"""NodeHealth: which nodes a router puts in quarantine, and when it disregards that.
 
     flapping     a node whose sessions broke `deaths` times within `window_s` is in quarantine: it
                  gets no new requests for `first_s`, twice as long after each relapse
-    failing      so is one that answered `failures` requests in a row with an internal error
+    failing      the same for a node that answered `failures` requests in a row with an internal
+                 error
     panic        when fewer than `panic_share` of a role's nodes are healthy, quarantine is
                  disregarded: the judgement is more likely wrong than most of the nodes, and the
                  few that are left must not get everybody's load
 
-Requests that run on a node in quarantine stay there. A node that says (or shows) that its engine
-makes no progress gets nothing either, panic or not: that is a fact. Not here: what becomes of
-requests whose node is lost (router/request/dispatch.py). Nodes are known by address and by name,
-because a restart may change either.
+Requests that run on a node in quarantine stay there. A node whose engine makes no progress gets no
+new requests either, with or without panic: that is no judgement but a fact. Watchdog finds nodes
+that do not report it. Nodes are known by address and by name, because a restart may change either.
+Not here: what becomes of requests whose node is lost (router/request/dispatch.py).
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -50,7 +52,7 @@ class HealthStats:
 
 @dataclass(slots=True)
 class _Case:
-    """One node's file."""
+    """What is known of one node."""
 
     deaths: deque[float] = field(default_factory=deque[float])
     failures: int = 0  # in a row
@@ -95,8 +97,8 @@ class NodeHealth:
         self._quarantine(due, now)
 
     def heard(self, keys: Sequence[str], step: NodeStep) -> None:
-        """What a node says of its requests. Peers' faults, full pools and bad requests are none of
-        its own."""
+        """A node's step reports on its requests. Faults of peers, full pools and bad requests do
+        not count against it."""
         faults = sum(failed.code == InternalError.code for failed in step.failed)
         if not faults:
             if step.tokens and self._cases:
@@ -114,7 +116,7 @@ class NodeHealth:
         self._quarantine(due, self._clock.monotonic())
 
     def _quarantine(self, cases: Sequence[_Case], now: float) -> None:
-        """One, whatever the number of a node's names."""
+        """Counts as one quarantine, however many names the node has."""
         settings = self._settings
         self.stats.quarantines += bool(cases)
         for case in cases:
@@ -153,3 +155,39 @@ class NodeHealth:
         mine = [node for node in nodes if node.role is role]
         healthy = sum(node.fit and not self.in_quarantine(node.keys) for node in mine)
         return healthy < self._settings.panic_share * len(mine)
+
+
+class Watchdog:
+    """Ends the session of a node that is silent though it has requests of this router.
+
+    A node sends a message with every step, and at least once a heartbeat, however long its step
+    takes. A hanging engine is reported by its node (baton/node/progress.py). So silence means that
+    the node's event loop hangs, although gRPC's own threads still answer pings. A node without
+    requests of ours may be silent.
+
+    `busy`: has the node requests of ours? The life: heard() and began() as they happen, `bite` as a
+    task of each session.
+    """
+
+    def __init__(self, clock: Clock, stall_s: float, busy: Callable[[], bool]) -> None:
+        self._clock = clock
+        self._stall_s = stall_s
+        self._busy = busy
+        self._since = clock.monotonic()  # the last message, or the first request after a pause
+
+    def heard(self) -> None:
+        self._since = self._clock.monotonic()
+
+    def began(self) -> None:
+        """It has a request of ours, and had none before."""
+        self.heard()
+
+    async def bite(self) -> None:
+        """Returns once the node has been silent for too long."""
+        while True:
+            left = self._stall_s
+            if self._busy():
+                left -= self._clock.monotonic() - self._since
+            if left <= 0:
+                return
+            await asyncio.sleep(left)

@@ -50,7 +50,7 @@ class Move:
     )
 
     def end(self, outcome: Outcome, stats: MigrationStats, now: float) -> None:
-        """Tell whoever waits, count it."""
+        """Notify whoever waits for it, and count it."""
         if outcome == "done":
             stats.done += 1
             stats.tokens += self.tokens
@@ -113,7 +113,7 @@ class Migrator:
                 task.cancel()
 
     def round(self) -> None:
-        """Begin what moves are due; none waits here."""
+        """Begin the moves that are due, and do not wait for them."""
         nodes = [node for node in self._parts.snapshots() if node.role is Role.DECODE]
         candidates = self._parts.requests.candidates()
         draining = {node.boot_id for node in nodes if node.load.draining}
@@ -139,7 +139,7 @@ class Migrator:
         task.add_done_callback(lambda _: self._ended(request_id))
 
     def _ended(self, request_id: str) -> None:
-        """A place is free: whoever still waits on a draining node takes it at once."""
+        """A move is over, so the next request may leave a draining node at once."""
         _, task = self._moving.pop(request_id)
         if task.cancelled():
             return
@@ -161,7 +161,8 @@ def relief(
     """At most one request per full node that another node has plenty of room for.
 
     A node is full if it has swapped requests out and next to no free blocks. The largest request
-    that fits goes: it makes the most room. One moved lately stays, so that nothing goes to and fro.
+    that fits moves: it makes the most room. A request that has moved lately stays, so that none
+    goes to and fro.
     """
     chosen: list[Candidate] = []
     for source in nodes:

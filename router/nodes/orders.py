@@ -1,5 +1,5 @@
-"""Orders: what this router tells one node to do, and waits for: orders to the node itself, none to
-its requests. Event loop only."""
+"""Orders: what an operator orders one node to do, and its answers. An order is for the node itself,
+not for one of its requests. Event loop only."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Orders:
             self._open.pop(number, None)
 
     def answered(self, answers: Sequence[Controlled]) -> None:
-        for told in answers:
-            done = self._open.get(told.number)
+        for answer in answers:
+            done = self._open.get(answer.number)
             if done is None or done.done():
                 continue
-            if told.code:
-                done.set_exception(error_from_code(told.code, told.message, told.field))
+            if answer.code:
+                done.set_exception(error_from_code(answer.code, answer.message, answer.field))
             else:
                 done.set_result(None)
 

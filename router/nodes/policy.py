@@ -51,12 +51,12 @@ class NodeSnapshot:
     unreported_tokens: int = 0
     pooling: int = 0
     adapters: tuple[str, ...] = ()
-    max_num_seqs: int = 0  # 0 = not told
+    max_num_seqs: int = 0  # 0 = not reported
     shunned: bool = False  # it hangs, or is in quarantine (router/nodes/health.py)
 
     @staticmethod
     def of(record: NodeRecord) -> NodeSnapshot:
-        """The node as it says of itself, idle and empty."""
+        """The node as its record describes it, idle and empty."""
         return NodeSnapshot(
             node_id=record.node_id,
             boot_id=record.boot_id,
@@ -212,7 +212,8 @@ def holds_width(node: NodeSnapshot, width: int) -> bool:
 
 
 def is_full(node: NodeSnapshot) -> bool:
-    """It has a queue of its own. A few may have come in with the step under way: these are none."""
+    """Does it have a queue of its own? A few waiting requests are none: they came in during the
+    step under way."""
     load = node.load
     return load.swapped > 0 or load.waiting > max(FEW_WAITING, SHARE_WAITING * load.running)
 
@@ -252,7 +253,7 @@ def prefix_lengths(ask: Ask, nodes: Iterable[NodeSnapshot]) -> dict[str, int]:
     groups: dict[tuple[bytes, int], list[NodeSnapshot]] = {}
     for node in nodes:
         if not node.prefix:
-            continue  # it holds nothing of anybody's
+            continue  # it holds no blocks
         root = root_hash(node.model_digest, ask.tenant_salt, node.kv_dtype, ask.adapter)
         groups.setdefault((root, node.block_size), []).append(node)
     lengths: dict[str, int] = {}
@@ -305,7 +306,7 @@ def _drawn(
     settings: PolicySettings,
     tie: float,
 ) -> Sequence[NodeSnapshot]:
-    """Two of them by `tie`, if that is wanted and only load tells the nodes apart."""
+    """Two of them, chosen by `tie`, if the settings want that and the nodes differ only in load."""
     count = len(nodes)
     if not settings.two_choices or count <= 2:
         return nodes

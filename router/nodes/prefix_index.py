@@ -1,8 +1,8 @@
-"""PrefixIndex: which block hashes one node holds, as its block events tell.
+"""PrefixIndex: which block hashes one node holds, as its block events report.
 
-A hint for the policy, never a promise.
-Events are numbered per session, from the session's snapshot on. A gap means that some were lost:
-everything is forgotten and learned again from what follows.
+It is a hint for the policy, never a promise. Events are numbered per session, from the session's
+snapshot on. A gap means that some events were lost: then all hashes are dropped, and the index is
+filled again by the events that follow.
 """
 
 from __future__ import annotations

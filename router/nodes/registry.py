@@ -1,7 +1,7 @@
 """NodeRegistry: the nodes that this router knows, a session each, snapshots for the policy.
 
 Nodes come from the directory (Redis records, each heartbeat) or from the command line; either way a
-node counts only after its own Hello. The directory away: what is known stays. The life: start() ->
+node counts only after its own Hello. While the directory is away known nodes stay. Life: start() ->
 run() as a task -> stop().
 """
 
@@ -20,8 +20,7 @@ from baton.protocol.handles import NodeRecord, Role
 from baton.protocol.kv_spec import PROTOCOL_VERSION
 from baton.runtime.timing import Timing
 from baton.runtime.tls import TlsFiles
-from router.nodes.directory import NodeDirectory
-from router.nodes.expected import CouldServe, ExpectedNodes
+from router.nodes.directory import CouldServe, ExpectedNodes, NodeDirectory
 from router.nodes.health import Known, NodeHealth
 from router.nodes.policy import NodeSnapshot
 from router.nodes.session import NodeSession, SessionContext, StepLog
@@ -131,7 +130,8 @@ class NodeRegistry:
             await asyncio.wait(tasks, timeout=STOP_S)
 
     async def refresh(self) -> None:
-        """One look into the directory: sessions to new nodes, none to those that are gone."""
+        """Read the directory once: open sessions to new nodes, close those to nodes that are
+        gone."""
         directory = self._parts.directory
         if directory is None:
             return
@@ -206,7 +206,7 @@ class NodeRegistry:
 
     @property
     def connect_s(self) -> float:
-        """What a session with a node that is there takes at most."""
+        """The longest time that the session with a living node takes to come up."""
         return self._parts.timing.connect_s
 
     @property
@@ -229,7 +229,8 @@ class NodeRegistry:
     async def may_come(self, could_serve: CouldServe) -> bool:
         """Wait for news of the nodes; False, at once: none that could serve is expected.
 
-        Some news come without a word, like a quarantine's end: it waits for a heartbeat at most.
+        Some changes send no notice, like the end of a quarantine, so it waits for a heartbeat at
+        most.
         """
         left_s = self.expected_s(could_serve)
         if left_s <= 0:
@@ -240,7 +241,7 @@ class NodeRegistry:
         return True
 
     def watch_reports(self, watcher: Callable[[], None]) -> None:
-        """Call `watcher` whenever a node has reported and its requests have been told."""
+        """Call `watcher` whenever a node has reported and its requests have been notified."""
         self._watchers.append(watcher)
 
     def admit(self, address: str, record: NodeRecord) -> None:
@@ -289,10 +290,11 @@ class NodeRegistry:
     # ---- inside ----
 
     def _compare_precision(self, record: NodeRecord, other: NodeRecord) -> None:
-        """Of two nodes that may go on with each other's requests. Raises ConfigError where these
-        are promised to come out alike. Nodes of an older version do not tell."""
-        told = record.precision and other.precision
-        if not told or _computes(record) == _computes(other):
+        """Compare two nodes that may go on with each other's requests. Raises ConfigError if their
+        precision differs though the same tokens are promised. Nodes of an older version do not
+        report a precision."""
+        reported = record.precision and other.precision
+        if not reported or _computes(record) == _computes(other):
             return
         text = f"node {record.node_id} computes in {_computes(record)}, node {other.node_id} in"
         text += f" {_computes(other)}"
@@ -304,7 +306,7 @@ class NodeRegistry:
         return self._known().connected
 
     def _known(self) -> _Links:
-        """Put together when a session came up or went down, not for each request."""
+        """The sessions that stand. Made anew only after a session came up or went down."""
         if self._links is None:
             connected = [
                 (session, session.record)
@@ -350,7 +352,7 @@ def _computes(record: NodeRecord) -> str:
 
 
 def _model_of(records: Sequence[NodeRecord]) -> ServedModel | None:
-    """What they serve; None of nobody."""
+    """What the nodes serve; None without nodes."""
     if not records:
         return None
     first = records[0]

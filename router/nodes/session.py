@@ -1,12 +1,11 @@
-"""NodeSession: this router's one stream to one node; all that the two say goes through it.
+"""NodeSession: this router's one stream to one node; all messages of the two go through it.
 
 The life: run() connects -> Hello both ways, `admit` checks the node's record -> messages -> the
-stream breaks -> every attached request is told SessionLost -> back-off -> again, until run() is
+stream breaks -> every attached request gets SessionLost -> back-off -> again, until run() is
 cancelled. A broken session is not resynchronised. Protobuf stops here (baton/protocol/wire.py).
 
-Steps are routed in one pass: the tokens of all that have come are appended to the log in one call,
-then each event goes to the request it names, if that is attached and the epoch is the one it was
-sent with.
+Steps are routed in one pass. The tokens of all waiting steps are appended to the log in one call.
+Then each event goes to the request that it names, if that request is attached in the same epoch.
 """
 
 from __future__ import annotations
@@ -25,20 +24,23 @@ import grpc.aio
 from baton.protocol import messages, wire
 from baton.protocol.clock import Clock, SystemClock
 from baton.protocol.errors import BatonError, ConfigError, InvalidRequest, NodeLost
-from baton.protocol.events import NodeStep, RequestFailed, TokenEvent
+from baton.protocol.events import NodeStep, TokenEvent
 from baton.protocol.handles import NodeLoad, NodeRecord
 from baton.runtime.failpoints import FAILPOINTS
 from baton.runtime.timing import Timing, channel_options
 from protos import node_pb2, node_pb2_grpc
-from router.nodes.attachments import Attachment, SessionLost, Told
-from router.nodes.health import NodeHealth
+from router.nodes.attachments import (
+    Attachment,
+    Attachments,
+    RequestEvent,
+    SessionLost,
+    in_order,
+)
+from router.nodes.health import NodeHealth, Watchdog
 from router.nodes.mailbox import Mailbox
 from router.nodes.orders import Orders
 from router.nodes.policy import NodeSnapshot
 from router.nodes.prefix_index import PrefixIndex
-from router.nodes.steps import in_order, read_steps
-from router.nodes.suspects import suspects
-from router.nodes.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 FIRST_BACKOFF_S: Final = 0.1
@@ -65,7 +67,7 @@ class SessionContext:
     clock: Clock
     log: StepLog
     admit: Callable[[str, NodeRecord], None]
-    changed: Callable[[], None]  # a session came up or went down, a node began to drain
+    changed: Callable[[], None]  # a session came up or went down, or a node began to drain
     lost: Callable[[NodeRecord], None] = lambda _: None  # its session went down
     reported: Callable[[], None] = lambda: None  # a step has been routed
     credentials: grpc.ChannelCredentials | None = None  # None: without TLS
@@ -80,16 +82,12 @@ class NodeSession:
         self._load = NodeLoad()
         self._connected = False
         self._refused = ""
-        self._attached: dict[str, Attachment] = {}
-        self._assigned_tokens = 0
-        self._pooling = 0
-        self._unreported: dict[str, int] = {}  # request -> prompt tokens
-        self._unreported_tokens = 0  # their sum
+        self._attached = Attachments()
         self._outbox: Mailbox[messages.RouterMessage] = Mailbox()
         self._wake = asyncio.Event()
-        self._drained = False  # the node has said its last words
+        self._drained = False  # the node has sent its last step
         self._snapshot: NodeSnapshot | None = None  # None: something has changed since
-        self._doubted = False  # it hung, and nothing has been heard of its engine since
+        self._doubted = False  # it hung, and has reported no progress since
         stall_s = context.timing.stall_s
         self._watchdog = Watchdog(context.clock, stall_s, lambda: bool(self._attached))
         self.prefix = PrefixIndex()
@@ -104,7 +102,7 @@ class NodeSession:
 
     @property
     def record(self) -> NodeRecord | None:
-        """What the node last said of itself; None until its first Hello."""
+        """The node's record as it was sent last; None until its first Hello."""
         return self._record
 
     @property
@@ -113,8 +111,8 @@ class NodeSession:
 
     @property
     def stalled(self) -> bool:
-        """Its engine makes no progress: by its own account, or it was silent for too long and has
-        not shown any since."""
+        """Its engine makes no progress: the node has reported that, or it was silent for too long
+        and has reported nothing since."""
         return self._doubted or self._load.stalled
 
     @property
@@ -125,7 +123,7 @@ class NodeSession:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """What it is known by in router/nodes/health.py."""
+        """The names under which router/nodes/health.py knows it."""
         return (self.address,) if self._record is None else (self.address, self._record.node_id)
 
     @property
@@ -140,17 +138,17 @@ class NodeSession:
     @property
     def assigned_tokens(self) -> int:
         """Prompt tokens that this router's requests still have to compute there."""
-        return self._assigned_tokens
+        return self._attached.tokens
 
     @property
     def unreported_tokens(self) -> int:
-        """Of these, sent since the node last told its load: not yet part of it."""
-        return self._unreported_tokens
+        """Of these, sent since the node last reported its load: not yet part of that load."""
+        return self._attached.unreported_tokens
 
     @property
     def suspects(self) -> set[str]:
         """Requests that the node may have died of, if it has died."""
-        return suspects(self._attached.values(), self._load.running + self._load.waiting)
+        return self._attached.suspects(self._load.running + self._load.waiting)
 
     def snapshot(self, record: NodeRecord) -> NodeSnapshot:
         """All of this for the policy, made anew only when something has changed."""
@@ -160,9 +158,9 @@ class NodeSession:
                 load=self._load,
                 prefix=self.prefix.hashes,
                 assigned=self.assigned,
-                assigned_tokens=self._assigned_tokens,
+                assigned_tokens=self.assigned_tokens,
                 unreported_tokens=self.unreported_tokens,
-                pooling=self._pooling,
+                pooling=self._attached.pooling,
                 shunned=self.stalled,
             )
         return self._snapshot
@@ -173,33 +171,23 @@ class NodeSession:
         """Route a request's events. Raises NodeLost when the session is down."""
         if not self._connected:
             raise NodeLost(f"node {self.address} is not connected")
-        if attachment.request_id in self._attached:
+        if self._attached.holds(attachment.request_id):
             self.detach(attachment.request_id)
         self._snapshot = None
         if not self._attached:
             self._watchdog.began()
-        self._attached[attachment.request_id] = attachment
-        self._assigned_tokens += attachment.tokens
-        self._pooling += attachment.pooled
-        self._unreported[attachment.request_id] = attachment.tokens
-        self._unreported_tokens += attachment.tokens
+        self._attached.add(attachment)
 
     def detach(self, request_id: str) -> None:
         """Route nothing more to the request. Twice is safe."""
         self._snapshot = None
-        attachment = self._attached.pop(request_id, None)
-        unreported = self._unreported.pop(request_id, 0)
-        self._unreported_tokens -= unreported
-        if attachment is not None:
-            self._assigned_tokens -= attachment.tokens
-            self._pooling -= attachment.pooled
-        # One that the node refused is never part of its load, and an idle node tells no load. Last:
-        # whoever is told looks at all of the above.
-        if unreported or (attachment is not None and attachment.tokens):
+        # The load never contains a request that the node refused, and an idle node reports no load.
+        # So its room is reported here; last, because the receiver reads the state of this session.
+        if self._attached.remove(request_id):
             self._context.reported()
 
     def send(self, message: messages.RouterMessage) -> None:
-        """Queue a message; dropped when the session is down (whoever is attached has been told)."""
+        """Queue a message; dropped when the session is down (its requests know of that)."""
         if self._connected:
             self._outbox.put(message)
 
@@ -225,7 +213,7 @@ class NodeSession:
             backoff = min(2 * backoff, LAST_BACKOFF_S)
 
     async def _connect_and_serve(self) -> str:
-        """One session from connect to end; answers why it ended."""
+        """One session from connect to end; returns why it ended."""
         try:
             async with self._call() as call:
                 await self._hello(call)
@@ -295,18 +283,18 @@ class NodeSession:
         self._context.changed()
 
     async def _converse(self, call: Any) -> None:
-        """Read and write until the stream ends or the node has drained; raises what broke it, after
-        whatever was read before."""
+        """Read and write until the stream ends or the node has drained. First all that was read is
+        routed, then the error that ended the stream is raised."""
         steps: asyncio.Queue[NodeStep | BaseException | None] = asyncio.Queue(UNTAKEN_STEPS)
         tasks = [
             asyncio.create_task(self._write(call)),
-            asyncio.create_task(read_steps(call, steps)),
+            asyncio.create_task(_read_steps(call, steps)),
             asyncio.create_task(self._watch(steps)),
         ]
         try:
             ended = False
             while not ended:
-                # All that has come while the last ones were logged: one call to the log for them.
+                # Steps that came while the last ones were logged share one call to the log.
                 batch = [await steps.get()]
                 batch += [steps.get_nowait() for _ in range(steps.qsize())]
                 ended = await self._take_all(batch)
@@ -326,7 +314,8 @@ class NodeSession:
         return NodeLost(f"the node makes no progress: {how}")
 
     async def _take_all(self, batch: Sequence[NodeStep | BaseException | None]) -> bool:
-        """Route what was read, in order. True: it was the last. Raises what ended the reading."""
+        """Route the steps that were read, in order. True after the node's last one. Raises the
+        error that ended the reading."""
         steps = [item for item in batch if isinstance(item, NodeStep)]
         self._watchdog.heard()
         for step in steps:
@@ -344,9 +333,9 @@ class NodeSession:
             raise last
         return last is None
 
-    async def _show(self, events: Sequence[Told]) -> None:
-        """Log the tokens, then route the events, in order. Many go in parts: while one goes to
-        its clients, the store has the next."""
+    async def _show(self, events: Sequence[RequestEvent]) -> None:
+        """Log the tokens, then route the events, in order. Many events go in parts: while one part
+        goes to its clients, the store writes the next."""
         if len(events) <= PART_EVENTS:
             await self._log(events)
             self._route_all(events)
@@ -358,14 +347,14 @@ class NodeSession:
             for part, done in zip(parts, logged, strict=True):
                 await done
                 self._route_all(part)
-                await asyncio.sleep(0)  # whoever waits for these goes first
+                await asyncio.sleep(0)  # the requests that got these events run first
         finally:
             for task in logged:
                 task.cancel()
             await asyncio.gather(*logged, return_exceptions=True)
 
-    async def _log(self, events: Sequence[Told]) -> None:
-        current = [e for e in events if isinstance(e, TokenEvent) and self._attachment(e)]
+    async def _log(self, events: Sequence[RequestEvent]) -> None:
+        current = [e for e in events if isinstance(e, TokenEvent) and self._attached.receiver(e)]
         if current:
             FAILPOINTS.hit("sampled_not_logged")
             await self._context.log.append(current)
@@ -380,7 +369,7 @@ class NodeSession:
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             while True:
                 first = await self._outbox.get()
-                await asyncio.sleep(0)  # whatever else this turn of the loop brings goes along
+                await asyncio.sleep(0)  # messages of the same turn of the loop go along
                 batch = [wire.router_message_to_wire(first, clock)]
                 size = batch[0].ByteSize()
                 waiting = self._outbox.waiting
@@ -390,13 +379,12 @@ class NodeSession:
                 await call.write(_one_message(batch))
 
     def _note(self, step: NodeStep) -> None:
-        """What a step says of the node itself."""
+        """Take what a step reports of the node itself."""
         if step.load is not None:
             before, self._load = self.takes_requests, step.load
             self._doubted = False
             self._snapshot = None
-            self._unreported.clear()
-            self._unreported_tokens = 0
+            self._attached.load_reported()
             if before != self.takes_requests:
                 self._context.changed()
         self.orders.answered(step.controlled)
@@ -409,38 +397,25 @@ class NodeSession:
             self._context.health.heard(self.keys, step)
         self.prefix.apply(step.block_events_seq, step.block_events)
 
-    def _route_all(self, events: Sequence[Told]) -> None:
+    def _route_all(self, events: Sequence[RequestEvent]) -> None:
         for event in events:
             self._route(event)
 
-    def _attachment(self, event: Told) -> Attachment | None:
-        attachment = self._attached.get(event.request_id)
-        if attachment is None:
-            return None
-        # Epoch 0: the node refused the message before it could read the epoch.
-        unread = isinstance(event, RequestFailed) and event.epoch == 0
-        return attachment if unread or attachment.epoch == event.epoch else None
-
-    def _route(self, event: Told) -> None:
-        attachment = self._attachment(event)
+    def _route(self, event: RequestEvent) -> None:
+        attachment = self._attached.receiver(event)
         if attachment is None:
             self._context.health.stats.stale_events += 1
             return
-        if not attachment.begun and isinstance(event, TokenEvent):
-            attachment.begun = True
-            if attachment.tokens:
-                self._assigned_tokens -= attachment.tokens  # computed: token 1 is the proof
-                attachment.tokens = 0
-                self._snapshot = None
+        first = not attachment.begun and isinstance(event, TokenEvent)
+        if first and self._attached.begin(attachment):
+            self._snapshot = None
         attachment.deliver(event)
 
     def _lose(self, reason: str) -> None:
         was_connected, self._connected = self._connected, False
         self.prefix.clear()
         blamed = set[str]() if self._drained else self.suspects
-        attached, self._attached = list(self._attached.values()), {}
-        self._assigned_tokens = self._unreported_tokens = self._pooling = 0
-        self._unreported.clear()
+        attached = self._attached.clear()
         self._snapshot = None
         node_id = self.address if self._record is None else self._record.node_id
         self.orders.lost(NodeLost(f"node {node_id} is lost"))
@@ -468,3 +443,17 @@ def _one_message(batch: Sequence[node_pb2.RouterMessage]) -> node_pb2.RouterMess
     if len(batch) == 1:
         return batch[0]
     return node_pb2.RouterMessage(batch=node_pb2.RouterBatch(messages=batch))
+
+
+async def _read_steps(call: Any, steps: asyncio.Queue[NodeStep | BaseException | None]) -> None:
+    """Steps as they come, then None at the stream's end, or the exception that broke it."""
+    try:
+        while (message := await call.read()) is not grpc.aio.EOF:
+            step = wire.node_message_from_wire(message)
+            if not isinstance(step, NodeStep):
+                raise InvalidRequest("a second hello", field="hello")
+            await steps.put(step)
+    except Exception as error:  # noqa: BLE001  raised where the steps are taken
+        await steps.put(error)
+    else:
+        await steps.put(None)

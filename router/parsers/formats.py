@@ -11,7 +11,7 @@ from typing import Final
 
 from baton.guided.xml_parameters import QWEN, ParameterMarks
 from router.parsers import harmony
-from router.parsers.frames import Frame, framed
+from router.parsers.frames import CallFrame, framed
 from router.parsers.grammar import ToolFormat
 from router.parsers.json_calls import Either, JsonObject, KeyedObject, Named
 from router.parsers.literals import Literals
@@ -21,74 +21,76 @@ from router.parsers.tagged import Tagged
 # ---- a JSON object with name and arguments ----
 
 _OBJECT: Final = JsonObject()
-_TOOL_CALL: Final = Frame("<tool_call>\n", "\n</tool_call>", "\n")
-_LISTED: Final = Frame(opening="<tool_calls>", closing="</tool_calls>", separator=", ", array=True)
+_TOOL_CALL: Final = CallFrame("<tool_call>\n", "\n</tool_call>", "\n")
+_LISTED: Final = CallFrame(
+    opening="<tool_calls>", closing="</tool_calls>", separator=", ", array=True
+)
 
 HERMES: Final = framed("hermes", _TOOL_CALL, _OBJECT)
 LONGCAT: Final = framed(
-    "longcat", Frame("<longcat_tool_call>\n", "\n</longcat_tool_call>", "\n"), _OBJECT
+    "longcat", CallFrame("<longcat_tool_call>\n", "\n</longcat_tool_call>", "\n"), _OBJECT
 )
 LLAMA3_JSON: Final = framed(
     "llama3_json",
-    Frame(separator="; ", bare="{", also=(("<|python_tag|>", ""),)),
+    CallFrame(separator="; ", bare="{", also=(("<|python_tag|>", ""),)),
     JsonObject("parameters"),
 )
 GRANITE: Final = framed(
     "granite",
-    Frame(opening="<|tool_call|>", separator=", ", array=True,
+    CallFrame(opening="<|tool_call|>", separator=", ", array=True,
           also=(("<tool_call>", "</tool_call>"),)),
     _OBJECT,
 )  # fmt: skip
-GRANITE_20B_FC: Final = framed("granite-20b-fc", Frame("<function_call> "), _OBJECT)
+GRANITE_20B_FC: Final = framed("granite-20b-fc", CallFrame("<function_call> "), _OBJECT)
 HUNYUAN_A13B: Final = framed("hunyuan_a13b", _LISTED, _OBJECT)
 JAMBA: Final = framed("jamba", _LISTED, _OBJECT)
 MINIMAX: Final = framed(
     "minimax",
-    Frame(opening="<tool_calls>\n", separator="\n", closing="\n</tool_calls>"),
+    CallFrame(opening="<tool_calls>\n", separator="\n", closing="\n</tool_calls>"),
     _OBJECT,
 )
 NEMOTRON_JSON: Final = framed(
     "nemotron_json",
-    Frame(opening="<TOOLCALL>", closing="</TOOLCALL>", separator=", ", array=True),
+    CallFrame(opening="<TOOLCALL>", closing="</TOOLCALL>", separator=", ", array=True),
     _OBJECT,
 )
 PHI4_MINI_JSON: Final = framed(
     "phi4_mini_json",
-    Frame(opening="functools", separator=", ", array=True,
+    CallFrame(opening="functools", separator=", ", array=True,
           also=(("<|tool_call|>", "<|/tool_call|>"),)),
     _OBJECT,
 )  # fmt: skip
 PHI4_MINI: Final = framed(
     "phi4_mini_json",
-    Frame(opening="<|tool_call|>", closing="<|/tool_call|>", separator=", ", array=True,
+    CallFrame(opening="<|tool_call|>", closing="<|/tool_call|>", separator=", ", array=True,
           also=(("functools", ""),)),
     _OBJECT,
 )  # fmt: skip
 XLAM: Final = framed(
     "xlam",
-    Frame(separator=", ", array=True, bare="[", also=(
+    CallFrame(separator=", ", array=True, bare="[", also=(
         ("<tool_call>", "</tool_call>"), ("[TOOL_CALLS]", ""), ("```json", "```"),
     )),
     _OBJECT,
 )  # fmt: skip
 INTERNLM: Final = framed(
     "internlm",
-    Frame("<|action_start|><|plugin|>\n", "<|action_end|>", "\n"),
+    CallFrame("<|action_start|><|plugin|>\n", "<|action_end|>", "\n"),
     JsonObject("parameters"),
 )
 COHERE: Final = framed(
     "cohere_command3",
-    Frame(opening="<|START_ACTION|>", closing="<|END_ACTION|>", separator=", ", array=True),
+    CallFrame(opening="<|START_ACTION|>", closing="<|END_ACTION|>", separator=", ", array=True),
     JsonObject("parameters", "tool_name", '"tool_call_id": "ID", '),
 )
 GIGACHAT3: Final = framed(
     "gigachat3",
-    Frame("function call<|role_sep|>\n", also=(("<|function_call|>", "<|message_sep|>"),)),
+    CallFrame("function call<|role_sep|>\n", also=(("<|function_call|>", "<|message_sep|>"),)),
     _OBJECT,
 )
 APERTUS: Final = framed(
     "apertus",
-    Frame(opening="<|tools_prefix|>", closing="<|tools_suffix|>", separator=", ", array=True),
+    CallFrame(opening="<|tools_prefix|>", closing="<|tools_suffix|>", separator=", ", array=True),
     KeyedObject(),
 )
 
@@ -96,20 +98,20 @@ APERTUS: Final = framed(
 
 _MISTRAL_NAMED: Final = Named("[ARGS]", id_after="[CALL_ID]")
 MISTRAL: Final = framed(
-    "mistral", Frame(opening="[TOOL_CALLS]", separator=", ", array=True),
+    "mistral", CallFrame(opening="[TOOL_CALLS]", separator=", ", array=True),
     Either(_OBJECT, _MISTRAL_NAMED), short_ids=True,
 )  # fmt: skip
 MISTRAL_V11: Final = framed(
-    "mistral", Frame("[TOOL_CALLS]"), Either(_MISTRAL_NAMED, _OBJECT), short_ids=True
+    "mistral", CallFrame("[TOOL_CALLS]"), Either(_MISTRAL_NAMED, _OBJECT), short_ids=True
 )  # fmt: skip
 KIMI_K2: Final = framed(
     "kimi_k2",
-    Frame("<|tool_call_begin|>", "<|tool_call_end|>",
+    CallFrame("<|tool_call_begin|>", "<|tool_call_end|>",
           opening="<|tool_calls_section_begin|>", closing="<|tool_calls_section_end|>"),
     Named("<|tool_call_argument_begin|>", before="functions.", id_after=":",
           id_pattern="[0-9]{1,3}"),
 )  # fmt: skip
-_DEEPSEEK: Final = Frame(
+_DEEPSEEK: Final = CallFrame(
     "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>",  # noqa: RUF001  the model's own bars
     opening="<｜tool▁calls▁begin｜>", closing="<｜tool▁calls▁end｜>",  # noqa: RUF001
 )  # fmt: skip
@@ -121,7 +123,7 @@ DEEPSEEK_V3: Final = framed(
 DEEPSEEK_V31: Final = framed("deepseek_v31", _DEEPSEEK, Named(_DEEPSEEK_SEPARATOR))
 SOLAR_OPEN: Final = framed(
     "solar_open",
-    Frame("<|tool_call:begin|>", "<|tool_call:end|>", opening="<|tool_calls|>",
+    CallFrame("<|tool_call:begin|>", "<|tool_call:end|>", opening="<|tool_calls|>",
           closing="<|calls|>"),
     Named("<|tool_call:args|>", id_before="<|tool_call:name|>", id_pattern="[a-z0-9]{10}"),
 )  # fmt: skip
@@ -138,29 +140,31 @@ def _function(parameters: ParameterMarks) -> Tagged:
 
 
 QWEN3_CODER: Final = framed(
-    "qwen3_coder", Frame("<tool_call>\n", "\n</tool_call>", "\n", lone="<function="),
+    "qwen3_coder", CallFrame("<tool_call>\n", "\n</tool_call>", "\n", lone="<function="),
     _function(QWEN),
 )  # fmt: skip
 MIMO: Final = framed(
-    "mimo", Frame("<tool_call>\n", "\n</tool_call>", "\n", lone="<function="), _function(_INLINE)
+    "mimo",
+    CallFrame("<tool_call>\n", "\n</tool_call>", "\n", lone="<function="),
+    _function(_INLINE),
 )
 SEED_OSS: Final = framed(
-    "seed_oss", Frame("<seed:tool_call>\n", "\n</seed:tool_call>", "\n", lone="<function="),
+    "seed_oss", CallFrame("<seed:tool_call>\n", "\n</seed:tool_call>", "\n", lone="<function="),
     _function(_INLINE),
 )  # fmt: skip
 MINIMAX_M2: Final = framed(
     "minimax_m2",
-    Frame(opening="<minimax:tool_call>\n", closing="</minimax:tool_call>", lone=_INVOKE),
+    CallFrame(opening="<minimax:tool_call>\n", closing="</minimax:tool_call>", lone=_INVOKE),
     Tagged(_INVOKE, '">\n', _NAMED, "</invoke>\n"),
 )  # fmt: skip
 DOTS: Final = framed(
     "dots",
-    Frame(opening="<dots_function_call>\n", closing="</dots_function_call>"),
+    CallFrame(opening="<dots_function_call>\n", closing="</dots_function_call>"),
     Tagged(_INVOKE, '">\n', _NAMED, "</invoke>\n"),
 )
 MINICPM5: Final = framed(
     "minicpm5",
-    Frame(lone='<function name="'),
+    CallFrame(lone='<function name="'),
     Tagged(
         '<function name="', '">', ParameterMarks('<param name="', '">', "</param>"), "</function>",
         quote=("<![CDATA[", "]]>"),
@@ -169,11 +173,15 @@ MINICPM5: Final = framed(
 _ARGS: Final = ParameterMarks("<arg_key>", "</arg_key>\n", "</arg_value>\n", "<arg_value>")
 _ARGS_INLINE: Final = ParameterMarks("<arg_key>", "</arg_key>", "</arg_value>", "<arg_value>")
 GLM45: Final = framed(
-    "glm45", Frame("<tool_call>", separator="\n"), Tagged("", "\n", _ARGS, "</tool_call>")
+    "glm45", CallFrame("<tool_call>", separator="\n"), Tagged("", "\n", _ARGS, "</tool_call>")
 )
-GLM47: Final = framed("glm47", Frame("<tool_call>"), Tagged("", "", _ARGS_INLINE, "</tool_call>"))
+GLM47: Final = framed(
+    "glm47", CallFrame("<tool_call>"), Tagged("", "", _ARGS_INLINE, "</tool_call>")
+)
 IQUEST_Q1: Final = framed(
-    "iquest_q1", Frame("<iquest_tool_call>"), Tagged("", "", _ARGS_INLINE, "</iquest_tool_call>")
+    "iquest_q1",
+    CallFrame("<iquest_tool_call>"),
+    Tagged("", "", _ARGS_INLINE, "</iquest_tool_call>"),
 )
 
 
@@ -183,7 +191,7 @@ def hy_v3(suffix: str = "") -> ToolFormat:
         f"<arg_key{suffix}>", f"</arg_key{suffix}>\n", f"</arg_value{suffix}>\n",
         f"<arg_value{suffix}>",
     )  # fmt: skip
-    frame = Frame(
+    frame = CallFrame(
         f"<tool_call{suffix}>",
         opening=f"<tool_calls{suffix}>\n", closing=f"</tool_calls{suffix}>",
     )  # fmt: skip
@@ -198,7 +206,7 @@ def _dsml(name: str, calls: str) -> ToolFormat:
         f'<{mark}parameter name="', '" string="true">', f"</{mark}parameter>\n",
         json_key_end='" string="false">',
     )  # fmt: skip
-    frame = Frame(
+    frame = CallFrame(
         opening=f"<{mark}{calls}>\n", closing=f"</{mark}{calls}>",
         lone=f'<{mark}invoke name="',
     )  # fmt: skip
@@ -209,7 +217,7 @@ DEEPSEEK_V32: Final = _dsml("deepseek_v32", "function_calls")
 DEEPSEEK_V4: Final = _dsml("deepseek_v4", "tool_calls")
 STEP3: Final = framed(
     "step3",
-    Frame(
+    CallFrame(
         "<｜tool_call_begin｜>function<｜tool_sep｜>", "<｜tool_call_end｜>",  # noqa: RUF001
         opening="<｜tool_calls_begin｜>", closing="<｜tool_calls_end｜>",  # noqa: RUF001
     ),
@@ -223,7 +231,7 @@ STEP3: Final = framed(
 _M3: Final = "]<]minimax[>["
 MINIMAX_M3: Final = framed(
     "minimax_m3",
-    Frame(opening=f"{_M3}<tool_call>\n", closing=f"{_M3}</tool_call>"),
+    CallFrame(opening=f"{_M3}<tool_call>\n", closing=f"{_M3}</tool_call>"),
     Nested(_M3, f'{_M3}<invoke name="', '">', f"{_M3}</invoke>\n"),
 )
 
@@ -231,32 +239,34 @@ MINIMAX_M3: Final = framed(
 
 PYTHONIC: Final = framed(
     "pythonic",
-    Frame(separator=", ", array=True, bare="[", also=(("```tool_code", "```"),)),
+    CallFrame(separator=", ", array=True, bare="[", also=(("```tool_code", "```"),)),
     Literals(),
 )
 LLAMA4_PYTHONIC: Final = framed(
     "llama4_pythonic",
-    Frame(separator=", ", array=True, bare="[", also=(("<|python_start|>", "<|python_end|>"),)),
+    CallFrame(separator=", ", array=True, bare="[", also=(("<|python_start|>", "<|python_end|>"),)),
     Literals(),
 )
 LFM2: Final = framed(
     "lfm2",
-    Frame(opening="<|tool_call_start|>", closing="<|tool_call_end|>", separator=", ", array=True),
+    CallFrame(
+        opening="<|tool_call_start|>", closing="<|tool_call_end|>", separator=", ", array=True
+    ),
     Literals(),
 )
 OLMO3: Final = framed(
     "olmo3",
-    Frame(opening="<function_calls>\n", separator="\n", closing="\n</function_calls>"),
+    CallFrame(opening="<function_calls>\n", separator="\n", closing="\n</function_calls>"),
     Literals(),
 )
 FUNCTIONGEMMA: Final = framed(
     "functiongemma",
-    Frame("<start_function_call>", "<end_function_call>"),
+    CallFrame("<start_function_call>", "<end_function_call>"),
     Literals("call:", "{", "}", ":", ",", ("<escape>",)),
 )
 GEMMA4: Final = framed(
     "gemma4",
-    Frame("<|tool_call>", "<tool_call|>"),
+    CallFrame("<|tool_call>", "<tool_call|>"),
     Literals("call:", "{", "}", ":", ",", ('<|"|>',)),
 )
 

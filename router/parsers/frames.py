@@ -23,11 +23,11 @@ from router.parsers.grammar import (
     tag,
 )
 from router.parsers.parts import Sink
-from router.parsers.reader import Reader, Steps
+from router.parsers.reader import Steps, TextReader
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class CallFrame:
     """`array`: the calls are a list in brackets. `bare`: characters with which calls may begin an
     answer without any mark. `lone`: what a call itself begins with, if that may stand alone.
     `also`: further marks that may begin calls, each with what closes them."""
@@ -58,21 +58,21 @@ def _stripped(*marks: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(mark.strip() for mark in marks if mark.strip()))
 
 
-def framed(name: str, frame: Frame, body: Body, short_ids: bool = False) -> ToolFormat:
+def framed(name: str, frame: CallFrame, body: Body, short_ids: bool = False) -> ToolFormat:
     """A format of its parts."""
 
-    def grammar(reader: Reader, sink: Sink, schemas: Schemas) -> Steps[None]:
+    def grammar(reader: TextReader, sink: Sink, schemas: Schemas) -> Steps[None]:
         return _FrameReader(frame, body, reader, sink, schemas).read()
 
     markers = frame.marks + body.markers
-    return ToolFormat(name, grammar, FrameWriter(frame, body), markers, frame.starts, short_ids)
+    return ToolFormat(name, grammar, CallWriter(frame, body), markers, frame.starts, short_ids)
 
 
 class _FrameReader:
     """One answer's reading. `_open`: the marks that still have to come, and are no content."""
 
     def __init__(
-        self, frame: Frame, body: Body, reader: Reader, sink: Sink, schemas: Schemas
+        self, frame: CallFrame, body: Body, reader: TextReader, sink: Sink, schemas: Schemas
     ) -> None:
         self._frame = frame
         self._body = body
@@ -171,10 +171,10 @@ _NOT_A_CALL: Final = r"([^{}\s](.|\n)*)?"  # text that no reader takes for calls
 
 
 @dataclass(frozen=True, slots=True)
-class FrameWriter:
+class CallWriter:
     """Implements grammar.Writer."""
 
-    frame: Frame
+    frame: CallFrame
     body: Body
 
     def forced(self, tools: Sequence[Tool], several: bool) -> Form:

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from router.parsers.parts import Sink
-from router.parsers.reader import Reader, Steps
+from router.parsers.reader import Steps, TextReader
 
 # Tool name -> its parameters' JSON schema; only formats that spell values without types need it.
 Schemas = Mapping[str, Mapping[str, Any]]
-Grammar = Callable[[Reader, Sink, Schemas], Steps[None]]
+Grammar = Callable[[TextReader, Sink, Schemas], Steps[None]]
 Form = dict[str, Any]  # a format of structural tags (baton/guided/structural_tags.py)
 
 
@@ -69,7 +69,7 @@ class CallEnd(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenCall:
     """One call as a model writes it: the text up to its arguments, these, and the text after."""
 
     begin: str
@@ -84,14 +84,14 @@ class Body(Protocol):
     @property
     def markers(self) -> tuple[str, ...]: ...
 
-    def read(self, reader: Reader, sink: Sink, schemas: Schemas) -> Steps[CallEnd]:
+    def read(self, reader: TextReader, sink: Sink, schemas: Schemas) -> Steps[CallEnd]:
         """Read one call. The caller's mark stays for NONE, and is gone once it is announced."""
         ...
 
-    def written(self, tool: Tool) -> Written: ...
+    def written(self, tool: Tool) -> WrittenCall: ...
 
 
-def announce(reader: Reader, sink: Sink, name: str) -> None:
+def announce(reader: TextReader, sink: Sink, name: str) -> None:
     """It is a call: nobody will go back before it."""
     reader.unmark()
     sink.call(name)

@@ -27,7 +27,7 @@ from router.parsers.grammar import (
     text_form,
 )
 from router.parsers.parts import Sink
-from router.parsers.reader import Emit, Reader, Steps
+from router.parsers.reader import Emit, Steps, TextReader
 
 START: Final = "<|start|>"
 CHANNEL: Final = "<|channel|>"
@@ -42,7 +42,7 @@ _ENDS: Final = (END, CALL, RETURN, START, CHANNEL)
 _RECIPIENT: Final = re.compile(r"\bto=([^\s<]+)")
 
 
-def read(reader: Reader, sink: Sink, schemas: Schemas) -> Steps[None]:
+def read(reader: TextReader, sink: Sink, schemas: Schemas) -> Steps[None]:
     """Read an answer to its end: see grammar.Grammar."""
     space = yield from reader.space()
     in_header = (yield from reader.comes("to=")) or (yield from reader.comes(CHANNEL))
@@ -65,7 +65,7 @@ def read(reader: Reader, sink: Sink, schemas: Schemas) -> Steps[None]:
 
 
 def _message(
-    reader: Reader, sink: Sink, schemas: Schemas, header: str, said: set[Emit]
+    reader: TextReader, sink: Sink, schemas: Schemas, header: str, said: set[Emit]
 ) -> Steps[str]:
     """One message's text; the mark that ends it, "" at the end of the answer. A line break stands
     between two that go the same way; `said`: those gone."""

@@ -17,14 +17,14 @@ from router.parsers.grammar import (
     CallEnd,
     Schemas,
     Tool,
-    Written,
+    WrittenCall,
     announce,
     json_form,
     sequence,
     text_form,
 )
 from router.parsers.parts import Sink
-from router.parsers.reader import Reader, Steps
+from router.parsers.reader import Steps, TextReader
 
 _BESIDE: Final = ("id", "type", "index", "tool_call_id")  # what may stand with name and arguments
 
@@ -43,7 +43,7 @@ class JsonObject:
         """See Body.markers."""
         return ()
 
-    def read(self, reader: Reader, sink: Sink, schemas: Schemas) -> Steps[CallEnd]:
+    def read(self, reader: TextReader, sink: Sink, schemas: Schemas) -> Steps[CallEnd]:
         """See Body.read."""
         call = _ObjectReader(self, reader, sink)
         complete = yield from call.read()
@@ -51,15 +51,15 @@ class JsonObject:
             return CallEnd.NONE
         return CallEnd.COMPLETE if complete else CallEnd.BROKEN
 
-    def written(self, tool: Tool) -> Written:
+    def written(self, tool: Tool) -> WrittenCall:
         """See Body.written."""
         named = f'"{self.name}": "{tool.name}", "{self.arguments}": '
         if not self.beside:
-            return Written("{" + named, json_form(tool.schema), "}")
+            return WrittenCall("{" + named, json_form(tool.schema), "}")
         before, after = self.beside.split("ID")
         digits = {"type": "regex", "pattern": "[0-9]{1,3}"}
         arguments = sequence(digits, text_form(after + named), json_form(tool.schema))
-        return Written("{" + before, arguments, "}")
+        return WrittenCall("{" + before, arguments, "}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class KeyedObject:
         """See Body.markers."""
         return ()
 
-    def read(self, reader: Reader, sink: Sink, schemas: Schemas) -> Steps[CallEnd]:
+    def read(self, reader: TextReader, sink: Sink, schemas: Schemas) -> Steps[CallEnd]:
         """See Body.read."""
         if not (yield from reader.literal("{")):
             return CallEnd.NONE
@@ -89,9 +89,9 @@ class KeyedObject:
         complete = complete and (yield from reader.literal("}"))
         return CallEnd.COMPLETE if complete else CallEnd.BROKEN
 
-    def written(self, tool: Tool) -> Written:
+    def written(self, tool: Tool) -> WrittenCall:
         """See Body.written."""
-        return Written(f'{{"{tool.name}": ', json_form(tool.schema), "}")
+        return WrittenCall(f'{{"{tool.name}": ', json_form(tool.schema), "}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class Named:
         """See Body.markers."""
         return (self.mark, self.end, self.before, self.id_before, self.id_after)
 
-    def read(self, reader: Reader, sink: Sink, schemas: Schemas) -> Steps[CallEnd]:
+    def read(self, reader: TextReader, sink: Sink, schemas: Schemas) -> Steps[CallEnd]:
         """See Body.read."""
         if self.before:
             yield from reader.literal(self.before)
@@ -133,17 +133,17 @@ class Named:
         yield from reader.marks(self.end)
         return CallEnd.COMPLETE
 
-    def written(self, tool: Tool) -> Written:
+    def written(self, tool: Tool) -> WrittenCall:
         """See Body.written."""
         arguments = json_form(tool.schema)
         if not self.id_pattern:
-            return Written(f"{self.before}{tool.name}{self.mark}", arguments, self.end)
+            return WrittenCall(f"{self.before}{tool.name}{self.mark}", arguments, self.end)
         own = {"type": "regex", "pattern": self.id_pattern}
         if self.id_before:
             named = text_form(f"{self.id_before}{tool.name}{self.mark}")
-            return Written(self.before, sequence(own, named, arguments), self.end)
+            return WrittenCall(self.before, sequence(own, named, arguments), self.end)
         begin = f"{self.before}{tool.name}{self.id_after}"
-        return Written(begin, sequence(own, text_form(self.mark), arguments), self.end)
+        return WrittenCall(begin, sequence(own, text_form(self.mark), arguments), self.end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,13 +158,13 @@ class Either:
         """See Body.markers."""
         return self.first.markers + self.other.markers
 
-    def read(self, reader: Reader, sink: Sink, schemas: Schemas) -> Steps[CallEnd]:
+    def read(self, reader: TextReader, sink: Sink, schemas: Schemas) -> Steps[CallEnd]:
         """See Body.read."""
         is_object = (yield from reader.peek()) == "{"
         body = self.first if is_object == isinstance(self.first, JsonObject) else self.other
         return (yield from body.read(reader, sink, schemas))
 
-    def written(self, tool: Tool) -> Written:
+    def written(self, tool: Tool) -> WrittenCall:
         """See Body.written."""
         return self.first.written(tool)
 
@@ -172,7 +172,7 @@ class Either:
 class _ObjectReader:
     """One object on its way to a call."""
 
-    def __init__(self, form: JsonObject, reader: Reader, sink: Sink) -> None:
+    def __init__(self, form: JsonObject, reader: TextReader, sink: Sink) -> None:
         self.announced = False
         self._reader = reader
         self._sink = sink

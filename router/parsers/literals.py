@@ -19,14 +19,14 @@ from router.parsers.grammar import (
     Form,
     Schemas,
     Tool,
-    Written,
+    WrittenCall,
     announce,
     sequence,
     tag,
     text_form,
 )
 from router.parsers.parts import Sink
-from router.parsers.reader import Reader, Steps, quoted
+from router.parsers.reader import Steps, TextReader, quoted
 from router.parsers.values import PLAIN_KEY, Values
 
 WRITTEN_DEPTH: Final = 4  # of those that are written in the format's own spelling, not in JSON's
@@ -51,7 +51,7 @@ class Literals:
         """See Body.markers."""
         return (self.begin, *self.quotes)
 
-    def read(self, reader: Reader, sink: Sink, schemas: Schemas) -> Steps[CallEnd]:
+    def read(self, reader: TextReader, sink: Sink, schemas: Schemas) -> Steps[CallEnd]:
         """See Body.read."""
         if self.begin and not (yield from reader.literal(self.begin)):
             return CallEnd.NONE
@@ -79,7 +79,7 @@ class Literals:
             yield from reader.space()
             yield from reader.literal(",")
 
-    def _key(self, reader: Reader) -> Steps[str]:
+    def _key(self, reader: TextReader) -> Steps[str]:
         """A parameter's name with what follows it; "" if there is none."""
         found: list[str] = []
         for quote in self.quotes:
@@ -95,13 +95,13 @@ class Literals:
 
     # ---- calls that must be made ----
 
-    def written(self, tool: Tool) -> Written:
+    def written(self, tool: Tool) -> WrittenCall:
         """See Body.written."""
         begin = f"{self.begin}{tool.name}{self.opening}"
         pairs = self._pairs(tool.schema, tool.schema, 0)
         if pairs is None:
-            return Written(begin, text_form(self.closing), "")
-        return Written(begin, pairs, self.closing)
+            return WrittenCall(begin, text_form(self.closing), "")
+        return WrittenCall(begin, pairs, self.closing)
 
     def _pairs(self, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> Form | None:
         """The properties of an object, those first that it requires; None if it has none."""

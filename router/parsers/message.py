@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from router.parsers import reasoning
 from router.parsers.grammar import Schemas, ToolFormat
 from router.parsers.parts import CallArguments, CallStart, Content, Part, Reasoning, Room, Sink
-from router.parsers.reader import Reader, Steps
+from router.parsers.reader import Steps, TextReader
 from router.parsers.reasoning import ReasoningFormat
 
 
@@ -41,7 +41,7 @@ class MessageParser:
     """One answer's state machine."""
 
     def __init__(self, rules: MessageRules) -> None:
-        self._reader = Reader()
+        self._reader = TextReader()
         marker = rules.tools.starts[0] if rules.tools is not None and rules.tools.starts else ""
         around = () if rules.reasoning is None else rules.reasoning.around
         self._sink = Sink(rules.tools is not None, rules.room, marker, around)
@@ -92,7 +92,7 @@ class MessageParser:
             self._running = next(self._grammar, True) is None
 
 
-def _read(reader: Reader, sink: Sink, rules: MessageRules) -> Steps[None]:
+def _read(reader: TextReader, sink: Sink, rules: MessageRules) -> Steps[None]:
     thought, tools = rules.reasoning, rules.tools
     if thought is not None and thought.whole is not None:
         yield from thought.whole(reader, sink, rules.schemas)

@@ -22,7 +22,7 @@ from router.parsers.grammar import (
     Form,
     Schemas,
     Tool,
-    Written,
+    WrittenCall,
     announce,
     sequence,
     tag,
@@ -30,7 +30,7 @@ from router.parsers.grammar import (
 )
 from router.parsers.literals import NOTES, WRITTEN_DEPTH
 from router.parsers.parts import Sink
-from router.parsers.reader import Emit, Reader, Steps, quoted
+from router.parsers.reader import Emit, Steps, TextReader, quoted
 from router.parsers.tagged import as_json
 
 MAX_DEPTH: Final = 64  # of what is read
@@ -51,7 +51,7 @@ class Nested:
         """See Body.markers."""
         return (self.mark,)
 
-    def read(self, reader: Reader, sink: Sink, schemas: Schemas) -> Steps[CallEnd]:
+    def read(self, reader: TextReader, sink: Sink, schemas: Schemas) -> Steps[CallEnd]:
         """See Body.read."""
         if not (yield from reader.marks(self.begin)):
             return CallEnd.NONE
@@ -67,13 +67,13 @@ class Nested:
 
     # ---- calls that must be made ----
 
-    def written(self, tool: Tool) -> Written:
+    def written(self, tool: Tool) -> WrittenCall:
         """See Body.written."""
         begin = f"{self.begin}{tool.name}{self.name_end}"
         members = self._members(tool.schema, tool.schema, 0)
         if not members:
-            return Written(begin, text_form(self.end), "")
-        return Written(begin, sequence(*members), self.end)
+            return WrittenCall(begin, text_form(self.end), "")
+        return WrittenCall(begin, sequence(*members), self.end)
 
     def _members(
         self, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int
@@ -106,7 +106,7 @@ class Nested:
 class _Elements:
     """Reads elements and emits them as JSON. `root`: where a schema's references lead."""
 
-    def __init__(self, reader: Reader, emit: Emit, mark: str, root: Mapping[str, Any]) -> None:
+    def __init__(self, reader: TextReader, emit: Emit, mark: str, root: Mapping[str, Any]) -> None:
         self._reader = reader
         self._emit = emit
         self._root = root

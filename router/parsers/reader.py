@@ -31,7 +31,7 @@ MAX_WORD: Final = 256
 WINDOW: Final = 8192  # characters that are searched at once, more than any mark has
 
 
-class Reader:
+class TextReader:
     """The text so far and the place in it. feed(piece)* -> end()."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Final
 from router.parsers import harmony
 from router.parsers.grammar import Form, Grammar
 from router.parsers.parts import Sink
-from router.parsers.reader import Reader, Steps
+from router.parsers.reader import Steps, TextReader
 
 Kwargs = Mapping[str, Any]
 OPEN: Final = "<think>"
@@ -86,7 +86,7 @@ class ReasoningFormat:
 
 
 def read(
-    reader: Reader, sink: Sink, form: ReasoningFormat, opened: bool, calls: tuple[str, ...] = ()
+    reader: TextReader, sink: Sink, form: ReasoningFormat, opened: bool, calls: tuple[str, ...] = ()
 ) -> Steps[None]:
     """Read the reasoning with its tags, if the answer starts with some. `calls`: marks at which it
     may be interrupted by a call."""

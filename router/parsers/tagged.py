@@ -22,9 +22,17 @@ from typing import Any, Final, cast
 
 from baton.guided.schema_kinds import ALL, Kinds, kind_of, kinds_of
 from baton.guided.xml_parameters import ParameterMarks, is_text, parameters
-from router.parsers.grammar import CallEnd, Schemas, Tool, Written, announce, sequence, text_form
+from router.parsers.grammar import (
+    CallEnd,
+    Schemas,
+    Tool,
+    WrittenCall,
+    announce,
+    sequence,
+    text_form,
+)
 from router.parsers.parts import Sink
-from router.parsers.reader import Reader, Steps, lines_of, quoted
+from router.parsers.reader import Steps, TextReader, lines_of, quoted
 from router.parsers.values import literal_json
 
 _WORDS: Final = {"true": "true", "false": "false", "null": "null", "none": "null"}
@@ -46,7 +54,7 @@ class Tagged:
         """See Body.markers."""
         return (self.begin, self.name_end, *self.marks.markers, self.end)
 
-    def read(self, reader: Reader, sink: Sink, schemas: Schemas) -> Steps[CallEnd]:
+    def read(self, reader: TextReader, sink: Sink, schemas: Schemas) -> Steps[CallEnd]:
         """See Body.read."""
         if not (yield from reader.marks(self.begin)):
             return CallEnd.NONE
@@ -61,7 +69,9 @@ class Tagged:
         announce(reader, sink, name)
         return (yield from self.arguments(reader, sink, schemas.get(name, {})))
 
-    def arguments(self, reader: Reader, sink: Sink, schema: Mapping[str, Any]) -> Steps[CallEnd]:
+    def arguments(
+        self, reader: TextReader, sink: Sink, schema: Mapping[str, Any]
+    ) -> Steps[CallEnd]:
         """All parameters up to `end`; what is cut short leaves the JSON cut short."""
         end, opening = self.end.strip(), "{"
         while mark := (yield from reader.until((self.marks.key, end), len)):
@@ -82,15 +92,15 @@ class Tagged:
                 break
         return CallEnd.CUT
 
-    def written(self, tool: Tool) -> Written:
+    def written(self, tool: Tool) -> WrittenCall:
         """See Body.written."""
         begin = f"{self.begin}{tool.name}{self.name_end}"
         found = parameters(tool.schema, self.marks)
         if not found:
-            return Written(begin, text_form(self.end), "")
-        return Written(begin, sequence(*found), self.end)
+            return WrittenCall(begin, text_form(self.end), "")
+        return WrittenCall(begin, sequence(*found), self.end)
 
-    def _key(self, reader: Reader, found: list[str]) -> Steps[bool | None]:
+    def _key(self, reader: TextReader, found: list[str]) -> Steps[bool | None]:
         """A parameter's name with what ends it: whether that says JSON, None if nothing does."""
         end, json_end = self.marks.key_end.strip(), self.marks.json_key_end
         mark = yield from reader.until((end, json_end, '">') if json_end else (end,), found.append)
@@ -98,7 +108,7 @@ class Tagged:
             return None
         return mark != end if mark else None
 
-    def _value(self, reader: Reader, sink: Sink, kinds: Kinds | None) -> Steps[bool]:
+    def _value(self, reader: TextReader, sink: Sink, kinds: Kinds | None) -> Steps[bool]:
         """One value with its end; False if it has none. `kinds`: what it may be, None = text.
 
         A line break at either end is layout where models write each value on lines of its own.
@@ -131,7 +141,7 @@ class Tagged:
         sink.arguments(as_json(value, kinds))
         return True
 
-    def _json(self, reader: Reader) -> Steps[str | None]:
+    def _json(self, reader: TextReader) -> Steps[str | None]:
         """A value in brackets or quotes, and the tag after it: its strings may hold that tag, too.
 
         None if it is not one; then nothing is read.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from router.parsers.reader import Emit, Reader, Steps, quoted
+from router.parsers.reader import Emit, Steps, TextReader, quoted
 
 MAX_DEPTH: Final = 64
 PLAIN_KEY: Final = re.compile(r"[^:,\[\](){}\n]*")
@@ -31,7 +31,7 @@ def literal_json(text: str) -> str | None:
     if text[:1] not in _CLOSES:
         return None
     found: list[str] = []
-    reader = Reader()
+    reader = TextReader()
     reader.feed(text)
     reader.end()
     reading = Values(reader, found.append, (), bare=False).value()
@@ -47,7 +47,7 @@ class Values:
     """Reads values and emits them as JSON. `bare`: a string may stand without quotes."""
 
     def __init__(
-        self, reader: Reader, emit: Emit, quotes: tuple[str, ...], bare: bool = True
+        self, reader: TextReader, emit: Emit, quotes: tuple[str, ...], bare: bool = True
     ) -> None:
         self._reader = reader
         self._emit = emit

@@ -32,7 +32,7 @@ BLAMED: Final = (InvalidRequest, Unavailable)  # what may be said of a grammar
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Constraint:
     """A constraint and the client's field that it came from."""
 
     guided: GuidedDecoding

@@ -20,7 +20,7 @@ from baton.text.rendering import TemplateRenderer
 from baton.text.reranking import rerank_prompts
 from baton.text.template_limits import OverBudget
 from baton.text.tokenizer import Tokenizer
-from router.prompts.grammar_checks import Asked, GrammarChecker
+from router.prompts.grammar_checks import Constraint, GrammarChecker
 from router.prompts.off_loop import Lane, OffLoop
 from router.tenants.keys import EVERYBODY, Grant
 
@@ -225,7 +225,7 @@ class PromptReader:
             grant, len(ids), lambda: [self._tokenizer.token(token_id) or "" for token_id in ids]
         )
 
-    async def checked(self, asked: Asked | None, grant: Grant) -> Asked | None:
+    async def checked(self, asked: Constraint | None, grant: Grant) -> Constraint | None:
         """What a client asked for, once its grammar was checked. Raises InvalidRequest, ..."""
         if asked is not None:
             await self._checker.check(asked.guided, asked.field, grant)

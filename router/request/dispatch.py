@@ -47,16 +47,16 @@ from router.nodes.attachments import NodeEvent, SessionLost
 from router.nodes.deaths import Deaths
 from router.nodes.migration import Candidate, Move, Outcome
 from router.nodes.policy import NodeSnapshot, Route
+from router.request.attempt import Attempt, HopFailed, NodeAttempts
 from router.request.choice import NodeChoice
 from router.request.dispatch_parts import DispatchParts
-from router.request.leg import HopFailed, Leg, Legs
+from router.request.output_stream import OutputStream
 from router.request.retry_budget import is_free, is_momentary
-from router.request.showing import Showing
 from router.request.trace import RequestTrace
 from router.store.ledger import RequestLedger, description
 
 logger = logging.getLogger(__name__)
-MAX_ATTEMPTS: Final = 8  # whatever the reason: a request never wanders for ever
+MAX_TRIES: Final = 8  # whatever the reason: a request never wanders for ever
 MOVE_S: Final = 30.0  # a migration that took longer may be asked for again
 
 
@@ -69,12 +69,12 @@ class Journey:
         self._trace = trace
         self._parts = parts
         self._clock = parts.clock
-        self.shown = Showing(request, trace, parts.clock)
+        self.shown = OutputStream(request, trace, parts.clock)
         self._output = self.shown.output
-        self._legs = Legs(parts.registry)
+        self._attempts = NodeAttempts(parts.registry)
         self._nodes = NodeChoice(parts.registry, parts.settings, parts.sessions, trace)
         self._deaths = Deaths(parts.registry)
-        self._attempts = 0
+        self._num_tries = 0
         self._planned: NodeSnapshot | None = None  # the decode node that the route named
         self._move: Move | None = None  # under way to another decode node
         self._moved_at: float | None = None
@@ -85,14 +85,14 @@ class Journey:
         self._closing = False
 
     # ---- for the dispatcher ----
-
     def start(self, ended: Callable[[], object]) -> None:
         self._task = asyncio.create_task(self._run(), name=f"request {self._request.id}")
         self._task.add_done_callback(lambda task: self._over(task, ended))
         deadline = self._request.deadline
         assert deadline is not None, "Dispatcher.run sets one"
         left_s = max(0.0, deadline - self._clock.monotonic())
-        self._timer = asyncio.get_running_loop().call_later(left_s, self._expire)
+        expired = DeadlineExceeded("the request's deadline has passed")
+        self._timer = asyncio.get_running_loop().call_later(left_s, self.cancel, expired)
 
     def _over(self, task: asyncio.Task[None], ended: Callable[[], object]) -> None:
         ended()
@@ -113,14 +113,11 @@ class Journey:
             self._why = why or self._why
             self._task.cancel()
 
-    def _expire(self) -> None:
-        self.cancel(DeadlineExceeded("the request's deadline has passed"))
-
     def stop_sample(self, sample: int) -> None:
         """No node computes it any further, none begins it again."""
         self._output.stop(sample)
         self._request = replace(self._request, ended=self._output.ended)
-        self._legs.stop_sample(sample)
+        self._attempts.stop_sample(sample)
         if self._output.finished:  # the others' ends are on their way to the caller
             self._trace.stopped_by_text()
             self.cancel()
@@ -133,24 +130,24 @@ class Journey:
     @property
     def candidate(self) -> Candidate | None:
         """What a migrator may know of it; None while no decode node has it, or it moves."""
-        leg = self._legs.decode
-        if leg is None or self._closing or not leg.connected or self._is_moving:
+        attempt = self._attempts.decode
+        if attempt is None or self._closing or not attempt.connected or self._is_moving:
             return None
         tokens = len(self._request.prompt_ids) + self._output.num_tokens
-        boot_id, decoding = leg.node.boot_id, self._ended_on_decode and self._output.num_tokens > 0
-        return Candidate(self._request.id, boot_id, tokens, decoding, self._moved_at)
+        decoding = self._ended_on_decode and self._output.num_tokens > 0
+        return Candidate(self._request.id, attempt.node.boot_id, tokens, decoding, self._moved_at)
 
     def begin_move(self) -> Move | None:
         """Ask its decode node to let go; None with nobody to ask, or nobody else to go to."""
-        leg = self._legs.decode
-        if leg is None or self.candidate is None:
+        attempt = self._attempts.decode
+        if attempt is None or self.candidate is None:
             return None
         try:
-            self._nodes.check_decode(self._request, leg.node.fingerprint, leg.node.boot_id)
+            self._nodes.check_decode(self._request, attempt.node.fingerprint, attempt.node.boot_id)
         except BatonError:
             return None
-        move = self._move = Move(leg.node.boot_id, self._clock.monotonic())
-        leg.session.send(Migrate(self._request.id, leg.epoch))
+        move = self._move = Move(attempt.node.boot_id, self._clock.monotonic())
+        attempt.session.send(Migrate(self._request.id, attempt.epoch))
         return move
 
     @property
@@ -159,7 +156,7 @@ class Journey:
         return move is not None and self._clock.monotonic() - move.asked_at < MOVE_S
 
     async def stop(self, why: BatonError | None = None) -> None:
-        """Cancel it unless it has ended; returns when nodes and store have been told."""
+        """Cancel it unless it has ended; returns when nodes and store have been notified."""
         self.cancel(why)
         if self._task is not None and not self._task.done():
             await asyncio.wait({self._task})
@@ -195,7 +192,6 @@ class Journey:
                 self.shown.close()
 
     # ---- the journey ----
-
     async def travel(self, opened: list[RequestLedger]) -> None:
         """From QUEUED to the last token. `opened` gets the ledger, for whoever records the end."""
         FAILPOINTS.hit("accepted")
@@ -204,34 +200,34 @@ class Journey:
         self._parts.retries.begin()
         while not self._output.finished:
             try:
-                await self._attempt(ledger)
+                await self._run_epoch(ledger)
             except HopFailed as failure:
                 await self._fail_over(ledger, failure)
             except Unavailable as error:
                 await self._nobody_there(ledger, error)
 
-    async def _attempt(self, ledger: RequestLedger) -> None:
+    async def _run_epoch(self, ledger: RequestLedger) -> None:
         """One epoch: give the request to its nodes, follow them to the end. Raises HopFailed."""
-        self._attempts += 1
+        self._num_tries += 1
         self.shown.restart()
         try:
-            if self._legs.has_export:
+            if self._attempts.has_export:
                 await self._hand_over(ledger)  # a decode node was lost, the export was not
             else:
                 self._give_up("nobody fetched it")  # an export that went before a node came
                 await self._begin(ledger, self._nodes.route(self._request))
             while not self._output.finished:
-                leg, event = await self._legs.next_event()
-                if leg is self._legs.prefill:
+                attempt, event = await self._attempts.next_event()
+                if attempt is self._attempts.prefill:
                     await self._on_prefill(ledger, event)
-                elif leg is self._legs.decode:
+                elif attempt is self._attempts.decode:
                     await self._on_decode(ledger, event)
-                # else: from a leg that was given up
+                # else: from an attempt that was given up
         except NodeLost as error:  # it went between the choice and the submission
             raise HopFailed(error) from error
 
     def _give_up(self, why: str) -> None:
-        self._legs.give_up(why)
+        self._attempts.give_up(why)
         self._end_move("failed")
 
     async def _begin(self, ledger: RequestLedger, route: Route) -> None:
@@ -245,13 +241,13 @@ class Journey:
             trace.dispatched_at = self._clock.monotonic()
         known = len(self._request.known_ids)
         if route.prefill is None:
-            self._legs.begin_decode(
+            self._attempts.begin_decode(
                 route.decode, SubmitDecode(self._request), known - route.decode_cached
             )
             await self._accepted(ledger)
             ledger.post(RequestState.DECODE, decode_node=route.decode.node_id)
         else:
-            self._legs.begin_prefill(
+            self._attempts.begin_prefill(
                 route.prefill, SubmitPrefill(self._request), known - route.prefill_cached
             )
             await self._accepted(ledger)
@@ -266,63 +262,62 @@ class Journey:
 
     async def _hand_over(self, ledger: RequestLedger) -> None:
         """Give handle and request to a decode node, which subscribes while the prefill runs."""
-        handle = self._legs.handle
+        handle = self._attempts.handle
         assert handle is not None, "there is an export to hand over"
         node, self._planned = self._planned, None
         if node is None or self._parts.registry.session(node.boot_id) is None:
             fingerprint = handle.endpoint.layout_fingerprint
             node = self._nodes.decode(self._request, fingerprint, leaving=handle.boot_id)
         self._trace.decode_node = node.node_id
-        ledger.post(
-            RequestState.TRANSFER,
-            decode_node=node.node_id,
-            kv_handle=wire.handle_to_bytes(handle).hex(),
-        )
-        prefilling = not self._legs.prefilled
-        self._legs.begin_decode(node, SubmitDecode(self._request, handle, prefilling))
+        exported = wire.handle_to_bytes(handle).hex()
+        ledger.post(RequestState.TRANSFER, decode_node=node.node_id, kv_handle=exported)
+        prefilling = not self._attempts.prefilled
+        self._attempts.begin_decode(node, SubmitDecode(self._request, handle, prefilling))
 
     async def _on_prefill(self, ledger: RequestLedger, event: NodeEvent) -> None:
-        legs = self._legs
+        attempts = self._attempts
         match event:
-            case HandleReady() if legs.handle is None:
+            case HandleReady() if attempts.handle is None:
                 self._trace.handle_at = self._clock.monotonic()
-                legs.take_handle(event.handle)
+                attempts.take_handle(event.handle)
                 await self._hand_over(ledger)
             case TokenEvent():
                 self._trace.count(event)
                 self.shown.show(event)
-                legs.has_prefilled()
-            case RequestFailed() if not (legs.prefilled and legs.is_subscribed):
-                self._refused(legs.prefill, event)
-            case SessionLost() if legs.is_doomed_by(event):
-                raise HopFailed(self._lost(legs.prefill, event))
-            case SessionLost() if not (legs.is_subscribed or (event.drained and legs.prefilled)):
-                raise HopFailed(self._lost(legs.prefill, event))
-            case SessionLost() if not self.shown.told:
-                lost = self._lost(legs.prefill, event)  # only a prefill tells of the prompt
+                attempts.has_prefilled()
+            case RequestFailed() if not (attempts.prefilled and attempts.is_subscribed):
+                self._refused(attempts.prefill, event)
+            case SessionLost() if attempts.is_doomed_by(event):
+                raise HopFailed(self._lost(attempts.prefill, event))
+            case SessionLost() if not (
+                attempts.is_subscribed or (event.drained and attempts.prefilled)
+            ):
+                raise HopFailed(self._lost(attempts.prefill, event))
+            case SessionLost() if not self.shown.prompt_reported:
+                lost = self._lost(attempts.prefill, event)  # only a prefill reports the prompt
                 raise HopFailed(KVLost(lost.message), export_lost=True) from lost
             case SessionLost():  # once D subscribes, it is D that reports the export's end
-                legs.exporter_suspect = event.suspect
+                attempts.exporter_suspect = event.suspect
             case _:
                 pass
 
     async def _on_decode(self, ledger: RequestLedger, event: NodeEvent) -> None:
-        legs = self._legs
+        attempts = self._attempts
         match event:
             case Subscribed():
                 self._trace.subscribed_at = self._clock.monotonic()
-                legs.subscribed()
+                attempts.subscribed()
             case TokenEvent():
-                if legs.handle is None:
+                if attempts.handle is None:
                     self._trace.count(event)
-                elif not legs.decoding:
+                elif not attempts.decoding:
                     await self._handed_over(ledger)
-                self.shown.decoded(event, self._legs.handle is not None)
-                legs.shows = self.shown.show_next  # what follows, unless it ends something
+                self.shown.decoded(event, self._attempts.handle is not None)
+                attempts.shows = self.shown.show_next  # what follows, unless it ends something
             case RequestFailed():
-                self._refused(legs.decode, event)
+                self._refused(attempts.decode, event)
             case SessionLost():
-                raise HopFailed(self._lost(legs.decode, event))
+                raise HopFailed(self._lost(attempts.decode, event))
             case HandleReady():
                 await self._move_on(ledger, event.handle)
             case Pooled():
@@ -330,8 +325,8 @@ class Journey:
 
     async def _handed_over(self, ledger: RequestLedger) -> None:
         """D's first event: the KV arrived whole, P may forget it."""
-        self._legs.decoding = True
-        self._legs.subscribed()
+        self._attempts.decoding = True
+        self._attempts.subscribed()
         if self._move is None or not self._move.tokens:
             self._trace.handover_at = self._clock.monotonic()
         else:
@@ -342,12 +337,12 @@ class Journey:
 
     async def _move_on(self, ledger: RequestLedger, handle: KVHandle) -> None:
         """The decode node has let go of the request: the next one fetches from it and goes on."""
-        assert self._legs.decode is not None, "it was the decode node that said so"
-        source = self._legs.decode.node
+        assert self._attempts.decode is not None, "it was the decode node that said so"
+        source = self._attempts.decode.node
         if self._move is None:  # asked so long ago that it was given up
             self._move = Move(source.boot_id, self._clock.monotonic())
         self._move.tokens = handle.num_tokens
-        self._legs.take_over(handle)
+        self._attempts.take_over(handle)
         self._nodes.avoid(source.boot_id)
         await self._next_epoch(ledger)
         await self._hand_over(ledger)  # never to the exporter itself
@@ -358,10 +353,9 @@ class Journey:
             self._move = None
 
     # ---- when a node fails ----
-
-    def _lost(self, leg: Leg | None, event: SessionLost) -> NodeLost:
-        if leg is not None:
-            boot_id = leg.node.boot_id
+    def _lost(self, attempt: Attempt | None, event: SessionLost) -> NodeLost:
+        if attempt is not None:
+            boot_id = attempt.node.boot_id
             self._nodes.avoid(boot_id)
             if event.suspect:
                 self._deaths.note(boot_id, hung=event.stalled)
@@ -369,81 +363,91 @@ class Journey:
                 self._end_move("given back" if event.drained else "failed")
         return NodeLost(f"node {event.node_id} was lost: {event.reason}")
 
-    def _refused(self, leg: Leg | None, event: RequestFailed) -> None:
+    def _refused(self, attempt: Attempt | None, event: RequestFailed) -> None:
         """Raise HopFailed if another node may do better, else the error that the node gave."""
         error = error_from_code(event.code, event.message, event.field)
-        if not event.retryable or leg is None:
+        if not event.retryable or attempt is None:
             raise error
         if isinstance(error, KVError):
-            raise self._kv_failed(leg, error)
+            raise self._kv_failed(attempt, error)
         if isinstance(error, GivenBack):
-            self._nodes.avoid(leg.node.boot_id)
+            self._nodes.avoid(attempt.node.boot_id)
             self._end_move("given back")
         else:
-            self._nodes.refused(leg.node.boot_id, error)
+            self._nodes.refused(attempt.node.boot_id, error)
         raise HopFailed(error)
 
-    def _kv_failed(self, leg: Leg, error: KVError) -> HopFailed:
+    def _kv_failed(self, attempt: Attempt, error: KVError) -> HopFailed:
         """The KV did not arrive. After a time-out the exporter goes on if it can: its export is
         fetched once more, elsewhere if possible. Computing it again would only add to the load."""
-        if isinstance(error, KVTimeout) and self._legs.may_fetch_again():
-            self._nodes.avoid(leg.node.boot_id)
+        if isinstance(error, KVTimeout) and self._attempts.may_fetch_again():
+            self._nodes.avoid(attempt.node.boot_id)
             return HopFailed(error)
-        exporter, lost = self._legs.prefill, isinstance(error, KVLost | KVTimeout)
+        exporter, lost = self._attempts.prefill, isinstance(error, KVLost | KVTimeout)
         if exporter is not None:
             note = self._nodes.lost_kv if lost else self._nodes.avoid
             note(exporter.node.boot_id)
-            if isinstance(error, KVLost) and self._legs.exporter_is_suspect:
+            if isinstance(error, KVLost) and self._attempts.exporter_is_suspect:
                 self._deaths.note(exporter.node.boot_id)
         return HopFailed(error, export_lost=True)
 
     async def _fail_over(self, ledger: RequestLedger, failure: HopFailed) -> None:
         """Back to QUEUED with the next epoch. Raises the failure when there have been enough."""
-        for leg, event in self._legs.pending_events():
-            # It is in the log, so it is part of the output.
-            if isinstance(event, TokenEvent) and leg is self._legs.prefill:
-                self.shown.show(event)
-                self._legs.has_prefilled()
-            elif isinstance(event, TokenEvent) and leg is self._legs.decode:
-                self.shown.decoded(event, self._legs.handle is not None)
+        self._show_pending()
         if self._output.finished:
             return
         self._trace.node_deaths = self._deaths.count
-        if self._attempts >= MAX_ATTEMPTS or await self._deaths.are_enough():
+        if self._num_tries >= MAX_TRIES or await self._deaths.are_enough():
             raise failure.error
-        keeps_export = self._legs.has_export and not failure.export_lost
-        # Who has begun goes on, whatever the load; so does who has nothing to compute again.
-        begun = self._output.num_tokens or keeps_export
-        if not (begun or is_free(failure.error)):
-            self._parts.retries.spend(failure.error)
+        keeps_export = self._attempts.has_export and not failure.export_lost
+        self._spend_retry(failure.error, keeps_export)
         logger.warning(
             "request %s: epoch %d failed after %d tokens: %s",
             self._request.id, ledger.epoch, self._output.num_tokens, failure.error.message,
         )  # fmt: skip
-        elsewhere = self._legs.handle is not None
-        if keeps_export:
-            self._legs.drop_decode()
-        else:
-            self._give_up("failover")
-        for event in await ledger.settle():  # logged, and heard of no more
-            self.shown.decoded(event, elsewhere and not event.prompt_logprobs)
+        await self._leave_nodes(ledger, keeps_export)
         if self._output.finished:
             return
         if isinstance(failure.error, GivenBack):
-            self._attempts -= 1  # as asked: nobody failed
+            self._num_tries -= 1  # as asked: nobody failed
         else:
             self._trace.retries += 1
         await self._next_epoch(ledger)
+
+    def _show_pending(self) -> None:
+        """Show delivered events that nobody has read: they are logged, so part of the output."""
+        for attempt, event in self._attempts.pending_events():
+            if isinstance(event, TokenEvent) and attempt is self._attempts.prefill:
+                self.shown.show(event)
+                self._attempts.has_prefilled()
+            elif isinstance(event, TokenEvent) and attempt is self._attempts.decode:
+                self.shown.decoded(event, self._attempts.handle is not None)
+
+    def _spend_retry(self, error: BatonError, keeps_export: bool) -> None:
+        """Raises `error` when the retry budget is spent. Requests that have emitted tokens, or have
+        nothing to compute again, go on whatever the load."""
+        if not (self._output.num_tokens or keeps_export or is_free(error)):
+            self._parts.retries.spend(error)
+
+    async def _leave_nodes(self, ledger: RequestLedger, keeps_export: bool) -> None:
+        """Hear no more of the failed epoch. What it has logged so far is shown."""
+        elsewhere = self._attempts.handle is not None
+        if keeps_export:
+            self._attempts.drop_decode()
+        else:
+            self._give_up("failover")
+        for event in await ledger.settle():
+            self.shown.decoded(event, elsewhere and not event.prompt_logprobs)
 
     async def _nobody_there(self, ledger: RequestLedger, error: Unavailable) -> None:
         """Wait for a node to come (back), as long as one is expected. Raises `error` if none is."""
         if ledger.state is not RequestState.QUEUED:
             await self._fail_over(ledger, HopFailed(error))
             return
-        self._attempts -= 1  # nobody has tried
-        if self._legs.has_export and self._nodes.serve(self._request):
+        self._num_tries -= 1  # nobody has tried
+        if self._attempts.has_export and self._nodes.serve(self._request):
             self._give_up("nobody fetches it")  # whoever is there computes it again
-        elif not await self._nodes.may_come(self._request, self._legs.handle):
+        elif not await self._nodes.may_come(self._request, self._attempts.handle):
             raise error
 
     async def _next_epoch(self, ledger: RequestLedger) -> None:
@@ -455,29 +459,24 @@ class Journey:
         self._request = replace(retried, epoch=ledger.epoch, ended=self._output.ended)
 
     # ---- the end ----
-
     async def _close(self, ledger: RequestLedger | None, outcome: RequestState) -> None:
         """Leave every node, record the terminal state."""
         trace = self._trace
         self._end_move("over")
         ended = outcome is RequestState.FINISHED and self.failure is None and not trace.text_stop
         if ended and self._ended_on_decode:
-            self._legs.finish()
+            self._attempts.finish()
         else:
-            self._legs.give_up(outcome.value)
+            self._attempts.give_up(outcome.value)
         if ledger is not None:
             if outcome not in TRANSITIONS[ledger.state]:
                 outcome = RequestState.CANCELLED  # stopped by its text between two epochs
             FAILPOINTS.hit("finishing")
+            kept, tokens = self._is_an_end(outcome), str(self._output.num_tokens)
             error = "" if self.failure is None else self.failure.code
             message = "" if self.failure is None else self.failure.message
-            tokens = str(self._output.num_tokens)
             await ledger.finish(
-                outcome,
-                kept=self._is_an_end(outcome),
-                error=error,
-                message=message,
-                output_tokens=tokens,
+                outcome, kept=kept, error=error, message=message, output_tokens=tokens
             )
         trace.outcome = outcome.value
         trace.finished_at = self._clock.monotonic()
@@ -495,4 +494,4 @@ class Journey:
     @property
     def _ended_on_decode(self) -> bool:
         """The decode node had the last word; else token 1 was it, and the export is of no use."""
-        return self._legs.decoding or self._legs.handle is None
+        return self._attempts.decoding or self._attempts.handle is None

@@ -1,8 +1,8 @@
 """API keys: ASGI middleware that denies every route by default, however its path is spelled.
 
 Only the probes are open, by exact path and for GET and HEAD; a route added later is closed without
-anybody thinking of it. Keys are compared in gate/keys.py; the grant of the one that fits goes on
-in the scope.
+anybody thinking of it. Keys are compared in router/tenants/keys.py; the grant of the one that fits
+goes on in the scope.
 """
 
 from __future__ import annotations

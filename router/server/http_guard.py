@@ -30,7 +30,7 @@ from baton.runtime.tls import TlsFiles
 from router.api.http.connection import HANG_UP, HangUp
 from router.api.http.web_errors import http_error_response, raw_error
 from router.server.half_close import INTERIM, HalfClosed
-from router.server.http_parser import BoundedParser, Phase
+from router.server.http_parser import BoundedParser, ParserPhase
 from router.server.http_writes import HeadFirst
 
 _TIMEOUT_REPLY: Final = raw_error(408, "the request did not come whole in time")
@@ -100,7 +100,7 @@ class GuardedProtocol(asyncio.Protocol):
         self._limits = limits
         self._others = server_state.connections
         self._transport: HeadFirst | None = None
-        self._waits_for = Phase.NOTHING  # else a deadline runs
+        self._waits_for = ParserPhase.NOTHING  # else a deadline runs
         self._deadline: asyncio.TimerHandle | None = None
         self._accepted = False
         self._half_closed: HalfClosed | None = None
@@ -126,7 +126,11 @@ class GuardedProtocol(asyncio.Protocol):
     def eof_received(self) -> bool:
         """The client ends its side: True keeps ours, for the answer that it waits for."""
         cycle = cast("RequestResponseCycle | None", self._inner.cycle)
-        if cycle is None or cycle.response_complete or self._parser.phase is not Phase.NOTHING:
+        if (
+            cycle is None
+            or cycle.response_complete
+            or self._parser.phase is not ParserPhase.NOTHING
+        ):
             return False
         if self._transport is None or self._inner.scheme == "https":
             return False
@@ -161,21 +165,23 @@ class GuardedProtocol(asyncio.Protocol):
     def _watch(self) -> None:
         """Start, keep or stop the deadline by what is still to come from the client."""
         phase = self._parser.phase
-        if phase is Phase.NOTHING and not self._parser.is_behind:
-            phase = Phase.HEAD  # bytes that began no request have stopped uvicorn's idle timer
+        if phase is ParserPhase.NOTHING and not self._parser.is_behind:
+            phase = (
+                ParserPhase.HEAD
+            )  # bytes that began no request have stopped uvicorn's idle timer
         if phase is self._waits_for:
             return
         self._stop()
-        if phase is not Phase.NOTHING:
+        if phase is not ParserPhase.NOTHING:
             self._start(phase)
 
-    def _start(self, phase: Phase) -> None:
+    def _start(self, phase: ParserPhase) -> None:
         self._waits_for = phase
-        seconds = self._limits.head_s if phase is Phase.HEAD else self._limits.body_s
+        seconds = self._limits.head_s if phase is ParserPhase.HEAD else self._limits.body_s
         self._deadline = self._loop.call_later(seconds, self._expired)
 
     def _stop(self) -> None:
-        self._waits_for = Phase.NOTHING
+        self._waits_for = ParserPhase.NOTHING
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None

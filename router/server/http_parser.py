@@ -25,7 +25,7 @@ MAX_PIPELINED: Final = 64  # whole requests that wait behind the one that is bei
 _INVALID: Final = raw_error(400, "invalid HTTP")
 
 
-class Phase(enum.Enum):
+class ParserPhase(enum.Enum):
     """What is read of a request."""
 
     HEAD = enum.auto()
@@ -57,7 +57,7 @@ class BoundedParser:
         self._most_extra = most_extra
         self._extra = 0
         self._body = 0
-        self.phase = Phase.HEAD
+        self.phase = ParserPhase.HEAD
         self.on_url, self.on_header = protocol.on_url, protocol.on_header
         self._parser = parser = httptools.HttpRequestParser(self)
         # HeadGuard refuses versions, with a status of its own. What a client says after its last
@@ -72,14 +72,14 @@ class BoundedParser:
     def is_behind(self) -> bool:
         """Is an earlier request than the one that is read not answered yet?"""
         cycle = cast("RequestResponseCycle | None", self._protocol.cycle)
-        if self.phase is Phase.BODY:
+        if self.phase is ParserPhase.BODY:
             return bool(self._protocol.pipeline)
         return cycle is not None and not cycle.response_complete
 
     @property
     def may_answer(self) -> bool:
         """Would an answer now be taken for that of the request that is read?"""
-        started = self.phase is Phase.BODY and self._protocol.cycle.response_started
+        started = self.phase is ParserPhase.BODY and self._protocol.cycle.response_started
         return not (self.is_behind or started)
 
     def feed_data(self, data: bytes) -> None:
@@ -101,13 +101,13 @@ class BoundedParser:
         if self.may_answer:
             protocol.transport.write(_INVALID)
         protocol.transport.close()
-        if self.phase is Phase.BODY:
+        if self.phase is ParserPhase.BODY:
             protocol.cycle.disconnected = True  # whatever its handler says is not sent any more
 
     # ---- llhttp's ----
 
     def on_message_begin(self) -> None:
-        self.phase = Phase.HEAD
+        self.phase = ParserPhase.HEAD
         self._protocol.on_message_begin()
 
     def on_headers_complete(self) -> None:
@@ -125,7 +125,7 @@ class BoundedParser:
             protocol.cycle.chunked_encoding = False
             protocol.cycle.expected_content_length = UntilTheEnd()
         protocol.headers = []  # the scope has them; trailers are nobody's
-        self.phase, self._body = Phase.BODY, 0
+        self.phase, self._body = ParserPhase.BODY, 0
 
     def on_body(self, body: bytes) -> None:
         self._extra -= len(body)
@@ -133,5 +133,5 @@ class BoundedParser:
         self._protocol.on_body(body)
 
     def on_message_complete(self) -> None:
-        self.phase, self._extra = Phase.NOTHING, 0
+        self.phase, self._extra = ParserPhase.NOTHING, 0
         self._protocol.on_message_complete()

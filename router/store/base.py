@@ -80,7 +80,7 @@ class Move:
 class LogEntry:
     """Tokens of one sample; `position` is the absolute output index of the first.
 
-    `more`: what else there is to tell of them (store/log_details.py), kept with them. One that
+    `more`: what else is known of them (store/log_details.py), kept with them. One that
     begins with END_MARK ends its sample: it is kept once, even without a new token.
     """
 
@@ -101,7 +101,7 @@ class Swept:
     epoch: int
 
 
-Told = Callable[[WriteStatus | StoreUnavailable], None]
+OnAnswer = Callable[[WriteStatus | StoreUnavailable], None]
 Claimed = Callable[[int | StoreUnavailable | None], None]
 
 
@@ -136,10 +136,10 @@ class RequestStore(Protocol):
         """
         ...
 
-    def post_claim(self, request_id: str, fields: Mapping[str, str], told: Claimed) -> None:
-        """`claim` without waiting: it takes effect before what its request is asked next.
+    def post_claim(self, request_id: str, fields: Mapping[str, str], on_answer: Claimed) -> None:
+        """`claim` without waiting: it takes effect before the next call for its request.
 
-        Raises nothing; `told` the epoch, or None, at once or later, once.
+        Raises nothing; `on_answer` gets the epoch, or None, at once or later, once.
         """
         ...
 
@@ -147,11 +147,11 @@ class RequestStore(Protocol):
         """To a non-terminal state; renews the lease."""
         ...
 
-    def post(self, move: Move, told: Told) -> None:
-        """`move` without waiting: it takes effect before what its request is asked next (but for
-        appends), alone or as one with those that follow.
+    def post(self, move: Move, on_answer: OnAnswer) -> None:
+        """`move` without waiting: it takes effect before the next call for its request (but for
+        appends), alone or joined with the moves that follow.
 
-        Raises nothing; `told` of the answer at once or later, once.
+        Raises nothing; `on_answer` gets the answer at once or later, once.
         """
         ...
 

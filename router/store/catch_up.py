@@ -1,15 +1,15 @@
-"""Catching up: what the store did not hear of a request while it was away, told late and in order.
+"""Catching up: the store gets, late and in order, the writes that it missed while it was away.
 
-Each request keeps what it owes (`Owed`), up to MAX_OWED_TOKENS of all requests together. It is told
-with a heartbeat that got through, or at the request's end:
+Each request keeps the writes that it owes (`Owed`), up to MAX_OWED_TOKENS of all requests together.
+They are written after a heartbeat that got through, or at the request's end:
 
     record    claimed late, if a plain request came in meanwhile
     log       the tokens missed, under the epoch of now
     state     one catch-up move to where the request is now, or its end
 
 New tokens join the backlog until it is empty; from then on the request is written through again.
-The fences hold as ever: who was swept by another router meanwhile is refused. A plain request then
-goes on unlogged; a resumable one is lost to this router (router/resumable/run_log.py).
+The fences hold as always: a request that another router has swept meanwhile is refused. A plain
+request then goes on unlogged; a resumable one is lost to this router (router/resumable/run_log.py).
 Not here: when the store counts as away (router/store/ledger.py).
 """
 
@@ -71,12 +71,12 @@ class Owed:
             self.runs.append(run)
 
     def by_position(self) -> list[_Run]:
-        """An append that failed late may be owed after what came behind it."""
+        """An append that failed late may be owed after entries that came later."""
         return sorted(self.runs, key=lambda run: (run.sample, run.position))
 
-    def told(self, runs: Sequence[_Run], entries: Sequence[LogEntry]) -> int:
-        """`runs` are in the log now, as far as `entries` say; what was added meanwhile is not.
-        Returns how many tokens that were: the end of a request may have told them already."""
+    def logged(self, runs: Sequence[_Run], entries: Sequence[LogEntry]) -> int:
+        """Drop what `entries` have brought into the log of `runs`; tokens that were added meanwhile
+        stay. Returns how many were dropped: the end of a request may have logged them already."""
         before = self.num_tokens
         for run, entry in zip(runs, entries, strict=True):
             count = max(0, entry.position + len(entry.token_ids) - run.position)
@@ -91,7 +91,7 @@ class Owed:
 class CatchUpStats:
     """Counters for metrics and tests."""
 
-    requests: int = 0  # that are written through again, or whose end was told
+    requests: int = 0  # that are written through again, or whose end was written late
     tokens: int = 0  # appended late
     dropped: int = 0  # tokens that found no room: that request's log ends before them
 
@@ -116,12 +116,12 @@ class CatchUp:
         ledger.owed.add(entry)
 
     def forget(self, ledger: RequestLedger) -> None:
-        """Nobody will tell it."""
+        """Its backlog will not be written."""
         self._tokens -= ledger.owed.num_tokens
         ledger.owed.runs.clear()
 
     async def all(self, store: RequestStore, ledgers: Sequence[RequestLedger]) -> None:
-        """Requests that are under way. Raises StoreUnavailable; what was told stays told."""
+        """Requests that are under way. Raises StoreUnavailable; what was written stays written."""
         for start in range(0, len(ledgers), AT_ONCE):
             some = ledgers[start : start + AT_ONCE]
             ends = await asyncio.gather(
@@ -134,7 +134,7 @@ class CatchUp:
     async def one(self, store: RequestStore, ledger: RequestLedger) -> None:
         """Until nothing is owed, or the store refuses. Raises StoreUnavailable."""
         while ledger.owes:
-            if not await self._tell(store, ledger) or ledger.state.terminal:
+            if not await self._write_backlog(store, ledger) or ledger.state.terminal:
                 return
             state, epoch = ledger.state, ledger.epoch
             move = catch_up_move(ledger)
@@ -148,13 +148,13 @@ class CatchUp:
 
     async def end(self, store: RequestStore, ledger: RequestLedger, move: Move) -> None:
         """The last of a request: its backlog, then `move`. Raises StoreUnavailable."""
-        await self._tell(store, ledger)
+        await self._write_backlog(store, ledger)
         if ledger.recorded:
             ledger.ended(await store.finish(move))
             self.stats.requests += 1
         self.forget(ledger)
 
-    async def _tell(self, store: RequestStore, ledger: RequestLedger) -> bool:
+    async def _write_backlog(self, store: RequestStore, ledger: RequestLedger) -> bool:
         """Record and log. False: the store refuses."""
         if not ledger.recorded and ledger.owes:
             record = await store.claim(ledger.request_id, ledger.owed.fields)
@@ -175,9 +175,9 @@ class CatchUp:
                 if status is not WriteStatus.OK:
                     ledger.took(status)
                     return False
-            told = ledger.owed.told(runs, entries)
-            self._tokens -= told
-            self.stats.tokens += told
+            appended = ledger.owed.logged(runs, entries)
+            self._tokens -= appended
+            self.stats.tokens += appended
             ledger.logged(entries)
         return ledger.owes
 

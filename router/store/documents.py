@@ -70,8 +70,8 @@ class DocumentTable:
         return True
 
     def find(self, owner: str, name: str, now: float) -> bytes | None:
-        """Forgets it, and those that came before all others, if their time is over: what came first
-        ends first, unless a router with other settings kept it."""
+        """Forgets it, and those that are older than all others, if their time is over: the oldest
+        end first, unless a router with other settings kept them."""
         if self.ends.get((owner, name), now) <= now:
             self.remove(owner, name)
         while self.ends:

@@ -2,7 +2,7 @@
 
 A plain request goes on when the store does not answer: the call is skipped, counted, and nothing is
 tried again until a heartbeat got through (so an outage costs each request at most one timeout). A
-request that missed a write is `behind`: what it owes is told when the store is back
+request that missed a write is `behind`: what it owes is written when the store is back
 (router/store/catch_up.py), ended ones included. The life: start() -> run() as a task -> stop().
 """
 
@@ -64,7 +64,7 @@ class RequestLedger:
 
     `recorded`: the store has a record and it is ours; while it is `claiming`, on its way. `behind`:
     a write was skipped. `refused`: the store does not take its writes any more, so nothing is owed.
-    `owed`: what to tell it. `log`: of a resumable request, which shows nothing that is not logged.
+    `owed`: writes that it missed. `log`: of a resumable request, which shows only what is logged.
     """
 
     def __init__(
@@ -88,14 +88,14 @@ class RequestLedger:
         self._claimed: asyncio.Future[None] | None = None  # its journey waits for the record
         self._posted = 0  # moves that the store has not answered
         self._appending: list[TokenEvent] = []  # on their way into the log
-        self._appended: asyncio.Event | None = None  # set when nothing is, for who waits
+        self._appended: asyncio.Event | None = None  # set when none is on its way any more
 
     def began(self) -> None:
-        """Its claim goes out now: whatever it asks of the store comes behind that."""
+        """Its claim is sent now: all its later writes come after it."""
         self.recorded = self.claiming = True
 
     def claimed(self, epoch: int | None, *, in_use: bool = False) -> None:
-        """How the claim was answered; no epoch: it was not, or the id is `in_use`."""
+        """The answer to the claim. No epoch: there was no answer, or the id is `in_use`."""
         self.claiming, self.recorded = False, epoch is not None
         self._in_use = self.refused = in_use
         if epoch is not None:
@@ -105,8 +105,8 @@ class RequestLedger:
             self._claimed.set_result(None)
 
     async def accepted(self) -> None:
-        """Until the record is there, or the store is away. Raises InvalidRequest for an id that is
-        in use."""
+        """Wait until the record is there, or the store is away. Raises InvalidRequest for an id
+        that is in use."""
         await self._claim_over()
         if self._in_use:
             raise IdInUse()
@@ -126,8 +126,9 @@ class RequestLedger:
             self._appended.set()
 
     async def settle(self) -> list[TokenEvent]:
-        """What is on its way into the log, once it is there. Before a new epoch: so far it is the
-        old owner's word, and whoever reads the log will believe it."""
+        """Wait until the events that are on their way into the log are there, and return them.
+        Needed before a new epoch: they are valid output of the old owner, and readers of the log
+        will believe them."""
         events = list(self._appending)
         if events:
             self._appended = asyncio.Event()
@@ -136,7 +137,7 @@ class RequestLedger:
 
     @property
     def owes(self) -> bool:
-        """Is there something that the store should hear when it is back?"""
+        """Is there something to write when the store is back?"""
         unclaimed = self.log is None and not self.recorded  # a resumable one must be, to begin
         return not self.refused and (self.behind or unclaimed)
 
@@ -144,7 +145,7 @@ class RequestLedger:
         """One transition to a non-terminal state. Raises IllegalTransition."""
         move = self._moved(state, fields)
         if move is not None:
-            self._told(move, await self._guard.call(lambda store: store.move(move)))
+            self._note_answer(move, await self._guard.call(lambda store: store.move(move)))
 
     def post(self, state: RequestState, **fields: str) -> None:
         """`move` that nobody waits for: the store answers before it answers what is asked next."""
@@ -155,9 +156,9 @@ class RequestLedger:
 
     def _answered(self, move: Move, status: WriteStatus | None) -> None:
         self._posted -= 1
-        self._told(move, status)
+        self._note_answer(move, status)
 
-    def _told(self, move: Move, status: WriteStatus | None) -> None:
+    def _note_answer(self, move: Move, status: WriteStatus | None) -> None:
         self.took(status)
         if status is None:
             self.owed.fields |= move.fields
@@ -181,14 +182,14 @@ class RequestLedger:
         await self._claim_over()
         kept = kept or bool(self._appending)
         check_transition(self.state, state)
-        # One that was posted may fail yet: then this one has its place.
+        # A posted move may still fail: then this one takes its place.
         behind = self.behind or self._posted > 0
         move = Move(self.request_id, self.epoch, state, fields, catch_up=behind, kept=kept)
         if self.log is not None and not kept:
             self.log.withdraw()
         if self.log is not None and state is RequestState.FINISHED:
-            told = self.log.told  # whoever asks again must be told as much
-            move = replace(move, min_tokens=told.num_tokens, min_ends=len(told.ended))
+            shown = self.log.told  # whoever asks again must get as much
+            move = replace(move, min_tokens=shown.num_tokens, min_ends=len(shown.ended))
         self.state = state
         self._guard.close(self.request_id)
         if self.owes:
@@ -212,12 +213,12 @@ class RequestLedger:
             self.log.lose()
 
     def logged(self, entries: Iterable[LogEntry]) -> None:
-        """They are in the log."""
+        """These entries are in the log."""
         if self.log is not None:
             self.log.confirm(entries)
 
     def abandon(self) -> None:
-        """Keep its lease no longer. After `finish` there is none; if even that failed, the lease
+        """Do not keep its lease any longer. After `finish` there is none; if that failed, the lease
         ends and the record is swept."""
         self._guard.close(self.request_id)
 
@@ -259,7 +260,7 @@ class StoreGuard:
         self.catch_up = CatchUp()
         self.lease_until = 0.0  # loop time: no other router sweeps what this one holds before
         self.sweeps: Callable[[], bool] = lambda: True  # may it now?
-        self.watchers: list[Callable[[Sequence[Swept]], None]] = []  # told after every heartbeat
+        self.watchers: list[Callable[[Sequence[Swept]], None]] = []  # called after every heartbeat
 
     @property
     def name(self) -> str:
@@ -324,8 +325,8 @@ class StoreGuard:
             self.close(ledger.request_id)
 
     def _unlogged(self, ledger: RequestLedger) -> RequestLedger:
-        """What becomes of a request that cannot be recorded: a plain one goes on, and is told
-        later."""
+        """The ledger of a request that cannot be recorded now: a plain one goes on, and is recorded
+        later. Raises Unavailable for a resumable one."""
         if ledger.log is not None:
             raise Unavailable("the store is away: no resumable request can be taken now")
         self._open[ledger.request_id] = ledger
@@ -376,7 +377,8 @@ class StoreGuard:
         self._open.pop(request_id, None)
 
     async def settle(self, ledger: RequestLedger, move: Move) -> None:
-        """A request ends that owes something: now if the store is there, else when it is back."""
+        """A request ends and still owes writes: they are made now if the store is there, else when
+        it is back."""
         last = replace(move, catch_up=True)
         done = await self.call(lambda store: self.catch_up.end(store, ledger, last))
         if done is None and self.stats.away:
@@ -391,7 +393,7 @@ class StoreGuard:
             ledger.log.lose()
 
     def owe(self, entries: Iterable[LogEntry]) -> None:
-        """The store was not there for these."""
+        """The store was away when these were to be written."""
         for entry in entries:
             ledger = self._open.get(entry.request_id)
             if ledger is not None and (ledger.owes or ledger.owed.cut):
@@ -416,33 +418,33 @@ class StoreGuard:
             return None
 
     async def reach(self, work: Callable[[RequestStore], Awaitable[T]]) -> T:
-        """The store's answer, for those who cannot go on without. Raises StoreUnavailable."""
+        """The store's answer, for callers that cannot go on without it. Raises StoreUnavailable."""
         try:
             return await work(self._store)
         except StoreUnavailable as error:
             self._lose(error)
             raise
 
-    def post(self, move: Move, told: Callable[[WriteStatus | None], None]) -> None:
-        """A move without waiting; `told` the store's answer, None if it is away."""
+    def post(self, move: Move, on_answer: Callable[[WriteStatus | None], None]) -> None:
+        """A move without waiting; `on_answer` gets the store's answer, None if it is away."""
         if self.stats.away:
             self.stats.skipped += 1
-            told(None)
+            on_answer(None)
             return
 
         def answered(answer: WriteStatus | StoreUnavailable) -> None:
             if isinstance(answer, StoreUnavailable):
                 self._lose(answer)
-                told(None)
+                on_answer(None)
             else:
-                told(answer)
+                on_answer(answer)
 
         self._store.post(move, answered)
 
     async def beat(self) -> None:
         """One heartbeat: keep what is held, settle what ended meanwhile, sweep what others left."""
         held = [it.request_id for it in self._open.values() if it.recorded and not it.claiming]
-        # An end that is still to be told needs its lease, too: its tokens may be among the untold.
+        # An end that is still to be written needs its lease, too: its tokens may be in the backlog.
         held += [i for i, (ledger, _) in self._unsettled.items() if ledger.recorded]
         swept: Sequence[Swept] = ()
         try:

@@ -1,10 +1,10 @@
 """What the log of a resumable request keeps beside its tokens, as text, and tokens out of it again.
 
 A resumable answer is a pure function of its canonical request and this log: whoever replays it
-tells the same ends, log-probabilities, counts and times. Pure.
+gives the same ends, log-probabilities, counts and times. Pure.
 
     "!"    first, if the entry ends its sample (router.store.base.END_MARK)
-    then a JSON object: p position of the first token as the node told it, w wall clock in whole
+    then a JSON object: p position of the first token as the node reported it, w wall clock in whole
     seconds, c prompt tokens from a cache, f finish reason, s stop token id, l log-probabilities
     (rows of [token id, logprob, rank]; null for -inf, which JSON does not have)
 """
@@ -85,8 +85,9 @@ def output_ids_of(tokens: Iterable[LoggedToken], samples: int) -> tuple[tuple[in
     return tuple(map(tuple, outputs))
 
 
-def _cells(told: TokenLogprob) -> tuple[int, float | None, int]:
-    return told.token_id, None if told.logprob == _LOWEST else told.logprob, told.rank
+def _cells(logprob: TokenLogprob) -> tuple[int, float | None, int]:
+    value = None if logprob.logprob == _LOWEST else logprob.logprob
+    return logprob.token_id, value, logprob.rank
 
 
 def _rows(rows: Iterable[Iterable[tuple[int, float | None, int]]]) -> Rows:

@@ -28,9 +28,9 @@ from router.store.base import (
     Claimed,
     LogEntry,
     Move,
+    OnAnswer,
     RequestRecord,
     Swept,
-    Told,
     WriteStatus,
 )
 from router.store.documents import DocumentTable, MemoryDocuments
@@ -104,9 +104,9 @@ class MemoryStore:
         row = self._claim(request_id, fields)
         return None if row is None else self._record(request_id, row)
 
-    def post_claim(self, request_id: str, fields: Mapping[str, str], told: Claimed) -> None:
+    def post_claim(self, request_id: str, fields: Mapping[str, str], on_answer: Claimed) -> None:
         row = self._claim(request_id, fields)
-        told(None if row is None else row.epoch)
+        on_answer(None if row is None else row.epoch)
 
     def _claim(self, request_id: str, fields: Mapping[str, str]) -> _Row | None:
         row = self._row(request_id)
@@ -131,9 +131,9 @@ class MemoryStore:
         assert not move.state.terminal, "a terminal state is `finish`'s"
         return self._write(move)
 
-    def post(self, move: Move, told: Told) -> None:
+    def post(self, move: Move, on_answer: OnAnswer) -> None:
         assert not move.state.terminal, "a terminal state is `finish`'s"
-        told(self._write(move))
+        on_answer(self._write(move))
 
     async def finish(self, move: Move) -> WriteStatus:
         assert move.state.terminal, "a non-terminal state is `move`'s"

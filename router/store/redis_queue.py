@@ -7,7 +7,7 @@ from then on its bytes go to a hiredis reader here. Not here: what a failure mea
 (router/store/redis_store.py).
 
 A connection that breaks is made anew, once, and what it had not answered is sent again: every
-script may run twice. A server that has lost its scripts is told them again, in order.
+script may run twice. A server that has lost its scripts gets them again, in order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from router.store.patience import Patience
 
 LATE_S: Final = 0.05  # by which a timer is late when this process did not run
 MAX_CALLS: Final = 256  # in one pipeline: some 5 ms of Redis
-Told = Callable[[Any], None]
+OnReply = Callable[[Any], None]
 _NOTHING: Final = object()  # no whole answer is there yet
 # Its stub asks for tuples of one item.
 _pack: Final = cast("Callable[[tuple[str | int, ...]], bytes]", hiredis.pack_command)
@@ -36,34 +36,34 @@ _pack: Final = cast("Callable[[tuple[str | int, ...]], bytes]", hiredis.pack_com
 class _Call:
     """`arguments`: number of keys, keys, arguments.
 
-    Who is told of the answer: a future, a function, or nobody: then a script is loaded.
+    The answer goes to a future or to a function; to neither if a script is loaded.
     """
 
-    __slots__ = ("again", "answer", "arguments", "script", "sent_at", "told")
+    __slots__ = ("again", "answer", "arguments", "on_reply", "script", "sent_at")
 
     def __init__(
         self,
         script: AsyncScript,
         arguments: tuple[str | int, ...],
         answer: asyncio.Future[Any] | None = None,
-        told: Told | None = None,
+        on_reply: OnReply | None = None,
     ) -> None:
         self.script = script
         self.arguments = arguments
         self.answer = answer
-        self.told = told
+        self.on_reply = on_reply
         self.sent_at = 0.0
         self.again = False  # sent for the second time
 
     @property
     def is_load(self) -> bool:
-        return self.answer is None and self.told is None
+        return self.answer is None and self.on_reply is None
 
     def settle(self, answer: Any) -> None:
-        """The answer, or the exception there is instead of one."""
+        """Deliver the answer, or the exception that came instead."""
         future = self.answer
-        if self.told is not None:
-            self.told(answer)
+        if self.on_reply is not None:
+            self.on_reply(answer)
         elif future is None or future.done():
             pass  # a script was loaded, or its caller has gone
         elif isinstance(answer, Exception):
@@ -93,7 +93,7 @@ class ScriptQueue:
     def run(
         self, script: AsyncScript, keys: Sequence[str], args: Sequence[str | int]
     ) -> asyncio.Future[Any]:
-        """The script's answer to be: RedisError, OSError or TimeoutError if there is none.
+        """A future for the script's answer: RedisError, OSError or TimeoutError if there is none.
 
         Nobody needs to wait for it. Cancelled before its pipeline is sent, it is not called.
         """
@@ -104,10 +104,10 @@ class ScriptQueue:
         return answer
 
     def post(
-        self, script: AsyncScript, keys: Sequence[str], args: Sequence[str | int], told: Told
+        self, script: AsyncScript, keys: Sequence[str], args: Sequence[str | int], on_reply: OnReply
     ) -> None:
-        """`run` for somebody who does not wait: `told` the answer, or the exception, once."""
-        self._waiting.append(_Call(script, (len(keys), *keys, *args), told=told))
+        """`run` without waiting: `on_reply` gets the answer, or the exception, once."""
+        self._waiting.append(_Call(script, (len(keys), *keys, *args), on_reply=on_reply))
         self._soon(asyncio.get_running_loop())
 
     async def stop(self) -> None:
@@ -127,7 +127,7 @@ class ScriptQueue:
         return not (self._sent or self._waiting or self._unknown)
 
     def _look_idle(self) -> None:
-        """Tell whoever stops this that nothing is under way."""
+        """Wake `stop` if nothing is under way."""
         if self._idle is not None and self._is_idle and not self._idle.done():
             self._idle.set_result(None)
 
@@ -160,7 +160,7 @@ class ScriptQueue:
             self._soon(asyncio.get_running_loop())
 
     def _flush(self) -> None:
-        """One pipeline of what waits; the rest in the next turn."""
+        """Send one pipeline of the waiting calls; the rest goes in the next turn."""
         self._flushing = False
         link, waiting = self._link, self._waiting
         loop = asyncio.get_running_loop()
@@ -218,7 +218,7 @@ class ScriptQueue:
         self._look_idle()
 
     def lost(self, link: _Link, error: Exception | None) -> None:
-        """The connection has ended: what it has not answered goes again, once."""
+        """The connection has ended: the calls that it has not answered are sent again, once."""
         if link is not self._link:
             return
         self._link = None
@@ -244,7 +244,7 @@ class ScriptQueue:
         loop = asyncio.get_running_loop()
         now = loop.time()
         waited_s, patience_s = now - self._sent[0].sent_at, self._patience.seconds
-        # Who looks late has slept himself: the answer may be there, and not have been read.
+        # A late look means that this process slept: the answer may be there and not be read yet.
         self._looked_late = not self._looked_late and now - timer.when() > LATE_S
         if waited_s < patience_s or self._looked_late:
             self._timer = loop.call_later(max(patience_s - waited_s, LATE_S), self._look)
@@ -253,7 +253,7 @@ class ScriptQueue:
         link, self._link = self._link, None
         if link is not None:
             link.close()
-        # Whoever came meanwhile has waited as long: nobody waits for two failures.
+        # Calls that came meanwhile fail, too: nobody waits for two failures.
         self._fail(TimeoutError(f"no answer within {patience_s:g} s"))
 
     def _fail(self, error: Exception) -> None:
@@ -269,7 +269,7 @@ class ScriptQueue:
 class _Link(asyncio.Protocol):
     """A connection that redis-py has made, taken over: bytes in, answers to the queue.
 
-    `loaded`: digests of the scripts that the server was told on it.
+    `loaded`: digests of the scripts that the server got over it.
     """
 
     def __init__(self, connection: Any, queue: ScriptQueue) -> None:

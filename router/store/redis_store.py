@@ -42,13 +42,13 @@ from router.store.base import (
     Claimed,
     LogEntry,
     Move,
+    OnAnswer,
     RequestRecord,
     Swept,
-    Told,
     WriteStatus,
 )
 from router.store.patience import Patience
-from router.store.posted import PostedMoves
+from router.store.pending_moves import PendingMoves
 from router.store.redis_documents import RedisDocuments
 from router.store.redis_queue import ScriptQueue
 
@@ -58,7 +58,7 @@ BEAT_CHUNK: Final = 1000  # request keys in one BEAT: ~3.5 ms of Redis
 
 
 def longest_s(timing: Timing, timeout_s: float) -> float:
-    """The longest wait for one answer: half a lease, so that a heartbeat is told within a lease; or
+    """The longest wait for one answer: half a lease, so that a heartbeat arrives within a lease; or
     `timeout_s`, where the operator wants more."""
     return max(timeout_s, timing.router_lease_s / 2)
 
@@ -103,7 +103,7 @@ class RedisStore:
         self._follow = client.register_script(redis_scripts.FOLLOW)
         self._release = client.register_script(redis_scripts.RELEASE)
         self._scripts = ScriptQueue(client, self._patience)
-        self._posted = PostedMoves(self._write_posted)
+        self._pending = PendingMoves(self._write_pending)
         self.documents = RedisDocuments(client, self._call)
 
     @property
@@ -116,7 +116,7 @@ class RedisStore:
             await reply
 
     async def stop(self) -> None:
-        self._posted.flush()
+        self._pending.flush()
         await self._scripts.stop()
         await self._redis.aclose()
 
@@ -126,13 +126,13 @@ class RedisStore:
         flat: list[bytes] = await self._run(self._claim, *self._claiming(request_id, fields))
         return _record(request_id, _pairs(flat)) if flat else None
 
-    def post_claim(self, request_id: str, fields: Mapping[str, str], told: Claimed) -> None:
+    def post_claim(self, request_id: str, fields: Mapping[str, str], on_answer: Claimed) -> None:
         def settle(answer: list[bytes] | Exception) -> None:
             if isinstance(answer, Exception):
-                told(self._failed(answer))
+                on_answer(self._failed(answer))
             else:
                 self._reached()
-                told(int(_pairs(answer)[b"epoch"]) if answer else None)
+                on_answer(int(_pairs(answer)[b"epoch"]) if answer else None)
 
         self._scripts.post(self._claim, *self._claiming(request_id, fields), settle)
 
@@ -147,17 +147,17 @@ class RedisStore:
         assert not move.state.terminal, "a terminal state is `finish`'s"
         return await self._write(move)
 
-    def post(self, move: Move, told: Told) -> None:
+    def post(self, move: Move, on_answer: OnAnswer) -> None:
         assert not move.state.terminal, "a terminal state is `finish`'s"
-        self._posted.hold(move, told)
+        self._pending.hold(move, on_answer)
 
-    def _write_posted(self, move: Move, told: Sequence[Told]) -> None:
+    def _write_pending(self, move: Move, callbacks: Sequence[OnAnswer]) -> None:
         def settle(answer: bytes | Exception) -> None:
             if isinstance(answer, Exception):
-                _tell(told, self._failed(answer))
+                _notify(callbacks, self._failed(answer))
             else:
                 self._reached()
-                _tell(told, _STATUS[answer])
+                _notify(callbacks, _STATUS[answer])
 
         self._scripts.post(self._move, *self._moving(move), settle)
 
@@ -166,13 +166,13 @@ class RedisStore:
         return await self._write(move)
 
     async def _write(self, move: Move) -> WriteStatus:
-        move, told = self._posted.taken_along(move)
+        move, callbacks = self._pending.taken_along(move)
         try:
             status = _STATUS[await self._run(self._move, *self._moving(move))]
         except StoreUnavailable as error:
-            _tell(told, error)
+            _notify(callbacks, error)
             raise
-        _tell(told, status)
+        _notify(callbacks, status)
         return status
 
     def _moving(self, move: Move) -> tuple[Sequence[str], Sequence[str | int]]:
@@ -223,7 +223,7 @@ class RedisStore:
         ]
 
     async def read(self, request_id: str) -> RequestRecord | None:
-        self._posted.flush()
+        self._pending.flush()
         flat: list[bytes] = await self._run(self._read, [request_key(request_id)], [])
         if not flat:
             return None
@@ -253,7 +253,7 @@ class RedisStore:
         await self._run(self._follow, [request_key(request_id)], [])
 
     async def release(self, request_ids: Collection[str]) -> None:
-        self._posted.flush()  # what is written later renews a lease
+        self._pending.flush()  # what is written later renews a lease
         await self._run(self._release, [LEASES, *map(request_key, request_ids)], [self._owner])
 
     async def counts(self) -> dict[RequestState, int]:
@@ -301,8 +301,8 @@ class RedisStore:
         self._reached()
 
 
-def _tell(told: Sequence[Told], answer: WriteStatus | StoreUnavailable) -> None:
-    for each in told:
+def _notify(callbacks: Sequence[OnAnswer], answer: WriteStatus | StoreUnavailable) -> None:
+    for each in callbacks:
         each(answer)
 
 

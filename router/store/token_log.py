@@ -1,4 +1,4 @@
-"""TokenLog: what a client is shown was appended first. One call per step of a node.
+"""TokenLog: tokens are appended to the log before a client sees them. One call per step of a node.
 
 A session hands over the token events of one step before any of them is delivered; so what has been
 shown is in the log. Appends are idempotent by (sample, position) and fenced by the request's epoch.
@@ -20,7 +20,8 @@ class TokenLog:
         self._guard = guard
 
     async def append(self, events: Iterable[TokenEvent]) -> None:
-        """Log the tokens of `events`. Never raises: who cannot be logged goes on unlogged."""
+        """Log the tokens of `events`. Never raises: a request that cannot be logged goes on
+        unlogged."""
         entries: list[LogEntry] = []
         logged: list[tuple[RequestLedger, TokenEvent]] = []
         for event in events:
@@ -42,7 +43,7 @@ class TokenLog:
             entry, status = entries[index], None if statuses is None else statuses[index]
             unclaimed = status is WriteStatus.GONE and not ledger.recorded
             if status is WriteStatus.GAP or unclaimed:
-                status = None  # what is missing failed just now: both are told with a heartbeat
+                status = None  # what is missing failed just now: both are written after a heartbeat
             ledger.took(status)
             if status is WriteStatus.OK:
                 ledger.logged([entry])
@@ -53,7 +54,7 @@ class TokenLog:
         """What to append for an event now; None: nothing, or it waits for the store."""
         if ledger.refused:
             return None
-        # The ledger's epoch: a prefill that outlived a failover still says the old one.
+        # The ledger's epoch: a prefill that outlived a failover still reports the old one.
         if ledger.log is not None:
             entry = entry_of(event, ledger.epoch, int(time.time()))
         elif event.token_ids:

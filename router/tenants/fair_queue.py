@@ -100,7 +100,7 @@ class FairQueue(Generic[T]):
         self._take(self._flows[ticket.tenant], ticket)
 
     def settle(self, tenant: str, more: float) -> None:
-        """What was served to `tenant` did cost `more` than its estimate (less, if negative)."""
+        """What was served to `tenant` has cost `more` than its estimate (less, if negative)."""
         flow = self._flows.get(tenant)
         if flow is not None:
             flow.start += more / flow.weight
@@ -143,8 +143,8 @@ class FairQueue(Generic[T]):
         )
 
     def _here(self) -> float:
-        """Where a tenant starts that comes back: at the ticket served last, or with the one that is
-        served next if corrections have taken that back."""
+        """The virtual start of a tenant that comes back: that of the ticket served last, or of the
+        next ticket if corrections have made that earlier."""
         first = self._next_flow()
         return self._now if first is None else min(self._now, first.start)
 

@@ -1,8 +1,8 @@
 """API keys and what each may have: the grants of `--api-key` and of a key file (`--api-keys`).
 
 Keys are kept and compared as SHA-256 digests, in constant time. The file is TOML, or JSON by its
-name, and is read at the start and whenever it has changed (looked at once in LOOK_S, when a key
-comes in). One that cannot be read then changes nothing, and is logged:
+name. It is read at the start, and again when it has changed (checked at most once in LOOK_S, when a
+request brings a key). If it cannot be read then, that is logged and nothing changes:
 
     [[keys]]
     name = "alice"             # in logs and metrics; must be unique
@@ -111,8 +111,9 @@ class KeyRing:
     ) -> KeyRing:
         """`keys` in clear, with EVERYBODY's grant, then those of the file. Raises ConfigError.
 
-        Each tenant has a prefix cache of its own, and of several `keys` each has one: what others
-        have asked can else be told from the time to the first token. `share_cache`: one for all.
+        Each tenant has a prefix cache of its own; several `keys` have one each. In a shared cache
+        the time to the first token would reveal what others have asked. `share_cache`: one cache
+        for all.
         """
         digests = [digest_of(key.encode()) for key in dict.fromkeys(keys)]
         # Salted beside tenants: no cache_salt that a client chooses can then be one of theirs.
@@ -139,7 +140,7 @@ class KeyRing:
     def match(self, key: bytes) -> Grant | None:
         """The grant of a key; None for an unknown one."""
         digest = digest_of(key)
-        # Every key is compared, so that the time tells nothing about which one was close.
+        # Every key is compared, so that the time reveals nothing about which one was close.
         matches = [grant for known, grant in self._known() if hmac.compare_digest(digest, known)]
         return matches[0] if matches else None
 

@@ -1,8 +1,8 @@
 """Pace: how much of the event loop's time one tenant's large requests take from the others.
 
-Reading JSON and making objects of it cannot be left in the middle, nor done on a thread that lets
-others run. So a tenant that has kept the loop busy waits, before its next large body is read, until
-that was no more than SHARE of the time; but only while other tenants have requests here, or had a
+Parsing a JSON body cannot be interrupted, and a thread that parses holds up the others as well. So
+a tenant that has kept the loop busy waits before its next large body is read, until that work was
+at most SHARE of the time. It waits only while other tenants have requests here, or had some a
 moment ago. Times are seconds of one monotonic clock and are passed in.
 """
 
@@ -32,7 +32,7 @@ class Pace:
             del self._seen[next(iter(self._seen))]
 
     def reserve(self, tenant: str, num_bytes: int, now: float) -> float:
-        """Seconds until a body of so many bytes may be read; those that come after it wait for
+        """Seconds until a body of so many bytes may be read; bodies that come after it wait for
         longer."""
         if num_bytes < LARGE_BYTES or not self._in_company(tenant, now):
             return 0.0

@@ -3,9 +3,9 @@
     place = await turns.take(grant, cost)       now, or in turn
     place.give_back()                           once
 
-A tenant never holds all places, so that another one finds a place at once; who waits is served by
-start-time fair queueing on the seconds that its work took (router/tenants/fair_queue.py). What
-waits is bounded for each tenant by itself. Event loop only.
+A tenant never holds all places, so another one finds a place at once. Waiting work is served by
+start-time fair queueing, by the seconds that a tenant's work took (router/tenants/fair_queue.py).
+How much work may wait is limited for each tenant. Event loop only.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Turn:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One of the places, since when; `cost_s`: what it was thought to take."""
+    """One of the places. `since`: when it was taken; `cost_s`: the estimate for its work."""
 
     turns: Turns
     tenant: str
@@ -66,7 +66,7 @@ class Turns:
 
     async def take(self, grant: Grant, cost_s: float) -> Place:
         """A place for work that takes about `cost_s`, to be given back once. Raises Overloaded if
-        too much of the same tenant waits. Whoever gives up waiting leaves no trace."""
+        too much work of the same tenant waits. A caller that gives up waiting leaves no trace."""
         tenant = grant.domain
         if not self._has_room(tenant):
             await self._wait(tenant, grant.weight, cost_s)

@@ -25,11 +25,11 @@ from bench import (
     engine_swap,
     engine_throughput,
 )
-from bench.engine import Row, needs, ours, pictures, shares
+from bench.engine import EngineRow, needs, ours, pictures, shares
 from bench.engine_kit import (
     InstantRunner,
     Lengths,
-    Part,
+    TimedPart,
     instant_engine,
     mixed_lengths,
     plain_request,
@@ -185,12 +185,12 @@ def test_a_row_s_needs_are_what_the_engine_counts(tmp_path: Path) -> None:
     llm = LLM(str(path), num_kv_blocks=32, enable_prefix_caching=False, measure_limits=False)
     work = work_of(load_model(EngineConfig(model=str(path))))
     params, run = SamplingParams(max_tokens=1), ours(llm)
-    decode = Row("m", 6, 2)
+    decode = EngineRow("m", 6, 2)
     step = work.step([SequenceChunk("r", [1], 6, held([0]), sample=params)] * 2)
     found = needs(llm, run, decode, llm.engine.info.vocab_size)
     assert (found.read_bytes, found.flops) == pytest.approx((step.read_bytes, step.flops))
     prompt = work.step([SequenceChunk("r", [1] * 6, 0, held([0]), sample=params)])
-    assert needs(llm, run, Row("m", 6), llm.engine.info.vocab_size) == prompt
+    assert needs(llm, run, EngineRow("m", 6), llm.engine.info.vocab_size) == prompt
     limits = Limits(10 * step.read_bytes, 100 * step.flops)
     assert shares(decode, 4.0, step, limits) == pytest.approx({
         "MBU": 0.2, "MFU": 0.02, "FLOP/byte": step.intensity(), "GFLOP/s": 2 * step.flops / 1e9,
@@ -244,7 +244,7 @@ def test_generate_against_transformers(capsys: pytest.CaptureFixture[str], tmp_p
 
 
 def test_tables_for_people(capsys: pytest.CaptureFixture[str]) -> None:
-    tell([Part("a title", [{"size": 8, "share": 0.12345, "name": "x"}])], as_json=False)
+    tell([TimedPart("a title", [{"size": 8, "share": 0.12345, "name": "x"}])], as_json=False)
     shown = capsys.readouterr().out
     for part in ("a title", "share", "0.123", "x"):
         assert part in shown

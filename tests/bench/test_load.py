@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from bench.load import Target, parse_handovers, run_workload
+from bench.load import LoadTarget, parse_handovers, run_workload
 from bench.sse import StreamError, parse_line, parse_lines, text_of
 from bench.workload import WorkloadSpec, plan_requests
 from deploy.chat import ChatClient, ChatSettings, ask_and_show
@@ -95,7 +95,7 @@ async def serving(model: FakeModel) -> AsyncIterator[str]:
 async def test_every_request_is_sent_and_timed() -> None:
     model = FakeModel()
     async with serving(model) as url:
-        run = await run_workload(Target(url), plan_requests(SPEC))
+        run = await run_workload(LoadTarget(url), plan_requests(SPEC))
     assert [sample.error for sample in run.samples] == [None] * 6
     assert {sample.output_tokens for sample in run.samples} == {4}
     assert {sample.input_tokens for sample in run.samples} == {5}
@@ -110,9 +110,9 @@ async def test_failures_become_samples() -> None:
     model = FakeModel()
     async with serving(model) as url:
         model.refuse = True
-        refused = await run_workload(Target(url), plan_requests(SPEC))
+        refused = await run_workload(LoadTarget(url), plan_requests(SPEC))
         model.refuse, model.break_off = False, True
-        broken = await run_workload(Target(url), plan_requests(SPEC))
+        broken = await run_workload(LoadTarget(url), plan_requests(SPEC))
     assert all("HTTP 503" in str(sample.error) for sample in refused.samples)
     assert all("broke off" in str(sample.error) for sample in broken.samples)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from bench.measure import Sample, Slo, percentile, summarize
+from bench.measure import Sample, SloLimits, percentile, summarize
 from bench.serve import parse, ratios, rows_of, table_of
 from bench.workload import WorkloadSpec, plan_requests
 
-SLO = Slo(ttft_s=0.5, tpot_s=0.1)
+SLO = SloLimits(ttft_s=0.5, tpot_s=0.1)
 
 
 def sample(planned: float, pieces: list[float], tokens: int, error: str | None = None) -> Sample:

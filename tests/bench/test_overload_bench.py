@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from bench.load import Target, open_client
-from bench.measure import Sample, Slo
-from bench.overload import Ask, Found, OverloadOptions, find_peak, measure
+from bench.load import LoadTarget, open_client
+from bench.measure import Sample, SloLimits
+from bench.overload import Ask, OverloadFound, OverloadOptions, find_peak, measure
 
 CAPACITY = 20.0
-SLO = Slo(ttft_s=1.0, tpot_s=0.1)
+SLO = SloLimits(ttft_s=1.0, tpot_s=0.1)
 
 
 def sheds(kept: float) -> Ask:
     """A server that keeps this share of its goodput beyond its capacity."""
 
-    async def ask(rate: float) -> Found:
+    async def ask(rate: float) -> OverloadFound:
         good = rate if rate <= CAPACITY else kept * CAPACITY
-        return Found(rate, good, int(rate * 10), int(good * 10), 0, int((rate - good) * 10), 0)
+        return OverloadFound(
+            rate, good, int(rate * 10), int(good * 10), 0, int((rate - good) * 10), 0
+        )
 
     return ask
 
@@ -46,13 +48,13 @@ def test_what_became_of_each_request() -> None:
     shed = Sample(0.0, 0.0, error="StreamError: HTTP 429: at its limit")
     gone = Sample(0.0, 0.0, error="StreamError: HTTP 503: cannot be kept now")
     broken = Sample(0.0, 0.0, error="ReadTimeout: ")
-    found = Found.of(3.0, 2.0, [good, late, slow, shed, gone, broken], SLO)
+    found = OverloadFound.of(3.0, 2.0, [good, late, slow, shed, gone, broken], SLO)
     assert (found.good, found.late, found.refused, found.failed) == (1, 2, 2, 1)
     assert found.goodput == 0.5
 
 
 async def test_the_limits_travel_in_headers() -> None:
-    target = Target("http://127.0.0.1:1", api_key="k", headers=(("x-slo-ttft-ms", "1000"),))
+    target = LoadTarget("http://127.0.0.1:1", api_key="k", headers=(("x-slo-ttft-ms", "1000"),))
     async with open_client(target) as client:
         assert client.headers["x-slo-ttft-ms"] == "1000"
         assert client.headers["authorization"] == "Bearer k"

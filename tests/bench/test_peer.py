@@ -12,10 +12,10 @@ import pytest
 
 from baton.protocol.errors import ConfigError
 from bench import engine, models
-from bench.engine import Against, Row, compared, measure, tables
+from bench.engine import Against, EngineRow, compared, measure, tables
 from bench.engine_kit import tell
 from bench.models import widen_tokenizer
-from bench.peer import Peer, PeerFailed
+from bench.peer import PeerFailed, PeerServer
 from bench.peers.protocol import Generate, Setup, Unsupported, answer_all
 from tests.tiny_models import make_tiny_model
 
@@ -85,7 +85,7 @@ def test_weights_are_converted_once(tmp_path: Path) -> None:
 
 
 def test_a_running_peer_is_asked_and_ended() -> None:
-    with Peer.start(FAKE, Path("/m"), "none", 2) as peer:
+    with PeerServer.start(FAKE, Path("/m"), "none", 2) as peer:
         assert (peer.name, peer.unsupported) == ("Fake 1.0", None)
         assert peer.generate([[1, 2, 3], [4]], 8) == 8 * 0.25
         process = peer._process
@@ -93,7 +93,7 @@ def test_a_running_peer_is_asked_and_ended() -> None:
 
 
 def test_weights_that_a_peer_lacks() -> None:
-    with Peer.start(FAKE, Path("/m"), "int4", 2) as peer:
+    with PeerServer.start(FAKE, Path("/m"), "int4", 2) as peer:
         assert peer.unsupported == "no int4 weights"
 
 
@@ -106,13 +106,13 @@ def test_weights_that_a_peer_lacks() -> None:
     ],
 )
 def test_a_peer_that_fails_is_told_in_its_own_words(command: str, said: str) -> None:
-    with pytest.raises(PeerFailed, match=said), Peer.start(command, Path("/m"), "none", 2):
+    with pytest.raises(PeerFailed, match=said), PeerServer.start(command, Path("/m"), "none", 2):
         pass
 
 
 def test_too_few_tokens_are_no_figure() -> None:
     with (
-        Peer.start(f"{FAKE} --short", Path("/m"), "none", 2) as peer,
+        PeerServer.start(f"{FAKE} --short", Path("/m"), "none", 2) as peer,
         pytest.raises(PeerFailed, match="8 tokens each were asked for"),
     ):
         peer.generate([[1, 2]], 8)
@@ -121,7 +121,7 @@ def test_too_few_tokens_are_no_figure() -> None:
 def test_a_program_that_is_not_there() -> None:
     with (
         pytest.raises(ConfigError, match="no-such-program"),
-        Peer.start("no-such-program", Path("/m"), "none", 2),
+        PeerServer.start("no-such-program", Path("/m"), "none", 2),
     ):
         pass
 
@@ -155,7 +155,7 @@ def test_a_row_is_measured_beside_a_peer(tmp_path: Path, monkeypatch: pytest.Mon
     path = make_tiny_model("llama", tmp_path)
     monkeypatch.setattr(engine, "NEW_TOKENS", 2)
     monkeypatch.setattr(engine, "LIMITS_S", 0.01)
-    rows = [Row("m", 8), Row("m", 8, 2), Row("m", 8, 1, "int8")]
+    rows = [EngineRow("m", 8), EngineRow("m", 8, 2), EngineRow("m", 8, 1, "int8")]
     found = measure("m", path, rows, Against(1, [FAKE]))
     assert [row["row"] for row in found] == ["prefill 8", "decode 2@8", "int8 decode 1@8"]
     assert found[0]["peers"] == {"Fake 1.0": 8 / 0.25}
@@ -165,7 +165,7 @@ def test_a_row_is_measured_beside_a_peer(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_tokens_that_cost_nothing_are_no_figure() -> None:
     with pytest.raises(RuntimeError, match="decode 2@8: 24 tokens more took no longer"):
-        engine.rate(lambda prompts, new: 0.25, Row("m", 8, 2), 100, 0)
+        engine.rate(lambda prompts, new: 0.25, EngineRow("m", 8, 2), 100, 0)
 
 
 def test_a_checkpoint_that_is_there_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

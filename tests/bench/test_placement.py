@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bench.measure import Slo
-from bench.placement import Machine, Simulation, Way, compare
+from bench.measure import SloLimits
+from bench.placement import Machine, PlacementWay, Simulation, compare
 from bench.recorded import Scaling, bundled, read_trace
 from bench.workload import PlannedRequest
 
@@ -11,15 +11,15 @@ MACHINE = Machine(
     tokens_per_s=1000.0, both=2.0, both_decode=1.0, chunk_s=0.0, context_s=0.0, step_s=0.01,
     stream_s=0.001, hand_over_s=0.002, request_s=0.0, token_s=0.0,
 )  # fmt: skip
-COLOCATED = Way("colocated", 2048)
-REMOTE = Way("remote", 128, 512)
+COLOCATED = PlacementWay("colocated", 2048)
+REMOTE = PlacementWay("remote", 128, 512)
 
 
 def prompt(index: int, size: int, at_s: float = 0.0, tokens: int = 3) -> PlannedRequest:
     return PlannedRequest(index, at_s, tuple(range(1000 * index, 1000 * index + size)), tokens)
 
 
-def times(way: Way, *plan: PlannedRequest) -> list[list[float]]:
+def times(way: PlacementWay, *plan: PlannedRequest) -> list[list[float]]:
     asked = Simulation(MACHINE, way).run(plan)
     return [[round(at, 6) for at in each.token_times] for each in asked]
 
@@ -38,15 +38,15 @@ def test_what_was_computed_before_is_a_hit() -> None:
 
 def test_prompts_that_come_together_leave_one_by_one_in_small_steps() -> None:
     burst = [prompt(index, 500, tokens=1) for index in range(4)]
-    large = times(Way("large", 128, 2048), *burst)
-    small = times(Way("small", 128, 512), *burst)
+    large = times(PlacementWay("large", 128, 2048), *burst)
+    small = times(PlacementWay("small", 128, 512), *burst)
     assert [at for [at] in large] == [0.5, 2.0, 2.0, 2.0], "the first came alone"
     assert [at for [at] in small] == [0.5, 1.012, 1.524, 2.0]
 
 
 def test_a_burst_spreads_over_both_nodes() -> None:
     burst = [prompt(index, 500, tokens=1) for index in range(4)]
-    simulation = Simulation(MACHINE, Way("auto", 128, 512, auto=True))
+    simulation = Simulation(MACHINE, PlacementWay("auto", 128, 512, auto=True))
     asked = simulation.run(burst)
     assert simulation.num_local == 2
     assert max(each.token_times[0] for each in asked) < 1.1
@@ -56,7 +56,7 @@ def test_the_comparison_says_what_the_log_says() -> None:
     """On the bundled trace: decisions beat none, small steps beat large ones."""
     trace = read_trace(bundled()["mooncake_conversation"])
     scaling = Scaling(4.0, 8.0, 192, 32, 1800, (300, 4000))
-    ways = compare(trace, Machine(3500.0), scaling, Slo(0.5, 0.05), draws=8)
+    ways = compare(trace, Machine(3500.0), scaling, SloLimits(0.5, 0.05), draws=8)
     within = {name: way["within"] for name, way in ways.items()}
     assert within["auto, steps of 512"] > within["auto, steps of 2048"]
     assert within["auto, steps of 512"] > within["remote, steps of 512"] + 0.1

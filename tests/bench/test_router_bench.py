@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from baton.text.tokenizer import Tokenizer
 from bench import router
-from bench.router_load import Found, Plan, Stream
+from bench.router_load import LoadPlan, RouterFigures, Stream
 from bench.router_nodes import NUM_WORDS, some_words
 from bench.router_processes import redis_binary
 from deploy.plan import DEMO_MODEL
@@ -34,7 +34,7 @@ def test_tokens_and_frames_are_counted_however_the_stream_is_cut(cuts: list[int]
     import asyncio
 
     async def scenario() -> None:
-        found = Found()
+        found = RouterFigures()
         stream = Stream(b"", found, with_times=True)
         edges = [0, *sorted(set(cuts)), len(ANSWER)]
         for start, end in itertools.pairwise(edges):
@@ -47,7 +47,7 @@ def test_tokens_and_frames_are_counted_however_the_stream_is_cut(cuts: list[int]
 
 
 async def test_an_error_in_the_middle_is_a_failure() -> None:
-    found = Found()
+    found = RouterFigures()
     stream = Stream(b"", found)
     stream.data_received(HEAD + FRAME % b" one")
     stream.data_received(b'9\r\ndata: {"error":{}}\n\ndata: [DONE]\n\n\r\n')
@@ -55,7 +55,7 @@ async def test_an_error_in_the_middle_is_a_failure() -> None:
 
 
 async def test_an_error_is_a_failure() -> None:
-    found = Found()
+    found = RouterFigures()
     stream = Stream(b"", found)
     stream.data_received(b"HTTP/1.1 503 Service Unavailable\r\n\r\n{}")
     assert (found.answers, found.failures) == (0, 1)
@@ -71,7 +71,7 @@ def test_the_nodes_tokens_are_words_with_one_space() -> None:
 
 
 def test_a_request_is_a_whole_one() -> None:
-    plan = Plan("h", 1, "/p", 1, 1.0, 20, 4)
+    plan = LoadPlan("h", 1, "/p", 1, 1.0, 20, 4)
     head, _, body = plan.request(stream=True).partition(b"\r\n\r\n")
     assert f"content-length: {len(body)}".encode() in head
     assert body.count(b" ") == 19
@@ -81,7 +81,7 @@ def test_no_two_prompts_are_alike() -> None:
     sent: list[bytes] = []
     transport = Mock(write=sent.append)
     for _ in range(2):
-        stream = Stream(Plan("h", 1, "/p", 1, 1.0, 20, 4).request(stream=True), Found())
+        stream = Stream(LoadPlan("h", 1, "/p", 1, 1.0, 20, 4).request(stream=True), RouterFigures())
         stream.connection_made(transport)
         stream.send()
         stream.send()

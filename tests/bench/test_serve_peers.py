@@ -12,7 +12,7 @@ from rich.console import Console
 
 from baton.protocol.errors import ConfigError
 from bench import serve
-from bench.load import Target
+from bench.load import LoadTarget
 from bench.serve import ServeOptions, compare, parse, show, systems
 from bench.serve_peers import label_of, peer_server
 from tests.bench.test_load import FakeModel, serving
@@ -21,7 +21,7 @@ SERVER = f"{sys.executable} -m tests.bench.fake_server {{port}}"
 
 
 async def test_a_server_is_started_and_ended() -> None:
-    async with peer_server(SERVER, Target("")) as url, httpx.AsyncClient() as client:
+    async with peer_server(SERVER, LoadTarget("")) as url, httpx.AsyncClient() as client:
         assert (await client.get(f"{url}/ready")).is_success
     async with httpx.AsyncClient() as client:
         with pytest.raises(httpx.ConnectError):
@@ -34,7 +34,7 @@ async def test_a_server_is_started_and_ended() -> None:
 )
 async def test_a_server_that_does_not_start(command: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        async with peer_server(command, Target("")):
+        async with peer_server(command, LoadTarget("")):
             pass
 
 

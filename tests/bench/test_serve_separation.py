@@ -11,8 +11,8 @@ from rich.table import Table
 
 from baton.protocol.errors import ConfigError
 from bench import serve_goodput, serve_interference
-from bench.load import Target
-from bench.measure import Slo
+from bench.load import LoadTarget
+from bench.measure import SloLimits
 from bench.plot import Line, Panel, svg
 from bench.recorded import Scaling, bundled
 from bench.serve import ServeOptions, goodput_table, numbers_of, pair_of, parse
@@ -38,7 +38,7 @@ async def test_streams_go_on_while_prompts_arrive() -> None:
         vocabulary=(300, 400), rate=20.0,
     )  # fmt: skip
     async with serving(model) as url:
-        found = await serve_interference.measure(Target(url), plan)
+        found = await serve_interference.measure(LoadTarget(url), plan)
     prompts = [body["prompt"] for body in model.requests]
     assert sum(len(prompt) == 50 for prompt in prompts if isinstance(prompt, list)) == 6
     assert found["prompts"] == 6
@@ -56,16 +56,16 @@ async def test_the_rate_of_arrivals_is_found_by_timing_a_prompt() -> None:
     model = FakeModel()
     plan = InterferencePlan(1, 0.05, 0.05, 50, 40, (300, 400))
     async with serving(model) as url:
-        assert (await serve_interference.measure(Target(url), plan))["rate"] > 1.0
+        assert (await serve_interference.measure(LoadTarget(url), plan))["rate"] > 1.0
 
 
 async def test_a_sweep_counts_what_met_both_limits() -> None:
     model = FakeModel()
-    sweep = Sweep(bundled(), [10.0, 20.0], SCALING, Slo(5.0, 1.0))
+    sweep = Sweep(bundled(), [10.0, 20.0], SCALING, SloLimits(5.0, 1.0))
     async with serving(model) as url:
-        rows = await serve_goodput.measure(Target(url), sweep, sweep.load(), "auto")
-        none = Sweep(bundled(), [10.0], SCALING, Slo(0.0, 0.0))
-        lost = await serve_goodput.measure(Target(url), none, none.load(), "colocated")
+        rows = await serve_goodput.measure(LoadTarget(url), sweep, sweep.load(), "auto")
+        none = Sweep(bundled(), [10.0], SCALING, SloLimits(0.0, 0.0))
+        lost = await serve_goodput.measure(LoadTarget(url), none, none.load(), "colocated")
     assert [(row["trace"], row["rate"]) for row in rows] == [
         (trace, rate) for trace in bundled() for rate in (10.0, 20.0)
     ]
@@ -86,11 +86,11 @@ async def test_a_sweep_counts_what_met_both_limits() -> None:
 
 async def test_each_turn_sends_other_requests_the_same_in_every_mode() -> None:
     asked: list[list[str]] = []
-    sweep = Sweep(bundled(), [10.0], SCALING, Slo(5.0, 1.0))
+    sweep = Sweep(bundled(), [10.0], SCALING, SloLimits(5.0, 1.0))
     for mode, turn in (("auto", 0), ("colocated", 0), ("auto", 1)):
         model = FakeModel()
         async with serving(model) as url:
-            await serve_goodput.measure(Target(url), sweep, sweep.load(), mode, turn)
+            await serve_goodput.measure(LoadTarget(url), sweep, sweep.load(), mode, turn)
         asked.append(sorted(str(body["prompt"]) for body in model.requests))
     assert asked[0] == asked[1] != asked[2]
 

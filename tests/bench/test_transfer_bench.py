@@ -17,12 +17,12 @@ from bench.transfer import Goal
 from bench.transfer_client import OUTPUT, ClientPlan, Seen
 from bench.transfer_engine import write_model
 from bench.transfer_lanes import ADOPTED, all_ways, lane_of, make_way, write_certificates
-from bench.transfer_link import Link, PeerError, spread
+from bench.transfer_link import PeerError, ShapedLink, spread
 from bench.transfer_raw import KINDS
 from bench.transfer_tail import TailPlan
-from bench.transfer_throughput import Contested, Shape, measure
+from bench.transfer_throughput import Contested, LoadShape, measure
 
-SMALL = Shape(tokens=96, layers=3, heads=2, dim=16)
+SMALL = LoadShape(tokens=96, layers=3, heads=2, dim=16)
 
 
 def rate(value: float) -> dict[str, float]:
@@ -119,7 +119,7 @@ def test_every_way_names_a_lane(tmp_path: Path) -> None:
 
 @pytest.mark.long
 async def test_a_child_answers_refuses_and_ends() -> None:
-    async with Link.spawn() as link:
+    async with ShapedLink.spawn() as link:
         with pytest.raises(PeerError, match="KeyError"):
             await link.ask("no_such_question")
         with pytest.raises(PeerError, match="pool"):

@@ -2,7 +2,8 @@
 
 The served model's name is long, and in every frame: so an answer is many times what the kernel and
 the router may hold of it, without a long computation. A reader that is behind finds its frames
-joined (router/request/showing.py), so what a bounded router has to hold of all of them is little.
+joined (router/request/output_stream.py), so a bounded router has to hold little
+of all of them.
 """
 
 from __future__ import annotations

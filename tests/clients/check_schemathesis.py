@@ -19,7 +19,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 RUN_S: Final = 900.0
 HOOKS: Final = SCRIPTS / "schemathesis_hooks.py"
 OPTIONS: Final = (
-    "--phases", "examples,coverage,fuzzing", "-n", "5", "--workers", "2", "--checks", "all",
+    "--phases", "examples,coverage,fuzzing", "-n", "5", "--workers", "1", "--checks", "all",
     "--continue-on-failure", "--no-color", "--request-timeout", "100", "--max-response-time", "100",
 )  # fmt: skip
 

@@ -25,14 +25,14 @@ from deploy import cli
 from deploy.batch import show_batch
 from deploy.batch_engine import engine_app
 from router.batches.lines import Output, check_tasks, read_tasks
-from router.batches.run import BatchPlan, Outcome, Patience, run_batch
+from router.batches.run import BatchPlan, Outcome, RetryPatience, run_batch
 from router.config import RouterConfig
 from tests.engine.test_models_lora import linear_layers, make_adapter
 from tests.tiny_models import make_reranker, make_tiny_model
 
 HI = [{"role": "user", "content": "hi"}]
 TEXTS = ["the heart of the matter", "on the road", "a"]
-QUICK = Patience(tries=4, first_s=0.001, longest_s=0.01)
+QUICK = RetryPatience(tries=4, first_s=0.001, longest_s=0.01)
 URL = "/v1/completions"
 
 
@@ -118,7 +118,7 @@ async def test_busy_servers_are_asked_again_and_errors_are_answers(tmp_path: Pat
 
 
 def test_a_wait_is_what_the_server_asks_for_within_bounds() -> None:
-    patience = Patience(first_s=1.0, longest_s=20.0)
+    patience = RetryPatience(first_s=1.0, longest_s=20.0)
     assert patience.wait_s(1, "7") == 7.0
     assert patience.wait_s(1, "3600") == 20.0
     assert 0.5 <= patience.wait_s(1, None) <= 1.0

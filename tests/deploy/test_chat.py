@@ -16,20 +16,20 @@ from rich.console import Console
 
 from bench.sse import StreamError
 from deploy import cli
-from deploy.chat import Answer, ChatClient, ChatSettings, ask_and_show, chat, thought_of
+from deploy.chat import ChatClient, ChatSettings, StreamedAnswer, ask_and_show, chat, thought_of
 from router.config import RouterConfig
 from tests.front.fakes import FakeDispatcher, Front, serving
 
 CONFIG = RouterConfig(request_timeout_s=20.0, reasoning_parser="deepseek_r1")
 
 
-async def asked(answer: str) -> tuple[Answer, str]:
+async def asked(answer: str) -> tuple[StreamedAnswer, str]:
     """What was returned, and what was printed."""
     out = io.StringIO()
     console = Console(file=out, width=200)
     messages = [{"role": "user", "content": "hi"}]
 
-    def ask(port: int) -> Answer:
+    def ask(port: int) -> StreamedAnswer:
         with ChatClient(f"http://127.0.0.1:{port}") as client:
             return ask_and_show(client, messages, ChatSettings(max_tokens=60), console)
 

@@ -23,7 +23,7 @@ from baton.protocol.errors import ConfigError
 from baton.runtime.config import load
 from baton.runtime.log import LineFormatter
 from deploy import cli, local, up
-from deploy.chat import Answer, Conversation, describe
+from deploy.chat import ChatSession, StreamedAnswer, describe
 from deploy.plan import DEMO_MODEL, UpOptions
 from deploy.status import ABOVE_LIMITS, view
 
@@ -225,7 +225,7 @@ def test_the_first_signal_asks_and_a_later_one_kills() -> None:
 
 
 def test_a_failed_question_leaves_no_trace() -> None:
-    conversation = Conversation()
+    conversation = ChatSession()
     assert conversation.asked("one") == [{"role": "user", "content": "one"}]
     assert conversation.messages == []
     conversation.answered("one", "1")
@@ -235,15 +235,20 @@ def test_a_failed_question_leaves_no_trace() -> None:
 
 
 def test_speed_of_an_answer() -> None:
-    assert describe(Answer("x", 0.05, 1.05, 11)) == "first token 50 ms, 11 tokens, 10 per second"
-    assert describe(Answer("x", 0.05, 0.05, 1)) == "first token 50 ms"
-    thoughtful = Answer("x", 2.0, 3.0, 61, first_thought_s=0.05)
+    assert (
+        describe(StreamedAnswer("x", 0.05, 1.05, 11))
+        == "first token 50 ms, 11 tokens, 10 per second"
+    )
+    assert describe(StreamedAnswer("x", 0.05, 0.05, 1)) == "first token 50 ms"
+    thoughtful = StreamedAnswer("x", 2.0, 3.0, 61, first_thought_s=0.05)
     assert thoughtful.first_token_s == 0.05
     assert describe(thoughtful) == (
         "first thought 50 ms, first text 2000 ms, 61 tokens, 20 per second"
     )
-    assert describe(Answer("", None, 1.05, 11, 0.05)).startswith("first thought 50 ms, 11 tokens")
-    assert describe(Answer("", None, 1.0, 0)) == ""
+    assert describe(StreamedAnswer("", None, 1.05, 11, 0.05)).startswith(
+        "first thought 50 ms, 11 tokens"
+    )
+    assert describe(StreamedAnswer("", None, 1.0, 0)) == ""
 
 
 def test_the_status_table_shows_every_node() -> None:

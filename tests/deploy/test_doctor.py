@@ -15,14 +15,14 @@ import pytest
 from rich.console import Console
 
 from baton.engine.config import EngineConfig
-from baton.engine.core.engine import Engine
+from baton.engine.core.assembly import build_engine
 from baton.node.config import NodeConfig
 from baton.node.lanes import AUTO, LaneSettings, PoolPlace, make_lanes, parse_lanes
 from baton.node.main import Node, NodeProgram, Surroundings
 from baton.protocol.clock import SystemClock
 from baton.protocol.errors import ConfigError, NodeLost
 from baton.runtime.config import load
-from bench.transfer_peer import Peer
+from bench.transfer_peer import TransferPeer
 from deploy import cli
 from deploy.doctor import (
     Diagnosis,
@@ -59,7 +59,7 @@ async def started(stack: AsyncExitStack, program: NodeProgram, model: Path, shar
     names = parse_lanes(AUTO)
     place = PoolPlace(names, shared)
     stack.callback(place.close)
-    engine = await asyncio.to_thread(Engine.load, config, memory=place.memory)
+    engine = await asyncio.to_thread(build_engine, config, place.memory)
     settings = LaneSettings(TIMING, unix_dir=shared, pool=engine.arena, shared=place.shared)
     lanes = make_lanes(names, settings)
     node = Node(program, NodeConfig(), engine, Surroundings(TIMING, SystemClock(), lanes))
@@ -165,7 +165,7 @@ async def test_two_probes_find_the_lanes_of_this_machine(tmp_path: Path) -> None
 
 
 async def test_probes_prefer_what_nodes_with_these_flags_would_take() -> None:
-    peer = Peer()
+    peer = TransferPeer()
     asked = (("auto", True), ("auto", False), ("grpc,shm", True), ("stream,grpc", True))
     found = [(await peer.answer_facts(lanes, adopt))["preferred"] for lanes, adopt in asked]
     assert found == [

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from baton.engine.config import EngineConfig
+from baton.engine.core.active_model import ActiveModel
+from baton.engine.core.assembly import assemble
 from baton.engine.core.engine import Engine
 from baton.engine.core.pooling import Pooler
 from baton.engine.loading.leader import load_leader
@@ -63,7 +65,7 @@ def start_thread(start: Start) -> RankProcess:
 
 @contextmanager
 def engine_of_ranks(model: str, size: int, **options: Any) -> Iterator[Engine]:
-    """What Engine.load makes, but for the processes."""
+    """What build_engine makes, but for the processes."""
     config = EngineConfig(
         model, tensor_parallel_size=size, dtype="float32", device="cpu", threads=1,
         check_invariants=True, **options,
@@ -74,9 +76,8 @@ def engine_of_ranks(model: str, size: int, **options: Any) -> Iterator[Engine]:
     assert loaded.ranks is not None
     try:
         arena = loaded.ranks.make_pool(loaded.info, config.num_kv_blocks, config.block_size)
-        engine = Engine(config, ModelRunner(loaded, arena), arena, loaded.info)
-        engine.ranks = loaded.ranks
-        engine.pooler = Pooler(loaded, arena, config.max_num_batched_tokens, config.max_num_seqs)
-        yield engine
+        pooler = Pooler(loaded, arena, config.max_num_batched_tokens, config.max_num_seqs)
+        active = ActiveModel(ModelRunner(loaded, arena), loaded, pooler)
+        yield assemble(config, active, arena, loaded.info)
     finally:
         loaded.ranks.close()

@@ -161,7 +161,7 @@ def test_preemption_gives_the_pages_back(mode: str) -> None:
     asked = request(prompt=PROMPT)
     peer.hand_over(asked)
     seen = peer.engine.step()
-    scheduler = peer.engine._scheduler
+    scheduler = peer.engine.scheduler
     scheduler._preempt(scheduler._running[0])
     assert peer.released == ["r"]
     peer.engine.check()
@@ -176,7 +176,7 @@ def test_a_copy_of_pages_that_may_be_anothers_is_not_kept() -> None:
     peer.hand_over(asked)
     seen = peer.engine.step()
     peer.safe = False
-    scheduler = peer.engine._scheduler
+    scheduler = peer.engine.scheduler
     scheduler._preempt(scheduler._running[0])
     assert peer.engine.stats.num_swap_outs == 0
     assert tokens_of(seen + run(peer.engine)["r"]) == expected(asked)
@@ -298,7 +298,7 @@ def test_copies_are_made_a_few_at_a_time_and_not_into_the_last_room() -> None:
     asked = request(prompt=PROMPT, max_tokens=12)
     peer.hand_over(asked)
     seen = peer.engine.step()
-    peer.engine._adopted._limit = 1
+    peer.engine.adopted._limit = 1
     assert peer.runner.clock is not None
     peer.runner.clock.advance(TAKE_OVER_AFTER_S)
     copies: list[int] = []
@@ -312,7 +312,7 @@ def test_copies_are_made_a_few_at_a_time_and_not_into_the_last_room() -> None:
     full.hand_over(asked)
     blocks = full.engine.pool.allocate(6)
     assert blocks is not None
-    full.engine._adopted.take_over(1)
+    full.engine.adopted.take_over(1)
     assert full.engine.stats.num_taken_over_blocks == 0
     full.engine.pool.unref(blocks)
 
@@ -336,14 +336,14 @@ def test_what_is_wanted_no_more_stays_where_it_is() -> None:
     blocks = peer.engine.pool.allocate(6)
     assert blocks is not None
     peer.wanted = True
-    peer.engine._adopted.take_over(1)
+    peer.engine.adopted.take_over(1)
     assert peer.runner.clock is not None
     peer.runner.clock.advance(GIVE_WAY_AFTER_S + 0.1)
-    assert peer.engine._adopted.take_over(1) == ["r"]
+    assert peer.engine.adopted.take_over(1) == ["r"]
     peer.wanted = False
-    assert peer.engine._adopted.take_over(1) == []
+    assert peer.engine.adopted.take_over(1) == []
     peer.wanted = True
-    assert peer.engine._adopted.take_over(1) == [], "it is counted anew"
+    assert peer.engine.adopted.take_over(1) == [], "it is counted anew"
     peer.engine.pool.unref(blocks)
 
 

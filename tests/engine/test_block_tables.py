@@ -112,7 +112,7 @@ def test_what_arrives_in_part_is_not_offered() -> None:
     assert (full.first_whole, sliding.num_freed, sliding.first_whole) == (0, 2, 4)
     sequence = sequence_of(21)
     reservation = Reservation("r", as_lists(taken.tables), 20, 0)
-    tables.adopt(sequence, reservation, taken)
+    tables.take_reserved(sequence, reservation, taken)
     assert sequence.num_computed == 20
     known = [tables.pool.find(each + b"\x01") is not None for each in hashes]
     assert known == [False, False, False, False, True]
@@ -137,7 +137,7 @@ def test_an_arrival_that_is_a_hit_throughout_can_be_computed_from_its_last_block
     assert taken is not None
     assert taken.num_hits == 5
     sequence = sequence_of(20)
-    tables.adopt(sequence, Reservation("r", as_lists(taken.tables), 20, 20), taken)
+    tables.take_reserved(sequence, Reservation("r", as_lists(taken.tables), 20, 20), taken)
     # Its last token is computed in a fresh last block; token 16 sees from 11, in block 2, on.
     assert sequence.num_computed == 16
     assert [table.num_freed for table in sequence.tables] == [0, 2]

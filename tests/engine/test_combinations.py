@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.config import EngineConfig
+from baton.engine.core.assembly import build_engine
 from baton.engine.core.engine import Engine
 from baton.engine.sampling.sampler import Draw
 from baton.protocol.adapters import adapter_name
@@ -178,7 +179,7 @@ def some_engine(draw: Random, path: Path, groups: int, adapters: tuple[str, ...]
         speculative_model=str(path) if method == "draft" else None,
         num_speculative_tokens=draw.choice((1, 3, 5)), deterministic=draw.random() < 0.25,
     )  # fmt: skip
-    return Engine.load(config)
+    return build_engine(config)
 
 
 def add(engine: Engine, draw: Random, prompts: Sequence[tuple[int, ...]]) -> list[Request]:

@@ -266,7 +266,7 @@ class EngineMachine(RuleBasedStateMachine):
     def lapse(self, data: st.DataObject, during: bool) -> None:
         """A promise ends, before a step or in its middle."""
         name = data.draw(st.sampled_from(sorted(self.adopted)))
-        held = self.adopted[name] in self.engine._tables.adoptions
+        held = self.adopted[name] in self.engine.tables.adoptions
         if during:
             self.runner.during = lambda: self.lapsed.add(name)
         else:
@@ -431,7 +431,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def preempt(self, data: st.DataObject) -> None:
         """Room is short at any moment, for anybody that may be preempted."""
-        scheduler = self.engine._scheduler
+        scheduler = self.engine.scheduler
         victims = [group for group in scheduler._running if group.task is Task.LOCAL]
         if victims:
             self.engine.steps.wait()  # as give_way() is never called beside a step
@@ -457,7 +457,7 @@ class EngineMachine(RuleBasedStateMachine):
         pool = self.engine.pool
         assert pool.num_free + pool.num_used == pool.num_blocks
         for name, adoption in self.adopted.items():
-            held = adoption in self.engine._tables.adoptions
+            held = adoption in self.engine.tables.adoptions
             assert self.given_back[name] == int(not held) == int(adoption.ended)
 
     def teardown(self) -> None:

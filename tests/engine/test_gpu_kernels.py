@@ -36,7 +36,7 @@ from baton.engine.state.batch import flatten
 from baton.protocol.errors import InternalError
 from baton.protocol.kv_spec import LayerSpec
 from bench import gpu_cases
-from bench.gpu_cases import RULES, Case
+from bench.gpu_cases import RULES, KernelCase
 from tests.engine.test_attention import BLOCK, CPU, Pool, chunks_of, fill_past, random_rows
 
 INTERPRETED = bool(knobs.runtime.interpret)
@@ -54,7 +54,7 @@ KERNELS = {
 QUICK = {("plain", HALF), ("all", FLOAT), ("int8 all", HALF), ("fp8", FLOAT)}
 
 
-def check(cases: Iterator[Case]) -> int:
+def check(cases: Iterator[KernelCase]) -> int:
     """All agree with their twins; how many there were."""
     count = 0
     for case in cases:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from baton.engine.config import EngineConfig
-from baton.engine.core.engine import Engine
+from baton.engine.core.assembly import build_engine
 from baton.engine.loading.loading import LoadedModel, load_model
 from baton.engine.memory.available_memory import available_memory
 from baton.engine.memory.kv_cache import bytes_per_block
@@ -138,8 +138,8 @@ def test_an_engine_with_a_draft_model_stays_within_its_budget(tmp_path: Path) ->
         "model": str(target), "device": "cpu", "block_size": BLOCK_SIZE,
         "kv_cache_memory": str(budget),
     }  # fmt: skip
-    alone = Engine.load(EngineConfig(**common))
-    engine = Engine.load(
+    alone = build_engine(EngineConfig(**common))
+    engine = build_engine(
         EngineConfig(**common, speculative_method="draft", speculative_model=str(small))
     )
     layers = len(engine.info.layers)

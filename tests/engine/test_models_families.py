@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from baton.engine.config import EngineConfig
-from baton.engine.core.engine import Engine
+from baton.engine.core.assembly import build_engine
 from baton.engine.loading.loading import LoadedModel, load_model
 from baton.engine.models.config import NotLean, decoder_config
 from baton.protocol.errors import ConfigError
@@ -135,7 +135,7 @@ def test_the_whole_engine_gives_transformers_tokens(model_type: str, tmp_path: P
     """Latents, mixed windows, windows everywhere, experts; in a pool too small for all at once."""
     path = save_random(tmp_path, model_type, **FAMILIES[model_type])
     num_groups = 3 if model_type == "gemma3_text" else 1  # two slide
-    engine = Engine.load(
+    engine = build_engine(
         EngineConfig(
             str(path), dtype="float32", device="cpu", block_size=4, num_kv_blocks=24 * num_groups,
             max_num_seqs=5, max_num_batched_tokens=16, check_invariants=True,

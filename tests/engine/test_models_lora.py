@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from baton.engine.config import EngineConfig
-from baton.engine.core.engine import Engine
+from baton.engine.core.assembly import build_engine
 from baton.engine.loading.loading import LoadedModel, load_model
 from baton.protocol.adapters import adapter_name
 from baton.protocol.errors import ConfigError, ModelRefused, UnsupportedFeature
@@ -278,7 +278,7 @@ def test_the_engine_serves_adapters_by_name(base: Path, tmp_path: Path) -> None:
     layers = linear_layers(base, ALL)
     adapters = {name: make_adapter(tmp_path / name, layers, seed) for seed, name in enumerate("ab")}
     modules = tuple(f"{name}={path}" for name, path in adapters.items())
-    engine = Engine.load(
+    engine = build_engine(
         EngineConfig(
             str(base), dtype="float32", device="cpu", lora_modules=modules, block_size=4,
             num_kv_blocks=128, max_num_seqs=4, max_num_batched_tokens=16, check_invariants=True,

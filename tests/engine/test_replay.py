@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from baton.engine.config import EngineConfig
+from baton.engine.core.assembly import build_engine
 from baton.engine.core.engine import Engine
 from baton.engine.core.replay import EXACT_CHUNK_TOKENS, exact_chunk_of
 from baton.engine.state.interface import SequenceChunk, Task
@@ -217,7 +218,7 @@ def load(model: Path, dtype: str) -> Engine:
     """`dtype` may begin with "deterministic "."""
     flag, _, name = dtype.rpartition(" ")
     options: dict[str, Any] = {"dtype": name, "deterministic": bool(flag)}
-    return Engine.load(EngineConfig(str(model), threads=1, num_kv_blocks=120, **options))
+    return build_engine(EngineConfig(str(model), threads=1, num_kv_blocks=120, **options))
 
 
 def streams(engine: Engine, asked: Sequence[Request]) -> list[list[int]]:

@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 
 from baton.engine.core import adapters
+from baton.engine.core.active_model import ActiveModel, NoModel
 from baton.engine.core.engine import Engine
 from baton.protocol.adapters import adapter_id, adapter_name, ids_named
 from baton.protocol.errors import ConfigError, InvalidRequest, UnsupportedFeature
@@ -104,9 +105,10 @@ def test_bounds(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     attach(engine, "b", path)
     with pytest.raises(InvalidRequest, match="2 adapters"):
         attach(engine, "c", path)
-    engine.model = replace(adapters.model_of(engine), ranks=cast(Any, object()))
+    split = replace(adapters.model_of(engine), ranks=cast(Any, object()))
+    engine.active = replace(engine.active, model=split)
     with pytest.raises(UnsupportedFeature, match="ranks"):
         adapters.model_of(engine)
-    engine.model = None
+    engine.active = ActiveModel(NoModel())
     with pytest.raises(UnsupportedFeature):
         adapters.model_of(engine)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from baton.engine.config import EngineConfig
+from baton.engine.core.assembly import build_engine
 from baton.engine.core.engine import Engine
 from baton.engine.core.sleeping import fall_asleep, reload, wake
 from baton.protocol.errors import ConfigError, InternalError
@@ -34,7 +35,7 @@ def said(engine: Engine, **fields: object) -> list[int]:
 
 def engine_of(path: Path, **options: object) -> Engine:
     config = {"dtype": "float32", "num_kv_blocks": 64, "block_size": 16, "measure_limits": False}
-    return Engine.load(EngineConfig(model=str(path), **{**config, **options}))  # type: ignore[arg-type]
+    return build_engine(EngineConfig(model=str(path), **{**config, **options}))  # type: ignore[arg-type]
 
 
 @pytest.fixture(name="model", scope="module")
@@ -107,7 +108,7 @@ MEASURE = """
 import sys
 from pathlib import Path
 from baton.engine.config import EngineConfig
-from baton.engine.core.engine import Engine
+from baton.engine.core.assembly import build_engine
 from baton.engine.core.sleeping import fall_asleep, reload, wake
 from baton.protocol.request import Request
 from baton.protocol.sampling import SamplingParams
@@ -116,7 +117,7 @@ def resident():
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith("VmRSS"))) / 1024
 
-engine = Engine.load(EngineConfig(
+engine = build_engine(EngineConfig(
     model=sys.argv[1], dtype="float32", kv_cache_memory="96MiB", measure_limits=False,
     enable_prefix_caching=False,
 ))

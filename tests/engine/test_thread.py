@@ -7,7 +7,7 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -78,7 +78,7 @@ async def test_what_can_wait_until_the_engine_is_idle_does(
         busy.append(running.engine.has_work)
         raise RuntimeError("no harm done")
 
-    running.engine.when_idle = rest
+    running.engine.active = replace(running.engine.active, when_idle=rest)
     for name in ("a", "b"):
         await running.thread.call(lambda engine, name=name: engine.add(request(name, PROMPT)))
         running.collect(ended(name))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.engine.config import EngineConfig
-from baton.engine.core.engine import Engine
+from baton.engine.core.assembly import build_engine
 from baton.engine.loading.loading import LoadedModel, load_model
 from baton.engine.performance import roofline
 from baton.engine.performance.meter import Meter, work_of
@@ -121,7 +121,7 @@ def test_an_engine_tells_its_work(tmp_path: Path) -> None:
     config = EngineConfig(
         model=str(path), num_kv_blocks=16, block_size=4, memory_bandwidth=1.0, peak_flops=0.001
     )
-    engine = Engine.load(config)
+    engine = build_engine(config)
     engine.add(Request("r", (5, 6, 7), SamplingParams(max_tokens=3, seed=1, ignore_eos=True)))
     while engine.has_work:
         engine.step()
@@ -191,9 +191,8 @@ def test_limits_measured_again_are_the_higher_ones_and_kept(
 
 
 def told_meter(loaded: LoadedModel, config: EngineConfig) -> tuple[Meter, EngineStats]:
-    meter, stats = Meter(FakeRunner(4, 4), loaded), EngineStats()
-    meter.tell(stats, config)
-    return meter, stats
+    stats = EngineStats()
+    return Meter(FakeRunner(4, 4), loaded, config, stats.utilization), stats
 
 
 def test_a_share_above_one_is_measured_again_ever_more_seldom(

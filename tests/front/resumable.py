@@ -86,20 +86,20 @@ class CutStore:
     ) -> RequestRecord | None:
         return await self._reached().claim(request_id, fields)
 
-    def post_claim(self, request_id: str, fields: Mapping[str, str], told: Claimed) -> None:
+    def post_claim(self, request_id: str, fields: Mapping[str, str], on_answer: Claimed) -> None:
         if self.away:
-            told(StoreUnavailable("cut off"))
+            on_answer(StoreUnavailable("cut off"))
         else:
-            self._inner.post_claim(request_id, fields, told)
+            self._inner.post_claim(request_id, fields, on_answer)
 
     async def move(self, move: Move) -> WriteStatus:
         return await self._reached().move(move)
 
-    def post(self, move: Move, told: Callable[[WriteStatus | StoreUnavailable], None]) -> None:
+    def post(self, move: Move, on_answer: Callable[[WriteStatus | StoreUnavailable], None]) -> None:
         if self.away:
-            told(StoreUnavailable("cut off"))
+            on_answer(StoreUnavailable("cut off"))
         else:
-            self._inner.post(move, told)
+            self._inner.post(move, on_answer)
 
     async def finish(self, move: Move) -> WriteStatus:
         return await self._reached().finish(move)

@@ -219,6 +219,7 @@ async def test_tokens_are_counted_as_they_are_rendered() -> None:
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"temperature": -1}, "temperature"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+        ({"logprob_token_ids": [5]}, "logprob_token_ids is not supported"),
         ({"messages": [{"role": "user", "content": "word " * 5000}]}, "messages"),
     ],
 )  # fmt: skip

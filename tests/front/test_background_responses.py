@@ -155,10 +155,14 @@ async def test_a_stream_can_be_left_and_read_on_anywhere(one: HeldRouter, two: H
     assert events_of("\n".join(lines)) == events
 
 
-@pytest.mark.parametrize("query", [{"starting_after": "x"}, {"starting_after": "-1"}])
-async def test_a_place_that_there_is_not_is_refused(one: HeldRouter, query: dict[str, str]) -> None:
+@pytest.mark.parametrize("stream", ["true", "false"])
+@pytest.mark.parametrize("place", ["x", "-1", "1000000000"])
+async def test_a_place_that_there_is_not_is_refused(
+    one: HeldRouter, stream: str, place: str
+) -> None:
     id_ = await begin(one)
-    reply = await one.http.get(f"{PATH}/{id_}", params={"stream": "true", **query})
+    query = {"stream": stream, "starting_after": place}
+    reply = await one.http.get(f"{PATH}/{id_}", params=query)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "starting_after")
 
 

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from router.batches import runner as running
-from router.batches.objects import ENDED, Batch
+from router.batches.objects import ENDED, BatchObject
 from router.batches.runner import BatchRunner
 from router.batches.store import BatchStore
 from router.config import RouterConfig
@@ -186,7 +186,7 @@ async def test_a_window_that_is_over_ends_it(front: Front, tmp_path: Path) -> No
         made = await alice.batched(line("a"))
     store = BatchStore(tmp_path / "batches", 1 << 20)
     (place,) = store.open_batches()
-    late = msgspec.json.decode(place.record.read_bytes(), type=Batch)
+    late = msgspec.json.decode(place.record.read_bytes(), type=BatchObject)
     store.put(place, msgspec.structs.replace(late, expires_at=int(time.time()) - 1))
     front.dispatcher.stall_at = 0
     async with clients(front) as (alice, _):

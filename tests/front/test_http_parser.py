@@ -13,7 +13,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from router.server.http_parser import MAX_FRAMING, MAX_PIPELINED, BoundedParser, Phase
+from router.server.http_parser import MAX_FRAMING, MAX_PIPELINED, BoundedParser, ParserPhase
 
 EXTRA = 1000
 GET = b"GET /a HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -105,21 +105,21 @@ class Wire:
 async def test_a_request_is_the_same_however_it_is_cut(size: int) -> None:
     wire, raw = Wire(), CHUNKED + b"3\r\nabc\r\n2;x=y\r\nde\r\n0\r\na: b\r\n\r\n"
     wire.feed(*(raw[at : at + size] for at in range(0, len(raw), size)))
-    assert wire.parser.phase is Phase.NOTHING
+    assert wire.parser.phase is ParserPhase.NOTHING
     assert (await wire.answered()).startswith(b"HTTP/1.1 200")
     assert wire.handler.bodies == [b"abcde"]
 
 
 async def test_phases_follow_the_bytes() -> None:
     wire = Wire()
-    assert wire.parser.phase is Phase.HEAD
+    assert wire.parser.phase is ParserPhase.HEAD
     wire.feed(POST + b"content-length: 2\r\n")
-    assert wire.parser.phase is Phase.HEAD
+    assert wire.parser.phase is ParserPhase.HEAD
     wire.feed(b"\r\na")
-    assert wire.parser.phase is Phase.BODY
+    assert wire.parser.phase is ParserPhase.BODY
     assert wire.parser.may_answer
     wire.feed(b"b")
-    assert wire.parser.phase is Phase.NOTHING
+    assert wire.parser.phase is ParserPhase.NOTHING
     assert wire.parser.is_behind
     await wire.answered()
     assert not wire.parser.is_behind

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from jsonschema import Draft202012Validator
 
+from router.api.anthropic.body import UNSERVED
 from router.api.openapi.dialects import (
     AnthropicErrorReply,
     CountReply,
@@ -32,11 +33,15 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "CompletionBody": ("/v1/completions", {"prompt": "x"}),
     "ResponsesBody": ("/v1/responses", {"input": "x"}),
     "MessagesBody": ("/v1/messages", {"messages": USER, "max_tokens": 4}),
+    "EmbeddingBody": ("/v1/embeddings", {"input": "x"}),
+    "EmbedBody": ("/v2/embed", {"texts": ["x"]}),
 }
 # Schema, path, a body as described, and what breaks it: a name and its value in a body, one by one.
 SHAPES: list[tuple[str, str, dict[str, Any], list[dict[str, Any]]]] = [
-    ("CompletionBody", "/v1/completions", {"prompt": "x", "stream": True, "stream_options": {}}, [
+    ("CompletionBody", "/v1/completions", {"prompt": "x", "stream": True, "stream_options": {},
+                                           "bad_words": [" " * 9 + "x" * 256, "a b\n"]}, [
         {"prompt": None}, {"stream": None}, {"top_p": 0}, {"early_stopping": True},
+        {"bad_words": [""]}, {"bad_words": [" "]}, {"bad_words": ["x" * 257]},
         {"guided_regex": ""}, {"truncate_prompt_tokens": 0}, {"response_format": {"type": "odd"}},
         {"response_format": {"type": "structural_tag"}}, {"structured_outputs": {}},
         {"structured_outputs": {"json": {}, "regex": "a"}},
@@ -60,10 +65,18 @@ SHAPES: list[tuple[str, str, dict[str, Any], list[dict[str, Any]]]] = [
     ("ResponsesBody", "/v1/responses", {"input": "x"}, [
         {"input": None}, {"tool_choice": "required"}, {"input": [{"role": "user"}]},
         {"background": True, "store": False}, {"tools": [{"type": "custom", "name": "a b"}]},
+        {"tools": [{"type": "custom", "name": "f", "format": {}}]}, {"logprob_token_ids": [5]},
+        {"logprob_token_ids": [5], "include": []},
+        {"tools": [{"type": "namespace", "name": "a", "description": [], "tools": []}]},
         {"input": [{"role": "user", "type": "message"}]},
         {"input": [{"type": "function_call_output", "call_id": "c", "output": {}}]},
         {"tools": [{"type": "function", "name": "f"}], "tool_choice": {"type": "function"}},
     ]),
+    ("ResponsesBody", "/v1/responses", {"input": "x", "logprob_token_ids": [5],
+                                        "top_logprobs": 0}, [{"top_logprobs": None}]),
+    ("ResponsesBody", "/v1/responses", {
+        "input": "x", "logprob_token_ids": [5], "include": ["message.output_text.logprobs"],
+    }, [{"include": None}]),
     ("ResponsesBody", "/v1/responses", {"input": [
         {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
         {"role": "user", "content": "x"}]}, []),
@@ -71,6 +84,8 @@ SHAPES: list[tuple[str, str, dict[str, Any], list[dict[str, Any]]]] = [
         {"messages": None}, {"tool_choice": {"type": "any"}}, {"system": {}}, {"system": False},
         {"tools": [{"name": "f"}], "tool_choice": {"type": "tool"}}, {"request_id": "a b"},
         {"output_config": {"format": {}}}, {"tools": [{"name": "a b"}]},
+        {"thinking": {"type": "enabled", "budget_tokens": -2}},
+        {"thinking": {"type": "disabled", "budget_tokens": 2**31}},
         {"messages": [{"role": "user", "content": [
             {"type": "tool_use", "id": "1", "name": "f", "input": {}}]}]},
         {"messages": [{"role": "user", "content": [
@@ -82,6 +97,7 @@ SHAPES: list[tuple[str, str, dict[str, Any], list[dict[str, Any]]]] = [
     ]),
     ("TokenizeBody", "/tokenize", {"prompt": "x", "messages": None}, [
         {"prompt": None}, {"messages": USER}, {"prompt": None, "messages": []},
+        {"chat_template": ""}, {"chat_template": "", "messages": USER},
     ]),
     ("TokenizeBody", "/tokenize", {"messages": USER, "prompt": None}, [
         {"messages": None}, {"tools": [{}]},
@@ -132,6 +148,12 @@ async def test_replies_of_the_dialects_have_the_fields_that_are_described() -> N
         assert (wrong.status_code, told.error.type) == (400, "invalid_request_error")
 
 
+def test_what_messages_refuse_is_not_described_of_them() -> None:
+    schemas = document()["components"]["schemas"]
+    for name in ("MessagesBody", "CountBody"):
+        assert not schemas[name]["properties"].keys() & UNSERVED.keys()
+
+
 async def test_messages_without_a_block_are_the_clients_fault() -> None:
     async with Front(chat_template=CHAT_TEMPLATE).client() as client:
         for path in ("/v1/messages", "/v1/messages/count_tokens"):
@@ -153,6 +175,31 @@ async def test_what_is_out_of_a_described_bound_is_refused() -> None:
                     assert reply.status_code == 400, (path, field, value)
     assert num_tried > 100
     assert not front.dispatcher.requests
+
+
+async def test_a_head_that_is_too_large_is_described_of_every_operation() -> None:
+    told = document()
+    heads: dict[str, dict[str, Any]] = {
+        "414": {"params": {"a": "x" * 50_000}}, "431": {"headers": {"a": "x" * 50_000}}
+    }  # fmt: skip
+    async with Front().client() as client:
+        for code, head in heads.items():
+            reply = await client.get("/v1/models", **head)
+            assert (str(reply.status_code), [*reply.json()]) == (code, ["error"])
+            theirs = await client.get("/v1/messages", **head)
+            assert msgspec.json.decode(theirs.content, type=AnthropicErrorReply)
+            operations = [one for methods in told["paths"].values() for one in methods.values()]
+            assert all(code in operation["responses"] for operation in operations)
+
+
+def test_every_integer_of_a_body_has_bounds() -> None:
+    """None is read that has more than 64 bits."""
+    schemas = document()["components"]["schemas"]
+    for name in (name for name in schemas if name.endswith("Body")):
+        for field, told in schemas[name]["properties"].items():
+            for branch in told.get("anyOf", (told,)):
+                if branch.get("type") == "integer":
+                    assert {"minimum", "maximum"} <= branch.keys(), (name, field)
 
 
 def test_required_fields_have_no_default_and_are_no_null() -> None:

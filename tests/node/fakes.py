@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from baton.engine.config import EngineConfig
+from baton.engine.core.active_model import ActiveModel
+from baton.engine.core.assembly import assemble
 from baton.engine.core.engine import Engine
 from baton.engine.memory.kv_cache import KVArena
 from baton.engine.state.interface import ChunkResult, Sampled, SequenceChunk
@@ -204,7 +206,7 @@ async def running_node(
     arena = KVArena(info.layers, setup.num_blocks, setup.block_size, info.kv_dtype)
     runner = ArenaRunner(arena)
     config = EngineConfig(model="fake", check_invariants=True, **setup.engine_options)
-    engine = Engine(config, runner, arena, info)
+    engine = assemble(config, ActiveModel(runner), arena, info)
     lane = setup.lane or MemoryLane(fabric)
     around = Surroundings(setup.timing, SystemClock(), (lane,))
     node = Node(program, NodeConfig(**setup.options), engine, around)

@@ -191,7 +191,7 @@ async def test_a_swapped_request_is_given_back_and_its_copy_dropped() -> None:
 
 def swapped_out(nodes: TwoNodes) -> str:
     """Who is swapped out; the engine stands in its gate."""
-    scheduler = nodes.a.engine._scheduler  # pyright: ignore[reportPrivateUsage]
+    scheduler = nodes.a.engine.scheduler
     groups = scheduler.groups()
     [swapped] = [each.request.id for each in groups if not count_blocks(each.sequences)]
     return swapped

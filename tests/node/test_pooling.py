@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,7 +65,7 @@ class FakePooler:
 def give_pooler(node: TestNode) -> FakePooler:
     pooler = FakePooler()
     engine: Any = node.engine
-    engine.pooler = pooler
+    engine.active = replace(engine.active, pooler=pooler)
     return pooler
 
 

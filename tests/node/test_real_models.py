@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from baton.engine.config import EngineConfig
+from baton.engine.core.assembly import build_engine
 from baton.engine.core.engine import Engine
 from baton.engine.state.interface import Task
 from baton.node.config import NodeConfig
@@ -23,7 +24,7 @@ PROMPTS = [tuple(range(5 + i, 60 + 3 * i)) for i in range(4)]
 
 
 def engine_of(model: Path, block_size: int, max_num_batched_tokens: int = 2048) -> Engine:
-    return Engine.load(
+    return build_engine(
         EngineConfig(
             model=str(model),
             dtype="float32",

@@ -17,7 +17,7 @@ from baton.protocol.handles import NodeLoad, Role
 from router.nodes.policy import NodeSnapshot
 from router.request.gate.admission import AdmissionQueue, Bounds, Ticket, TicketState, Wanted
 from router.request.gate.capacity import OnTheWay, has_room
-from router.request.gate.margin import Margin
+from router.request.gate.service_levels import TtftError
 from router.tenants.keys import Grant
 
 RATE = 10_000.0  # prompt tokens per second
@@ -64,7 +64,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         self.queue = AdmissionQueue(Bounds(max_live=1024, max_queued=512))
-        self.margin = Margin()
+        self.ttft_error = TtftError()
         self._rng = random.Random(5)
         self._by_name: dict[str, Job] = {}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -94,7 +94,7 @@ class Cluster:
             return
         latest = job.arrival + TTFT_S - (self._prefill_tokens + job.prompt) / RATE
         if self.learns:
-            latest -= self.margin.of(latest - self.now)
+            latest -= self.ttft_error.planned_s(latest - self.now)
         wanted = Wanted(
             job.name, job.prompt, 512, grant=job.grant, latest_start=latest, by_slo=True
         )
@@ -177,7 +177,7 @@ class Cluster:
         job.ended_at = self.now
         self._decode()
         if job.ticket is not None:
-            self.margin.observe(
+            self.ttft_error.observe(
                 (job.first_at or 0.0) - (job.ticket.admitted_at or 0.0) - job.expected_s
             )
             self.queue.release(job.ticket, job.prompt + job.output, job.output, self.now)

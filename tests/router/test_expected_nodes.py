@@ -13,9 +13,9 @@ from baton.protocol.events import Pooled, RequestFailed
 from baton.protocol.handles import NodeLoad, Role
 from baton.protocol.messages import Migrate, RenewExport, SubmitDecode, SubmitPool, SubmitPrefill
 from baton.protocol.request import RequestState
-from router.nodes.expected import ExpectedNodes
+from router.nodes.directory import ExpectedNodes
 from router.nodes.policy import NodeSnapshot
-from router.request.dispatch import MAX_ATTEMPTS
+from router.request.dispatch import MAX_TRIES
 from router.request.gate.admission import Bounds
 from router.request.gate.gate import Gate, GateSettings
 from router.request.gate.rates import DrainRate
@@ -250,7 +250,7 @@ async def test_news_of_other_nodes_are_no_attempts() -> None:
         await p.hear(SubmitPrefill)
         await d.stop()
         await gone(router)
-        for _ in range(MAX_ATTEMPTS + 1):
+        for _ in range(MAX_TRIES + 1):
             p.cut()
             await router.until(lambda: not router.registry.records())
             await router.until(lambda: bool(router.registry.records()))

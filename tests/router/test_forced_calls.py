@@ -17,7 +17,7 @@ from baton.guided.xgrammar import XgrammarBackend
 from baton.protocol.sampling import GuidedDecoding
 from router.parsers import harmony
 from router.parsers.formats import MISTRAL, TOOL_FORMATS
-from router.parsers.frames import FrameWriter
+from router.parsers.frames import CallWriter
 from router.parsers.grammar import ToolFormat
 from router.parsers.message import MessageParser, MessageRules
 from router.parsers.parts import CallArguments, CallStart, Content
@@ -88,7 +88,7 @@ def test_an_offered_call_is_a_valid_one_and_text_is_free(name: str, tokenizer: A
         assert takes(tokenizer, guided, text), text
     for text in (spell([("get_weather", {"color": "red"})]), spell([("other", WEATHER[1])])):
         assert not takes(tokenizer, guided, text), text
-    if isinstance(form.writer, FrameWriter) and not form.writer.frame.bare:
+    if isinstance(form.writer, CallWriter) and not form.writer.frame.bare:
         assert takes(tokenizer, guided, f"Let me see.\n{call}")
 
 

@@ -23,7 +23,7 @@ from router.parsers.message import MessageRules
 from router.parsers.parts import Room
 from router.parsers.reasoning import QWEN3
 from router.parsers.registry import Formats
-from router.prompts.grammar_checks import Asked, GrammarChecker
+from router.prompts.grammar_checks import Constraint, GrammarChecker
 from router.prompts.off_loop import Lane, OffLoop
 from router.tenants.turns import MAX_WAITING
 from tests.engine.guided_vocabulary import EOS, vocabulary, walk
@@ -49,7 +49,7 @@ def chat(**fields: Any) -> ChatBody:
     return parse(json.dumps({"messages": messages, **fields}).encode(), ChatBody)
 
 
-def of_chat(body: ChatBody, parser: str | None, message: MessageRules | None) -> Asked | None:
+def of_chat(body: ChatBody, parser: str | None, message: MessageRules | None) -> Constraint | None:
     formats = Formats(tools=TOOL_FORMATS[parser or "hermes"])
     return asked_of_chat(body, asked_of(body), formats, message)
 
@@ -94,9 +94,9 @@ def test_every_spelling(fields: dict[str, Any], kind: str, grammar: Any, blamed:
 
 def test_texts_and_options() -> None:
     regex = asked_of(completion(guided_regex="a+", guided_decoding_backend="xgrammar"))
-    assert regex == Asked(GuidedDecoding("regex", "a+", backend="xgrammar"), "guided_regex")
+    assert regex == Constraint(GuidedDecoding("regex", "a+", backend="xgrammar"), "guided_regex")
     grammar = asked_of(completion(structured_outputs={"grammar": "start: x"}))
-    assert grammar == Asked(GuidedDecoding("ebnf", "start: x"), "structured_outputs.grammar")
+    assert grammar == Constraint(GuidedDecoding("ebnf", "start: x"), "structured_outputs.grammar")
     spaced = asked_of(completion(guided_json=SCHEMA, guided_whitespace_pattern=" ?"))
     assert spaced is not None
     assert spaced.guided.whitespace == " ?"

@@ -12,7 +12,7 @@ from baton.protocol.events import TokenEvent
 from baton.protocol.messages import SubmitDecode, SubmitPrefill
 from baton.protocol.request import FinishReason, RequestState
 from baton.runtime.metrics import render
-from router.metrics.failures import Watched, watch_failures
+from router.metrics.failures import WatchedParts, watch_failures
 from router.metrics.router import RouterMetrics
 from router.request.retry_budget import RetryBudget
 from router.store.base import LOGGED, Claimed, LogEntry, WriteStatus
@@ -51,9 +51,9 @@ class SlowRecords(MemoryStore):
         super().__init__("router", FAST, SystemClock())
         self.answers: list[Callable[[], None]] = []
 
-    def post_claim(self, request_id: str, fields: Mapping[str, str], told: Claimed) -> None:
+    def post_claim(self, request_id: str, fields: Mapping[str, str], on_answer: Claimed) -> None:
         super().post_claim(
-            request_id, fields, lambda answer: self.answers.append(lambda: told(answer))
+            request_id, fields, lambda answer: self.answers.append(lambda: on_answer(answer))
         )
 
 
@@ -149,6 +149,6 @@ async def test_a_fenced_owner_is_not_heard_and_not_logged() -> None:
 
 def _exported(router: FakeRouter) -> str:
     metrics = RouterMetrics()
-    watched = Watched(router.guard, router.registry, RetryBudget(SystemClock()))
+    watched = WatchedParts(router.guard, router.registry, RetryBudget(SystemClock()))
     watch_failures(metrics.registry, watched)
     return render(metrics.registry).decode()

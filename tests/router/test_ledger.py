@@ -14,7 +14,7 @@ from baton.protocol.request import FinishReason, RequestState
 from deploy.redis_server import RedisServer, find_redis_binary
 from router.resumable.replay import Told as Shown
 from router.resumable.run_log import RunLog
-from router.store.base import Claimed, LogEntry, Move, Told, WriteStatus
+from router.store.base import Claimed, LogEntry, Move, OnAnswer, WriteStatus
 from router.store.catch_up import CatchUp
 from router.store.ledger import StoreGuard
 from router.store.memory_store import MemoryStore
@@ -42,25 +42,25 @@ class FlakyStore(MemoryStore):
         self._reach()
         return await super().claim(*args, **kwargs)  # type: ignore[arg-type]
 
-    def post_claim(self, request_id: str, fields: Mapping[str, str], told: Claimed) -> None:
+    def post_claim(self, request_id: str, fields: Mapping[str, str], on_answer: Claimed) -> None:
         try:
             self._reach()
         except StoreUnavailable as error:
-            told(error)
+            on_answer(error)
         else:
-            super().post_claim(request_id, fields, told)
+            super().post_claim(request_id, fields, on_answer)
 
     async def move(self, move: Move) -> WriteStatus:
         self._reach()
         return await super().move(move)
 
-    def post(self, move: Move, told: Told) -> None:
+    def post(self, move: Move, on_answer: OnAnswer) -> None:
         try:
             self._reach()
         except StoreUnavailable as error:
-            told(error)
+            on_answer(error)
         else:
-            super().post(move, told)
+            super().post(move, on_answer)
 
     async def finish(self, move: Move) -> WriteStatus:
         self._reach()
@@ -206,14 +206,14 @@ async def test_a_move_that_nobody_waits_for_meets_its_fence() -> None:
 
 
 class LateStore(FlakyStore):
-    """Answers what is posted when it is told to."""
+    """Answers what is posted when a test says so."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.posted: list[tuple[Move, Told]] = []
+        self.posted: list[tuple[Move, OnAnswer]] = []
 
-    def post(self, move: Move, told: Told) -> None:
-        self.posted.append((move, told))
+    def post(self, move: Move, on_answer: OnAnswer) -> None:
+        self.posted.append((move, on_answer))
 
 
 async def test_an_end_holds_though_a_posted_move_is_lost() -> None:
@@ -226,8 +226,8 @@ async def test_an_end_holds_though_a_posted_move_is_lost() -> None:
     record = await store.read("a")
     assert record is not None
     assert record.state is S.FINISHED
-    for _, told in store.posted:
-        told(StoreUnavailable("lost"))
+    for _, on_answer in store.posted:
+        on_answer(StoreUnavailable("lost"))
     assert guard.stats.outages == 1
     assert ledger.behind
 
@@ -243,14 +243,16 @@ async def test_the_ledger_keeps_the_table_and_the_ids() -> None:
 
 
 class SlowClaims(FlakyStore):
-    """Claims are told when the test says so; the rest at once."""
+    """Claims are answered when the test says so; the rest at once."""
 
     def __init__(self) -> None:
         super().__init__()
         self.claims: list[Callable[[], None]] = []
 
-    def post_claim(self, request_id: str, fields: Mapping[str, str], told: Claimed) -> None:
-        self.claims.append(lambda: super(SlowClaims, self).post_claim(request_id, fields, told))
+    def post_claim(self, request_id: str, fields: Mapping[str, str], on_answer: Claimed) -> None:
+        self.claims.append(
+            lambda: super(SlowClaims, self).post_claim(request_id, fields, on_answer)
+        )
 
 
 async def test_a_record_that_is_on_its_way_is_waited_for() -> None:

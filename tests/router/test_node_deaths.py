@@ -12,8 +12,7 @@ import pytest
 from baton.protocol.errors import NodeLost
 from baton.protocol.messages import SubmitDecode
 from baton.protocol.request import MAX_NODE_DEATHS, Request, RequestState
-from router.nodes.attachments import Attachment
-from router.nodes.suspects import FEW, suspects
+from router.nodes.attachments import FEW, Attachment, suspects
 from tests.router.clients import Client, cluster, first_of, state_of
 from tests.router.fakes import FAST, PATIENCE_S, FakeNode, make_request
 

@@ -14,7 +14,7 @@ from baton.protocol.clock import SystemClock
 from baton.protocol.errors import ConfigError, StoreUnavailable
 from baton.protocol.handles import NodeLoad, Role
 from baton.runtime.redis_keys import node_key
-from router.metrics.failures import Watched, watch_failures
+from router.metrics.failures import WatchedParts, watch_failures
 from router.nodes.directory import RedisDirectory
 from router.request.retry_budget import RetryBudget
 from router.store.redis_store import connect
@@ -178,7 +178,7 @@ async def test_the_precisions_of_each_role_are_a_metric() -> None:
         async with running_router(nodes) as router:
             metrics = CollectorRegistry()
             retries = RetryBudget(SystemClock())
-            watch_failures(metrics, Watched(router.guard, router.registry, retries))
+            watch_failures(metrics, WatchedParts(router.guard, router.registry, retries))
             for role, count in (("decode", 2), ("prefill", 1)):
                 assert metrics.get_sample_value("baton_node_precisions", {"role": role}) == count
     finally:

@@ -8,8 +8,7 @@ from dataclasses import replace
 from baton.protocol.events import NodeStep, TokenEvent
 from baton.protocol.handles import NodeLoad
 from baton.protocol.messages import AbortRequest, SubmitDecode, SubmitPrefill
-from router.nodes.health import NodeHealth
-from router.nodes.watchdog import Watchdog
+from router.nodes.health import NodeHealth, Watchdog
 from tests.router.clients import Client, cluster, first_of
 from tests.router.fakes import FAST, PATIENCE_S, FakeClock, FakeRouter, make_request
 

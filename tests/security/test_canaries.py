@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from baton.engine.config import EngineConfig
+from baton.engine.core.assembly import build_engine
 from baton.engine.core.engine import Engine
 from baton.engine.memory.kv_cache import KVArena
 from baton.protocol.errors import InternalError
@@ -51,7 +52,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def engine_of(model: Path, **options: Any) -> Engine:
     values = {"num_kv_blocks": 24, "block_size": 8, "threads": 1, "check_invariants": True}
-    return Engine.load(EngineConfig(model=str(model), dtype="float32", **(values | options)))
+    return build_engine(EngineConfig(model=str(model), dtype="float32", **(values | options)))
 
 
 def ask(name: str, length: int, tenant: str, max_tokens: int = 9) -> Request:

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from baton.engine.core.active_model import ActiveModel, NoModel
 from baton.node import control
 from router.admin.server import create_admin_app
 from tests.cluster import Cluster, Plan
@@ -254,10 +255,10 @@ async def test_a_load_that_fails_on_one_node_leaves_none(model: Path, tmp_path: 
     adapter = make_adapter(tmp_path / "a", linear_layers(model, ALL), 1)
     async with operated(Plan(model)) as o:
         engine = o.c.decode[0].engine
-        kept, engine.model = engine.model, None
+        kept, engine.active = engine.active, ActiveModel(NoModel())
         failed = await o.do("/v1/load_lora_adapter", 400, lora_name="p", lora_path=str(adapter))
         assert "no model" in failed.json()["error"]["message"]
-        engine.model = kept
+        engine.active = kept
         assert len((await o.client.get("/v1/models")).json()["data"]) == 1
         await o.do("/v1/load_lora_adapter", lora_name="p", lora_path=str(adapter))
         assert await o.tokens(model="p") != await o.tokens()

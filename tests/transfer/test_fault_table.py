@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from baton.protocol.errors import KVCorrupt, KVStale
-from baton.runtime.failpoints import FAILPOINTS, Plan
+from baton.runtime.failpoints import FAILPOINTS, FailurePlan
 from kv_transfer.protocol.frames import Kind
 from tests.transfer import faults
 from tests.transfer.cluster import FIRST, Cluster, frames_received, transfer_despite
@@ -73,7 +73,7 @@ async def test_a_frame_leaves_damaged(
 ) -> None:
     """By the exporter's failpoint, in a parcel of its own: every lane carries it."""
     proof = tmp_path / "proof"
-    monkeypatch.setattr(FAILPOINTS, "_plan", Plan("kv.first:1:corrupt", proof))
+    monkeypatch.setattr(FAILPOINTS, "_plan", FailurePlan("kv.first:1:corrupt", proof))
     async with staged(cluster) as stage:
         p, stats = stage.p.node, stage.d.node.connector.stats
         handle = stage.p.export()

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from baton.engine.config import EngineConfig
+from baton.engine.core.assembly import build_engine
 from baton.engine.core.engine import Engine
 from baton.engine.state.interface import Task
 from baton.llm import LLM
@@ -89,7 +90,7 @@ class Alone:
         engines: list[Engine] = []
 
         def load(memory: Any) -> Any:
-            engines.append(Engine.load(config, memory=memory))
+            engines.append(build_engine(config, memory=memory))
             return engines[0].arena
 
         arena = pool_of(lane, boot_id, load)

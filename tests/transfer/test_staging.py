@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from baton.engine.memory.kv_cache import KVArena
 from baton.protocol.errors import InternalError, KVCorrupt, KVTimeout
 from baton.protocol.kv_spec import LayerSpec
-from kv_transfer.pool.device_pool import ArenaPool
+from kv_transfer.pool.device_copies import ArenaPool
 from kv_transfer.pool.layout import ArenaMemory
 from kv_transfer.pool.staging import StagedMemory
 from kv_transfer.protocol.base import Blocks, Payload

@@ -1,9 +1,9 @@
 """LoRA adapters that come and go while an engine runs. Engine thread, between steps.
 
     load()    read (any thread) -> attach(): requests may ask for it from the next step on
-    unload()  the node stops telling of it -> detach() once nobody here uses it
+    unload()  the node no longer publishes it -> detach() once nobody here uses it
 
-Weights are told apart by id (baton/protocol/adapters.py): a name's new contents stand beside the
+Weights are distinguished by id (baton/protocol/adapters.py): a name's new contents stand beside the
 old ones. Ranks of a tensor-parallel model would have to do the same in step: refused there.
 """
 

@@ -1,6 +1,6 @@
-"""Announcements: what a prefill node's hooks are told of a step: who was admitted, which layer is
-written. Without any hooks, nothing is told and every export has room. Layers of prompts are also
-counted (EngineStats.num_layers), hooks or not."""
+"""Announcements: what a step reports to a prefill node's hooks: which requests were admitted, which
+layer has been written. Without hooks nothing is reported and every export has room. Layers of
+prompts are counted (EngineStats.num_layers), hooks or not."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from baton.engine.state.step_plan import StepPlan
 
 
 class Announcements:
-    def __init__(self, pins: Pins, hooks: EngineHooks | None, stats: EngineStats) -> None:
-        self.hooks = hooks
+    def __init__(self, pins: Pins, stats: EngineStats) -> None:
+        self.hooks: EngineHooks | None = None
         self._pins = pins
         self._stats = stats
 
     def admitted(self, plan: StepPlan) -> None:
-        """Tell of new PREFILL requests, before any layer: the handle leaves at once. Pins their
-        blocks."""
+        """Report new PREFILL requests before any layer runs, so that their handles leave at once.
+        Pins their blocks."""
         if self.hooks is None:
             return
         for group in plan.admitted:
@@ -41,7 +41,7 @@ class Announcements:
 
     def on_layer(self, plan: StepPlan) -> Callable[[int], None] | None:
         """What the runner calls after each layer of `plan`. None for a step of single tokens: it is
-        short, nobody wants to know, and it may run as one call for all layers."""
+        short, nobody needs its progress, and it may run as one call for all layers."""
         progress = tuple(
             (row.group.request.id, row.chunk.start + len(row.chunk.token_ids))
             for row in plan.rows

@@ -65,7 +65,7 @@ def arrive(
     group: RequestGroup, first_tokens: Sequence[FirstToken], end_of: EndOf
 ) -> list[TokenEvent]:
     """Fill in what is known beyond the request, and drop the samples that it ends; the events that
-    tell so."""
+    report it."""
     if group.beams is not None:
         group.leader.candidates = _candidates(first_tokens)
         return []
@@ -84,7 +84,7 @@ def arrive(
                 TokenEvent(
                     request.id, request.epoch, position, repeated, sequence.sample_index,
                     finish_reason=reason, stop_token_id=stop_token,
-                    logprobs=told_of(sequence, position, first_tokens),
+                    logprobs=known_logprobs(sequence, position, first_tokens),
                 )
             )  # fmt: skip
     return events
@@ -97,16 +97,16 @@ def fill(sequence: SequenceState, first_tokens: Sequence[FirstToken]) -> None:
             sequence.tokens.append(first.token_id)
 
 
-def told_of(
+def known_logprobs(
     sequence: SequenceState, position: int, first_tokens: Sequence[FirstToken]
 ) -> tuple[tuple[TokenLogprob, ...], ...]:
-    """END's log-probabilities of a sequence's tokens from `position` on; () if none were told."""
-    told = {t.position: t.logprobs for t in first_tokens if t.sample == sequence.sample_index}
-    return tuple(filter(None, (told.get(at) for at in range(position, sequence.num_outputs))))
+    """END's log-probabilities of a sequence's tokens from `position` on; () if it sent none."""
+    known = {t.position: t.logprobs for t in first_tokens if t.sample == sequence.sample_index}
+    return tuple(filter(None, (known.get(at) for at in range(position, sequence.num_outputs))))
 
 
 def _candidates(first_tokens: Sequence[FirstToken]) -> tuple[TokenLogprob, ...] | None:
-    """What a search begins with, best first; None if END told nothing: then it is computed."""
+    """What a search begins with, best first; None if END sent none: then it is computed."""
     ranked = sorted(first_tokens, key=lambda token: token.sample)
     return (
         tuple(

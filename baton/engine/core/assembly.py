@@ -1,82 +1,131 @@
-"""An engine over a real model: put together, its model taken away, and given one again.
+"""Assembly: an engine is put together from complete parts; nothing is set on it afterwards.
 
-assemble()   weights, KV arena, engine
-strip()      nothing of the engine refers to weights any more; a step would raise
-furnish()    a model that was loaded again (or the first one) runs its steps
+build_engine()  weights, KV arena and grammars of a configured model, then assemble()
+assemble()      scheduler, steps and all that lies around them, over any runner
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
 from baton.engine.checkpoint.checkpoint import as_stored
 from baton.engine.config import DEFAULT_BLOCK_SIZE, EngineConfig
+from baton.engine.core.active_model import ActiveModel, activate
+from baton.engine.core.announcements import Announcements
 from baton.engine.core.engine import Engine
-from baton.engine.core.grammars import grammars_of
-from baton.engine.core.pooling import Pooler
-from baton.engine.loading.loading import LoadedModel, load_model
-from baton.engine.memory.kv_cache import MakeMemory
-from baton.engine.memory.lengths import model_len
-from baton.engine.performance.meter import Meter
-from baton.engine.running.runner import ModelRunner
+from baton.engine.core.grammars import Grammars, grammars_of
+from baton.engine.core.live_requests import LiveRequests
+from baton.engine.core.outputs import Outputs
+from baton.engine.core.run_ahead import RunAhead
+from baton.engine.core.scheduler import Scheduler
+from baton.engine.core.steps import Steps
+from baton.engine.core.validation import Bounds
+from baton.engine.loading.loading import load_model
+from baton.engine.memory.adopted_pages import AdoptedPages
+from baton.engine.memory.block_pool import BlockPool
+from baton.engine.memory.block_tables import BlockTables
+from baton.engine.memory.kv_cache import KVArena, MakeMemory
+from baton.engine.memory.lengths import model_len, pool_len
+from baton.engine.memory.pins import Pins
+from baton.engine.memory.swap import Swapper
 from baton.engine.running.sizing import make_pool, size_pool
-from baton.engine.running.speculation import load_draft, load_proposer
-from baton.engine.state.interface import ChunkResult, EngineHooks, SequenceChunk
-from baton.protocol.errors import InternalError
+from baton.engine.running.speculation import Drafter, load_draft
+from baton.engine.state.interface import ModelInfo
+from baton.engine.state.stats import EngineStats
+from baton.engine.state.step_plan import Limits
+from baton.engine.state.work import Utilization
+from baton.protocol.clock import Clock, SystemClock
 
 
-class NoModel:
-    """The runner of an engine without a model."""
+def build_engine(config: EngineConfig, memory: MakeMemory | None = None) -> Engine:
+    """The real thing: weights from `config.model`, the KV arena in what memory is left, or in
+    `memory` (a pool on the CPU only). Sets torch's threads if the config says how many.
 
-    def run(
-        self, chunks: Sequence[SequenceChunk], on_layer: Callable[[int], None] | None = None
-    ) -> list[ChunkResult]:
-        """See interface.Runner.run."""
-        raise InternalError("the engine has no model in memory")
-
-
-def assemble(
-    make: type[Engine], config: EngineConfig, hooks: EngineHooks | None, memory: MakeMemory | None
-) -> Engine:
-    """See Engine.load."""
+    Raises ConfigError (ModelRefused for a checkpoint that cannot be served).
+    """
     config = as_stored(config)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     model, draft = load_model(config), load_draft(config)
-    info, device = model.info, model.device
-    block_size = config.block_size or DEFAULT_BLOCK_SIZE[device.type]
+    info = model.info
+    block_size = config.block_size or DEFAULT_BLOCK_SIZE[model.device.type]
     num_blocks = size_pool(config, model, block_size, model_len(config, info), draft)
     arena = make_pool(model, num_blocks, block_size, memory)
-    engine = make(config, NoModel(), arena, info, hooks)
-    engine.ranks, engine.grammars = model.ranks, grammars_of(config, info)
-    furnish(engine, model, draft)
-    return engine
+    config = replace(config, block_size=arena.block_size, num_kv_blocks=arena.num_blocks)
+    active = activate(model, draft, config, arena, Utilization())
+    return assemble(config, active, arena, info, grammars=grammars_of(config, info))
 
 
-def furnish(engine: Engine, model: LoadedModel, draft: LoadedModel | None) -> None:
-    """Run `model` from now on, and let `draft` guess. Engine thread, or before it starts."""
-    config = engine.config
-    meter = Meter(ModelRunner(model, engine.arena), model)
-    meter.tell(engine.stats, config)
-    engine.steps.use(meter)
-    engine.when_idle = meter.look_again
-    engine.pooler = Pooler(model, engine.arena, config.max_num_batched_tokens, config.max_num_seqs)
-    # The model of more ranks, and a longest length of the pool's, are the engine's own business.
-    proposer = load_proposer(config, replace(engine.info, layers=model.info.layers), draft)
-    if proposer is not None:
-        engine.set_proposer(proposer)
-    engine.model = model
-    engine.set_adapters(model.info.adapters, config.lora_modules)
+def assemble(
+    config: EngineConfig,
+    active: ActiveModel,
+    arena: KVArena,
+    info: ModelInfo,
+    clock: Clock | None = None,
+    grammars: Grammars | None = None,
+) -> Engine:
+    """An engine whose steps `active` runs, with KV in `arena`. Guided requests need `grammars`.
+
+    Raises ConfigError for a pool that holds no token, or a longest length beyond the model's.
+    """
+    clock, stats = clock or SystemClock(), EngineStats(utilization=active.utilization)
+    bounds = _bounds(config, info, arena)
+    pool = BlockPool(arena.num_blocks, arena.block_size, config.enable_prefix_caching)
+    tables = BlockTables(pool, arena, stats, arena.groups.windows)
+    pins = Pins(tables)
+    announcements = Announcements(pins, stats)
+    block_bytes = arena.num_bytes // arena.num_blocks
+    scheduler = Scheduler(
+        tables,
+        Swapper(tables, stats, clock, config.preemption_mode, block_bytes),
+        Limits(config.max_num_seqs, config.max_num_batched_tokens),
+        stats,
+        announcements.may_admit,
+        Drafter.of(active.proposer, config),
+    )
+    requests = LiveRequests(scheduler, stats)
+    adopted = AdoptedPages(tables, stats, clock, block_bytes, requests.leader)
+    ahead = RunAhead(active.runner, bounds.local_len) if config.async_scheduling else None
+    steps = Steps(
+        scheduler, active.runner, announcements, requests, adopted, stats, clock, ahead,
+        prove=config.check_invariants,
+    )  # fmt: skip
+    return Engine(
+        config=replace(
+            config,
+            block_size=arena.block_size,
+            num_kv_blocks=arena.num_blocks,
+            max_model_len=bounds.local_len,
+        ),
+        info=replace(info, max_model_len=bounds.local_len),
+        arena=arena,
+        stats=stats,
+        bounds=bounds,
+        tables=tables,
+        pins=pins,
+        scheduler=scheduler,
+        requests=requests,
+        adopted=adopted,
+        announcements=announcements,
+        steps=steps,
+        outputs=Outputs(scheduler, stats, info.eos_token_ids, bounds.limit, requests.finished),
+        active=active,
+        grammars=grammars,
+    )
 
 
-def strip(engine: Engine) -> None:
-    """Forget the model and its draft. Only without requests; engine thread."""
-    engine.steps.wait()
-    engine.steps.use(NoModel())
-    engine.when_idle = None
-    engine.pooler = None
-    engine.set_proposer(None)
-    engine.model = None
+def _bounds(config: EngineConfig, info: ModelInfo, arena: KVArena) -> Bounds:
+    longest = model_len(config, info)
+    return Bounds(
+        local_len=pool_len(longest, arena),
+        model_len=longest,
+        vocab_size=info.vocab_size,
+        max_num_seqs=config.max_num_seqs,
+        num_blocks=arena.num_blocks,
+        block_size=arena.block_size,
+        adapters=info.adapters,
+        num_groups=arena.groups.num_groups,
+        generates=info.generates,
+    )

@@ -1,4 +1,4 @@
-"""Engine: one model on one device group. step() is schedule -> run -> postprocess, no more.
+"""Engine: one model on one device group. step() is plan -> run -> finish, no more.
 
 The life of a request here:
     add(request)                        -> validated; waits for blocks (Task.LOCAL, Task.PREFILL)
@@ -15,169 +15,142 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
 
 from baton.engine.config import EngineConfig
+from baton.engine.core.active_model import ActiveModel
 from baton.engine.core.announcements import Announcements
 from baton.engine.core.arrival import arrive, new_group
 from baton.engine.core.departure import Departure, Leaving, departure_of
-from baton.engine.core.failing import doomed
 from baton.engine.core.grammars import Grammars, guide, refuse_unguided
+from baton.engine.core.live_requests import LiveRequests
 from baton.engine.core.outputs import Outputs
+from baton.engine.core.pooling import Pooler
 from baton.engine.core.replay import exact_chunk_of
-from baton.engine.core.run_ahead import RunAhead
+from baton.engine.core.run_ahead import Flight
 from baton.engine.core.scheduler import Scheduler
 from baton.engine.core.steps import Steps
 from baton.engine.core.validation import Bounds, validate
+from baton.engine.loading.loading import LoadedModel
 from baton.engine.memory.adopted_pages import AdoptedPages
 from baton.engine.memory.block_pool import BlockPool
 from baton.engine.memory.block_tables import BlockTables
 from baton.engine.memory.kv_cache import KVArena, MakeMemory
-from baton.engine.memory.lengths import model_len, pool_len
 from baton.engine.memory.pins import Pins
-from baton.engine.memory.swap import Swapper
 from baton.engine.memory.usage import usage_of
+from baton.engine.parallel.ranks import Ranks
 from baton.engine.running.speculation import Drafter
 from baton.engine.sampling.proposer import Proposer
 from baton.engine.state.adoption import Adoption
-from baton.engine.state.interface import EngineHooks, ModelInfo, Reservation, Runner, Task
+from baton.engine.state.interface import (
+    ChunkResult,
+    EngineHooks,
+    ModelInfo,
+    Reservation,
+    Task,
+)
 from baton.engine.state.sequence import RequestGroup
 from baton.engine.state.stats import EngineStats, KVUsage
-from baton.engine.state.step_plan import Limits, StepPlan
 from baton.protocol import block_hashes
-from baton.protocol.clock import Clock, SystemClock
 from baton.protocol.errors import ContextLengthExceeded, InternalError, InvalidRequest
 from baton.protocol.events import BlockEvent, FirstToken, RequestFailed, TokenEvent
 from baton.protocol.handles import NodeLoad
 from baton.protocol.kv_spec import BlockLists
 from baton.protocol.request import Request
 
-if TYPE_CHECKING:  # lazy at run time, see load()
-    from baton.engine.core.pooling import Pooler
-    from baton.engine.loading.loading import LoadedModel
-    from baton.engine.parallel.ranks import Ranks
-
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, repr=False)
 class Engine:
-    """Scheduler, pool, arena and runner of one model.
+    """Made by assembly.py: build_engine() for a real model, assemble() over any runner.
 
     `config` is resolved (block size, blocks, longest length filled in); `info.max_model_len` is
     what a LOCAL request may reach here: the smallest of the model's, the configured one and the
-    whole pool. `model`: what load() loaded; None also while it sleeps (sleeping.py).
+    whole pool.
     """
 
-    model: LoadedModel | None = None
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        runner: Runner,
-        arena: KVArena,
-        info: ModelInfo,
-        hooks: EngineHooks | None = None,
-        clock: Clock | None = None,
-    ) -> None:
-        self._num_groups = arena.groups.num_groups
-        self._model_len = model_len(config, info)
-        max_len = pool_len(self._model_len, arena)
-        self.info = replace(info, max_model_len=max_len)
-        self.config = replace(
-            config,
-            block_size=arena.block_size,
-            num_kv_blocks=arena.num_blocks,
-            max_model_len=max_len,
-        )
-        self.arena = arena
-        self.pool = BlockPool(arena.num_blocks, arena.block_size, config.enable_prefix_caching)
-        self.stats = EngineStats()
-        self.grammars: Grammars | None = None  # of guided requests; load() makes it
-        self.ranks: Ranks | None = None  # other processes with shares of the model; load() has them
-        self._pooler: Pooler | None = None
-        self._clock = clock or SystemClock()
-        self._bounds = Bounds(
-            max_len, self._model_len, info.vocab_size, config.max_num_seqs, arena.num_blocks,
-            arena.block_size, info.adapters, self._num_groups, info.generates,
-        )  # fmt: skip
-        self._tables = BlockTables(self.pool, arena, self.stats, arena.groups.windows)
-        block_bytes = arena.num_bytes // arena.num_blocks
-        swapper = Swapper(
-            self._tables, self.stats, self._clock, config.preemption_mode, block_bytes
-        )
-        limits = Limits(config.max_num_seqs, config.max_num_batched_tokens)
-        self._scheduler = Scheduler(self._tables, swapper, limits, self.stats)
-        self._outputs = Outputs(
-            self._scheduler, self.stats, info.eos_token_ids, self._bounds.limit, self._left
-        )
-        self._by_id: dict[str, RequestGroup] = {}
-        self._adopted = AdoptedPages(
-            self._tables, self.stats, self._clock, block_bytes,
-            lambda name: self._by_id[name].leader,
-        )  # fmt: skip
-        self._failed: list[RequestFailed] = []  # not yet taken
-        self._pins = Pins(self._tables)
-        self._announcements = Announcements(self._pins, hooks, self.stats)
-        self._scheduler.ask_before_exports(self._announcements.may_admit)
-        ahead = RunAhead(runner, max_len) if config.async_scheduling else None
-        self.steps = Steps(
-            self._scheduler, runner, self._announcements, ahead, config.check_invariants
-        )
-        self._pending: list[TokenEvent] = []  # events that need no computing: the next step's
-        self._dropped: list[RequestGroup] = []  # aborted while a step runs: freed at its end
-        self._plan: StepPlan | None = None
-        self._stepping = self._stalled = False
-        self._ended = 0.0  # when the last step did
-        self.when_idle: Callable[[], None] | None = None  # called once the work has ended
+    config: EngineConfig
+    info: ModelInfo
+    arena: KVArena
+    stats: EngineStats
+    bounds: Bounds
+    tables: BlockTables
+    pins: Pins
+    scheduler: Scheduler
+    requests: LiveRequests
+    adopted: AdoptedPages
+    announcements: Announcements
+    steps: Steps
+    outputs: Outputs
+    active: ActiveModel
+    grammars: Grammars | None = None  # of guided requests
+    _stalled: bool = field(default=False, init=False)
 
     @classmethod
-    def load(
-        cls,
-        config: EngineConfig,
-        hooks: EngineHooks | None = None,
-        memory: MakeMemory | None = None,
-    ) -> Engine:
-        """The real thing: weights from `config.model`, the KV arena in what memory is left, or in
-        `memory` (a pool on the CPU only).
+    def load(cls, config: EngineConfig, memory: MakeMemory | None = None) -> Engine:
+        """The same as build_engine()."""
+        # Lazy: that module makes this class.
+        from baton.engine.core.assembly import build_engine
 
-        Raises ConfigError (ModelRefused for a checkpoint that cannot be served).
-        """
-        # Lazy: the model code pulls in transformers, which engines over other runners never need.
-        from baton.engine.core.assembly import assemble
+        return build_engine(config, memory)
 
-        return assemble(cls, config, hooks, memory)
+    # ---- its model ----
+
+    @property
+    def model(self) -> LoadedModel | None:
+        """None over a runner without one, and while the engine sleeps (sleeping.py)."""
+        return self.active.model
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """Other processes with shares of the model."""
+        return None if self.model is None else self.model.ranks
 
     @property
     def pooler(self) -> Pooler | None:
         """For embeddings and reranking, between steps; None without a model's own states."""
         self.steps.wait()
-        return self._pooler
+        return self.active.pooler
 
-    @pooler.setter
-    def pooler(self, pooler: Pooler | None) -> None:
-        self._pooler = pooler
+    @property
+    def when_idle(self) -> Callable[[], None] | None:
+        """What is to be called once the work has ended."""
+        return self.active.when_idle
+
+    @property
+    def pool(self) -> BlockPool:
+        return self.tables.pool
+
+    def use(self, active: ActiveModel) -> None:
+        """Steps run this model from now on; nothing here refers to the one before any more. Only
+        without requests."""
+        self.steps.wait()
+        self.steps.use(active.runner)
+        self.set_proposer(active.proposer)
+        self.active = active
+        if active.model is not None:
+            self.set_adapters(active.model.info.adapters, self.config.lora_modules)
 
     def set_hooks(self, hooks: EngineHooks | None) -> None:
         """Before the first PREFILL request: hooks are made of this engine's arena, so after it."""
-        self._announcements.hooks = hooks
+        self.announcements.hooks = hooks
 
     def set_proposer(self, proposer: Proposer | None) -> None:
         """Speculate: `proposer` guesses up to config.num_speculative_tokens for each decode row.
         Without requests."""
-        most = self.config.num_speculative_tokens
-        self._scheduler.set_drafter(None if proposer is None else Drafter(proposer, most))
+        self.scheduler.set_drafter(Drafter.of(proposer, self.config))
 
     def set_adapters(self, ids: tuple[str, ...], modules: tuple[str, ...]) -> None:
         """Requests may ask for these adapters from now on; `modules`: what another load of the
         model would read, see EngineConfig.lora_modules."""
         self.info = replace(self.info, adapters=ids)
         self.config = replace(self.config, lora_modules=modules)
-        self._bounds = replace(self._bounds, adapters=ids)
+        self.bounds = replace(self.bounds, adapters=ids)
 
     def uses_adapter(self, id_: str) -> bool:
         """Whether a request here asks for it."""
-        return any(group.request.adapter == id_ for group in self._by_id.values())
+        return self.requests.use_adapter(id_)
 
     # ---- requests in ----
 
@@ -187,7 +160,7 @@ class Engine:
         Raises InvalidRequest (the field is named), UnsupportedFeature, or ContextLengthExceeded for
         a request that can never fit the model or, with a LOCAL task's output, the pool.
         """
-        validate(request, task, self._bounds)
+        validate(request, task, self.bounds)
         refuse_unguided(request, self.grammars)
 
     def add(
@@ -208,40 +181,37 @@ class Engine:
         adoption are still the caller's; KVStale for adopted pages that may be another's by now.
         """
         self.validate(request, task)
-        if request.id in self._by_id:
+        if request.id in self.requests:
             raise InvalidRequest(f"request {request.id} already runs here", field="id")
         if reservation is not None and task is not Task.LOCAL:
             raise InternalError(f"{request.id}: only LOCAL requests continue from reserved blocks")
-        self._adopted.receive(adoption, reservation)
+        self.adopted.receive(adoption, reservation)
         root = self.known_root_hash(request, reservation.precision if reservation else None)
         exact = exact_chunk_of(request, self.config)
         group = new_group(request, task, self.stats.num_requests, root, self.info, exact)
         guide(group, self.grammars)
-        events = arrive(group, first_tokens, self._outputs.end_of)
+        events = arrive(group, first_tokens, self.outputs.end_of)
         if reservation is not None and group.sequences:
-            self._scheduler.add_reserved(group, reservation, adoption)
+            self.scheduler.add_reserved(group, reservation, adoption)
         elif reservation is not None:
             self.cancel(reservation)
             if adoption is not None:
                 adoption.end()
-        self.stats.num_requests += 1
+        self.requests.add(group, events)
         self._stalled = False
-        self._pending.extend(events)
         if not group.sequences:
-            self.stats.num_finished += 1
             return
-        self._by_id[request.id] = group
         if reservation is None:
-            self._scheduler.add(group)
+            self.scheduler.add(group)
         elif group.beams is not None:
-            # A search tells nothing for long: its first event says that its KV arrived.
-            self._pending.append(TokenEvent(request.id, request.epoch, 0, ()))
-            self._pending.extend(self._outputs.begin_search(group))
+            # A search reports nothing for long: its first event says that its KV arrived.
+            self.requests.report([TokenEvent(request.id, request.epoch, 0, ())])
+            self.requests.report(self.outputs.begin_search(group))
 
     @property
     def may_adopt(self) -> bool:
         """Whether reservations can be `adopting`: all layers see all."""
-        return self._tables.may_adopt
+        return self.tables.may_adopt
 
     def reserve(
         self,
@@ -258,7 +228,7 @@ class Engine:
         another pool; room is taken for what follows them. The caller either passes it to add() or
         cancels it. Raises ContextLengthExceeded if it can never fit.
         """
-        needed = self._tables.blocks_for_arrival(num_tokens)
+        needed = self.tables.blocks_for_arrival(num_tokens)
         if num_tokens < 1 or needed > self.pool.num_blocks:
             raise ContextLengthExceeded(
                 f"{num_tokens} tokens need {needed} KV blocks, the pool has {self.pool.num_blocks}",
@@ -270,11 +240,11 @@ class Engine:
         hashes = block_hashes.block_hashes(root, tokens, self.pool.block_size)
         if adopting and not self.may_adopt:
             raise InternalError("this model's blocks cannot be another pool's")
-        return self._scheduler.reserve(request.id, hashes, num_tokens, precision, adopting)
+        return self.scheduler.reserve(request.id, hashes, num_tokens, precision, adopting)
 
     def cancel(self, reservation: Reservation) -> None:
         """Free a reservation that was not added, once nobody writes into its blocks. Idempotent."""
-        self._scheduler.cancel(reservation)
+        self.scheduler.cancel(reservation)
         self._stalled = False
 
     def abort(self, request_id: str) -> bool:
@@ -284,24 +254,15 @@ class Engine:
         stays: whoever reads the export returns it through unpin(). Reservations end by cancel()
         alone.
         """
-        announced = any(event.request_id == request_id for event in self._pending)
-        self._pending = [event for event in self._pending if event.request_id != request_id]
-        group = self._by_id.pop(request_id, None)
-        if group is None:
-            return announced
-        self.stats.num_aborted += 1
-        self._stalled = False
-        group.dropped = True
-        if self._stepping:
-            self._dropped.append(group)
-        else:
-            self._scheduler.remove(group)
-        return True
+        found = self.requests.abort(request_id)
+        if found:
+            self._stalled = False
+        return found
 
     def stop_sample(self, request_id: str, epoch: int, sample: int) -> None:
         """Compute one sample no further: it ends without an event before the next step, as soon as
         nobody waits to fork from it. Of the last one abort() is the end."""
-        group = self._by_id.get(request_id)
+        group = self.requests.get(request_id)
         if group is not None and group.request.epoch <= epoch:
             group.stopping.add(sample)
 
@@ -311,7 +272,7 @@ class Engine:
         Its blocks are pinned once, for an export; `unpin` undoes that. None, and nothing changed,
         if it is not here or has no KV worth moving. Between steps only.
         """
-        group = self._by_id.get(request_id)
+        group = self.requests.get(request_id)
         if group is None:
             return None
         self.steps.wait()
@@ -320,65 +281,55 @@ class Engine:
             self.stats.left(departure)
             return None
         self.pin(departure.blocks)
-        self._pending = [event for event in self._pending if event.request_id != request_id]
-        del self._by_id[request_id]
-        self._scheduler.remove(group)
+        self.requests.take_out(group)
         self.stats.left(departure.leaving, departure.num_left_behind)
         self.stats.num_handed_on += 1
         self._stalled = False
         return departure
 
     def _departure_of(self, group: RequestGroup) -> Departure | Leaving:
-        self._adopted.take_over_all(group.leader)
+        self.adopted.take_over_all(group.leader)
         if any(table.adoption is not None for table in group.leader.tables):
             return Leaving.ADOPTED
         if group.leader.root != self.known_root_hash(group.request):
             return Leaving.PRECISION
-        departure = departure_of(group, self.pool.block_size, self._tables.windows)
+        departure = departure_of(group, self.pool.block_size, self.tables.windows)
         return departure or Leaving.UNCOMPUTED
 
     def pin(self, blocks: BlockLists) -> None:
         """One more reference to each block, independent of requests: an export reads them."""
-        self._pins.pin(blocks)
+        self.pins.pin(blocks)
 
     def unpin(self, blocks: BlockLists) -> None:
         """Undo one pin; full computed blocks stay in the prefix map.
 
         Raises InternalError if unpinned.
         """
-        self._pins.unpin(blocks)
+        self.pins.unpin(blocks)
         self._stalled = False
 
     # ---- the heart ----
 
     def step(self) -> list[TokenEvent]:
-        """One step: schedule, run, postprocess. Returns the new tokens of all requests.
+        """One step: plan, run, finish. Returns the new tokens of all requests.
 
         If it raises, `fail_step()` ends the requests of the step and the engine can go on.
         """
-        started = self._clock.monotonic()
-        self._plan = None
-        self._fail_doomed()
-        for request_id in self._adopted.take_over(self._scheduler.headroom()):
-            self.steps.wait()
-            self._scheduler.give_way(self._by_id[request_id])
-        self._stepping = True
+        flight = self.steps.plan()
+        results = self.steps.run(flight)
+        return self._finish(flight, results)
+
+    def _finish(self, flight: Flight, results: Sequence[ChunkResult]) -> list[TokenEvent]:
+        """The events of the step, behind those that needed no computing."""
+        plan = flight.plan
         try:
-            flight = self.steps.begin()
-            self._plan = plan = flight.plan
-            results = self.steps.end(flight)
-            self._fail_doomed(plan)
-            events = self._pending + self._outputs.take(plan, results)
+            computed = self.outputs.take(plan, results)
         finally:
-            self._end_step()
-        if plan.rows:
-            began = self._ended if flight.behind else started
-            self._ended = self._clock.monotonic()
-            self.stats.step_done(self._ended - began, plan.num_prefill_tokens)
-            self.stats.num_steps_ahead += flight.behind
+            self.requests.step_ended()
+        self.steps.count(flight)
         if self.config.check_invariants:
             self.check()
-        self._pending = []
+        events = self.requests.take_events() + computed
         # A preemption may have made room for somebody who waits.
         self._stalled = not (plan.rows or events or plan.num_preempted)
         return events
@@ -386,31 +337,20 @@ class Engine:
     def fail_step(self) -> list[Request]:
         """After step() raised: end the requests it was about (all, if it raised while planning).
 
-        Frees their blocks, keeps every other request, and returns those whose failure must be told.
+        Frees their blocks, keeps every other request, and returns those whose failure is to be
+        reported.
         """
-        plan = self._plan
-        all_groups = self._by_id.values() if plan is None else (row.group for row in plan.rows)
-        doomed = [group for group in dict.fromkeys(all_groups) if not group.dropped]
-        present = set(self._scheduler.groups())
-        for group in doomed:
-            self._by_id.pop(group.request.id, None)
-            if group in present:
-                self._scheduler.remove(group)
-        failed = {group.request.id for group in doomed}
-        self._pending = [event for event in self._pending if event.request_id not in failed]
-        self.stats.num_failed += len(doomed)
-        return [group.request for group in doomed]
+        return self.requests.fail_step(self.steps.last_plan)
 
     def take_failed(self) -> list[RequestFailed]:
         """Requests that steps have ended by themselves since the last call: their adopted pages
         were no longer kept for them."""
-        failed, self._failed = self._failed, []
-        return failed
+        return self.requests.take_failed()
 
     @property
     def has_work(self) -> bool:
         """Whether step() may have something to do."""
-        return bool(self._pending) or self.steps.under_way or self._scheduler.has_work
+        return self.requests.have_events or self.steps.under_way or self.scheduler.has_work
 
     @property
     def stalled(self) -> bool:
@@ -421,25 +361,25 @@ class Engine:
     @property
     def short_of_room(self) -> bool:
         """Somebody waits for blocks, or for room for his export."""
-        return self.has_work and self._scheduler.short_of_room
+        return self.has_work and self.scheduler.short_of_room
 
     def current_load(self) -> NodeLoad:
         """Load as the engine sees it; exports, fetches and draining are the node's to add."""
         return NodeLoad(
-            running=self._scheduler.num_running,
-            waiting=self._scheduler.num_waiting,
-            swapped=self._scheduler.num_swapped,
+            running=self.scheduler.num_running,
+            waiting=self.scheduler.num_waiting,
+            swapped=self.scheduler.num_swapped,
             # Routers count blocks of tokens, whatever these take here.
-            free_blocks=self.pool.num_free // self._num_groups,
-            total_blocks=self.pool.num_blocks // self._num_groups,
-            waiting_tokens=self._scheduler.num_waiting_tokens,
+            free_blocks=self.pool.num_free // self.tables.num_groups,
+            total_blocks=self.pool.num_blocks // self.tables.num_groups,
+            waiting_tokens=self.scheduler.num_waiting_tokens,
             step_seconds=self.stats.step_seconds,
             prefill_tokens_per_s=self.stats.prefill_tokens_per_s,
         )
 
     def kv_usage(self) -> KVUsage:
         """What the blocks hold for requests right now. Walks all block tables."""
-        return usage_of(self._scheduler.sequences(), self.pool.block_size)
+        return usage_of(self.scheduler.sequences(), self.pool.block_size)
 
     def take_block_events(self) -> list[BlockEvent]:
         """Prefix-map changes since the last call, in order."""
@@ -455,27 +395,6 @@ class Engine:
 
     def check(self) -> None:
         """Prove that every reference to a block has an owner here. Raises InternalError."""
-        owned = self._scheduler.owned_blocks()
-        owned.update(self._pins.counts)
+        owned = self.scheduler.owned_blocks()
+        owned.update(self.pins.counts)
         self.pool.check(owned)
-
-    # ---- inside a step ----
-
-    def _fail_doomed(self, plan: StepPlan | None = None) -> None:
-        """End requests that cannot go on (failing.py), and drop what was sampled of them."""
-        for failed in doomed(self._adopted.lapsed(), plan, self._by_id):
-            self.abort(failed.request_id)
-            self.stats.num_aborted -= 1
-            self.stats.num_failed += 1
-            self._failed.append(failed)
-
-    def _left(self, group: RequestGroup) -> None:
-        """Its last event is being told."""
-        del self._by_id[group.request.id]
-        self.stats.num_finished += 1
-
-    def _end_step(self) -> None:
-        self._stepping = False
-        for group in self._dropped:
-            self._scheduler.remove(group)
-        self._dropped = []

@@ -118,16 +118,16 @@ class Grammars:
             with self._slots:
                 grammar = self._compile(guided)
         except BaseException as error:
-            self._settle(guided)
+            self._ended(guided)
             if not isinstance(error, BatonError):
                 log.exception("a grammar could not be compiled")
                 error = InternalError("a grammar could not be compiled")
             future.set_exception(error)
         else:
-            self._settle(guided, grammar)
+            self._ended(guided, grammar)
             future.set_result(grammar)
 
-    def _settle(self, guided: GuidedDecoding, grammar: Grammar | None = None) -> None:
+    def _ended(self, guided: GuidedDecoding, grammar: Grammar | None = None) -> None:
         with self._lock:
             del self._coming[guided]
             if grammar is None:

@@ -1,8 +1,8 @@
 """Outputs: what the runner yields becomes tokens, token events, and the ends of samples.
 
 One step's results, row by row: known tokens grow (accepted drafts and the sampled one), blocks are
-marked computed, and an event tells it. Beams say nothing before their search is done; then each of
-the n best is one event. The engine's postprocess; it knows no queue but the scheduler's doors.
+marked computed, and an event reports it. A search reports nothing before it is done; then each of
+the n best is one event. The last part of Engine.step; it calls the scheduler's public methods only.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ End = tuple[FinishReason | None, int | None]  # why a sample ends, and by which 
 
 
 class Outputs:
-    """`limit(task)`: most tokens, prompt and output; `ended(group)` is told of each request that
-    leaves the engine by an event."""
+    """`limit(task)`: most tokens, prompt and output; `ended(group)` is called for each request
+    that leaves the engine by an event."""
 
     def __init__(
         self,
@@ -88,8 +88,8 @@ class Outputs:
         )  # fmt: skip
         events: list[TokenEvent] = []
         if group.beams is not None:
-            told = () if sampled is None else sampled.candidates
-            events = [replace(last, candidates=told, prompt_logprobs=_told_now(group))]
+            candidates = () if sampled is None else sampled.candidates
+            events = [replace(last, candidates=candidates, prompt_logprobs=_reported_now(group))]
         elif sampled is not None:
             samples = (sequence.sample_index,) if sequence.fan_out is None else sequence.fan_out
             limit = self._limit(group.task)
@@ -99,7 +99,7 @@ class Outputs:
                     replace(
                         last, token_ids=(token,), sample=samples[index], finish_reason=end[0],
                         stop_token_id=end[1], logprobs=sampled.logprobs[index : index + 1],
-                        prompt_logprobs=_told_now(group),
+                        prompt_logprobs=_reported_now(group),
                     )
                 )  # fmt: skip
             self._stats.num_generated_tokens += len(events)
@@ -129,7 +129,7 @@ class Outputs:
             stop_token_id=stop_token,
             num_cached_tokens=group.num_cached_tokens,
             logprobs=sampled.logprobs[: len(tokens)],
-            prompt_logprobs=_told_now(group),
+            prompt_logprobs=_reported_now(group),
             preemptions=group.num_preempted if reason is not None else 0,
         )  # fmt: skip
         if reason is not None and self._scheduler.end(group, sequence):
@@ -186,7 +186,7 @@ class Outputs:
                     stop_token_id=last if stopped else None,
                     num_cached_tokens=group.num_cached_tokens,
                     logprobs=hypothesis.logprobs,
-                    prompt_logprobs=_told_now(group),
+                    prompt_logprobs=_reported_now(group),
                     preemptions=group.num_preempted,
                 )
             )  # fmt: skip
@@ -211,9 +211,10 @@ class Outputs:
             self._stats.num_chunked_prompts += sequence.num_prefill_chunks > 1
 
 
-def _told_now(group: RequestGroup) -> tuple[tuple[TokenLogprob, ...], ...]:
+def _reported_now(group: RequestGroup) -> tuple[tuple[TokenLogprob, ...], ...]:
     """The prompt's logprobs, for the request's first event; nothing later."""
-    if group.told:
+    if group.reported:
         return ()
-    told, group.prompt_logprobs, group.told = tuple(group.prompt_logprobs), [], True
-    return told
+    logprobs, group.prompt_logprobs = tuple(group.prompt_logprobs), []
+    group.reported = True
+    return logprobs

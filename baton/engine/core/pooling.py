@@ -44,7 +44,10 @@ PoolingKind = Literal["last", "mean"]
 class PoolOwner(Protocol):
     """What a job needs of the engine: its blocks, and who else wants some."""
 
-    pool: BlockPool
+    @property
+    def pool(self) -> BlockPool:
+        """Where the prompts' blocks come from."""
+        ...
 
     def pin(self, blocks: BlockLists) -> None:
         """One more reference to each block."""
@@ -147,8 +150,9 @@ class PoolingJob:
     def done(self) -> bool:
         return len(self._vectors) == len(self._prompts)
 
-    def run(self, told: Callable[[int], object] = lambda _: None) -> Tensor:
-        """Step to the end: [prompts, H] float32. `told`: how many prompts each step has ended.
+    def run(self, ended: Callable[[int], object] = lambda _: None) -> Tensor:
+        """Step to the end: [prompts, H] float32. `ended` is called after each step with the
+        number of prompts that it ended.
 
         Raises Overloaded if requests hold all blocks.
         """
@@ -157,7 +161,7 @@ class PoolingJob:
                 before = len(self._vectors)
                 if not self.step():
                     raise Overloaded("running requests hold the KV blocks that pooling needs")
-                told(len(self._vectors) - before)
+                ended(len(self._vectors) - before)
         finally:
             self.close()
         return self.vectors()

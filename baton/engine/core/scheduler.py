@@ -50,7 +50,11 @@ MayExport: TypeAlias = Callable[[int, int], bool]  # EngineHooks.may_admit
 
 
 class Scheduler:
-    """Owns the queues, the sequences' blocks and the reservations. Counts into `stats`."""
+    """Owns the queues, the sequences' blocks and the reservations. Counts into `stats`.
+
+    A PREFILL request is admitted only if `may_export` says so; one that is refused waits at the
+    head, and nobody overtakes it. `drafter`: decode rows carry its drafts.
+    """
 
     def __init__(
         self,
@@ -58,18 +62,20 @@ class Scheduler:
         swapper: Swapper,
         limits: Limits,
         stats: EngineStats,
+        may_export: MayExport = lambda num_tokens, num_pending: True,
+        drafter: Drafter | None = None,
     ) -> None:
         self._tables = tables
         self._pool = tables.pool
         self._swapper = swapper
         self._limits = limits
         self._stats = stats
-        self._drafter: Drafter | None = None
+        self._drafter = drafter
         self._waiting: list[RequestGroup] = []
         self._swapped: list[RequestGroup] = []
         self._ready: list[RequestGroup] = []
         self._running: list[RequestGroup] = []
-        self._may_export: MayExport = lambda num_tokens, num_pending: True
+        self._may_export = may_export
         self._reservations: dict[Reservation, Taken] = {}
         self._num_reserved = 0
         self._flying: set[SequenceState] = set()
@@ -80,11 +86,6 @@ class Scheduler:
     def set_drafter(self, drafter: Drafter | None) -> None:
         """Without requests: from now on decode rows carry drafts, or none."""
         self._drafter = drafter
-
-    def ask_before_exports(self, may_export: MayExport) -> None:
-        """From now on a PREFILL request is admitted only if `may_export` says so; who is refused
-        waits at the head, and nobody overtakes."""
-        self._may_export = may_export
 
     # ---- what others may see ----
 
@@ -161,7 +162,7 @@ class Scheduler:
         sequence, taken = group.leader, self._reservations.pop(reservation, None)
         if taken is None:
             raise InternalError(f"{reservation.request_id}: this reservation is not held")
-        self._tables.adopt(sequence, reservation, taken, adoption)
+        self._tables.take_reserved(sequence, reservation, taken, adoption)
         sequence.prefilling = sequence.prefills
         self._attach(group)
         group.admitted_before = True
@@ -279,14 +280,18 @@ class Scheduler:
         return plan
 
     def fly(self, sequences: Iterable[SequenceState]) -> None:
-        """The step under way computes these (run_ahead.py): blocks that they give back are nobody's
-        before the next call. Those that were held for the step before go back now."""
+        """Say which `sequences` the step under way computes (run_ahead.py).
+
+        The step still writes into their blocks. So blocks that such a sequence releases are not
+        free yet: the scheduler keeps them until the next call of fly(), which frees them.
+        """
         held, self._held, self._flying = self._held, [], set(sequences)
         for tables in held:
             self._tables.give_back(tables)
 
     def give_way(self, group: RequestGroup) -> None:
-        """Preempt `group`, running or ready: somebody else's blocks that it reads are due."""
+        """Preempt `group`, which runs or is ready: it reads another pool's pages, and their owner
+        needs them back."""
         if group in self._ready:
             self._ready.remove(group)
             self._running.append(group)

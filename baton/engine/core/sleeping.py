@@ -5,7 +5,7 @@
     reload()       any thread: weights from the checkpoint again, its adapters included
     wake()         engine thread: as before, with nothing cached
 The pool's addresses stay, so transfers need not hear of it. On a GPU its memory stays, too: lanes
-have told peers where it lies.
+have published its addresses to peers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from baton.engine.config import EngineConfig
-from baton.engine.core.assembly import furnish, strip
+from baton.engine.core.active_model import ActiveModel, NoModel, activate
 from baton.engine.core.engine import Engine
 from baton.engine.loading.loading import LoadedModel, load_model
 from baton.engine.memory import pages
@@ -48,7 +48,7 @@ def fall_asleep(engine: Engine) -> None:
         raise InternalError("an engine with requests cannot sleep")
     device = engine.arena.device
     engine.pool.clear_cache()
-    strip(engine)
+    engine.use(ActiveModel(NoModel()))
     gc.collect()
     kept = not engine.arena.give_back()
     if device.type == "cuda":
@@ -73,5 +73,7 @@ def wake(engine: Engine, loaded: Reloaded) -> None:
             field="model",
         )
     engine.arena.take_again()
-    furnish(engine, loaded.model, loaded.draft)
+    engine.use(
+        activate(loaded.model, loaded.draft, engine.config, engine.arena, engine.stats.utilization)
+    )
     log.info("awake again")

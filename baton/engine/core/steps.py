@@ -1,31 +1,44 @@
-"""Steps: plans each step and runs it; with `ahead`, plans the one behind it while it runs."""
+"""Steps: plans each step and runs it; with `ahead`, plans the one behind it while it runs.
+
+The life of a step:
+    plan()   requests that cannot go on end, adopted pages become own ones, the scheduler decides
+    run()    the runner's results; those of a request count only if its pages were safe throughout
+    count()  how long it took, into the statistics
+Between plan() and LiveRequests.step_ended() no sequence of it loses its blocks.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from baton.engine.core.announcements import Announcements
+from baton.engine.core.live_requests import LiveRequests
 from baton.engine.core.run_ahead import Flight, RunAhead, decodes_plainly
 from baton.engine.core.scheduler import Scheduler
+from baton.engine.memory.adopted_pages import AdoptedPages
 from baton.engine.state.interface import ChunkResult, Runner
+from baton.engine.state.stats import EngineStats
 from baton.engine.state.step_plan import StepPlan
+from baton.protocol.clock import Clock
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Steps:
-    """`ahead`: None = never. `check`: prove that no row writes where others read."""
+    """`ahead`: None = never. `prove`: that no row writes where others read."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        runner: Runner,
-        announcements: Announcements,
-        ahead: RunAhead | None,
-        check: bool,
-    ) -> None:
-        self._scheduler = scheduler
-        self.runner = runner
-        self._announcements = announcements
-        self.ahead = ahead
-        self._check = check
-        self._next: Flight | None = None  # under way already
+    scheduler: Scheduler
+    runner: Runner
+    announcements: Announcements
+    requests: LiveRequests
+    adopted: AdoptedPages
+    stats: EngineStats
+    clock: Clock
+    ahead: RunAhead | None = None
+    prove: bool = False
+    last_plan: StepPlan | None = field(default=None, init=False)  # None while it is being made
+    _next: Flight | None = field(default=None, init=False)  # under way already
+    _started: float = field(default=0.0, init=False)  # monotonic seconds: this step's plan()
+    _ended: float = field(default=0.0, init=False)  # the last step that computed something
 
     def use(self, runner: Runner) -> None:
         """Of the steps from now on; while nothing runs."""
@@ -42,8 +55,51 @@ class Steps:
         if self._next is not None:
             self._next.wait()
 
-    def begin(self) -> Flight:
+    def plan(self) -> Flight:
         """The step whose results are next. If it raises, nothing is under way."""
+        self._started, self.last_plan = self.clock.monotonic(), None
+        self.requests.fail_doomed(self.adopted.lapsed())
+        self._give_way()
+        self.requests.step_begun()
+        try:
+            flight = self._begin()
+        except BaseException:
+            self.requests.step_ended()
+            raise
+        self.last_plan = flight.plan
+        return flight
+
+    def run(self, flight: Flight) -> list[ChunkResult]:
+        """Run it, or wait for it: one result per row. Requests of it that cannot go on have ended
+        then. If it raises, nothing is under way."""
+        try:
+            results = self._results(flight)
+            self.requests.fail_doomed(self.adopted.lapsed(), flight.plan)
+        except BaseException:
+            self.requests.step_ended()
+            raise
+        return results
+
+    def count(self, flight: Flight) -> None:
+        """The step has ended: count it and its seconds, unless it computed nothing."""
+        if not flight.plan.rows:
+            return
+        began = self._ended if flight.behind else self._started
+        self._ended = self.clock.monotonic()
+        self.stats.step_done(self._ended - began, flight.plan.num_prefill_tokens)
+        self.stats.num_steps_ahead += flight.behind
+
+    # ---- inside ----
+
+    def _give_way(self) -> None:
+        """Copy adopted pages; preempt requests for whose wanted pages there is no room."""
+        for request_id in self.adopted.take_over(self.scheduler.headroom()):
+            group = self.requests.get(request_id)
+            assert group is not None, "an adoption ends with its request"
+            self.wait()
+            self.scheduler.give_way(group)
+
+    def _begin(self) -> Flight:
         flight, self._next = self._next, None
         try:
             if flight is None:
@@ -53,12 +109,11 @@ class Steps:
         except BaseException:
             if flight is not None:
                 flight.wait()
-            self._scheduler.fly(())
+            self.scheduler.fly(())
             raise
         return flight
 
-    def end(self, flight: Flight) -> list[ChunkResult]:
-        """Run it, or wait for it. If it raises, nothing is under way."""
+    def _results(self, flight: Flight) -> list[ChunkResult]:
         try:
             results = flight.results()
         except BaseException:
@@ -67,30 +122,30 @@ class Steps:
             raise
         finally:
             behind = () if self._next is None else self._next.plan.rows
-            self._scheduler.fly(row.sequence for row in behind)
+            self.scheduler.fly(row.sequence for row in behind)
         return results
 
     def _plan_now(self) -> Flight:
-        plan = self._plan()
+        plan = self._schedule()
         if self.ahead is None or not self._foresees(plan):
-            on_layer = self._announcements.on_layer(plan)
+            on_layer = self.announcements.on_layer(plan)
             run = self.runner.run
             return Flight(plan, lambda: run(plan.chunks, on_layer) if plan.rows else [])
         flight = self.ahead.start(plan)
-        self._scheduler.fly(row.sequence for row in plan.rows)
+        self.scheduler.fly(row.sequence for row in plan.rows)
         return flight
 
     def _plan_behind(self, ahead: RunAhead, flight: Flight) -> Flight | None:
         with ahead.foreseen(flight.plan):
-            plan = self._plan()
+            plan = self._schedule()
         return ahead.start(plan, flight) if plan.rows else None
 
     def _foresees(self, plan: StepPlan) -> bool:
-        return self._scheduler.steady and decodes_plainly(plan)
+        return self.scheduler.steady and decodes_plainly(plan)
 
-    def _plan(self) -> StepPlan:
-        plan = self._scheduler.schedule()
-        self._announcements.admitted(plan)
-        if self._check:
-            self._scheduler.prove_private(plan)
+    def _schedule(self) -> StepPlan:
+        plan = self.scheduler.schedule()
+        self.announcements.admitted(plan)
+        if self.prove:
+            self.scheduler.prove_private(plan)
         return plan

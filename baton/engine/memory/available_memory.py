@@ -14,7 +14,7 @@ CGROUP: Final = Path("/sys/fs/cgroup")
 def available_memory(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
     """Bytes that new memory can have: the machine's, or the container's if that is less.
 
-    Raises ConfigError if the kernel does not tell.
+    Raises ConfigError if the kernel does not report it.
     """
     meminfo = proc / "meminfo"
     try:

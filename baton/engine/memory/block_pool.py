@@ -5,13 +5,13 @@ The life of a block:
     used --last unref--> free, plain           (no hash: its content is worthless)
     used --last unref--> free, cached          (hash: still answers lookups, until evicted)
     free, cached --ref--> used                 (a prefix hit brings it back)
-    free, cached --allocate--> used            (least recently used first; EVICTED is told)
+    free, cached --allocate--> used            (least recently used first; EVICTED is reported)
 
 Always: every block is in exactly one of used, free plain, free cached, so free + used == total.
 A block in the prefix map is full and never written again; only a sequence's last, unregistered
 block is. A key names one block: a second block with equal content stays unregistered (append-only
 block tables are worth more than de-duplication). Keys are block hashes, in further layer groups
-with the group's number behind: those are nobody else's business, so no event tells of them.
+with the group's number behind: those are nobody else's business, so no event reports them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class BlockPool:
         self.enable_prefix_caching = enable_prefix_caching
         self._refs = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
-        self._parents: list[bytes | None] = [None] * num_blocks  # None: nobody is told of it
+        self._parents: list[bytes | None] = [None] * num_blocks  # None: no event reports it
         self._by_hash: dict[bytes, int] = {}
         self._plain = list(range(num_blocks - 1, -1, -1))  # a stack: the warmest block goes first
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
@@ -148,7 +148,7 @@ class BlockPool:
 
     def register(self, block: int, block_hash: bytes, parent: bytes | None) -> None:
         """Offer a full, computed block to later lookups. `parent`: hash of the block before it;
-        None: no event tells of this one."""
+        None: no event reports this one."""
         if self._refs[block] == 0:
             raise InternalError(f"block {block} is free and cannot enter the prefix map")
         if not self.enable_prefix_caching or block_hash in self._by_hash:
@@ -180,7 +180,7 @@ class BlockPool:
 
     def clear_cache(self) -> None:
         """Forget every known block: used ones stay with their holders, free ones become plain.
-        One CLEARED is told."""
+        Reports one CLEARED."""
         for block in self._by_hash.values():
             self._hashes[block] = self._parents[block] = None
         self._by_hash.clear()

@@ -291,7 +291,7 @@ class BlockTables:
         parent.forked = child.forked = True
         self._stats.num_forks += 1
 
-    def adopt(
+    def take_reserved(
         self,
         sequence: SequenceState,
         reservation: Reservation,

@@ -79,14 +79,16 @@ class LayerGroups:
 
 
 def one_group(layers: Sequence[LayerSpec]) -> LayerGroups:
-    """All layers in one page, which stays until the farthest-seeing layer has lost sight of it."""
+    """One group: a page holds all layers. It is freed once its tokens are outside the largest
+    window; if a layer sees all tokens, it is kept until the sequence ends."""
     windows = [layer.window for layer in layers]
     window = max(windows) if windows and all(windows) else 0
     return LayerGroups(tuple(layers), (window,), tuple((0, slot) for slot in range(len(layers))))
 
 
 def group_layers(layers: Sequence[LayerSpec], dtype: str) -> LayerGroups:
-    """Groups of layers with equal windows; one group where pages could not have equal bytes."""
+    """A group for each window, or several if many layers have it. One group for all layers if they
+    need unequal bytes per token, or have more than MAX_GROUPS windows."""
     classes: dict[int, list[int]] = {}
     for index, layer in enumerate(layers):
         classes.setdefault(layer.window, []).append(index)
@@ -112,7 +114,8 @@ def group_layers(layers: Sequence[LayerSpec], dtype: str) -> LayerGroups:
 
 
 def _slots(counts: Sequence[int]) -> int:
-    """Slots per page for classes of so many layers: as many as leave few of them empty."""
+    """Layers that a page has room for, if `counts[i]` layers have window i. More slots make fewer
+    groups; the result is the most slots of which few stay empty."""
 
     def groups(size: int) -> int:
         return sum(-(-count // size) for count in counts)

@@ -1,7 +1,7 @@
 """Meter: a runner around another that counts what each step needs (work.py).
 
-It tells an engine's statistics before the step's end; their share of the machine's limits follows
-from the step's time, which is the engine's to take. A few microseconds a step. A share above 1 says
+It counts before the step's end; the share of the machine's limits follows from the step's time,
+which the engine measures. A few microseconds a step. A share above 1 says
 that the limits were measured beside other work: once the engine is idle they are measured again,
 after the first such time of work, the second, the fourth, ... for what a CPU's caches hold may be
 read faster than memory for good.
@@ -16,31 +16,27 @@ from baton.engine.loading.loading import LoadedModel
 from baton.engine.performance.roofline import limits_again, limits_of
 from baton.engine.state.interface import ChunkResult, Runner, SequenceChunk
 from baton.engine.state.place import rank_layers
-from baton.engine.state.stats import EngineStats
-from baton.engine.state.work import ModelWork, layer_works
+from baton.engine.state.work import ModelWork, Utilization, layer_works
 
 
 class Meter:
-    """Implements interface.Runner for `loaded`."""
+    """Implements interface.Runner for `loaded`: counts into `utilization`, which it also gives the
+    machine's limits, measured now if nobody knows them."""
 
-    def __init__(self, inner: Runner, loaded: LoadedModel) -> None:
+    def __init__(
+        self, inner: Runner, loaded: LoadedModel, config: EngineConfig, utilization: Utilization
+    ) -> None:
         self._inner = inner
         self._loaded = loaded
         self._work = work_of(loaded)
-        self._stats: EngineStats | None = None
-        self._config: EngineConfig | None = None
+        self._config = config
+        self._utilization = utilization
         self._num_exceeded = 0
-
-    def tell(self, stats: EngineStats, config: EngineConfig) -> None:
-        """Whose steps these are; with the machine's limits, measured now if nobody knows them."""
-        self._stats, self._config = stats, config
-        stats.utilization.limits = limits_of(config, self._loaded.device, self._loaded.dtype)
+        utilization.limits = limits_of(config, loaded.device, loaded.dtype)
 
     def look_again(self) -> None:
         """The engine is idle: measure limits that the last steps exceeded, in about 0.2 s."""
-        if self._stats is None or self._config is None:
-            return
-        config, now = self._config, self._stats.utilization
+        config, now = self._config, self._utilization
         reads = now.mbu > 1 and config.memory_bandwidth is None
         products = now.mfu > 1 and config.peak_flops is None
         if now.limits is None or not (reads or products):
@@ -54,8 +50,7 @@ class Meter:
     ) -> list[ChunkResult]:
         """See interface.Runner.run."""
         results = self._inner.run(chunks, on_layer)
-        if self._stats is not None:
-            self._stats.utilization.ran(self._work.step(chunks))
+        self._utilization.ran(self._work.step(chunks))
         return results
 
 

@@ -31,6 +31,11 @@ class Drafter:
         self._proposer = proposer
         self._num_tokens = num_tokens
 
+    @classmethod
+    def of(cls, proposer: Proposer | None, config: EngineConfig) -> Drafter | None:
+        """As many drafts as configured; None if nobody proposes."""
+        return None if proposer is None else cls(proposer, config.num_speculative_tokens)
+
     def propose(
         self, sequences: Sequence[SequenceState], budget: int
     ) -> list[tuple[SequenceState, list[int]]]:

@@ -1,4 +1,4 @@
-"""What is told about tokens: log probabilities, ranks, the best alternatives.
+"""What is reported about tokens: log probabilities, ranks, the best alternatives.
 
 Log probabilities are the log-softmax of the model's raw logits, before bias, penalties and
 temperature (vLLM's default, raw_logprobs). Ranks count from 1 in the order of the logits, ties by

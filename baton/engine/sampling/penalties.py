@@ -8,9 +8,9 @@
     6. presence          minus penalty, for tokens of the output
     (then temperature, min-p, top-k, top-p and the noise: sampler.py)
 
-Source: the steps in vLLM's v1 Sampler docs. Log probabilities are told of the logits before all of
-this (logprobs.py). Only the cells concerned are touched: rows that ask for nothing cost nothing,
-and a long text costs no more than its distinct tokens (occurrences.py).
+Source: the steps in vLLM's v1 Sampler docs. Log probabilities are those of the logits before
+all of this (logprobs.py). Only the cells concerned are touched: rows that ask for nothing cost
+nothing, and a long text costs no more than its distinct tokens (occurrences.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The sampler: a token per row, a pure function of (logits, params, seed, sample, position).
 
-Not here: what changes logits before a token is chosen (penalties.py), what is told about it
+Not here: what changes logits before a token is chosen (penalties.py), what is reported about it
 afterwards (logprobs.py), which rows are sampled (runner.py).
 
 There is no RNG state. The noise of a token is a hash of (seed, sample, position, vocabulary id),
@@ -16,9 +16,9 @@ softmax. Rows share tensors but no decision: a row's token never depends on its 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -38,6 +38,8 @@ CANDIDATES: Final = (128, 2048)
 SLAB_ELEMENTS: Final = 1 << 18  # logits handled at once: 2 MiB of hashes, stays in the caches
 
 _MASK: Final = (1 << 64) - 1
+
+Chosen: TypeAlias = dict[int, int]  # row -> token
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,9 @@ class Draw:
         return mixed
 
 
+Choose: TypeAlias = Callable[[Tensor, Sequence[Draw]], list[int]]  # rows' logits -> tokens
+
+
 def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
     """logits [N, vocab] float32 and one draw per row -> N token ids.
 
@@ -104,73 +109,99 @@ def prepare(device: torch.device) -> None:
 
 
 def _sample(logits: Tensor, draws: Sequence[Draw], compiled: SamplingKernels | None) -> list[int]:
-    vocab_size = logits.shape[1]
+    """`compiled`: None = by torch alone."""
     noisy = [row for row, draw in enumerate(draws) if not draw.greedy]
-    if compiled is None:
-        highest = logits.amax(-1)
-        tokens = [0] * len(draws) if len(noisy) == len(draws) else _argmax(logits)
-    else:
+    if compiled is not None:
         highest, ids = compiled.highest(logits)
         tokens = ids.tolist()
+    else:
+        highest = logits.amax(-1)
+        tokens = [0] * len(draws) if len(noisy) == len(draws) else _argmax(logits)
     _require_finite(highest)
-    filtered = [row for row in noisy if draws[row].filtered(vocab_size)]
-    whole = [row for row in noisy if not draws[row].filtered(vocab_size)]
-    if compiled is not None and noisy:
-        found = _compiled(compiled, logits, highest, draws, (whole, filtered))
-        for row, token in found.items():
+    if noisy:
+        for row, token in _draw(logits, highest, draws, noisy, compiled).items():
             tokens[row] = token
-        whole = [row for row in whole if row not in found]
-        filtered = [row for row in filtered if row not in found]
-    if whole and triton_serves(logits.device):
-        for row, token in zip(whole, _keyed_on_gpu(logits, whole, draws), strict=True):
-            tokens[row] = token
-        whole = []
-    rows_at_once = max(1, SLAB_ELEMENTS // vocab_size)
-    for kind, choose in ((whole, _choose_whole), (filtered, _choose_filtered)):
-        for at in range(0, len(kind), rows_at_once):
-            rows = kind[at : at + rows_at_once]
-            chosen = choose(logits[rows], [draws[row] for row in rows])
-            for row, token in zip(rows, chosen, strict=True):
-                tokens[row] = token
     return tokens
 
 
-def _compiled(
+def _draw(
+    logits: Tensor,
+    highest: Tensor,
+    draws: Sequence[Draw],
+    noisy: Sequence[int],
+    compiled: SamplingKernels | None,
+) -> Chosen:
+    """Tokens of the noisy rows: of as many as a kernel can decide, and torch draws the rest."""
+    filtered = [row for row in noisy if draws[row].filtered(logits.shape[1])]
+    whole = [row for row in noisy if not draws[row].filtered(logits.shape[1])]
+    chosen: Chosen = {}
+    if compiled is not None:
+        chosen = _race(compiled, logits, highest, draws, whole)
+        chosen |= _among_top(compiled, logits, highest, draws, filtered)
+    elif whole and triton_serves(logits.device):
+        chosen = dict(zip(whole, _keyed_on_gpu(logits, whole, draws), strict=True))
+    if len(chosen) < len(noisy):
+        for rows, choose in ((whole, _choose_whole), (filtered, _choose_filtered)):
+            left = [row for row in rows if row not in chosen]
+            chosen |= _in_slabs(choose, logits, draws, left)
+    return chosen
+
+
+def _in_slabs(choose: Choose, logits: Tensor, draws: Sequence[Draw], rows: list[int]) -> Chosen:
+    """What `choose` makes of these rows, so many at once as the caches hold."""
+    chosen: Chosen = {}
+    rows_at_once = max(1, SLAB_ELEMENTS // logits.shape[1])
+    for at in range(0, len(rows), rows_at_once):
+        slab = rows[at : at + rows_at_once]
+        chosen |= zip(slab, choose(logits[slab], [draws[row] for row in slab]), strict=True)
+    return chosen
+
+
+def _race(
     compiled: SamplingKernels,
     logits: Tensor,
     highest: Tensor,
     draws: Sequence[Draw],
-    kinds: tuple[Sequence[int], Sequence[int]],
-) -> dict[int, int]:
-    """Tokens by row, as far as the kernels can tell, of whole rows and of filtered ones."""
-    whole, filtered = kinds
-    found: dict[int, int | None] = {}
-    if whole:
-        every = len(whole) == len(draws)
-        won = compiled.race(
-            logits if every else logits[whole],
-            highest if every else highest[whole],
-            [draws[row].params.temperature for row in whole],
-            [draws[row].key for row in whole],
-        )
-        found.update(zip(whole, won, strict=True))
-    count = min(CANDIDATES, default=logits.shape[1])
-    if filtered and count < logits.shape[1]:
-        every = len(filtered) == len(draws)
-        asking = [draws[row] for row in filtered]
-        values, ids = compiled.top(logits if every else logits[filtered], count)
-        values = (values - highest[filtered, None]) / _temperatures(asking, logits.device)
-        mass = _masses(logits, highest, draws, filtered)
-        chosen = _choose_of(*_descending(values, ids), logits.shape[1], asking, mass)
-        for row, token, settled in zip(filtered, *chosen, strict=True):
-            found[row] = token if settled else None
-    return {row: token for row, token in found.items() if token is not None}
+    rows: Sequence[int],
+) -> Chosen:
+    """Tokens of whole rows, as far as the kernel can decide them."""
+    if not rows:
+        return {}
+    every = len(rows) == len(draws)
+    won = compiled.race(
+        logits if every else logits[rows],
+        highest if every else highest[rows],
+        [draws[row].params.temperature for row in rows],
+        [draws[row].key for row in rows],
+    )
+    return {row: token for row, token in zip(rows, won, strict=True) if token is not None}
+
+
+def _among_top(
+    compiled: SamplingKernels,
+    logits: Tensor,
+    highest: Tensor,
+    draws: Sequence[Draw],
+    rows: Sequence[int],
+) -> Chosen:
+    """Tokens of filtered rows whose survivors are all among the kernel's top candidates."""
+    vocab_size = logits.shape[1]
+    count = min(CANDIDATES, default=vocab_size)
+    if not rows or count >= vocab_size:
+        return {}
+    asking = [draws[row] for row in rows]
+    values, ids = compiled.top(logits if len(rows) == len(draws) else logits[rows], count)
+    values = (values - highest[rows, None]) / _temperatures(asking, logits.device)
+    mass = _masses(logits, highest, draws, rows)
+    tokens, decided = _choose_of(*_descending(values, ids), vocab_size, asking, mass)
+    found = zip(rows, tokens, decided, strict=True)
+    return {row: token for row, token, done in found if done}
 
 
 def _masses(
     logits: Tensor, highest: Tensor, draws: Sequence[Draw], rows: Sequence[int]
 ) -> Tensor | None:
-    """What top-p shares out of each row, where it is not told by the candidates: [n, 1] float64."""
+    """What top-p shares out of each row, where the candidates do not show it: [n, 1] float64."""
     masses = torch.zeros(len(rows), 1, dtype=torch.float64)
     needed = False
     for index, row in enumerate(rows):
@@ -285,19 +316,19 @@ def _choose_filtered(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
     for count in (*CANDIDATES, vocab_size):
         if not rows:
             break
-        chosen, settled = _choose_among(
+        chosen, decided = _choose_among(
             scaled[rows], [draws[row] for row in rows], min(count, vocab_size)
         )
         for row, token in zip(rows, chosen, strict=True):
             tokens[row] = token
-        rows = [row for row, done in zip(rows, settled, strict=True) if not done]
+        rows = [row for row, done in zip(rows, decided, strict=True) if not done]
     return tokens
 
 
 def _choose_among(
     scaled: Tensor, draws: Sequence[Draw], num_candidates: int
 ) -> tuple[list[int], list[bool]]:
-    """Draw among each row's top candidates; a row is settled if no survivor can lie beyond them."""
+    """Draw among each row's top candidates; a row is decided if no survivor can lie beyond them."""
     mass = _mass(scaled, draws) if any(draw.params.top_p < 1.0 for draw in draws) else None
     return _choose_of(*top(scaled, num_candidates), scaled.shape[1], draws, mass)
 
@@ -306,9 +337,9 @@ def _choose_of(
     values: Tensor, ids: Tensor, vocab_size: int, draws: Sequence[Draw], mass: Tensor | None
 ) -> tuple[list[int], list[bool]]:
     """Draw among the survivors of each row's candidates (`values` over temperature, descending);
-    whether it is settled."""
+    whether it is decided."""
     num_candidates = values.shape[1]
-    num_kept, settled = _survivors(values, vocab_size, draws, mass)
+    num_kept, decided = _survivors(values, vocab_size, draws, mass)
     width = int(num_kept.max())
     values, ids = values[:, :width], ids[:, :width]
     scores = values.double() + _gumbel(_noise_bits(_keys(draws, values.device), ids))
@@ -316,7 +347,7 @@ def _choose_of(
     scores.masked_fill_(ranks >= num_kept, -torch.inf)
     tokens = ids.gather(1, scores.argmax(-1, keepdim=True)).squeeze(1).tolist()
     everything = num_candidates == vocab_size
-    return tokens, [everything or done for done in settled.squeeze(1).tolist()]
+    return tokens, [everything or done for done in decided.squeeze(1).tolist()]
 
 
 def _mass(scaled: Tensor, draws: Sequence[Draw]) -> Tensor:
@@ -336,9 +367,9 @@ def _floor(draws: Sequence[Draw], like: Tensor) -> Tensor:
 def _survivors(
     values: Tensor, vocab_size: int, draws: Sequence[Draw], mass: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """How many leading `values` [n, candidates] pass the filters, and whether that is settled.
+    """How many leading `values` [n, candidates] pass the filters, and whether that is decided.
 
-    Both [n, 1], int64 (at least 1) and bool. Survivors are a prefix of the order. It is settled if
+    Both [n, 1], int64 (at least 1) and bool. Survivors are a prefix of the order. It is decided if
     it ends above the lowest candidate (equal logits beyond could have had lower ids), and if the
     mass that top-p shares out is known. `mass`: _mass, if a row without top-k has a top-p.
     """
@@ -351,7 +382,7 @@ def _survivors(
     count = kept.sum(-1, keepdim=True)
     lowest = values[:, -1:]
     if all(draw.params.top_p >= 1.0 for draw in draws):
-        return count, _settled(values, count, lowest)
+        return count, _decided(values, count, lowest)
     weights = values.exp().double()
     cumulative = weights.cumsum(-1)
     # The mass that top-p cuts: what top-k left, else the whole row above min-p's floor.
@@ -361,10 +392,10 @@ def _survivors(
     mass_known = (top_k >= vocab_size) | (top_k <= num_candidates) | (count < num_candidates)
     nucleus = ((cumulative - weights) < top_p * total) | (top_p >= 1.0)
     count = (kept & nucleus).sum(-1, keepdim=True)
-    return count, mass_known & _settled(values, count, lowest)
+    return count, mass_known & _decided(values, count, lowest)
 
 
-def _settled(values: Tensor, count: Tensor, lowest: Tensor) -> Tensor:
+def _decided(values: Tensor, count: Tensor, lowest: Tensor) -> Tensor:
     """Whether nothing beyond the candidates can survive: [n, 1] bool. What is ruled out (-inf, as
     by a grammar) never wins, so where candidates end in that, they are all there is."""
     return (values.gather(1, count - 1) > lowest) | lowest.isneginf()

@@ -1,9 +1,9 @@
 """The seams inside the engine: between scheduler, runner, pool and whoever drives them.
 
-engine.step() = schedule -> run -> postprocess:
-    Scheduler.schedule() -> list[SequenceChunk]   (pure Python: request -> number of tokens)
+engine.step() = plan -> run -> finish:
+    Scheduler.schedule() -> StepPlan              (pure Python: request -> number of tokens)
     Runner.run(chunks)   -> list[ChunkResult]     (torch: tokens, where all known ones are computed)
-    Engine postprocess   -> list[TokenEvent]
+    Outputs.take(...)    -> list[TokenEvent]
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class SequenceChunk:
     `num_drafts` > 0 (speculation): the last so many of token_ids are proposals, not known tokens;
     a token is sampled at each of the last num_drafts + 1 positions, for output indices position,
     position + 1, ...; proposal i stands iff it equals the token sampled for its position.
-    `num_candidates` > 0 (beam search): no token is drawn, the so many most probable ones are told.
+    `num_candidates` > 0 (beam search): no token is drawn, so many most probable ones are found.
     `fan_out`: of these samples, not of sample_index, a token each is drawn behind the last one.
     `history` holds all known tokens, prompt first (`num_prompt` of them), for whoever needs the
     past: penalties, bad words, prompt logprobs. It does not include drafts. `occurrences`: what was
     counted of it at earlier steps, kept by whoever keeps the sequence; None = counted anew.
     `guide`: follows the output through params.guided, kept like `occurrences`; None = unguided.
-    `prompt_logprobs` is params.prompt_logprobs, told with every chunk of a prompt (`sample` comes
-    with the last one only): so many alternatives for each prompt token that the chunk predicts.
+    `prompt_logprobs` is params.prompt_logprobs, set in every chunk of a prompt (`sample` in the
+    last one only): so many alternatives for each prompt token that the chunk predicts.
     """
 
     request_id: str
@@ -89,7 +89,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class ChunkResult:
-    """What the runner tells of one chunk: `sampled` iff its `sample` is set and it reached the end.
+    """A chunk's result: `sampled` iff its `sample` is set and it reached the end.
 
     `prompt_logprobs[i]` is about prompt token `start + 1 + i` (given all before it); filled when
     the chunk's prompt_logprobs is set, for the prompt positions that this chunk computed.

@@ -1,7 +1,7 @@
 """SequenceState: one sample (or beam) of one request; RequestGroup: all of a request's together.
 
-Mutable; the scheduler and the block tables write them, but for the tokens and what is told of them,
-which the engine appends.
+Mutable; the scheduler and the block tables write them, but for the tokens and their
+log probabilities, which the engine appends.
 
     tokens   [ prompt ............ | output ......... ]     all known tokens
              0                  num_prompt        len(tokens)
@@ -199,8 +199,8 @@ class RequestGroup:
     num_preempted: int = 0
     admitted_before: bool = False  # it was preempted: it has precedence and is counted once
     dropped: bool = False  # aborted during a step: its sampled tokens are thrown away
-    prompt_logprobs: list[tuple[TokenLogprob, ...]] = field(default_factory=list)  # until told
-    told: bool = False  # its first event has been emitted
+    prompt_logprobs: list[tuple[TokenLogprob, ...]] = field(default_factory=list)  # until reported
+    reported: bool = False  # its first event has been emitted
     stopping: set[int] = field(default_factory=set)  # samples that nobody wants any more
 
     @property
@@ -233,8 +233,8 @@ class RequestGroup:
     def may_hit(self) -> bool:
         """Whether KV that others computed will do for it: not if each prompt token's own log
         probability is asked for, nor if it is to be computed in the same shapes each time."""
-        telling = self.request.params.prompt_logprobs is not None and not self.told
-        return not telling and self.leader.exact_chunk is None
+        waiting = self.request.params.prompt_logprobs is not None and not self.reported
+        return not waiting and self.leader.exact_chunk is None
 
     @property
     def prefilling(self) -> bool:
@@ -253,7 +253,7 @@ class RequestGroup:
         self, start: int, logprobs: Sequence[tuple[TokenLogprob, ...]]
     ) -> None:
         """`logprobs[i]` is about prompt token start + 1 + i; later ones replace earlier ones."""
-        if logprobs and not self.told:
+        if logprobs and not self.reported:
             self.prompt_logprobs[start:] = logprobs
 
 

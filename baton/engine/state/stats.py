@@ -92,8 +92,8 @@ class EngineStats:
         self.num_left_behind_tokens += num_left_behind
 
     def copy(self) -> EngineStats:
-        told = replace(self.utilization)
-        return replace(self, departures=dict(self.departures), utilization=told)
+        utilization = replace(self.utilization)
+        return replace(self, departures=dict(self.departures), utilization=utilization)
 
 
 def _mean(mean: float, value: float, *, first: bool) -> float:

@@ -159,7 +159,7 @@ def layer_works(
 class Utilization:
     """What an engine's steps have needed so far, and in which time. Written on its thread."""
 
-    limits: Limits | None = None  # None: not measured, and no share is told
+    limits: Limits | None = None  # None: not measured, and no share is reported
     busy_seconds: float = 0.0  # of all steps
     read_bytes: float = 0.0
     flops: float = 0.0

@@ -10,7 +10,7 @@ from starlette.routing import Route
 from router.api.anthropic import body
 from router.api.anthropic.answer import MessageAnswer
 from router.api.anthropic.errors import PREFIX
-from router.api.calls import Runner
+from router.api.calls import CallRunner
 from router.api.dialect import DialectCall, in_own_names, own_name
 from router.api.http.reading import read_body
 from router.api.intake import Intake
@@ -24,7 +24,7 @@ from router.services import RouterServices
 class AnthropicApi:
     """Failures leave in Anthropic's words through router/api/anthropic/errors.py."""
 
-    def __init__(self, services: RouterServices, intake: Intake, runner: Runner) -> None:
+    def __init__(self, services: RouterServices, intake: Intake, runner: CallRunner) -> None:
         self._services = services
         self._intake = intake
         self._runner = runner

@@ -16,7 +16,7 @@ from router.api.anthropic.blocks import messages_of
 from router.api.dialect import chat_body, in_own_names
 from router.api.openai.bodies import ChatBody, object_of, struct_of
 from router.api.openai.chat import MAX_NAME_CHARS, Effort, Tools
-from router.api.openai.fields import AtLeastOne, Stops
+from router.api.openai.fields import AtLeastOne, Stops, ThinkingBudget
 from router.api.unserved import Unserved, refuse
 
 # A chat's field -> what this API calls it.
@@ -30,16 +30,17 @@ _ONE: Final = ": each call has one message"
 UNSERVED: Final[Unserved] = {
     "best_of": ((1,), _ONE),
     "container": ((), ""),
+    "logprob_token_ids": (([],), ": no logprobs are told here"),
     "mcp_servers": (([],), ""),
     "n": ((1,), _ONE),
 }
 
 
-class Thinking(msgspec.Struct, kw_only=True):
+class ThinkingBody(msgspec.Struct, kw_only=True):
     """`budget_tokens` limits the thought where this server knows a thought's end."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
-    budget_tokens: int | None = None
+    budget_tokens: ThinkingBudget | None = None
     display: Literal["summarized", "omitted"] | None = None
 
 
@@ -54,7 +55,7 @@ class OutputConfig(msgspec.Struct, kw_only=True):
     format: dict[str, Any] | None = None
 
 
-class Tool(msgspec.Struct, kw_only=True):
+class AnthropicTool(msgspec.Struct, kw_only=True):
     """A tool of the client's own: `type` is absent or `custom`."""
 
     name: str
@@ -71,7 +72,7 @@ class CountBody(msgspec.Struct, kw_only=True):
     system: Any = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
-    thinking: Thinking | None = None
+    thinking: ThinkingBody | None = None
     output_config: OutputConfig | None = None
     output_format: dict[str, Any] | None = None  # the older name of output_config.format
     chat_template_kwargs: dict[str, Any] | None = None
@@ -156,7 +157,7 @@ def _tools(given: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
             message = f"{where}: tools of type {str(kind)[:64]!r} are not supported by this server"
             raise UnsupportedFeature(message, field=f"{where}.type")
         try:
-            tool = msgspec.convert(item, Tool, strict=True)
+            tool = msgspec.convert(item, AnthropicTool, strict=True)
         except msgspec.ValidationError as error:
             raise InvalidRequest(f"{where}: {error}", field=where) from error
         if not 0 < len(tool.name) <= MAX_NAME_CHARS:

@@ -14,6 +14,8 @@ from typing import Any, Final, cast
 import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from router.request.request_ids import known_id
+
 PREFIX: Final = "/v1/messages"
 _TYPES: Final = {
     401: "authentication_error",
@@ -50,7 +52,7 @@ class AnthropicErrors:
         async def translated(message: Message) -> None:
             nonlocal start
             if message["type"] == "http.response.start":
-                message = _named(message)
+                message = _named(message, known_id(scope))
                 if message["status"] >= 400:
                     start = message
                     return
@@ -68,11 +70,8 @@ def speaks_anthropic(path: str) -> bool:
     return path == PREFIX or path.startswith(PREFIX + "/")
 
 
-def _named(start: Message) -> Message:
-    """The same start, its request id under Anthropic's name too."""
-    known = _header(start, b"x-request-id")
-    if known is None:
-        return start
+def _named(start: Message, known: str) -> Message:
+    """The same start, with its request id under Anthropic's name."""
     return {**start, "headers": [*start.get("headers", ()), (b"request-id", known.encode())]}
 
 

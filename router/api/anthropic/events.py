@@ -24,13 +24,17 @@ _DELTAS: Final[dict[Kind, tuple[str, str]]] = {
 }
 
 
-class Phase(enum.Enum):
+class MessagePhase(enum.Enum):
     NEW = "new"
     OPEN = "open"
     ENDED = "ended"
 
 
-_NEXT: Final = {Phase.NEW: (Phase.OPEN, Phase.ENDED), Phase.OPEN: (Phase.ENDED,), Phase.ENDED: ()}
+_NEXT: Final = {
+    MessagePhase.NEW: (MessagePhase.OPEN, MessagePhase.ENDED),
+    MessagePhase.OPEN: (MessagePhase.ENDED,),
+    MessagePhase.ENDED: (),
+}
 
 
 class _Block:
@@ -54,19 +58,19 @@ class MessageEvents:
     def __init__(self, head: Mapping[str, Any], draw_id: Callable[[], str]) -> None:
         self._head = dict(head)
         self._draw_id = draw_id
-        self._phase = Phase.NEW
+        self._phase = MessagePhase.NEW
         self._blocks: list[dict[str, Any]] = []
         self._open: _Block | None = None
         self.message: dict[str, Any] = {}
 
     def begin(self, usage: Mapping[str, Any]) -> list[Event]:
-        self._go(Phase.OPEN)
+        self._go(MessagePhase.OPEN)
         message = self._object(None, None, usage)
         return [{"type": "message_start", "message": message}, {"type": "ping"}]
 
     def part(self, part: Part) -> list[Event]:
         """What the model wrote next."""
-        assert self._phase is Phase.OPEN, f"a part of a message that is {self._phase.value}"
+        assert self._phase is MessagePhase.OPEN, f"a part of a message that is {self._phase.value}"
         match part:
             case Content(text):
                 return self._more("text", text)
@@ -84,7 +88,7 @@ class MessageEvents:
         self, stop_reason: str, stop_sequence: str | None, usage: Mapping[str, Any]
     ) -> list[Event]:
         """The model wrote no more. `usage`: as it is now."""
-        self._go(Phase.ENDED)
+        self._go(MessagePhase.ENDED)
         events = self._closing()
         self.message = self._object(stop_reason, stop_sequence, usage)
         delta = {"stop_reason": stop_reason, "stop_sequence": stop_sequence}
@@ -93,10 +97,10 @@ class MessageEvents:
 
     def fail(self, error: Mapping[str, Any]) -> list[Event]:
         """It broke: `error` is Anthropic's error body, an event as it stands."""
-        self._go(Phase.ENDED)
+        self._go(MessagePhase.ENDED)
         return [dict(error)]
 
-    def _go(self, phase: Phase) -> None:
+    def _go(self, phase: MessagePhase) -> None:
         assert phase in _NEXT[self._phase], f"{self._phase.value} -> {phase.value}"
         self._phase = phase
 

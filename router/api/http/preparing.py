@@ -10,7 +10,7 @@ gate; or with `end_preparing`, where the route itself does.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -23,6 +23,7 @@ from starlette.types import Scope
 from router.request.gate.gate import Gate, Preparation
 from router.request.terms import grant_of
 
+Handler = Callable[[HttpRequest], Awaitable[Any]]
 _PREPARATION: Final = "baton.preparation"
 
 
@@ -38,6 +39,18 @@ def counted(route: Route, gate: Callable[[], Gate]) -> Route:
             return await _Timed(endpoint(request), preparation)
 
     return Route(route.path, prepared, methods=["POST"])
+
+
+def hooked(plain: Handler, other: Handler, names: frozenset[bytes]) -> Handler:
+    """The route, and instead of it `other` for a request whose head has one of these names."""
+
+    def chosen(request: HttpRequest) -> Awaitable[Any]:
+        for name, _ in request.scope["headers"]:
+            if name in names:
+                return other(request)
+        return plain(request)
+
+    return chosen
 
 
 def preparation_of(scope: Scope) -> Preparation | None:

@@ -118,7 +118,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     prompt_cache_key: Session | None = None
     user: Session | None = None
     baton_timing: bool | None = None  # a receipt, please
-    response_format: dict[str, Any] | None = None  # this and what follows: structured/guided.py
+    response_format: dict[str, Any] | None = None  # this and what follows: guided_fields.py
     structured_outputs: dict[str, Any] | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: NotEmpty | None = None
@@ -264,7 +264,7 @@ _plain: Final = attrgetter(*_PLAIN_FIELDS)
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _OutputAsk:
     """What the two APIs spell differently. `own_names`: SamplingParams' field -> the client's."""
 
     max_tokens: int | None
@@ -273,7 +273,7 @@ class _Asked:
     own_names: dict[str, str] = field(default_factory=dict[str, str])
 
 
-def _asked_of_chat(body: ChatBody) -> _Asked:
+def _asked_of_chat(body: ChatBody) -> _OutputAsk:
     if body.top_logprobs and not body.logprobs:
         message = "top_logprobs is only allowed when logprobs is true"
         raise InvalidRequest(message, field="top_logprobs")
@@ -282,16 +282,16 @@ def _asked_of_chat(body: ChatBody) -> _Asked:
     max_tokens = body.max_tokens
     if body.max_completion_tokens is not None:
         max_tokens, names["max_tokens"] = body.max_completion_tokens, "max_completion_tokens"
-    return _Asked(max_tokens, logprobs, body.prompt_logprobs, names)
+    return _OutputAsk(max_tokens, logprobs, body.prompt_logprobs, names)
 
 
-def _asked_of_completion(body: CompletionBody) -> _Asked:
+def _asked_of_completion(body: CompletionBody) -> _OutputAsk:
     """The prompt's log-probabilities are computed with those that an echo shows."""
     told = [body.prompt_logprobs, body.logprobs if body.echo else None]
     counts = [count for count in told if count is not None]
     prompt_logprobs = -1 if -1 in counts else max(counts, default=None)  # -1 = all
     max_tokens = 1 if body.only_echo else body.max_tokens  # an engine always computes one
-    return _Asked(max_tokens, body.logprobs, prompt_logprobs)
+    return _OutputAsk(max_tokens, body.logprobs, prompt_logprobs)
 
 
 def stops_of(body: CompletionBody | ChatBody) -> tuple[str, ...]:

@@ -71,7 +71,7 @@ class ToolFunction(msgspec.Struct, kw_only=True):
     parameters: dict[str, Any] | None = None
 
 
-class Tool(msgspec.Struct, kw_only=True):
+class ChatTool(msgspec.Struct, kw_only=True):
     type: str
     function: ToolFunction
 
@@ -105,7 +105,7 @@ def tools_of(given: list[dict[str, Any]] | None) -> tuple[dict[str, Any], ...]:
     for index, tool in enumerate(given or ()):
         where = f"tools[{index}]"
         try:
-            checked = msgspec.convert(tool, Tool, strict=True)
+            checked = msgspec.convert(tool, ChatTool, strict=True)
         except msgspec.ValidationError as error:
             raise InvalidRequest(f"{where}: {error}", field=where) from error
         if checked.type != "function":

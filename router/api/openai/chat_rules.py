@@ -13,7 +13,7 @@ from router.api.openai.guided_fields import check_forced, forces_calls, room_for
 from router.parsers.grammar import ToolFormat
 from router.parsers.message import MessageRules
 from router.parsers.registry import Formats
-from router.prompts.grammar_checks import Asked as Constraint
+from router.prompts.grammar_checks import Constraint
 from router.prompts.reader import ChatPrompt, Conversation, Length
 from router.request.terms import Terms
 
@@ -58,7 +58,7 @@ def tool_format(body: ChatBody, formats: Formats) -> ToolFormat | None:
     """How calls are found in the answer, None if none are looked for.
 
     Raises InvalidRequest for a choice of no tool, and for `auto` (also as the default) where this
-    router has no parser. Calls that must be made are guided (structured/guided.py), so they have a
+    router has no parser. Calls that must be made are guided (guided_fields.py), so they have a
     format here even where the model has none.
     """
     choice = body.tool_choice if body.tool_choice is not None else "auto"

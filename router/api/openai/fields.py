@@ -21,7 +21,7 @@ from baton.protocol.sampling import (
     MAX_LOGPROB_TOKEN_IDS,
     MAX_STOP_TOKEN_IDS,
 )
-from router.api.openai.prompt_options import MAX_BAD_WORDS
+from router.api.openai.prompt_options import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS
 from router.config import MAX_LOGPROBS
 from router.prompts.reader import MAX_TEMPLATE_CHARS
 from router.request.request_ids import ID_PATTERN
@@ -81,7 +81,12 @@ Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
 Session = Annotated[str, Meta(max_length=MAX_SESSION_CHARS)]
 StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 Stops = Annotated[list[StopText], Meta(max_length=MAX_STOPS)]
-BadWords = Annotated[list[Text], Meta(max_length=MAX_BAD_WORDS)]
+BadWord = Annotated[
+    str,
+    Meta(min_length=1),
+    _described(pattern=rf"^\s*\S[\s\S]{{0,{MAX_BAD_WORD_CHARS - 1}}}$"),  # what is left of it
+]
+BadWords = Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)]
 # What follows is checked where it is used: ids in headers and logs, grammars by their readers.
 RequestId = Annotated[str, _described(pattern=f"^{ID_PATTERN}$")]
 GuidedBackend = Annotated[str, _described(enum=list(BACKENDS))]

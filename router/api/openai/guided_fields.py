@@ -26,12 +26,12 @@ from router.parsers.parts import Room
 from router.parsers.reasoning import ReasoningFormat
 from router.parsers.registry import Formats
 from router.parsers.tool_grammars import forced, offered
-from router.prompts.grammar_checks import Asked
+from router.prompts.grammar_checks import Constraint
 
 _KINDS: Final = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
-def asked_of(body: CompletionBody | ChatBody) -> Asked | None:
+def asked_of(body: CompletionBody | ChatBody) -> Constraint | None:
     """The constraint of a body's own fields. Raises InvalidRequest, naming the field."""
     found = [
         asked
@@ -61,8 +61,8 @@ def asked_of(body: CompletionBody | ChatBody) -> Asked | None:
 
 
 def asked_of_chat(
-    body: ChatBody, own: Asked | None, formats: Formats, message: MessageRules | None
-) -> Asked | None:
+    body: ChatBody, own: Constraint | None, formats: Formats, message: MessageRules | None
+) -> Constraint | None:
     """The constraint of a chat: its `own` fields' (asked_of) and its tools'. A grammar waits for
     the end of the reasoning that the answer begins with, or is a part of the whole answer's."""
     thought = None if message is None else message.reasoning
@@ -78,8 +78,8 @@ def asked_of_chat(
 
 
 def limited(
-    asked: Asked | None, budget: int | None, thought: ReasoningFormat | None, opened: bool
-) -> Asked | None:
+    asked: Constraint | None, budget: int | None, thought: ReasoningFormat | None, opened: bool
+) -> Constraint | None:
     """The constraint with a limit for the thought before it, if a client gives its tokens.
 
     `opened`: the answer begins within a thought. Raises InvalidRequest, UnsupportedFeature.
@@ -94,15 +94,15 @@ def limited(
         raise UnsupportedFeature(message, field=field)
     if asked is not None and not opened:
         return asked  # its grammar holds from the first token on: there is no thought
-    asked = asked or Asked(GuidedDecoding("free", ""), field)
+    asked = asked or Constraint(GuidedDecoding("free", ""), field)
     start = "" if opened else thought.open[0]
     limit = {"starts_after": thought.close[0], "most_thought": budget, "thought_start": start}
     return replace(asked, guided=replace(asked.guided, **limit))
 
 
 def limited_text(
-    asked: Asked | None, body: CompletionBody, prompt: str, thought: ReasoningFormat | None
-) -> Asked | None:
+    asked: Constraint | None, body: CompletionBody, prompt: str, thought: ReasoningFormat | None
+) -> Constraint | None:
     """`limited` of a completion: its prompt may end within a thought."""
     opened = thought is not None and thought.opened_by(prompt)
     return limited(asked, body.thinking_token_budget, thought, opened)
@@ -113,7 +113,7 @@ def forces_calls(body: ChatBody) -> bool:
     return body.tool_choice == "required" or isinstance(body.tool_choice, dict)
 
 
-def room_for_content(body: ChatBody, own: Asked | None) -> Room:
+def room_for_content(body: ChatBody, own: Constraint | None) -> Room:
     """What a chat's grammar leaves to content; `own`: that of its own fields (asked_of)."""
     if forces_calls(body):
         return Room.NONE
@@ -140,7 +140,9 @@ def check_forced(choice: str | dict[str, Any], tools: Sequence[Mapping[str, Any]
         raise InvalidRequest(message, field="tool_choice.function.name")
 
 
-def _asked_of_tools(body: ChatBody, formats: Formats, asked: Asked | None) -> Asked | None:
+def _asked_of_tools(
+    body: ChatBody, formats: Formats, asked: Constraint | None
+) -> Constraint | None:
     """What tools ask for, on top of `asked`; None if they leave it as it is."""
     tools, choice = body.tools or [], body.tool_choice or "auto"
     if not tools or choice == "none":
@@ -149,9 +151,9 @@ def _asked_of_tools(body: ChatBody, formats: Formats, asked: Asked | None) -> As
     backend, form = body.guided_decoding_backend or "", formats.tools
     if isinstance(choice, dict):
         named = [tool for tool in tools if tool["function"]["name"] == choice["function"]["name"]]
-        return Asked(_tagged(forced(form, named[:1], several=False), backend), "tool_choice")
+        return Constraint(_tagged(forced(form, named[:1], several=False), backend), "tool_choice")
     if choice == "required":
-        return Asked(_tagged(forced(form, tools, several), backend), "tools")
+        return Constraint(_tagged(forced(form, tools, several), backend), "tools")
     if asked is not None:
         # An answer in the asked form, or calls.
         answer = _as_format(asked.guided, "tools")
@@ -159,9 +161,9 @@ def _asked_of_tools(body: ChatBody, formats: Formats, asked: Asked | None) -> As
             answer = formats.reasoning.answer(answer)
         either = {"type": "or", "elements": [answer, forced(form, tools, several)]}
         combined = _tagged(either, backend)
-        return Asked(replace(combined, whitespace=asked.guided.whitespace), asked.field)
+        return Constraint(replace(combined, whitespace=asked.guided.whitespace), asked.field)
     if any(tool["function"].get("strict") is True for tool in tools):
-        return Asked(_tagged(offered(form, tools, several), backend), "tools")
+        return Constraint(_tagged(offered(form, tools, several), backend), "tools")
     return None
 
 
@@ -202,13 +204,13 @@ def _as_format(guided: GuidedDecoding, field: str) -> dict[str, Any]:
 # ---- the fields ----
 
 
-def _of_response_format(given: dict[str, Any] | None) -> Asked | None:
+def _of_response_format(given: dict[str, Any] | None) -> Constraint | None:
     field = "response_format"
     if given is None or given.get("type") == "text":
         return None
     match given.get("type"):
         case "json_object":
-            return Asked(GuidedDecoding("json_object", ""), field)
+            return Constraint(GuidedDecoding("json_object", ""), field)
         case "json_schema":
             where = f"{field}.json_schema"
             spec = given.get("json_schema")
@@ -221,16 +223,16 @@ def _of_response_format(given: dict[str, Any] | None) -> Asked | None:
             schema = named.get("schema", named.get("json_schema"))
             if named.get("strict") is not True and isinstance(schema, dict):
                 schema = lenient(cast("dict[str, Any]", schema))
-            return Asked(_json(schema, f"{where}.schema"), f"{where}.schema")
+            return Constraint(_json(schema, f"{where}.schema"), f"{where}.schema")
         case "structural_tag":
-            return Asked(GuidedDecoding("structural_tag", _text(given, field)), field)
+            return Constraint(GuidedDecoding("structural_tag", _text(given, field)), field)
         case _:
             kinds = "text, json_object, json_schema or structural_tag"
             message = f"response_format.type must be one of {kinds}"
             raise InvalidRequest(message, field=f"{field}.type")
 
 
-def _of_structured_outputs(given: dict[str, Any] | None) -> Asked | None:
+def _of_structured_outputs(given: dict[str, Any] | None) -> Constraint | None:
     if given is None:
         return None
     where = "structured_outputs"
@@ -255,10 +257,10 @@ def _of_structured_outputs(given: dict[str, Any] | None) -> Asked | None:
         raise InvalidRequest(f"{name} must be a string", field=name)
     if given.get("disable_any_whitespace"):
         whitespace = ""
-    return Asked(replace(guided, whitespace=whitespace), field)
+    return Constraint(replace(guided, whitespace=whitespace), field)
 
 
-def _of_guided(body: CompletionBody | ChatBody) -> Sequence[Asked | None]:
+def _of_guided(body: CompletionBody | ChatBody) -> Sequence[Constraint | None]:
     fields = (
         ("json", "guided_json", body.guided_json),
         ("regex", "guided_regex", body.guided_regex),
@@ -266,7 +268,7 @@ def _of_guided(body: CompletionBody | ChatBody) -> Sequence[Asked | None]:
         ("grammar", "guided_grammar", body.guided_grammar),
     )
     return [
-        None if value is None else Asked(_guided(kind, value, field), field)
+        None if value is None else Constraint(_guided(kind, value, field), field)
         for kind, field, value in fields
     ]
 

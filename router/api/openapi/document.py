@@ -31,7 +31,7 @@ from router.api.openapi.dialects import (
     ResponsesReply,
 )
 from router.api.openapi.rules import RULES
-from router.api.openapi.shapes import PROPERTIES, REF, REQUIRED, Schema
+from router.api.openapi.shapes import MAX_INTEGER, PROPERTIES, REF, REQUIRED, Schema
 from router.api.pooling.classify import ClassifyBody, ClassifyReply, PoolBody, PoolReply
 from router.api.pooling.cohere import EmbedBody, EmbedReply
 from router.api.pooling.embeddings import EmbeddingBody, EmbeddingReply
@@ -206,13 +206,16 @@ _ERRORS: Final = {
     "404": "No such model, request or response",
     "405": "Another method is wanted",
     "413": "The body is too large",
+    "414": "The request target is too long",
     "415": "The body is not application/json",
     "422": "The request id or idempotency key belongs to another body",
     "429": "Too much is under way; retry-after says when to come again",
+    "431": "The headers are too many, or too large",
     "500": "A fault of the server",
     "503": "No node can serve this now",
     "504": "The deadline has passed",
 }
+_HEAD: Final = ("401", "414", "431")  # before a route is looked for
 
 
 def document(root_path: str = "", tokenizer_info: bool = False) -> dict[str, Any]:
@@ -285,7 +288,7 @@ def _reply(operation: Operation) -> dict[str, Any]:
 
 
 def _error_refs(operation: Operation) -> dict[str, Any]:
-    codes = list(_ERRORS) if operation.body is not None else ["401", "404", "500", "503"]
+    codes = list(_ERRORS) if operation.body is not None else [*_HEAD, "404", "500", "503"]
     codes += ["400"] if operation.parameters or operation.refusable else []
     prefix = _ANTHROPIC if operation.anthropic else ""
     found: dict[str, Any] = {
@@ -310,11 +313,14 @@ def _schemas() -> dict[str, Schema]:
     errors = {ErrorReply, AnthropicErrorReply}
     types = sorted(bodies | replies | errors, key=lambda kind: kind.__name__)
     _, found = msgspec.json.schema_components(types, ref_template=REF)
+    for name in msgspec.json.schema_components(sorted(bodies, key=str))[1]:
+        _limit(found[name])
     for name, properties in PROPERTIES.items():
         _refine(found[name], properties)
     for kind in (ResponsesBody, MessagesBody):
         _add_same(found[kind.__name__], found["ChatBody"])
-    del found["MessagesBody"]["properties"]["include_reasoning"]  # `thinking` says it there
+    for name in ("include_reasoning", "logprob_token_ids"):  # `thinking` says it; refused there
+        del found["MessagesBody"]["properties"][name]
     found["CountBody"]["properties"]["model"] = found["ChatBody"]["properties"]["model"]
     for name, required in REQUIRED.items():
         schema = found[name]
@@ -349,6 +355,15 @@ def _never_null(told: Schema) -> None:
     """What must be there has no default, and is no null."""
     del told["default"]
     told |= told.pop("anyOf")[0]
+
+
+def _limit(schema: Schema) -> None:
+    """Say of a body's integers without bounds how large JSON's may be here."""
+    for told in schema.get("properties", {}).values():
+        for branch in told.get("anyOf", (told,)):
+            if branch.get("type") == "integer":
+                branch.setdefault("minimum", -(2**63))
+                branch.setdefault("maximum", MAX_INTEGER)
 
 
 def _ref(kind: type[msgspec.Struct]) -> Schema:

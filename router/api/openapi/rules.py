@@ -11,8 +11,10 @@ from typing import Any, Final
 from router.api.openapi.shapes import TOOLS, Schema, nullable
 from router.api.pooling.embeddings import MAX_INPUTS
 from router.api.pooling.rerank import SIDES
+from router.api.responses.body import LOGPROBS
 
 _STRING: Final[Schema] = {"type": "string"}
+_NULL: Final[Schema] = {"type": "null"}
 _TRUE: Final[Schema] = {"const": True}
 _LIST: Final[Schema] = {"type": "array", "minItems": 1}
 
@@ -37,6 +39,11 @@ _NAMED_LOGPROBS: Final = _only_if("logprob_token_ids", [None, []], {
     **_has(logprobs={"not": {"enum": [None, False]}}),
     "not": _has(use_beam_search=_TRUE),
 })  # fmt: skip
+# Responses tell logprobs if their number is said, or if they are to be included.
+_RESPONSES_LOGPROBS: Final = _only_if("logprob_token_ids", [None, []], {"anyOf": [
+    _has(top_logprobs={"type": "integer"}),
+    _has(include={"type": "array", "contains": {"const": LOGPROBS}}),
+]})  # fmt: skip
 _TOP_LOGPROBS: Final = _only_if("top_logprobs", [None, 0], _has(logprobs=_TRUE))
 _TOOL_CHOICE: Final = _only_if("tool_choice", [None, "none", "auto"], _has(tools=_LIST))
 _BACKGROUND: Final = _only_if(
@@ -53,7 +60,7 @@ RULES: Final[dict[str, list[Schema]]] = {
     "ChatBody": [*_SAMPLING, _NAMED_LOGPROBS, _TOOL_CHOICE, _TOP_LOGPROBS],
     "CompletionBody": [*_SAMPLING, _NAMED_LOGPROBS],
     "GenerateBody": [_STREAM_OPTIONS],
-    "ResponsesBody": [_TOOL_CHOICE, _BACKGROUND],
+    "ResponsesBody": [_TOOL_CHOICE, _BACKGROUND, _RESPONSES_LOGPROBS],
     "MessagesBody": [_ANTHROPIC_CHOICE],
     "ChatMessage": [{"anyOf": [
         _has(content={"type": ["string", "array"]}),
@@ -64,8 +71,10 @@ RULES: Final[dict[str, list[Schema]]] = {
         _has(name=_STRING),
     ]}],
     "TokenizeBody": [{"oneOf": [
-        _has(prompt=_STRING),
-        {"required": ["messages"], "properties": {"messages": _LIST, "tools": nullable(TOOLS)}},
+        {"required": ["prompt"],
+         "properties": {"prompt": _STRING, "messages": _NULL, "chat_template": _NULL}},
+        {"required": ["messages"],
+         "properties": {"messages": _LIST, "prompt": _NULL, "tools": nullable(TOOLS)}},
     ]}],
     "EmbedBody": [{"oneOf": [_has(texts=_LIST), _has(inputs=_LIST)]}],
     "ScoreBody": [{"anyOf": [_has(**dict.fromkeys(pair, _TEXTS)) for pair in SIDES]}],

@@ -16,6 +16,7 @@ from router.api.openai.fields import MAX_TOKEN_ID
 from router.api.pooling.embeddings import MAX_INPUTS
 
 Schema = dict[str, Any]
+MAX_INTEGER: Final = 2**64 - 1  # orjson reads a larger one as a float, which is refused
 REF: Final = "#/components/schemas/{name}"
 _TOKEN: Final[Schema] = {"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID}
 _IDS: Final[Schema] = {"type": "array", "items": _TOKEN, "minItems": 1}
@@ -211,7 +212,7 @@ PROPERTIES: Final[dict[str, dict[str, Schema]]] = {
                                       "maxItems": MAX_MESSAGES}]},
         "tools": {"type": "array", "items": {"anyOf": [
             *_CALLED,
-            _tagged("namespace", "name", "tools", name=_SHORT_NAME, description=_STRING,
+            _tagged("namespace", "name", "tools", name=_SHORT_NAME, description=nullable(_STRING),
                     tools={"type": "array", "maxItems": 8, "items": {"anyOf": [
                         {**each, "properties": {**each["properties"], "name": _SHORT_NAME}}
                         for each in _CALLED

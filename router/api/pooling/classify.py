@@ -63,7 +63,7 @@ class ClassifyReply(msgspec.Struct):
     object: Literal["list"] = "list"
 
 
-class Pooled(msgspec.Struct):
+class PooledInput(msgspec.Struct):
     index: int
     data: list[float] | str
     object: Literal["pooling"] = "pooling"
@@ -73,7 +73,7 @@ class PoolReply(msgspec.Struct):
     id: str
     created: int
     model: str
-    data: list[Pooled]
+    data: list[PooledInput]
     usage: PoolingUsage
     object: Literal["list"] = "list"
 

@@ -10,7 +10,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from router.api.calls import Runner
+from router.api.calls import CallRunner
 from router.api.dialect import DialectCall, in_own_names, own_name
 from router.api.http.reading import read_body
 from router.api.intake import Intake
@@ -32,7 +32,7 @@ class ResponsesApi:
     """Makes calls of bodies. One in the background is made here, too, and run elsewhere
     (router/api/responses/background.py)."""
 
-    def __init__(self, services: RouterServices, intake: Intake, runner: Runner) -> None:
+    def __init__(self, services: RouterServices, intake: Intake, runner: CallRunner) -> None:
         self._services = services
         self._intake = intake
         self._runner = runner

@@ -28,13 +28,13 @@ from baton.protocol.errors import (
     UnsupportedFeature,
 )
 from baton.protocol.request import RequestState
-from router.api.calls import Runner
+from router.api.calls import CallRunner
 from router.api.dialect import DialectCall
 from router.api.responses.answer import ResponseAnswer, error_of
 from router.api.responses.body import asks_background, read
 from router.api.responses.keeper import Keeper, Stored
 from router.api.responses.output import RESPONSE_PREFIX
-from router.api.resumable.http import Asked, Reply, ResumableApi, ResumedReply, asked_of
+from router.api.resumable.http import NamedRequest, Reply, ResumableApi, ResumedReply, asked_of
 from router.api.sse import StreamReply
 from router.request.request_ids import note_body_id
 from router.resumable.canonical import Canonical, record_id
@@ -127,11 +127,11 @@ class Background:
     # ---- inside ----
 
     @property
-    def _runner(self) -> Runner:
+    def _runner(self) -> CallRunner:
         services = self._services
-        return Runner(services.dispatcher, services.metrics, services.clock)
+        return CallRunner(services.dispatcher, services.metrics, services.clock)
 
-    async def _begin(self, request: HttpRequest, asked: Asked) -> Found:
+    async def _begin(self, request: HttpRequest, asked: NamedRequest) -> Found:
         """Keep it as queued, then run it; what is refused leaves nothing."""
         canonical, reply = await self._resumable.prepare(request, asked)
         fields = self._resumable.fields(canonical, asked)
@@ -161,7 +161,7 @@ class Background:
         call = _call_of(await self._resumable.told_of(canonical))
         try:
             async with found.reading() as log:
-                await call.whole(Runner(ToldDispatch(log), runs.readers, runs.clock))
+                await call.whole(CallRunner(ToldDispatch(log), runs.readers, runs.clock))
         except BatonError as error:
             await self._failed(canonical.owner, _id_of(canonical), error)
 

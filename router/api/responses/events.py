@@ -27,13 +27,17 @@ from router.parsers.parts import CallArguments, CallStart, Content, Part, Reason
 Logprobs = list[dict[str, Any]]
 
 
-class Phase(enum.Enum):
+class ResponsePhase(enum.Enum):
     NEW = "new"
     OPEN = "open"
     ENDED = "ended"
 
 
-_NEXT: Final = {Phase.NEW: (Phase.OPEN, Phase.ENDED), Phase.OPEN: (Phase.ENDED,), Phase.ENDED: ()}
+_NEXT: Final = {
+    ResponsePhase.NEW: (ResponsePhase.OPEN, ResponsePhase.ENDED),
+    ResponsePhase.OPEN: (ResponsePhase.ENDED,),
+    ResponsePhase.ENDED: (),
+}
 
 
 class ResponseEvents:
@@ -52,20 +56,22 @@ class ResponseEvents:
         self._draw_id = draw_id
         self._summarized = summarized
         self._tools = tools or {}
-        self._phase = Phase.NEW
+        self._phase = ResponsePhase.NEW
         self._number = 0
         self._done: list[dict[str, Any]] = []
         self._open: OutputItem | None = None
         self.response: dict[str, Any] = self._object("in_progress")
 
     def begin(self) -> list[Event]:
-        self._go(Phase.OPEN)
+        self._go(ResponsePhase.OPEN)
         kinds = ("response.created", "response.in_progress")
         return self._numbered([{"type": kind, "response": self.response} for kind in kinds])
 
     def part(self, part: Part, told: Logprobs | None = None) -> list[Event]:
         """What the model wrote next. `told`: log-probabilities that come with this part."""
-        assert self._phase is Phase.OPEN, f"a part of a response that is {self._phase.value}"
+        assert self._phase is ResponsePhase.OPEN, (
+            f"a part of a response that is {self._phase.value}"
+        )
         events: list[Event] = []
         match part:
             case Content(text):
@@ -93,7 +99,7 @@ class ResponseEvents:
         """The model wrote no more. `cut_short`: because it was allowed no more. The response is
         whole then; its own event is `last`."""
         status: Status = "incomplete" if cut_short else "completed"
-        self._go(Phase.ENDED)
+        self._go(ResponsePhase.ENDED)
         events: list[Event] = []
         if not self._done and self._open is None:
             events += self._opening(Message(0, self._id))  # an answer without words is still one
@@ -107,13 +113,15 @@ class ResponseEvents:
         return self._numbered(events)
 
     def last(self) -> list[Event]:
-        assert self._phase is Phase.ENDED, f"the last event of a response that is {self._phase}"
+        assert self._phase is ResponsePhase.ENDED, (
+            f"the last event of a response that is {self._phase}"
+        )
         kind = f"response.{self.response['status']}"
         return self._numbered([{"type": kind, "response": self.response}])
 
     def fail(self, code: str, message: str) -> list[Event]:
         """It broke: what was open stays open, and in the response it is incomplete."""
-        self._go(Phase.ENDED)
+        self._go(ResponsePhase.ENDED)
         if self._open is not None:
             self._done.append(self._open.item("incomplete"))
             self._open = None
@@ -121,7 +129,7 @@ class ResponseEvents:
         self.response["error"] = {"code": code, "message": message}
         return self._numbered([{"type": "response.failed", "response": self.response}])
 
-    def _go(self, phase: Phase) -> None:
+    def _go(self, phase: ResponsePhase) -> None:
         assert phase in _NEXT[self._phase], f"{self._phase.value} -> {phase.value}"
         self._phase = phase
 

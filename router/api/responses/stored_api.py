@@ -72,13 +72,14 @@ class StoredApi:
     async def read(self, request: HttpRequest) -> Response | ResumedReply:
         owner, stored, background = await self._found(request)
         query = request.query_params
+        place = query.get("starting_after")
+        after = -1 if place is None else _number(place)
         if not _flag(query.get("stream", "false"), "stream"):
             return told(await background.look(owner, stored))
         if not stored.background:
             message = "stream: only a response in the background can be streamed again"
             raise UnsupportedFeature(message, field="stream")
-        after = query.get("starting_after")
-        return await background.stream(owner, stored, -1 if after is None else _number(after))
+        return await background.stream(owner, stored, after)
 
     async def delete(self, request: HttpRequest) -> Response:
         owner, stored, background = await self._found(request)

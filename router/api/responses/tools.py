@@ -61,10 +61,9 @@ class Toolbox:
         self.known[flat] = ClientTool(name, namespace, custom)
 
     def _custom(self, tool: Tool, where: str) -> Tool:
-        told = tool.get("description") or ""
-        if not isinstance(told, str):
-            _refuse(f"{where}.description", "must be a string")
-        form: Any = tool.get("format") or {"type": "text"}
+        told = _description_of(tool, where)
+        form: Any = tool.get("format")
+        form = {"type": "text"} if form is None else form
         if not isinstance(form, dict):
             _refuse(f"{where}.format", "must be an object")
         given = cast("Tool", form)
@@ -153,6 +152,7 @@ def _named(tool: Any, box: Toolbox) -> list[Tool]:
 
 def _add_namespace(box: Toolbox, tool: Tool, where: str) -> None:
     namespace, members = _name_of(tool, where), tool.get("tools")
+    _description_of(tool, where)
     if not isinstance(members, list):
         _refuse(f"{where}.tools", "must be a list of tools")
     for number, member in enumerate(cast("list[object]", members)):
@@ -180,6 +180,13 @@ def _name_of(tool: Tool, where: str) -> str:
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS:
         _refuse(f"{where}.name", f"must be a string of 1 to {MAX_NAME_CHARS} characters")
     return name
+
+
+def _description_of(tool: Tool, where: str) -> str:
+    told: Any = tool.get("description")
+    if not isinstance(told, str | None):
+        _refuse(f"{where}.description", "must be a string")
+    return told or ""
 
 
 def _refuse(where: str, what: str) -> NoReturn:

@@ -1,15 +1,15 @@
 """Resumable requests over HTTP: the generating routes once more, and the one that asks again.
 
-A plain request passes straight through to its route. For a resumable one the route makes the call
-(its checks, its prompt, its frames), but runs nothing: resumable/runs.py does, and the client reads
-what is logged. Asked again, by the same request (`last-event-id`, `idempotency-key`, or just its
-x-request-id) or by `GET /v1/requests/{id}/stream`, the route makes the same call of the body that
-the record keeps, on any router.
+A plain request never comes here: `hooked` looks for the names in its head. For a resumable one the
+route makes the call (its checks, its prompt, its frames), but runs nothing: resumable/runs.py does,
+and the client reads what is logged. NamedRequest again, by the same request (`last-event-id`,
+`idempotency-key`, or just its x-request-id) or by `GET /v1/requests/{id}/stream`, the route makes
+the same call of the body that the record keeps, on any router.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hmac import compare_digest
 from typing import Any, Final
@@ -19,7 +19,8 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from baton.protocol.errors import KeyReused, RequestNotFound, Unavailable, UnsupportedFeature
-from router.api.calls import Runner
+from router.api.calls import CallRunner
+from router.api.http.preparing import Handler, hooked
 from router.api.http.reading import read_body
 from router.api.openai.bodies import object_of
 from router.api.openai.reply_ids import Pin, created_at, pin, pin_of
@@ -59,7 +60,6 @@ RESUMABLE: Final = {
 }
 NOT_RESUMABLE: Final = ("/inference/v1/generate",)
 Reply = StreamReply | WholeReply
-Handler = Callable[[HttpRequest], Awaitable[Any]]
 
 
 class ResumableApi:
@@ -81,22 +81,19 @@ class ResumableApi:
         return [*wrapped, Route("/v1/requests/{name}/stream", self.stream, methods=["GET"])]
 
     def _wrapped(self, route: Route) -> Route:
-        if route.path in RESUMABLE:
-            return Route(route.path, self._resumable(route.path), methods=["POST"])
-        if route.path in NOT_RESUMABLE:
-            return Route(route.path, _refusing(route.endpoint), methods=["POST"])
-        return route
+        if route.path not in RESUMABLE and route.path not in NOT_RESUMABLE:
+            return route
+        plain: Handler = route.endpoint
 
-    def _resumable(self, path: str) -> Handler:
-        handler = self._handlers[path]
-
-        async def endpoint(request: HttpRequest) -> Any:
-            terms = _terms_of(request)
+        async def resumed(request: HttpRequest) -> Any:
+            terms = read_resume_terms(lambda name: request.headers.get(name, ""))
             if terms is None:
-                return await handler(request)
-            return await self._create(path, request, terms)
+                return await plain(request)
+            if route.path in NOT_RESUMABLE:
+                raise UnsupportedFeature("this route is not resumable", field=GRACE_HEADER)
+            return await self._create(route.path, request, terms)
 
-        return endpoint
+        return Route(route.path, hooked(plain, resumed, SAID_IN), methods=["POST"])
 
     # ---- asked for the first time, or again ----
 
@@ -116,7 +113,7 @@ class ResumableApi:
             check_same(found, asked)
         return await self._reply(found, terms.after, POSITION_HEADER)
 
-    async def find(self, asked: Asked) -> Found | None:
+    async def find(self, asked: NamedRequest) -> Found | None:
         """The request, if it was asked for before. Raises KeyReused, Unavailable."""
         found = None if asked.key is None else await self.runs.find(asked.owner, asked.key)
         found = found or await self.runs.find(asked.owner, asked.name)
@@ -126,7 +123,7 @@ class ResumableApi:
             check_same(found, asked)
         return found
 
-    async def prepare(self, request: HttpRequest, asked: Asked) -> tuple[Canonical, Reply]:
+    async def prepare(self, request: HttpRequest, asked: NamedRequest) -> tuple[Canonical, Reply]:
         """Check a new request and make it canonical; nothing of it runs."""
         pinned = Pin(asked.name, created_at(request), asked.owner)
         reply = await self._call(asked.path, request.scope, asked.body, pinned)
@@ -141,7 +138,7 @@ class ResumableApi:
         )  # fmt: skip
         return canonical, reply
 
-    def fields(self, canonical: Canonical, asked: Asked) -> dict[str, str]:
+    def fields(self, canonical: Canonical, asked: NamedRequest) -> dict[str, str]:
         """Of its record. Raises InvalidRequest if it is too large."""
         fields = canonical.fields(self.runs.clock, RESUMABLE[canonical.api])
         if asked.key is not None:
@@ -213,7 +210,7 @@ class ResumableApi:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class NamedRequest:
     """A request that somebody wants kept, under a name of its owner's. `key`: its name by its
     idempotency key, if that is another one."""
 
@@ -256,7 +253,7 @@ class ResumedReply:
 
     async def _read(self, told: Told, scope: Scope, receive: Receive, send: Send) -> None:
         reply, reader = self._reply, self._reader
-        runner = Runner(ToldDispatch(told), reader.runs.readers, reader.runs.clock)
+        runner = CallRunner(ToldDispatch(told), reader.runs.readers, reader.runs.clock)
         match reply:
             case StreamReply():
                 await NumberedReply(reply.call, runner, reader.seen)(scope, receive, send)
@@ -264,7 +261,7 @@ class ResumedReply:
                 await WholeReply(reply.call, runner)(scope, receive, send)
 
 
-def check_same(found: Found, asked: Asked) -> None:
+def check_same(found: Found, asked: NamedRequest) -> None:
     """Raise KeyReused if another body was sent under that name."""
     by_key = asked.key is not None or asked.name.startswith(KEY_PREFIX)
     if not compare_digest(found.body_digest, body_digest(asked.path, asked.body)):
@@ -276,11 +273,11 @@ def check_same(found: Found, asked: Asked) -> None:
 
 def asked_of(
     request: HttpRequest, path: str, body: bytes, key: str | None, grace_s: float
-) -> Asked:
+) -> NamedRequest:
     """Named by the id that the client gave, else by its idempotency key, else by a drawn one."""
     name = given_id(request.scope) or key or known_id(request.scope)
     other = None if key == name else key
-    return Asked(path, owner_of(request.scope), name, body, grace_s, other)
+    return NamedRequest(path, owner_of(request.scope), name, body, grace_s, other)
 
 
 def owner_of(scope: Scope) -> str:
@@ -289,21 +286,6 @@ def owner_of(scope: Scope) -> str:
     if pinned is not None:
         return pinned.owner
     return owner_digest(keys_of(scope["headers"]) if GRANT_KEY in scope else [])
-
-
-def _terms_of(request: HttpRequest) -> ResumeTerms | None:
-    if SAID_IN.isdisjoint([name for name, _ in request.scope["headers"]]):
-        return None
-    return read_resume_terms(lambda name: request.headers.get(name, ""))
-
-
-def _refusing(handler: Handler) -> Handler:
-    async def endpoint(request: HttpRequest) -> Any:
-        if _terms_of(request) is not None:
-            raise UnsupportedFeature("this route is not resumable", field=GRACE_HEADER)
-        return await handler(request)
-
-    return endpoint
 
 
 def _unknown(name: str) -> RequestNotFound:

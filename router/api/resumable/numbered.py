@@ -1,9 +1,10 @@
 """The stream of a resumable request: server-sent events with ids, from wherever its reader was.
 
-An event's id is what has been seen with it (router/resume_terms.Position): per choice the number of
-tokens, `12` or `12,9`; within the events of one token `12.1`; after the last choice's end `12,9;1`.
-Every reader's frames are made from the first token on, and those it has seen are left out. A reader
-that is cut off gets no end at all: the connection breaks, and it may ask again, here or elsewhere.
+An event's id is what has been seen with it (router/resumable/terms.py: Position): per choice the
+number of tokens, `12` or `12,9`; within the events of one token `12.1`; after the last choice's end
+`12,9;1`. Every reader's frames are made from the first token on, and those it has seen are left
+out. A reader that is cut off gets no end at all: the connection breaks, and it may ask again, here
+or elsewhere.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from contextlib import aclosing, suppress
 from starlette.types import Receive, Scope, Send
 
 from baton.protocol.errors import Cancelled
-from router.api.calls import GRACE_S, Runner
+from router.api.calls import GRACE_S, CallRunner
 from router.api.http.connection import while_connected
 from router.api.http.web_errors import error_response
 from router.api.sse import FrameWriter, StreamedCall
@@ -27,7 +28,7 @@ from router.resumable.terms import Position
 class NumberedReply:
     """ASGI answer: the events of a call with one completion, after `seen`."""
 
-    def __init__(self, call: StreamedCall, runner: Runner, seen: Position) -> None:
+    def __init__(self, call: StreamedCall, runner: CallRunner, seen: Position) -> None:
         self._call = call
         self._runner = runner
         self._numbers = Numbers(call.completions[0].num_choices, seen)

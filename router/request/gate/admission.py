@@ -5,16 +5,16 @@ room is asked of the caller. router/request/gate/gate.py is the asyncio around i
 
     offer() -> ADMITTED                    nobody waits and there is room
             -> QUEUED -> ADMITTED          in its turn, by pump()
-                      -> REFUSED           it can no longer make it, or a fairer one took its place
+                      -> REFUSED           it cannot begin in time, or a fairer one took its place
                       -> OVER              cancel(): its client went away
             -> REFUSED                     no place, over its key's limits, or hopeless
     ADMITTED -> OVER                       release(), with what it used
 
 The most urgent priority (smallest number) first; within a priority tenants share by weight
-(fair_queue.py); within tenant and priority first come, first served. Nobody passes a head that is
-too large for the room there is. The queue is bounded: when it is full, the newest ticket of the
-tenant with the longest queue for its weight, in the least urgent priority, makes room for a fairer
-or more urgent one, so one client's flood only ever pushes out itself.
+(fair_queue.py); within tenant and priority first come, first served. If the head is too large for
+the room there is, no other ticket passes it. The queue is bounded: when it is full, the newest
+ticket of the tenant with the longest queue for its weight, in the least urgent priority, makes room
+for a fairer or more urgent one. So one client's flood only ever pushes out itself.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from router.tenants.keys import EVERYBODY, Grant
 
 LONGEST_RETRY_S: Final = 60
 SPARE_EXPIRIES: Final = 64
-SWEEP_S: Final = 0.2  # how often those that wait are asked whether they can still make it
+SWEEP_S: Final = 0.2  # how often waiting tickets are checked: can they still begin in time?
 
 
 class TicketState(enum.Enum):
@@ -189,7 +189,7 @@ class AdmissionQueue:
         return counts
 
     def next_expiry(self) -> float | None:
-        """When the first of those that wait must have begun."""
+        """When the first of the waiting tickets must have begun."""
         while self._expiries and self._expiries[0][2].state is not TicketState.QUEUED:
             heapq.heappop(self._expiries)
         return self._expiries[0][0] if self._expiries else None
@@ -202,8 +202,8 @@ class AdmissionQueue:
     # ---- tickets ----
 
     def prepare(self, grant: Grant, now: float) -> Refusal | None:
-        """A request has come in, and would be read: why it is not, None if it is. Then `prepared`
-        says once that it is offered next, or has ended."""
+        """May a request that has come in be read? Returns why not, or None. After None call
+        `prepared` once: when the request is offered next, or has ended."""
         use = self._use(grant, now)
         limit = grant.max_concurrency
         if limit is not None and use.preparing + use.live >= limit:
@@ -249,8 +249,8 @@ class AdmissionQueue:
         return ticket
 
     def pump(self, now: float, take_room: Room) -> list[Ticket]:
-        """Admit those whose turn it is, refuse those that cannot make it any more; returns all that
-        have left the queue since the last call, displaced ones too."""
+        """Admit the tickets whose turn it is, refuse those that cannot begin in time any more.
+        Returns all that have left the queue since the last call, displaced ones too."""
         self._tick(now)
         left, self._displaced = self._displaced, []
         left += self._expired(now)
@@ -280,7 +280,7 @@ class AdmissionQueue:
             self.stats.cancelled += 1
 
     def release(self, ticket: Ticket, used_tokens: float, output_tokens: int, now: float) -> None:
-        """An ADMITTED request has ended, however; settles its estimate. Once per ticket."""
+        """An ADMITTED request has ended in any way: correct its estimate. Once per ticket."""
         assert ticket.state is TicketState.ADMITTED, f"released when {ticket.state.value}"
         ticket.state = TicketState.OVER
         self._live -= 1
@@ -363,7 +363,8 @@ class AdmissionQueue:
         return (ticket for level in self._levels.values() for ticket, _ in level.ahead())
 
     def _may_queue(self, ticket: Ticket) -> bool:
-        """Is there a place; does a less fair ticket make one? Mutates the queue then."""
+        """Is there a place in the queue, or can a less fair ticket give its own? Then that one is
+        refused here."""
         if self._queued < self._bounds.max_queued:
             return True
         if not self._levels:
@@ -394,7 +395,7 @@ class AdmissionQueue:
         return ahead if level is None else ahead + level.ahead_of_new(ticket.tenant, ticket.weight)
 
     def _lateness(self, ticket: Ticket, ahead: float, now: float) -> float:
-        """Seconds by which its start would come too late; at most 0: it can make it."""
+        """Seconds by which its start would come too late; at most 0 if it can begin in time."""
         latest = ticket.wanted.latest_start
         if latest is None:
             return 0.0
@@ -415,7 +416,7 @@ class AdmissionQueue:
         return late
 
     def _swept(self, now: float) -> list[Ticket]:
-        """Those for whom the queue has become too slow."""
+        """Refuse the tickets for which the queue has become too slow."""
         late: list[tuple[Ticket, float]] = []
         above = 0.0
         for priority in sorted(self._levels):

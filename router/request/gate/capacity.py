@@ -9,7 +9,7 @@ router's fair order; it is kept long enough that no node idles while others wait
               blocks, with a little on account (AHEAD) that is prefilled by the time it is free,
               hold this prompt beside all that are on their way; an idle one takes any prompt
 
-What a node has not told yet argues for room: it can refuse by itself.
+What a node has not reported yet counts as room: the node can refuse by itself.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def has_room(
 
 
 def serves(nodes: Sequence[NodeSnapshot], *, pooled: bool) -> bool:
-    """Is there a node that takes requests? For tokens one must decode; any makes vectors."""
+    """Is there a node that takes requests? Tokens need a decode node, pooled vectors any node."""
     prefillers, decoders = _by_role(nodes)
     return bool(prefillers) if pooled else bool(decoders)
 
@@ -58,7 +58,7 @@ def serves(nodes: Sequence[NodeSnapshot], *, pooled: bool) -> bool:
 def has_prefill_room(
     tokens: int, nodes: Sequence[NodeSnapshot], way: OnTheWay, prefill_window_s: float
 ) -> bool:
-    """The same of inputs whose vectors are wanted: nothing is decoded."""
+    """The same for inputs that are pooled: nothing is decoded."""
     prefillers, _ = _by_role(nodes)
     queued = [queued_tokens(node) for node in prefillers]
     return not prefillers or _prefill_room(tokens, prefillers, queued, way, prefill_window_s)
@@ -96,24 +96,24 @@ def _prefill_room(
 
 def _decode_room(prompt_tokens: int, nodes: Sequence[NodeSnapshot], on_way: int) -> bool:
     free = total = 0
-    full = told = True
+    full = reported = True
     for node in nodes:
         if on_way == 0 and requests_on(node) == 0:
             return True
         load, size = node.load, node.block_size
         full = full and is_full(node)
-        told = told and load.total_blocks > 0
+        reported = reported and load.total_blocks > 0
         free += load.free_blocks * size
         total += load.total_blocks * size
     if full:
         return False
-    return not told or prompt_tokens + on_way <= free + AHEAD * total
+    return not reported or prompt_tokens + on_way <= free + AHEAD * total
 
 
 def widest(nodes: Sequence[NodeSnapshot]) -> int | None:
     """Most sequences of one request that a decode node takes; None while that is not known."""
-    told = [node.max_num_seqs for node in nodes if node.role is Role.DECODE]
-    return max(told) if told and all(told) else None
+    widths = [node.max_num_seqs for node in nodes if node.role is Role.DECODE]
+    return max(widths) if widths and all(widths) else None
 
 
 def best_ttft_s(request: Request, nodes: Sequence[NodeSnapshot], limit_s: float) -> float | None:
@@ -150,6 +150,6 @@ def can_keep_tpot(nodes: Sequence[NodeSnapshot], limit_s: float) -> bool:
 
 
 def paused(nodes: Sequence[NodeSnapshot]) -> str:
-    """What operators want of new requests: "" as always, "hold" that they wait, "refuse"."""
+    """What operators want for new requests: "" to serve them, "hold" to let them wait, "refuse"."""
     found = {node.load.pause for node in nodes}
     return "refuse" if "refuse" in found else "hold" if "hold" in found else ""

@@ -5,10 +5,10 @@ dispatcher.
         ...                                     the journey
                                                 every way out gives the slot back, once
 
-With room there is no wait, no task switch. Others are let in when a request ends (its slot), and
-when a node reports (its room: `poke`); a timer refuses those whose time runs out meanwhile. While
-no node serves, but one is expected (router/nodes/expected.py), everybody waits. Event loop only.
-Limits are this router's own: two routers let in twice as much.
+If there is room a request neither waits nor switches tasks. Waiting ones are let in when another
+one ends (its slot) or a node reports (its room: `poke`). A timer refuses those whose time runs out.
+While no node serves, but one is expected (router/nodes/directory.py), all requests wait. Event loop
+only. The limits are this router's own: two routers let in twice as many requests.
 """
 
 from __future__ import annotations
@@ -35,15 +35,13 @@ from router.request.gate.admission import (
 )
 from router.request.gate.capacity import (
     OnTheWay,
-    best_ttft_s,
-    can_keep_tpot,
     has_prefill_room,
     has_room,
     paused,
     serves,
     widest,
 )
-from router.request.gate.margin import Margin
+from router.request.gate.service_levels import ServiceLevels, SloCounts
 from router.request.trace import RequestTrace
 from router.tenants.keys import Grant
 from router.tenants.pace import LONGEST_WAIT_S, Pace
@@ -51,7 +49,7 @@ from router.tenants.pace import LONGEST_WAIT_S, Pace
 MOST_REQUEST_TOKENS: Final = 1 << 20
 RETRY_PAUSED_S: Final = 10  # nobody but the operator knows
 POOLED_TOKENS: Final = 512
-COUNTED_SHARE: Final = 0.01  # of a token that is served: what one costs that is only counted
+COUNTED_SHARE: Final = 0.01  # a token that is only counted costs this share of one that is served
 RETRY_TPOT_S: Final = 1.0  # steps get faster as requests end, nobody can say when
 _WORDS: Final[dict[Reason, str]] = {
     Reason.QUEUE_FULL: "the server is at its limit and its queue is full",
@@ -74,18 +72,9 @@ class GateSettings:
 
 
 @dataclass(slots=True)
-class SloCounts:
-    """Requests that asked for a service level, by what became of it."""
-
-    met: int = 0
-    missed: int = 0
-    refused: int = 0
-
-
-@dataclass(slots=True)
 class GateStats:
-    """Counters for metrics and tests. `waits`: told the seconds of each wait in the queue, 0 for
-    none; `served`: tenant -> tokens."""
+    """Counters for metrics and tests. `waits`: called with the seconds of each wait in the queue, 0
+    for none; `served`: tenant -> tokens."""
 
     ttft: SloCounts = field(default_factory=SloCounts)
     tpot: SloCounts = field(default_factory=SloCounts)
@@ -120,12 +109,12 @@ class Gate:
         self._nodes = nodes
         self._expected_nodes_s = expected_s
         self._entries: dict[str, _Entry] = {}
-        self._starting: deque[tuple[Ticket, RequestTrace]] = deque()  # not with a node yet, maybe
+        self._starting: deque[tuple[Ticket, RequestTrace]] = deque()  # maybe not with a node yet
         self._starting_tokens = 0
         self._timer: asyncio.TimerHandle | None = None
         self.queue = AdmissionQueue(settings.bounds)
         self.stats = GateStats()
-        self.margin = Margin()
+        self._levels = ServiceLevels(clock, nodes, self.stats.ttft, self.stats.tpot)
         self._pace = Pace()
 
     def holds(self, request_id: str) -> bool:
@@ -204,8 +193,7 @@ class Gate:
         if paused(self._nodes()) == "refuse":
             self.queue.stats.refused[Reason.PAUSED] += 1
             raise _unavailable(Refusal(Reason.PAUSED, RETRY_PAUSED_S))
-        expected_s = self._expected_s(request, trace)
-        wanted = self._wanted(request, trace, expected_s)
+        wanted = self._wanted(request, trace)
         now = self._clock.monotonic()
         ticket = self.queue.offer(wanted, now, self._room(trace))
         entry = _Entry(request, trace, ticket)
@@ -220,7 +208,8 @@ class Gate:
         return entry
 
     async def turn(self, entry: _Entry) -> None:
-        """Wait for it. Raises what `admitted` says; whoever gives up leaves no trace."""
+        """Wait for the turn. Raises what `admitted` says; a request that gives up leaves no
+        trace."""
         assert entry.turn is not None, "it waits"
         try:
             await entry.turn
@@ -240,72 +229,62 @@ class Gate:
         self.queue.release(entry.ticket, used, trace.output_tokens if finished else 0, now)
         served = self.stats.served
         served[entry.ticket.tenant] = served.get(entry.ticket.tenant, 0.0) + used
-        if trace.terms.slo.ttft_s is not None and trace.first_token_at is not None:
-            took_s = trace.first_token_at - (trace.admitted_at or request.arrival)
-            self.margin.observe(took_s - entry.expected_s)
+        self._levels.observe_ttft(request, trace, entry.expected_s)
         if trace.outcome != RequestState.CANCELLED:
-            self._count_slo(request, trace, finished)
+            self._levels.count(request, trace, finished)
         self.poke()
 
     # ---- inside ----
 
-    def _expected_s(self, request: Request, trace: RequestTrace) -> float:
-        """From its admission to token 1, if somebody wants to know; 0 where no node promises, and
-        of inputs that are pooled."""
-        terms = trace.terms
-        if trace.pooled or (terms.slo.ttft_s is None and terms.timeout_s is None):
-            return 0.0
-        limits = [request.deadline] if request.deadline is not None else []
-        limits += [request.arrival + terms.slo.ttft_s] if terms.slo.ttft_s is not None else []
-        left_s = min(limits, default=math.inf) - self._clock.monotonic()
-        return best_ttft_s(request, self._nodes(), left_s) or 0.0
-
-    def _wanted(self, request: Request, trace: RequestTrace, expected_s: float) -> Wanted:
+    def _wanted(self, request: Request, trace: RequestTrace) -> Wanted:
         """What the queue must know. Raises InvalidRequest for too large a request, Unavailable for
         a service level that no node can keep."""
-        params, terms = request.params, trace.terms
-        samples = max(params.n, params.best_of or 1, params.beam_width)
-        max_tokens = 0 if trace.pooled else params.max_tokens
-        tokens = samples * (len(request.prompt_ids) + max_tokens)
-        if tokens > self._settings.max_request_tokens:
-            self.queue.stats.refused[Reason.TOO_LARGE] += 1
-            raise InvalidRequest(
-                f"{'the input' if trace.pooled else 'n x (prompt + max_tokens)'} is {tokens}"
-                f" tokens, at most {self._settings.max_request_tokens} are allowed",
-                field=trace.pooled or ("n" if samples > 1 else "max_tokens"),
-            )
-        widest_node = widest(self._nodes()) if params.width > 1 else None
-        if widest_node is not None and params.width > widest_node:
-            self.queue.stats.refused[Reason.TOO_LARGE] += 1
-            raise InvalidRequest(
-                f"{params.width} sequences of one request are more than the {widest_node} that a"
-                " decode node runs at once (its --max-num-seqs)",
-                field="best_of" if (params.best_of or 1) > params.n else "n",
-            )
-        latest, by_slo = request.deadline, False
-        if terms.slo.tpot_s is not None and not can_keep_tpot(self._nodes(), terms.slo.tpot_s):
+        max_tokens = 0 if trace.pooled else request.params.max_tokens
+        self._check_tokens(request, trace, max_tokens)
+        self._check_width(request)
+        expected_s = self._levels.expected_ttft_s(request, trace)
+        if self._levels.refuses_tpot(trace):
             self.queue.stats.refused[Reason.SLO] += 1
-            self.stats.tpot.refused += 1
             raise _unavailable(Refusal(Reason.SLO, math.ceil(RETRY_TPOT_S)))
-        if terms.slo.ttft_s is not None:
-            first = request.arrival + terms.slo.ttft_s
-            by_slo = latest is None or first < latest
-            latest = first if latest is None else min(latest, first)
-        if latest is not None:
-            latest -= expected_s
-        if latest is not None and by_slo:
-            latest -= self.margin.of(latest - self._clock.monotonic())
+        latest_start = self._levels.latest_start(request, trace, expected_s)
+        num_prompt = len(request.prompt_ids)
         return Wanted(
             id=request.id,
-            prompt_tokens=len(request.prompt_ids),
+            prompt_tokens=num_prompt,
             max_tokens=max_tokens,
-            samples=samples,
+            samples=_num_samples(request),
             priority=request.priority,
-            grant=terms.grant,
-            latest_start=latest,
-            by_slo=by_slo,
+            grant=trace.terms.grant,
+            latest_start=latest_start.at,
+            by_slo=latest_start.by_slo,
             # Inputs that are pooled go out one group after another (router/request/pool.py).
-            first_tokens=min(POOLED_TOKENS, len(request.prompt_ids)) if trace.pooled else None,
+            first_tokens=min(POOLED_TOKENS, num_prompt) if trace.pooled else None,
+        )
+
+    def _check_tokens(self, request: Request, trace: RequestTrace, max_tokens: int) -> None:
+        """Raises InvalidRequest for more than the settings allow."""
+        samples = _num_samples(request)
+        tokens = samples * (len(request.prompt_ids) + max_tokens)
+        if tokens <= self._settings.max_request_tokens:
+            return
+        self.queue.stats.refused[Reason.TOO_LARGE] += 1
+        raise InvalidRequest(
+            f"{'the input' if trace.pooled else 'n x (prompt + max_tokens)'} is {tokens}"
+            f" tokens, at most {self._settings.max_request_tokens} are allowed",
+            field=trace.pooled or ("n" if samples > 1 else "max_tokens"),
+        )
+
+    def _check_width(self, request: Request) -> None:
+        """Raises InvalidRequest for more sequences than any node runs at once."""
+        params = request.params
+        most = widest(self._nodes()) if params.width > 1 else None
+        if most is None or params.width <= most:
+            return
+        self.queue.stats.refused[Reason.TOO_LARGE] += 1
+        raise InvalidRequest(
+            f"{params.width} sequences of one request are more than the {most} that a"
+            " decode node runs at once (its --max-num-seqs)",
+            field="best_of" if (params.best_of or 1) > params.n else "n",
         )
 
     def _room(self, newcomer: RequestTrace | None = None) -> Callable[[Ticket], bool]:
@@ -333,7 +312,8 @@ class Gate:
         return take_room
 
     def _missing_s(self, nodes: Sequence[NodeSnapshot], *, pooled: bool) -> float:
-        """For how long those wait who find no node; 0: there is one, or none is expected."""
+        """For how long requests wait for a node that serves; 0: there is one, or none is
+        expected."""
         return 0.0 if serves(nodes, pooled=pooled) else self._expected_nodes_s(pooled)
 
     def _on_the_way(self) -> OnTheWay:
@@ -344,14 +324,15 @@ class Gate:
 
     def _let_in(self, entry: _Entry) -> None:
         if entry.trace.terms.slo.ttft_s is not None:
-            entry.expected_s = self._expected_s(entry.request, entry.trace)
+            entry.expected_s = self._levels.expected_ttft_s(entry.request, entry.trace)
         entry.trace.admitted_at = entry.ticket.admitted_at
         waited_s = (entry.ticket.admitted_at or 0.0) - entry.ticket.arrived_at
-        for told in self.stats.waits:
-            told(waited_s)
+        for observe in self.stats.waits:
+            observe(waited_s)
 
     def _pump(self) -> None:
-        """Whoever's turn it is gets it; the timer is set for whoever's time runs out next."""
+        """Let in or refuse the requests whose turn it is, and set the timer for the next one whose
+        time runs out."""
         now = self._clock.monotonic()
         for ticket in self.queue.pump(now, self._room()):
             self._wake(ticket)
@@ -379,17 +360,17 @@ class Gate:
             turn.set_exception(self._refusal(entry))
 
     def _gave_up(self, entry: _Entry) -> None:
-        """Its wait ended without a journey: refused, cancelled, or its client went away, perhaps
-        in the same instant in which it was let in."""
+        """A request's wait has ended without a journey: it was refused or cancelled, or its client
+        went away. That may happen in the same instant in which it is let in."""
         turn = entry.turn
         if turn is not None and turn.done() and not turn.cancelled():
-            turn.exception()  # seen, even if its waiter was cancelled in the same instant
+            turn.exception()  # so that asyncio does not report it if its waiter was cancelled, too
         if entry.ticket.state is TicketState.ADMITTED:
             self.leave(entry)
             return
         self.queue.cancel(entry.ticket, self._clock.monotonic())
         del self._entries[entry.request.id]
-        self.poke()  # the head may have been the one that was too large
+        self.poke()  # it may have been the large request that held up the others
 
     def _refusal(self, entry: _Entry) -> BatonError:
         refusal = entry.ticket.refusal
@@ -400,20 +381,11 @@ class Gate:
             return _unavailable(refusal)
         return Overloaded(_WORDS[refusal.reason], retry_after_s=refusal.retry_after_s)
 
-    def _count_slo(self, request: Request, trace: RequestTrace, finished: bool) -> None:
-        slo, first = trace.terms.slo, trace.first_token_at
-        if slo.ttft_s is not None:
-            met = first is not None and first - request.arrival <= slo.ttft_s
-            _count(self.stats.ttft, met)
-        if slo.tpot_s is not None:
-            tpot_s = trace.tpot_s(request.params.n)
-            _count(self.stats.tpot, finished and (tpot_s is None or tpot_s <= slo.tpot_s))
-
 
 class Preparation:
-    """One request while it is read. `end` may come before the context's; twice is safe.
+    """One request while it is read. `end` may be called before the context ends; twice is safe.
 
-    `counted`: tokens that were only counted; `busy_s`: how long it has kept the event loop.
+    `counted`: tokens that were only counted. `busy_s`: how long it has kept the event loop busy.
     """
 
     __slots__ = ("_begun", "_gate", "_grant", "_num_bytes", "busy_s", "counted")
@@ -435,8 +407,8 @@ class Preparation:
         self.end()
 
     def reserve(self, num_bytes: int) -> float:
-        """Seconds until a body of so many bytes may be read: once, a route may hand it on to the
-        next one. Raises Overloaded."""
+        """Seconds until a body of so many bytes may be read; 0 for a second call, because a route
+        may hand the request on to another one. Raises Overloaded."""
         if self._num_bytes:
             return 0.0
         self._num_bytes = num_bytes
@@ -463,7 +435,7 @@ class Passage:
 
     async def __aenter__(self) -> None:
         entry = self._gate.enter(self._request, self._trace)
-        # Let in at once, or by the pump that its own arrival set off: no task switch.
+        # A request that was let in at once, or by the pump on its arrival, needs no task switch.
         if entry.ticket.state is not TicketState.ADMITTED:
             await self._gate.turn(entry)
         self._entry = entry
@@ -474,17 +446,15 @@ class Passage:
             self._gate.leave(entry)
 
 
+def _num_samples(request: Request) -> int:
+    params = request.params
+    return max(params.n, params.best_of or 1, params.beam_width)
+
+
 def _has_started(ticket: Ticket, trace: RequestTrace) -> bool:
-    """It counts with its node by now, or has ended."""
+    """Is it part of its node's load by now, or has it ended?"""
     return trace.dispatched_at is not None or ticket.state is TicketState.OVER
 
 
 def _unavailable(refusal: Refusal) -> Unavailable:
     return Unavailable(_WORDS[refusal.reason], retry_after_s=refusal.retry_after_s)
-
-
-def _count(counts: SloCounts, met: bool) -> None:
-    if met:
-        counts.met += 1
-    else:
-        counts.missed += 1

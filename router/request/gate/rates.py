@@ -17,8 +17,9 @@ OUTPUT_MEMORY: Final = 100  # requests that the mean answer looks back
 
 
 class TokenBucket:
-    """`per_minute` tokens a minute, at most a minute's worth saved up. May fall into debt: what a
-    request used beyond its estimate is paid back before the next one is let in."""
+    """`per_minute` tokens a minute, of which at most a minute's worth is saved up. It may fall into
+    debt: tokens that a request used beyond its estimate are paid back before the next request is
+    let in."""
 
     def __init__(self, per_minute: float, now: float) -> None:
         self._capacity = per_minute
@@ -57,10 +58,12 @@ class TokenBucket:
 
 
 class DrainRate:
-    """Tokens per second that leave a queue while there is one; what it was stays known after.
+    """Tokens per second that leave a queue while it is not empty; the last rate stays known
+    afterwards.
 
-    The past fades when something leaves, never by mere waiting: of a queue that something leaves
-    each half minute the rate is right, not next to nothing just before that.
+    The past fades only when tokens leave the queue, never by mere waiting. So the rate is right
+    also for a queue that one request leaves every half minute; it does not sink to nothing in
+    between.
     """
 
     def __init__(self) -> None:

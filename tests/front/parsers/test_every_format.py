@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.parsers.formats import TOOL_FORMATS
-from router.parsers.frames import FrameWriter
+from router.parsers.frames import CallWriter
 from router.parsers.message import MessageRules
 from router.parsers.reasoning import REASONING_FORMATS
 from tests.front.parsers.folded import cut, parse
@@ -61,7 +61,7 @@ def test_several_calls_with_nested_and_nullable_arguments_cut_anywhere(form: str
 def test_text_before_between_and_after_calls_is_content(form: str) -> None:
     first, second = (SPELLED[form]([call]) for call in (CALLS[0], CALLS[1]))
     writer = TOOL_FORMATS[form].writer
-    if isinstance(writer, FrameWriter) and writer.frame.bare:  # calls begin the answer, or none do
+    if isinstance(writer, CallWriter) and writer.frame.bare:  # calls begin the answer, or none do
         assert parse(rules(form), "So: " + first).content == "So: " + first
         text, content = f"{first} and so on", "and so on"
         count = 1

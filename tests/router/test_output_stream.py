@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from baton.protocol.events import TokenEvent, TokenLogprob
 from baton.protocol.request import FinishReason
-from router.request.showing import Events, Showing
+from router.request.output_stream import Events, OutputStream
 from router.request.trace import RequestTrace
 from tests.router.fakes import FakeClock, make_request
 
@@ -72,13 +72,13 @@ async def test_samples_and_what_tells_of_the_prompt_stay_apart() -> None:
 
 
 async def test_what_simply_goes_on_is_shown_at_once_and_nothing_else() -> None:
-    showing = Showing(make_request(), RequestTrace(), FakeClock())
-    assert showing.show_next(event(0, 5))
-    assert not showing.show_next(event(2, 6)), "a gap is the journey's to meet"
-    assert not showing.show_next(event(0, 9)), "so is a contradiction"
-    assert not showing.show_next(event(1, 6, finish_reason=FinishReason.LENGTH))
-    assert showing.show_next(event(1, 6))
-    assert showing.output.output_ids == ((5, 6),)
-    got = await showing.events.get()
+    stream = OutputStream(make_request(), RequestTrace(), FakeClock())
+    assert stream.show_next(event(0, 5))
+    assert not stream.show_next(event(2, 6)), "a gap is the journey's to meet"
+    assert not stream.show_next(event(0, 9)), "so is a contradiction"
+    assert not stream.show_next(event(1, 6, finish_reason=FinishReason.LENGTH))
+    assert stream.show_next(event(1, 6))
+    assert stream.output.output_ids == ((5, 6),)
+    got = await stream.events.get()
     assert got is not None
     assert got.token_ids == (5, 6)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from baton.protocol.errors import InternalError
 from baton.protocol.events import TokenEvent, TokenLogprob
 from baton.protocol.request import FinishReason
-from router.request.output import OutputSoFar
+from router.request.output_stream import OutputSoFar
 
 LENGTH = FinishReason.LENGTH
 

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
-from router.api.http.parting import Parting
+from router.server.exchanges import Exchanges
 from router.services import Lifecycle
 
 
@@ -22,7 +22,7 @@ async def pieces(_: Request) -> StreamingResponse:
 
 async def test_answers_end_their_connection_once_the_router_drains() -> None:
     lifecycle = Lifecycle()
-    app = Parting(Starlette(routes=[Route("/w", whole), Route("/p", pieces)]), lifecycle)
+    app = Exchanges(Starlette(routes=[Route("/w", whole), Route("/p", pieces)]), lifecycle)
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
         assert (await client.get("/w")).headers.get_list("connection") == ["keep-alive"]
@@ -31,3 +31,16 @@ async def test_answers_end_their_connection_once_the_router_drains() -> None:
         for path in ("/w", "/p", "/no-such-route"):
             answer = await client.get(path)
             assert answer.headers.get_list("connection") == ["close"], path
+
+
+async def test_every_answer_has_the_id_and_a_dialect_its_own_paths() -> None:
+    plain = Starlette(routes=[Route("/w", whole)])
+    other = Starlette(routes=[Route("/of/it", pieces)])
+    transport = httpx.ASGITransport(app=Exchanges(plain, Lifecycle(), {"/of": other}))
+    async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+        given = await client.get("/w", headers={"x-request-id": "mine"})
+        assert given.headers["x-request-id"] == "mine"
+        drawn = (await client.get("/of/it")).headers["x-request-id"]
+        assert (await client.get("/of/it")).headers["x-request-id"] != drawn
+        assert (await client.get("/of/it")).text == "ab"
+        assert (await client.get("/no-such-route")).headers["x-request-id"]

@@ -1,9 +1,9 @@
-"""Legs: the nodes that work on one request, and the KV export between them. Mechanics only.
+"""Attempts: the nodes that work on one request, and the KV export between them. Mechanics only.
 
-A Leg is one node under one epoch. `Legs` holds at most a prefill and a decode leg, collects their
-events in one inbox, and renews the export's lease until the decode node does. After a migration
-the prefill leg is the decode node that exported. Not here: when to do which
-(router/request/dispatch.py).
+An Attempt is one node under one epoch. NodeAttempts holds at most one for the prefill and one for
+the decode, collects their events in one inbox, and renews the lease of the export until the decode
+node does that. After a migration the prefill attempt is the decode node that exported the KV. Not
+here: when to do which (router/request/dispatch.py).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class HopFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Leg:
+class Attempt:
     node: NodeSnapshot
     session: NodeSession
     request_id: str
@@ -55,31 +55,31 @@ class Leg:
         return self.session.connected and record is not None and record.boot_id == self.node.boot_id
 
     def leave(self, *, abort: bool) -> None:
-        """Hear no more of the node; `abort`: it has not ended by itself, tell it to stop."""
+        """Take no more events of the node. `abort`: its work has not ended yet, stop it."""
         if self.connected:
             self.session.detach(self.request_id)
             if abort:
                 self.session.send(AbortRequest(self.request_id, self.epoch))
 
 
-class Legs:
-    """`decoding`: the decode node has spoken, so the export has served its purpose.
+class NodeAttempts:
+    """`decoding`: the decode node has sent an event, so it needs the export no more.
 
-    `exporter_suspect`: the exporter was lost, maybe of this request.
+    `exporter_suspect`: the exporter was lost, and this request may be the cause.
     """
 
     def __init__(self, registry: NodeRegistry) -> None:
         self._registry = registry
-        self._inbox: Mailbox[tuple[Leg, NodeEvent]] = Mailbox()
+        self._inbox: Mailbox[tuple[Attempt, NodeEvent]] = Mailbox()
         self._renewal: asyncio.TimerHandle | None = None  # None: nothing to renew, or D does
-        self.prefill: Leg | None = None
-        self.decode: Leg | None = None
+        self.prefill: Attempt | None = None
+        self.decode: Attempt | None = None
         self.handle: KVHandle | None = None
         self.prefilled = False
         self.decoding = False
         self._timed_out = False  # a fetch of the export did
         self.exporter_suspect = False
-        # Shows a decode node's event that simply goes on; set while that is all there is to do.
+        # Shows a decode node's event that only continues its sample; None while others are due.
         self.shows: Callable[[TokenEvent], bool] | None = None
 
     @property
@@ -94,16 +94,16 @@ class Legs:
 
     @property
     def exporter_is_suspect(self) -> bool:
-        """May the exporter have died of this request, if it has died? The decode node may know of
-        its death before this router does."""
-        leg = self.prefill
-        if leg is not None and leg.connected:
-            return leg.request_id in leg.session.suspects
+        """If the exporter has died, may this request be the cause? The decode node may know of
+        the death before this router does."""
+        attempt = self.prefill
+        if attempt is not None and attempt.connected:
+            return attempt.request_id in attempt.session.suspects
         return self.exporter_suspect
 
     def is_doomed_by(self, lost: SessionLost) -> bool:
-        """The exporter was lost in a way that the decode node notices late, or never: a machine
-        that is silent, or an unfinished prefill whose lane goes on asking for patience."""
+        """The decode node notices this loss of the exporter late or never: its machine is silent,
+        or its engine hangs in the prefill while its lane still asks the decode node to wait."""
         return not self.decoding and (lost.silent or (lost.stalled and not self.prefilled))
 
     def begin_prefill(self, node: NodeSnapshot, message: SubmitPrefill, num_tokens: int) -> None:
@@ -111,11 +111,11 @@ class Legs:
         self.prefill = self._submit(node, message, num_tokens)
 
     def begin_decode(self, node: NodeSnapshot, message: SubmitDecode, num_tokens: int = 0) -> None:
-        """Likewise; with a handle nothing is to compute."""
+        """Likewise. With a handle there is nothing to compute."""
         self.decode = self._submit(node, message, num_tokens)
 
     def take_handle(self, handle: KVHandle) -> None:
-        """The export has just been made; from now on its lease is ours to renew."""
+        """The export has just been made. From now on this router renews its lease."""
         self.handle = handle
         self._timed_out = False
         self._renew_later(handle)
@@ -126,8 +126,8 @@ class Legs:
         return self.has_export and first
 
     def take_over(self, handle: KVHandle) -> None:
-        """The decode node has let go of the running request: now it is the exporter, and nothing
-        more is heard of it as an owner."""
+        """The decode node has let go of the running request. Now it is the exporter, and its events
+        as an owner are ignored."""
         if self.prefill is not None:
             self.prefill.leave(abort=False)
         if self.decode is not None:
@@ -138,7 +138,7 @@ class Legs:
         self.take_handle(handle)
 
     def has_prefilled(self) -> None:
-        """Token 1 is there: so the decode node is told, unless it knew when it got the request."""
+        """Token 1 is there. Notify the decode node, unless it got the request after that."""
         if not self.prefilled and self.decode is not None and self.decode.connected:
             self.decode.session.send(Prefilled(self.decode.request_id, self.decode.epoch))
         self.prefilled = True
@@ -168,31 +168,31 @@ class Legs:
     def is_subscribed(self) -> bool:
         return self.handle is not None and self._renewal is None
 
-    async def next_event(self) -> tuple[Leg, NodeEvent]:
-        """What a node says next; the lease is renewed meanwhile."""
+    async def next_event(self) -> tuple[Attempt, NodeEvent]:
+        """The next event of a node. The lease is renewed meanwhile."""
         return await self._inbox.get()
 
-    def pending_events(self) -> list[tuple[Leg, NodeEvent]]:
-        """What has been delivered and not been read."""
+    def pending_events(self) -> list[tuple[Attempt, NodeEvent]]:
+        """Events that have been delivered and not been read."""
         pending = list(self._inbox.waiting)
         self._inbox.waiting.clear()
         return pending
 
     def drop_decode(self) -> None:
-        """The decode node failed; the export stays, and stays leased."""
+        """The decode node failed. The export stays, and its lease is renewed here again."""
         if self.decode is not None:
             self.decode.leave(abort=True)
         self.decode = self.shows = None
         self.renew()
 
     def stop_sample(self, sample: int) -> None:
-        """The decode node need not go on with one of the request's samples."""
-        leg = self.decode
-        if leg is not None and leg.connected:
-            leg.session.send(StopSample(leg.request_id, leg.epoch, sample))
+        """Ask the decode node to end one of the request's samples."""
+        attempt = self.decode
+        if attempt is not None and attempt.connected:
+            attempt.session.send(StopSample(attempt.request_id, attempt.epoch, sample))
 
     def give_up(self, why: str) -> None:
-        """Stop every node and release the export: nobody needs what they do."""
+        """Stop every node and release the export: nobody needs their work."""
         if self.decode is not None:
             self.decode.leave(abort=True)
         if self.prefill is not None:
@@ -203,9 +203,9 @@ class Legs:
 
     def finish(self) -> None:
         """The decode node ended the request by itself."""
-        for leg in (self.prefill, self.decode):
-            if leg is not None:
-                leg.leave(abort=False)
+        for attempt in (self.prefill, self.decode):
+            if attempt is not None:
+                attempt.leave(abort=False)
         self._forget()
 
     def _forget(self) -> None:
@@ -216,20 +216,20 @@ class Legs:
 
     def _submit(
         self, node: NodeSnapshot, message: SubmitPrefill | SubmitDecode, num_tokens: int
-    ) -> Leg:
+    ) -> Attempt:
         request = message.request
         session = self._registry.session(node.boot_id)
         if session is None:
             raise NodeLost(f"node {node.node_id} is not connected")
-        leg = Leg(node, session, request.id, request.epoch)
+        attempt = Attempt(node, session, request.id, request.epoch)
 
         def deliver(event: NodeEvent) -> None:
-            # Nearly all tokens of all streams come through here: no turn of the journey's task for
-            # those, as long as nothing before them waits for one.
-            shows = self.shows if leg is self.decode and not self._inbox.waiting else None
+            # Nearly all tokens of all streams come through here. They are shown at once, without a
+            # switch to the journey's task, unless an earlier event still waits for that task.
+            shows = self.shows if attempt is self.decode and not self._inbox.waiting else None
             if shows is None or not isinstance(event, TokenEvent) or not shows(event):
-                self._inbox.put((leg, event))
+                self._inbox.put((attempt, event))
 
         session.attach(Attachment(request.id, request.epoch, deliver, max(0, num_tokens)))
         session.send(message)
-        return leg
+        return attempt

@@ -1,0 +1,70 @@
+"""Exchanges: what every HTTP exchange has, whatever is asked: an id, a line in the log, an end.
+
+The id is the client's `x-request-id` if it is a plain one, else a drawn one, until the body says
+another (router/request/request_ids.py). The answer repeats it, and every line that is logged
+meanwhile has it. While the router drains, every answer says `connection: close`: a client that
+keeps its connection learns so, between two requests, that the next one belongs to another router.
+When the listener closes, hardly any connection is left that a request could be on its way on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Mapping
+from types import MappingProxyType
+from typing import Final
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from baton.runtime.log import request_context
+from router.request.request_ids import known_id, note_request_id
+from router.server.auth import OPEN_PATHS
+from router.services import Lifecycle
+
+log = logging.getLogger(__name__)
+CLIENT_LEFT: Final = 499  # nothing was sent: the client went away
+_NO_DIALECTS: Final[Mapping[str, ASGIApp]] = MappingProxyType({})
+
+
+class Exchanges:
+    """The outermost middleware. `dialects`: prefix of paths -> the app that answers these."""
+
+    def __init__(
+        self, app: ASGIApp, lifecycle: Lifecycle, dialects: Mapping[str, ASGIApp] = _NO_DIALECTS
+    ) -> None:
+        self._app = app
+        self._lifecycle = lifecycle
+        self._dialects = tuple(dialects.items())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status = CLIENT_LEFT
+        path: str = scope["path"]
+
+        def send_with_id(message: Message) -> Awaitable[None]:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message = self._named(message, scope)
+            return send(message)
+
+        app = self._app
+        for prefix, dialect in self._dialects:
+            if path.startswith(prefix):
+                app = dialect
+        with request_context(note_request_id(scope)):
+            try:
+                await app(scope, receive, send_with_id)
+            finally:
+                level = logging.DEBUG if path in OPEN_PATHS else logging.INFO
+                log.log(level, "%s %s %s", scope["method"], path, status)
+
+    def _named(self, start: Message, scope: Scope) -> Message:
+        """The head of an answer, with the id (a body may have changed it by now)."""
+        headers = [*start.get("headers", ()), (b"x-request-id", known_id(scope).encode())]
+        if self._lifecycle.draining:
+            headers = [pair for pair in headers if pair[0] != b"connection"]
+            headers.append((b"connection", b"close"))
+        return {**start, "headers": headers}

@@ -1,0 +1,38 @@
+"""tools/house.py counts as it says, and the house does not grow where a reader loses his way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tools import house
+
+ROOT = Path(__file__).resolve().parents[2]
+# They only go down; what is wanted is beside them.
+MOST_ROUTER_LINES = 28_600  # 16,000
+MOST_SHARED_NAMES = 34  # 8
+MOST_SMALL_MODULES = 28  # 10
+BIG_FOLDERS = {"bench"}  # where every file is a command
+
+
+def test_what_is_counted() -> None:
+    sources = {
+        "router/a.py": "from router import b\nfrom router.c import C\nclass X: ...\n",
+        "router/b.py": "class X: ...\nclass Y: ...\n",
+        "router/c.py": "import router.b\nclass C: ...\n",
+        "deploy/long.py": "x = 1\n" * house.SMALL_LINES,
+        "deploy/__main__.py": "import deploy.long\n",
+    }
+    sources |= {f"bench/file_{index}.py": "" for index in range(house.MAX_FILES + 1)}
+    found = house.figures(sources)
+    assert found.lines["router"] == 7
+    assert found.shared == {"X": ["router.a", "router.b"]}
+    assert found.small == {"router.c": "router.a"}  # router.b has two importers
+    assert found.big == {"bench": house.MAX_FILES + 1}
+
+
+def test_the_house_does_not_grow() -> None:
+    found = house.figures(house.read(ROOT))
+    assert set(found.big) <= BIG_FOLDERS
+    assert found.lines["router"] <= MOST_ROUTER_LINES
+    assert len(found.shared) <= MOST_SHARED_NAMES
+    assert len(found.small) <= MOST_SMALL_MODULES

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 import orjson
@@ -32,6 +32,7 @@ from router.api.openai.bodies import (
     parse,
     struct_of,
 )
+from router.api.openai.fields import Name, Priority, RequestId, TokenIds
 from router.api.openai.logprobs import FLOOR, name_of, told_count
 from router.api.openai.replies import DONE, ReplyRules, finish_reason_of, sse_frame
 from router.api.sse import StreamReply
@@ -41,24 +42,26 @@ from router.request.request_ids import engine_id, note_body_id, reply_id
 from router.request.terms import terms_of
 from router.services import RouterServices
 
-MAX_TOKEN_ID: Final = 2**31 - 1
 # Of the whole request, or of text: not what samples.
 _NOT_SAMPLING: Final = ("prompt", "echo", "stream", "stream_options", "model", "add_special_tokens")
+
+
+Refused = Annotated[Any, msgspec.Meta(extra_json_schema={"type": "null"})]
 
 
 class GenerateBody(msgspec.Struct, kw_only=True):
     """The request. `features` (media) and `kv_transfer_params` are refused by name."""
 
-    token_ids: list[int]
+    token_ids: TokenIds
     sampling_params: dict[str, Any]
-    request_id: str | None = None
+    request_id: RequestId | None = None
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    cache_salt: str | None = None
-    priority: int | None = None
-    features: Any = None
-    kv_transfer_params: Any = None
+    cache_salt: Name | None = None
+    priority: Priority | None = None
+    features: Refused = None
+    kv_transfer_params: Refused = None
 
 
 class GenerateUsage(msgspec.Struct):
@@ -203,8 +206,6 @@ class GenerateApi:
             if getattr(body, name) is not None:
                 raise UnsupportedFeature(f"{name} is not supported by this server", field=name)
         ids = tuple(body.token_ids)
-        if not ids or min(ids) < 0 or max(ids) > MAX_TOKEN_ID:
-            raise InvalidRequest("token_ids: at least one, from 0 on", field="token_ids")
         note_body_id(request, body.request_id)
         id_ = body.request_id or reply_id("generate-", request)
         terms = terms_of(request)

@@ -19,7 +19,7 @@ from router.api.openapi.dialects import (
     ResponsesReply,
 )
 from router.api.openapi.document import document
-from router.api.openapi.fields import REQUIRED
+from router.api.openapi.shapes import REQUIRED
 from router.api.pooling.rerank import SIDES
 from router.prompts.reader import PromptReader
 from router.server.app import all_routes

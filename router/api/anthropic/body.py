@@ -15,7 +15,8 @@ from baton.protocol.errors import InvalidRequest, UnsupportedFeature
 from router.api.anthropic.blocks import messages_of
 from router.api.dialect import chat_body, in_own_names
 from router.api.openai.bodies import ChatBody, object_of, struct_of
-from router.api.openai.chat import MAX_NAME_CHARS
+from router.api.openai.chat import MAX_NAME_CHARS, Effort, Tools
+from router.api.openai.fields import AtLeastOne, Stops, ThinkingBudget
 from router.api.unserved import Unserved, refuse
 
 # A chat's field -> what this API calls it.
@@ -25,7 +26,6 @@ NAMES: Final = {
     "reasoning_effort": "output_config.effort",
     "thinking_token_budget": "thinking.budget_tokens",
 }
-MAX_BUDGET: Final = 2**31 - 1
 _ONE: Final = ": each call has one message"
 UNSERVED: Final[Unserved] = {
     "best_of": ((1,), _ONE),
@@ -40,7 +40,7 @@ class ThinkingBody(msgspec.Struct, kw_only=True):
     """`budget_tokens` limits the thought where this server knows a thought's end."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
-    budget_tokens: int | None = None
+    budget_tokens: ThinkingBudget | None = None
     display: Literal["summarized", "omitted"] | None = None
 
 
@@ -51,7 +51,7 @@ class ToolChoice(msgspec.Struct, kw_only=True):
 
 
 class OutputConfig(msgspec.Struct, kw_only=True):
-    effort: str | None = None
+    effort: Effort | None = None
     format: dict[str, Any] | None = None
 
 
@@ -70,7 +70,7 @@ class CountBody(msgspec.Struct, kw_only=True):
 
     messages: Any = None
     system: Any = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingBody | None = None
     output_config: OutputConfig | None = None
@@ -85,8 +85,8 @@ class CountBody(msgspec.Struct, kw_only=True):
 class MessagesBody(CountBody, kw_only=True):
     """/v1/messages. Sampling fields are checked as a chat's."""
 
-    max_tokens: int
-    stop_sequences: list[str] | None = None
+    max_tokens: AtLeastOne  # cut to what the model holds
+    stop_sequences: Stops | None = None
     metadata: dict[str, Any] | None = None
 
 
@@ -120,12 +120,7 @@ def read_count(raw: bytes) -> ChatBody:
 
 def _converted(given: dict[str, Any], kind: type[Body]) -> Body:
     refuse(given, UNSERVED)
-    body = struct_of(given, kind)
-    budget = body.thinking.budget_tokens if body.thinking else None
-    if budget is not None and not -1 <= budget <= MAX_BUDGET:  # also where nothing reads it
-        field = "thinking.budget_tokens"
-        raise InvalidRequest(f"{field}: -1 (no limit), or from 0 to {MAX_BUDGET}", field=field)
-    return body
+    return struct_of(given, kind)
 
 
 def _translated(body: CountBody) -> dict[str, Any]:

@@ -34,14 +34,8 @@ from baton.runtime.timing import CLIENT_TIMING, channel_options, server_options
 from protos import serve_pb2, serve_pb2_grpc
 from router.api.http.reading import MAX_BODY_BYTES
 from router.api.http.web_errors import error_object
-from router.api.openai.bodies import (
-    MAX_NAME_CHARS,
-    MAX_STOP_CHARS,
-    MAX_STOPS,
-    check_priority,
-    check_token_ids,
-    token_ids_below,
-)
+from router.api.openai.bodies import check_priority, check_token_ids, token_ids_below
+from router.api.openai.fields import MAX_NAME_CHARS, MAX_STOP_CHARS, MAX_STOPS
 from router.api.openai.prompt_options import logprobs_within
 from router.api.receipt import HEADER, header_of, receipt_of
 from router.api.resumable.grpc import GrpcAsked, NoCaller, ResumableCalls

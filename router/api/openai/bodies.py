@@ -1,9 +1,9 @@
-"""The bodies of OpenAI's requests: strict structs, bounded numbers, errors that name the field.
+"""The bodies of OpenAI's requests: strict structs, errors that name the field.
 
 Bytes -> orjson (refuses NaN, Infinity, lone surrogates, deep nesting) -> router/api/unserved.py ->
-msgspec structs (strict types, unknown fields ignored) -> SamplingParams
-(baton.protocol.sampling.BOUNDS). Nothing here knows tokens or the event loop; messages and tools
-are in router/api/openai/chat.py, replies in router/api/openai/replies.py.
+msgspec structs (strict types with bounds, unknown fields ignored) -> SamplingParams. The types with
+bounds are in router/api/openai/fields.py, messages and tools in router/api/openai/chat.py, replies
+in router/api/openai/replies.py. Nothing here knows tokens or the event loop.
 """
 
 from __future__ import annotations
@@ -21,13 +21,52 @@ from baton.protocol.errors import InvalidRequest
 from baton.protocol.sampling import SamplingParams
 from router.api.fan_out import fan_out
 from router.api.http.json_faults import fault_of
-from router.api.openai.chat import MAX_NAME_CHARS, ChatMessage
+from router.api.openai.breaches import refusal
+from router.api.openai.chat import Effort, Messages, Tools
+from router.api.openai.fields import (
+    BIASED_TOKEN,
+    MAX_TOKEN_ID,
+    PRIORITY_LIMIT,
+    AllowedTokenIds,
+    BadWords,
+    BestOf,
+    Choices,
+    EarlyStopping,
+    FrequencyPenalty,
+    GuidedBackend,
+    LengthPenalty,
+    LogitBias,
+    LogprobTokenIds,
+    MaxNewTokens,
+    MaxTokens,
+    MinP,
+    MinTokens,
+    Name,
+    NotEmpty,
+    NumLogprobs,
+    NumSamples,
+    PresencePenalty,
+    Priority,
+    RepetitionPenalty,
+    RequestId,
+    Seed,
+    Session,
+    Stops,
+    StopText,
+    StopTokenIds,
+    Temperature,
+    Template,
+    Text,
+    ThinkingBudget,
+    TokenId,
+    TopK,
+    TopP,
+    Truncation,
+)
 from router.api.unserved import COMPLETIONS, GENERATING, refuse
 
-MAX_STOPS: Final = 16
-MAX_STOP_CHARS: Final = 1024
 MAX_PROMPTS: Final = 128
-PRIORITY_LIMIT: Final = 2**31 - 1
+_BIASED_TOKEN: Final = re.compile(BIASED_TOKEN)
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -41,51 +80,51 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
-    n: int | None = None
-    best_of: int | None = None
+    max_tokens: MaxTokens | None = None
+    n: NumSamples | None = None
+    best_of: BestOf | None = None
     use_beam_search: bool | None = None
-    early_stopping: bool | str | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    min_tokens: int | None = None
+    early_stopping: EarlyStopping | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    seed: Seed | None = None
+    stop: StopText | Stops | None = None
+    stop_token_ids: StopTokenIds | None = None
+    min_tokens: MinTokens | None = None
     ignore_eos: bool | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    length_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    prompt_logprobs: int | None = None
-    logprob_token_ids: list[int] | None = None
-    thinking_token_budget: int | None = None
+    presence_penalty: PresencePenalty | None = None
+    frequency_penalty: FrequencyPenalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    length_penalty: LengthPenalty | None = None
+    logit_bias: LogitBias | None = None
+    prompt_logprobs: NumLogprobs | None = None
+    logprob_token_ids: LogprobTokenIds | None = None
+    thinking_token_budget: ThinkingBudget | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    truncate_prompt_tokens: int | None = None
+    priority: Priority | None = None
+    cache_salt: Name | None = None
+    truncate_prompt_tokens: Truncation | None = None
     truncation_side: Literal["left", "right"] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    allowed_token_ids: AllowedTokenIds | None = None
+    bad_words: BadWords | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None  # as the names of tokens in logprobs
-    request_id: str | None = None  # where the head has none (router/request/request_ids.py)
-    session_id: str | None = None  # these three name a session (router/request/terms.py)
-    prompt_cache_key: str | None = None
-    user: str | None = None
+    request_id: RequestId | None = None  # where the head has none (router/request/request_ids.py)
+    session_id: Session | None = None  # these three name a session (router/request/terms.py)
+    prompt_cache_key: Session | None = None
+    user: Session | None = None
     baton_timing: bool | None = None  # a receipt, please
     response_format: dict[str, Any] | None = None  # this and what follows: guided_fields.py
     structured_outputs: dict[str, Any] | None = None
     guided_json: str | dict[str, Any] | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
-    guided_decoding_backend: str | None = None
+    guided_regex: NotEmpty | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: NotEmpty | None = None
+    guided_decoding_backend: GuidedBackend | None = None
     guided_whitespace_pattern: str | None = None
 
 
@@ -93,7 +132,7 @@ class CompletionBody(SamplingFields, kw_only=True):
     """/v1/completions. `prompt` is text, texts, ids or lists of ids (see `prompts_of`)."""
 
     prompt: Any = None
-    logprobs: int | None = None
+    logprobs: NumLogprobs | None = None
     echo: bool | None = None
 
     @property
@@ -105,20 +144,20 @@ class CompletionBody(SamplingFields, kw_only=True):
 class ChatBody(SamplingFields, kw_only=True):
     """/v1/chat/completions."""
 
-    messages: list[ChatMessage]
-    max_completion_tokens: int | None = None
+    messages: Messages
+    max_completion_tokens: MaxNewTokens | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
+    top_logprobs: NumLogprobs | None = None
+    tools: Tools | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    chat_template: str | None = None
+    chat_template: Template | None = None
     documents: list[dict[str, str]] | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: Effort | None = None
     echo: bool | None = None  # of the last message, if the answer goes on with it
 
 
@@ -126,9 +165,9 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     """/tokenize: `prompt`, or `messages` to be rendered first."""
 
     model: str | None = None
-    prompt: str | None = None
-    messages: list[ChatMessage] | None = None
-    tools: list[dict[str, Any]] | None = None
+    prompt: Text | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -140,7 +179,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):
     model: str | None = None
-    tokens: list[int]
+    tokens: list[TokenId]
 
 
 Body = TypeVar("Body", CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
@@ -179,13 +218,7 @@ def struct_of(content: Mapping[str, Any], kind: type[S]) -> S:
     try:
         return msgspec.convert(content, kind, strict=True)
     except msgspec.ValidationError as error:
-        field = _field_of(str(error))
-        text = str(error).split(" - at ")[0]
-        given = content.get(field or "")
-        if isinstance(given, float) and abs(given) >= 2**63:  # orjson reads no integer so large
-            text = "a number of more than 64 bits"
-        message = f"{field}: {text}" if field else text
-        raise InvalidRequest(message, field=field) from error
+        raise refusal(error, kind, content) from error
 
 
 def sampling_params(
@@ -204,14 +237,12 @@ def sampling_params(
     if given is not None:
         values["max_tokens"] = given
     if body.seed is not None:
-        values["seed"] = _seed(body.seed)
+        values["seed"] = body.seed % 2**64  # OpenAI's clients count 64 bits as signed
     values["logprobs"] = asked.logprobs
     values["prompt_logprobs"] = asked.prompt_logprobs
-    values["stop_token_ids"] = _token_ids(body.stop_token_ids or [], "stop_token_ids")
-    if body.logprob_token_ids:
-        values["logprob_token_ids"] = _token_ids(body.logprob_token_ids, "logprob_token_ids")
-    if body.allowed_token_ids is not None:
-        values["allowed_token_ids"] = _token_ids(body.allowed_token_ids, "allowed_token_ids")
+    values["stop_token_ids"] = tuple(body.stop_token_ids or ())
+    values["logprob_token_ids"] = tuple(body.logprob_token_ids or ())
+    values["allowed_token_ids"] = tuple(body.allowed_token_ids or ())
     values["logit_bias"] = _logit_bias(body.logit_bias or {})
     try:
         params = SamplingParams(**values)
@@ -264,30 +295,23 @@ def _asked_of_completion(body: CompletionBody) -> _OutputAsk:
 
 
 def stops_of(body: CompletionBody | ChatBody) -> tuple[str, ...]:
-    """The stop strings. Raises InvalidRequest for too many, too long or empty ones."""
+    """The stop strings, each once."""
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    if len(stops) > MAX_STOPS:
-        raise InvalidRequest(f"stop: at most {MAX_STOPS} strings", field="stop")
-    if not all(0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
-        raise InvalidRequest(f"stop: strings of 1 to {MAX_STOP_CHARS} characters", field="stop")
     return tuple(dict.fromkeys(stops))
 
 
 def check_common(body: CompletionBody | ChatBody) -> None:
-    """Bounds that SamplingParams does not know: stream options, priority, names."""
+    """Raise InvalidRequest for what does not go with a stream."""
     if body.stream_options is not None and not body.stream:
         message = "stream_options is only allowed when stream is true"
         raise InvalidRequest(message, field="stream_options")
     if body.prompt_logprobs is not None and body.stream:
         message = "prompt_logprobs are not available when stream is true"
         raise InvalidRequest(message, field="prompt_logprobs")
-    check_priority(body.priority)
-    if body.cache_salt is not None and not 0 < len(body.cache_salt) <= MAX_NAME_CHARS:
-        raise InvalidRequest(f"cache_salt: 1 to {MAX_NAME_CHARS} characters", field="cache_salt")
 
 
 def check_priority(priority: int | None) -> None:
-    """Raise InvalidRequest for one out of bounds."""
+    """Raise InvalidRequest for one out of bounds: of gRPC, whose messages know no bounds."""
     if priority is not None and abs(priority) > PRIORITY_LIMIT:
         raise InvalidRequest(f"priority: at most {PRIORITY_LIMIT} from 0", field="priority")
 
@@ -330,14 +354,6 @@ def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
         token_ids_below(word, vocab_size, "bad_words")
 
 
-def _field_of(message: str) -> str | None:
-    """`$.messages[0].role` and "missing required field `messages`" -> the path a client knows."""
-    path = re.search(r"- at `\$\.?([^`]*)`$", message)
-    missing = re.search(r"missing required field `([^`]+)`", message)
-    parts = [match.group(1) for match in (path, missing) if match is not None and match.group(1)]
-    return ".".join(parts) or None
-
-
 def _text_prompt(text: str, field: str) -> str:
     if not text:
         raise InvalidRequest(f"{field} must not be empty", field=field)
@@ -353,27 +369,20 @@ def _one_prompt(item: object, field: str) -> str | tuple[int, ...]:
 
 
 def _token_ids(items: list[Any], field: str) -> tuple[int, ...]:
-    """Ids are integers from 0 on, no booleans; a prompt, and what is allowed, must have some."""
-    if not items and field.startswith(("prompt", "allowed")):
+    """A prompt's ids: integers from 0 on, no booleans; there must be some."""
+    if not items:
         raise InvalidRequest(f"{field} must not be empty", field=field)
     for item in items:
         # type() and not isinstance: true is an int to Python, never to a client.
-        if type(item) is not int or not 0 <= item < 2**31:
+        if type(item) is not int or not 0 <= item <= MAX_TOKEN_ID:
             raise InvalidRequest(f"{field}: token ids are integers from 0 on", field=field)
     return tuple(items)
-
-
-def _seed(given: int) -> int:
-    """A seed as 64 bits: OpenAI's clients count them as signed, so -1 is 2**64 - 1."""
-    if not -(2**63) <= given < 2**64:
-        raise InvalidRequest("seed must be between -2**63 and 2**64 - 1", field="seed")
-    return given % 2**64
 
 
 def _logit_bias(given: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
     pairs: list[tuple[int, float]] = []
     for key, bias in given.items():
-        if not (key.isascii() and key.isdigit() and len(key) < 10) or not -100.0 <= bias <= 100.0:
+        if _BIASED_TOKEN.fullmatch(key) is None:
             message = "logit_bias maps token ids to numbers from -100 to 100"
             raise InvalidRequest(message, field="logit_bias")
         pairs.append((int(key), bias))

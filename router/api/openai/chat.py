@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Final, cast
+from typing import Annotated, Any, Final, Literal, cast
 
 import msgspec
 import orjson
+from msgspec import Meta
 
 from baton.protocol.errors import InvalidRequest, UnsupportedFeature
 from baton.text.chat_template import RESERVED_NAMES
+from router.api.openai.fields import MAX_NAME_CHARS, Name
 
 MAX_MESSAGES: Final = 4096
 MAX_TOOLS: Final = 512
-MAX_NAME_CHARS: Final = 256  # of models, cache salts, tools, template parameters
 # OpenAI's is narrower: 64 characters, no dots. Longer and dotted ones work, as in vLLM.
 TOOL_NAME: Final = rf"[A-Za-z0-9_.\-]{{1,{MAX_NAME_CHARS}}}"
 _TOOL_NAME: Final = re.compile(TOOL_NAME)
@@ -28,7 +29,7 @@ TEXT_PARTS: Final = {
     "text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal",
     "thinking": "thinking",
 }  # fmt: skip
-EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class CalledFunction(msgspec.Struct, kw_only=True):
@@ -49,13 +50,17 @@ class ToolCall(msgspec.Struct, kw_only=True, omit_defaults=True):
 class ChatMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One message; `content` is text, or text parts."""
 
-    role: str
+    role: Name  # which there are, the template knows
     content: Any = None
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[ToolCall] | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
+
+
+Messages = Annotated[list[ChatMessage], Meta(min_length=1), Meta(max_length=MAX_MESSAGES)]
+Tools = Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)]
 
 
 class ToolFunction(msgspec.Struct, kw_only=True):
@@ -74,13 +79,9 @@ class ChatTool(msgspec.Struct, kw_only=True):
 def messages_of(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     """Messages as the template sees them: plain dicts, text parts joined into one string.
 
-    Raises InvalidRequest, naming the field, for an unknown role, for a message without content,
-    for parts that are not text and for arguments that are not a JSON object.
+    Raises InvalidRequest, naming the field, for a message without content, for parts that are not
+    text and for arguments that are not a JSON object.
     """
-    if not messages:
-        raise InvalidRequest("messages must not be empty", field="messages")
-    if len(messages) > MAX_MESSAGES:
-        raise InvalidRequest(f"at most {MAX_MESSAGES} messages", field="messages")
     plain: list[dict[str, Any]] = []
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
@@ -100,8 +101,6 @@ def messages_of(messages: list[ChatMessage]) -> list[dict[str, Any]]:
 
 def tools_of(given: list[dict[str, Any]] | None) -> tuple[dict[str, Any], ...]:
     """The tools as the client wrote them. Raises InvalidRequest, naming the field."""
-    if given is not None and len(given) > MAX_TOOLS:
-        raise InvalidRequest(f"at most {MAX_TOOLS} tools", field="tools")
     names: set[str] = set()
     for index, tool in enumerate(given or ()):
         where = f"tools[{index}]"
@@ -128,7 +127,7 @@ def schemas_of(tools: tuple[dict[str, Any], ...]) -> dict[str, dict[str, Any]]:
 
 
 def template_kwargs(
-    given: Mapping[str, Any] | None, reasoning_effort: str | None = None
+    given: Mapping[str, Any] | None, reasoning_effort: Effort | None = None
 ) -> dict[str, Any]:
     """What a client may tell its template: plain scalars under plain names.
 
@@ -145,18 +144,12 @@ def template_kwargs(
             raise InvalidRequest(f"{field} must be a plain value", field=field)
     if reasoning_effort is None:
         return kwargs
-    if reasoning_effort not in EFFORTS:
-        message = f"reasoning_effort must be one of {', '.join(EFFORTS)}"
-        raise InvalidRequest(message, field="reasoning_effort")
     thinks = reasoning_effort != "none"
     asked = {"reasoning_effort": reasoning_effort, "enable_thinking": thinks, "thinking": thinks}
     return {**asked, **kwargs}
 
 
 def _check_message(message: ChatMessage, where: str) -> None:
-    if not 0 < len(message.role) <= MAX_NAME_CHARS:  # which there are, the template knows
-        field = f"{where}.role"
-        raise InvalidRequest(f"{field}: 1 to {MAX_NAME_CHARS} characters", field=field)
     # An answer may have been all reasoning, calls or refusal: what was said is sent back as it was.
     if message.content is None and message.role != "assistant":
         field = f"{where}.content"

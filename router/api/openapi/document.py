@@ -1,7 +1,8 @@
 """/openapi.json: OpenAPI 3.1 of the public HTTP API, made of the structs that parse and answer it.
 
-The structs say which fields there are; what a type cannot say (bounds; a prompt is text, or texts,
-or ids) is in router/api/openapi/fields.py. Nothing of a request is checked by this document.
+The structs say which fields there are, and their bounds; what a type cannot say (a prompt is text,
+or texts, or ids) is in router/api/openapi/shapes.py, what holds for several fields at once in
+router/api/openapi/rules.py. Nothing of a request is checked by this document.
 """
 
 from __future__ import annotations
@@ -29,16 +30,8 @@ from router.api.openapi.dialects import (
     ResponseItemList,
     ResponsesReply,
 )
-from router.api.openapi.fields import (
-    BOUNDED,
-    MAX_INTEGER,
-    PROPERTIES,
-    REF,
-    REQUIRED,
-    SAMPLING,
-    Schema,
-)
 from router.api.openapi.rules import RULES
+from router.api.openapi.shapes import MAX_INTEGER, PROPERTIES, REF, REQUIRED, Schema
 from router.api.pooling.classify import ClassifyBody, ClassifyReply, PoolBody, PoolReply
 from router.api.pooling.cohere import EmbedBody, EmbedReply
 from router.api.pooling.embeddings import EmbeddingBody, EmbeddingReply
@@ -322,19 +315,18 @@ def _schemas() -> dict[str, Schema]:
     _, found = msgspec.json.schema_components(types, ref_template=REF)
     for name in msgspec.json.schema_components(sorted(bodies, key=str))[1]:
         _limit(found[name])
-    for name, fields in BOUNDED.items():
-        _bound(found[name], fields)
-    for name in ("CompletionBody", "ChatBody"):
-        _refine(found[name], SAMPLING)
+    for name, properties in PROPERTIES.items():
+        _refine(found[name], properties)
     for kind in (ResponsesBody, MessagesBody):
         _add_same(found[kind.__name__], found["ChatBody"])
     for name in ("include_reasoning", "logprob_token_ids"):  # `thinking` says it; refused there
         del found["MessagesBody"]["properties"][name]
     found["CountBody"]["properties"]["model"] = found["ChatBody"]["properties"]["model"]
     for name, required in REQUIRED.items():
-        found[name]["required"] = sorted({*found[name].get("required", ()), *required})
-    for name, properties in PROPERTIES.items():
-        _refine(found[name], properties)
+        schema = found[name]
+        schema["required"] = sorted({*schema.get("required", ()), *required})
+        for field in required:
+            _never_null(schema["properties"][field])
     for name, rules in RULES.items():
         found[name] |= rules[0] if len(rules) == 1 else {"allOf": rules}
     return found
@@ -348,34 +340,30 @@ def _add_same(schema: Schema, chat: Schema) -> None:
 
 
 def _refine(schema: Schema, properties: Mapping[str, Schema]) -> None:
-    """Replace what the struct's types say of some properties; optional ones may be null, and have
-    a default."""
+    """Say more of some properties than the struct's types do; all of them may be null."""
     for name, given in properties.items():
-        old = schema["properties"][name]
-        required = name in schema.get("required", ())
-        nullable = not required and given != {"type": "null"}
-        schema["properties"][name] = {
-            **({"anyOf": [given, {"type": "null"}]} if nullable else given),
-            **({"default": old["default"]} if "default" in old and not required else {}),
-        }
+        told = schema["properties"][name]
+        branches: list[Schema] = told.get("anyOf", [told])
+        same = [branch for branch in branches if branch.get("type") == given.get("type", "")]
+        if same:
+            same[0] |= given
+        else:
+            told["anyOf"] = [given, {"type": "null"}]
 
 
-def _bound(schema: Schema, bounds: Mapping[str, tuple[float, float]]) -> None:
-    """Add bounds to the branch of a field's type that is a number."""
-    for name, (low, high) in bounds.items():
-        told = schema["properties"].get(name, {})
-        for branch in told.get("anyOf", (told,)):
-            if branch.get("type") in ("integer", "number"):
-                least = "exclusiveMinimum" if name == "top_p" else "minimum"  # 0 is none
-                branch |= {least: low, "maximum": high}
+def _never_null(told: Schema) -> None:
+    """What must be there has no default, and is no null."""
+    del told["default"]
+    told |= told.pop("anyOf")[0]
 
 
 def _limit(schema: Schema) -> None:
-    """Say of a body's integers how large JSON's may be here."""
+    """Say of a body's integers without bounds how large JSON's may be here."""
     for told in schema.get("properties", {}).values():
         for branch in told.get("anyOf", (told,)):
             if branch.get("type") == "integer":
-                branch |= {"minimum": -(2**63), "maximum": MAX_INTEGER}
+                branch.setdefault("minimum", -(2**63))
+                branch.setdefault("maximum", MAX_INTEGER)
 
 
 def _ref(kind: type[msgspec.Struct]) -> Schema:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from router.api.openapi.fields import TOOLS, Schema, nullable
+from router.api.openapi.shapes import TOOLS, Schema, nullable
 from router.api.pooling.embeddings import MAX_INPUTS
 from router.api.pooling.rerank import SIDES
 from router.api.responses.body import LOGPROBS

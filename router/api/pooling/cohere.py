@@ -7,16 +7,19 @@ stands there is written before each text. A model that names none reads all text
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
+from msgspec import Meta
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from baton.protocol.errors import InvalidRequest, UnsupportedFeature
 from router.api.dialect import in_own_names
+from router.api.openai.fields import AtLeastOne, Dimensions, NotEmpty
 from router.api.pooling.embeddings import (
     MAX_INPUT_TOKENS,
+    MAX_INPUTS,
     InputBody,
     PoolingBody,
     PoolingParts,
@@ -38,22 +41,25 @@ INPUT_TYPES: Final = {
 }
 
 
+_COUNT: Final = Meta(min_length=1, max_length=MAX_INPUTS)
+
+
 class EmbedInput(msgspec.Struct, kw_only=True):
     """One input of several parts; they are one text."""
 
-    content: list[dict[str, Any]]
+    content: Annotated[list[dict[str, Any]], Meta(extra_json_schema={"minItems": 1})]
 
 
 class EmbedBody(PoolingBody, kw_only=True):
     """One of `texts` and `inputs`. `truncate`: which end is cut off of what is too long."""
 
-    texts: list[str] | None = None
-    inputs: list[EmbedInput] | None = None
+    texts: Annotated[list[NotEmpty], _COUNT] | None = None
+    inputs: Annotated[list[EmbedInput], _COUNT] | None = None
     input_type: str | None = None
     embedding_types: list[Kind] | None = None
-    output_dimension: int | None = None
+    output_dimension: Dimensions | None = None
     truncate: Literal["NONE", "START", "END"] | None = None
-    max_tokens: int | None = None
+    max_tokens: AtLeastOne | None = None
 
 
 class BilledUnits(msgspec.Struct):
@@ -122,8 +128,6 @@ def _inputs_of(body: EmbedBody, prefix: str) -> InputBody:
     """The same as every pooling endpoint has it. Raises InvalidRequest, naming the field."""
     if (body.texts is None) == (body.inputs is None):
         raise InvalidRequest("give either texts or inputs", field="texts")
-    if body.max_tokens is not None and body.max_tokens < 1:
-        raise InvalidRequest("max_tokens: at least 1", field="max_tokens")
     texts = body.texts
     if texts is None:
         texts = [_text_of(it, f"inputs[{i}]") for i, it in enumerate(body.inputs or ())]

@@ -30,7 +30,8 @@ from baton.protocol.request import Request
 from router.api.http.connection import while_connected
 from router.api.http.preparing import end_preparing
 from router.api.http.reading import read_body
-from router.api.openai.bodies import check_priority, object_of, struct_of, token_ids_below
+from router.api.openai.bodies import object_of, struct_of, token_ids_below
+from router.api.openai.fields import Dimensions, Priority, RequestId, Truncation
 from router.api.openai.prompt_options import truncated, useful_length
 from router.api.pooling.config import PoolingSettings
 from router.api.served import adapter_of, model_name, served_model
@@ -55,8 +56,8 @@ class PoolingBody(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     user: str | None = None
-    request_id: str | None = None
-    priority: int | None = None
+    request_id: RequestId | None = None
+    priority: Priority | None = None
 
 
 B = TypeVar("B", bound=PoolingBody)
@@ -68,7 +69,7 @@ class InputBody(PoolingBody, kw_only=True):
     input: Any = None
     add_special_tokens: bool | None = None
     use_activation: bool | None = None
-    truncate_prompt_tokens: int | None = None
+    truncate_prompt_tokens: Truncation | None = None
     truncation_side: Literal["left", "right"] | None = None
 
 
@@ -76,7 +77,7 @@ class EmbeddingBody(InputBody, kw_only=True):
     """/v1/embeddings. `normalize` is the older name of `use_activation`."""
 
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = None
+    dimensions: Dimensions | None = None
     normalize: bool | None = None
 
 
@@ -234,7 +235,7 @@ class EmbeddingsApi:
 
 
 async def read_pooling(request: HttpRequest, kind: type[B], unserved: Unserved) -> B:
-    """A pooling endpoint's body; what it says of id and priority is checked, and noted.
+    """A pooling endpoint's body; the id that it gives is checked, and noted.
 
     Raises InvalidRequest.
     """
@@ -242,7 +243,6 @@ async def read_pooling(request: HttpRequest, kind: type[B], unserved: Unserved) 
     refuse(given, unserved)
     body = struct_of(given, kind)
     note_body_id(request, body.request_id)
-    check_priority(body.priority)
     return body
 
 

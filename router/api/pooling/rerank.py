@@ -10,9 +10,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
+from msgspec import Meta
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -37,7 +38,7 @@ from router.request.pool import PoolAsk
 from router.request.request_ids import reply_id
 from router.request.terms import terms_of
 
-MAX_INSTRUCTION_CHARS: Final = 4096
+Instruction = Annotated[str, Meta(max_length=4096)]
 # vLLM's spellings of the two sides of a score, in its order of preference.
 SIDES: Final = (
     ("queries", "documents"),
@@ -46,18 +47,18 @@ SIDES: Final = (
     ("text_1", "text_2"),
 )
 
-
 _TEXTS: Final = {name for pair in SIDES for name in pair}
+_COUNT: Final = Meta(min_length=1, max_length=MAX_INPUTS)
 
 
 class RerankBody(PoolingBody, kw_only=True):
     """/v1/rerank. `documents` are texts or objects with a `text`; `top_n` 0 = all of them."""
 
     query: str
-    documents: list[str | dict[str, Any]]
-    top_n: int | None = None
+    documents: Annotated[list[str | dict[str, Any]], _COUNT]
+    top_n: Annotated[int, Meta(ge=0)] | None = None
     return_documents: bool | None = None
-    instruction: str | None = None
+    instruction: Instruction | None = None
 
 
 class ScoreBody(PoolingBody, kw_only=True):
@@ -70,7 +71,7 @@ class ScoreBody(PoolingBody, kw_only=True):
     queries: str | list[str] | None = None
     documents: str | list[str] | None = None
     items: str | list[str] | None = None
-    instruction: str | None = None
+    instruction: Instruction | None = None
 
 
 class RerankDocument(msgspec.Struct):
@@ -125,8 +126,6 @@ class RerankApi:
 
     async def rerank(self, request: HttpRequest) -> Response:
         body = await read_pooling(request, RerankBody, RERANKING)
-        if body.top_n is not None and body.top_n < 0:
-            raise InvalidRequest("top_n: at least 0 (all)", field="top_n")
         texts = [_text_of(it, f"documents[{i}]") for i, it in enumerate(body.documents)]
         pairs = [(body.query, text) for text in texts]
         scored = await self._scored(request, body, pairs, "documents")
@@ -164,9 +163,6 @@ class RerankApi:
         parts.settings.check_reranker(name)
         if not 0 < len(pairs) <= MAX_INPUTS:
             raise InvalidRequest(f"{field}: 1 to {MAX_INPUTS} documents", field=field)
-        if len(body.instruction or "") > MAX_INSTRUCTION_CHARS:
-            message = f"instruction: at most {MAX_INSTRUCTION_CHARS} characters"
-            raise InvalidRequest(message, field="instruction")
         answers = answer_tokens(services.tokenizer)
         length = Length(model.max_model_len)
         for index, pair in enumerate(pairs):

@@ -7,21 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
+from msgspec import Meta
 
 from baton.protocol.errors import InvalidRequest
 from router.api.dialect import chat_body, in_own_names
 from router.api.openai.bodies import ChatBody, object_of, struct_of
+from router.api.openai.chat import Effort, Tools
+from router.api.openai.fields import MaxNewTokens, Session, Stops, StopText
 from router.api.responses.items import Item, messages_of
 from router.api.responses.tools import Toolbox, choice_of, toolbox_of
 from router.api.unserved import Unserved, refuse
 
-MAX_METADATA: Final = 16
-MAX_METADATA_KEY: Final = 64
-MAX_METADATA_VALUE: Final = 512
-MAX_TOP_LOGPROBS: Final = 20
 LOGPROBS: Final = "message.output_text.logprobs"
 # A chat's field -> what this API calls it.
 NAMES: Final = {
@@ -44,24 +43,29 @@ UNSERVED: Final[Unserved] = {
     "prompt": ((), ""),
     "truncation": (("disabled",), ""),
 }
-INCLUDABLE: Final = frozenset(
-    {
-        LOGPROBS,
-        "reasoning.encrypted_content",  # thoughts are told in the clear: send them back so
-        # Of tools and inputs that never occur here: there is nothing to include.
-        "code_interpreter_call.outputs",
-        "computer_call_output.output.image_url",
-        "file_search_call.results",
-        "message.input_image.image_url",
-        "web_search_call.action.sources",
-        "web_search_call.results",
-    }
-)
+Includable = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",  # thoughts are told in the clear: send them back so
+    # Of tools and inputs that never occur here: there is nothing to include.
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
+Metadata = Annotated[
+    dict[
+        Annotated[str, Meta(max_length=64)],
+        Annotated[str, Meta(max_length=512)],
+    ],
+    Meta(max_length=16),
+]
 Length = Literal["auto", "concise", "detailed"]
 
 
 class ReasoningOptions(msgspec.Struct, kw_only=True):
-    effort: str | None = None
+    effort: Effort | None = None
     summary: Length | None = None
     generate_summary: Length | None = None  # the older name
 
@@ -77,24 +81,24 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     input: Any = None
     previous_response_id: str | None = None
     instructions: str | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: MaxNewTokens | None = None
     max_tool_calls: int | None = None
-    top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    tools: Tools | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     store: bool | None = None
     background: bool | None = None
-    include: list[str] | None = None
-    stop: str | list[str] | None = None
+    include: list[Includable] | None = None
+    stop: StopText | Stops | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    prompt_cache_key: str | None = None
+    prompt_cache_key: Session | None = None
     safety_identifier: str | None = None
     service_tier: str | None = None
-    user: str | None = None
+    user: Session | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,26 +172,9 @@ def call_of(
 
 
 def _check(body: ResponsesBody) -> None:
-    metadata = body.metadata or {}
-    if len(metadata) > MAX_METADATA:
-        raise InvalidRequest(f"metadata: at most {MAX_METADATA} pairs", field="metadata")
-    for key, value in metadata.items():
-        if len(key) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE:
-            message = (
-                f"metadata: keys of at most {MAX_METADATA_KEY} characters,"
-                f" values of at most {MAX_METADATA_VALUE}"
-            )
-            raise InvalidRequest(message, field="metadata")
-    if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MAX_TOP_LOGPROBS:
-        message = f"top_logprobs must be between 0 and {MAX_TOP_LOGPROBS}"
-        raise InvalidRequest(message, field="top_logprobs")
     if body.background and body.store is False:
         message = "background: such a response is stored, so store must not be false"
         raise InvalidRequest(message, field="background")
-    for index, name in enumerate(body.include or ()):
-        if name not in INCLUDABLE:
-            where = f"include[{index}]"
-            raise InvalidRequest(f"{where}: {name[:64]!r} is not known", field=where)
 
 
 def _response_format(given: dict[str, Any] | None) -> dict[str, Any] | None:

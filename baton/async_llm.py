@@ -18,7 +18,7 @@ from baton.engine.core.engine import Engine
 from baton.engine.thread import EngineThread, StepReport
 from baton.llm import LLM
 from baton.llm_inputs import Adapter, ChatOptions, Message, Prompt
-from baton.llm_outputs import Answer, GenerationOutput
+from baton.llm_outputs import CollectedAnswer, GenerationOutput
 from baton.protocol.errors import (
     BatonError,
     Cancelled,
@@ -208,7 +208,9 @@ class AsyncLLM:
     ) -> None:
         await self.close()
 
-    async def _outputs(self, answer: Answer, delta: bool) -> AsyncGenerator[GenerationOutput, None]:
+    async def _outputs(
+        self, answer: CollectedAnswer, delta: bool
+    ) -> AsyncGenerator[GenerationOutput, None]:
         request_id, told = answer.request.id, 0
         try:
             async with aclosing(self._streams.run(answer.request)) as events:

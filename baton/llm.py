@@ -36,7 +36,7 @@ from baton.llm_inputs import (
     Message,
     Prompt,
 )
-from baton.llm_outputs import Answer, GenerationOutput, SampleOutput
+from baton.llm_outputs import CollectedAnswer, GenerationOutput, SampleOutput
 from baton.protocol.errors import ConfigError, InternalError, InvalidRequest, UnsupportedFeature
 from baton.protocol.sampling import SamplingParams
 from baton.runtime.config import load
@@ -75,7 +75,7 @@ class LLM:
         self.engine = loaded
         self.inputs = Inputs(loaded.config.model, loaded.info, draw_seed)
         self._defaults = self.inputs.defaults if engine is None else SamplingParams()
-        self._live: dict[str, Answer] = {}
+        self._live: dict[str, CollectedAnswer] = {}
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -273,7 +273,7 @@ class LLM:
     # ---- the engine ----
 
     @contextmanager
-    def _running(self, answers: Sequence[Answer]) -> Generator[None, None, None]:
+    def _running(self, answers: Sequence[CollectedAnswer]) -> Generator[None, None, None]:
         """Their requests are in the engine, all or none; at the end none is."""
         for answer in answers:
             self.engine.validate(answer.request, Task.LOCAL)

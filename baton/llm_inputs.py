@@ -1,6 +1,6 @@
 """What offline generation is asked, as vLLM's users write it, and the requests that it becomes.
 
-No engine runs here: a prompt of any form, its parameters and its adapter become an Answer
+No engine runs here: a prompt of any form, its parameters and its adapter become a CollectedAnswer
 (llm_outputs.py), whose request is then added to an engine by LLM or AsyncLLM.
 """
 
@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from baton.engine.checkpoint.checkpoint import open_checkpoint
 from baton.engine.state.interface import ModelInfo
-from baton.llm_outputs import Answer
+from baton.llm_outputs import CollectedAnswer
 from baton.protocol.adapters import adapter_name, ids_named
 from baton.protocol.errors import InvalidRequest, UnsupportedFeature
 from baton.protocol.request import Request
@@ -133,7 +133,7 @@ class Inputs:
         params: SamplingParams,
         adapter: Adapter = None,
         request_id: str | None = None,
-    ) -> Answer:
+    ) -> CollectedAnswer:
         """A request of its own, and the answer to be filled. A seed that is None is drawn;
         max_tokens is cut to what the context leaves. Raises InvalidRequest."""
         ids, text = self.read(prompt)
@@ -150,7 +150,7 @@ class Inputs:
             adapter=self.adapter(adapter),
         )
         wants_text = text is not None or bool(params.stop)
-        return Answer(request, self.tokenizer if wants_text else None, text)
+        return CollectedAnswer(request, self.tokenizer if wants_text else None, text)
 
     def read(self, prompt: Prompt) -> tuple[tuple[int, ...], str | None]:
         """Token ids, and the text if it was given. Raises InvalidRequest."""

@@ -1,8 +1,8 @@
 """What offline generation hands out, and how it comes of an engine's tokens. No engine here.
 
-The life of an Answer: made with its request -> `take` each event, in order -> `output` at the end,
-or after any event on the way -> `finished`. Text comes as a server's stream shows it: by the same
-decoder, cut at the same stop texts.
+The life of a CollectedAnswer: made with its request -> `take` each event, in order -> `output` at
+the end, or after any event on the way -> `finished`. Text comes as a server's stream shows it: by
+the same decoder, cut at the same stop texts.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class GenerationOutput:
         return all(output.finish_reason is not None for output in self.outputs)
 
 
-class Answer:
+class CollectedAnswer:
     """What has been generated for one request so far. `tokenizer` None: no text is wanted."""
 
     def __init__(
@@ -131,7 +131,8 @@ class Answer:
 
 
 class _Sample:
-    """One sample so far. `token_ids`, `logprobs` and `finish_reason` are read by its Answer."""
+    """One sample so far. `token_ids`, `logprobs` and `finish_reason` are read by its
+    CollectedAnswer."""
 
     def __init__(self, index: int, request: Request, tokenizer: Tokenizer | None) -> None:
         params = request.params
@@ -148,7 +149,7 @@ class _Sample:
         self._told_pieces = 0
 
     def take(self, event: TokenEvent) -> bool:
-        """See Answer.take."""
+        """See CollectedAnswer.take."""
         if self.finish_reason is not None:
             return False  # computed before the engine heard of its end
         if event.position != len(self.token_ids):

@@ -26,7 +26,7 @@ from baton.runtime.tls import TlsFiles
 from kv_transfer.lanes.dist import DistLane
 from kv_transfer.lanes.shm import ShmLane
 from kv_transfer.lanes.shm_arena import DEFAULT_DIRECTORY, ShmArena
-from kv_transfer.lanes.stream import StreamLane, StreamOptions
+from kv_transfer.lanes.stream import StreamLane, StreamLaneOptions
 from kv_transfer.pool.memory_map import map_of
 from kv_transfer.protocol.base import Lane
 
@@ -65,7 +65,7 @@ class LanePlace:
         memory = self._memory
         if memory is None:
             raise ConfigError(f"lane {name}: the pool lies elsewhere")
-        inner = StreamLane(timing, StreamOptions())
+        inner = StreamLane(timing, StreamLaneOptions())
         if lane_of(name) == "shm":
             if self._shared is None:
                 raise ConfigError("the pool lies in no shared file")
@@ -118,7 +118,7 @@ def make_way(way: str, timing: Timing, tls: Path | None) -> Lane:
     if way == name:
         return MAKERS[name](LaneSettings(timing))
     if name == "stream":
-        return StreamLane(timing, StreamOptions(unix=False, tls=files))
+        return StreamLane(timing, StreamLaneOptions(unix=False, tls=files))
     return MAKERS[name](LaneSettings(timing, tls=files))
 
 

@@ -20,7 +20,7 @@ from baton.runtime.failpoints import FAILPOINTS
 from baton.runtime.timing import Timing
 from kv_transfer.exports import ExportTable, Reader, Snapshot
 from kv_transfer.pool.codec import converted
-from kv_transfer.protocol.base import Incoming, KVMemory, Payload, Span
+from kv_transfer.protocol.base import Incoming, KVMemory, KVSpan, Payload
 from kv_transfer.protocol.bodies import decode_body, encode_body, kind_of
 from kv_transfer.protocol.frames import (
     HEADER_BYTES,
@@ -271,7 +271,7 @@ class _Connection:
         header = header_of(kind, self._session.export_seq, self._session.epoch)
         return encode(header, [encode_body(message)], self._seed)
 
-    def _read(self, span: Span, dtype: str) -> tuple[Buffer | None, ExporterEvent | None]:
+    def _read(self, span: KVSpan, dtype: str) -> tuple[Buffer | None, ExporterEvent | None]:
         assert self._reader is not None
         memory = self._shared.memory
         header = data_header(span, self._session.export_seq, self._session.epoch)
@@ -299,7 +299,7 @@ class _Connection:
             return encode(header, fragments, self._seed)
         return encode_into(buffer, header, fragments, self._seed)
 
-    def _announce(self, span: Span) -> tuple[Buffer | None, ExporterEvent | None]:
+    def _announce(self, span: KVSpan) -> tuple[Buffer | None, ExporterEvent | None]:
         assert self._reader is not None
         memory = self._shared.memory
         try:
@@ -311,7 +311,7 @@ class _Connection:
         self._shared.stats.sent(self._lane, row * (span.end - span.start))
         return self._pass_data(span, encode(header, [], self._seed)), None
 
-    def _pass_data(self, span: Span, frame: Buffer) -> Buffer:
+    def _pass_data(self, span: KVSpan, frame: Buffer) -> Buffer:
         """`frame` as it leaves: a failpoint may damage it, behind its digest."""
         if not FAILPOINTS.armed:
             return frame

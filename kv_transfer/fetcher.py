@@ -20,15 +20,15 @@ from kv_transfer.protocol.base import (
     Blocks,
     DirectWire,
     KVMemory,
+    KVSpan,
     Lane,
     Remote,
     ScatterWire,
-    Span,
     Target,
     Wire,
 )
 from kv_transfer.protocol.bodies import decode_body, encode_body, kind_of
-from kv_transfer.protocol.fetch_session import FetcherSession, Intent, Wanted
+from kv_transfer.protocol.fetch_session import FetcherSession, Intent, WantedExport
 from kv_transfer.protocol.frames import (
     Announced,
     Kind,
@@ -82,7 +82,12 @@ class Conversation:
     """One conversation with an exporter: fetch, renew or release, as `wanted` says."""
 
     def __init__(
-        self, shared: Fetcher, lane: Lane, address: LaneAddress, wanted: Wanted, blocks: Blocks
+        self,
+        shared: Fetcher,
+        lane: Lane,
+        address: LaneAddress,
+        wanted: WantedExport,
+        blocks: Blocks,
     ) -> None:
         self._shared = shared
         self._lane = lane
@@ -248,7 +253,7 @@ class Conversation:
             case Send():
                 pass
 
-    def _bytes_of(self, span: Span, dtype: str) -> int:
+    def _bytes_of(self, span: KVSpan, dtype: str) -> int:
         spec = self._shared.memory.layers[span.layer]
         return (span.end - span.start) * rows_bytes(spec, len(span.heads), dtype)
 

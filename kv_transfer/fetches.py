@@ -27,7 +27,7 @@ from kv_transfer.fetcher import Conversation, Fetched, Fetcher
 from kv_transfer.links import AUTO, LinkSpeeds
 from kv_transfer.loans import HeldFetch, Promise, end_task
 from kv_transfer.protocol.base import Blocks, KVReady, Lane, LendingLane, Loan
-from kv_transfer.protocol.fetch_session import Intent, Wanted
+from kv_transfer.protocol.fetch_session import Intent, WantedExport
 from kv_transfer.protocol.messages import DIRECT, INT8, RAW
 from kv_transfer.protocol.shares import first_sent, meets, rows_bytes, share
 
@@ -235,7 +235,7 @@ class Fetches:
         memory = self._shared.memory
         ranks = ranks_of(call.handle)
         sources = [r for r in ranks if meets(memory.layers, r.endpoint.format, memory.format)]
-        wanted = Wanted(
+        wanted = WantedExport(
             call.handle,
             call.epoch,
             Intent.FETCH,
@@ -277,12 +277,12 @@ class Fetches:
     # ---- leases and releases -------------------------------------------------------------------
     async def renew(self, handle: KVHandle, epoch: int) -> None:
         """At this one exporting rank. Raises KVStale, KVLost, KVTimeout."""
-        await self._converse(self._control_threads, Wanted(handle, epoch, Intent.RENEW), ())
+        await self._converse(self._control_threads, WantedExport(handle, epoch, Intent.RENEW), ())
 
     async def release(self, handle: KVHandle, epoch: int, why: str, part: bool = False) -> None:
         """At this one exporting rank, wholly or (`part`) as far as we are concerned. Never raises
         KVError."""
-        wanted = Wanted(handle, epoch, Intent.RELEASE, part=part)
+        wanted = WantedExport(handle, epoch, Intent.RELEASE, part=part)
         try:
             await self._converse(self._control_threads, wanted, ())
         except KVError as error:
@@ -342,7 +342,7 @@ class Fetches:
         ]
 
     async def _converse(
-        self, threads: ThreadPoolExecutor, wanted: Wanted, blocks: Blocks
+        self, threads: ThreadPoolExecutor, wanted: WantedExport, blocks: Blocks
     ) -> Fetched:
         """Hold one conversation, over the best lane that reaches the exporter."""
         endpoint = wanted.handle.endpoint
@@ -365,7 +365,7 @@ class Fetches:
         return await self._hold(threads, self._conversation(*last, wanted, blocks), last[0])
 
     def _conversation(
-        self, lane: Lane, address: LaneAddress, wanted: Wanted, blocks: Blocks
+        self, lane: Lane, address: LaneAddress, wanted: WantedExport, blocks: Blocks
     ) -> Conversation:
         if lane.direct and wanted.intent is Intent.FETCH:
             return Conversation(self._shared, lane, address, replace(wanted, codec=DIRECT), blocks)

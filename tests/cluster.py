@@ -20,7 +20,7 @@ from baton.engine.core.assembly import build_engine
 from baton.engine.core.engine import Engine
 from baton.node.config import NodeConfig
 from baton.node.lanes import LaneSettings, PoolPlace, make_lanes
-from baton.node.main import Node, NodeProgram, Surroundings
+from baton.node.main import NodeProcess, NodeProgram, Surroundings
 from baton.protocol.clock import Clock, SystemClock
 from baton.protocol.sampling import SamplingParams
 from baton.runtime.timing import Timing
@@ -61,7 +61,7 @@ class Plan:
 class Member:
     """One node with its engine."""
 
-    node: Node
+    node: NodeProcess
     engine: Engine
 
     @property
@@ -203,7 +203,7 @@ async def _member(
     settings = LaneSettings(plan.timing, pool=engine.arena, shared=place.shared)
     lanes = make_lanes(names, settings)
     around = Surroundings(plan.timing, plan.clock, lanes)
-    node = Node(program, config, engine, around)
+    node = NodeProcess(program, config, engine, around)
     stack.push_async_callback(node.stop)
     await node.start()
     return Member(node, engine)

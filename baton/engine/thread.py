@@ -39,7 +39,7 @@ class StepReport:
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _EngineCall:
     """Work for the engine thread; `refuse`, if a caller waits: raises there that it
     never runs."""
 
@@ -59,7 +59,7 @@ class EngineThread:
         self._engine = engine
         self._on_step = on_step
         self._condition = threading.Condition()
-        self._inbox: deque[_Call] = deque()
+        self._inbox: deque[_EngineCall] = deque()
         self._stopping = False
         self._held = False
         # Daemon: a process that dies without stop() must not hang in a model.
@@ -98,7 +98,7 @@ class EngineThread:
         """
         with self._condition:
             if not self._stopping:
-                self._inbox.append(_Call(function))
+                self._inbox.append(_EngineCall(function))
                 self._condition.notify()
 
     async def call(
@@ -138,7 +138,7 @@ class EngineThread:
 
         with self._condition:
             if not self._stopping:
-                self._inbox.append(_Call(run, refuse))
+                self._inbox.append(_EngineCall(run, refuse))
                 self._condition.notify()
                 return
         refuse()

@@ -36,7 +36,7 @@ class Grammar:
 
 
 @dataclass(slots=True)
-class _Place:
+class _GrammarPlace:
     """Where an output stands. `tail`: the end of a thought under way, None = it is over.
     `thinking`: how far that is, if it has a limit."""
 
@@ -46,7 +46,7 @@ class _Place:
     thinking: Thinking | None
 
     @classmethod
-    def begin(cls, grammar: Grammar) -> _Place:
+    def begin(cls, grammar: Grammar) -> _GrammarPlace:
         tail = None if grammar.thought is None else b""
         thinking = None if grammar.limit is None else grammar.limit.begin()
         return cls(grammar, grammar.start.clone(), tail, thinking)
@@ -80,14 +80,16 @@ class _Place:
         for token_id in self.grammar.thought.overshooting(self.tail):
             words[token_id // 32] &= np.uint32(~(1 << token_id % 32) & 0xFFFFFFFF)
 
-    def clone(self) -> _Place:
-        return _Place(self.grammar, self.matcher.clone(), self.tail, self.thinking)
+    def clone(self) -> _GrammarPlace:
+        return _GrammarPlace(self.grammar, self.matcher.clone(), self.tail, self.thinking)
 
 
 class Guide:
     """Follows one output. Engine thread only."""
 
-    def __init__(self, grammar: Grammar, place: _Place | None = None, taken: int = 0) -> None:
+    def __init__(
+        self, grammar: Grammar, place: _GrammarPlace | None = None, taken: int = 0
+    ) -> None:
         self.failure = ""  # why the output cannot go on, if it cannot
         self._grammar = grammar
         self._place = place
@@ -135,12 +137,12 @@ class Guide:
             place.advance(draft)
         return drafts
 
-    def _follow(self, history: Sequence[int], num_prompt: int) -> _Place:
+    def _follow(self, history: Sequence[int], num_prompt: int) -> _GrammarPlace:
         """Take in what is new; start again if `history` has become shorter."""
         outputs = len(history) - num_prompt
         place = self._place
         if place is None or outputs < self._taken:
-            place = self._place = _Place.begin(self._grammar)
+            place = self._place = _GrammarPlace.begin(self._grammar)
             self._taken = 0
         for index in range(num_prompt + self._taken, len(history)):
             if not place.advance(history[index]) and not self.failure:

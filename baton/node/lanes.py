@@ -23,7 +23,7 @@ from kv_transfer.lanes.grpc_stream import GrpcLane
 from kv_transfer.lanes.nixl import NixlLane, NixlPool
 from kv_transfer.lanes.shm import ShmLane
 from kv_transfer.lanes.shm_arena import ShmArena, sweep
-from kv_transfer.lanes.stream import StreamLane, StreamOptions
+from kv_transfer.lanes.stream import StreamLane, StreamLaneOptions
 from kv_transfer.pool.memory_map import map_of
 from kv_transfer.protocol.base import Lane
 
@@ -134,7 +134,7 @@ def _grpc(settings: LaneSettings) -> Lane:
 
 
 def _stream(settings: LaneSettings) -> Lane:
-    options = StreamOptions(
+    options = StreamLaneOptions(
         host=settings.host,
         port=settings.stream_port,
         advertise_host=settings.advertise_host,

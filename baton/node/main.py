@@ -1,8 +1,8 @@
 """A node process, of either role: start, serve, drain, stop.
 
 The life of the process: options -> cores -> signal handlers -> model (on a thread, so that a signal
-is heard meanwhile) -> Node.start() -> the READY line on stdout -> SIGTERM or SIGINT -> Node.drain()
--> Node.stop(). A second signal ends the drain at once.
+is heard meanwhile) -> NodeProcess.start() -> the READY line on stdout -> SIGTERM or SIGINT ->
+NodeProcess.drain() -> NodeProcess.stop(). A second signal ends the drain at once.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Surroundings:
     lanes: Sequence[Lane]
 
 
-class Node:
+class NodeProcess:
     """One node of any role, in this process: shell, gRPC server, heartbeat, metrics endpoint."""
 
     def __init__(
@@ -262,13 +262,15 @@ async def _run(
         settings = replace(settings, pool=pool, shared=place.shared)
         lanes = make_lanes(place.usable(names), settings)
         around = Surroundings(timing, SystemClock(), lanes)
-        await _serve(Node(program, config, engine, around), health, first, second)
+        await _serve(NodeProcess(program, config, engine, around), health, first, second)
     finally:
         place.close()
     return 0
 
 
-async def _serve(node: Node, health: Health, first: asyncio.Event, second: asyncio.Event) -> None:
+async def _serve(
+    node: NodeProcess, health: Health, first: asyncio.Event, second: asyncio.Event
+) -> None:
     """Until the first signal, and the drain after it until the second."""
     try:
         await node.start()

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from baton.engine.state.stats import EngineStats
 from baton.protocol.handles import NodeLoad
-from baton.runtime.metrics import EngineTotals, LaneTotals, NodeSnapshot, TransferTotals
+from baton.runtime.metrics import EngineTotals, LaneTotals, NodeFigures, TransferTotals
 from kv_transfer.connector import Connector
 from kv_transfer.stats import LaneStats
 
@@ -36,11 +36,11 @@ def with_counters(load: NodeLoad, stats: EngineStats, connector: Connector) -> N
 
 def snapshot(
     load: NodeLoad, stats: EngineStats, connector: Connector, kv_waste: float = 0.0
-) -> NodeSnapshot:
+) -> NodeFigures:
     """One scrape. Any thread; reads plain numbers only."""
     transfer = connector.stats
     fetches = {"ok": transfer.fetches, **dict(transfer.failures)}
-    return NodeSnapshot(
+    return NodeFigures(
         load=load,
         engine=EngineTotals(
             steps=stats.num_steps,

@@ -26,7 +26,7 @@ PATIENCE: Final = 3  # times the longest pause that a working engine has made
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ProgressAnswer:
     """What the engine says of itself between two steps. `held_up`: it can do nothing before blocks
     come free."""
 
@@ -35,12 +35,12 @@ class Answer:
     held_up: bool
 
     @classmethod
-    def of(cls, engine: Engine, *, held: bool = False) -> Answer:
+    def of(cls, engine: Engine, *, held: bool = False) -> ProgressAnswer:
         """Engine thread. `held`: it is not to step, whatever it has."""
         return cls(engine.stats.num_steps, engine.has_work and not held, engine.stalled)
 
 
-class Progress:
+class EngineProgress:
     """The life: ask() and answered() in turn, from the first heartbeat on."""
 
     def __init__(self, clock: Clock, stall_s: float) -> None:
@@ -67,7 +67,7 @@ class Progress:
         self._asked_at = now
         return True
 
-    def answered(self, answer: Answer, waits_for_others: bool) -> None:
+    def answered(self, answer: ProgressAnswer, waits_for_others: bool) -> None:
         """`waits_for_others`: exports or fetches are under way, whose ends free blocks."""
         self._asked_at = None
         if answer.steps != self._steps:

@@ -25,7 +25,7 @@ from baton.node.config import NodeConfig
 from baton.node.control import NodeControl
 from baton.node.hand_on import HandOn
 from baton.node.metrics import snapshot, with_counters
-from baton.node.progress import Answer, Progress
+from baton.node.progress import EngineProgress, ProgressAnswer
 from baton.node.requests import NodeRequest, RequestTable, failure
 from baton.node.role import NodeRole, RoleContext
 from baton.node.session import RouterSession, Share
@@ -59,7 +59,7 @@ from baton.protocol.messages import (
     SubmitPrefill,
 )
 from baton.runtime.log import request_context
-from baton.runtime.metrics import NodeMetrics, NodeSnapshot
+from baton.runtime.metrics import NodeFigures, NodeMetrics
 from baton.runtime.timing import Timing
 from kv_transfer.connector import Connector
 from kv_transfer.protocol.base import OnReleased
@@ -103,7 +103,7 @@ class NodeShell:
         self._engine_stats = parts.engine.stats.copy()
         self._kv_waste = 0.0
         self._kv_token_bytes = parts.engine.info.kv_token_bytes
-        self.progress = Progress(parts.clock, parts.config.stall_s)
+        self.progress = EngineProgress(parts.clock, parts.config.stall_s)
         self._quiet = asyncio.Event()  # set whenever a request or an export has ended
         self._stopped = False
         self.thread = EngineThread(parts.engine, self._on_step)
@@ -254,7 +254,7 @@ class NodeShell:
         else:
             self.send_load(beat=True)
 
-    def scrape(self) -> NodeSnapshot:
+    def scrape(self) -> NodeFigures:
         """Everything /metrics shows, as of the last step or beat. Any thread."""
         return snapshot(self.load(), self._engine_stats, self.connector, self._kv_waste)
 
@@ -401,7 +401,11 @@ class NodeShell:
         self._loop.call_soon_threadsafe(self._deliver, report, stats)
 
     def _answer(self, engine: Engine) -> None:
-        state = Answer.of(engine, held=self.thread.held), engine.current_load(), engine.stats.copy()
+        state = (
+            ProgressAnswer.of(engine, held=self.thread.held),
+            engine.current_load(),
+            engine.stats.copy(),
+        )
         self._loop.call_soon_threadsafe(self._answered, *state, engine.kv_usage().waste)
 
     def tell_blocks(self, engine: Engine) -> None:
@@ -426,7 +430,9 @@ class NodeShell:
 
     # ---- back on the event loop ----
 
-    def _answered(self, told: Answer, load: NodeLoad, stats: EngineStats, kv_waste: float) -> None:
+    def _answered(
+        self, told: ProgressAnswer, load: NodeLoad, stats: EngineStats, kv_waste: float
+    ) -> None:
         self.progress.answered(told, self.connector.active_exports + self.role.fetching > 0)
         self._engine_load, self._engine_stats, self._kv_waste = load, stats, kv_waste
         self.send_load(beat=True)

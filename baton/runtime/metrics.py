@@ -124,7 +124,7 @@ class TransferTotals:
 
 
 @dataclass(frozen=True, slots=True)
-class NodeSnapshot:
+class NodeFigures:
     """Everything a node shows at one scrape."""
 
     load: NodeLoad
@@ -138,7 +138,7 @@ class NodeMetrics:
     """A node's metrics: `snapshot` is called at each scrape, on its thread, and must not block."""
 
     def __init__(
-        self, model: str, node_id: str, role: str, snapshot: Callable[[], NodeSnapshot]
+        self, model: str, node_id: str, role: str, snapshot: Callable[[], NodeFigures]
     ) -> None:
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model, "node": node_id, "role": role}
@@ -160,7 +160,7 @@ class NodeMetrics:
 
 
 class _NodeCollector(Collector):
-    def __init__(self, labels: Mapping[str, str], snapshot: Callable[[], NodeSnapshot]) -> None:
+    def __init__(self, labels: Mapping[str, str], snapshot: Callable[[], NodeFigures]) -> None:
         self._labels = dict(labels)
         self._snapshot = snapshot
 
@@ -268,7 +268,7 @@ def cache_usage(load: NodeLoad) -> float:
     return 1.0 - load.free_blocks / load.total_blocks if load.total_blocks else 0.0
 
 
-def _gauges(now: NodeSnapshot) -> Iterable[tuple[str, str, float]]:
+def _gauges(now: NodeFigures) -> Iterable[tuple[str, str, float]]:
     load, transfer = now.load, now.transfer
     return (
         ("vllm:num_requests_running", "Requests in the running batch", load.running),
@@ -291,7 +291,7 @@ def _gauges(now: NodeSnapshot) -> Iterable[tuple[str, str, float]]:
     )
 
 
-def _counters(now: NodeSnapshot) -> Iterable[tuple[str, str, float]]:
+def _counters(now: NodeFigures) -> Iterable[tuple[str, str, float]]:
     engine, transfer = now.engine, now.transfer
     return (
         ("vllm:prompt_tokens", "Prompt tokens computed", engine.prompt_tokens),

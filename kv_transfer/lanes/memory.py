@@ -66,7 +66,7 @@ class Pipe:
             self._changed.notify_all()
 
 
-class _Conversation:
+class _MemoryConversation:
     """Both pipes of one conversation and the callbacks of its exporting end."""
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class _Conversation:
 class MemoryWire:
     """The fetching end (base.Wire)."""
 
-    def __init__(self, conversation: _Conversation) -> None:
+    def __init__(self, conversation: _MemoryConversation) -> None:
         self._conversation = conversation
 
     def send(self, parcel: bytes) -> None:
@@ -147,8 +147,8 @@ class MemoryLane:
         self._lock = threading.Lock()
         self._address: str | None = None
         self._serve: Serve | None = None
-        self._active: dict[_Conversation, threading.Thread] = {}
-        self._outgoing: set[_Conversation] = set()
+        self._active: dict[_MemoryConversation, threading.Thread] = {}
+        self._outgoing: set[_MemoryConversation] = set()
 
     def start(self, boot_id: str, serve: Serve) -> LaneAddress:
         self._address, self._serve = boot_id, serve
@@ -160,7 +160,7 @@ class MemoryLane:
         return True
 
     def open(self, address: LaneAddress) -> Wire:
-        conversation = _Conversation()
+        conversation = _MemoryConversation()
         with self._lock:
             self._outgoing.add(conversation)
         conversation.on_closed(lambda: self._forget(conversation))
@@ -171,7 +171,7 @@ class MemoryLane:
             peer.accept(conversation)
         return MemoryWire(conversation)
 
-    def accept(self, conversation: _Conversation) -> None:
+    def accept(self, conversation: _MemoryConversation) -> None:
         """Serve a conversation that another lane of the fabric has opened."""
         thread = threading.Thread(
             target=self._run, args=(conversation,), name="kv-memory", daemon=True
@@ -198,11 +198,11 @@ class MemoryLane:
         for thread in active.values():
             thread.join()
 
-    def _forget(self, conversation: _Conversation) -> None:
+    def _forget(self, conversation: _MemoryConversation) -> None:
         with self._lock:
             self._outgoing.discard(conversation)
 
-    def _run(self, conversation: _Conversation) -> None:
+    def _run(self, conversation: _MemoryConversation) -> None:
         try:
             serve = self._serve
             if serve is not None:

@@ -24,9 +24,9 @@ import torch
 from baton.protocol.errors import KVCorrupt, KVError, KVLost, KVRefused, KVTimeout
 from baton.protocol.handles import LaneAddress
 from baton.runtime.timing import Timing
-from kv_transfer.lanes.nixl_agent import BATCH, Agent, Pump, Read, Run, kind_of, load
+from kv_transfer.lanes.nixl_agent import BATCH, Agent, PageRun, Pump, Read, kind_of, load
 from kv_transfer.pool.memory_map import MemoryMap, Piece
-from kv_transfer.protocol.base import Incoming, Lane, Payload, Remote, Serve, Span, Target, Wire
+from kv_transfer.protocol.base import Incoming, KVSpan, Lane, Payload, Remote, Serve, Target, Wire
 from kv_transfer.protocol.frames import Buffer
 from kv_transfer.protocol.shares import heads_of, rows_bytes
 
@@ -54,7 +54,7 @@ class NixlPool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Peer:
+class _NixlPeer:
     agent: str
     base: int
     kind: str
@@ -73,7 +73,7 @@ class _Local:
     lock: threading.Lock = field(default_factory=threading.Lock)  # of scratch and peers
     peers: set[str] = field(default_factory=set[str])
 
-    def meet(self, peer: _Peer) -> None:
+    def meet(self, peer: _NixlPeer) -> None:
         """Raises KVCorrupt."""
         with self.lock:
             if peer.agent not in self.peers:
@@ -155,13 +155,13 @@ class NixlLane:
 class NixlWire:
     """base.DirectWire."""
 
-    def __init__(self, inner: Wire, local: _Local, find: Callable[[], _Peer]) -> None:
+    def __init__(self, inner: Wire, local: _Local, find: Callable[[], _NixlPeer]) -> None:
         """`find` says where the peer's pool is; raises KVCorrupt."""
         self._inner = inner
         self._local = local
         self._find = find
         self._cancelled = threading.Event()
-        self._peer: _Peer | None = None
+        self._peer: _NixlPeer | None = None
         self._reads: list[Read] = []
 
     def send(self, parcel: bytes) -> None:
@@ -179,7 +179,7 @@ class NixlWire:
         self._cancelled.set()
         self._inner.cancel()
 
-    def pull(self, span: Span, source: Remote, target: Target) -> None:
+    def pull(self, span: KVSpan, source: Remote, target: Target) -> None:
         peer = self._peer or self._meet(source, target)
         views = None
         if source.format.dtype == target.memory.format.dtype:
@@ -202,7 +202,7 @@ class NixlWire:
             raise
         self._reads.clear()
 
-    def _meet(self, source: Remote, target: Target) -> _Peer:
+    def _meet(self, source: Remote, target: Target) -> _NixlPeer:
         peer = self._find()
         if (
             not peer.map.fits(target.memory.layers, source.format.dtype)
@@ -226,7 +226,7 @@ class NixlWire:
         return places
 
     def _read(
-        self, peer: _Peer, places: Sequence[tuple[int, int]], pieces: Sequence[Piece], kind: str
+        self, peer: _NixlPeer, places: Sequence[tuple[int, int]], pieces: Sequence[Piece], kind: str
     ) -> None:
         runs = list(_matched(places, peer.base, pieces))
         for first in range(0, len(runs), BATCH):
@@ -235,7 +235,7 @@ class NixlWire:
             batch = runs[first : first + BATCH]
             self._reads.append(self._local.agent.read(peer.agent, batch, (kind, peer.kind)))
 
-    def _pull_packed(self, peer: _Peer, span: Span, source: Remote, target: Target) -> None:
+    def _pull_packed(self, peer: _NixlPeer, span: KVSpan, source: Remote, target: Target) -> None:
         local, dtype = self._local, source.format.dtype
         row_bytes = rows_bytes(target.memory.layers[span.layer], len(span.heads), dtype)
         step = SCRATCH_BYTES // row_bytes
@@ -258,7 +258,7 @@ class NixlWire:
             self._reads = [read for read in self._reads if not read.release()]
 
 
-def _pieces(peer: _Peer, span: Span, source: Remote, target: Target) -> list[Piece]:
+def _pieces(peer: _NixlPeer, span: KVSpan, source: Remote, target: Target) -> list[Piece]:
     spec = target.memory.layers[span.layer]
     held = heads_of(spec.kv_heads, source.format)
     heads = range(span.heads.start - held.start, span.heads.stop - held.start)
@@ -268,7 +268,7 @@ def _pieces(peer: _Peer, span: Span, source: Remote, target: Target) -> list[Pie
 
 def _matched(
     places: Sequence[tuple[int, int]], base: int, pieces: Sequence[Piece]
-) -> Iterator[Run]:
+) -> Iterator[PageRun]:
     """Both lists cut at the borders of either. Raises KVCorrupt if they differ in length."""
     waiting = (
         (base + piece.offset, piece.num_bytes)
@@ -286,11 +286,11 @@ def _matched(
                 if left == 0:
                     raise KVCorrupt("fewer bytes than announced")
             size = min(left, address + length - at)
-            yield Run(at, theirs, size)
+            yield PageRun(at, theirs, size)
             at, theirs, left = at + size, theirs + size, left - size
 
 
-def _peer_of(address: LaneAddress) -> _Peer:
+def _peer_of(address: LaneAddress) -> _NixlPeer:
     """Raises KVCorrupt for attributes that are none of ours."""
     attributes = dict(address.attributes)
     base, kind = attributes.get(BASE, ""), attributes.get(KIND, "")
@@ -301,4 +301,4 @@ def _peer_of(address: LaneAddress) -> _Peer:
     except binascii.Error as error:
         raise KVCorrupt(f"bad NIXL metadata: {error}") from error
     memory_map = MemoryMap.from_text(attributes.get(MAP, ""))
-    return _Peer(attributes.get(AGENT, ""), int(base), kind, memory_map, metadata)
+    return _NixlPeer(attributes.get(AGENT, ""), int(base), kind, memory_map, metadata)

@@ -32,7 +32,7 @@ BUSY: Final = "PROC"
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PageRun:
     """`num_bytes` at `remote` of the peer belong at `local` of ours: absolute addresses."""
 
     local: int
@@ -102,7 +102,7 @@ class Agent:
         except Exception as error:  # noqa: BLE001 - NIXL's own; unknown by now is what we want
             del error
 
-    def read(self, peer: str, runs: Sequence[Run], kinds: tuple[str, str]) -> Read:
+    def read(self, peer: str, runs: Sequence[PageRun], kinds: tuple[str, str]) -> Read:
         """Begin to read; `kinds`: of our memory and the peer's. Raises KVLost."""
         table = np.array([(run.local, run.remote, run.num_bytes) for run in runs], np.uint64)
         zeros = np.zeros(len(runs), np.uint64)

@@ -23,7 +23,7 @@ from baton.protocol.errors import KVCorrupt, KVError, KVLost, KVRefused
 from baton.protocol.handles import LaneAddress
 from kv_transfer.lanes.shm_arena import ArenaPlace, Attached, ShmArena
 from kv_transfer.pool.memory_map import MemoryMap, Piece
-from kv_transfer.protocol.base import Lane, Payload, Remote, Serve, Span, Target, Wire
+from kv_transfer.protocol.base import KVSpan, Lane, Payload, Remote, Serve, Target, Wire
 from kv_transfer.protocol.frames import Buffer
 from kv_transfer.protocol.shares import heads_of
 
@@ -38,7 +38,7 @@ MAX_PEERS: Final = 64  # whose attributes are kept parsed
 
 
 @dataclass(frozen=True, slots=True)
-class _Peer:
+class _ShmPeer:
     place: ArenaPlace
     map: MemoryMap
 
@@ -130,13 +130,13 @@ class ShmLoan:
 class ShmWire:
     """base.DirectWire. Frames are the inner wire's; the peer's file is mapped at the first pull."""
 
-    def __init__(self, inner: Wire, arena: ShmArena, find: Callable[[], _Peer]) -> None:
+    def __init__(self, inner: Wire, arena: ShmArena, find: Callable[[], _ShmPeer]) -> None:
         """`find` says where the peer's pool is; raises KVCorrupt."""
         self._inner = inner
         self._arena = arena
         self._find = find
         self._cancelled = threading.Event()
-        self._peer: _Peer | None = None
+        self._peer: _ShmPeer | None = None
         self._attached: Attached | None = None
         self._bytes: Bytes = np.empty(0, np.uint8)
         self._scratch: Bytes = np.empty(0, np.uint8)
@@ -158,7 +158,7 @@ class ShmWire:
         self._cancelled.set()
         self._inner.cancel()
 
-    def pull(self, span: Span, source: Remote, target: Target) -> None:
+    def pull(self, span: KVSpan, source: Remote, target: Target) -> None:
         peer = self._peer or self._attach(source, target)
         spec = target.memory.layers[span.layer]
         held = heads_of(spec.kv_heads, source.format)
@@ -178,7 +178,7 @@ class ShmWire:
     def settle(self) -> None:
         """Every pull has landed when it returned."""
 
-    def _attach(self, source: Remote, target: Target) -> _Peer:
+    def _attach(self, source: Remote, target: Target) -> _ShmPeer:
         peer = self._find()
         if (
             not peer.map.fits(target.memory.layers, source.format.dtype)
@@ -227,7 +227,7 @@ class ShmWire:
             raise KVLost("cancelled")
 
 
-def _peer_of(address: LaneAddress) -> _Peer:
+def _peer_of(address: LaneAddress) -> _ShmPeer:
     """Raises KVCorrupt for attributes that are none of ours."""
     attributes = dict(address.attributes)
     inode = attributes.get(INODE, "")
@@ -235,4 +235,4 @@ def _peer_of(address: LaneAddress) -> _Peer:
         raise KVCorrupt("an arena without an inode")
     memory_map = MemoryMap.from_text(attributes.get(MAP, ""))
     place = ArenaPlace(attributes.get(FILE, ""), int(inode), memory_map.num_bytes)
-    return _Peer(place, memory_map)
+    return _ShmPeer(place, memory_map)

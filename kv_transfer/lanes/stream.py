@@ -41,7 +41,7 @@ MAX_UNIX_PATH: Final = 100  # bytes; the kernel takes 107
 
 
 @dataclass(frozen=True, slots=True)
-class StreamOptions:
+class StreamLaneOptions:
     """Where a stream lane listens. `port` 0 takes a free one; `advertise_host` is the host that
     peers get. `unix_dir`: for Unix sockets; None = a private directory of this process. At least
     one of `tcp` and `unix`. `tls`: on TCP; both sides or neither."""
@@ -62,10 +62,10 @@ class StreamLane:
     name = "stream"
     direct = False
 
-    def __init__(self, timing: Timing, options: StreamOptions | None = None) -> None:
+    def __init__(self, timing: Timing, options: StreamLaneOptions | None = None) -> None:
         """Raises ConfigError for TLS files that cannot be used."""
         self._timing = timing
-        self._options = options or StreamOptions()
+        self._options = options or StreamLaneOptions()
         files = self._options.tls
         self._server_tls = files.server_context() if files else None
         self._client_tls = files.client_context() if files else None

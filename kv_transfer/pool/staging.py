@@ -95,7 +95,7 @@ class DeviceCopies(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Slot:
+class StagingSlot:
     """One buffer of the ring; belongs to whoever took it until its last view is gone."""
 
     index: int
@@ -108,16 +108,16 @@ class Ring:
 
     def __init__(self, copies: DeviceCopies, num_slots: int, slot_bytes: int) -> None:
         # SimpleQueue: its put() is safe inside a finalizer, whichever thread and lock that meets.
-        self._free: SimpleQueue[Slot] = SimpleQueue()
+        self._free: SimpleQueue[StagingSlot] = SimpleQueue()
         self.slot_bytes = slot_bytes
         for index in range(num_slots):
-            self._free.put(Slot(index, copies.host_buffer(slot_bytes)))
+            self._free.put(StagingSlot(index, copies.host_buffer(slot_bytes)))
 
     @property
     def num_free(self) -> int:
         return self._free.qsize()
 
-    def take(self, num_bytes: int, timeout_s: float) -> Slot:
+    def take(self, num_bytes: int, timeout_s: float) -> StagingSlot:
         """A slot for `num_bytes`, its last copy over. Waits for one to be given back.
 
         Raises KVTimeout without one for `timeout_s`, InternalError for more than a slot holds.
@@ -133,10 +133,10 @@ class Ring:
             slot.busy = None
         return slot
 
-    def give(self, slot: Slot) -> None:
+    def give(self, slot: StagingSlot) -> None:
         self._free.put(slot)
 
-    def lend(self, slot: Slot, num_bytes: int) -> memoryview:
+    def lend(self, slot: StagingSlot, num_bytes: int) -> memoryview:
         """A view of the slot's first bytes; the slot is free again when the last view is gone."""
         array = slot.host[:num_bytes].numpy()
         weakref.finalize(array, self._free.put, slot)
@@ -183,7 +183,7 @@ class Marks:
 
 
 @dataclass(slots=True)
-class _Conversation(threading.local):
+class _StagedConversation(threading.local):
     """What one thread has written since its last landed()."""
 
     after: Mark | None = None
@@ -240,7 +240,7 @@ class StagedMemory:
         self._timeout_s = timeout_s
         self.ring = Ring(copies, num_slots, slot_bytes)
         self._marks = Marks(len(pool.layers))
-        self._conversation = _Conversation()
+        self._conversation = _StagedConversation()
 
     # ---- what the pool says ----------------------------------------------------------------------
     @property

@@ -268,7 +268,7 @@ class ScatterWire(Wire, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class KVSpan:
     """Tokens [start, end) of `heads` of one layer; heads are the whole model's, contiguous."""
 
     layer: int
@@ -317,7 +317,7 @@ class Target:
 class DirectWire(Wire, Protocol):
     """A wire of a direct lane: frames say what may be read, `pull` reads it."""
 
-    def pull(self, span: Span, source: Remote, target: Target) -> None:
+    def pull(self, span: KVSpan, source: Remote, target: Target) -> None:
         """Copy `span` out of the exporter's memory; may still be under way when this returns.
         Raises KVLost, KVRefused (a pair this lane cannot serve)."""
         ...

@@ -22,7 +22,6 @@ from kv_transfer.protocol.messages import (
     MAC_BYTES,
     NONCE_BYTES,
     Ack,
-    BlockTables,
     Confirm,
     Data,
     End,
@@ -32,6 +31,7 @@ from kv_transfer.protocol.messages import (
     Hello,
     Message,
     Renew,
+    SharedBlockTables,
 )
 from protos import kv_pb2
 
@@ -62,7 +62,7 @@ def encode_body(message: Message) -> Buffer:
                 timeout_ms=message.timeout_ms,
                 adopt=message.adopt,
             ).SerializeToString(deterministic=True)
-        case BlockTables():
+        case SharedBlockTables():
             return kv_pb2.Blocks(
                 block_size=message.block_size,
                 tables=[kv_pb2.BlockTable(blocks=table) for table in message.tables],
@@ -190,10 +190,10 @@ def _decode_fetch(payload: bytes) -> Fetch:
     )
 
 
-def _decode_blocks(payload: bytes) -> BlockTables:
+def _decode_blocks(payload: bytes) -> SharedBlockTables:
     body = kv_pb2.Blocks.FromString(payload)
     _require(body.block_size > 0, "block size")
-    return BlockTables(body.block_size, tuple(tuple(table.blocks) for table in body.tables))
+    return SharedBlockTables(body.block_size, tuple(tuple(table.blocks) for table in body.tables))
 
 
 def _decode_end(payload: bytes) -> End:
@@ -248,7 +248,7 @@ _KINDS: Final[dict[type, Kind]] = {
     Ack: Kind.ACK,
     Renew: Kind.RENEW,
     Confirm: Kind.CONFIRM,
-    BlockTables: Kind.BLOCKS,
+    SharedBlockTables: Kind.BLOCKS,
 }
 _DECODERS: Final[dict[Kind, Callable[[bytes], Message]]] = {
     Kind.HELLO: _decode_hello,

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeAlias
 from baton.protocol.errors import KVCorrupt, KVError, KVLost, KVRefused, KVStale
 from baton.protocol.handles import KVHandle
 from baton.protocol.kv_spec import LayerSpec, PoolFormat
-from kv_transfer.protocol.base import Payload, Remote, Span
+from kv_transfer.protocol.base import KVSpan, Payload, Remote
 from kv_transfer.protocol.frames import Header
 from kv_transfer.protocol.identity import Identity, Side
 from kv_transfer.protocol.messages import (
@@ -23,7 +23,6 @@ from kv_transfer.protocol.messages import (
     INT8,
     RAW,
     Ack,
-    BlockTables,
     Confirm,
     Data,
     End,
@@ -31,6 +30,7 @@ from kv_transfer.protocol.messages import (
     Fetch,
     Hello,
     Renew,
+    SharedBlockTables,
 )
 from kv_transfer.protocol.session import event_type, illegal
 from kv_transfer.protocol.shares import first_sent, rows_bytes, share
@@ -66,7 +66,7 @@ class Intent(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedExport:
     """What the fetching side wants of which export, speaking for `epoch` of the request.
 
     FETCH: `hold` leaves the ACK out, `adopt` reads nothing: the pages are used where they lie.
@@ -115,7 +115,7 @@ class FetcherSession:
         identity: Identity,
         nonce: bytes,
         layers: Sequence[LayerSpec],
-        wanted: Wanted,
+        wanted: WantedExport,
         peer: Hello | None = None,
     ) -> None:
         self.state = FetcherState.NEW
@@ -206,7 +206,7 @@ class FetcherSession:
     # ---- what arrives --------------------------------------------------------------------------
     def on_blocks(self, event: Arrived) -> list[FetcherAction]:
         blocks = event.message
-        assert isinstance(blocks, BlockTables)
+        assert isinstance(blocks, SharedBlockTables)
         assert self.peer is not None
         self._check_header(event.header)
         if self._wanted.codec != DIRECT or self._remote is not None or self._num_frames:
@@ -216,7 +216,7 @@ class FetcherSession:
         self._remote = Remote(self.peer.format, blocks.tables)
         return []
 
-    def expect(self, header: Header, num_bytes: int) -> Span:
+    def expect(self, header: Header, num_bytes: int) -> KVSpan:
         """What a DATA frame of `num_bytes` of payload is about, its header not yet verified: so
         nothing changes here. Raises KVCorrupt if it cannot be the next one of its layer."""
         if self.state is not FetcherState.STREAMING:
@@ -241,9 +241,9 @@ class FetcherSession:
         row = 0 if direct else rows_bytes(self._layers[header.layer], len(heads), self._dtype)
         if num_bytes != (end - start) * row:
             raise KVCorrupt(f"DATA of {num_bytes} bytes for {end - start} tokens")
-        return Span(header.layer, start, end, heads)
+        return KVSpan(header.layer, start, end, heads)
 
-    def _accept(self, header: Header, num_bytes: int) -> Span:
+    def _accept(self, header: Header, num_bytes: int) -> KVSpan:
         span = self.expect(header, num_bytes)
         self._received[span.layer] = span.end
         self._num_frames += 1
@@ -331,7 +331,7 @@ _WAITING: Final = (_F.GREETING, _F.STREAMING, _F.CONFIRMING, _F.CHECKING, _F.REL
 FETCHER_TABLE: Final[dict[tuple[FetcherState, type], _Handler]] = {
     (_F.NEW, Start): FetcherSession.on_start,
     (_F.GREETING, Hello): FetcherSession.on_hello,
-    (_F.STREAMING, BlockTables): FetcherSession.on_blocks,
+    (_F.STREAMING, SharedBlockTables): FetcherSession.on_blocks,
     (_F.STREAMING, Data): FetcherSession.on_data,
     (_F.STREAMING, Landed): FetcherSession.on_landed,
     (_F.STREAMING, Confirm): FetcherSession.on_alive,

@@ -72,7 +72,7 @@ class Fetch:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockTables:
+class SharedBlockTables:
     """Codec `direct`, before any DATA: where the sequence lies, one table per layer group."""
 
     block_size: int
@@ -138,7 +138,9 @@ class Failure:
         return _ERRORS[self.code](self.message)
 
 
-Message: TypeAlias = Hello | Fetch | BlockTables | Data | End | Ack | Renew | Confirm | Failure
+Message: TypeAlias = (
+    Hello | Fetch | SharedBlockTables | Data | End | Ack | Renew | Confirm | Failure
+)
 
 
 def failure_of(error: KVError) -> Failure:

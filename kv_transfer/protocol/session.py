@@ -34,7 +34,7 @@ from typing import Any, Final, TypeAlias
 from baton.protocol.errors import IllegalTransition, KVCorrupt, KVError
 from baton.protocol.events import FirstToken
 from baton.protocol.kv_spec import LayerSpec
-from kv_transfer.protocol.base import Span
+from kv_transfer.protocol.base import KVSpan
 from kv_transfer.protocol.frames import Header, Kind
 from kv_transfer.protocol.identity import Identity, Side
 from kv_transfer.protocol.messages import (
@@ -42,7 +42,6 @@ from kv_transfer.protocol.messages import (
     INT8,
     RAW,
     Ack,
-    BlockTables,
     Confirm,
     End,
     Failure,
@@ -50,6 +49,7 @@ from kv_transfer.protocol.messages import (
     Fetch,
     Hello,
     Renew,
+    SharedBlockTables,
 )
 from kv_transfer.protocol.shares import fetching_ranks, first_sent, share, tokens_per_frame
 from kv_transfer.protocol.steps import (
@@ -87,7 +87,7 @@ def header_of(kind: Kind, export_seq: int, epoch: int) -> Header:
     return Header(kind, export_seq, epoch)
 
 
-def data_header(span: Span, export_seq: int, epoch: int) -> Header:
+def data_header(span: KVSpan, export_seq: int, epoch: int) -> Header:
     return Header(
         kind=Kind.DATA,
         export_seq=export_seq,
@@ -234,7 +234,7 @@ class ExporterSession:
         if 0 in self._frame_tokens:
             return self._fail(FailureCode.PROTOCOL, "one token of KV exceeds a frame")
         self.state = ExporterState.STREAMING
-        return [Send(BlockTables(own.block_size, event.tables))] if self._direct else []
+        return [Send(SharedBlockTables(own.block_size, event.tables))] if self._direct else []
 
     def on_progress(self, event: Progress) -> list[ExporterAction]:
         actions: list[ExporterAction] = []
@@ -242,7 +242,7 @@ class ExporterSession:
             while self._sent[layer] < upto:
                 start = self._sent[layer]
                 end = min(upto, start + self._frame_tokens[layer])
-                span = Span(layer, start, end, self._heads[layer])
+                span = KVSpan(layer, start, end, self._heads[layer])
                 actions.append(Announce(span) if self._direct else SendData(span, self._dtype))
                 self._sent[layer] = end
         self._num_frames += len(actions)

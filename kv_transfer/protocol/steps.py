@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from baton.protocol.events import FirstToken
-from kv_transfer.protocol.base import Payload, Remote, Span
+from kv_transfer.protocol.base import KVSpan, Payload, Remote
 from kv_transfer.protocol.frames import Header
 from kv_transfer.protocol.messages import Confirm, Failure, Fetch, Message, Renew
 
@@ -83,7 +83,7 @@ class Send:
 class SendData:
     """Read `span` from the export and send it as one DATA frame, its payload of `dtype`."""
 
-    span: Span
+    span: KVSpan
     dtype: str
 
 
@@ -91,7 +91,7 @@ class SendData:
 class Announce:
     """Verify the lease and send DATA without payload: `span` may be read by the fetcher itself."""
 
-    span: Span
+    span: KVSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class Release:
 class Write:
     """Write `payload` as tokens and heads of `span` into the destination blocks."""
 
-    span: Span
+    span: KVSpan
     payload: Payload
 
 
@@ -134,7 +134,7 @@ class Write:
 class Pull:
     """Read `span` out of the exporter's memory into the destination blocks."""
 
-    span: Span
+    span: KVSpan
     source: Remote
 
 

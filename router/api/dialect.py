@@ -1,8 +1,9 @@
 """What the dialects beside OpenAI's chats and completions share: /v1/responses and /v1/messages.
 
 A dialect says what it wants as a chat's body (`chat_body`), so that rendering, tools, guided
-decoding and sampling are one and the same everywhere, and answers with an `Answer`: events without
-I/O, each made of a delta. Streamed, they go out as they come; whole, the last state is the reply.
+decoding and sampling are one and the same everywhere, and answers with a `DialectAnswer`: events
+without I/O, each made of a delta. Streamed, they go out as they come; whole, the last state is the
+reply.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ SAME: Final = (
 _IN_FUNCTION: Final = re.compile(r"^(tools\[\d+\])\.function\.")
 
 
-class Answer(Protocol):
+class DialectAnswer(Protocol):
     """One completion's answer. `take` each delta in order: the one that ends it ends it.
 
     `last`: what is told then; all that must be done before that is done there, the rest is sans
@@ -92,7 +93,7 @@ class DialectCall:
     begins after the event of that `sequence_number`."""
 
     completion: Completion
-    answer: Answer
+    answer: DialectAnswer
     timeout_s: float
     after: int = -1
 
@@ -124,7 +125,7 @@ class EventFrames:
     """Frames of one answer (openai_replies.Frames). It opens with the first delta, not before:
     only then is it known how much of the prompt was cached."""
 
-    def __init__(self, answer: Answer, after: int) -> None:
+    def __init__(self, answer: DialectAnswer, after: int) -> None:
         self._answer = answer
         self._after = after
 

@@ -48,7 +48,7 @@ from router.api.responses.api import ResponsesApi
 from router.api.served import cards
 from router.api.sse import StreamReply
 from router.api.whole import WholeReply
-from router.prompts.reader import DEFAULT_MAX_TOKENS, Inputs, PromptReader, room_for_output
+from router.prompts.reader import DEFAULT_MAX_TOKENS, PromptReader, TextInputs, room_for_output
 from router.request.completion import Completion
 from router.request.request_ids import engine_id, note_body_id, reply_id
 from router.request.terms import Terms, terms_of
@@ -107,7 +107,7 @@ class HttpApi:
         guided = await self._prompts.checked(asked_of(body), terms.grant)
         special = body.add_special_tokens is not False
         length = length_of(body, model.max_model_len)
-        asked = Inputs(prompts_of(body), "prompt", length, terms.grant, special)
+        asked = TextInputs(prompts_of(body), "prompt", length, terms.grant, special)
         completions: list[Completion] = []
         read = zip(await self._prompts.read(asked), asked.items, asked.fields, strict=True)
         for index, (all_ids, prompt, field) in enumerate(read):
@@ -215,7 +215,7 @@ class HttpApi:
                 message = "chat_template is not supported with prompt: it renders messages"
                 raise UnsupportedFeature(message, field="chat_template")
             special = body.add_special_tokens is not False
-            asked = Inputs([body.prompt or ""], "prompt", length, terms.grant, special)
+            asked = TextInputs([body.prompt or ""], "prompt", length, terms.grant, special)
             [ids] = await self._prompts.read(asked)
         strings = await self._prompts.spell(ids, terms.grant) if body.return_token_strs else None
         end_preparing(request.scope, len(ids))

@@ -39,7 +39,7 @@ class MigrationStats:
 
 
 @dataclass(slots=True)
-class Move:
+class MigrationMove:
     """One request on its way from the node `source` (boot id)."""
 
     source: str

@@ -28,7 +28,7 @@ MARGIN: Final = 1.1  # local must be cheaper by so much: estimates are rough, se
 POOLED_AHEAD: Final = 256  # tokens of one forward of inputs that are pooled, about
 
 
-class Node(Protocol):
+class PlacedNode(Protocol):
     """What is asked of router.nodes.policy.NodeSnapshot."""
 
     @property
@@ -68,7 +68,7 @@ class Prompt:
     decode_cached: int = 0
 
 
-def placement_costs(prompt: Prompt, prefill: Node, decode: Node) -> Costs | None:
+def placement_costs(prompt: Prompt, prefill: PlacedNode, decode: PlacedNode) -> Costs | None:
     """None as long as the prefill node has measured nothing: then there is nothing to weigh."""
     prefill_rate = prefill.load.prefill_tokens_per_s
     if prefill_rate <= 0:
@@ -82,19 +82,19 @@ def placement_costs(prompt: Prompt, prefill: Node, decode: Node) -> Costs | None
     return Costs(remote_s, local_s)
 
 
-def queued_tokens(node: Node) -> int:
+def queued_tokens(node: PlacedNode) -> int:
     """Prompt tokens in front of a new one: what was reported plus what was sent since, and at least
     what this router knows to be uncomputed."""
     return max(node.load.waiting_tokens + node.unreported_tokens, node.assigned_tokens)
 
 
-def tokens_ahead(node: Node) -> int:
+def tokens_ahead(node: PlacedNode) -> int:
     """The same, and the forward of inputs that are pooled there: it stands between two steps, but
     takes no room in the queue."""
     return queued_tokens(node) + (POOLED_AHEAD if node.pooling else 0)
 
 
-def requests_on(node: Node) -> int:
+def requests_on(node: PlacedNode) -> int:
     """Requests that share `node`, or soon will."""
     load = node.load
     return max(load.running + load.waiting + load.swapped + load.fetching, node.assigned)

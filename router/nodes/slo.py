@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from router.nodes.placement import Node, queued_tokens
+from router.nodes.placement import PlacedNode, queued_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +22,13 @@ class Slo:
 ANY: Slo = Slo()
 
 
-def expected_ttft_s(node: Node, uncached: int) -> float | None:
+def expected_ttft_s(node: PlacedNode, uncached: int) -> float | None:
     """Until token 1 of a prompt with so many tokens to compute; None: not measured."""
     rate = node.load.prefill_tokens_per_s
     return (queued_tokens(node) + uncached) / rate if rate > 0 else None
 
 
-def expected_tpot_s(node: Node) -> float | None:
+def expected_tpot_s(node: PlacedNode) -> float | None:
     """Its steps as measured; None for an idle one: what they were then says nothing."""
     load = node.load
     return load.step_seconds if load.running and load.step_seconds > 0 else None

@@ -23,7 +23,7 @@ from baton.protocol.errors import (
     UnsupportedFeature,
 )
 from baton.protocol.sampling import GuidedDecoding
-from router.prompts.off_loop import Lane, OffLoop
+from router.prompts.off_loop import OffLoop, WorkLane
 from router.tenants.keys import EVERYBODY, Grant
 
 MAX_KNOWN: Final = 256
@@ -72,7 +72,7 @@ class GrammarChecker:
             return self._known[grammar]
         coming = self._coming.get(grammar)
         if coming is None:
-            work = self._off_loop.run(Lane.GRAMMAR, grant, TRIAL_S, lambda: self._try(grammar))
+            work = self._off_loop.run(WorkLane.GRAMMAR, grant, TRIAL_S, lambda: self._try(grammar))
             coming = self._coming[grammar] = asyncio.ensure_future(work)
             coming.add_done_callback(lambda done: self._settle(grammar, done))
         return await asyncio.shield(coming)  # others may wait for the same one

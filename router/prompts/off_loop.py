@@ -32,7 +32,7 @@ CHARS_PER_S: Final = 2_000_000  # of tokenizing, about; what it took is settled 
 NICENESS: Final = 10
 
 
-class Lane(enum.Enum):
+class WorkLane(enum.Enum):
     """`value`: name of its threads; `places`: how many work at once."""
 
     SHORT = ("short", 2)
@@ -49,19 +49,19 @@ class OffLoop:
     """Owns its threads: `close` ends them, twice is safe."""
 
     def __init__(self, clock: Clock | None = None) -> None:
-        threads = sum(lane.places for lane in Lane)
+        threads = sum(lane.places for lane in WorkLane)
         self._threads = ThreadPoolExecutor(
             threads, thread_name_prefix="off-loop", initializer=_give_way
         )
         clock = clock or SystemClock()
-        self._turns = {lane: Turns(lane.places, clock) for lane in Lane}
+        self._turns = {lane: Turns(lane.places, clock) for lane in WorkLane}
 
     async def text(self, grant: Grant, num_chars: int, work: Callable[[], T]) -> T:
         """Work on so many characters. Raises what it raises; Overloaded."""
-        lane = Lane.SHORT if num_chars <= SHORT_CHARS else Lane.LONG
+        lane = WorkLane.SHORT if num_chars <= SHORT_CHARS else WorkLane.LONG
         return await self.run(lane, grant, num_chars / CHARS_PER_S, work)
 
-    async def run(self, lane: Lane, grant: Grant, cost_s: float, work: Callable[[], T]) -> T:
+    async def run(self, lane: WorkLane, grant: Grant, cost_s: float, work: Callable[[], T]) -> T:
         """The same in a lane. Whoever is cancelled meanwhile leaves the work to end by itself; its
         place is free when it has."""
 

@@ -21,7 +21,7 @@ from baton.text.reranking import rerank_prompts
 from baton.text.template_limits import OverBudget
 from baton.text.tokenizer import Tokenizer
 from router.prompts.grammar_checks import Constraint, GrammarChecker
-from router.prompts.off_loop import Lane, OffLoop
+from router.prompts.off_loop import OffLoop, WorkLane
 from router.tenants.keys import EVERYBODY, Grant
 
 T = TypeVar("T")
@@ -57,7 +57,7 @@ class Length:
 
 
 @dataclass(frozen=True, slots=True)
-class Inputs:
+class TextInputs:
     """What a request's `field` holds: texts, and lists of ids, which stay as they are."""
 
     items: Sequence[str | tuple[int, ...]]
@@ -75,7 +75,7 @@ class Inputs:
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class ChatToRender:
     """A chat to be rendered and read. `salt`: of whoever may share what was encoded before."""
 
     chat: Chat
@@ -110,7 +110,7 @@ class PromptReader:
         self._checker = GrammarChecker(self._off_loop)
         self._at_once = template is not None and template.harmless
 
-    async def read(self, asked: Inputs) -> list[tuple[int, ...]]:
+    async def read(self, asked: TextInputs) -> list[tuple[int, ...]]:
         """Ids of each input. Raises InvalidRequest (its field) where there are none, or are sure
         to be too many."""
         items = [
@@ -135,7 +135,7 @@ class PromptReader:
                 raise InvalidRequest(f"{field} has no tokens", field=field)
         return found
 
-    async def chat(self, asked: Conversation) -> ChatPrompt:
+    async def chat(self, asked: ChatToRender) -> ChatPrompt:
         """Render a conversation. Templates write BOS themselves: callers add none."""
         text = self._rendered_at_once(asked.chat) if asked.template is None else None
         short = text is not None and len(text) <= MAX_CHARS_AT_ONCE
@@ -155,7 +155,7 @@ class PromptReader:
             raise InvalidRequest("the messages render to nothing", field="messages")
         return prompt
 
-    async def _rendered_by(self, source: str, asked: Conversation) -> str:
+    async def _rendered_by(self, source: str, asked: ChatToRender) -> str:
         """By a client's template. Raises InvalidRequest, UnsupportedFeature."""
         field = "chat_template"
         if not self._trusts_clients:
@@ -166,7 +166,7 @@ class PromptReader:
             raise InvalidRequest(message, field=field)
         tokens = self._tokenizer.special_tokens
         return await self._off_loop.run(
-            Lane.TEMPLATE, asked.grant, RENDER_S,
+            WorkLane.TEMPLATE, asked.grant, RENDER_S,
             lambda: self._renderer.render_by(source, tokens, asked.chat),
         )  # fmt: skip
 
@@ -182,7 +182,7 @@ class PromptReader:
             self._at_once = False
             return None
 
-    async def _rendered(self, asked: Conversation) -> str:
+    async def _rendered(self, asked: ChatToRender) -> str:
         template, chat = self._template, asked.chat
         if template is None:
             raise InvalidRequest("this model has no chat template", field="messages")
@@ -194,11 +194,11 @@ class PromptReader:
 
         text = None
         if template.harmless and _is_within(OWN_CHAT, chat):
-            text = await self._off_loop.run(Lane.SHORT, asked.grant, RENDER_S, render)
+            text = await self._off_loop.run(WorkLane.SHORT, asked.grant, RENDER_S, render)
         if text is not None:
             return text
         return await self._off_loop.run(
-            Lane.TEMPLATE, asked.grant, RENDER_S, lambda: self._renderer.render(template, chat)
+            WorkLane.TEMPLATE, asked.grant, RENDER_S, lambda: self._renderer.render(template, chat)
         )
 
     async def rerank(

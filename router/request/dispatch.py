@@ -45,7 +45,7 @@ from baton.runtime.failpoints import FAILPOINTS
 from baton.runtime.log import request_context
 from router.nodes.attachments import NodeEvent, SessionLost
 from router.nodes.deaths import Deaths
-from router.nodes.migration import Candidate, Move, Outcome
+from router.nodes.migration import Candidate, MigrationMove, Outcome
 from router.nodes.policy import NodeSnapshot, Route
 from router.request.attempt import Attempt, HopFailed, NodeAttempts
 from router.request.choice import NodeChoice
@@ -76,7 +76,7 @@ class Journey:
         self._deaths = Deaths(parts.registry)
         self._num_tries = 0
         self._planned: NodeSnapshot | None = None  # the decode node that the route named
-        self._move: Move | None = None  # under way to another decode node
+        self._move: MigrationMove | None = None  # under way to another decode node
         self._moved_at: float | None = None
         self._task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -137,7 +137,7 @@ class Journey:
         decoding = self._ended_on_decode and self._output.num_tokens > 0
         return Candidate(self._request.id, attempt.node.boot_id, tokens, decoding, self._moved_at)
 
-    def begin_move(self) -> Move | None:
+    def begin_move(self) -> MigrationMove | None:
         """Ask its decode node to let go; None with nobody to ask, or nobody else to go to."""
         attempt = self._attempts.decode
         if attempt is None or self.candidate is None:
@@ -146,7 +146,7 @@ class Journey:
             self._nodes.check_decode(self._request, attempt.node.fingerprint, attempt.node.boot_id)
         except BatonError:
             return None
-        move = self._move = Move(attempt.node.boot_id, self._clock.monotonic())
+        move = self._move = MigrationMove(attempt.node.boot_id, self._clock.monotonic())
         attempt.session.send(Migrate(self._request.id, attempt.epoch))
         return move
 
@@ -340,7 +340,7 @@ class Journey:
         assert self._attempts.decode is not None, "it was the decode node that said so"
         source = self._attempts.decode.node
         if self._move is None:  # asked so long ago that it was given up
-            self._move = Move(source.boot_id, self._clock.monotonic())
+            self._move = MigrationMove(source.boot_id, self._clock.monotonic())
         self._move.tokens = handle.num_tokens
         self._attempts.take_over(handle)
         self._nodes.avoid(source.boot_id)

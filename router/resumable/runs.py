@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 AWAY: Final = "the store is away: resumable requests must wait for it"
 
 
-class Dispatch(Protocol):
+class RunDispatch(Protocol):
     """What a run needs of router/request/dispatcher.py."""
 
     def run(
@@ -62,7 +62,7 @@ class Dispatch(Protocol):
 class RunParts:
     """Parts of RouterServices."""
 
-    dispatcher: Dispatch
+    dispatcher: RunDispatch
     store: StoreGuard
     metrics: RouterMetrics
     clock: Clock
@@ -71,12 +71,12 @@ class RunParts:
 
 
 class Source:
-    """A completion's Dispatch: what an adopted request's log has, then what nodes compute.
+    """A completion's RunDispatch: what an adopted request's log has, then what nodes compute.
 
     `dispatched`: the dispatcher has the request, so it also records its end.
     """
 
-    def __init__(self, dispatcher: Dispatch, told: Told, epoch: int | None) -> None:
+    def __init__(self, dispatcher: RunDispatch, told: Told, epoch: int | None) -> None:
         self._dispatcher = dispatcher
         self._known = list(told.tokens)
         self._ended = set(told.ended)

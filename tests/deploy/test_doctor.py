@@ -18,7 +18,7 @@ from baton.engine.config import EngineConfig
 from baton.engine.core.assembly import build_engine
 from baton.node.config import NodeConfig
 from baton.node.lanes import AUTO, LaneSettings, PoolPlace, make_lanes, parse_lanes
-from baton.node.main import Node, NodeProgram, Surroundings
+from baton.node.main import NodeProcess, NodeProgram, Surroundings
 from baton.protocol.clock import SystemClock
 from baton.protocol.errors import ConfigError, NodeLost
 from baton.runtime.config import load
@@ -50,7 +50,9 @@ LANES = (
 )
 
 
-async def started(stack: AsyncExitStack, program: NodeProgram, model: Path, shared: Path) -> Node:
+async def started(
+    stack: AsyncExitStack, program: NodeProgram, model: Path, shared: Path
+) -> NodeProcess:
     """A whole node in this process, with every lane of --kv-lanes auto."""
     config = EngineConfig(
         model=str(model), dtype="float32", block_size=16, num_kv_blocks=128, threads=1,
@@ -62,7 +64,7 @@ async def started(stack: AsyncExitStack, program: NodeProgram, model: Path, shar
     engine = await asyncio.to_thread(build_engine, config, place.memory)
     settings = LaneSettings(TIMING, unix_dir=shared, pool=engine.arena, shared=place.shared)
     lanes = make_lanes(names, settings)
-    node = Node(program, NodeConfig(), engine, Surroundings(TIMING, SystemClock(), lanes))
+    node = NodeProcess(program, NodeConfig(), engine, Surroundings(TIMING, SystemClock(), lanes))
     await node.start()
     stack.push_async_callback(node.stop)
     return node

@@ -17,8 +17,8 @@ from baton.engine.core.assembly import assemble
 from baton.engine.core.engine import Engine
 from baton.engine.core.pooling import Pooler
 from baton.engine.loading.leader import load_leader
-from baton.engine.parallel.messages import Gone, Kind, Link
-from baton.engine.parallel.ranks import RankProcess, Start
+from baton.engine.parallel.messages import Gone, Link, MessageKind
+from baton.engine.parallel.ranks import RankProcess, RankStart
 from baton.engine.running.runner import ModelRunner
 from baton.engine.running.worker import join
 
@@ -26,7 +26,7 @@ from baton.engine.running.worker import join
 class RankThread:
     """Implements ranks.Process."""
 
-    def __init__(self, link: Link, start: Start) -> None:
+    def __init__(self, link: Link, start: RankStart) -> None:
         self._link = link
         self._memory = os.dup(start.memory)
         self._status: int | None = None
@@ -36,7 +36,7 @@ class RankThread:
     def _run(self) -> None:
         with torch.inference_mode():
             try:
-                _, setup = self._link.expect(Kind.SETUP)
+                _, setup = self._link.expect(MessageKind.SETUP)
                 join(self._link, self._memory, setup).follow()
             except Gone:
                 self._status = 0
@@ -55,11 +55,11 @@ class RankThread:
         self._link.close()
 
 
-def start_thread(start: Start) -> RankProcess:
+def start_thread(start: RankStart) -> RankProcess:
     ours, theirs = socket.socketpair()
     link = Link(ours)
     thread = RankThread(Link(theirs), start)
-    link.tell(Kind.SETUP, start.setup())
+    link.tell(MessageKind.SETUP, start.setup())
     return RankProcess(start.place.rank, thread, link)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from baton.engine.config import PreemptionMode
-from baton.engine.core.scheduler import MAX_OVERTAKES, Limits, Scheduler, StepPlan
+from baton.engine.core.scheduler import MAX_OVERTAKES, Scheduler, StepLimits, StepPlan
 from baton.engine.memory.block_pool import BlockPool
 from baton.engine.memory.block_tables import BlockTables
 from baton.engine.memory.swap import Swapper
@@ -58,7 +58,7 @@ class Bench:
         self.memory = NoMemory()
         self.tables = BlockTables(self.pool, self.memory, self.stats)
         self.swapper = Swapper(self.tables, self.stats, FakeClock(), mode, block_bytes=64)
-        limits = Limits(max_num_seqs, budget)
+        limits = StepLimits(max_num_seqs, budget)
         self.scheduler = Scheduler(self.tables, self.swapper, limits, self.stats)
         self._order = itertools.count()
 

@@ -22,7 +22,7 @@ from baton.engine.loading.loading import LoadedModel, load_model
 from baton.engine.memory.kv_cache import KVArena
 from baton.engine.memory.layer_groups import one_group
 from baton.engine.parallel.group import RankGroup
-from baton.engine.parallel.messages import Gone, Kind, Link, decode_step, encode_step
+from baton.engine.parallel.messages import Gone, Link, MessageKind, decode_step, encode_step
 from baton.engine.parallel.pool import GroupArena, SharedMemory, make_memory
 from baton.engine.parallel.rank import refuse
 from baton.engine.running.attention_choice import choose_attention
@@ -176,17 +176,17 @@ def test_a_step_arrives_as_it_was_told() -> None:
 
 def test_links_tell_of_the_other_end() -> None:
     ours, theirs = (Link(end) for end in socket.socketpair())
-    ours.tell(Kind.SETUP, {"rank": 1})
-    assert theirs.expect(Kind.SETUP) == (Kind.SETUP, {"rank": 1})
-    ours.send(Kind.LOADED)
+    ours.tell(MessageKind.SETUP, {"rank": 1})
+    assert theirs.expect(MessageKind.SETUP) == (MessageKind.SETUP, {"rank": 1})
+    ours.send(MessageKind.LOADED)
     with pytest.raises(InternalError, match="LOADED between ranks, not POOL"):
-        theirs.expect(Kind.POOL)
+        theirs.expect(MessageKind.POOL)
     ours.close()
     ours.close()
     with pytest.raises(Gone):
         theirs.receive()
     with pytest.raises(Gone):
-        ours.send(Kind.POOL)
+        ours.send(MessageKind.POOL)
     theirs.close()
 
 

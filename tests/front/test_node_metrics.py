@@ -8,8 +8,8 @@ from baton.protocol.handles import NodeLoad
 from baton.runtime.metrics import (
     EngineTotals,
     LaneTotals,
+    NodeFigures,
     NodeMetrics,
-    NodeSnapshot,
     TransferTotals,
     cache_usage,
 )
@@ -18,8 +18,8 @@ from baton.runtime.metrics import (
 def test_a_scrape_shows_the_snapshot_of_that_moment() -> None:
     totals = {"steps": 1}
 
-    def snapshot() -> NodeSnapshot:
-        return NodeSnapshot(
+    def snapshot() -> NodeFigures:
+        return NodeFigures(
             NodeLoad(
                 running=3, waiting=2, fetching=5, free_blocks=1, total_blocks=4, draining=True
             ),
@@ -77,7 +77,7 @@ def test_a_scrape_shows_the_snapshot_of_that_moment() -> None:
 
 
 def test_a_scrape_shows_the_share_of_the_machine_s_limits() -> None:
-    now = NodeSnapshot(
+    now = NodeFigures(
         NodeLoad(mbu=0.5, mfu=0.125),
         EngineTotals(busy_seconds=1.5, read_bytes=4000.0, flops=6000.0),
         TransferTotals(),
@@ -106,7 +106,7 @@ def test_every_counter_of_a_lane_has_a_series() -> None:
         for lane, first in (("stream", 100), ("grpc", 200))
     }
     transfer = TransferTotals(expired_leases=7, held_back=8, window_bytes=9, lanes=lanes)
-    now = NodeSnapshot(NodeLoad(), EngineTotals(), transfer)
+    now = NodeFigures(NodeLoad(), EngineTotals(), transfer)
     text = NodeMetrics("tiny", "p", "prefill", lambda: now).render().decode()
     series = [line for line in text.splitlines() if line.startswith("baton_kv_lane_")]
     for lane, first in (("stream", 100), ("grpc", 200)):

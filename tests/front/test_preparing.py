@@ -17,7 +17,7 @@ from baton.protocol.clock import SystemClock
 from baton.protocol.errors import Overloaded
 from router.api.http.preparing import counted
 from router.config import RouterConfig
-from router.prompts.reader import CUT_TOKENS, Inputs, Length, PromptReader
+from router.prompts.reader import CUT_TOKENS, Length, PromptReader, TextInputs
 from router.request.gate.admission import Bounds
 from router.request.gate.gate import Gate, GateSettings
 from router.tenants.keys import Grant
@@ -177,7 +177,9 @@ async def test_what_is_cut_is_cut_first(side: Any, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(TOKENIZER, "encode", measured)
     reader = PromptReader(TOKENIZER, CHAT_TEMPLATE)
-    [ids] = await reader.read(Inputs([text], "prompt", Length(50, side), add_special_tokens=False))
+    [ids] = await reader.read(
+        TextInputs([text], "prompt", Length(50, side), add_special_tokens=False)
+    )
     reader.close()
     most = TOKENIZER.most_chars(50 + CUT_TOKENS)
     assert most is not None
@@ -197,7 +199,7 @@ async def test_many_small_inputs_are_one_piece_of_work(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(TOKENIZER, "encode", noted)
     reader = PromptReader(TOKENIZER, CHAT_TEMPLATE)
-    found = await reader.read(Inputs(["some words"] * 2048, "input", Length(2000)))
+    found = await reader.read(TextInputs(["some words"] * 2048, "input", Length(2000)))
     assert len(found) == 2048
     assert len(threads) == 1
     assert threading.get_ident() not in threads

@@ -18,7 +18,7 @@ from baton.runtime.children import ChildBudget
 from baton.text.chat_template import Chat, ChatTemplate
 from baton.text.rendering import TemplateRenderer
 from baton.text.template_limits import MAX_WRITTEN, OverBudget
-from router.prompts.reader import AT_ONCE_S, Conversation, Length, PromptReader
+from router.prompts.reader import AT_ONCE_S, ChatToRender, Length, PromptReader
 from tests.front.fakes import TOKENIZER, Front
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -343,7 +343,7 @@ async def test_a_bomb_does_not_stop_the_router(monkeypatch: pytest.MonkeyPatch) 
     template = ChatTemplate(LOOPS, {})
     assert template.harmless
     reader = PromptReader(TOKENIZER, template)
-    asked = Conversation(Chat(MESSAGES), Length(1000))
+    asked = ChatToRender(Chat(MESSAGES), Length(1000))
     longest = 0.0
     done = asyncio.Event()
 

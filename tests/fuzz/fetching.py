@@ -14,9 +14,9 @@ from kv_transfer.fetcher import Conversation, Fetched, Fetcher
 from kv_transfer.lanes.shm import MAP, ShmLane
 from kv_transfer.lanes.wires import WirePool
 from kv_transfer.pool.layout import ArenaMemory
-from kv_transfer.protocol.base import Blocks, Lane, Payload, Serve, Span, Wire
+from kv_transfer.protocol.base import Blocks, KVSpan, Lane, Payload, Serve, Wire
 from kv_transfer.protocol.bodies import decode_body
-from kv_transfer.protocol.fetch_session import Intent, Wanted
+from kv_transfer.protocol.fetch_session import Intent, WantedExport
 from kv_transfer.protocol.frames import HEADER_BYTES, Buffer, decode, split
 from kv_transfer.protocol.identity import Side
 from kv_transfer.protocol.messages import Hello
@@ -108,19 +108,19 @@ class Watched:
         self.layers, self.format, self.windowed = memory.layers, memory.format, memory.windowed
         self.heads, self.read, self.group = memory.heads, memory.read, memory.group
         self.tables, self.written, self.landed = memory.tables, memory.written, memory.landed
-        self.spans: list[Span] = []
+        self.spans: list[KVSpan] = []
 
     def views(
         self, layer: int, blocks: Blocks, start: int, end: int, heads: range
     ) -> Sequence[memoryview] | None:
         views = self._memory.views(layer, blocks, start, end, heads)
         if views is not None:
-            self.spans.append(Span(layer, start, end, heads))
+            self.spans.append(KVSpan(layer, start, end, heads))
         return views
 
     def write(self, layer: int, blocks: Blocks, start: int, end: int, payload: Payload) -> None:
         heads = self.heads(layer) if payload.heads is None else payload.heads
-        span = Span(layer, start, end, heads)
+        span = KVSpan(layer, start, end, heads)
         if self.spans[-1:] != [span]:  # else its views were asked for, and did not suit
             self.spans.append(span)
         self._memory.write(layer, blocks, start, end, payload)
@@ -207,7 +207,7 @@ def _borrow(
 
 
 def _check_written(
-    site: Site, wanted: Wanted, spans: Sequence[Span], fetched: Fetched | None
+    site: Site, wanted: WantedExport, spans: Sequence[KVSpan], fetched: Fetched | None
 ) -> None:
     upto = [site.first(layer, wanted) for layer in range(len(site.layers))]
     for span in spans:

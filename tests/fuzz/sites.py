@@ -22,21 +22,21 @@ from kv_transfer.lanes.shm_arena import ShmArena
 from kv_transfer.pool.codec import converted
 from kv_transfer.pool.layout import ArenaMemory
 from kv_transfer.pool.memory_map import MemoryMap, map_of
-from kv_transfer.protocol.base import Payload, Span
+from kv_transfer.protocol.base import KVSpan, Payload
 from kv_transfer.protocol.bodies import encode_body, kind_of
-from kv_transfer.protocol.fetch_session import Intent, Wanted
+from kv_transfer.protocol.fetch_session import Intent, WantedExport
 from kv_transfer.protocol.frames import encode, seed_of
 from kv_transfer.protocol.identity import Identity, Side
 from kv_transfer.protocol.messages import (
     DIRECT,
     INT8,
     Ack,
-    BlockTables,
     Confirm,
     End,
     Fetch,
     Message,
     Renew,
+    SharedBlockTables,
 )
 from kv_transfer.protocol.session import data_header, header_of
 from kv_transfer.protocol.shares import first_sent
@@ -106,11 +106,11 @@ class Site:
         ours = {block for held in self.d.blocks for block in held.ids}
         return [block for block in range(NUM_BLOCKS) if block not in ours]
 
-    def first(self, layer: int, wanted: Wanted) -> int:
+    def first(self, layer: int, wanted: WantedExport) -> int:
         """The first token of `layer` that travels."""
         return first_sent(self.layers[layer], wanted.start_token, TOKENS, wanted.windowed)
 
-    def rows(self, span: Span, codec: str) -> bytes:
+    def rows(self, span: KVSpan, codec: str) -> bytes:
         """What P says of `span`."""
         read = self.p.memory.read(span.layer, self.p.blocks, span.start, span.end, span.heads)
         whole = Payload(memoryview(b"".join(read)), BF16.dtype, span.heads)
@@ -123,7 +123,7 @@ class Talk:
     """A conversation: what is asked, and what P says after its HELLO."""
 
     site: Site
-    wanted: Wanted
+    wanted: WantedExport
     frames: tuple[bytes, ...]
 
 
@@ -141,12 +141,12 @@ class Sites:
 
 
 WANTED = (
-    Wanted(HANDLE, EPOCH, start_token=START),
-    Wanted(HANDLE, EPOCH, codec=INT8),
-    Wanted(HANDLE, EPOCH, codec=DIRECT, start_token=START),
-    Wanted(HANDLE, EPOCH, codec=DIRECT, start_token=TOKENS, hold=True, adopt=True),
-    Wanted(HANDLE, EPOCH, Intent.RENEW),
-    Wanted(HANDLE, EPOCH, Intent.RELEASE),
+    WantedExport(HANDLE, EPOCH, start_token=START),
+    WantedExport(HANDLE, EPOCH, codec=INT8),
+    WantedExport(HANDLE, EPOCH, codec=DIRECT, start_token=START),
+    WantedExport(HANDLE, EPOCH, codec=DIRECT, start_token=TOKENS, hold=True, adopt=True),
+    WantedExport(HANDLE, EPOCH, Intent.RENEW),
+    WantedExport(HANDLE, EPOCH, Intent.RELEASE),
 )
 _FETCH = Fetch(SEQ, HANDLE.secret, "r", EPOCH, timeout_ms=5000)
 _RENEW, _ASK = Renew(SEQ, HANDLE.secret, EPOCH), Confirm(SEQ, HANDLE.secret, EPOCH)
@@ -185,7 +185,7 @@ def open_sites() -> Iterator[Sites]:
                     pool.shared.close()
 
 
-def _said(site: Site, wanted: Wanted) -> Iterator[bytes]:
+def _said(site: Site, wanted: WantedExport) -> Iterator[bytes]:
     held = control(Confirm(SEQ, b"", EPOCH, held=True))
     if wanted.intent is not Intent.FETCH:
         yield held
@@ -194,14 +194,14 @@ def _said(site: Site, wanted: Wanted) -> Iterator[bytes]:
         return
     direct = wanted.codec == DIRECT
     if direct:
-        yield control(BlockTables(8, site.p.memory.tables(site.p.blocks)))
+        yield control(SharedBlockTables(8, site.p.memory.tables(site.p.blocks)))
     count = 0
     for upto in (15, TOKENS):
         for layer, spec in enumerate(site.layers):
             start = site.first(layer, wanted)
             start = max(start, 15) if upto == TOKENS else start
             if start < upto:
-                span = Span(layer, start, upto, range(spec.kv_heads))
+                span = KVSpan(layer, start, upto, range(spec.kv_heads))
                 header = data_header(span, SEQ, EPOCH)
                 yield encode(header, [site.rows(span, wanted.codec)], SEED)
                 count += 1

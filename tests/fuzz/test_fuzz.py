@@ -24,7 +24,6 @@ from kv_transfer.protocol.fetch_session import FetcherSession
 from kv_transfer.protocol.frames import Header
 from kv_transfer.protocol.messages import (
     Ack,
-    BlockTables,
     Confirm,
     End,
     Failure,
@@ -32,6 +31,7 @@ from kv_transfer.protocol.messages import (
     Fetch,
     Message,
     Renew,
+    SharedBlockTables,
 )
 from tests.fuzz import exporting, fetching, reading
 from tests.fuzz.frames import main, run
@@ -138,7 +138,7 @@ MESSAGES: st.SearchStrategy[Message] = st.one_of(
         timeout_ms=NUMBERS,
         adopt=st.booleans(),
     ),
-    st.builds(BlockTables, st.just(8) | NUMBERS.filter(bool), TABLES),
+    st.builds(SharedBlockTables, st.just(8) | NUMBERS.filter(bool), TABLES),
     st.builds(End, NUMBERS, st.booleans(), st.just(()), NUMBERS, NUMBERS, NUMBERS),
     st.builds(Ack, NUMBERS, st.booleans(), st.booleans()),
     st.builds(Renew, NUMBERS, SECRETS, NUMBERS),

@@ -22,7 +22,7 @@ from baton.engine.core.engine import Engine
 from baton.engine.memory.kv_cache import KVArena
 from baton.engine.state.interface import ChunkResult, Sampled, SequenceChunk
 from baton.node.config import NodeConfig
-from baton.node.main import Node, NodeProgram, Surroundings
+from baton.node.main import NodeProcess, NodeProgram, Surroundings
 from baton.protocol import wire
 from baton.protocol.clock import SystemClock
 from baton.protocol.events import NodeStep, RequestFailed, TokenEvent
@@ -162,7 +162,7 @@ class TestNode:
     """One node under test."""
 
     __test__ = False
-    node: Node
+    node: NodeProcess
     engine: Engine
     runner: ArenaRunner
 
@@ -209,7 +209,7 @@ async def running_node(
     engine = assemble(config, ActiveModel(runner), arena, info)
     lane = setup.lane or MemoryLane(fabric)
     around = Surroundings(setup.timing, SystemClock(), (lane,))
-    node = Node(program, NodeConfig(**setup.options), engine, around)
+    node = NodeProcess(program, NodeConfig(**setup.options), engine, around)
     await node.start()
     try:
         yield TestNode(node, engine, runner)
@@ -339,10 +339,10 @@ async def open_call(
 
 @asynccontextmanager
 async def connected(
-    node: TestNode | Node, router_id: str = "router-1", secret: str = ""
+    node: TestNode | NodeProcess, router_id: str = "router-1", secret: str = ""
 ) -> AsyncIterator[RawRouter]:
     metadata = session_metadata(secret, router_id) if secret else ()
-    address = node.address if isinstance(node, Node) else node.node.address
+    address = node.address if isinstance(node, NodeProcess) else node.node.address
     channel, call = await open_call(address, metadata)
     try:
         await call.write(wire.router_message_to_wire(SessionHello(router_id), SystemClock()))

@@ -19,7 +19,7 @@ from baton.protocol.kv_spec import LayerSpec
 from baton.runtime.timing import Timing
 from kv_transfer.lanes.dist import DistSettings
 from kv_transfer.lanes.grpc_stream import GrpcLane
-from kv_transfer.lanes.stream import StreamLane, StreamOptions
+from kv_transfer.lanes.stream import StreamLane, StreamLaneOptions
 from kv_transfer.protocol.base import Lane
 from tests.transfer.certificates import make_files
 
@@ -162,7 +162,7 @@ def test_every_lane_has_a_port_of_its_own(
     """A firewall opens these: none is drawn at the start."""
     ports: list[int] = []
 
-    def listens(_: Timing, options: StreamOptions | DistSettings) -> Lane:
+    def listens(_: Timing, options: StreamLaneOptions | DistSettings) -> Lane:
         ports.append(options.port)
         return GrpcLane(TIMING)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from grpc_health.v1 import health_pb2
 
-from baton.node.progress import Answer, Progress
+from baton.node.progress import EngineProgress, ProgressAnswer
 from baton.protocol.errors import KVError, error_from_code
 from baton.runtime.timing import Timing
 from kv_transfer.lanes.memory import MemoryFabric
@@ -29,9 +29,9 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 # Far above what a busy machine does to a step of a fake model.
 SETUP = Setup(options={"stall_s": 1.0})
-IDLE = Answer(steps=5, has_work=False, held_up=False)
-BUSY = Answer(steps=5, has_work=True, held_up=False)
-WAITS = Answer(steps=5, has_work=True, held_up=True)
+IDLE = ProgressAnswer(steps=5, has_work=False, held_up=False)
+BUSY = ProgressAnswer(steps=5, has_work=True, held_up=False)
+WAITS = ProgressAnswer(steps=5, has_work=True, held_up=True)
 
 
 @pytest.fixture
@@ -39,7 +39,9 @@ def clock() -> FakeClock:
     return FakeClock()
 
 
-def beats(progress: Progress, clock: FakeClock, answer: Answer | None, waits: bool = False) -> bool:
+def beats(
+    progress: EngineProgress, clock: FakeClock, answer: ProgressAnswer | None, waits: bool = False
+) -> bool:
     """An hour of heartbeats, each of them answered so; whether that looks like a stall."""
     for _ in range(3600):
         if progress.ask(layers=0) and answer is not None:
@@ -51,11 +53,11 @@ def beats(progress: Progress, clock: FakeClock, answer: Answer | None, waits: bo
 
 
 def test_an_idle_engine_gets_on(clock: FakeClock) -> None:
-    assert not beats(Progress(clock, 10.0), clock, IDLE)
+    assert not beats(EngineProgress(clock, 10.0), clock, IDLE)
 
 
 def test_no_answer_is_a_stall(clock: FakeClock) -> None:
-    progress = Progress(clock, 10.0)
+    progress = EngineProgress(clock, 10.0)
     assert not beats(progress, clock, IDLE)
     began = clock.now
     assert beats(progress, clock, None)
@@ -65,7 +67,7 @@ def test_no_answer_is_a_stall(clock: FakeClock) -> None:
     assert not progress.stalled, "it was a long step"
 
 
-def pause(progress: Progress, clock: FakeClock, seconds: int, layers: int) -> None:
+def pause(progress: EngineProgress, clock: FakeClock, seconds: int, layers: int) -> None:
     """Heartbeats that hear of nothing new."""
     for _ in range(seconds):
         progress.ask(layers)
@@ -73,14 +75,14 @@ def pause(progress: Progress, clock: FakeClock, seconds: int, layers: int) -> No
 
 
 def test_a_step_may_take_hours_as_long_as_it_goes_through_layers(clock: FakeClock) -> None:
-    progress = Progress(clock, 10.0)
+    progress = EngineProgress(clock, 10.0)
     for layers in range(1000):
         pause(progress, clock, 9, layers)  # no answer: all in one step
         assert not progress.stalled
 
 
 def test_who_is_known_to_be_slow_has_more_time(clock: FakeClock) -> None:
-    progress = Progress(clock, 10.0)
+    progress = EngineProgress(clock, 10.0)
     for layers in range(3):
         pause(progress, clock, 8, layers)
     progress.ask(4)
@@ -95,13 +97,15 @@ def test_who_is_known_to_be_slow_has_more_time(clock: FakeClock) -> None:
 
 
 def test_answers_without_steps_are_a_stall_unless_others_hold_it_up(clock: FakeClock) -> None:
-    assert beats(Progress(clock, 10.0), clock, BUSY)
-    assert not beats(Progress(clock, 10.0), clock, WAITS, waits=True)
-    assert beats(Progress(clock, 10.0), clock, WAITS, waits=False), "nobody will ever free a block"
+    assert beats(EngineProgress(clock, 10.0), clock, BUSY)
+    assert not beats(EngineProgress(clock, 10.0), clock, WAITS, waits=True)
+    assert beats(EngineProgress(clock, 10.0), clock, WAITS, waits=False), (
+        "nobody will ever free a block"
+    )
 
 
 def test_a_heartbeat_that_stops_is_a_stall(clock: FakeClock) -> None:
-    progress = Progress(clock, 10.0)
+    progress = EngineProgress(clock, 10.0)
     progress.ask(layers=0)
     progress.answered(IDLE, waits_for_others=False)
     clock.advance(11.0)

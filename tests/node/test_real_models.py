@@ -12,7 +12,7 @@ from baton.engine.core.assembly import build_engine
 from baton.engine.core.engine import Engine
 from baton.engine.state.interface import Task
 from baton.node.config import NodeConfig
-from baton.node.main import Node, NodeProgram, Surroundings
+from baton.node.main import NodeProcess, NodeProgram, Surroundings
 from baton.protocol.clock import SystemClock
 from baton.protocol.request import Request
 from baton.protocol.sampling import SamplingParams
@@ -64,7 +64,7 @@ def one_local_engine(model: Path, requests: list[Request]) -> dict[str, list[int
 
 async def start(stack: AsyncExitStack, program: NodeProgram, engine: Engine) -> RawRouter:
     around = Surroundings(TIMING, SystemClock(), (GrpcLane(TIMING),))
-    node = Node(program, NodeConfig(), engine, around)
+    node = NodeProcess(program, NodeConfig(), engine, around)
     await node.start()
     stack.push_async_callback(node.stop)
     return await stack.enter_async_context(connected(node))

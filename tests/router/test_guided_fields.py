@@ -24,7 +24,7 @@ from router.parsers.parts import Room
 from router.parsers.reasoning import QWEN3
 from router.parsers.registry import Formats
 from router.prompts.grammar_checks import Constraint, GrammarChecker
-from router.prompts.off_loop import Lane, OffLoop
+from router.prompts.off_loop import OffLoop, WorkLane
 from router.tenants.turns import MAX_WAITING
 from tests.engine.guided_vocabulary import EOS, vocabulary, walk
 from tests.front.parsers.spelled import SPELLED, Call
@@ -334,7 +334,7 @@ async def test_a_bad_grammar_costs_its_budget_once_and_holds_up_nobody() -> None
 
 async def test_too_many_unknown_grammars_are_told_to_come_again() -> None:
     checker = GrammarChecker(OffLoop())
-    most = MAX_WAITING + Lane.GRAMMAR.places - 1  # one is left to other keys
+    most = MAX_WAITING + WorkLane.GRAMMAR.places - 1  # one is left to other keys
     grammars = [GuidedDecoding("regex", f"x{index}") for index in range(most + 8)]
     outcomes = await asyncio.gather(
         *(checker.check(guided, "f") for guided in grammars), return_exceptions=True

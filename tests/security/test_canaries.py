@@ -28,7 +28,7 @@ from baton.runtime.timing import Timing
 from kv_transfer.connector import TransferOptions
 from kv_transfer.lanes.memory import MemoryFabric, MemoryLane
 from kv_transfer.lanes.shm_arena import ShmArena
-from kv_transfer.lanes.stream import StreamLane, StreamOptions
+from kv_transfer.lanes.stream import StreamLane, StreamLaneOptions
 from kv_transfer.protocol.base import Blocks, Lane
 from kv_transfer.protocol.messages import INT8
 from tests.engine.driving import run, tokens_of
@@ -171,7 +171,7 @@ async def tapped(request: pytest.FixtureRequest) -> AsyncIterator[tuple[Cluster,
     def plain() -> Lane:
         if request.param == "memory":
             return MemoryLane(fabric)
-        return StreamLane(Timing(), StreamOptions(unix=False))
+        return StreamLane(Timing(), StreamLaneOptions(unix=False))
 
     def note(_: int, frame: bytes) -> list[bytes]:
         seen.append(frame)

@@ -15,7 +15,7 @@ from kv_transfer.lanes.grpc_stream import GrpcLane
 from kv_transfer.lanes.memory import MemoryFabric, MemoryLane
 from kv_transfer.lanes.nixl_agent import load
 from kv_transfer.lanes.shm_arena import ShmArena
-from kv_transfer.lanes.stream import StreamLane, StreamOptions
+from kv_transfer.lanes.stream import StreamLane, StreamLaneOptions
 from kv_transfer.protocol.base import Lane
 from kv_transfer.stats import TransferStats
 from tests.transfer.certificates import make_files
@@ -48,9 +48,9 @@ async def cluster(
         "memory": memory_lane,
         "grpc": lambda: GrpcLane(Timing()),
         "grpc-tls": lambda: GrpcLane(Timing(), tls=tls),
-        "stream-tcp": lambda: StreamLane(Timing(), StreamOptions(unix=False)),
-        "stream-unix": lambda: StreamLane(Timing(), StreamOptions(tcp=False)),
-        "stream-tls": lambda: StreamLane(Timing(), StreamOptions(unix=False, tls=tls)),
+        "stream-tcp": lambda: StreamLane(Timing(), StreamLaneOptions(unix=False)),
+        "stream-unix": lambda: StreamLane(Timing(), StreamLaneOptions(tcp=False)),
+        "stream-tls": lambda: StreamLane(Timing(), StreamLaneOptions(unix=False, tls=tls)),
         # inline_bytes: the small frames of the tests take the way of big ones
         "dist": lambda: DistLane(Timing(), DistSettings(inline_bytes=500)),
         "shm": lambda: shm_lane(memory_lane, tmp_path, arenas),

@@ -10,11 +10,11 @@ from baton.protocol.errors import KVLost
 from baton.protocol.handles import LaneAddress
 from kv_transfer.protocol.base import (
     DirectWire,
+    KVSpan,
     Lane,
     Remote,
     ScatterWire,
     Serve,
-    Span,
     Target,
     Wire,
 )
@@ -181,7 +181,7 @@ class FaultyDirectWire(FaultyWire):
         super().__init__(inner, lane)
         self._direct = inner
 
-    def pull(self, span: Span, source: Remote, target: Target) -> None:
+    def pull(self, span: KVSpan, source: Remote, target: Target) -> None:
         self._direct.pull(span, source, target)
 
     def settle(self) -> None:

@@ -7,13 +7,12 @@ from dataclasses import replace
 from baton.protocol.events import FirstToken
 from baton.protocol.handles import Endpoint, KVHandle
 from baton.protocol.kv_spec import LayerSpec, PoolFormat
-from kv_transfer.protocol.base import Span
+from kv_transfer.protocol.base import KVSpan
 from kv_transfer.protocol.bodies import kind_of
 from kv_transfer.protocol.frames import Header, Kind
 from kv_transfer.protocol.identity import Identity, Side
 from kv_transfer.protocol.messages import (
     Ack,
-    BlockTables,
     Confirm,
     Data,
     End,
@@ -22,6 +21,7 @@ from kv_transfer.protocol.messages import (
     Fetch,
     Message,
     Renew,
+    SharedBlockTables,
 )
 from kv_transfer.protocol.session import (
     data_header,
@@ -50,8 +50,8 @@ def control(message: Message, seq: int = SEQ, epoch: int = EPOCH) -> Arrived:
     return Arrived(header_of(kind_of(message), seq, epoch), message)
 
 
-def span(layer: int, start: int, end: int) -> Span:
-    return Span(layer, start, end, range(LAYERS[layer].kv_heads))
+def span(layer: int, start: int, end: int) -> KVSpan:
+    return KVSpan(layer, start, end, range(LAYERS[layer].kv_heads))
 
 
 def send(layer: int, start: int, end: int) -> SendData:
@@ -65,7 +65,7 @@ def sent(actions: list) -> list[Message]:
 PEER_MESSAGES: list[Message] = [
     D.hello(Side.FETCHER, ND, None),
     Fetch(SEQ, b"k", "r", EPOCH),
-    BlockTables(8, ()),
+    SharedBlockTables(8, ()),
     Data(memoryview(b"")),
     End(TOKENS, True, (), 0),
     Ack(SEQ),

@@ -29,7 +29,7 @@ from baton.runtime.timing import Timing
 from kv_transfer.exports import Reader
 from kv_transfer.lanes.memory import MemoryFabric, MemoryLane
 from kv_transfer.lanes.shm_arena import ShmArena
-from kv_transfer.lanes.stream import StreamLane, StreamOptions
+from kv_transfer.lanes.stream import StreamLane, StreamLaneOptions
 from kv_transfer.pool.layout import ArenaMemory
 from kv_transfer.protocol.base import Blocks, KVMemory, Lane, Payload
 from kv_transfer.protocol.frames import Kind
@@ -422,7 +422,7 @@ class Stage:
             return self._memory()
         if self.kind == "shm":
             return shm_lane(self._memory, self._directory, self._arenas)
-        return StreamLane(self._timing, StreamOptions(tcp=False))
+        return StreamLane(self._timing, StreamLaneOptions(tcp=False))
 
     async def node(self, lane: Lane, boot_id: str, shape: Mapping[str, object]) -> Node:
         node = Node(lane, boot_id, timing=self._timing, **shape)  # type: ignore[arg-type]

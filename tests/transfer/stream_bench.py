@@ -13,13 +13,13 @@ from typing import Final
 from baton.protocol.errors import KVCorrupt, KVError
 from baton.protocol.handles import LaneAddress
 from baton.runtime.timing import Timing
-from kv_transfer.lanes.stream import StreamLane, StreamOptions, StreamWire
+from kv_transfer.lanes.stream import StreamLane, StreamLaneOptions, StreamWire
 from kv_transfer.protocol.base import Incoming, Serve
 from kv_transfer.protocol.frames import Buffer, Header, Kind, encode
 from tests.transfer.pools import BOOT_P, PATIENCE_S
 
-TCP_ONLY: Final = StreamOptions(unix=False)
-UNIX_ONLY: Final = StreamOptions(tcp=False)
+TCP_ONLY: Final = StreamLaneOptions(unix=False)
+UNIX_ONLY: Final = StreamLaneOptions(tcp=False)
 OTHERS_S: Final = 2.0  # after which a descriptor is no passing one of another test's threads
 
 
@@ -45,18 +45,18 @@ class Bench:
         self.threads = set(threading.enumerate())
         self.descriptors = descriptors()
 
-    def lane(self, options: StreamOptions = TCP_ONLY) -> StreamLane:
+    def lane(self, options: StreamLaneOptions = TCP_ONLY) -> StreamLane:
         lane = StreamLane(self.timing, options)
         self.lanes.append(lane)
         return lane
 
     def serve(
-        self, serve: Serve = echo, options: StreamOptions = TCP_ONLY
+        self, serve: Serve = echo, options: StreamLaneOptions = TCP_ONLY
     ) -> tuple[StreamLane, LaneAddress]:
         lane = self.lane(options)
         return lane, lane.start(BOOT_P, serve)
 
-    def wire(self, address: LaneAddress, options: StreamOptions = TCP_ONLY) -> StreamWire:
+    def wire(self, address: LaneAddress, options: StreamLaneOptions = TCP_ONLY) -> StreamWire:
         wire = self.lane(options).open(address)
         self.wires.append(wire)
         return wire

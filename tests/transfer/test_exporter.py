@@ -33,7 +33,6 @@ from kv_transfer.protocol.leases import Leases
 from kv_transfer.protocol.messages import (
     DIRECT,
     Ack,
-    BlockTables,
     Confirm,
     End,
     Failure,
@@ -42,6 +41,7 @@ from kv_transfer.protocol.messages import (
     Hello,
     Message,
     Renew,
+    SharedBlockTables,
 )
 from kv_transfer.protocol.session import header_of
 from kv_transfer.stats import TransferStats
@@ -234,7 +234,7 @@ def test_signs_of_life_while_there_is_progress(
         return wait(reader, seen, timeout_s, burst)
 
     monkeypatch.setattr(Reader, "wait", progress)
-    assert isinstance(stage.next(), BlockTables)
+    assert isinstance(stage.next(), SharedBlockTables)
     for waits in range(1, 6):
         assert stage.next() == Confirm(1, b"", 1, held=True)
         assert published == waits
@@ -331,7 +331,7 @@ def test_the_tail_of_who_adopts_ends_with_end() -> None:
     stage = Stage(fetch, Timing(), confirm, Ack(1, answer=True), direct=True)
     stage.publish()
     stage.table.complete(1, ())
-    assert isinstance(stage.next(), BlockTables)
+    assert isinstance(stage.next(), SharedBlockTables)
     end = stage.next()
     assert isinstance(end, End)
     assert end.lease_ms == LEASE_S * 1000

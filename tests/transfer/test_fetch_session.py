@@ -14,14 +14,13 @@ from kv_transfer.protocol.fetch_session import (
     FetcherSession,
     FetcherState,
     Intent,
-    Wanted,
+    WantedExport,
 )
 from kv_transfer.protocol.frames import Header, Kind
 from kv_transfer.protocol.identity import Side
 from kv_transfer.protocol.messages import (
     DIRECT,
     Ack,
-    BlockTables,
     Confirm,
     Data,
     End,
@@ -31,6 +30,7 @@ from kv_transfer.protocol.messages import (
     Hello,
     Message,
     Renew,
+    SharedBlockTables,
 )
 from kv_transfer.protocol.session import (
     ExporterSession,
@@ -83,7 +83,7 @@ def fetcher(
         intent = Intent.RENEW
     if state is FetcherState.RELEASING:
         intent = Intent.RELEASE
-    wanted = Wanted(HANDLE, EPOCH, intent, start_token, 5000)
+    wanted = WantedExport(HANDLE, EPOCH, intent, start_token, 5000)
     if state is FetcherState.CONFIRMING:
         wanted = replace(wanted, codec=DIRECT)
     session = FetcherSession(D, ND, LAYERS, wanted)
@@ -100,7 +100,7 @@ def fetcher(
     if state is FetcherState.RELEASING:
         session.receive(HELD)
     if state is FetcherState.CONFIRMING:
-        session.receive(control(BlockTables(8, ((0, 1, 2),))))
+        session.receive(control(SharedBlockTables(8, ((0, 1, 2),))))
         session.receive(notice(0, 0, TOKENS))
         session.receive(notice(1, 0, TOKENS))
         session.receive(control(End(TOKENS, True, FIRST, 2)))
@@ -151,9 +151,9 @@ def test_fetcher_releases_and_waits_until_it_is_done() -> None:
 def test_fetcher_needs_no_handshake_on_a_kept_connection() -> None:
     first = fetcher(FetcherState.DONE)
     assert first.peer is not None
-    again = FetcherSession(D, ND, LAYERS, Wanted(HANDLE, EPOCH, Intent.RENEW), first.peer)
+    again = FetcherSession(D, ND, LAYERS, WantedExport(HANDLE, EPOCH, Intent.RENEW), first.peer)
     assert again.receive(Start()) == [Send(Renew(SEQ, b"k" * 16, EPOCH))]
-    fetch = FetcherSession(D, ND, LAYERS, Wanted(HANDLE, EPOCH), first.peer)
+    fetch = FetcherSession(D, ND, LAYERS, WantedExport(HANDLE, EPOCH), first.peer)
     assert sent(fetch.receive(Start())) == [Fetch(SEQ, b"k" * 16, "r", EPOCH)]
     fetch.receive(data(0, 0, TOKENS))
     fetch.receive(data(1, 0, TOKENS))
@@ -161,11 +161,11 @@ def test_fetcher_needs_no_handshake_on_a_kept_connection() -> None:
 
 
 def test_fetcher_reads_by_itself_and_asks_after_its_last_read() -> None:
-    wanted = Wanted(HANDLE, EPOCH, start_token=4, codec=DIRECT)
+    wanted = WantedExport(HANDLE, EPOCH, start_token=4, codec=DIRECT)
     session = FetcherSession(D, ND, LAYERS, wanted)
     session.receive(Start())
     session.receive(HELLO_P)
-    assert session.receive(control(BlockTables(8, ((5, 3, 9),)))) == []
+    assert session.receive(control(SharedBlockTables(8, ((5, 3, 9),)))) == []
     remote = Remote(P.format, ((5, 3, 9),))
     assert session.receive(notice(0, 4, TOKENS)) == [Pull(span(0, 4, TOKENS), remote)]
     assert session.receive(notice(1, 4, TOKENS)) == [Pull(span(1, 4, TOKENS), remote)]
@@ -179,13 +179,13 @@ def test_fetcher_reads_by_itself_and_asks_after_its_last_read() -> None:
 
 
 def test_fetcher_that_adopts_reads_nothing_and_asks_nothing_more() -> None:
-    wanted = Wanted(HANDLE, EPOCH, start_token=TOKENS, codec=DIRECT, hold=True, adopt=True)
+    wanted = WantedExport(HANDLE, EPOCH, start_token=TOKENS, codec=DIRECT, hold=True, adopt=True)
     session = FetcherSession(D, ND, LAYERS, wanted)
     session.receive(Start())
     _, fetch = sent(session.receive(HELLO_P))
     assert isinstance(fetch, Fetch)
     assert fetch.adopt
-    session.receive(control(BlockTables(8, ((5, 3, 9),))))
+    session.receive(control(SharedBlockTables(8, ((5, 3, 9),))))
     end = End(TOKENS, True, FIRST, 0, lease_ms=9000)
     assert session.receive(control(end)) == []
     assert session.done
@@ -203,16 +203,16 @@ def test_a_lease_that_ended_during_the_last_read_is_stale() -> None:
 @pytest.mark.parametrize(
     ("codec", "events"),
     [
-        ("raw", [control(BlockTables(8, ()))]),
-        (DIRECT, [control(BlockTables(16, ()))]),
-        (DIRECT, [control(BlockTables(8, ())), control(BlockTables(8, ()))]),
+        ("raw", [control(SharedBlockTables(8, ()))]),
+        (DIRECT, [control(SharedBlockTables(16, ()))]),
+        (DIRECT, [control(SharedBlockTables(8, ())), control(SharedBlockTables(8, ()))]),
         (DIRECT, [notice(0, 0, 4)]),
-        (DIRECT, [control(BlockTables(8, ())), data(0, 0, 4)]),
-        (DIRECT, [control(BlockTables(8, ()), seq=SEQ + 1)]),
+        (DIRECT, [control(SharedBlockTables(8, ())), data(0, 0, 4)]),
+        (DIRECT, [control(SharedBlockTables(8, ()), seq=SEQ + 1)]),
     ],
 )
 def test_fetcher_refuses_tables_that_do_not_fit(codec: str, events: list[Arrived]) -> None:
-    session = FetcherSession(D, ND, LAYERS, Wanted(HANDLE, EPOCH, codec=codec))
+    session = FetcherSession(D, ND, LAYERS, WantedExport(HANDLE, EPOCH, codec=codec))
     session.receive(Start())
     session.receive(HELLO_P)
     for event in events[:-1]:
@@ -238,7 +238,7 @@ def test_what_has_landed_in_place_counts_like_any_frame() -> None:
 
 
 def test_fetcher_may_hold_what_it_has_fetched() -> None:
-    session = FetcherSession(D, ND, LAYERS, Wanted(HANDLE, EPOCH, hold=True))
+    session = FetcherSession(D, ND, LAYERS, WantedExport(HANDLE, EPOCH, hold=True))
     session.receive(Start())
     session.receive(HELLO_P)
     session.receive(data(0, 0, TOKENS))
@@ -249,7 +249,7 @@ def test_fetcher_may_hold_what_it_has_fetched() -> None:
 
 @pytest.mark.parametrize("intent", [Intent.FETCH, Intent.RELEASE])
 def test_a_rank_speaks_for_itself_alone(intent: Intent) -> None:
-    session = FetcherSession(D, ND, LAYERS, Wanted(HANDLE, EPOCH, intent, part=True))
+    session = FetcherSession(D, ND, LAYERS, WantedExport(HANDLE, EPOCH, intent, part=True))
     session.receive(Start())
     session.receive(HELLO_P)
     if intent is Intent.FETCH:
@@ -371,7 +371,10 @@ def test_fetcher_refuses_every_other_pair(state: FetcherState) -> None:
 # ---- both together ------------------------------------------------------------------------------
 def converse(tamper: Callable[[Message], Message] = lambda message: message) -> FetcherSession:
     """Let the two machines talk until the fetch is done; payloads are zeros."""
-    p, d = ExporterSession(P, NP, LAYERS), FetcherSession(D, ND, LAYERS, Wanted(HANDLE, EPOCH))
+    p, d = (
+        ExporterSession(P, NP, LAYERS),
+        FetcherSession(D, ND, LAYERS, WantedExport(HANDLE, EPOCH)),
+    )
     to_p = [control(message) for message in sent(d.receive(Start()))]
     progress = [Progress((8, 0), None), Progress((20, 8), None), Progress((20, 20), FIRST)]
     released = False

@@ -25,7 +25,6 @@ from kv_transfer.protocol.frames import (
 )
 from kv_transfer.protocol.messages import (
     Ack,
-    BlockTables,
     Confirm,
     Data,
     End,
@@ -35,6 +34,7 @@ from kv_transfer.protocol.messages import (
     Hello,
     Message,
     Renew,
+    SharedBlockTables,
     failure_of,
 )
 
@@ -95,7 +95,7 @@ MESSAGES: st.SearchStrategy[Message] = st.one_of(
     st.builds(End, U32, st.booleans(), st.lists(FIRST_TOKENS, max_size=3).map(tuple), U64, U32),
     st.builds(Ack, U64, st.booleans(), st.booleans()),
     st.builds(
-        BlockTables,
+        SharedBlockTables,
         st.integers(1, 4096),
         st.lists(st.lists(U32, max_size=5).map(tuple), max_size=3).map(tuple),
     ),

@@ -13,7 +13,7 @@ from baton.protocol.handles import KVHandle, LaneAddress
 from baton.runtime.timing import Timing
 from baton.runtime.tls import TlsFiles
 from kv_transfer.lanes.grpc_stream import GrpcLane
-from kv_transfer.lanes.stream import StreamLane, StreamOptions
+from kv_transfer.lanes.stream import StreamLane, StreamLaneOptions
 from kv_transfer.protocol.base import Incoming, Lane, Serve
 from kv_transfer.protocol.frames import Buffer, Kind
 from kv_transfer.stats import LaneStats
@@ -29,10 +29,10 @@ from tests.transfer.pools import (
     request_of,
 )
 
-TCP_ONLY = StreamOptions(unix=False)
+TCP_ONLY = StreamLaneOptions(unix=False)
 
 
-def stream(options: StreamOptions = TCP_ONLY) -> StreamLane:
+def stream(options: StreamLaneOptions = TCP_ONLY) -> StreamLane:
     return StreamLane(Timing(), options)
 
 
@@ -179,7 +179,7 @@ class Counting(StreamLane):
 async def test_one_handshake_for_many_fetches(nodes: Cluster, tls: TlsFiles, kind: str) -> None:
     options = {
         "tcp": TCP_ONLY,
-        "unix": StreamOptions(tcp=False),
+        "unix": StreamLaneOptions(tcp=False),
         "tls": replace(TCP_ONLY, tls=tls),
     }[kind]
     lane = Counting(Timing(), options)

@@ -8,14 +8,13 @@ import pytest
 
 from baton.protocol.errors import IllegalTransition, KVCorrupt
 from baton.protocol.kv_spec import LayerSpec
-from kv_transfer.protocol.base import Span
+from kv_transfer.protocol.base import KVSpan
 from kv_transfer.protocol.frames import MAX_PAYLOAD
 from kv_transfer.protocol.identity import Identity, Side, prove
 from kv_transfer.protocol.messages import (
     DIRECT,
     INT8,
     Ack,
-    BlockTables,
     Confirm,
     End,
     Failure,
@@ -23,6 +22,7 @@ from kv_transfer.protocol.messages import (
     Fetch,
     Hello,
     Renew,
+    SharedBlockTables,
 )
 from kv_transfer.protocol.session import (
     EXPORTER_TABLE,
@@ -187,7 +187,7 @@ def test_exporter_lets_its_memory_be_read() -> None:
     session = exporter(ExporterState.READY, direct=True)
     session.receive(control(Fetch(SEQ, b"k", "r", EPOCH, codec=DIRECT)))
     tables = ((5, 3, 9),)
-    assert session.receive(Opened(TOKENS, tables)) == [Send(BlockTables(8, tables))]
+    assert session.receive(Opened(TOKENS, tables)) == [Send(SharedBlockTables(8, tables))]
     assert session.receive(Progress((20, 0), None)) == [Announce(span(0, 0, 20))]
     complete = session.receive(Progress((20, 20), FIRST))
     assert complete == [Announce(span(1, 0, 20)), Check(None)]
@@ -223,8 +223,8 @@ def test_exporter_sends_a_rank_its_heads() -> None:
     session.receive(Opened(TOKENS))
     actions = session.receive(Progress((TOKENS, TOKENS), FIRST))
     assert actions[:2] == [
-        SendData(Span(0, 0, TOKENS, range(1, 2)), "bfloat16"),
-        SendData(Span(1, 0, TOKENS, range(1)), "bfloat16"),
+        SendData(KVSpan(0, 0, TOKENS, range(1, 2)), "bfloat16"),
+        SendData(KVSpan(1, 0, TOKENS, range(1)), "bfloat16"),
     ]
     session.receive(LeaseHeld())
     release = session.receive(control(Ack(SEQ, part=True)))

@@ -21,7 +21,7 @@ from baton.protocol.errors import ConfigError, KVError, KVLost, KVRefused
 from baton.protocol.handles import LaneAddress
 from baton.runtime.timing import Timing
 from baton.runtime.tls import TlsFiles
-from kv_transfer.lanes.stream import TLS, UNIX, StreamLane, StreamOptions
+from kv_transfer.lanes.stream import TLS, UNIX, StreamLane, StreamLaneOptions
 from kv_transfer.protocol.base import Incoming, ScatterWire
 from kv_transfer.protocol.frames import (
     MAX_PAYLOAD,
@@ -50,8 +50,8 @@ def test_what_a_killed_process_left_is_removed_at_the_next_start(
     code = """
 import os, signal
 from baton.runtime.timing import Timing
-from kv_transfer.lanes.stream import StreamLane, StreamOptions
-StreamLane(Timing(), StreamOptions(tcp=False)).start("0c" * 16, lambda name, peer: iter(()))
+from kv_transfer.lanes.stream import StreamLane, StreamLaneOptions
+StreamLane(Timing(), StreamLaneOptions(tcp=False)).start("0c" * 16, lambda name, peer: iter(()))
 os.kill(os.getpid(), signal.SIGKILL)
 """
     environment = {**os.environ, "TMPDIR": str(folder)}
@@ -127,7 +127,7 @@ def test_joined_frames_are_cut_apart(bench: Bench) -> None:
 
 # ---- places -------------------------------------------------------------------------------------
 def test_one_host_meets_over_a_private_unix_socket(bench: Bench) -> None:
-    lane, address = bench.serve(options=StreamOptions())
+    lane, address = bench.serve(options=StreamLaneOptions())
     path = Path(dict(address.attributes)[UNIX])
     assert path.name == f"{BOOT_P[:16]}.sock"
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
@@ -141,7 +141,7 @@ def test_one_host_meets_over_a_private_unix_socket(bench: Bench) -> None:
 
 
 def test_a_given_directory_is_kept(bench: Bench, tmp_path: Path) -> None:
-    lane, address = bench.serve(options=StreamOptions(tcp=False, unix_dir=tmp_path / "kv"))
+    lane, address = bench.serve(options=StreamLaneOptions(tcp=False, unix_dir=tmp_path / "kv"))
     assert (tmp_path / "kv" / f"{BOOT_P[:16]}.sock").is_socket()
     assert address.address == ""
     lane.stop()
@@ -150,7 +150,7 @@ def test_a_given_directory_is_kept(bench: Bench, tmp_path: Path) -> None:
 
 def test_another_host_meets_over_tcp(bench: Bench) -> None:
     """The path does not exist there, or nobody listens on it any more."""
-    _, address = bench.serve(options=StreamOptions())
+    _, address = bench.serve(options=StreamLaneOptions())
     for path in ("/nowhere/at/all.sock", "/etc/hostname"):
         wire = bench.wire(replace(address, attributes=((UNIX, path),)))
         assert ask(wire) == frame()
@@ -160,7 +160,7 @@ def test_a_dead_socket_file_is_passed_over(bench: Bench, tmp_path: Path) -> None
     dead = tmp_path / "dead.sock"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(dead))
-    _, address = bench.serve(options=StreamOptions())
+    _, address = bench.serve(options=StreamLaneOptions())
     wire = bench.wire(replace(address, attributes=((UNIX, str(dead)),)))
     assert ask(wire) == frame()
 
@@ -169,16 +169,16 @@ def test_what_cannot_be_bound_stops_the_start(bench: Bench, tmp_path: Path) -> N
     _, address = bench.serve()
     port = int(address.address.rpartition(":")[2])
     with pytest.raises(ConfigError, match="cannot bind the KV port"):
-        bench.lane(StreamOptions(port=port)).start(BOOT_P, echo)
+        bench.lane(StreamLaneOptions(port=port)).start(BOOT_P, echo)
     with pytest.raises(ConfigError, match="Unix socket") as caught:
-        bench.lane(StreamOptions(unix_dir=tmp_path / ("x" * 100))).start(BOOT_P, echo)
+        bench.lane(StreamLaneOptions(unix_dir=tmp_path / ("x" * 100))).start(BOOT_P, echo)
     assert caught.value.field == "kv_unix_dir"
 
 
 def test_the_advertised_host_is_what_peers_are_told(bench: Bench) -> None:
-    _, address = bench.serve(options=StreamOptions(unix=False, advertise_host="kv.example"))
+    _, address = bench.serve(options=StreamLaneOptions(unix=False, advertise_host="kv.example"))
     assert address.address.startswith("kv.example:")
-    _, six = bench.serve(options=StreamOptions(unix=False, advertise_host="::1"))
+    _, six = bench.serve(options=StreamLaneOptions(unix=False, advertise_host="::1"))
     assert six.address.startswith("[::1]:")
 
 
@@ -242,7 +242,7 @@ def test_files_that_cannot_be_used(tls: TlsFiles, stranger: TlsFiles, tmp_path: 
         (replace(tls, key=stranger.key), "kv_tls_cert"),
     ):
         for use in (
-            lambda files: StreamLane(Timing(), StreamOptions(tls=files)),
+            lambda files: StreamLane(Timing(), StreamLaneOptions(tls=files)),
             TlsFiles.server_credentials,
             TlsFiles.channel_credentials,
         ):
@@ -253,7 +253,7 @@ def test_files_that_cannot_be_used(tls: TlsFiles, stranger: TlsFiles, tmp_path: 
 
 # ---- ends ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("options", [TCP_ONLY, UNIX_ONLY], ids=["tcp", "unix"])
-def test_cancel_frees_a_blocked_reader(bench: Bench, options: StreamOptions) -> None:
+def test_cancel_frees_a_blocked_reader(bench: Bench, options: StreamLaneOptions) -> None:
     _, address = bench.serve(options=options)
     wire = bench.wire(address, options)
     wire.send(frame())

@@ -30,7 +30,6 @@ from kv_transfer.protocol.messages import (
     DIRECT,
     INT8,
     Ack,
-    BlockTables,
     Confirm,
     End,
     Failure,
@@ -38,6 +37,7 @@ from kv_transfer.protocol.messages import (
     Fetch,
     Message,
     Renew,
+    SharedBlockTables,
 )
 from kv_transfer.protocol.session import header_of
 
@@ -72,7 +72,7 @@ def vectors() -> dict[str, bytes]:
         "FETCH, to adopt": control(
             Fetch(7, KEY, "r1", 2, start_token=18, codec=DIRECT, timeout_ms=5000, adopt=True)
         ),
-        "BLOCKS": control(BlockTables(16, ((3, 300),))),
+        "BLOCKS": control(SharedBlockTables(16, ((3, 300),))),
         "DATA": encode(data, [b"K0K1", b"V0V1"], SEED),
         "DATA, to be read by the fetcher": encode(data, [], SEED),
         "DATA, int8": encode(data, INT8_ROW, SEED),

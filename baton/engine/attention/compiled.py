@@ -24,7 +24,7 @@ MAX_DIM: Final = 256  # attention.h's kMaxDim
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CompiledPlan:
     """Spans of one row and of several, for the layers of one group; None without any."""
 
     decode: DecodeRows | None
@@ -93,7 +93,7 @@ def dense(x: Tensor) -> bool:
     return x.stride(2) == 1 and x.stride(1) == x.shape[2]
 
 
-def plan_of(batch: Batch, layer_group: int) -> Plan:
+def plan_of(batch: Batch, layer_group: int) -> CompiledPlan:
     """The step's spans by this group's tables, laid out at the first layer that asks."""
     key = ("compiled", layer_group)
     plan = batch.plans.get(key)
@@ -101,7 +101,7 @@ def plan_of(batch: Batch, layer_group: int) -> Plan:
         table = batch.tables[layer_group]
         single = [index for index, span in enumerate(batch.spans) if span.num_rows == 1]
         several = [index for index, span in enumerate(batch.spans) if span.num_rows > 1]
-        plan = batch.plans[key] = Plan(
+        plan = batch.plans[key] = CompiledPlan(
             _decode_rows(batch, table, single) if single else None,
             _prefill_spans(batch, table, several) if several else None,
         )

@@ -54,7 +54,7 @@ class Slab:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class FixedOrderPlan:
     """`rows` [tiles, positions]: query rows of each query tile, padded with its first one. `taken`:
     (tile, position) of each query row of the step."""
 
@@ -167,7 +167,7 @@ def _partial(
 
 def _merge(
     parts: list[tuple[Tensor, Tensor, Tensor]],
-    plan: Plan,
+    plan: FixedOrderPlan,
     spec: AttentionLayer,
     kv_heads: int,
     rows: int,
@@ -204,7 +204,9 @@ def _exp(x: Tensor) -> Tensor:
     return in_lanes(torch.exp, padded)[: x.numel()].view(x.shape)
 
 
-def _plan_of(batch: Batch, layer_group: int, window: int, store: KVStore, positions: int) -> Plan:
+def _plan_of(
+    batch: Batch, layer_group: int, window: int, store: KVStore, positions: int
+) -> FixedOrderPlan:
     """The step's plan for these tables and this window, made at the first layer that asks."""
     keys = tile_keys(store.block_size)
     per_slab = max(1, SLAB_BYTES // (keys * store.kv_heads * store.keys.dim * 4))
@@ -239,7 +241,7 @@ class _Planner:
         for span in batch.spans:
             self._tiles.append(self._tiles_of(span))
 
-    def plan(self, per_slab: int) -> Plan:
+    def plan(self, per_slab: int) -> FixedOrderPlan:
         """The whole plan: slabs of at most `per_slab` units, in the order of their key tiles."""
         units = [
             _Unit(index, key_tile)
@@ -257,7 +259,7 @@ class _Planner:
         for index, (key_tile, _) in enumerate(partials):
             by_key.setdefault(key_tile, []).append(index)
         tiles, places = zip(*self._taken, strict=True)
-        return Plan(
+        return FixedOrderPlan(
             self._tensor(self._rows),
             (self._tensor(tiles), self._tensor(places)),
             tuple(slabs),

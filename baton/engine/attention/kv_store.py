@@ -23,7 +23,7 @@ FP8: Final = torch.float8_e4m3fn
 FP8_MAX: Final = 448.0
 
 
-class Rows(Protocol):
+class StoredRows(Protocol):
     """K (or V) of one layer: numbers per slot and head, stored in some precision."""
 
     @property
@@ -48,15 +48,15 @@ class ExactRows:
 
     @property
     def dim(self) -> int:
-        """See Rows.dim."""
+        """See StoredRows.dim."""
         return self.rows.shape[3]
 
     def write(self, x: Tensor, block: Tensor, offset: Tensor) -> None:
-        """See Rows.write."""
+        """See StoredRows.write."""
         self.rows.index_put_((block, offset), x)
 
     def gather(self, blocks: Tensor, dtype: torch.dtype) -> Tensor:
-        """See Rows.gather."""
+        """See StoredRows.gather."""
         return self.rows.index_select(0, blocks).flatten(0, 1).to(dtype)
 
 
@@ -69,18 +69,18 @@ class Int8Rows:
 
     @property
     def dim(self) -> int:
-        """See Rows.dim."""
+        """See StoredRows.dim."""
         return self.rows.shape[3]
 
     def write(self, x: Tensor, block: Tensor, offset: Tensor) -> None:
-        """See Rows.write."""
+        """See StoredRows.write."""
         wide = x.float()
         scales = wide.abs().amax(-1).clamp_(min=1e-12) / 127
         self.rows.index_put_((block, offset), (wide / scales[..., None]).round_().to(torch.int8))
         self.scales.index_put_((block, offset), scales)
 
     def gather(self, blocks: Tensor, dtype: torch.dtype) -> Tensor:
-        """See Rows.gather."""
+        """See StoredRows.gather."""
         scales = self.scales.index_select(0, blocks)[..., None]
         return (self.rows.index_select(0, blocks) * scales).flatten(0, 1).to(dtype)
 
@@ -93,16 +93,16 @@ class Fp8Rows:
 
     @property
     def dim(self) -> int:
-        """See Rows.dim."""
+        """See StoredRows.dim."""
         return self.rows.shape[3]
 
     def write(self, x: Tensor, block: Tensor, offset: Tensor) -> None:
-        """See Rows.write."""
+        """See StoredRows.write."""
         rounded = x.clamp(-FP8_MAX, FP8_MAX).to(FP8)  # the cast alone makes NaN of more
         self.rows.index_put_((block, offset), rounded.view(torch.uint8))
 
     def gather(self, blocks: Tensor, dtype: torch.dtype) -> Tensor:
-        """See Rows.gather."""
+        """See StoredRows.gather."""
         return self.rows.index_select(0, blocks).view(FP8).flatten(0, 1).to(dtype)
 
 
@@ -112,8 +112,8 @@ class KVStore:
 
     block_size: int
     kv_heads: int
-    keys: Rows
-    values: Rows
+    keys: StoredRows
+    values: StoredRows
 
     def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Store k [T, kv_heads, k_dim] and v [T, kv_heads, v_dim] at flat `slots` [T]."""

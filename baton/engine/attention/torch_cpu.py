@@ -70,7 +70,7 @@ class PrefillSpan:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TorchPlan:
     """Everything of a step that depends on the window but not on the layer."""
 
     decode: tuple[DecodeGroup, ...]
@@ -110,7 +110,7 @@ class TorchAttention:
 
 def _plan_of(
     batch: Batch, layer_group: int, window: int, store: KVStore, dtype: torch.dtype
-) -> Plan:
+) -> TorchPlan:
     """The step's plan for these tables and this window, made at the first layer that asks."""
     block_size, token_bytes = store.block_size, store.kv_heads * store.keys.dim * dtype.itemsize
     key = (layer_group, window, token_bytes, dtype)
@@ -129,17 +129,17 @@ def _plan_of(
             for index, span in enumerate(batch.spans)
             if span.num_rows > 1
         )
-        batch.plans[key] = Plan(tuple(decode), prefill)
+        batch.plans[key] = TorchPlan(tuple(decode), prefill)
     return batch.plans[key]
 
 
-def _moved(plan: Plan, table: GroupTables) -> Plan:
+def _moved(plan: TorchPlan, table: GroupTables) -> TorchPlan:
     """The plan over another group's blocks."""
     decode = (replace(g, blocks=_decode_blocks(table, g.members, g.columns)) for g in plan.decode)
     prefill = (
         replace(s, blocks=_span_blocks(table, s.span, s.first, s.last)) for s in plan.prefill
     )
-    return Plan(tuple(decode), tuple(prefill))
+    return TorchPlan(tuple(decode), tuple(prefill))
 
 
 def _decode_blocks(table: GroupTables, members: list[int], columns: Tensor) -> Tensor:

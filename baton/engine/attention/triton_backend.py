@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.attention.torch_cpu import TorchAttention
-from baton.engine.kernels.gpu.decode_attention import DecodeRows, decode_attention
+from baton.engine.kernels.gpu.decode_attention import GpuDecodeRows, decode_attention
 from baton.engine.kernels.gpu.kv_write import store
 from baton.engine.kernels.gpu.pages import LayerPages, layer_pages
 from baton.engine.kernels.gpu.prefill_attention import (
@@ -33,10 +33,10 @@ MAX_DIM: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TritonPlan:
     """What the kernels want of a step, for the layers of one group; None without such rows."""
 
-    decode: DecodeRows | None
+    decode: GpuDecodeRows | None
     prefill: PrefillTiles | None
 
 
@@ -86,24 +86,26 @@ class TritonAttention:
             prefill_attention(q, out, pages, plan.prefill)
         return out
 
-    def _plan_of(self, batch: Batch, layer_group: int, q: Tensor) -> Plan:
+    def _plan_of(self, batch: Batch, layer_group: int, q: Tensor) -> TritonPlan:
         """Laid out at the first layer of the group that asks."""
         key = plan_key(layer_group)
         plan = batch.plans.get(key)
         if plan is None:
             table = batch.tables[layer_group]
             sizes = self._tiles or tile_sizes(q.dtype, q.shape[2])
-            plan = Plan(_decode_rows(batch, layer_group), lay_tiles(batch.spans, table, sizes))
+            plan = TritonPlan(
+                _decode_rows(batch, layer_group), lay_tiles(batch.spans, table, sizes)
+            )
             batch.plans[key] = plan
         return plan
 
 
 def plan_key(layer_group: int) -> tuple[str, int]:
-    """Where a batch's `plans` hold the Plan of a layer group."""
+    """Where a batch's `plans` hold the TritonPlan of a layer group."""
     return ("triton", layer_group)
 
 
-def _decode_rows(batch: Batch, layer_group: int) -> DecodeRows | None:
+def _decode_rows(batch: Batch, layer_group: int) -> GpuDecodeRows | None:
     table = batch.tables[layer_group]
     numbers = [
         (span.first_row, index, span.num_tokens, table.first[index])
@@ -113,7 +115,7 @@ def _decode_rows(batch: Batch, layer_group: int) -> DecodeRows | None:
     if not numbers:
         return None
     columns = torch.tensor(numbers, dtype=torch.int64).T.contiguous()
-    return DecodeRows(columns.to(table.blocks.device), table.blocks)
+    return GpuDecodeRows(columns.to(table.blocks.device), table.blocks)
 
 
 def _known(pool: KVViews, layer: int, spec: AttentionLayer) -> LayerPages | None:

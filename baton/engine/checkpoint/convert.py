@@ -54,7 +54,7 @@ _WORDS_CHECKED: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenFiles:
     """One file that was not there before."""
 
     path: Path
@@ -66,7 +66,7 @@ class Written:
 
 def convert(
     source: Path, out: Path | None = None, max_shard_bytes: int = MAX_SHARD_BYTES
-) -> list[Written]:
+) -> list[WrittenFiles]:
     """Write what `source` lacks into it, or a complete copy into `out`; [] if nothing is missing.
 
     Raises ModelRefused for what cannot be converted, ConfigError for folders that do not fit,
@@ -355,14 +355,14 @@ def _stage_copies(source: Path, target: Path, stage: Path) -> None:
             raise ConfigError(f"{target} holds another {path.name}: give a new --out", field="out")
 
 
-def _place(stage: Path, target: Path) -> list[Written]:
+def _place(stage: Path, target: Path) -> list[WrittenFiles]:
     """Move the staged files into place; on an error none stays.
 
     The index goes first: until its last shard has come, readers see an incomplete checkpoint, never
     one that looks whole.
     """
     staged = sorted(stage.iterdir(), key=lambda path: (path.name != SAFETENSORS_INDEX, path.name))
-    written: list[Written] = []
+    written: list[WrittenFiles] = []
     try:
         for path in staged:
             final = target / path.name
@@ -371,7 +371,7 @@ def _place(stage: Path, target: Path) -> list[Written]:
             with path.open("rb") as file:
                 os.fsync(file.fileno())
             path.rename(final)
-            written.append(Written(final, final.stat().st_size))
+            written.append(WrittenFiles(final, final.stat().st_size))
     except BaseException:
         for each in written:
             each.path.unlink(missing_ok=True)

@@ -57,7 +57,7 @@ class Layout(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class TensorGroup:
     """One scheme of compressed-tensors and the modules it is for."""
 
     targets: tuple[str, ...]
@@ -72,7 +72,7 @@ class Group:
 class CompressedLayout:
     """compressed-tensors: a scheme per group of modules."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[TensorGroup, ...]
     tensors: tuple[str, ...] = (
         "weight_scale", "weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx",
     )  # fmt: skip
@@ -214,7 +214,7 @@ def _compressed(config: Mapping[str, Any]) -> Layout:
     return CompressedLayout(tuple(_group(name, group) for name, group in sorted(groups.items())))
 
 
-def _group(name: str, group: Mapping[str, Any]) -> Group:
+def _group(name: str, group: Mapping[str, Any]) -> TensorGroup:
     weights, inputs = group.get("weights") or {}, group.get("input_activations")
     if group.get("output_activations"):
         raise _refused(f"compressed-tensors {name}: quantized outputs")
@@ -235,7 +235,7 @@ def _group(name: str, group: Mapping[str, Any]) -> Group:
                 f"compressed-tensors {name}: int8 activations beside anything but symmetric int8 "
                 "weights with a scale per channel"
             )
-    return Group(tuple(group.get("targets") or ()), bits, inputs is not None)
+    return TensorGroup(tuple(group.get("targets") or ()), bits, inputs is not None)
 
 
 def _gptq(config: Mapping[str, Any]) -> Layout:

@@ -21,7 +21,7 @@ from baton.engine.core.outputs import Outputs
 from baton.engine.core.run_ahead import RunAhead
 from baton.engine.core.scheduler import Scheduler
 from baton.engine.core.steps import Steps
-from baton.engine.core.validation import Bounds
+from baton.engine.core.validation import EngineBounds
 from baton.engine.loading.loading import load_model
 from baton.engine.memory.adopted_pages import AdoptedPages
 from baton.engine.memory.block_pool import BlockPool
@@ -34,7 +34,7 @@ from baton.engine.running.sizing import make_pool, size_pool
 from baton.engine.running.speculation import Drafter, load_draft
 from baton.engine.state.interface import ModelInfo
 from baton.engine.state.stats import EngineStats
-from baton.engine.state.step_plan import Limits
+from baton.engine.state.step_plan import StepLimits
 from baton.engine.state.work import Utilization
 from baton.protocol.clock import Clock, SystemClock
 
@@ -80,7 +80,7 @@ def assemble(
     scheduler = Scheduler(
         tables,
         Swapper(tables, stats, clock, config.preemption_mode, block_bytes),
-        Limits(config.max_num_seqs, config.max_num_batched_tokens),
+        StepLimits(config.max_num_seqs, config.max_num_batched_tokens),
         stats,
         announcements.may_admit,
         Drafter.of(active.proposer, config),
@@ -116,9 +116,9 @@ def assemble(
     )
 
 
-def _bounds(config: EngineConfig, info: ModelInfo, arena: KVArena) -> Bounds:
+def _bounds(config: EngineConfig, info: ModelInfo, arena: KVArena) -> EngineBounds:
     longest = model_len(config, info)
-    return Bounds(
+    return EngineBounds(
         local_len=pool_len(longest, arena),
         model_len=longest,
         vocab_size=info.vocab_size,

@@ -30,7 +30,7 @@ from baton.engine.core.replay import exact_chunk_of
 from baton.engine.core.run_ahead import Flight
 from baton.engine.core.scheduler import Scheduler
 from baton.engine.core.steps import Steps
-from baton.engine.core.validation import Bounds, validate
+from baton.engine.core.validation import EngineBounds, validate
 from baton.engine.loading.loading import LoadedModel
 from baton.engine.memory.adopted_pages import AdoptedPages
 from baton.engine.memory.block_pool import BlockPool
@@ -74,7 +74,7 @@ class Engine:
     info: ModelInfo
     arena: KVArena
     stats: EngineStats
-    bounds: Bounds
+    bounds: EngineBounds
     tables: BlockTables
     pins: Pins
     scheduler: Scheduler

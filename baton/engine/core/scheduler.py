@@ -41,7 +41,7 @@ from baton.engine.state.adoption import Adoption
 from baton.engine.state.interface import Reservation, SequenceChunk, Task
 from baton.engine.state.sequence import RequestGroup, SequenceState, Table, shared_tokens
 from baton.engine.state.stats import EngineStats
-from baton.engine.state.step_plan import Limits, Row, StepPlan
+from baton.engine.state.step_plan import Row, StepLimits, StepPlan
 from baton.protocol.errors import InternalError
 from baton.protocol.kv_spec import HeldBlocks
 
@@ -60,7 +60,7 @@ class Scheduler:
         self,
         tables: BlockTables,
         swapper: Swapper,
-        limits: Limits,
+        limits: StepLimits,
         stats: EngineStats,
         may_export: MayExport = lambda num_tokens, num_pending: True,
         drafter: Drafter | None = None,

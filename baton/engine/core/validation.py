@@ -14,7 +14,7 @@ from baton.protocol.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class EngineBounds:
     """What fits an engine: tokens of a request here (`local_len`) and of one that decodes
     elsewhere (`model_len`), sequences at once, blocks."""
 
@@ -36,7 +36,7 @@ class Bounds:
         return -(-num_tokens // self.block_size) * self.num_groups
 
 
-def validate(request: Request, task: Task, bounds: Bounds) -> None:
+def validate(request: Request, task: Task, bounds: EngineBounds) -> None:
     """Raise InvalidRequest (the field is named), UnsupportedFeature, or ContextLengthExceeded for
     a request that can never fit the model or, with a LOCAL task's output, the pool."""
     if request.adapter and request.adapter not in bounds.adapters:
@@ -68,7 +68,7 @@ def validate(request: Request, task: Task, bounds: Bounds) -> None:
     _check_length(request, task, bounds)
 
 
-def _check_samples(params: SamplingParams, bounds: Bounds, task: Task) -> None:
+def _check_samples(params: SamplingParams, bounds: EngineBounds, task: Task) -> None:
     if params.best_of is not None and params.best_of < params.n:
         raise InvalidRequest(
             f"best_of ({params.best_of}) must not be below n ({params.n})", field="best_of"
@@ -85,7 +85,7 @@ def _check_samples(params: SamplingParams, bounds: Bounds, task: Task) -> None:
         )
 
 
-def _check_length(request: Request, task: Task, bounds: Bounds) -> None:
+def _check_length(request: Request, task: Task, bounds: EngineBounds) -> None:
     prompt, output = len(request.prompt_ids), request.params.max_tokens
     limit = bounds.limit(task)
     if prompt + 1 > limit:
@@ -114,7 +114,7 @@ def _check_length(request: Request, task: Task, bounds: Bounds) -> None:
         )
 
 
-def most_blocks(request: Request, bounds: Bounds) -> int:
+def most_blocks(request: Request, bounds: EngineBounds) -> int:
     """Blocks with which a request of several sequences always gets to its end: whole prompt blocks
     are shared, nothing else need be, and each sequence may hold one block that it is leaving."""
     params = request.params

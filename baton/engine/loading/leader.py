@@ -18,7 +18,7 @@ from baton.engine.config import EngineConfig
 from baton.engine.loading.loading import LoadedModel, load_model
 from baton.engine.models.base import ModelAround
 from baton.engine.parallel.group import RankGroup
-from baton.engine.parallel.messages import ALL_ROWS, Kind, encode_step
+from baton.engine.parallel.messages import ALL_ROWS, MessageKind, encode_step
 from baton.engine.parallel.ranks import Ranks, StartRank, start_process, threads_of
 from baton.engine.state.batch import Batch
 from baton.engine.state.place import LEADER, RankPlace
@@ -40,7 +40,9 @@ class LeaderModel(ModelAround):
         """See CausalModel. Any error inside loses the group."""
         written = None if batch.on_layer is None else Written(batch.on_layer)
         with self._ranks.fatal():
-            self._ranks.send(Kind.FORWARD, encode_step(token_ids, positions, batch, self._adapters))
+            self._ranks.send(
+                MessageKind.FORWARD, encode_step(token_ids, positions, batch, self._adapters)
+            )
             if written is not None:
                 batch = replace(batch, on_layer=written)
             self._last = self._model.forward(token_ids, positions, batch)
@@ -52,9 +54,9 @@ class LeaderModel(ModelAround):
         """See CausalModel."""
         with self._ranks.fatal():
             if hidden is self._last:
-                self._ranks.send(Kind.LOGITS, ALL_ROWS)
+                self._ranks.send(MessageKind.LOGITS, ALL_ROWS)
             else:
-                self._ranks.send(Kind.LOGITS, len(hidden).to_bytes(8, "little"))
+                self._ranks.send(MessageKind.LOGITS, len(hidden).to_bytes(8, "little"))
                 self._group.broadcast(hidden)
             return self._model.logits(hidden)
 

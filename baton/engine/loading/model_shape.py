@@ -17,7 +17,7 @@ from baton.protocol.kv_spec import LayerSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class ExpertsShape:
     """Routed experts of all layers together."""
 
     routed: int  # per MoE layer
@@ -65,7 +65,7 @@ class ModelShape:
     layers: tuple[LayerSpec, ...]
     max_positions: int | None
     dtype: str
-    experts: Experts | None = None
+    experts: ExpertsShape | None = None
     stored: StoredWeights | None = None
     note: str = ""  # what is not certain about these numbers
     refused: str | None = None  # why no route serves it, as far as its layers tell
@@ -164,7 +164,7 @@ def _sum(
     expert_parameters = sum(mlp.experts for mlp in mlps)
     experts = None
     if routed and expert_parameters:
-        experts = Experts(routed, c["num_experts_per_tok"], expert_parameters)
+        experts = ExpertsShape(routed, c["num_experts_per_tok"], expert_parameters)
     return ModelShape(
         model_type=c["model_type"],
         parameters=matrices + vectors + vocab * hidden * (1 if tied else 2),

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from baton.engine.loading.model_shape import (
-    Experts,
+    ExpertsShape,
     ModelShape,
     layer_windows,
     stored_dtype,
@@ -89,13 +89,13 @@ def _layers(
     return tuple(layer_spec(kv_heads, dim, dim, window) for window in windows), note, refused
 
 
-def _experts(text: dict[str, Any], sizes: dict[str, int]) -> Experts | None:
+def _experts(text: dict[str, Any], sizes: dict[str, int]) -> ExpertsShape | None:
     routed = next((text[name] for name in _ROUTED_NAMES if text.get(name)), None)
     chosen = next((text[name] for name in _CHOSEN_NAMES if text.get(name)), None)
     parameters = sum(size for name, size in sizes.items() if ".experts." in name)
     if routed is None or chosen is None or not parameters:
         return None
-    return Experts(routed, chosen, parameters)
+    return ExpertsShape(routed, chosen, parameters)
 
 
 def _inner(text: dict[str, Any]) -> int:

@@ -60,7 +60,11 @@ class _Probe:
     attention: dict[int, AttentionLayer] = field(default_factory=dict)
 
     def record(
-        self, module: nn.Module, call: _Call, absorbed: Absorbed | None, options: dict[str, Any]
+        self,
+        module: nn.Module,
+        call: _AttentionCall,
+        absorbed: Absorbed | None,
+        options: dict[str, Any],
     ) -> None:
         """What `module` stores and how it attends. Raises ModelRefused."""
         name = type(module).__name__
@@ -94,7 +98,7 @@ class _Probe:
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _AttentionCall:
     """One call of attention: query [1, query_heads, T, k_dim], key and value [1, kv_heads, T,
     dim]."""
 
@@ -129,7 +133,7 @@ def _paged_attention(
         raise ModelRefused(f"{name} does not receive the keywords of the forward call")
     absorbed, step = baton_context.absorbed.get(module), baton_context.step
     if isinstance(step, _Probe):
-        step.record(module, _Call(query, key, value), absorbed, options)
+        step.record(module, _AttentionCall(query, key, value), absorbed, options)
         v_dim = value.shape[3] if absorbed is None else absorbed.v_dim
         return query.new_zeros(1, query.shape[2], query.shape[1], v_dim), None
     if absorbed is not None:

@@ -32,7 +32,7 @@ _PER_SPAN: Final = 4
 ALL_ROWS: Final = b""  # LOGITS of every row of the last forward, which each rank has
 
 
-class Kind(enum.IntEnum):
+class MessageKind(enum.IntEnum):
     """Of messages."""
 
     SETUP = 1  # engine configuration, rank, size
@@ -58,23 +58,23 @@ class Link:
         """From now on the other end is Gone if it does not read, or answer, for so long."""
         self._socket.settimeout(seconds)
 
-    def send(self, kind: Kind, body: bytes = b"") -> None:
+    def send(self, kind: MessageKind, body: bytes = b"") -> None:
         """Raises Gone."""
         try:
             self._socket.sendall(_HEADER.pack(kind, len(body)) + body)
         except OSError as error:
             raise Gone from error
 
-    def tell(self, kind: Kind, values: dict[str, Any]) -> None:
+    def tell(self, kind: MessageKind, values: dict[str, Any]) -> None:
         """Send `values` as JSON. Raises Gone."""
         self.send(kind, json.dumps(values).encode())
 
-    def receive(self) -> tuple[Kind, bytes]:
+    def receive(self) -> tuple[MessageKind, bytes]:
         """The next message, however long it takes. Raises Gone."""
         kind, length = _HEADER.unpack(self._exactly(_HEADER.size))
-        return Kind(kind), self._exactly(length)
+        return MessageKind(kind), self._exactly(length)
 
-    def expect(self, *kinds: Kind) -> tuple[Kind, dict[str, Any]]:
+    def expect(self, *kinds: MessageKind) -> tuple[MessageKind, dict[str, Any]]:
         """The next message, which must be one of `kinds`, and its JSON ({} for an empty body).
 
         Raises Gone, InternalError.

@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import FileStore
 
 from baton.engine.config import EngineConfig
 from baton.engine.parallel.group import DEADLINE_S, RankGroup
-from baton.engine.parallel.messages import Gone, Kind, Link
+from baton.engine.parallel.messages import Gone, Link, MessageKind
 from baton.engine.parallel.pool import GroupArena, SharedMemory, make_memory
 from baton.engine.state.interface import ModelInfo
 from baton.engine.state.place import RankPlace
@@ -59,7 +59,7 @@ class RankProcess:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class RankStart:
     """What a rank is started with. `directory`: where the ranks meet; `memory`: of their pools."""
 
     config: EngineConfig
@@ -80,7 +80,7 @@ class Start:
         }
 
 
-StartRank: TypeAlias = Callable[[Start], RankProcess]
+StartRank: TypeAlias = Callable[[RankStart], RankProcess]
 
 
 class Ranks:
@@ -124,7 +124,7 @@ class Ranks:
         try:
             while len(processes) + 1 < size:
                 place = RankPlace(len(processes) + 1, size)
-                processes.append(start_rank(Start(config, place, str(meeting.path), memory)))
+                processes.append(start_rank(RankStart(config, place, str(meeting.path), memory)))
         except (OSError, Gone) as error:
             Ranks(group, processes, meeting, memory).close()
             raise ConfigError(
@@ -146,11 +146,11 @@ class Ranks:
         gone: InternalError | None = None
         for each in self.processes:
             try:
-                kind, values = self._expect(each, Kind.LOADED, Kind.FAILED)
+                kind, values = self._expect(each, MessageKind.LOADED, MessageKind.FAILED)
             except InternalError as error:
                 gone = gone or error  # perhaps killed because a later one has failed: see why
                 continue
-            if kind is Kind.FAILED:
+            if kind is MessageKind.FAILED:
                 raise ConfigError(f"rank {each.rank}: {values['message']}", field=values["field"])
         if gone is not None:
             raise gone
@@ -168,16 +168,18 @@ class Ranks:
         memory = SharedMemory(self._memory, group.place, blocks, info.layers, info.kv_dtype)
         with self.fatal():
             for each in self.processes:
-                each.link.tell(Kind.POOL, {"num_blocks": num_blocks, "block_size": block_size})
+                each.link.tell(
+                    MessageKind.POOL, {"num_blocks": num_blocks, "block_size": block_size}
+                )
             group.connect(store(str(self._meeting.path), group.place.size))
             for each in self.processes:
-                self._expect(each, Kind.READY)
+                self._expect(each, MessageKind.READY)
                 each.link.limit(DEADLINE_S)
         os.close(self._memory)
         self._memory = None
         return GroupArena(memory, info.layers, info.kv_dtype)
 
-    def send(self, kind: Kind, body: bytes = b"") -> None:
+    def send(self, kind: MessageKind, body: bytes = b"") -> None:
         """To every rank. Raises InternalError if the group is lost."""
         if self._lost or self._closing:
             raise InternalError(f"the tensor-parallel group has ended: {self._lost or 'closed'}")
@@ -235,7 +237,7 @@ class Ranks:
             self._memory = None
         self._meeting.remove()
 
-    def _expect(self, each: RankProcess, *kinds: Kind) -> tuple[Kind, dict[str, str]]:
+    def _expect(self, each: RankProcess, *kinds: MessageKind) -> tuple[MessageKind, dict[str, str]]:
         try:
             return each.link.expect(*kinds)
         except Gone as error:
@@ -270,7 +272,7 @@ def cores_of(place: RankPlace) -> list[int]:
     return allowed[place.rank * share : (place.rank + 1) * share]
 
 
-def start_process(start: Start) -> RankProcess:
+def start_process(start: RankStart) -> RankProcess:
     """A rank as a process of its own. Raises OSError, Gone."""
     ours, theirs = socket.socketpair()
     with theirs:
@@ -282,5 +284,5 @@ def start_process(start: Start) -> RankProcess:
         )
     link = Link(ours)
     link.limit(LOAD_DEADLINE_S)
-    link.tell(Kind.SETUP, start.setup())
+    link.tell(MessageKind.SETUP, start.setup())
     return RankProcess(start.place.rank, process, link)

@@ -73,7 +73,7 @@ class CudaRecorder:
 @dataclass(frozen=True, slots=True)
 class Buffers:
     """One size's inputs, at addresses that stay. `numbers` [4, rows] int64 per layer group, as
-    DecodeRows has them."""
+    GpuDecodeRows has them."""
 
     step: Step
     numbers: tuple[Tensor, ...]
@@ -200,8 +200,8 @@ def size_for(count: int, sizes: Sequence[int]) -> int | None:
 
 def buffers_for(rows: int, width: int, step: Step, attention: TritonAttention) -> Buffers:
     """Empty buffers of this size, laid out as `step` is: its groups, on its device."""
-    from baton.engine.attention.triton_backend import Plan, plan_key  # imports triton
-    from baton.engine.kernels.gpu.decode_attention import DecodeRows
+    from baton.engine.attention.triton_backend import TritonPlan, plan_key  # imports triton
+    from baton.engine.kernels.gpu.decode_attention import GpuDecodeRows
 
     def empty(*size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.int64, device=step.token_ids.device)
@@ -212,8 +212,8 @@ def buffers_for(rows: int, width: int, step: Step, attention: TritonAttention) -
     spans = tuple(Span(row, 1, 0) for row in range(rows))
     batch = Batch(spans, tables, attention)
     for group in groups:
-        rows_of = DecodeRows(numbers[group], tables[group].blocks)
-        batch.plans[plan_key(group)] = Plan(rows_of, None)
+        rows_of = GpuDecodeRows(numbers[group], tables[group].blocks)
+        batch.plans[plan_key(group)] = TritonPlan(rows_of, None)
     return Buffers(Step(empty(rows), empty(rows), batch), numbers)
 
 

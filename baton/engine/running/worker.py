@@ -22,7 +22,7 @@ import torch
 from baton.engine.config import EngineConfig
 from baton.engine.loading.loading import LoadedModel, load_model
 from baton.engine.parallel.group import RankGroup
-from baton.engine.parallel.messages import ALL_ROWS, Gone, Kind, Link, decode_step
+from baton.engine.parallel.messages import ALL_ROWS, Gone, Link, MessageKind, decode_step
 from baton.engine.parallel.pool import SharedMemory
 from baton.engine.parallel.ranks import store
 from baton.engine.running.attention_choice import choose_attention
@@ -51,10 +51,10 @@ class Rank:
         adapters = self.loaded.info.adapters
         while True:
             kind, body = self.link.receive()
-            if kind is Kind.FORWARD:
+            if kind is MessageKind.FORWARD:
                 step = decode_step(body, self.attention, self.loaded.device, adapters)
                 last = self.loaded.forward(step.token_ids, step.positions, step.batch)
-            elif kind is Kind.LOGITS and last is not None:
+            elif kind is MessageKind.LOGITS and last is not None:
                 hidden = last
                 if body != ALL_ROWS:
                     count = int.from_bytes(body, "little")
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
     link = Link(socket.socket(fileno=int(arguments[0])))
     rank = 0
     try:
-        _, setup = link.expect(Kind.SETUP)
+        _, setup = link.expect(MessageKind.SETUP)
         rank = int(setup["rank"])
         logs.setup(f"rank {rank}", setup["log_level"])
         if setup["cores"]:
@@ -99,17 +99,17 @@ def join(link: Link, memory: int, setup: dict[str, Any]) -> Rank:
     try:
         loaded = load_model(config, group)
     except ConfigError as error:
-        link.tell(Kind.FAILED, {"message": error.message, "field": error.field})
+        link.tell(MessageKind.FAILED, {"message": error.message, "field": error.field})
         raise
-    link.send(Kind.LOADED)
-    _, pool = link.expect(Kind.POOL)
+    link.send(MessageKind.LOADED)
+    _, pool = link.expect(MessageKind.POOL)
     info = loaded.info
     blocks = (pool["num_blocks"], pool["block_size"])
     shared = SharedMemory(memory, place, blocks, info.layers, info.kv_dtype)
     os.close(memory)
     attention = choose_attention(loaded, shared.arena(place.rank))
     group.connect(store(setup["directory"], place.size))
-    link.send(Kind.READY)
+    link.send(MessageKind.READY)
     return Rank(link, group, loaded, attention)
 
 

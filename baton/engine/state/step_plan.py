@@ -44,7 +44,7 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class StepLimits:
     """Of one step: sequences that run at once, tokens that it computes."""
 
     max_num_seqs: int

@@ -44,9 +44,9 @@ from router.config import RouterConfig
 from router.nodes.registry import ServedModel
 from router.prompts.reader import (
     DEFAULT_MAX_TOKENS,
-    Inputs,
     Length,
     PromptReader,
+    TextInputs,
     check_logprobs,
     check_prompt_logprobs,
     check_room,
@@ -246,7 +246,7 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
         """The prompt's ids and the field that they came from."""
         match message.WhichOneof("prompt"):
             case "text" if message.text:
-                asked = Inputs([message.text], "text", Length(model.max_model_len), grant)
+                asked = TextInputs([message.text], "text", Length(model.max_model_len), grant)
                 [ids] = await self._prompts.read(asked)
                 return ids, "text"
             case "token_ids" if message.token_ids.ids:

@@ -14,7 +14,7 @@ from router.parsers.grammar import ToolFormat
 from router.parsers.message import MessageRules
 from router.parsers.registry import Formats
 from router.prompts.grammar_checks import Constraint
-from router.prompts.reader import ChatPrompt, Conversation, Length
+from router.prompts.reader import ChatPrompt, ChatToRender, Length
 from router.request.terms import Terms
 
 _AUTO_IS_OFF: Final = (
@@ -23,7 +23,7 @@ _AUTO_IS_OFF: Final = (
 )
 
 
-def conversation_of(body: ChatBody | TokenizeBody, terms: Terms, length: Length) -> Conversation:
+def conversation_of(body: ChatBody | TokenizeBody, terms: Terms, length: Length) -> ChatToRender:
     """What the chat template gets. Raises InvalidRequest, naming the field."""
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:
@@ -41,7 +41,7 @@ def conversation_of(body: ChatBody | TokenizeBody, terms: Terms, length: Length)
         documents=body.documents or (),
     )
     special = body.add_special_tokens is True
-    return Conversation(
+    return ChatToRender(
         chat, length, terms.grant, special, terms.salt(salt), template=body.chat_template
     )
 

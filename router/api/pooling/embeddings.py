@@ -37,7 +37,7 @@ from router.api.pooling.config import PoolingSettings
 from router.api.served import adapter_of, model_name, served_model
 from router.api.unserved import POOLING, Unserved, refuse
 from router.nodes.slo import ANY
-from router.prompts.reader import Inputs, PromptReader
+from router.prompts.reader import PromptReader, TextInputs
 from router.request.failures import as_baton_error
 from router.request.pool import PoolAsk, Pools
 from router.request.request_ids import note_body_id, reply_id
@@ -188,7 +188,7 @@ class PoolingParts:
         count, side = body.truncate_prompt_tokens, body.truncation_side or "right"
         special = body.add_special_tokens is not False
         length = useful_length(count, max_model_len, side)
-        asked = Inputs(inputs_of(body.input), "input", length, grant, special)
+        asked = TextInputs(inputs_of(body.input), "input", length, grant, special)
         read = zip(await self.prompts.read(asked), asked.items, asked.fields, strict=True)
         for all_ids, item, field in read:
             if not isinstance(item, str):

@@ -27,7 +27,7 @@ TILE_BYTES: Final = 16_384  # of the keys of a step
 KEY_TILES: Final = (16, 64)  # keys per step of a program: at least, at most
 
 
-class DecodeRows(NamedTuple):
+class GpuDecodeRows(NamedTuple):
     """Rows of one new token each.
 
     `numbers` [4, n] int64: each one's row of q and out, its row of `tables`, its tokens (the new
@@ -53,7 +53,7 @@ class _Partial(NamedTuple):
 
 
 def decode_attention(
-    q: Tensor, out: Tensor, layer: LayerPages, rows: DecodeRows, splits: int | None = None
+    q: Tensor, out: Tensor, layer: LayerPages, rows: GpuDecodeRows, splits: int | None = None
 ) -> None:
     """Fill the rows of out [T, query_heads, v_dim] from q [T, query_heads, k_dim].
 

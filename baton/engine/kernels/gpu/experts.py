@@ -24,7 +24,7 @@ INPUT_TILE = 64
 OUTPUT_TILE = 64
 
 
-class Layout(NamedTuple):
+class ExpertLayout(NamedTuple):
     """`order` [T * per_token]: choices sorted by expert. Of each tile: its `expert` (the number of
     experts: none), its first row of `order` and the row behind its expert's last."""
 
@@ -35,7 +35,7 @@ class Layout(NamedTuple):
     rows: int
 
 
-class _Tiles(NamedTuple):
+class _ExpertTiles(NamedTuple):
     order: Any
     expert: Any
     first: Any
@@ -57,7 +57,7 @@ def grouped_experts(hidden: Tensor, chosen: Tensor, gate_up: Tensor, down: Tenso
     return out.view(*chosen.shape, width)
 
 
-def lay_out(chosen: Tensor, num_experts: int) -> Layout:
+def lay_out(chosen: Tensor, num_experts: int) -> ExpertLayout:
     """chosen [T, per_token] -> its layout, in tiles of about an expert's share of rows."""
     flat = chosen.flatten()
     rows = min(128, max(16, triton.next_power_of_2(flat.numel() // num_experts)))
@@ -72,16 +72,16 @@ def lay_out(chosen: Tensor, num_experts: int) -> Layout:
     known = expert.clamp(max=num_experts - 1)
     before = (tile_ends - (counts + rows - 1) // rows)[known]
     first = (ends - counts)[known] + (tile - before) * rows
-    return Layout(order, expert, first, ends[known], rows)
+    return ExpertLayout(order, expert, first, ends[known], rows)
 
 
-def _launch(x: Tensor, weight: Tensor, y: Tensor, layout: Layout, per_token: int) -> None:
+def _launch(x: Tensor, weight: Tensor, y: Tensor, layout: ExpertLayout, per_token: int) -> None:
     """y = x weight^T by expert. `per_token` > 0: x is gathered by token, and the product is gated;
     0: y is scattered by choice."""
     outputs, inputs = y.shape[1], x.shape[1]
     assert weight.is_contiguous()
     grid = (layout.expert.shape[0], triton.cdiv(outputs, OUTPUT_TILE))
-    tiles = _Tiles(
+    tiles = _ExpertTiles(
         layout.order, layout.expert, layout.first, layout.end, weight.shape[0], max(1, per_token)
     )
     _grouped_kernel[grid](

@@ -1,8 +1,7 @@
 """What users of the Python client import: `from baton.client import Client`."""
 
-from baton.client.client import (
-    AsyncClient,
-    Client,
+from baton.client.client import AsyncClient, Client
+from baton.client.values import (
     GenerateEvent,
     GenerateOptions,
     Generation,

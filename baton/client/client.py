@@ -28,13 +28,9 @@ from baton.client.values import (
     GenerateEvent,
     GenerateOptions,
     Generation,
-    Logprobs,
-    Migrations,
     Model,
-    Node,
     Prompt,
     ServerInfo,
-    Usage,
     collect,
     event_of,
     generate_request,
@@ -46,20 +42,6 @@ from baton.protocol.sampling import SamplingParams
 from baton.runtime.timing import CLIENT_TIMING, Timing, channel_options
 from baton.runtime.tls import ClientTls
 from protos import serve_pb2, serve_pb2_grpc
-
-__all__ = [
-    "AsyncClient",
-    "Client",
-    "GenerateEvent",
-    "GenerateOptions",
-    "Generation",
-    "Logprobs",
-    "Migrations",
-    "Model",
-    "Node",
-    "ServerInfo",
-    "Usage",
-]
 
 # Trailing metadata of a failed call: the error's code and field (baton.protocol.errors).
 ERROR_CODE_METADATA: Final = "baton-error-code"

@@ -1,6 +1,6 @@
 """What the Python client's calls take and give, and the same as protobuf (protos/serve.proto).
 
-Not here: calls, connections and errors (baton/client/client.py, which exports all of this).
+Not here: calls, connections and errors (baton/client/client.py).
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Exchanges:
 
         app = self._app
         for prefix, dialect in self._dialects:
-            if path.startswith(prefix):
+            if path == prefix or path.startswith(f"{prefix}/"):
                 app = dialect
         with request_context(note_request_id(scope)):
             try:

@@ -8,7 +8,6 @@ Anthropic's SDK looks for it.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
 from typing import Any, Final, cast
 
 import orjson
@@ -35,17 +34,12 @@ def error_body(status: int, message: str, request_id: str | None = None) -> dict
 
 
 class AnthropicErrors:
-    """Wraps an ASGI app."""
+    """Wraps the app of these routes (router/server/exchanges.py says which requests are theirs)."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
-    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        if scope["type"] != "http" or not speaks_anthropic(scope["path"]):
-            return self._app(scope, receive, send)
-        return self._translate(scope, receive, send)
-
-    async def _translate(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start: Message | None = None  # of a failure, until its body is whole
         body = bytearray()
 
@@ -64,10 +58,6 @@ class AnthropicErrors:
                 await _send_error(start, bytes(body), send)
 
         await self._app(scope, receive, translated)
-
-
-def speaks_anthropic(path: str) -> bool:
-    return path == PREFIX or path.startswith(PREFIX + "/")
 
 
 def _named(start: Message, known: str) -> Message:

@@ -481,9 +481,12 @@ def test_every_end_is_reached(lane: str) -> None:
 
 @pytest.mark.parametrize(("lane", "examples"), [("memory", 30), ("shm", 6), ("stream-unix", 6)])
 def test_any_order_of_everything(lane: str, examples: int) -> None:
-    seen: Counter[str] = Counter()
+    """The machine's rules and invariants judge; `test_every_end_is_reached` shows that they do.
+
+    Which ends a few random examples reach is luck (hypothesis leaves whole rules out of
+    one), so nothing is asserted about that here.
+    """
     run_state_machine_as_test(
-        lambda: TransferMachine(lane, seen),  # type: ignore[arg-type]
+        lambda: TransferMachine(lane, Counter()),  # type: ignore[arg-type]
         settings=settings(max_examples=examples, stateful_step_count=40, deadline=None),
     )
-    assert seen["returned"] > 0 < seen["KVStale"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any, Final, Literal, TypeVar, cast
 
@@ -231,8 +231,10 @@ def sampling_params(
     """
     asked = _asked_of_chat(body) if isinstance(body, ChatBody) else _asked_of_completion(body)
     given = asked.max_tokens
-    plain = zip(_PLAIN_FIELDS, _plain(body), strict=True)
-    values: dict[str, Any] = {**defaults, **{name: it for name, it in plain if it is not None}}
+    values: dict[str, Any] = dict(defaults)
+    for name, value in zip(_SAME_NAMES, _same(body), strict=True):
+        if value is not None:
+            values[name] = tuple(value) if type(value) is list else value
     values |= fan_out(body)
     if given is not None:
         values["max_tokens"] = given
@@ -240,10 +242,8 @@ def sampling_params(
         values["seed"] = body.seed % 2**64  # OpenAI's clients count 64 bits as signed
     values["logprobs"] = asked.logprobs
     values["prompt_logprobs"] = asked.prompt_logprobs
-    values["stop_token_ids"] = tuple(body.stop_token_ids or ())
-    values["logprob_token_ids"] = tuple(body.logprob_token_ids or ())
-    values["allowed_token_ids"] = tuple(body.allowed_token_ids or ())
-    values["logit_bias"] = _logit_bias(body.logit_bias or {})
+    if body.logit_bias:
+        values["logit_bias"] = _logit_bias(body.logit_bias)
     try:
         params = SamplingParams(**values)
     except InvalidRequest as error:
@@ -255,12 +255,19 @@ def sampling_params(
     return params
 
 
-# Copied from the body by name when present.
-_PLAIN_FIELDS: Final = (
-    "n", "best_of", "temperature", "top_p", "top_k", "min_p", "min_tokens", "ignore_eos",
-    "presence_penalty", "frequency_penalty", "repetition_penalty", "length_penalty",
-)  # fmt: skip
-_plain: Final = attrgetter(*_PLAIN_FIELDS)
+# What the bodies and SamplingParams call by one name is copied, but for what has its own way: in
+# sampling_params, in fan_out.py (early_stopping), or as text (bad_words and stop, in intake.py).
+_OWN_WAY: Final = {
+    "max_tokens", "seed", "logprobs", "prompt_logprobs", "logit_bias", "early_stopping",
+    "bad_words", "stop", "include_stop_str_in_output", "skip_special_tokens",
+}  # fmt: skip
+_SAME_NAMES: Final = tuple(
+    spec.name
+    for spec in fields(SamplingParams)
+    if spec.name in SamplingFields.__struct_fields__ and spec.name not in _OWN_WAY
+)
+_same: Final = attrgetter(*_SAME_NAMES)
+_TOKEN_IDS: Final = tuple(name for name in _SAME_NAMES if name.endswith("_token_ids"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,9 +353,8 @@ def token_ids_below(ids: tuple[int, ...], vocab_size: int, field: str) -> tuple[
 
 def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
     """Raise InvalidRequest, naming the field, for ids that the vocabulary does not have."""
-    token_ids_below(params.stop_token_ids, vocab_size, "stop_token_ids")
-    token_ids_below(params.allowed_token_ids, vocab_size, "allowed_token_ids")
-    token_ids_below(params.logprob_token_ids, vocab_size, "logprob_token_ids")
+    for name in _TOKEN_IDS:
+        token_ids_below(getattr(params, name), vocab_size, name)
     token_ids_below(tuple(dict(params.logit_bias)), vocab_size, "logit_bias")
     for word in params.bad_words:
         token_ids_below(word, vocab_size, "bad_words")

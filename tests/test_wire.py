@@ -93,6 +93,7 @@ params = st.builds(
     stop_token_ids=token_lists,
     allowed_token_ids=token_lists,
     ignore_eos=st.booleans(),
+    skip_reading_prefix_cache=st.booleans(),
     presence_penalty=decimals(-2, 2),
     frequency_penalty=decimals(-2, 2),
     repetition_penalty=st.integers(1, 100000).map(lambda n: n / 1000),

@@ -94,6 +94,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     stop_token_ids: StopTokenIds | None = None
     min_tokens: MinTokens | None = None
     ignore_eos: bool | None = None
+    skip_reading_prefix_cache: bool | None = None
     presence_penalty: PresencePenalty | None = None
     frequency_penalty: FrequencyPenalty | None = None
     repetition_penalty: RepetitionPenalty | None = None

@@ -415,7 +415,7 @@ def _sampling_params(
     """`defaults` (max_tokens at least) stand in for absent fields.
 
     Raises InvalidRequest out of bounds, UnsupportedFeature for what no engine serves yet."""
-    given = {"seed": DRAWS.seed(), **defaults, **sampling_fields(message)}
+    given: dict[str, Any] = {"seed": DRAWS.seed(), **defaults, **sampling_fields(message)}
     return SamplingParams(**given)
 
 

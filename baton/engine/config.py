@@ -87,6 +87,9 @@ class EngineConfig:
         "round the vocabulary head when loading (auto: to 8 bits, if the weights are rounded)",
         choices=get_args(HeadQuantization),
     )
+    shared_weights: bool = option(
+        True, "hold the weights once for all processes of this host that load the same ones (CPU)"
+    )
     kv_cache_dtype: KVCacheDtype = option(
         "auto",
         "how KV is stored: as computed, or rounded",

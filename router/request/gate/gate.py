@@ -44,7 +44,7 @@ from router.request.gate.capacity import (
 from router.request.gate.service_levels import ServiceLevels, SloCounts
 from router.request.trace import RequestTrace
 from router.tenants.keys import Grant
-from router.tenants.pace import LONGEST_WAIT_S, Pace
+from router.tenants.turns import LONGEST_WAIT_S, Pace
 
 MOST_REQUEST_TOKENS: Final = 1 << 20
 RETRY_PAUSED_S: Final = 10  # nobody but the operator knows

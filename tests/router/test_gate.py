@@ -107,6 +107,35 @@ async def test_with_room_there_is_no_task_switch() -> None:
     assert (gate.queue.num_live, gate.holds("a")) == (0, False)
 
 
+async def test_with_room_the_nodes_are_looked_at_once() -> None:
+    """A snapshot of each node is most of what an admission costs."""
+    looks = 0
+
+    def nodes() -> list[NodeSnapshot]:
+        nonlocal looks
+        looks += 1
+        return [node(Role.PREFILL), node(Role.DECODE)]
+
+    gate = gate_of(nodes=nodes)
+    for terms in (Terms(), Terms(slo=Slo(ttft_s=60.0, tpot_s=60.0), timeout_s=60.0)):
+        request = replace(make_request("a"), arrival=1000.0, deadline=1060.0)
+        gate.leave(await gate.enter(request, RequestTrace(terms)))
+    assert looks == 2
+
+
+async def test_nothing_is_kept_of_requests_that_have_left() -> None:
+    """Their prompts may be long, and the next request may be far."""
+    gate = gate_of(nodes=lambda: [node(Role.PREFILL), node(Role.DECODE)])
+    first, second, third = (Visitor(gate, name, deadline=9000.0) for name in "abc")
+    await settle()
+    await first.leave()
+    await settle()
+    await third.cancelled()
+    await second.leave()
+    kept = gate._tickets, gate._turns, gate._starting, gate.queue._expiries  # pyright: ignore[reportPrivateUsage]
+    assert not any(kept)
+
+
 async def test_one_after_the_other() -> None:
     gate = gate_of()
     first, second, third = (Visitor(gate, name) for name in "abc")

@@ -69,8 +69,10 @@ def end_preparing(scope: Scope, counted_tokens: int = 0) -> None:
 async def wait_to_read(scope: Scope) -> None:
     """Until a body as large as the head says is read. Raises Overloaded if that would be long."""
     found = preparation_of(scope)
-    for name, value in scope["headers"] if found is not None else ():
-        if name == b"content-length" and found is not None and value.isdigit():
+    if found is None:
+        return
+    for name, value in scope["headers"]:
+        if name == b"content-length" and value.isdigit():
             wait_s = found.reserve(int(value))
             if wait_s > 0:
                 await asyncio.sleep(wait_s)

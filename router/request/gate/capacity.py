@@ -14,6 +14,7 @@ What a node has not reported yet counts as room: the node can refuse by itself.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final
 
@@ -86,7 +87,7 @@ class Capacity:
             return False
         return not reported or prompt_tokens + ahead <= free + AHEAD * total
 
-    def widest(self) -> int | None:
-        """Most sequences of one request that a decode node takes; None while that is not known."""
+    def widest(self) -> float:
+        """Most sequences of one request that a decode node takes; infinite if that is not known."""
         widths = [node.max_num_seqs for node in self.nodes if node.role is Role.DECODE]
-        return max(widths) if widths and all(widths) else None
+        return max(widths) if widths and all(widths) else math.inf

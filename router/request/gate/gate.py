@@ -215,8 +215,8 @@ class Gate:
     # ---- may it enter? ----
 
     def _check_size(self, ticket: Ticket, nodes: Capacity) -> None:
-        """Raises InvalidRequest for more tokens than the settings allow, and for more sequences
-        than any node runs at once."""
+        """Raises InvalidRequest for more tokens than the settings allow, or more sequences than any
+        node runs at once."""
         tokens = ticket.samples * (ticket.prompt_tokens + ticket.max_tokens)
         if tokens > self._settings.max_request_tokens:
             pooled = ticket.trace.pooled
@@ -226,8 +226,7 @@ class Gate:
                 field=pooled or ("n" if ticket.samples > 1 else "max_tokens"),
             )
         params = ticket.request.params
-        most = nodes.widest() if params.width > 1 else None
-        if most is not None and params.width > most:
+        if params.width > 1 and params.width > (most := nodes.widest()):
             raise self._too_large(
                 f"{params.width} sequences of one request are more than the {most} that a"
                 " decode node runs at once (its --max-num-seqs)",
@@ -304,8 +303,7 @@ class Gate:
         self.poke()  # it may have been the large request that held up the others
 
     def _pump(self) -> None:
-        """Let in or refuse the requests whose turn it is, and set the timer for the next one whose
-        time runs out."""
+        """Let in or refuse the requests whose turn it is."""
         now = self._clock.monotonic()
         nodes = Capacity(self._nodes(), self._settings.prefill_window_s)
         self._note_pause(nodes, now)
@@ -314,6 +312,10 @@ class Gate:
             if let_in and ticket.trace.terms.slo.ttft_s is not None:
                 self._levels.promise(ticket, nodes.nodes)
             self._wake(ticket)
+        self._set_timer(nodes, now)
+
+    def _set_timer(self, nodes: Capacity, now: float) -> None:
+        """To look again when the next one's time runs out, or no node is expected any more."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -105,14 +105,15 @@ class ServiceLevels:
         """An admitted request has ended: learn from it, and count it if it was not cancelled."""
         request, trace = ticket.request, ticket.trace
         slo, first = trace.terms.slo, trace.first_token_at
-        cancelled = trace.outcome == RequestState.CANCELLED
         if slo.ttft_s is not None and first is not None:
             took_s = first - (trace.admitted_at or request.arrival)
             self._ttft_error.observe(took_s - ticket.expected_s)
-        if slo.ttft_s is not None and not cancelled:
+        if trace.outcome == RequestState.CANCELLED:
+            return
+        if slo.ttft_s is not None:
             in_time = first is not None and first - request.arrival <= slo.ttft_s
             self._ttft.count(met=in_time)
-        if slo.tpot_s is not None and not cancelled:
+        if slo.tpot_s is not None:
             tpot_s = trace.tpot_s(request.params.n)
             finished = trace.outcome == RequestState.FINISHED
             self._tpot.count(met=finished and (tpot_s is None or tpot_s <= slo.tpot_s))

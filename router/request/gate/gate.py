@@ -159,8 +159,8 @@ class Gate:
         ticket = Ticket(request, trace)
         self._check_size(ticket, nodes)
         terms = trace.terms
-        asks = terms.slo is not ANY or terms.timeout_s is not None
-        if asks and not self._levels.plan(ticket, nodes.nodes):
+        asks_for_times = terms.slo is not ANY or terms.timeout_s is not None
+        if asks_for_times and not self._levels.plan(ticket, nodes.nodes):
             raise self._refused(Reason.SLO, RETRY_TPOT_S)
         now = self._clock.monotonic()
         if self.queue.num_queued:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from baton.llm import LLM
-from baton.sampling import SamplingParams
+from baton.protocol.sampling import SamplingParams
 
 PROMPT: Final = list(range(5, 37))
 SHORT, LONG = 8, 40  # tokens

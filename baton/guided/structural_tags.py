@@ -3,9 +3,9 @@
     {"type": "structural_tag", "structures": [{"begin", "schema", "end"}], "triggers": [...]}
     {"type": "structural_tag", "format": {"type": "triggered_tags", ...}}
 
-The first spelling is the older one. What is not understood raises UnsupportedFeature, so that
-another backend may try. Text that is a special token of the model must be met as that token: where
-`specials` knows it, the token takes its place. Pure; no I/O.
+The first spelling is the older one. What is not understood raises UnsupportedFeature. Text that is
+a special token of the model must be met as that token: where `specials` knows it, the token takes
+its place. So formats of tokens are read as those of their texts. Pure; no I/O.
 
 Source: xgrammar's structural tag formats; llguidance's Lark syntax (docs/syntax.md).
 """
@@ -27,9 +27,9 @@ MAX_NESTING: Final = 32
 _ANY: Final = "/(.|\\n)*/"
 _ALLOWED: Final[dict[str, frozenset[str]]] = {
     "const_string": frozenset({"value"}),
-    "json_schema": frozenset({"json_schema"}),
+    "json_schema": frozenset({"json_schema", "style"}),
     "qwen_xml_parameter": frozenset({"json_schema"}),
-    "any_text": frozenset(),
+    "any_text": frozenset({"excludes"}),
     "regex": frozenset({"pattern", "excludes"}),  # what the text of a tag must not hold
     "grammar": frozenset({"grammar"}),
     "sequence": frozenset({"elements"}),
@@ -39,8 +39,17 @@ _ALLOWED: Final[dict[str, frozenset[str]]] = {
     "star": frozenset({"content"}),
     "repeat": frozenset({"content", "min", "max"}),
     "tag": frozenset({"begin", "content", "end"}),
-    "triggered_tags": frozenset({"triggers", "tags", "at_least_one", "stop_after_first"}),
+    "triggered_tags": frozenset(
+        {"triggers", "tags", "at_least_one", "stop_after_first", "excludes"}
+    ),
     "tags_with_separator": frozenset({"tags", "separator", "at_least_one", "stop_after_first"}),
+    "dispatch": frozenset({"rules", "loop", "excludes"}),
+    "token": frozenset({"token"}),
+    "any_tokens": frozenset({"exclude_tokens"}),
+    "token_dispatch": frozenset({"rules", "loop", "exclude_tokens"}),
+    "token_triggered_tags": frozenset(
+        {"trigger_tokens", "tags", "at_least_one", "stop_after_first", "exclude_tokens"}
+    ),
 }
 
 
@@ -56,22 +65,17 @@ class Dialect:
 def lark_of(text: str, dialect: Dialect) -> str:
     """A llguidance grammar for a structural tag given as JSON.
 
-    Raises InvalidRequest (field `guided`) for what is none, UnsupportedFeature for what only
-    another backend may know.
+    Raises InvalidRequest (field `guided`) for what is none, UnsupportedFeature for what cannot be
+    written.
     """
     writer = _Writer(dialect)
-    writer.rules["start"] = writer.format(format_of(text))
+    writer.rules["start"] = writer.format(_format_of(text))
     lines = ["%llguidance {}", *(f"{name}: {body}" for name, body in writer.rules.items())]
     grammars = [{"name": "tags", "lark_grammar": "\n".join(lines) + "\n"}, *writer.embedded]
     return json.dumps({"grammars": grammars}, ensure_ascii=False)
 
 
-def holds_json(form: Mapping[str, Any]) -> bool:
-    """Whether the values of a format are JSON throughout; texts of other styles stand bare."""
-    return form.get("type") == "json_schema" and form.get("style") in (None, "json")
-
-
-def format_of(text: str) -> dict[str, Any]:
+def _format_of(text: str) -> dict[str, Any]:
     """The format of a structural tag in either spelling. Raises InvalidRequest."""
     try:
         given: object = json.loads(text)
@@ -109,7 +113,7 @@ class _Writer:
             "const_string": self._const_string,
             "json_schema": self._json_schema,
             "qwen_xml_parameter": self._qwen_xml_parameter,
-            "any_text": lambda _: self._any(),
+            "any_text": lambda form: self._any(_excludes(form)),
             "regex": self._regex,
             "grammar": self._grammar,
             "sequence": self._sequence,
@@ -125,20 +129,11 @@ class _Writer:
 
     def format(self, form: Mapping[str, Any]) -> str:
         """The expression of any format. Mutates the rules."""
-        kind = form.get("type")
-        allowed = _ALLOWED.get(kind) if isinstance(kind, str) else None
-        extra = [] if allowed is None else [
-            key for key, value in form.items() if value and key != "type" and key not in allowed
-        ]  # fmt: skip
-        if allowed is None or extra:
-            raise UnsupportedFeature(
-                f"structural_tag: {extra[0] if extra else repr(kind)} is not supported",
-                field="guided",
-            )
+        form = _known(form)
         self._depth += 1
         if self._depth > MAX_NESTING:
             raise _wrong(f"it is nested more than {MAX_NESTING} deep")
-        expression = self._write[str(kind)](form)
+        expression = self._write[form["type"]](form)
         self._depth -= 1
         return expression
 
@@ -148,6 +143,9 @@ class _Writer:
         return self.literal(_text(form.get("value"), "value"))
 
     def _json_schema(self, form: Mapping[str, Any]) -> str:
+        if form.get("style") not in (None, "json"):
+            message = f"structural_tag: style {str(form['style'])[:80]!r} is not supported"
+            raise UnsupportedFeature(message, field="guided")
         return self.json(form.get("json_schema", True))
 
     def _regex(self, form: Mapping[str, Any]) -> str:
@@ -169,17 +167,22 @@ class _Writer:
     # ---- combinations ----
 
     def _sequence(self, form: Mapping[str, Any]) -> str:
-        elements = _objects(form, "elements")
+        elements = [_known(element) for element in _objects(form, "elements")]
         parts: list[str] = []
         for index, element in enumerate(elements):
-            free = element.get("type") == "any_text"
-            if index and elements[index - 1].get("type") == "any_text":
+            before = elements[index - 1] if index else {}
+            if before.get("type") == "any_text":
                 # Free text is a lexeme of its own that would swallow what follows it.
-                if element.get("type") != "const_string":
-                    message = "structural_tag: any_text is supported before const_string and last"
+                if element.get("type") not in ("const_string", "tag"):
+                    message = (
+                        "structural_tag: any_text is supported before const_string, tag and last"
+                    )
                     raise UnsupportedFeature(message, field="guided")
-                parts.append(self.until(_text(element.get("value"), "value")))
-            elif not free or index == len(elements) - 1:
+                is_tag = element["type"] == "tag"
+                text = _text(element.get("begin" if is_tag else "value"), "value")
+                parts.append(self.until(text, _excludes(before)))
+                parts += [self._rest(element)] if is_tag else []
+            elif element.get("type") != "any_text" or index == len(elements) - 1:
                 parts.append(self.format(element))
         return self._group(parts, " ")
 
@@ -207,7 +210,7 @@ class _Writer:
 
     def _triggered_tags(self, form: Mapping[str, Any]) -> str:
         """Text up to a trigger, then one of its tags; each tag begins with one trigger."""
-        given = form.get("triggers")
+        given, excludes = form.get("triggers"), _excludes(form)
         if not isinstance(given, list) or not given:
             raise _wrong("triggers must be a list of texts")
         triggers = [_text(trigger, "triggers") for trigger in cast("list[object]", given)]
@@ -222,7 +225,7 @@ class _Writer:
         tagged = self.rule(
             self._group(
                 [
-                    f"{self.until(trigger)} {self._group(ends, ' | ')}"
+                    f"{self.until(trigger, excludes)} {self._group(ends, ' | ')}"
                     for trigger, ends in followers.items()
                     if ends
                 ],
@@ -230,17 +233,17 @@ class _Writer:
             )
         )
         if form.get("stop_after_first"):
-            return tagged if form.get("at_least_one") else f"({tagged} | {self._any()})"
+            return tagged if form.get("at_least_one") else f"({tagged} | {self._any(excludes)})"
         times = "+" if form.get("at_least_one") else "*"
-        return f"({tagged}{times} {self._any()})"
+        return f"({tagged}{times} {self._any(excludes)})"
 
     def _rest(self, tag: Mapping[str, Any]) -> str:
         """Content and end of a tag. Free text goes up to the first occurrence of the end."""
-        content, end = _object(tag.get("content"), "content"), tag.get("end", "")
+        content, end = _known(_object(tag.get("content"), "content")), tag.get("end", "")
         ends = cast("list[object]", end) if isinstance(end, list) else [end]
         texts = [_text(one, "end", empty=True) for one in ends]
         if content.get("type") == "any_text" and all(texts):
-            return self._group([self.until(text) for text in texts], " | ")
+            return self._group([self.until(text, _excludes(content)) for text in texts], " | ")
         if content.get("type") == "regex":
             return self._group([self.match(content, text) for text in texts], " | ")
         closing = self._group([self.literal(text) for text in texts], " | ")
@@ -267,10 +270,7 @@ class _Writer:
         would take as much as it can."""
         at, _ = self._next_special(end)
         first = json.dumps(end[:at], ensure_ascii=False) if at else ""
-        text = self.regex(_text(form.get("pattern"), "pattern"))
-        for without in cast("list[object]", form.get("excludes") or []):
-            escaped = re.escape(_text(without, "excludes")).replace("/", "\\/")
-            text = f"({text} & ~/(.|\\n)*{escaped}(.|\\n)*/)"
+        text = _without(self.regex(_text(form.get("pattern"), "pattern")), _excludes(form))
         lexeme = self._terminal(f"{text} {first}".rstrip())
         return lexeme if at == len(end) else f"{lexeme} {self.literal(end[at:])}"
 
@@ -286,12 +286,13 @@ class _Writer:
             text = text[at + len(special) :]
         return " ".join(parts) or '""'
 
-    def until(self, end: str) -> str:
-        """Any text up to the first `end`, and that."""
+    def until(self, end: str, excludes: Sequence[str] = ()) -> str:
+        """Any text without `excludes` up to the first `end`, and that."""
         at, special = self._next_special(end)
         if special and at == 0:
-            return f"{self._any()} {self.literal(end)}"
-        return self._terminal(f"{_ANY} {json.dumps(end, ensure_ascii=False)}", lazy=True)
+            return f"{self._any(excludes)} {self.literal(end)}"
+        text = _without(_ANY, excludes)
+        return self._terminal(f"{text} {json.dumps(end, ensure_ascii=False)}", lazy=True)
 
     def _next_special(self, text: str) -> tuple[int, str]:
         """Where the first special token stands, and which; the end and "" without one."""
@@ -305,8 +306,8 @@ class _Writer:
         at, _, special = min(found)
         return at, special
 
-    def _any(self) -> str:
-        return self._terminal(_ANY)
+    def _any(self, excludes: Sequence[str] = ()) -> str:
+        return self._terminal(_without(_ANY, excludes))
 
     def _terminal(self, body: str, lazy: bool = False) -> str:
         """The rule of a lexeme, one for all places that need it."""
@@ -346,6 +347,67 @@ def unanchored(pattern: str) -> str:
     return body if pattern.endswith("$") and not escaped else pattern
 
 
+def _known(form: Mapping[str, Any]) -> dict[str, Any]:
+    """A format that has a writer: one of tokens, a `dispatch` or a style becomes an older one that
+    says the same. Raises UnsupportedFeature for what is not understood."""
+    kind = form.get("type")
+    allowed = _ALLOWED.get(kind) if isinstance(kind, str) else None
+    plain = {key: value for key, value in form.items() if key != "type"}
+    extra = [key for key, value in plain.items() if value and key not in (allowed or ())]
+    if allowed is None or extra:
+        name = repr(kind) if allowed is None else extra[0]
+        raise UnsupportedFeature(f"structural_tag: {name} is not supported", field="guided")
+    match kind:
+        case "token":
+            return {"type": "const_string", "value": plain.get("token")}
+        case "any_tokens":
+            return {"type": "any_text", "excludes": plain.get("exclude_tokens")}
+        case "token_triggered_tags":
+            plain["triggers"] = plain.pop("trigger_tokens", None)
+            plain["excludes"] = plain.pop("exclude_tokens", None)
+            return {"type": "triggered_tags", **plain}
+        case "dispatch" | "token_dispatch":
+            tags = [{"begin": begin, "content": then, "end": ""} for begin, then in _rules(form)]
+            return {
+                "type": "triggered_tags",
+                "triggers": [tag["begin"] for tag in tags],
+                "tags": tags,
+                "stop_after_first": plain.get("loop") is False,
+                "excludes": plain.get("excludes") or plain.get("exclude_tokens"),
+            }
+        case "json_schema" if plain.get("style") == "qwen_xml":
+            return {"type": "qwen_xml_parameter", "json_schema": plain.get("json_schema")}
+        case _:
+            return dict(form)
+
+
+def _rules(form: Mapping[str, Any]) -> list[tuple[object, object]]:
+    """Of a `dispatch`: patterns, and what follows each."""
+    rules = form.get("rules")
+    if not isinstance(rules, list) or not rules:
+        raise _wrong("rules must be a list that is not empty")
+    for rule in cast("list[object]", rules):
+        if not isinstance(rule, list) or len(cast("list[object]", rule)) != 2:
+            raise _wrong("each of the rules is a pattern and a format")
+    return [(pattern, content) for pattern, content in cast("list[list[object]]", rules)]
+
+
+def _excludes(form: Mapping[str, Any]) -> list[str]:
+    """The texts that must not occur in a text."""
+    given = form.get("excludes") or []
+    if not isinstance(given, list):
+        raise _wrong("excludes must be a list of texts")
+    return [_text(one, "excludes") for one in cast("list[object]", given)]
+
+
+def _without(text: str, excludes: Sequence[str]) -> str:
+    """An expression of the texts of `text` in which none of `excludes` occurs."""
+    for without in excludes:
+        escaped = re.escape(without).replace("/", "\\/")
+        text = f"({text} & ~/(.|\\n)*{escaped}(.|\\n)*/)"
+    return text
+
+
 def _object(value: object, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise _wrong(f"{name} must be an object")
@@ -360,6 +422,9 @@ def _objects(form: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 def _text(value: object, name: str, empty: bool = False) -> str:
+    """A text, or the text of a token that is named by it."""
+    if isinstance(value, dict) and cast("dict[str, object]", value).get("type") == "token":
+        value = cast("dict[str, object]", value).get("token")
     if not isinstance(value, str):
         raise UnsupportedFeature(f"structural_tag: {name} must be a text", field="guided")
     if not value and not empty:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final
 
 from msgspec import Meta
 
-from baton.guided.grammars import BACKENDS, MAX_CHOICES
+from baton.guided.spec import BACKENDS, MAX_CHOICES
 from baton.protocol.sampling import (
     BOUNDS,
     MAX_ALLOWED_TOKEN_IDS,

@@ -82,13 +82,11 @@ def limited(
 ) -> Constraint | None:
     """The constraint with a limit for the thought before it, if a client gives its tokens.
 
-    `opened`: the answer begins within a thought. Raises InvalidRequest, UnsupportedFeature.
+    `opened`: the answer begins within a thought. Raises UnsupportedFeature.
     """
     field = "thinking_token_budget"
     if budget is None or budget == -1:
         return asked
-    if not 0 <= budget < 2**31:
-        raise InvalidRequest(f"{field}: -1 (no limit), or from 0 on", field=field)
     if thought is None or not thought.can_end:
         message = f"{field} needs a server with a --reasoning-parser of tags"
         raise UnsupportedFeature(message, field=field)

@@ -21,10 +21,10 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from baton.engine.core.engine import Engine
+from baton.engine.core.grammars import prepared
 from baton.engine.state.adoption import Adoption
 from baton.engine.state.interface import Reservation, Task
 from baton.engine.thread import StepReport
-from baton.guided.cache import prepared
 from baton.node.pooling import PoolingDesk
 from baton.node.requests import NodeRequest
 from baton.node.role import RoleContext

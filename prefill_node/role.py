@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton.engine.core.engine import Engine
+from baton.engine.core.grammars import prepared
 from baton.engine.state.interface import Task
 from baton.engine.thread import StepReport
-from baton.guided.cache import prepared
 from baton.node.pooling import PoolingDesk
 from baton.node.requests import NodeRequest
 from baton.node.role import RoleContext

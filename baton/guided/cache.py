@@ -88,6 +88,16 @@ class GrammarCache:
             return grammar
         return replace(grammar, limit=self._limit(guided, guided.most_thought))
 
+    async def prepared(self, guided: GuidedDecoding) -> Grammar:
+        """Wait, from asyncio, until a grammar is compiled: `get` then has it at once. Whoever keeps
+        what this returns keeps it from being forgotten. Raises as `get` does."""
+        compiling = asyncio.wrap_future(self.submit(guided))
+        try:
+            # Shielded: others may wait for the same one.
+            return await asyncio.wait_for(asyncio.shield(compiling), COMPILE_S)
+        except TimeoutError as error:
+            raise too_busy() from error
+
     def _limit(self, guided: GuidedDecoding, most: int) -> ThoughtLimit:
         vocabulary = self._known_vocabulary()  # a grammar has been compiled with it by now
         start = self._thought(guided.thought_start) if guided.thought_start else None
@@ -141,16 +151,3 @@ class GrammarCache:
             if self._vocabulary is None:
                 self._vocabulary = self._load()
             return self._vocabulary
-
-
-async def prepared(grammars: GrammarCache | None, guided: GuidedDecoding | None) -> Grammar | None:
-    """Wait, from asyncio, until the grammar of a request is compiled: the engine then has it at
-    once. Whoever keeps what this returns keeps it from being forgotten. Raises as `get` does."""
-    if guided is None or grammars is None:
-        return None
-    compiling = asyncio.wrap_future(grammars.submit(guided))
-    try:
-        # Shielded: others may wait for the same one.
-        return await asyncio.wait_for(asyncio.shield(compiling), COMPILE_S)
-    except TimeoutError as error:
-        raise too_busy() from error

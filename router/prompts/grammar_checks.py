@@ -19,7 +19,7 @@ from router.prompts.off_loop import OffLoop, WorkLane
 from router.tenants.keys import EVERYBODY, Grant
 
 MAX_KNOWN: Final = 256
-TRIAL_S: Final = 0.005  # usually; what it took is settled afterwards
+TRIAL_S: Final = 0.005  # usually; the time that it took is charged afterwards
 BLAMED: Final = (InvalidRequest, Unavailable)  # what may be said of a grammar
 
 
@@ -66,10 +66,10 @@ class GrammarChecker:
         if coming is None:
             work = self._off_loop.run(WorkLane.GRAMMAR, grant, TRIAL_S, lambda: self._try(grammar))
             coming = self._coming[grammar] = asyncio.ensure_future(work)
-            coming.add_done_callback(lambda done: self._settle(grammar, done))
+            coming.add_done_callback(lambda done: self._keep(grammar, done))
         return await asyncio.shield(coming)  # others may wait for the same one
 
-    def _settle(self, grammar: GuidedDecoding, done: asyncio.Future[InvalidRequest | None]) -> None:
+    def _keep(self, grammar: GuidedDecoding, done: asyncio.Future[InvalidRequest | None]) -> None:
         del self._coming[grammar]
         if done.cancelled() or done.exception() is not None:
             return

@@ -10,8 +10,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from baton.engine.core.grammars import prepared
 from baton.guided import cache
-from baton.guided.cache import GrammarCache, prepared
+from baton.guided.cache import GrammarCache
 from baton.guided.thought import ThoughtEnd
 from baton.guided.vocabulary import Vocabulary
 from baton.protocol.errors import (

@@ -1,4 +1,4 @@
-"""What the engine does with grammars: which it has, which requests it takes, who follows one.
+"""What the engine does with grammars: which it has, which requests wait for one and follow it.
 
 Compiling and following them is baton/guided; writing masks on logits is running/masks.py.
 """
@@ -10,10 +10,12 @@ from baton.engine.config import EngineConfig
 from baton.engine.state.interface import ModelInfo
 from baton.engine.state.sequence import RequestGroup
 from baton.guided.cache import GrammarCache
+from baton.guided.guide import Grammar
 from baton.guided.spec import FIELD, check_size
 from baton.guided.vocabulary import Vocabulary, load_vocabulary
 from baton.protocol.errors import UnsupportedFeature
 from baton.protocol.request import Request
+from baton.protocol.sampling import GuidedDecoding
 
 
 def grammars_of(config: EngineConfig, info: ModelInfo) -> GrammarCache:
@@ -36,6 +38,14 @@ def refuse_unguided(request: Request, grammars: GrammarCache | None) -> None:
     check_size(guided)
     if grammars is None:
         raise UnsupportedFeature("guided: this engine has no tokenizer", field=FIELD)
+
+
+async def prepared(grammars: GrammarCache | None, guided: GuidedDecoding | None) -> Grammar | None:
+    """Wait, from asyncio, for the grammar of a request, so that `guide` does not. Whoever keeps
+    what this returns keeps it from being forgotten. Raises as `GrammarCache.get` does."""
+    if guided is None or grammars is None:
+        return None
+    return await grammars.prepared(guided)
 
 
 def guide(group: RequestGroup, grammars: GrammarCache | None) -> None:

@@ -129,7 +129,7 @@ class EngineConfig:
     speculative_model: str | None = option(None, "checkpoint of the draft model")
     guided_decoding_backend: GuidedBackend = option(
         "auto",
-        "accepted for its other names: llguidance follows all grammars",
+        "accepted, and changes nothing: llguidance follows all grammars",
         choices=spelled(get_args(GuidedBackend), guidance="llguidance"),
     )
     memory_bandwidth: float | None = option(

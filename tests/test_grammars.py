@@ -205,6 +205,8 @@ REFUSED: list[tuple[GuidedDecoding, type[InvalidRequest], str]] = [
     (tag({"type": "any_text", "excludes": 3}), InvalidRequest, "excludes must be"),
     (tag(one("tag", begin="a", content=one("any_text", max_chars=3), end="b")), UnsupportedFeature,
      "max_chars"),
+    (tag({**regex("a"), "excludes": ["b"]}), UnsupportedFeature, "fills a tag"),
+    (GuidedDecoding("free", ""), InvalidRequest, "no grammar"),
     (tag({"type": "json_schema", "style": "glm_xml"}), UnsupportedFeature, "style 'glm_xml'"),
     (tag({"type": "token", "token": 7}), UnsupportedFeature, "must be a text"),
     (tag(one("tag", begin={"type": "token"}, content=const("a"), end="")), UnsupportedFeature,

@@ -132,7 +132,7 @@ class EngineConfig:
     speculative_model: str | None = option(None, "checkpoint of the draft model")
     guided_decoding_backend: GuidedBackend = option(
         "auto",
-        "what follows grammars where a request does not say (auto: llguidance, else xgrammar)",
+        "accepted, and changes nothing: llguidance follows all grammars",
         choices=spelled(get_args(GuidedBackend), guidance="llguidance"),
     )
     memory_bandwidth: float | None = option(

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 import baton
+from baton.engine.core.assembly import EngineParts, assemble
 from baton.engine.core.engine import Engine
 from baton.engine.state.stats import EngineStats
 from baton.engine.thread import EngineThread, StepReport
@@ -27,7 +28,7 @@ from baton.node.hand_on import HandOn
 from baton.node.metrics import snapshot, with_counters
 from baton.node.progress import EngineProgress, ProgressAnswer
 from baton.node.requests import NodeRequest, RequestTable, failure
-from baton.node.role import NodeRole, RoleContext
+from baton.node.role import MakeThread, NodeRole, RoleContext
 from baton.node.session import RouterSession, Share
 from baton.protocol.clock import Clock
 from baton.protocol.errors import (
@@ -69,7 +70,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class NodeParts:
-    """What a shell is made of. The two makers run in its constructor, on the event loop."""
+    """What a shell is made of: its engine of the parts in `engine`. The two makers run in its
+    constructor, on the event loop. The shell does not keep this: a node that sleeps frees the
+    model."""
 
     node_id: str
     boot_id: str
@@ -77,9 +80,9 @@ class NodeParts:
     config: NodeConfig
     timing: Timing
     clock: Clock
-    engine: Engine
+    engine: EngineParts
     make_connector: Callable[[OnReleased], Connector]
-    make_role: Callable[[RoleContext], NodeRole]
+    make_role: Callable[[RoleContext, MakeThread], NodeRole]
 
 
 class NodeShell:
@@ -94,27 +97,21 @@ class NodeShell:
         self.boot_id = parts.boot_id
         self.requests = RequestTable()
         self.draining = False
-        self._engine = parts.engine
         self._loop = asyncio.get_running_loop()
         self._address = ""
         self._sessions: set[RouterSession] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._engine_load = parts.engine.current_load()
-        self._engine_stats = parts.engine.stats.copy()
         self._kv_waste = 0.0
         self._kv_token_bytes = parts.engine.info.kv_token_bytes
         self.progress = EngineProgress(parts.clock, parts.config.stall_s)
         self._quiet = asyncio.Event()  # set whenever a request or an export has ended
         self._stopped = False
-        self.thread = EngineThread(parts.engine, self._on_step)
         self.connector = parts.make_connector(self._on_released)
         self.metrics = NodeMetrics(
             parts.engine.config.model_name, parts.node_id, parts.role.value, self.scrape
         )
         self.role = parts.make_role(
             RoleContext(
-                engine=parts.engine,
-                thread=self.thread,
                 connector=self.connector,
                 loop=self._loop,
                 config=parts.config,
@@ -122,10 +119,14 @@ class NodeShell:
                 clock=parts.clock,
                 spawn=self._spawn,
                 observe_fetch=self.metrics.observe_fetch,
-            )
+            ),
+            lambda hooks: EngineThread(assemble(parts.engine, hooks), self._on_step),
         )
-
-        self.control = NodeControl(self, parts.engine)
+        self.thread = self.role.thread
+        self.engine = self.thread.engine
+        self._engine_load = self.engine.current_load()
+        self._engine_stats = self.engine.stats.copy()
+        self.control = NodeControl(self, self.engine)
         self._leaving = HandOn(self.thread, self.connector, self.role, self._spawn)
 
     @property
@@ -204,7 +205,7 @@ class NodeShell:
 
     def record(self) -> NodeRecord:
         """What this node says of itself, now."""
-        info, config = self._engine.info, self._engine.config
+        info, config = self.engine.info, self.engine.config
         adapters = self.control.adapters
         return NodeRecord(
             node_id=self.node_id,
@@ -213,7 +214,7 @@ class NodeShell:
             address=self._address,
             model=config.model_name,
             model_digest=info.digest,
-            block_size=self._engine.pool.block_size,
+            block_size=self.engine.pool.block_size,
             max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,
             endpoint=self.connector.endpoint(),
@@ -249,7 +250,7 @@ class NodeShell:
 
     def ask_engine(self) -> None:
         """A heartbeat. Load and counters come between two steps; in a long one, those before it."""
-        if self.progress.ask(self._engine.stats.num_layers):
+        if self.progress.ask(self.engine.stats.num_layers):
             self.thread.post(self._answer)
         else:
             self.send_load(beat=True)
@@ -397,7 +398,7 @@ class NodeShell:
 
     def _on_step(self, report: StepReport) -> None:
         self.role.on_step(report)
-        stats = self._engine.stats.copy()
+        stats = self.engine.stats.copy()
         self._loop.call_soon_threadsafe(self._deliver, report, stats)
 
     def _answer(self, engine: Engine) -> None:

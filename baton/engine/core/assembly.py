@@ -1,12 +1,16 @@
 """Assembly: an engine is put together from complete parts; nothing is set on it afterwards.
 
-build_engine()  weights, KV arena and grammars of a configured model, then assemble()
-assemble()      scheduler, steps and all that lies around them, over any runner
+load_parts()    weights, KV arena and grammars of a configured model
+assemble()      scheduler, steps and all that lies around them, over the parts of any runner
+build_engine()  both at once
+
+A prefill node works in between: its engine's hooks export KV of the arena, so the arena exists
+first, then the connector over it, then the hooks, then the engine.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -32,16 +36,33 @@ from baton.engine.memory.pins import Pins
 from baton.engine.memory.swap import Swapper
 from baton.engine.running.sizing import make_pool, size_pool
 from baton.engine.running.speculation import Drafter, load_draft
-from baton.engine.state.interface import ModelInfo
+from baton.engine.state.interface import EngineHooks, ModelInfo
 from baton.engine.state.stats import EngineStats
 from baton.engine.state.step_plan import StepLimits
 from baton.engine.state.work import Utilization
 from baton.protocol.clock import Clock, SystemClock
 
 
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """What an engine is made of: `active` runs its steps, with KV in `arena`. Guided requests need
+    `grammars`."""
+
+    config: EngineConfig
+    active: ActiveModel
+    arena: KVArena
+    info: ModelInfo
+    grammars: Grammars | None = None
+
+
 def build_engine(config: EngineConfig, memory: MakeMemory | None = None) -> Engine:
-    """The real thing: weights from `config.model`, the KV arena in what memory is left, or in
-    `memory` (a pool on the CPU only). Sets torch's threads if the config says how many.
+    """An engine that exports nothing. Raises what load_parts() and assemble() raise."""
+    return assemble(load_parts(config, memory))
+
+
+def load_parts(config: EngineConfig, memory: MakeMemory | None = None) -> EngineParts:
+    """Weights from `config.model`, the KV arena in what memory is left, or in `memory` (a pool on
+    the CPU only). Sets torch's threads if the config says how many.
 
     Raises ConfigError (ModelRefused for a checkpoint that cannot be served).
     """
@@ -55,27 +76,24 @@ def build_engine(config: EngineConfig, memory: MakeMemory | None = None) -> Engi
     arena = make_pool(model, num_blocks, block_size, memory)
     config = replace(config, block_size=arena.block_size, num_kv_blocks=arena.num_blocks)
     active = activate(model, draft, config, arena, Utilization())
-    return assemble(config, active, arena, info, grammars=grammars_of(config, info))
+    return EngineParts(config, active, arena, info, grammars_of(config, info))
 
 
 def assemble(
-    config: EngineConfig,
-    active: ActiveModel,
-    arena: KVArena,
-    info: ModelInfo,
-    clock: Clock | None = None,
-    grammars: Grammars | None = None,
+    parts: EngineParts, hooks: EngineHooks | None = None, clock: Clock | None = None
 ) -> Engine:
-    """An engine whose steps `active` runs, with KV in `arena`. Guided requests need `grammars`.
+    """An engine of `parts`, which are its alone from now on. It exports its PREFILL requests
+    through `hooks`; None = not at all.
 
     Raises ConfigError for a pool that holds no token, or a longest length beyond the model's.
     """
+    config, active, arena, info = parts.config, parts.active, parts.arena, parts.info
     clock, stats = clock or SystemClock(), EngineStats(utilization=active.utilization)
     bounds = _bounds(config, info, arena)
     pool = BlockPool(arena.num_blocks, arena.block_size, config.enable_prefix_caching)
     tables = BlockTables(pool, arena, stats, arena.groups.windows)
     pins = Pins(tables)
-    announcements = Announcements(pins, stats)
+    announcements = Announcements(pins, stats, hooks)
     block_bytes = arena.num_bytes // arena.num_blocks
     scheduler = Scheduler(
         tables,
@@ -112,7 +130,7 @@ def assemble(
         steps=steps,
         outputs=Outputs(scheduler, stats, info.eos_token_ids, bounds.limit, requests.finished),
         active=active,
-        grammars=grammars,
+        grammars=parts.grammars,
     )
 
 

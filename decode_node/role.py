@@ -205,7 +205,7 @@ class DecodeRole:
     def ends(self, entry: NodeRequest, event: TokenEvent) -> bool:
         return event.finish_reason is not None and entry.sample_ended(event.sample)
 
-    def told(self, events: Sequence[TokenEvent]) -> None:
+    def written(self, events: Sequence[TokenEvent]) -> None:
         """Nothing waits for it."""
 
     def blocks_freed(self) -> None:

@@ -5,7 +5,7 @@ The life of a request here:
     admitted()       -> its blocks are exported under a lease; the handle goes to the router at once
     layer_written()  -> each layer of each chunk is published: a receiver may read it already
     on_step()        -> token 1 goes to the router with the step's message
-    told()           -> it is on the wire: the export is complete, and what was not sent yet follows
+    written()        -> it is on the wire: the export is complete, and what was not sent yet follows
 The export outlives the request: the receiver's ACK, the router's release or the lease's end unpin
 the blocks. Vectors instead of tokens are baton/node/pooling.py's.
 """
@@ -102,10 +102,10 @@ class PrefillExports:
 def first_tokens(events: Sequence[TokenEvent]) -> tuple[FirstToken, ...]:
     """What END carries of one request's events: token 1 of each sample, or the candidates that its
     search begins with."""
-    told: list[FirstToken] = []
+    tokens: list[FirstToken] = []
     for event in events:
         last = len(event.token_ids) - 1
-        told += (
+        tokens += (
             FirstToken(
                 position=event.position + index,
                 token_id=token,
@@ -115,11 +115,11 @@ def first_tokens(events: Sequence[TokenEvent]) -> tuple[FirstToken, ...]:
             )
             for index, token in enumerate(event.token_ids)
         )
-        told += (
+        tokens += (
             FirstToken(event.position, each.token_id, rank, cumulative_logprob=each.logprob)
             for rank, each in enumerate(event.candidates)
         )
-    return tuple(told)
+    return tuple(tokens)
 
 
 @dataclass(slots=True, eq=False)
@@ -143,7 +143,7 @@ class PrefillRole:
         self._serving: dict[str, _Serving] = {}
         # Computed, with token 1 on its way to the router: added to by the engine thread only, and
         # taken from by the event loop only.
-        self._untold: dict[tuple[str, int], tuple[KVHandle, tuple[FirstToken, ...]]] = {}
+        self._unwritten: dict[tuple[str, int], tuple[KVHandle, tuple[FirstToken, ...]]] = {}
         self._exports = PrefillExports(context.connector, self._handle_ready, self._export_lost)
         self.thread = make_thread(self._exports)
         self._pooling = PoolingDesk(self)
@@ -177,10 +177,10 @@ class PrefillRole:
     def ends(self, entry: NodeRequest, event: TokenEvent) -> bool:
         return True  # all samples' events come in one step
 
-    def told(self, events: Sequence[TokenEvent]) -> None:
+    def written(self, events: Sequence[TokenEvent]) -> None:
         # Not before: the data plane would send megabytes on the core that is to send token 1.
         for event in events:
-            due = self._untold.pop((event.request_id, event.epoch), None)
+            due = self._unwritten.pop((event.request_id, event.epoch), None)
             if due is not None:
                 self._context.connector.complete(*due)
 
@@ -202,7 +202,7 @@ class PrefillRole:
             FAILPOINTS.hit("p.done")
             due = self._exports.computed(request_id, events)
             if due is not None:
-                self._untold[request_id, events[0].epoch] = due
+                self._unwritten[request_id, events[0].epoch] = due
         for failed in report.failed:
             self._leave(self.thread.engine, failed.request_id)
         self._context.connector.want_back(report.short_of_room)

@@ -207,14 +207,14 @@ class EngineThread:
             self._on_step(report)
         except Exception:
             log.exception("the receiver of engine steps failed")
-            self._end_untold(report)
+            self._end_unreported(report)
 
-    def _end_untold(self, report: StepReport) -> None:
+    def _end_unreported(self, report: StepReport) -> None:
         """Nobody will hear of these tokens, so their requests end here, and that is reported."""
-        untold = {(event.request_id, event.epoch) for event in report.events}
-        for request_id, _ in untold:
+        unreported = {(event.request_id, event.epoch) for event in report.events}
+        for request_id, _ in unreported:
             self.engine.abort(request_id)
-        ended = [_ended(*of_request, "a step's results were lost") for of_request in untold]
+        ended = [_ended(*of_request, "a step's results were lost") for of_request in unreported]
         load = self.engine.current_load()
         try:
             self._on_step(replace(report, events=[], failed=report.failed + ended, load=load))

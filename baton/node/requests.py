@@ -22,7 +22,7 @@ from baton.protocol.request import Request
 class NodeRequest:
     """One request here. `ended` is done when its last event was sent, or it cannot go on.
 
-    `prefilled`: token 1 is there, or nobody will tell. `cancelled`: nobody wants it any more.
+    `prefilled`: token 1 is there, or nobody will report it. `cancelled`: nobody wants it any more.
     `leaving`: it was asked to go to another node.
     """
 
@@ -83,7 +83,7 @@ class NodeRequest:
 
 
 def failure(request: Request, error: BatonError) -> RequestFailed:
-    """What a router is told when `request` ends in `error`."""
+    """What is sent to a router when `request` ends in `error`."""
     return RequestFailed(
         request.id, request.epoch, error.code, error.message, error.retryable, error.field
     )

@@ -84,7 +84,7 @@ class NodeRole(Protocol):
         """After each step, on the engine thread, before routers hear of it. Must not block."""
         ...
 
-    def told(self, events: Sequence[TokenEvent]) -> None:
+    def written(self, events: Sequence[TokenEvent]) -> None:
         """These are on the wire to their router, or nobody wants them any more. Event loop."""
         ...
 

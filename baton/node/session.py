@@ -1,4 +1,4 @@
-"""One router's session with this node: its bounded outbox, and what that router has been told.
+"""One router's session with this node: its bounded outbox, and what it has reported to that router.
 
 The life: opened by the service after the router's hello, attached to the shell (which sends a
 snapshot of all block hashes), fed by the shell, read by the service's writer, cut when the router
@@ -81,12 +81,12 @@ class RouterSession:
         self._wake.set()
 
     def changed_load(self, load: NodeLoad) -> NodeLoad | None:
-        """`load` if this router was last told another state.
+        """`load` if another state was last reported to this router.
 
         Counters alone are no news: they travel with the next state, at the latest with a heartbeat.
         """
-        told = self.last_load
-        known = told is not None and told.without_counters() == load.without_counters()
+        last = self.last_load
+        known = last is not None and last.without_counters() == load.without_counters()
         return None if known else load
 
     def cut(self, reason: BatonError) -> None:

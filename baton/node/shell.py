@@ -142,7 +142,7 @@ class NodeShell:
         self.thread.start()
 
     def begin_drain(self) -> None:
-        """Take no new requests from now on, and tell the routers. Twice is safe."""
+        """Take no new requests from now on, and report that to the routers. Twice is safe."""
         if not self.draining:
             self.draining = True
             self.connector.drain()
@@ -241,7 +241,7 @@ class NodeShell:
         )
 
     def send_load(self, *, beat: bool = False) -> None:
-        """Tell the routers the load, counters included: all of them with a heartbeat (to them a
+        """Send the routers the load, counters included: all of them with a heartbeat (to them a
         silent node hangs), else where it changed."""
         load = self.load()
         for session in self._sessions:
@@ -353,7 +353,7 @@ class NodeShell:
         self._keep(entry.task)
 
     async def _serve(self, entry: NodeRequest, older: NodeRequest | None) -> None:
-        """One request, from its submission to its last event; exactly one end of it is told."""
+        """One request, from its submission to its last event; exactly one end of it is reported."""
         limit = asyncio.timeout(self._seconds_left(entry.request.deadline))
         with request_context(entry.request.id):
             try:
@@ -372,8 +372,8 @@ class NodeShell:
                 self._fail(entry, InternalError("internal error"))
 
     def _fail(self, entry: NodeRequest, error: BatonError) -> None:
-        told = entry.ended.done() and entry.ended.exception() is None
-        if not told:
+        reported = entry.ended.done() and entry.ended.exception() is None
+        if not reported:
             entry.send(NodeStep(failed=(failure(entry.request, error),)))
 
     def _seconds_left(self, deadline: float | None) -> float | None:
@@ -409,13 +409,13 @@ class NodeShell:
         )
         self._loop.call_soon_threadsafe(self._answered, *state, engine.kv_usage().waste)
 
-    def tell_blocks(self, engine: Engine) -> None:
+    def report_blocks(self, engine: Engine) -> None:
         """Changes of the prefix map go out now, between steps. Engine thread."""
         events = tuple(engine.take_block_events())
         self._loop.call_soon_threadsafe(self._send_step, {}, events)
 
     def _snapshot(self, engine: Engine, session: RouterSession) -> None:
-        # Taken together, and delivered in the order of the steps: nothing is told twice or missed.
+        # Taken together, and delivered in the order of the steps: no event is sent twice or missed.
         pending = engine.take_block_events()
         everything = engine.pool.snapshot_events()
         self._loop.call_soon_threadsafe(self._synchronise, session, pending, everything)
@@ -432,9 +432,9 @@ class NodeShell:
     # ---- back on the event loop ----
 
     def _answered(
-        self, told: ProgressAnswer, load: NodeLoad, stats: EngineStats, kv_waste: float
+        self, answer: ProgressAnswer, load: NodeLoad, stats: EngineStats, kv_waste: float
     ) -> None:
-        self.progress.answered(told, self.connector.active_exports + self.role.fetching > 0)
+        self.progress.answered(answer, self.connector.active_exports + self.role.fetching > 0)
         self._engine_load, self._engine_stats, self._kv_waste = load, stats, kv_waste
         self.send_load(beat=True)
 
@@ -457,7 +457,7 @@ class NodeShell:
         for event in report.events:
             entry = self.requests.find(event.request_id, event.epoch)
             if entry is None:  # aborted while the step ran
-                self.role.told((event,))
+                self.role.written((event,))
                 continue
             shares[entry.session].tokens.append(event)
             if self.role.ends(entry, event):
@@ -483,4 +483,4 @@ class NodeShell:
                 block_events=block_events if session.synced else (),
             )
             if step.tokens or step.failed or step.load or step.block_events:
-                session.send(step, partial(self.role.told, step.tokens) if step.tokens else None)
+                session.send(step, partial(self.role.written, step.tokens) if step.tokens else None)

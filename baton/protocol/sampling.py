@@ -71,7 +71,7 @@ class SamplingParams:
     Raises InvalidRequest with the field's name for a value outside BOUNDS (NaN included).
     `seed` None means that the front door draws one; every engine needs it drawn (see `with_seed`).
     `allowed_token_ids`: nothing else is ever drawn, not even an end-of-sequence; empty = all.
-    `logprobs` -1 = all of the vocabulary; with `logprob_token_ids` these are told instead.
+    `logprobs` -1 = all of the vocabulary; with `logprob_token_ids` these are reported instead.
     The last three are for whoever makes text of the tokens (`LLM`, `Client`): engines know no text,
     and these never travel to a node. `stop` may be given as one text.
     """
@@ -174,7 +174,7 @@ class SamplingParams:
 
     @property
     def num_outputs(self) -> int:
-        """Outputs that an engine tells of: every sample, or the n best beams."""
+        """Outputs that an engine reports: every sample, or the n best beams."""
         return self.n if self.beam_width else max(self.n, self.best_of or 1)
 
     @property

@@ -59,7 +59,7 @@ def start_thread(start: RankStart) -> RankProcess:
     ours, theirs = socket.socketpair()
     link = Link(ours)
     thread = RankThread(Link(theirs), start)
-    link.tell(MessageKind.SETUP, start.setup())
+    link.send_json(MessageKind.SETUP, start.setup())
     return RankProcess(start.place.rank, thread, link)
 
 

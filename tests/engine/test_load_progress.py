@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from baton.engine.checkpoint import load_progress
-from baton.engine.checkpoint.load_progress import TOLD_EVERY_S, LoadProgress
+from baton.engine.checkpoint.load_progress import LOG_EVERY_S, LoadProgress
 from baton.engine.checkpoint.tensors import TensorReader
 from tests.tiny_models import make_tiny_model
 
@@ -39,7 +39,7 @@ def test_a_long_load_says_how_far_it_is(caplog: pytest.LogCaptureFixture) -> Non
 def test_every_byte_of_the_files_counts(
     lazy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(load_progress, "TOLD_EVERY_S", 0.0)
+    monkeypatch.setattr(load_progress, "LOG_EVERY_S", 0.0)
     files = make_tiny_model("llama", tmp_path).glob("*.safetensors")
     with caplog.at_level(logging.INFO, logger=load_progress.__name__):
         reader = TensorReader(files, torch.float32, torch.device("cpu"))
@@ -52,7 +52,7 @@ def test_every_byte_of_the_files_counts(
 def test_a_short_load_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     progress = LoadProgress(10, clock.now)
-    clock.at += TOLD_EVERY_S / 2
+    clock.at += LOG_EVERY_S / 2
     with caplog.at_level(logging.INFO, logger=load_progress.__name__):
         progress.add(10)
     assert not caplog.messages

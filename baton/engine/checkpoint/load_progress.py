@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Final
 
 log = logging.getLogger(__name__)
-TOLD_EVERY_S: Final = 2.0
+LOG_EVERY_S: Final = 2.0
 
 
 class LoadProgress:
@@ -19,7 +19,7 @@ class LoadProgress:
         """`now`: seconds of any monotonic clock."""
         self._total = total_bytes
         self._now = now
-        self._began = self._told = now()
+        self._began = self._logged_at = now()
         self._done = 0
         self._lock = threading.Lock()
 
@@ -28,9 +28,9 @@ class LoadProgress:
         with self._lock:
             self._done = done = min(self._total, self._done + num_bytes)
             now = self._now()
-            if now - self._told < TOLD_EVERY_S:
+            if now - self._logged_at < LOG_EVERY_S:
                 return
-            self._told = now
+            self._logged_at = now
         left = (self._total - done) * (now - self._began) / done
         log.info(
             "loading weights: %d %% of %.1f GB, about %.0f s more",

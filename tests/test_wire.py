@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import given
@@ -30,6 +31,8 @@ from baton.protocol.request import FinishReason, Request
 from baton.protocol.sampling import GuidedDecoding, SamplingParams
 from baton.protocol.wire_guided import GUIDED_KINDS
 from protos import node_pb2
+
+T = TypeVar("T")
 
 
 class StoppedClock:
@@ -58,25 +61,54 @@ def decimals(low: int, high: int) -> st.SearchStrategy[float]:
     return st.integers(low * 1000, high * 1000).map(lambda n: n / 1000)
 
 
-guided = st.builds(
+DRAWN: dict[type, set[str]] = {}  # fields that its strategy draws
+# Fields of values that never travel, or that another strategy adds.
+NOT_DRAWN: dict[type, set[str]] = {
+    SamplingParams: {"stop", "include_stop_str_in_output", "skip_special_tokens"},
+    Request: {"arrival"},
+    Endpoint: {"ranks"},
+    TokenEvent: {"candidates"},
+}
+
+
+def struct(
+    kind: type[T], make: Callable[..., T] | None = None, /, **drawn: st.SearchStrategy[Any]
+) -> st.SearchStrategy[T]:
+    """`st.builds` that notes which fields of `kind` are drawn."""
+    DRAWN[kind] = set(drawn)
+    return st.builds(make or kind, **drawn)
+
+
+guided = struct(
     GuidedDecoding,
     kind=st.sampled_from(GUIDED_KINDS),
     grammar=texts,
     backend=texts,
     whitespace=st.none() | texts,
     starts_after=texts,
+    most_thought=st.none() | counts,
+    thought_start=texts,
 )
 
 
 def sampling(
-    guided: GuidedDecoding | None, allowed_token_ids: tuple[int, ...], **others: Any
+    guided: GuidedDecoding | None,
+    allowed_token_ids: tuple[int, ...],
+    logprob_token_ids: tuple[int, ...],
+    **others: Any,
 ) -> SamplingParams:
-    """With one of the two that exclude each other."""
-    allowed = () if guided else allowed_token_ids
-    return SamplingParams(guided=guided, allowed_token_ids=allowed, **others)
+    """Without those that the others exclude."""
+    listed = others["logprobs"] is not None and not others["beam_width"]
+    return SamplingParams(
+        guided=guided,
+        allowed_token_ids=() if guided else allowed_token_ids,
+        logprob_token_ids=logprob_token_ids if listed else (),
+        **others,
+    )
 
 
-params = st.builds(
+params = struct(
+    SamplingParams,
     sampling,
     n=st.integers(1, 128),
     best_of=st.none() | st.integers(1, 128),
@@ -102,9 +134,10 @@ params = st.builds(
     bad_words=st.lists(token_lists, max_size=3).map(tuple),
     logprobs=st.none() | st.integers(0, 20),
     prompt_logprobs=st.none() | st.integers(0, 20),
+    logprob_token_ids=token_lists,
     guided=st.none() | guided,
 )
-requests = st.builds(
+requests = struct(
     Request,
     id=names,
     prompt_ids=st.lists(tokens, min_size=1, max_size=20).map(tuple),
@@ -119,7 +152,7 @@ requests = st.builds(
     resume=st.sampled_from(wire.RESUME),
     ended=st.lists(st.integers(0, 127), max_size=3).map(tuple),
 )
-formats = st.builds(
+formats = struct(
     PoolFormat,
     block_size=positive,
     dtype=names,
@@ -127,13 +160,13 @@ formats = st.builds(
     tp_rank=counts,
     codecs=st.lists(names, max_size=3).map(tuple),
 )
-lanes = st.builds(
+lanes = struct(
     LaneAddress,
     name=names,
     address=texts,
     attributes=st.dictionaries(names, texts, max_size=3).map(lambda d: tuple(sorted(d.items()))),
 )
-leaf_endpoints = st.builds(
+leaf_endpoints = struct(
     Endpoint,
     boot_id=names,
     layout_fingerprint=names,
@@ -144,7 +177,7 @@ leaf_endpoints = st.builds(
 endpoints = st.builds(
     replace, leaf_endpoints, ranks=st.lists(leaf_endpoints, max_size=2).map(tuple)
 )
-handles = st.builds(
+handles = struct(
     KVHandle,
     boot_id=names,
     export_seq=st.integers(0, 2**64 - 1),
@@ -157,7 +190,7 @@ handles = st.builds(
     sample=counts,
 )
 floats = st.floats(0, 1e9)
-loads = st.builds(
+loads = struct(
     NodeLoad,
     running=counts,
     waiting=counts,
@@ -170,6 +203,8 @@ loads = st.builds(
     step_seconds=floats,
     prefill_tokens_per_s=floats,
     draining=st.booleans(),
+    stalled=st.booleans(),
+    kv_token_bytes=counts,
     kv_received_bytes=st.integers(0, 2**64 - 1),
     kv_sent_bytes=st.integers(0, 2**64 - 1),
     kv_adopted_bytes=st.integers(0, 2**64 - 1),
@@ -178,10 +213,15 @@ loads = st.builds(
     preemptions=st.integers(0, 2**64 - 1),
     prefix_query_tokens=st.integers(0, 2**64 - 1),
     prefix_hit_tokens=st.integers(0, 2**64 - 1),
+    steps=st.integers(0, 2**64 - 1),
+    step_tokens=st.integers(0, 2**64 - 1),
+    kv_tail_seconds=floats,
+    mbu=floats,
+    mfu=floats,
     pause=st.sampled_from(("", "refuse", "hold")),
     asleep=st.booleans(),
 )
-records = st.builds(
+records = struct(
     NodeRecord,
     node_id=names,
     boot_id=names,
@@ -205,7 +245,7 @@ records = st.builds(
 logprob_rows = st.lists(
     st.lists(st.builds(TokenLogprob, tokens, singles, counts), max_size=3).map(tuple), max_size=3
 ).map(tuple)
-token_events = st.builds(
+token_events = struct(
     TokenEvent,
     request_id=names,
     epoch=epochs,
@@ -221,13 +261,13 @@ token_events = st.builds(
 )
 vectors = st.integers(1, 4).flatmap(lambda n: st.binary(min_size=4 * n, max_size=4 * n))
 hashes = st.lists(st.binary(min_size=16, max_size=16), max_size=4).map(tuple)
-steps = st.builds(
+steps = struct(
     NodeStep,
     tokens=st.lists(token_events, max_size=3).map(tuple),
     handles=st.lists(st.builds(HandleReady, names, epochs, handles), max_size=2).map(tuple),
     subscribed=st.lists(st.builds(Subscribed, names, epochs), max_size=2).map(tuple),
     failed=st.lists(
-        st.builds(
+        struct(
             RequestFailed,
             request_id=names,
             epoch=counts,
@@ -255,6 +295,7 @@ steps = st.builds(
     | st.builds(
         AdapterList, st.lists(names, max_size=3).map(tuple), st.lists(names, max_size=3).map(tuple)
     ),
+    last=st.booleans(),
 )
 SUBMISSIONS = (messages.SubmitPrefill, messages.SubmitDecode, messages.SubmitPool)
 
@@ -289,7 +330,7 @@ router_messages = st.one_of(
     st.builds(messages.DrainNode, names),
     st.builds(messages.Migrate, names, epochs),
     st.builds(messages.StopSample, names, epochs, st.integers(0, 127)),
-    st.builds(
+    struct(
         messages.ControlNode,
         number=st.integers(0, 2**64 - 1),
         action=st.sampled_from(wire_control.ACTIONS),
@@ -300,6 +341,11 @@ router_messages = st.one_of(
         mode=st.sampled_from(wire_control.MODES),
     ),
 )
+
+
+@pytest.mark.parametrize("kind", DRAWN, ids=lambda kind: kind.__name__)
+def test_every_field_travels_in_these_tests(kind: Any) -> None:
+    assert DRAWN[kind] | NOT_DRAWN.get(kind, set()) == {each.name for each in fields(kind)}
 
 
 @given(router_messages)

@@ -16,7 +16,6 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from baton.engine.core.engine import Engine
 from baton.engine.core.grammars import prepared
@@ -122,14 +121,6 @@ def first_tokens(events: Sequence[TokenEvent]) -> tuple[FirstToken, ...]:
     return tuple(tokens)
 
 
-@dataclass(slots=True, eq=False)
-class _Serving:
-    """A request here; `handle` is its export, as long as that ends with the request."""
-
-    entry: NodeRequest
-    handle: KVHandle | None = None
-
-
 def _add(engine: Engine, request: Request) -> None:
     engine.add(request, Task.PREFILL)
     FAILPOINTS.hit("p.queued")
@@ -140,7 +131,7 @@ class PrefillRole:
 
     def __init__(self, context: RoleContext, make_thread: MakeThread) -> None:
         self._context = context
-        self._serving: dict[str, _Serving] = {}
+        self._serving: dict[str, NodeRequest] = {}
         # Computed, with token 1 on its way to the router: added to by the engine thread only, and
         # taken from by the event loop only.
         self._unwritten: dict[tuple[str, int], tuple[KVHandle, tuple[FirstToken, ...]]] = {}
@@ -160,19 +151,19 @@ class PrefillRole:
         if entry.pool is not None:
             return await self._pooling.serve(entry, entry.pool)
         request = entry.request
-        serving = self._serving[request.id] = _Serving(entry)
+        self._serving[request.id] = entry
         try:
             grammar = await prepared(self.thread.engine.grammars, request.params.guided)
             await self.thread.call(lambda engine: _add(engine, request))
             del grammar  # kept until the engine had it
             await asyncio.shield(entry.ended)
-            serving.handle = None  # from now on the export has a life of its own
+            entry.export = None  # from now on it has a life of its own
         finally:
             del self._serving[request.id]
             # Idempotent, and behind the add in the thread's order; after token 1 it finds nothing.
             self.thread.post(lambda engine: self._gone(engine, request.id))
-            if serving.handle is not None:
-                self._release(serving.handle)
+            if entry.export is not None:
+                self._release(entry.export)
 
     def ends(self, entry: NodeRequest, event: TokenEvent) -> bool:
         return True  # all samples' events come in one step
@@ -228,24 +219,21 @@ class PrefillRole:
     # ---- event loop ----
 
     def _send_handle(self, request: Request, handle: KVHandle) -> None:
-        serving = self._find(request)
-        if serving is None:  # aborted while the engine admitted it
+        entry = self._find(request)
+        if entry is None:  # aborted while the engine admitted it
             self._release(handle)
             return
-        serving.handle = handle
-        ready = HandleReady(request.id, request.epoch, handle)
-        serving.entry.send(NodeStep(handles=(ready,)))
+        entry.export = handle
+        entry.send(NodeStep(handles=(HandleReady(request.id, request.epoch, handle),)))
 
     def _break_off(self, request: Request, error: BatonError) -> None:
-        serving = self._find(request)
-        if serving is not None:
-            serving.entry.break_off(error)
+        entry = self._find(request)
+        if entry is not None:
+            entry.break_off(error)
 
     def _release(self, handle: KVHandle) -> None:
         self._context.spawn(self._context.connector.release(handle, "the prefill was aborted"))
 
-    def _find(self, request: Request) -> _Serving | None:
-        serving = self._serving.get(request.id)
-        if serving is None or serving.entry.request.epoch != request.epoch:
-            return None
-        return serving
+    def _find(self, request: Request) -> NodeRequest | None:
+        entry = self._serving.get(request.id)
+        return None if entry is None or entry.request.epoch != request.epoch else entry

@@ -11,20 +11,12 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from baton.node.step_parts import in_parts
 from baton.protocol.errors import BatonError, Overloaded
-from baton.protocol.events import NodeStep, RequestFailed, TokenEvent
+from baton.protocol.events import NodeStep
 from baton.protocol.handles import NodeLoad
-
-
-@dataclass(slots=True)
-class Share:
-    """One session's part of a step."""
-
-    tokens: list[TokenEvent] = field(default_factory=list[TokenEvent])
-    failed: list[RequestFailed] = field(default_factory=list[RequestFailed])
 
 
 @dataclass(eq=False)

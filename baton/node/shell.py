@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import baton
 from baton.engine.core.assembly import EngineParts, assemble
@@ -29,7 +29,7 @@ from baton.node.metrics import snapshot, with_counters
 from baton.node.progress import EngineProgress, ProgressAnswer
 from baton.node.requests import NodeRequest, RequestTable, failure
 from baton.node.role import MakeThread, NodeRole, RoleContext
-from baton.node.session import RouterSession, Share
+from baton.node.session import RouterSession
 from baton.protocol.clock import Clock
 from baton.protocol.errors import (
     BatonError,
@@ -41,7 +41,7 @@ from baton.protocol.errors import (
     Overloaded,
     Unavailable,
 )
-from baton.protocol.events import BlockEvent, NodeStep
+from baton.protocol.events import BlockEvent, NodeStep, RequestFailed, TokenEvent
 from baton.protocol.handles import KVHandle, NodeLoad, NodeRecord, Role
 from baton.protocol.kv_spec import BlockLists
 from baton.protocol.messages import (
@@ -66,6 +66,9 @@ from kv_transfer.connector import Connector
 from kv_transfer.protocol.base import OnReleased
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+OfSession: TypeAlias = dict[RouterSession, list[T]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,7 +415,7 @@ class NodeShell:
     def report_blocks(self, engine: Engine) -> None:
         """Changes of the prefix map go out now, between steps. Engine thread."""
         events = tuple(engine.take_block_events())
-        self._loop.call_soon_threadsafe(self._send_step, {}, events)
+        self._loop.call_soon_threadsafe(self._send_step, {}, {}, events)
 
     def _snapshot(self, engine: Engine, session: RouterSession) -> None:
         # Taken together, and delivered in the order of the steps: no event is sent twice or missed.
@@ -446,39 +449,42 @@ class NodeShell:
     def _synchronise(
         self, session: RouterSession, pending: list[BlockEvent], everything: list[BlockEvent]
     ) -> None:
-        self._send_step({}, tuple(pending))
+        self._send_step({}, {}, tuple(pending))
         session.synced = True
         session.send(NodeStep(load=self.load(), block_events=tuple(everything)))
 
     def _deliver(self, report: StepReport, stats: EngineStats) -> None:
         """One step's results: a message to each session it concerns."""
         self._engine_load, self._engine_stats = report.load, stats
-        shares: defaultdict[RouterSession, Share] = defaultdict(Share)
+        tokens: OfSession[TokenEvent] = defaultdict(list)
+        failures: OfSession[RequestFailed] = defaultdict(list)
         for event in report.events:
             entry = self.requests.find(event.request_id, event.epoch)
             if entry is None:  # aborted while the step ran
                 self.role.written((event,))
                 continue
-            shares[entry.session].tokens.append(event)
+            tokens[entry.session].append(event)
             if self.role.ends(entry, event):
                 entry.end()
         for failed in report.failed:
             entry = self.requests.find(failed.request_id, failed.epoch)
             if entry is not None:
-                shares[entry.session].failed.append(failed)
+                failures[entry.session].append(failed)
                 entry.end()
-        self._send_step(shares, tuple(report.block_events))
+        self._send_step(tokens, failures, tuple(report.block_events))
         self.role.blocks_freed()
 
     def _send_step(
-        self, shares: dict[RouterSession, Share], block_events: tuple[BlockEvent, ...]
+        self,
+        tokens: OfSession[TokenEvent],
+        failures: OfSession[RequestFailed],
+        block_events: tuple[BlockEvent, ...],
     ) -> None:
         load = self.load()
-        for session in self._sessions | shares.keys():
-            share = shares.get(session, Share())
+        for session in self._sessions | tokens.keys() | failures.keys():
             step = NodeStep(
-                tokens=tuple(share.tokens),
-                failed=tuple(share.failed),
+                tokens=tuple(tokens.get(session, ())),
+                failed=tuple(failures.get(session, ())),
                 load=session.changed_load(load),
                 block_events=block_events if session.synced else (),
             )

@@ -10,6 +10,7 @@ first, then the connector over it, then the hooks, then the engine.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 
 import torch
@@ -31,7 +32,6 @@ from baton.engine.memory.adopted_pages import AdoptedPages
 from baton.engine.memory.block_pool import BlockPool
 from baton.engine.memory.block_tables import BlockTables
 from baton.engine.memory.kv_cache import KVArena, MakeMemory
-from baton.engine.memory.lengths import model_len, pool_len
 from baton.engine.memory.pins import Pins
 from baton.engine.memory.swap import Swapper
 from baton.engine.running.sizing import make_pool, size_pool
@@ -41,6 +41,9 @@ from baton.engine.state.stats import EngineStats
 from baton.engine.state.step_plan import StepLimits
 from baton.engine.state.work import Utilization
 from baton.protocol.clock import Clock, SystemClock
+from baton.protocol.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,7 @@ def load_parts(config: EngineConfig, memory: MakeMemory | None = None) -> Engine
     model, draft = load_model(config), load_draft(config)
     info = model.info
     block_size = config.block_size or DEFAULT_BLOCK_SIZE[model.device.type]
-    num_blocks = size_pool(config, model, block_size, model_len(config, info), draft)
+    num_blocks = size_pool(config, model, block_size, _model_len(config, info), draft)
     arena = make_pool(model, num_blocks, block_size, memory)
     config = replace(config, block_size=arena.block_size, num_kv_blocks=arena.num_blocks)
     active = activate(model, draft, config, arena, Utilization())
@@ -134,10 +137,45 @@ def assemble(
     )
 
 
+def _model_len(config: EngineConfig, info: ModelInfo) -> int:
+    """As configured, else the model's own. Raises ConfigError for more than that."""
+    if config.max_model_len is None:
+        return info.max_model_len
+    if config.max_model_len > info.max_model_len:
+        raise ConfigError(
+            f"max_model_len {config.max_model_len} exceeds the model's {info.max_model_len}",
+            field="max_model_len",
+        )
+    return config.max_model_len
+
+
+def _pool_len(wanted: int, arena: KVArena) -> int:
+    """`wanted` tokens, or as many as the whole pool holds of one request.
+
+    A preempted request is computed again from its start, when windows free nothing yet: so that is
+    what all groups of layers can hold of it at once. Raises ConfigError if that is no token.
+    """
+    num_groups = arena.groups.num_groups
+    max_len = min(wanted, arena.num_blocks // num_groups * arena.block_size)
+    if max_len < 1:
+        raise ConfigError(
+            f"a pool of {arena.num_blocks} KV blocks holds no token: this model's layers need "
+            f"{num_groups} blocks for each {arena.block_size} tokens",
+            field="num_kv_blocks",
+        )
+    if max_len < wanted:
+        log.warning(
+            "the KV pool of %d blocks of %d tokens (of %d groups of layers each) holds less "
+            "than one request of %d tokens: requests are limited to %d",
+            arena.num_blocks, arena.block_size, num_groups, wanted, max_len,
+        )  # fmt: skip
+    return max_len
+
+
 def _bounds(config: EngineConfig, info: ModelInfo, arena: KVArena) -> EngineBounds:
-    longest = model_len(config, info)
+    longest = _model_len(config, info)
     return EngineBounds(
-        local_len=pool_len(longest, arena),
+        local_len=_pool_len(longest, arena),
         model_len=longest,
         vocab_size=info.vocab_size,
         max_num_seqs=config.max_num_seqs,

@@ -37,7 +37,6 @@ from baton.engine.memory.block_pool import BlockPool
 from baton.engine.memory.block_tables import BlockTables
 from baton.engine.memory.kv_cache import KVArena
 from baton.engine.memory.pins import Pins
-from baton.engine.memory.usage import usage_of
 from baton.engine.parallel.ranks import Ranks
 from baton.engine.running.speculation import Drafter
 from baton.engine.state.adoption import Adoption
@@ -360,7 +359,7 @@ class Engine:
 
     def kv_usage(self) -> KVUsage:
         """What the blocks hold for requests right now. Walks all block tables."""
-        return usage_of(self.scheduler.sequences(), self.pool.block_size)
+        return KVUsage.of(self.scheduler.sequences(), self.pool.block_size)
 
     def take_block_events(self) -> list[BlockEvent]:
         """Prefix-map changes since the last call, in order."""

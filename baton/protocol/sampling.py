@@ -177,7 +177,7 @@ class SamplingParams:
 
     @property
     def num_outputs(self) -> int:
-        """Outputs that an engine tells of: every sample, or the n best beams."""
+        """Outputs that an engine reports: every sample, or the n best beams."""
         return self.n if self.beam_width else max(self.n, self.best_of or 1)
 
     @property

@@ -178,7 +178,7 @@ def _build(
     device: torch.device,
     group: RankGroup | None = None,
 ) -> _Built:
-    """`lean`: as choose_route read the config. Whether it fits, the tensors' names tell."""
+    """`lean`: as choose_route read the config. The tensors' names show whether it fits."""
     if lean is not None:
         reader = TensorReader(checkpoint.weight_files, dtype, device)
         quantized = checkpoint.config.get("quantization_config")

@@ -18,11 +18,10 @@ import pytest
 
 from baton.engine.state.stats import EngineStats
 from baton.engine.state.work import Limits, Utilization
-from baton.node.metrics import snapshot
+from baton.node.metrics import NodeFigures, NodeMetrics
 from baton.protocol.handles import Endpoint, NodeLoad, NodeRecord, Role
 from baton.protocol.kv_spec import PoolFormat
 from baton.protocol.sampling import SamplingParams
-from baton.runtime.metrics import NodeMetrics
 from baton.runtime.task_metrics import watch_tasks
 from baton.text.pieces import PieceStats
 from kv_transfer.stats import LaneStats, TransferStats
@@ -121,11 +120,7 @@ def _watch_rest(metrics: RouterMetrics, nodes: list[NodeRecord]) -> Any:
 def node_page(loop: asyncio.AbstractEventLoop) -> bytes:
     """A decode node that has used two lanes."""
     lanes = {"stream": numbered(LaneStats, 300), "grpc": numbered(LaneStats, 400)}
-    connector = SimpleNamespace(
-        stats=numbered(TransferStats, 200, lanes=lanes, failures={"kv_lost": 1}),
-        active_exports=2,
-        export_bytes=8,
-    )
+    transfer = numbered(TransferStats, 200, lanes=lanes, failures={"kv_lost": 1})
     limits = Limits(read_bytes_per_s=3e9, flops_per_s=4e9)
     stats = numbered(
         EngineStats,
@@ -134,7 +129,7 @@ def node_page(loop: asyncio.AbstractEventLoop) -> bytes:
         utilization=numbered(Utilization, 500, limits=limits),
     )
     load = numbered(NodeLoad, 1, total_blocks=100, draining=True, mbu=0.25, export_bytes=8)
-    now = snapshot(load, stats, cast(Any, connector), 0.125)
+    now = NodeFigures(load, stats, transfer, 2, 0.125)
     metrics = NodeMetrics("m", "d", "decode", lambda: now)
     metrics.observe_fetch(0.003)
     watch_tasks(metrics.registry, loop)

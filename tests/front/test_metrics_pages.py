@@ -25,8 +25,7 @@ from baton.protocol.sampling import SamplingParams
 from baton.runtime.task_metrics import watch_tasks
 from baton.text.pieces import PieceStats
 from kv_transfer.stats import LaneStats, TransferStats
-from router.metrics.failures import watch_failures
-from router.metrics.gate import watch_gate
+from router.metrics.parts import watch_failures, watch_gate
 from router.metrics.resumable import RunStats, watch_runs
 from router.metrics.router import RouterMetrics, watch_pieces
 from router.nodes.health import HealthStats

@@ -4,9 +4,8 @@ CPU microseconds per request, own against the library's in turns; median, least 
 is some 600 us of the router's CPU; what saves less than 3 % of it does not stay.
 
     tallies    the metrics of a request of so many steps: router/tallies.py or prometheus-client
-    http       an echo over HTTP: uvicorn alone; with the limits around it (router/server/
-               http_guard.py, http_parser.py), which it does not have; and with HeadFirst
-               (http_writes.py), which saves a write per answer
+    http       an echo over HTTP: uvicorn alone; with the limits around it, which it does not have
+               (router/server/http_guard.py, http_parser.py)
 """
 
 from __future__ import annotations
@@ -46,14 +45,12 @@ from router.metrics import router as router_metrics
 from router.metrics import vllm as vllm_metrics
 from router.metrics.router import RouterMetrics
 from router.request.trace import RequestTrace
-from router.server import http_guard
 from router.server.http_guard import HttpLimits, uvicorn_settings
-from router.server.http_writes import HeadFirst
 
 PARTS: Final = ("tallies", "http")
 STEPS: Final = (1, 16, 64)
 REQUESTS: Final = 3000  # of one round of tallies
-SERVERS: Final = ("uvicorn", "limits", "limits, HeadFirst")
+SERVERS: Final = ("uvicorn", "with limits")
 Figures = dict[str, list[float]]  # name -> CPU microseconds of each round
 
 
@@ -111,13 +108,6 @@ def measure_tallies(rounds: int) -> dict[str, Figures]:
 # ---- HTTP ----
 
 
-class Straight(HeadFirst):
-    """Every write at once, as uvicorn does it."""
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        self._transport.write(data)
-
-
 class Quiet(uvicorn.Server):
     """It leaves the signals to `serve`."""
 
@@ -127,16 +117,11 @@ class Quiet(uvicorn.Server):
 
 
 async def serve() -> None:
-    """Three echoes in one process, until SIGTERM, so that the machine is the same for all."""
+    """The echoes in one process, until SIGTERM, so that the machine is the same for both."""
 
     async def echo(request: Request) -> Response:
         return Response(await request.body(), media_type="application/json")
 
-    def transport(raw: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> HeadFirst:
-        port = raw.get_extra_info("sockname")[1]
-        return (Straight if port == ports["limits"] else HeadFirst)(raw, loop)
-
-    http_guard.HeadFirst = transport  # pyright: ignore
     app = Starlette(routes=[Route("/echo", echo, methods=["POST"])])
     listeners = {name: socket.create_server(("127.0.0.1", 0)) for name in SERVERS}
     ports = {name: int(each.getsockname()[1]) for name, each in listeners.items()}

@@ -2,6 +2,9 @@
 
 prometheus-client's own take a lock, a walk over all buckets and a look-up by labels for each
 number, and a request has two dozen. Same names, labels and text at the scrape. Not thread-safe.
+A request of 16 steps takes 26 us here and 79 us there on a busy machine, 11 and 41 us on a quiet
+one: 5 % of its 600 us (`python -m bench.own_copies --parts tallies`,
+docs/log/2026-11-23-own-copies.md).
 """
 
 from __future__ import annotations

@@ -48,6 +48,7 @@ from bench.router_processes import (
 )
 
 ENGINES: Final = "bench.router_peer_engines"
+PEER: Final = "sglang-router"
 PACE_MS: Final = 20.0
 LOADS: Final[dict[str, dict[str, int]]] = {
     "whole": {"seconds": 4, "connections": 32, "words": 16, "tokens": 16},
@@ -111,7 +112,7 @@ async def measure(bench: Bench, python: Path, rounds: int) -> Figures:
     for _ in range(rounds):
         async with sglang(python, bench.plan) as server:
             for load in LOADS:
-                await _ask(found, load, "sglang-router", bench, server)
+                await _ask(found, load, PEER, bench, server)
         for name, plan in (("baton", with_redis), ("baton, no Redis", without)):
             for load, step_ms in (("whole", None), ("streams", PACE_MS)):
                 async with cluster(replace(plan, step_ms=step_ms)) as server:
@@ -128,14 +129,19 @@ async def _ask(found: Figures, load: str, name: str, bench: Bench, server: Progr
 
 
 def show(found: Figures, console: Console) -> None:
+    """Medians with least and most; the ratio is taken round by round."""
     for load, what in (("whole", "answer"), ("streams", "streamed token")):
-        table = Table(f"CPU us per {what}", "median", "min - max", "of sglang's", box=box.SIMPLE)
-        least = statistics.median(found[load]["sglang-router"])
+        table = Table("", f"CPU us per {what}", f"over {PEER}", box=box.SIMPLE)
+        peer = found[load][PEER]
         for name, values in found[load].items():
-            median = statistics.median(values)
-            spread = f"{min(values):.1f} - {max(values):.1f}"
-            table.add_row(name, f"{median:.1f}", spread, f"{median / least:.2f}")
+            ratios = [value / other for value, other in zip(values, peer, strict=True)]
+            table.add_row(name, _spread(values, 1), _spread(ratios, 2))
         console.print(table)
+
+
+def _spread(values: Sequence[float], digits: int) -> str:
+    low, middle, high = min(values), statistics.median(values), max(values)
+    return f"{middle:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
 
 
 async def run(given: argparse.Namespace, folder: Path) -> Figures:

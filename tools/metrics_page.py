@@ -1,7 +1,7 @@
 """Write the tables of docs/metrics.md from the lists of metrics: `python -m tools.metrics_page`.
 
 The lists are router/metrics/metric_list.py and baton/node/metric_list.py. A test
-(tests/deploy/test_metric_lists.py) fails while the page shows something else.
+(tests/front/test_metric_lists.py) fails while the page shows something else.
 """
 
 from __future__ import annotations

@@ -44,8 +44,7 @@ from router.admin.server import create_admin_app
 from router.api.grpc.inference import GrpcServer
 from router.batches.runner import BatchRunner
 from router.config import RouterConfig
-from router.metrics.failures import WatchedParts, watch_failures
-from router.metrics.gate import watch_gate
+from router.metrics.parts import WatchedParts, watch_failures, watch_gate
 from router.metrics.resumable import watch_runs
 from router.metrics.router import RouterMetrics, watch_pieces
 from router.nodes.directory import RedisDirectory

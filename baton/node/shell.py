@@ -25,7 +25,7 @@ from baton.engine.thread import EngineThread, StepReport
 from baton.node.config import NodeConfig
 from baton.node.control import NodeControl
 from baton.node.hand_on import HandOn
-from baton.node.metrics import snapshot, with_counters
+from baton.node.metrics import NodeFigures, NodeMetrics, with_counters
 from baton.node.progress import EngineProgress, ProgressAnswer
 from baton.node.requests import NodeRequest, RequestTable, failure
 from baton.node.role import MakeThread, NodeRole, RoleContext
@@ -60,7 +60,6 @@ from baton.protocol.messages import (
     SubmitPrefill,
 )
 from baton.runtime.log import request_context
-from baton.runtime.metrics import NodeFigures, NodeMetrics
 from baton.runtime.timing import Timing
 from kv_transfer.connector import Connector
 from kv_transfer.protocol.base import OnReleased
@@ -260,7 +259,8 @@ class NodeShell:
 
     def scrape(self) -> NodeFigures:
         """Everything /metrics shows, as of the last step or beat. Any thread."""
-        return snapshot(self.load(), self._engine_stats, self.connector, self._kv_waste)
+        stats, exports = self.connector.stats, self.connector.active_exports
+        return NodeFigures(self.load(), self._engine_stats, stats, exports, self._kv_waste)
 
     # ---- sessions ----
 

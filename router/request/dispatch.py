@@ -61,7 +61,7 @@ MOVE_S: Final = 30.0  # a migration that took longer may be asked for again
 
 
 class Journey:
-    """One request under way, in its own task. `failure` is final after the last of `shown`."""
+    """One request under way, in its own task. `failure` is final after the last of `output`."""
 
     def __init__(self, request: Request, trace: RequestTrace, parts: DispatchParts) -> None:
         self.failure: BatonError | None = None
@@ -69,8 +69,7 @@ class Journey:
         self._trace = trace
         self._parts = parts
         self._clock = parts.clock
-        self.shown = OutputStream(request, trace, parts.clock)
-        self._output = self.shown.output
+        self.output = OutputStream(request, trace, parts.clock)
         self._attempts = NodeAttempts(parts.registry)
         self._nodes = NodeChoice(parts.registry, parts.settings, parts.sessions, trace)
         self._deaths = Deaths(parts.registry)
@@ -100,7 +99,7 @@ class Journey:
             self._timer.cancel()
         if task.cancelled():  # before it began: none of its own code has run
             self.failure = Cancelled("the request was cancelled")
-            self.shown.close()
+            self.output.close()
 
     def abort(self) -> None:
         """End it: somebody said so."""
@@ -115,10 +114,10 @@ class Journey:
 
     def stop_sample(self, sample: int) -> None:
         """No node computes it any further, none begins it again."""
-        self._output.stop(sample)
-        self._request = replace(self._request, ended=self._output.ended)
+        self.output.stop(sample)
+        self._request = replace(self._request, ended=self.output.ended)
         self._attempts.stop_sample(sample)
-        if self._output.finished:  # the others' ends are on their way to the caller
+        if self.output.finished:  # the others' ends are on their way to the caller
             self._trace.stopped_by_text()
             self.cancel()
 
@@ -133,8 +132,8 @@ class Journey:
         attempt = self._attempts.decode
         if attempt is None or self._closing or not attempt.connected or self._is_moving:
             return None
-        tokens = len(self._request.prompt_ids) + self._output.num_tokens
-        decoding = self._ended_on_decode and self._output.num_tokens > 0
+        tokens = len(self._request.prompt_ids) + self.output.num_tokens
+        decoding = self._ended_on_decode and self.output.num_tokens > 0
         return Candidate(self._request.id, attempt.node.boot_id, tokens, decoding, self._moved_at)
 
     def begin_move(self) -> MigrationMove | None:
@@ -189,7 +188,7 @@ class Journey:
             finally:
                 for opened in ledger:
                     opened.abandon()
-                self.shown.close()
+                self.output.close()
 
     # ---- the journey ----
     async def travel(self, opened: list[RequestLedger]) -> None:
@@ -198,7 +197,7 @@ class Journey:
         ledger = await self._parts.store.enter(self._request, description(self._request))
         opened.append(ledger)
         self._parts.retries.begin()
-        while not self._output.finished:
+        while not self.output.finished:
             try:
                 await self._run_epoch(ledger)
             except HopFailed as failure:
@@ -209,14 +208,14 @@ class Journey:
     async def _run_epoch(self, ledger: RequestLedger) -> None:
         """One epoch: give the request to its nodes, follow them to the end. Raises HopFailed."""
         self._num_tries += 1
-        self.shown.restart()
+        self.output.restart()
         try:
             if self._attempts.has_export:
                 await self._hand_over(ledger)  # a decode node was lost, the export was not
             else:
                 self._give_up("nobody fetched it")  # an export that went before a node came
                 await self._begin(ledger, self._nodes.route(self._request))
-            while not self._output.finished:
+            while not self.output.finished:
                 attempt, event = await self._attempts.next_event()
                 if attempt is self._attempts.prefill:
                     await self._on_prefill(ledger, event)
@@ -283,7 +282,7 @@ class Journey:
                 await self._hand_over(ledger)
             case TokenEvent():
                 self._trace.count(event)
-                self.shown.show(event)
+                self.output.show(event)
                 attempts.has_prefilled()
             case RequestFailed() if not (attempts.prefilled and attempts.is_subscribed):
                 self._refused(attempts.prefill, event)
@@ -293,7 +292,7 @@ class Journey:
                 attempts.is_subscribed or (event.drained and attempts.prefilled)
             ):
                 raise HopFailed(self._lost(attempts.prefill, event))
-            case SessionLost() if not self.shown.prompt_reported:
+            case SessionLost() if not self.output.prompt_reported:
                 lost = self._lost(attempts.prefill, event)  # only a prefill reports the prompt
                 raise HopFailed(KVLost(lost.message), export_lost=True) from lost
             case SessionLost():  # once D subscribes, it is D that reports the export's end
@@ -312,8 +311,8 @@ class Journey:
                     self._trace.count(event)
                 elif not attempts.decoding:
                     await self._handed_over(ledger)
-                self.shown.decoded(event, self._attempts.handle is not None)
-                attempts.shows = self.shown.show_next  # what follows, unless it ends something
+                self.output.decoded(event, self._attempts.handle is not None)
+                attempts.shows = self.output.show_next  # what follows, unless it ends something
             case RequestFailed():
                 self._refused(attempts.decode, event)
             case SessionLost():
@@ -394,7 +393,7 @@ class Journey:
     async def _fail_over(self, ledger: RequestLedger, failure: HopFailed) -> None:
         """Back to QUEUED with the next epoch. Raises the failure when there have been enough."""
         self._show_pending()
-        if self._output.finished:
+        if self.output.finished:
             return
         self._trace.node_deaths = self._deaths.count
         if self._num_tries >= MAX_TRIES or await self._deaths.are_enough():
@@ -403,10 +402,10 @@ class Journey:
         self._spend_retry(failure.error, keeps_export)
         logger.warning(
             "request %s: epoch %d failed after %d tokens: %s",
-            self._request.id, ledger.epoch, self._output.num_tokens, failure.error.message,
+            self._request.id, ledger.epoch, self.output.num_tokens, failure.error.message,
         )  # fmt: skip
         await self._leave_nodes(ledger, keeps_export)
-        if self._output.finished:
+        if self.output.finished:
             return
         if isinstance(failure.error, GivenBack):
             self._num_tries -= 1  # as asked: nobody failed
@@ -418,15 +417,15 @@ class Journey:
         """Show delivered events that nobody has read: they are logged, so part of the output."""
         for attempt, event in self._attempts.pending_events():
             if isinstance(event, TokenEvent) and attempt is self._attempts.prefill:
-                self.shown.show(event)
+                self.output.show(event)
                 self._attempts.has_prefilled()
             elif isinstance(event, TokenEvent) and attempt is self._attempts.decode:
-                self.shown.decoded(event, self._attempts.handle is not None)
+                self.output.decoded(event, self._attempts.handle is not None)
 
     def _spend_retry(self, error: BatonError, keeps_export: bool) -> None:
         """Raises `error` when the retry budget is spent. Requests that have emitted tokens, or have
         nothing to compute again, go on whatever the load."""
-        if not (self._output.num_tokens or keeps_export or is_free(error)):
+        if not (self.output.num_tokens or keeps_export or is_free(error)):
             self._parts.retries.spend(error)
 
     async def _leave_nodes(self, ledger: RequestLedger, keeps_export: bool) -> None:
@@ -437,7 +436,7 @@ class Journey:
         else:
             self._give_up("failover")
         for event in await ledger.settle():
-            self.shown.decoded(event, elsewhere and not event.prompt_logprobs)
+            self.output.decoded(event, elsewhere and not event.prompt_logprobs)
 
     async def _nobody_there(self, ledger: RequestLedger, error: Unavailable) -> None:
         """Wait for a node to come (back), as long as one is expected. Raises `error` if none is."""
@@ -455,8 +454,8 @@ class Journey:
         self._planned = None
         await ledger.move(RequestState.QUEUED)
         # The ledger counts epochs; a request's own epoch is its copy.
-        retried = self._request.retried(self._output.output_ids)
-        self._request = replace(retried, epoch=ledger.epoch, ended=self._output.ended)
+        retried = self._request.retried(self.output.output_ids)
+        self._request = replace(retried, epoch=ledger.epoch, ended=self.output.ended)
 
     # ---- the end ----
     async def _close(self, ledger: RequestLedger | None, outcome: RequestState) -> None:
@@ -472,7 +471,7 @@ class Journey:
             if outcome not in TRANSITIONS[ledger.state]:
                 outcome = RequestState.CANCELLED  # stopped by its text between two epochs
             FAILPOINTS.hit("finishing")
-            kept, tokens = self._is_an_end(outcome), str(self._output.num_tokens)
+            kept, tokens = self._is_an_end(outcome), str(self.output.num_tokens)
             error = "" if self.failure is None else self.failure.code
             message = "" if self.failure is None else self.failure.message
             await ledger.finish(
@@ -485,7 +484,7 @@ class Journey:
     def _is_an_end(self, outcome: RequestState) -> bool:
         """Is that how the request ended, for whoever asks for it again? Not if nothing of it was
         shown and another try may go better: then nothing is kept, and its name is free."""
-        if self._output.num_tokens or self._aborted or self._deaths.guilty:
+        if self.output.num_tokens or self._aborted or self._deaths.guilty:
             return True
         if outcome is RequestState.CANCELLED:
             return False  # nobody read it

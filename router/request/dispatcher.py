@@ -54,7 +54,7 @@ class Dispatcher:
             self._live[request.id] = journey
             journey.start(lambda: self._live.pop(request.id, None))
             try:
-                while (event := await journey.shown.events.get()) is not None:
+                while (event := await journey.output.next()) is not None:
                     yield event
                 if journey.failure is not None:
                     raise journey.failure

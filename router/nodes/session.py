@@ -37,7 +37,6 @@ from router.nodes.attachments import (
     in_order,
 )
 from router.nodes.health import NodeHealth, Watchdog
-from router.nodes.mailbox import Mailbox
 from router.nodes.orders import Orders
 from router.nodes.policy import NodeSnapshot
 from router.nodes.prefix_index import PrefixIndex
@@ -83,7 +82,7 @@ class NodeSession:
         self._connected = False
         self._refused = ""
         self._attached = Attachments()
-        self._outbox: Mailbox[messages.RouterMessage] = Mailbox()
+        self._outbox: asyncio.Queue[messages.RouterMessage] = asyncio.Queue()
         self._wake = asyncio.Event()
         self._drained = False  # the node has sent its last step
         self._snapshot: NodeSnapshot | None = None  # None: something has changed since
@@ -189,7 +188,7 @@ class NodeSession:
     def send(self, message: messages.RouterMessage) -> None:
         """Queue a message; dropped when the session is down (its requests know of that)."""
         if self._connected:
-            self._outbox.put(message)
+            self._outbox.put_nowait(message)
 
     # ---- the stream ----
 
@@ -274,7 +273,7 @@ class NodeSession:
         self._load = record.load
         self._snapshot = None
         self._refused = ""
-        self._outbox = Mailbox()
+        self._outbox = asyncio.Queue()
         self._drained = False
         self.prefix.clear()
         self._watchdog.heard()
@@ -372,9 +371,8 @@ class NodeSession:
                 await asyncio.sleep(0)  # messages of the same turn of the loop go along
                 batch = [wire.router_message_to_wire(first, clock)]
                 size = batch[0].ByteSize()
-                waiting = self._outbox.waiting
-                while size < BATCH_BYTES and waiting:
-                    batch.append(wire.router_message_to_wire(waiting.popleft(), clock))
+                while size < BATCH_BYTES and not self._outbox.empty():
+                    batch.append(wire.router_message_to_wire(self._outbox.get_nowait(), clock))
                     size += batch[-1].ByteSize()
                 await call.write(_one_message(batch))
 

@@ -25,7 +25,6 @@ from baton.protocol.messages import (
     SubmitPrefill,
 )
 from router.nodes.attachments import Attachment, NodeEvent, SessionLost
-from router.nodes.mailbox import Mailbox
 from router.nodes.policy import NodeSnapshot
 from router.nodes.registry import NodeRegistry
 from router.nodes.session import NodeSession
@@ -70,7 +69,7 @@ class NodeAttempts:
 
     def __init__(self, registry: NodeRegistry) -> None:
         self._registry = registry
-        self._inbox: Mailbox[tuple[Attempt, NodeEvent]] = Mailbox()
+        self._inbox: asyncio.Queue[tuple[Attempt, NodeEvent]] = asyncio.Queue()
         self._renewal: asyncio.TimerHandle | None = None  # None: nothing to renew, or D does
         self.prefill: Attempt | None = None
         self.decode: Attempt | None = None
@@ -174,9 +173,7 @@ class NodeAttempts:
 
     def pending_events(self) -> list[tuple[Attempt, NodeEvent]]:
         """Events that have been delivered and not been read."""
-        pending = list(self._inbox.waiting)
-        self._inbox.waiting.clear()
-        return pending
+        return [self._inbox.get_nowait() for _ in range(self._inbox.qsize())]
 
     def drop_decode(self) -> None:
         """The decode node failed. The export stays, and its lease is renewed here again."""
@@ -226,9 +223,9 @@ class NodeAttempts:
         def deliver(event: NodeEvent) -> None:
             # Nearly all tokens of all streams come through here. They are shown at once, without a
             # switch to the journey's task, unless an earlier event still waits for that task.
-            shows = self.shows if attempt is self.decode and not self._inbox.waiting else None
+            shows = self.shows if attempt is self.decode and self._inbox.empty() else None
             if shows is None or not isinstance(event, TokenEvent) or not shows(event):
-                self._inbox.put((attempt, event))
+                self._inbox.put_nowait((attempt, event))
 
         session.attach(Attachment(request.id, request.epoch, deliver, max(0, num_tokens)))
         session.send(message)

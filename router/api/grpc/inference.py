@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
@@ -53,7 +54,6 @@ from router.prompts.reader import (
     room_for_output,
 )
 from router.request.completion import Completion, Delta, OutputRules
-from router.request.draws import DRAWS
 from router.request.failures import as_baton_error, log_failure
 from router.request.terms import read_terms, resume_of
 from router.resumable.canonical import owner_digest, record_id
@@ -89,7 +89,7 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
     ) -> AsyncGenerator[serve_pb2.GenerateEvent, None]:
         """Stream one request; a client that goes away aborts it on every node, or begins the grace
         of a resumable one."""
-        request_id = request.request_id or "gen-" + DRAWS.hex(12)
+        request_id = request.request_id or "gen-" + secrets.token_hex(12)
         with request_context(request_id):
             try:
                 completion, deltas = await self._opened(request, request_id, context)
@@ -423,7 +423,7 @@ def _sampling_params(
     given: dict[str, Any] = dict(defaults)
     given |= {name: getattr(message, name) for name in _INTEGERS if message.HasField(name)}
     given |= {name: getattr(message, name) for name in _FLOATS if message.HasField(name)}
-    given.setdefault("seed", DRAWS.seed())
+    given.setdefault("seed", secrets.randbits(64))
     if message.HasField("early_stopping"):
         allowed = wire.EARLY_STOPPING
         given["early_stopping"] = one_of(message.early_stopping, allowed, "early_stopping")

@@ -87,8 +87,10 @@ class NodeChoice:
         self._chose(ask, nodes, None, node)
         return node
 
-    def check_decode(self, request: Request, fingerprint: str, leaving: str) -> None:
-        """Raise what `decode` would; nothing is chosen."""
+    def check_move(self, request: Request, leaving: str) -> None:
+        """Raise what `decode` would for KV of the node `leaving`; nothing is chosen."""
+        source = next((n for n in self._registry.snapshots() if n.boot_id == leaving), None)
+        fingerprint = "" if source is None else source.fingerprint
         self._decode(self._ask(request), self._but(leaving), fingerprint)
 
     def serve(self, request: Request) -> bool:

@@ -43,11 +43,11 @@ from baton.protocol.messages import Migrate, SubmitDecode, SubmitPrefill
 from baton.protocol.request import TRANSITIONS, Request, RequestState
 from baton.runtime.failpoints import FAILPOINTS
 from baton.runtime.log import request_context
-from router.nodes.attachments import NodeEvent, SessionLost
+from router.nodes.attachments import Attempt, NodeEvent, SessionLost
 from router.nodes.deaths import Deaths
 from router.nodes.migration import Candidate, MigrationMove, Outcome
 from router.nodes.policy import NodeSnapshot, Route
-from router.request.attempt import Attempt, HopFailed, NodeAttempts
+from router.request.attempt import HopFailed, NodeAttempts
 from router.request.choice import NodeChoice
 from router.request.dispatch_parts import DispatchParts
 from router.request.output_stream import OutputStream
@@ -134,7 +134,7 @@ class Journey:
             return None
         tokens = len(self._request.prompt_ids) + self.output.num_tokens
         decoding = self._ended_on_decode and self.output.num_tokens > 0
-        return Candidate(self._request.id, attempt.node.boot_id, tokens, decoding, self._moved_at)
+        return Candidate(self._request.id, attempt.boot_id, tokens, decoding, self._moved_at)
 
     def begin_move(self) -> MigrationMove | None:
         """Ask its decode node to let go; None with nobody to ask, or nobody else to go to."""
@@ -142,11 +142,11 @@ class Journey:
         if attempt is None or self.candidate is None:
             return None
         try:
-            self._nodes.check_decode(self._request, attempt.node.fingerprint, attempt.node.boot_id)
+            self._nodes.check_move(self._request, attempt.boot_id)
         except BatonError:
             return None
-        move = self._move = MigrationMove(attempt.node.boot_id, self._clock.monotonic())
-        attempt.session.send(Migrate(self._request.id, attempt.epoch))
+        move = self._move = MigrationMove(attempt.boot_id, self._clock.monotonic())
+        attempt.send(Migrate(self._request.id, attempt.epoch))
         return move
 
     @property
@@ -213,7 +213,8 @@ class Journey:
             if self._attempts.has_export:
                 await self._hand_over(ledger)  # a decode node was lost, the export was not
             else:
-                self._give_up("nobody fetched it")  # an export that went before a node came
+                if self._attempts.handle is not None:  # an export that went before a node came
+                    self._give_up("nobody fetched it")
                 await self._begin(ledger, self._nodes.route(self._request))
             while not self.output.finished:
                 attempt, event = await self._attempts.next_event()
@@ -240,13 +241,13 @@ class Journey:
             trace.dispatched_at = self._clock.monotonic()
         known = len(self._request.known_ids)
         if route.prefill is None:
-            self._attempts.begin_decode(
+            self._attempts.decode = self._attempts.submit(
                 route.decode, SubmitDecode(self._request), known - route.decode_cached
             )
             await self._accepted(ledger)
             ledger.post(RequestState.DECODE, decode_node=route.decode.node_id)
         else:
-            self._attempts.begin_prefill(
+            self._attempts.prefill = self._attempts.submit(
                 route.prefill, SubmitPrefill(self._request), known - route.prefill_cached
             )
             await self._accepted(ledger)
@@ -271,7 +272,8 @@ class Journey:
         exported = wire.handle_to_bytes(handle).hex()
         ledger.post(RequestState.TRANSFER, decode_node=node.node_id, kv_handle=exported)
         prefilling = not self._attempts.prefilled
-        self._attempts.begin_decode(node, SubmitDecode(self._request, handle, prefilling))
+        message = SubmitDecode(self._request, handle, prefilling)
+        self._attempts.decode = self._attempts.submit(node, message, 0)
 
     async def _on_prefill(self, ledger: RequestLedger, event: NodeEvent) -> None:
         attempts = self._attempts
@@ -305,7 +307,7 @@ class Journey:
         match event:
             case Subscribed():
                 self._trace.subscribed_at = self._clock.monotonic()
-                attempts.subscribed()
+                attempts.stop_renewing()
             case TokenEvent():
                 if attempts.handle is None:
                     self._trace.count(event)
@@ -325,7 +327,7 @@ class Journey:
     async def _handed_over(self, ledger: RequestLedger) -> None:
         """D's first event: the KV arrived whole, P may forget it."""
         self._attempts.decoding = True
-        self._attempts.subscribed()
+        self._attempts.stop_renewing()
         if self._move is None or not self._move.tokens:
             self._trace.handover_at = self._clock.monotonic()
         else:
@@ -337,12 +339,12 @@ class Journey:
     async def _move_on(self, ledger: RequestLedger, handle: KVHandle) -> None:
         """The decode node has let go of the request: the next one fetches from it and goes on."""
         assert self._attempts.decode is not None, "it was the decode node that said so"
-        source = self._attempts.decode.node
+        source = self._attempts.decode.boot_id
         if self._move is None:  # asked so long ago that it was given up
-            self._move = MigrationMove(source.boot_id, self._clock.monotonic())
+            self._move = MigrationMove(source, self._clock.monotonic())
         self._move.tokens = handle.num_tokens
         self._attempts.take_over(handle)
-        self._nodes.avoid(source.boot_id)
+        self._nodes.avoid(source)
         await self._next_epoch(ledger)
         await self._hand_over(ledger)  # never to the exporter itself
 
@@ -354,7 +356,7 @@ class Journey:
     # ---- when a node fails ----
     def _lost(self, attempt: Attempt | None, event: SessionLost) -> NodeLost:
         if attempt is not None:
-            boot_id = attempt.node.boot_id
+            boot_id = attempt.boot_id
             self._nodes.avoid(boot_id)
             if event.suspect:
                 self._deaths.note(boot_id, hung=event.stalled)
@@ -370,24 +372,24 @@ class Journey:
         if isinstance(error, KVError):
             raise self._kv_failed(attempt, error)
         if isinstance(error, GivenBack):
-            self._nodes.avoid(attempt.node.boot_id)
+            self._nodes.avoid(attempt.boot_id)
             self._end_move("given back")
         else:
-            self._nodes.refused(attempt.node.boot_id, error)
+            self._nodes.refused(attempt.boot_id, error)
         raise HopFailed(error)
 
     def _kv_failed(self, attempt: Attempt, error: KVError) -> HopFailed:
         """The KV did not arrive. After a time-out the exporter goes on if it can: its export is
         fetched once more, elsewhere if possible. Computing it again would only add to the load."""
         if isinstance(error, KVTimeout) and self._attempts.may_fetch_again():
-            self._nodes.avoid(attempt.node.boot_id)
+            self._nodes.avoid(attempt.boot_id)
             return HopFailed(error)
         exporter, lost = self._attempts.prefill, isinstance(error, KVLost | KVTimeout)
         if exporter is not None:
             note = self._nodes.lost_kv if lost else self._nodes.avoid
-            note(exporter.node.boot_id)
+            note(exporter.boot_id)
             if isinstance(error, KVLost) and self._attempts.exporter_is_suspect:
-                self._deaths.note(exporter.node.boot_id)
+                self._deaths.note(exporter.boot_id)
         return HopFailed(error, export_lost=True)
 
     async def _fail_over(self, ledger: RequestLedger, failure: HopFailed) -> None:

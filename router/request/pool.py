@@ -30,10 +30,10 @@ from baton.protocol.errors import (
 )
 from baton.protocol.events import Pooled, RequestFailed
 from baton.protocol.handles import Role
-from baton.protocol.messages import AbortRequest, PoolKind, SubmitPool
+from baton.protocol.messages import PoolKind, SubmitPool
 from baton.protocol.request import Request
 from baton.protocol.sampling import SamplingParams
-from router.nodes.attachments import Attachment, NodeEvent, SessionLost
+from router.nodes.attachments import Attempt, NodeEvent, SessionLost
 from router.nodes.deaths import Deaths
 from router.nodes.placement import queued_tokens
 from router.nodes.policy import Ask, NodeSnapshot, is_usable
@@ -210,8 +210,8 @@ class PoolDispatcher:
         """Submit, and what the node says to it. Raises NodeLost; leaves nothing behind."""
         request = message.request
         inbox: asyncio.Queue[NodeEvent] = asyncio.Queue()
-        attachment = Attachment(request.id, request.epoch, inbox.put_nowait, pooled=True)
-        session.attach(attachment)
+        attempt = Attempt(request.id, request.epoch, inbox.put_nowait, pooled=True)
+        session.attach(attempt)
         answered = False
         try:
             session.send(message)
@@ -219,9 +219,7 @@ class PoolDispatcher:
             answered = True
             return event
         finally:
-            session.detach(request.id)
-            if not answered:
-                session.send(AbortRequest(request.id, request.epoch))
+            attempt.leave(abort=not answered)
 
     async def _fail_over(self, node: NodeSnapshot, event: NodeEvent, tries: _Tries) -> None:
         """Count the failure. Raises its error where another node would not do better."""

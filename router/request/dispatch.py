@@ -44,11 +44,10 @@ from baton.protocol.request import TRANSITIONS, Request, RequestState
 from baton.runtime.failpoints import FAILPOINTS
 from baton.runtime.log import request_context
 from router.nodes.attachments import Attempt, NodeEvent, SessionLost
-from router.nodes.deaths import Deaths
 from router.nodes.migration import Candidate, MigrationMove, Outcome
 from router.nodes.policy import NodeSnapshot, Route
+from router.request import choice
 from router.request.attempt import HopFailed, NodeAttempts
-from router.request.choice import NodeChoice
 from router.request.dispatch_parts import DispatchParts
 from router.request.output_stream import OutputStream
 from router.request.retry_budget import is_free, is_momentary
@@ -71,8 +70,7 @@ class Journey:
         self._clock = parts.clock
         self.output = OutputStream(request, trace, parts.clock)
         self._attempts = NodeAttempts(parts.registry)
-        self._nodes = NodeChoice(parts.registry, parts.settings, parts.sessions, trace)
-        self._deaths = Deaths(parts.registry)
+        self._ask = choice.ask_of(request, trace.terms)
         self._num_tries = 0
         self._planned: NodeSnapshot | None = None  # the decode node that the route named
         self._move: MigrationMove | None = None  # under way to another decode node
@@ -116,6 +114,7 @@ class Journey:
         """No node computes it any further, none begins it again."""
         self.output.stop(sample)
         self._request = replace(self._request, ended=self.output.ended)
+        self._ask.known_ids = self._request.known_ids
         self._attempts.stop_sample(sample)
         if self.output.finished:  # the others' ends are on their way to the caller
             self._trace.stopped_by_text()
@@ -142,7 +141,7 @@ class Journey:
         if attempt is None or self.candidate is None:
             return None
         try:
-            self._nodes.check_move(self._request, attempt.boot_id)
+            choice.check_move(self._ask, self._parts, attempt.boot_id)
         except BatonError:
             return None
         move = self._move = MigrationMove(attempt.boot_id, self._clock.monotonic())
@@ -215,7 +214,7 @@ class Journey:
             else:
                 if self._attempts.handle is not None:  # an export that went before a node came
                     self._give_up("nobody fetched it")
-                await self._begin(ledger, self._nodes.route(self._request))
+                await self._begin(ledger, choice.route(self._ask, self._parts, self._trace))
             while not self.output.finished:
                 attempt, event = await self._attempts.next_event()
                 if attempt is self._attempts.prefill:
@@ -266,8 +265,7 @@ class Journey:
         assert handle is not None, "there is an export to hand over"
         node, self._planned = self._planned, None
         if node is None or self._parts.registry.session(node.boot_id) is None:
-            fingerprint = handle.endpoint.layout_fingerprint
-            node = self._nodes.decode(self._request, fingerprint, leaving=handle.boot_id)
+            node = choice.decode_node(self._ask, self._parts, self._trace, handle)
         self._trace.decode_node = node.node_id
         exported = wire.handle_to_bytes(handle).hex()
         ledger.post(RequestState.TRANSFER, decode_node=node.node_id, kv_handle=exported)
@@ -344,7 +342,7 @@ class Journey:
             self._move = MigrationMove(source, self._clock.monotonic())
         self._move.tokens = handle.num_tokens
         self._attempts.take_over(handle)
-        self._nodes.avoid(source)
+        self._ask.avoid(source)
         await self._next_epoch(ledger)
         await self._hand_over(ledger)  # never to the exporter itself
 
@@ -357,9 +355,9 @@ class Journey:
     def _lost(self, attempt: Attempt | None, event: SessionLost) -> NodeLost:
         if attempt is not None:
             boot_id = attempt.boot_id
-            self._nodes.avoid(boot_id)
+            self._ask.avoid(boot_id)
             if event.suspect:
-                self._deaths.note(boot_id, hung=event.stalled)
+                self._ask.blame(boot_id, hung=event.stalled)
             if self._move and self._move.source == boot_id:
                 self._end_move("given back" if event.drained else "failed")
         return NodeLost(f"node {event.node_id} was lost: {event.reason}")
@@ -372,24 +370,24 @@ class Journey:
         if isinstance(error, KVError):
             raise self._kv_failed(attempt, error)
         if isinstance(error, GivenBack):
-            self._nodes.avoid(attempt.boot_id)
+            self._ask.avoid(attempt.boot_id)
             self._end_move("given back")
         else:
-            self._nodes.refused(attempt.boot_id, error)
+            self._ask.refused(attempt.boot_id, error)
         raise HopFailed(error)
 
     def _kv_failed(self, attempt: Attempt, error: KVError) -> HopFailed:
         """The KV did not arrive. After a time-out the exporter goes on if it can: its export is
         fetched once more, elsewhere if possible. Computing it again would only add to the load."""
         if isinstance(error, KVTimeout) and self._attempts.may_fetch_again():
-            self._nodes.avoid(attempt.boot_id)
+            self._ask.avoid(attempt.boot_id)
             return HopFailed(error)
         exporter, lost = self._attempts.prefill, isinstance(error, KVLost | KVTimeout)
         if exporter is not None:
-            note = self._nodes.lost_kv if lost else self._nodes.avoid
+            note = self._ask.lost_kv if lost else self._ask.avoid
             note(exporter.boot_id)
             if isinstance(error, KVLost) and self._attempts.exporter_is_suspect:
-                self._deaths.note(exporter.boot_id)
+                self._ask.blame(exporter.boot_id)
         return HopFailed(error, export_lost=True)
 
     async def _fail_over(self, ledger: RequestLedger, failure: HopFailed) -> None:
@@ -397,8 +395,8 @@ class Journey:
         self._show_pending()
         if self.output.finished:
             return
-        self._trace.node_deaths = self._deaths.count
-        if self._num_tries >= MAX_TRIES or await self._deaths.are_enough():
+        self._trace.node_deaths = self._ask.num_deaths
+        if self._num_tries >= MAX_TRIES or await choice.is_guilty(self._ask, self._parts.registry):
             raise failure.error
         keeps_export = self._attempts.has_export and not failure.export_lost
         self._spend_retry(failure.error, keeps_export)
@@ -446,9 +444,9 @@ class Journey:
             await self._fail_over(ledger, HopFailed(error))
             return
         self._num_tries -= 1  # nobody has tried
-        if self._attempts.has_export and self._nodes.serve(self._request):
+        if self._attempts.has_export and choice.serve(self._ask, self._parts.registry):
             self._give_up("nobody fetches it")  # whoever is there computes it again
-        elif not await self._nodes.may_come(self._request, self._attempts.handle):
+        elif not await choice.may_come(self._ask, self._parts.registry, self._attempts.handle):
             raise error
 
     async def _next_epoch(self, ledger: RequestLedger) -> None:
@@ -458,6 +456,7 @@ class Journey:
         # The ledger counts epochs; a request's own epoch is its copy.
         retried = self._request.retried(self.output.output_ids)
         self._request = replace(retried, epoch=ledger.epoch, ended=self.output.ended)
+        self._ask.known_ids = self._request.known_ids
 
     # ---- the end ----
     async def _close(self, ledger: RequestLedger | None, outcome: RequestState) -> None:
@@ -486,7 +485,7 @@ class Journey:
     def _is_an_end(self, outcome: RequestState) -> bool:
         """Is that how the request ended, for whoever asks for it again? Not if nothing of it was
         shown and another try may go better: then nothing is kept, and its name is free."""
-        if self.output.num_tokens or self._aborted or self._deaths.guilty:
+        if self.output.num_tokens or self._aborted or self._ask.guilty:
             return True
         if outcome is RequestState.CANCELLED:
             return False  # nobody read it

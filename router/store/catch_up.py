@@ -178,7 +178,8 @@ class CatchUp:
             appended = ledger.owed.logged(runs, entries)
             self._tokens -= appended
             self.stats.tokens += appended
-            ledger.logged(entries)
+            if ledger.log is not None:
+                ledger.log.confirm(entries)
         return ledger.owes
 
 

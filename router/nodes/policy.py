@@ -168,17 +168,16 @@ def choose_route(
     if not decoders:
         raise ask.refusal or Unavailable("no decode node is available")
     cached = prefix_lengths(ask, usable) if settings.prefix_weight else {}
-    layouts = {node.fingerprint for node in decoders}
-    prefillers = [n for n in usable if n.role is Role.PREFILL and n.fingerprint in layouts]
-    if not prefillers or ask.local:
-        decode = pick_decode(ask, decoders, settings, tie, cached)
-        return Route(decode, decode_cached=cached.get(decode.boot_id, 0))
-    prefill = pick_prefill(ask, prefillers, settings, tie, cached)
-    partners = [node for node in decoders if node.fingerprint == prefill.fingerprint]
-    decode = pick_decode(ask, partners, settings, tie, cached)
-    route = Route(decode, prefill, cached.get(prefill.boot_id, 0), cached.get(decode.boot_id, 0))
+    prefill = pick_prefill(ask, usable, settings, tie, cached)
+    if prefill is not None:
+        decoders = [node for node in decoders if node.fingerprint == prefill.fingerprint]
+    decode = pick_decode(ask, decoders, settings, tie, cached)
+    decode_cached = cached.get(decode.boot_id, 0)
+    if prefill is None:
+        return Route(decode, decode_cached=decode_cached)
+    route = Route(decode, prefill, cached.get(prefill.boot_id, 0), decode_cached)
     if _prefills_locally(len(ask.known_ids), route, prefill, settings):
-        return Route(decode, decode_cached=route.decode_cached)
+        return Route(decode, decode_cached=decode_cached)
     return route
 
 
@@ -214,24 +213,24 @@ def choose_decode(
 
 def pick_prefill(
     ask: Ask,
-    prefillers: Sequence[NodeSnapshot],
+    nodes: Sequence[NodeSnapshot],
     settings: PolicySettings,
     tie: float,
     cached: dict[str, int],
-) -> NodeSnapshot:
-    """The cheapest of those that keep the request's time to token 1, of all if none does.
+) -> NodeSnapshot | None:
+    """The cheapest prefill node of those that keep the request's time to token 1, of all if none
+    does. None: no decode node could fetch from any, or the request's KV must not travel.
 
     Raises ContextLengthExceeded.
     """
-    fitting, limit_s = _fitting(prefillers, ask), ask.slo.ttft_s
-    if limit_s is not None:
-        uncached = {n.boot_id: len(ask.known_ids) - cached.get(n.boot_id, 0) for n in fitting}
-        fitting = [
-            node
-            for node in fitting
-            if not _blocks_short(node, ask, cached.get(node.boot_id, 0))
-            and meets(expected_ttft_s(node, uncached[node.boot_id]), limit_s)
-        ] or fitting
+    layouts = {node.fingerprint for node in nodes if node.role is Role.DECODE}
+    prefillers = [n for n in nodes if n.role is Role.PREFILL and n.fingerprint in layouts]
+    if ask.local or not prefillers:
+        return None
+    fitting = _fitting(prefillers, ask)
+    if ask.slo.ttft_s is not None:
+        in_time = [n for n in fitting if _starts_in_time(n, ask, cached.get(n.boot_id, 0))]
+        fitting = in_time or fitting
     if settings.two_choices:
         fitting = _drawn(fitting, ask, cached, tie)
     return _cheapest(
@@ -252,13 +251,9 @@ def pick_decode(
 
     Raises ContextLengthExceeded.
     """
-    fitting, limit_s = _fitting(decoders, ask), ask.slo.tpot_s
-    if limit_s is not None:
-        fitting = [
-            node
-            for node in fitting
-            if not _blocks_short(node, ask, 0) and meets(expected_tpot_s(node), limit_s)
-        ] or fitting
+    fitting = _fitting(decoders, ask)
+    if ask.slo.tpot_s is not None:
+        fitting = [node for node in fitting if _streams_in_time(node, ask)] or fitting
     if settings.two_choices:
         fitting = _drawn(fitting, ask, cached, tie)
     return _cheapest(
@@ -336,6 +331,15 @@ def prefix_lengths(ask: Ask, nodes: Iterable[NodeSnapshot]) -> dict[str, int]:
                 break
             lengths.update((node.boot_id, end) for node in holders)
     return lengths
+
+
+def _starts_in_time(node: NodeSnapshot, ask: Ask, cached: int) -> bool:
+    expected_s = expected_ttft_s(node, len(ask.known_ids) - cached)
+    return meets(expected_s, ask.slo.ttft_s) and not _blocks_short(node, ask, cached)
+
+
+def _streams_in_time(node: NodeSnapshot, ask: Ask) -> bool:
+    return meets(expected_tpot_s(node), ask.slo.tpot_s) and not _blocks_short(node, ask, 0)
 
 
 def _drawn(

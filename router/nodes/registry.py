@@ -135,9 +135,9 @@ class NodeRegistry:
         directory = self._parts.directory
         if directory is None:
             return
-        now, timing = self._parts.clock.monotonic(), self._parts.timing
+        now = self._parts.clock.monotonic()
         if self._directory_away or self._parts.store_away():
-            self._doubtful_until = now + timing.node_record_s
+            self._doubtful_until = now + self._parts.timing.node_record_s
         try:
             records = await directory.records()
         except StoreUnavailable as error:
@@ -147,19 +147,26 @@ class NodeRegistry:
             return
         self._directory_away = False
         for record in records:
-            session = self._sessions.get(record.address)
-            if session is None:
-                self._open(record.address)
-            elif session.record is not None and session.record.boot_id != record.boot_id:
-                session.wake()
-            if session is None or not session.refused:
-                self._expected.here([record])
+            self._found(record)
         self._model = self._model or _model_of(records)
-        if now < self._doubtful_until:
-            return
-        known = {record.address for record in records} | set(self._parts.addresses)
+        if now >= self._doubtful_until:
+            self._close_all_but({record.address for record in records})
+
+    def _found(self, record: NodeRecord) -> None:
+        """The directory has this record."""
+        session = self._sessions.get(record.address)
+        if session is None:
+            self._open(record.address)
+        elif session.record is not None and session.record.boot_id != record.boot_id:
+            session.wake()
+        if session is None or not session.refused:
+            self._expected.here([record])
+
+    def _close_all_but(self, found: set[str]) -> None:
+        """Close the sessions that are down, to addresses which nobody names any more."""
+        named = found | set(self._parts.addresses)
         for address, session in list(self._sessions.items()):
-            if address not in known and not session.connected:
+            if address not in named and not session.connected:
                 self._close(address)
 
     # ---- what is known ----

@@ -175,9 +175,9 @@ class NodeRegistry:
         """The connected nodes, as of now."""
         health, panic = self.health, self.health.panicking(self._seen)
         if not health.holds_any:
-            return [session.snapshot(record) for session, record in self._connected()]
+            return [session.snapshot(record) for session, record in self._known().connected]
         found: list[NodeSnapshot] = []
-        for session, record in self._connected():
+        for session, record in self._known().connected:
             snapshot = session.snapshot(record)
             if record.role not in panic and health.in_quarantine(session.keys):
                 snapshot = replace(snapshot, shunned=True)
@@ -190,7 +190,7 @@ class NodeRegistry:
 
     def records(self) -> list[NodeRecord]:
         """The connected nodes' records with their current load."""
-        return [replace(record, load=session.load) for session, record in self._connected()]
+        return [replace(record, load=session.load) for session, record in self._known().connected]
 
     def statuses(self) -> list[NodeStatus]:
         """Every known address, connected or not."""
@@ -208,7 +208,7 @@ class NodeRegistry:
         """Is there a decode node that takes requests? (Without prefill nodes it prefills, too.)"""
         return any(
             record.role is Role.DECODE and session.takes_requests
-            for session, record in self._connected()
+            for session, record in self._known().connected
         )
 
     @property
@@ -230,7 +230,7 @@ class NodeRegistry:
 
     def expected_s(self, could_serve: CouldServe) -> float:
         """For how long a node that could serve is worth waiting for; 0: there is none."""
-        self._expected.here(record for _, record in self._connected())
+        self._expected.here(record for _, record in self._known().connected)
         return self._expected.left_s(could_serve)
 
     async def may_come(self, could_serve: CouldServe) -> bool:
@@ -272,7 +272,7 @@ class NodeRegistry:
                 f"{address} was given as a {expected.value} node, it is a {record.role.value} node",
                 field="role",
             )
-        for session, other in self._connected():
+        for session, other in self._known().connected:
             if session.address == address:
                 continue  # it was started again
             if other.node_id == record.node_id and other.boot_id != record.boot_id:
@@ -308,9 +308,6 @@ class NodeRegistry:
         if self._parts.exact or record.deterministic or other.deterministic:
             raise ConfigError(text, field="dtype")
         logger.warning("%s: a failover between them may change tokens", text)
-
-    def _connected(self) -> Sequence[tuple[NodeSession, NodeRecord]]:
-        return self._known().connected
 
     def _known(self) -> _Links:
         """The sessions that stand. Made anew only after a session came up or went down."""

@@ -145,8 +145,16 @@ class NodeSession:
         """All of this for the policy, made anew only when something has changed."""
         if self._snapshot is None:
             attached = self._attached
-            self._snapshot = replace(
-                NodeSnapshot.of(record),
+            self._snapshot = NodeSnapshot(  # not `replace`, which is three times as slow
+                node_id=record.node_id,
+                boot_id=record.boot_id,
+                role=record.role,
+                model_digest=record.model_digest,
+                fingerprint=record.endpoint.layout_fingerprint,
+                block_size=record.block_size,
+                kv_dtype=record.endpoint.format.dtype,
+                adapters=record.adapters,
+                max_num_seqs=record.max_num_seqs,
                 load=self._load,
                 prefix=self.prefix.hashes,
                 assigned=len(attached.by_id),
@@ -368,7 +376,8 @@ class NodeSession:
                 while size < BATCH_BYTES and not self._outbox.empty():
                     batch.append(wire.router_message_to_wire(self._outbox.get_nowait(), clock))
                     size += batch[-1].ByteSize()
-                await call.write(_one_message(batch))
+                one = len(batch) == 1
+                await call.write(batch[0] if one else _batched(batch))
 
     def _note(self, step: NodeStep) -> None:
         """Take what a step reports of the node itself."""
@@ -430,9 +439,7 @@ class NodeSession:
             )  # fmt: skip
 
 
-def _one_message(batch: Sequence[node_pb2.RouterMessage]) -> node_pb2.RouterMessage:
-    if len(batch) == 1:
-        return batch[0]
+def _batched(batch: Sequence[node_pb2.RouterMessage]) -> node_pb2.RouterMessage:
     return node_pb2.RouterMessage(batch=node_pb2.RouterBatch(messages=batch))
 
 

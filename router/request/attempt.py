@@ -38,14 +38,15 @@ class HopFailed(Exception):
 
 
 class NodeAttempts:
-    """`decoding`: the decode node has sent an event, so it needs the export no more.
+    """`inbox`: the nodes' events, for the journey.
 
+    `decoding`: the decode node has sent an event, so it needs the export no more.
     `exporter_suspect`: the exporter was lost, and this request may be the cause.
     """
 
     def __init__(self, registry: NodeRegistry) -> None:
         self._registry = registry
-        self._inbox: asyncio.Queue[tuple[Attempt, NodeEvent]] = asyncio.Queue()
+        self.inbox: asyncio.Queue[tuple[Attempt, NodeEvent]] = asyncio.Queue()
         self._renewal: asyncio.TimerHandle | None = None  # None: nothing to renew, or D does
         self.prefill: Attempt | None = None
         self.decode: Attempt | None = None
@@ -96,9 +97,9 @@ class NodeAttempts:
         def deliver(event: NodeEvent) -> None:
             # Nearly all tokens of all streams come through here. They are shown at once, without a
             # switch to the journey's task, unless an earlier event still waits for that task.
-            shows = self.shows if attempt is self.decode and self._inbox.empty() else None
+            shows = self.shows if attempt is self.decode and self.inbox.empty() else None
             if shows is None or not isinstance(event, TokenEvent) or not shows(event):
-                self._inbox.put_nowait((attempt, event))
+                self.inbox.put_nowait((attempt, event))
 
         attempt = Attempt(request.id, request.epoch, deliver, max(0, num_tokens))
         session.attach(attempt)
@@ -156,13 +157,9 @@ class NodeAttempts:
     def is_subscribed(self) -> bool:
         return self.handle is not None and self._renewal is None
 
-    async def next_event(self) -> tuple[Attempt, NodeEvent]:
-        """The next event of a node. The lease is renewed meanwhile."""
-        return await self._inbox.get()
-
     def pending_events(self) -> list[tuple[Attempt, NodeEvent]]:
         """Events that have been delivered and not been read."""
-        return [self._inbox.get_nowait() for _ in range(self._inbox.qsize())]
+        return [self.inbox.get_nowait() for _ in range(self.inbox.qsize())]
 
     def drop_decode(self) -> None:
         """The decode node failed. The export stays, and its lease is renewed here again."""

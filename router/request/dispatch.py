@@ -21,6 +21,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from baton.protocol import wire
@@ -84,14 +85,14 @@ class Journey:
     # ---- for the dispatcher ----
     def start(self, ended: Callable[[], object]) -> None:
         self._task = asyncio.create_task(self._run(), name=f"request {self._request.id}")
-        self._task.add_done_callback(lambda task: self._over(task, ended))
+        self._task.add_done_callback(partial(self._over, ended))
         deadline = self._request.deadline
         assert deadline is not None, "Dispatcher.run sets one"
         left_s = max(0.0, deadline - self._clock.monotonic())
         expired = DeadlineExceeded("the request's deadline has passed")
         self._timer = asyncio.get_running_loop().call_later(left_s, self.cancel, expired)
 
-    def _over(self, task: asyncio.Task[None], ended: Callable[[], object]) -> None:
+    def _over(self, ended: Callable[[], object], task: asyncio.Task[None]) -> None:
         ended()
         if self._timer is not None:
             self._timer.cancel()
@@ -155,8 +156,8 @@ class Journey:
 
     async def stop(self, why: BatonError | None = None) -> None:
         """Cancel it unless it has ended; returns when nodes and store have been notified."""
-        self.cancel(why)
         if self._task is not None and not self._task.done():
+            self.cancel(why)
             await asyncio.wait({self._task})
 
     async def _run(self) -> None:
@@ -216,7 +217,7 @@ class Journey:
                     self._give_up("nobody fetched it")
                 await self._begin(ledger, choice.route(self._ask, self._parts, self._trace))
             while not self.output.finished:
-                attempt, event = await self._attempts.next_event()
+                attempt, event = await self._attempts.inbox.get()
                 if attempt is self._attempts.prefill:
                     await self._on_prefill(ledger, event)
                 elif attempt is self._attempts.decode:

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 from baton.protocol.errors import Unavailable
 from baton.protocol.events import TokenEvent
@@ -52,7 +53,7 @@ class Dispatcher:
         async with passage:
             journey = Journey(request, trace, parts)
             self._live[request.id] = journey
-            journey.start(lambda: self._live.pop(request.id, None))
+            journey.start(partial(self._live.pop, request.id, None))
             try:
                 while (event := await journey.output.next()) is not None:
                     yield event

@@ -1,6 +1,6 @@
 """Prometheus metrics of what goes wrong around a router: its store, its nodes, second tries.
 
-Read at scrape time from the counters of store/ledger.py, store/catch_up.py, nodes/health.py and
+Read at scrape time from the counters of store/guard.py, store/catch_up.py, nodes/health.py and
 retry_budget.py, and from the nodes' records.
 """
 
@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from baton.protocol.handles import Role
 from router.nodes.registry import NodeRegistry
 from router.request.retry_budget import RetryBudget
-from router.store.ledger import StoreGuard
+from router.store.guard import StoreGuard
 from router.tallies import counters
 
 

@@ -52,7 +52,7 @@ BATCH_BYTES: Final = 1 << 20  # one message's, and one message may exceed it
 
 
 class StepLog(Protocol):
-    """What a session needs of router/store/token_log.py."""
+    """What a session needs of router/store/guard.py."""
 
     async def append(self, events: Sequence[TokenEvent]) -> None: ...
 

@@ -42,7 +42,7 @@ from router.resumable.kept import KeptBodies
 from router.resumable.replay import Told
 from router.resumable.run_log import RunLog
 from router.store.base import ALIAS, RequestRecord, Swept
-from router.store.ledger import StoreGuard
+from router.store.guard import StoreGuard
 from router.store.log_details import output_ids_of
 
 logger = logging.getLogger(__name__)

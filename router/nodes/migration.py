@@ -164,26 +164,26 @@ def relief(
     that fits moves: it makes the most room. A request that has moved lately stays, so that none
     goes to and fro.
     """
+    rested = [
+        each
+        for each in candidates
+        if each.decoding and (each.moved_at is None or now - each.moved_at >= REST_S)
+    ]
     chosen: list[Candidate] = []
     for source in nodes:
-        load = source.load
-        if load.draining or not load.swapped or load.free_blocks > FULL * load.total_blocks:
+        if not _is_full(source):
             continue
-        room = max(
-            (_room(node) for node in nodes if _may_take(node, source) and not node.load.swapped),
-            default=0,
-        )
-        fitting = [
-            each
-            for each in candidates
-            if each.boot_id == source.boot_id
-            and each.decoding
-            and each.num_tokens < room
-            and (each.moved_at is None or now - each.moved_at >= REST_S)
-        ]
+        takers = [n for n in nodes if _may_take(n, source) and not n.load.swapped]
+        room = max(map(_room, takers), default=0)
+        fitting = [c for c in rested if c.boot_id == source.boot_id and c.num_tokens < room]
         if fitting:
             chosen.append(max(fitting, key=lambda each: each.num_tokens))
     return chosen
+
+
+def _is_full(node: NodeSnapshot) -> bool:
+    load = node.load
+    return load.swapped > 0 and not load.draining and load.free_blocks <= FULL * load.total_blocks
 
 
 def _may_take(node: NodeSnapshot, source: NodeSnapshot) -> bool:

@@ -376,8 +376,8 @@ class NodeSession:
                 while size < BATCH_BYTES and not self._outbox.empty():
                     batch.append(wire.router_message_to_wire(self._outbox.get_nowait(), clock))
                     size += batch[-1].ByteSize()
-                one = len(batch) == 1
-                await call.write(batch[0] if one else _batched(batch))
+                many = node_pb2.RouterBatch(messages=batch) if len(batch) > 1 else None
+                await call.write(node_pb2.RouterMessage(batch=many) if many else batch[0])
 
     def _note(self, step: NodeStep) -> None:
         """Take what a step reports of the node itself."""
@@ -437,10 +437,6 @@ class NodeSession:
                 "node %s at %s is lost with %d requests: %s",
                 node_id, self.address, len(attached), reason,
             )  # fmt: skip
-
-
-def _batched(batch: Sequence[node_pb2.RouterMessage]) -> node_pb2.RouterMessage:
-    return node_pb2.RouterMessage(batch=node_pb2.RouterBatch(messages=batch))
 
 
 async def _read_steps(call: Any, steps: asyncio.Queue[NodeStep | BaseException | None]) -> None:

@@ -119,6 +119,8 @@ class NodeHealth:
         """Counts as one quarantine, however many names the node has."""
         settings = self._settings
         self.stats.quarantines += bool(cases)
+        if now >= self._last_until:
+            self._panicking = frozenset()  # that was over
         for case in cases:
             if now - case.until > settings.window_s:
                 case.relapses = 0  # it has behaved since

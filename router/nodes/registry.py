@@ -173,11 +173,12 @@ class NodeRegistry:
 
     def snapshots(self) -> list[NodeSnapshot]:
         """The connected nodes, as of now."""
-        health, panic = self.health, self.health.panicking(self._seen)
+        health, connected = self.health, self._known().connected
         if not health.holds_any:
-            return [session.snapshot(record) for session, record in self._known().connected]
+            return [session.snapshot(record) for session, record in connected]
+        panic = health.panicking(self._seen)
         found: list[NodeSnapshot] = []
-        for session, record in self._known().connected:
+        for session, record in connected:
             snapshot = session.snapshot(record)
             if record.role not in panic and health.in_quarantine(session.keys):
                 snapshot = replace(snapshot, shunned=True)

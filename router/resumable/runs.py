@@ -206,7 +206,7 @@ class Run:
                 pass  # readers make text by themselves
         if completion.trace.aborted:
             self.failure = Cancelled("the request was aborted")
-        ledger = parts.store.ledger(self.id)
+        ledger = parts.store.ledgers.get(self.id)
         if not source.dispatched and ledger is not None:
             # All of it was in the log: only the end had not been recorded.
             await ledger.move(RequestState.DECODE)

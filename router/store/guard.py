@@ -162,10 +162,6 @@ class StoreGuard:
         if ledger.log is not None:
             ledger.log.opened.set()
 
-    def ledger(self, request_id: str) -> RequestLedger | None:
-        """The ledger of a request that is not over."""
-        return self.ledgers.get(request_id)
-
     async def settle(self, ledger: RequestLedger, move: Move) -> None:
         """A request ends and still owes writes: they are made now if the store is there, else when
         it is back."""

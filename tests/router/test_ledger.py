@@ -315,7 +315,7 @@ async def test_an_id_in_use_is_refused_when_the_store_says_so() -> None:
     record = await store.read("a")
     assert record is not None
     assert record.state is S.PREFILL, "it is somebody else's"
-    assert guard.ledger("a") is None
+    assert guard.ledgers.get("a") is None
 
 
 async def test_an_append_that_fails_late_is_still_told_first() -> None:

@@ -76,10 +76,15 @@ class Attempt:
 
     def leave(self, *, abort: bool) -> None:
         """Take no more events of the node. `abort`: its work has not ended yet, stop it."""
+        self.deliver = _nobody  # whom it delivered to knows this attempt: no cycle is left behind
         if self.session is not None and self.session.boot_id == self.boot_id:
             self.session.detach(self.request_id)
             if abort:
                 self.session.send(AbortRequest(self.request_id, self.epoch))
+
+
+def _nobody(event: NodeEvent) -> None:
+    """Gets what comes for an attempt that was left."""
 
 
 class Attachments:

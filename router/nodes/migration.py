@@ -164,26 +164,26 @@ def relief(
     that fits moves: it makes the most room. A request that has moved lately stays, so that none
     goes to and fro.
     """
-    rested = [
-        each
-        for each in candidates
-        if each.decoding and (each.moved_at is None or now - each.moved_at >= REST_S)
-    ]
     chosen: list[Candidate] = []
-    for source in nodes:
-        if not _is_full(source):
-            continue
-        takers = [n for n in nodes if _may_take(n, source) and not n.load.swapped]
-        room = max(map(_room, takers), default=0)
-        fitting = [c for c in rested if c.boot_id == source.boot_id and c.num_tokens < room]
+    for source in filter(_needs_relief, nodes):
+        free = [node for node in nodes if _may_take(node, source) and not node.load.swapped]
+        room = max(map(_room, free), default=0)
+        own = [each for each in candidates if each.boot_id == source.boot_id]
+        fitting = [each for each in own if each.num_tokens < room and _may_move(each, now)]
         if fitting:
             chosen.append(max(fitting, key=lambda each: each.num_tokens))
     return chosen
 
 
-def _is_full(node: NodeSnapshot) -> bool:
+def _needs_relief(node: NodeSnapshot) -> bool:
     load = node.load
-    return load.swapped > 0 and not load.draining and load.free_blocks <= FULL * load.total_blocks
+    full = load.swapped > 0 and load.free_blocks <= FULL * load.total_blocks
+    return full and not load.draining
+
+
+def _may_move(candidate: Candidate, now: float) -> bool:
+    moved_at = candidate.moved_at
+    return candidate.decoding and (moved_at is None or now - moved_at >= REST_S)
 
 
 def _may_take(node: NodeSnapshot, source: NodeSnapshot) -> bool:

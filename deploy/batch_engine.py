@@ -40,7 +40,7 @@ from router.request.pool import PoolAsk, groups
 from router.request.trace import RequestTrace
 from router.server.app import create_app
 from router.services import RouterServices
-from router.store.ledger import StoreGuard
+from router.store.guard import StoreGuard
 from router.store.memory_store import MemoryStore
 
 NODE: Final = "engine"

@@ -17,7 +17,7 @@ from router.metrics.metric_list import ROUTER
 from router.nodes.registry import NodeRegistry
 from router.request.gate.gate import Gate
 from router.request.retry_budget import RetryBudget
-from router.store.ledger import StoreGuard
+from router.store.guard import StoreGuard
 from router.tallies import Histogram
 
 

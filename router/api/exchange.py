@@ -92,8 +92,11 @@ async def respond(
 
 async def _stream(exchange: Exchange, runner: CallRunner, writer: FrameWriter) -> None:
     """Frames of all prompts' choices, interleaved as they come."""
-    prompts = range(len(exchange.completions))
-    await together([_choices(exchange, prompt, runner, writer) for prompt in prompts])
+    if len(exchange.completions) == 1:
+        await _choices(exchange, 0, runner, writer)
+    else:
+        prompts = range(len(exchange.completions))
+        await together([_choices(exchange, prompt, runner, writer) for prompt in prompts])
     await writer.write(await exchange.tail(), more=False)
 
 

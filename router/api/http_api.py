@@ -92,8 +92,8 @@ class HttpApi:
     async def chat_completions(self, request: HttpRequest) -> OpenAIExchange:
         body = parse(await read_body(request), ChatBody)
         id_ = reply_id("chatcmpl-", request, body.request_id)
-        completion = await self._intake.chat(body, id_, request)
-        return self._exchange(body, [completion], id_, request)
+        made = [await self._intake.chat(body, id_, request)]
+        return OpenAIExchange(self._services, self._runner, body, made, id_, request.scope)
 
     async def completions(self, request: HttpRequest) -> OpenAIExchange:
         body = parse(await read_body(request), CompletionBody)
@@ -105,7 +105,7 @@ class HttpApi:
         special = body.add_special_tokens is not False
         length = length_of(body, model.max_model_len)
         asked = TextInputs(prompts_of(body), "prompt", length, terms.grant, special)
-        completions: list[Completion] = []
+        made: list[Completion] = []
         read = zip(await self._prompts.read(asked), asked.items, asked.fields, strict=True)
         for index, (all_ids, prompt, field) in enumerate(read):
             if not isinstance(prompt, str):
@@ -123,8 +123,8 @@ class HttpApi:
             one = engine_id(id_, index)
             wanted = self._intake.request(body, one, ids, params, terms, adapter)
             rules = output_rules(body, echo=text if body.echo else "")
-            completions.append(self._intake.completion(wanted, model, rules, terms, own))
-        return self._exchange(body, completions, id_, request)
+            made.append(self._intake.completion(wanted, model, rules, terms, own))
+        return OpenAIExchange(self._services, self._runner, body, made, id_, request.scope)
 
     async def of_tokens(
         self, body: CompletionBody, ids: tuple[int, ...], id_: str, terms: Terms
@@ -142,16 +142,6 @@ class HttpApi:
         params = self._intake.params(body, model, len(ids), room, guided)
         wanted = self._intake.request(body, id_, ids, params, terms, adapter)
         return self._intake.completion(wanted, model, output_rules(body), terms, guided)
-
-    def _exchange(
-        self,
-        body: ChatBody | CompletionBody,
-        completions: Sequence[Completion],
-        id_: str,
-        request: HttpRequest,
-    ) -> OpenAIExchange:
-        services, runner = self._services, self._runner
-        return OpenAIExchange(services, runner, body, completions, id_, request.scope)
 
     # ---- tokens ----
 

@@ -17,7 +17,6 @@ from starlette.requests import Request as HttpRequest
 from baton.protocol.request import Request
 from baton.protocol.sampling import SamplingParams
 from router.api.http.preparing import end_preparing
-from router.api.openai.allowed_tools import apply_allowed
 from router.api.openai.bodies import (
     ChatBody,
     CompletionBody,
@@ -27,7 +26,12 @@ from router.api.openai.bodies import (
     sampling_params,
     stops_of,
 )
-from router.api.openai.chat_rules import conversation_of, message_rules, tool_format
+from router.api.openai.chat_rules import (
+    apply_allowed,
+    conversation_of,
+    message_rules,
+    tool_format,
+)
 from router.api.openai.guided_fields import asked_of, asked_of_chat
 from router.api.openai.prompt_options import (
     bad_word_ids,
@@ -42,9 +46,9 @@ from router.prompts.grammar_checks import Constraint
 from router.prompts.reader import (
     Length,
     PromptReader,
+    beyond_room,
     check_logprobs,
     check_prompt_logprobs,
-    check_room,
     room_for_output,
     whole_length,
 )
@@ -194,8 +198,9 @@ class Intake:
             params = replace(
                 params, bad_words=words, guided=None if guided is None else guided.guided
             )
-        field = name_in(body, "max_tokens")
-        check_room(num_prompt_tokens, params.max_tokens, model.max_model_len, field)
+        if num_prompt_tokens + params.max_tokens > model.max_model_len:
+            field = name_in(body, "max_tokens")
+            raise beyond_room(num_prompt_tokens, params.max_tokens, model.max_model_len, field)
         check_token_ids(params, model.vocab_size)
         return params
 

@@ -299,14 +299,15 @@ def room_for_output(num_prompt_tokens: int, max_model_len: int, field: str) -> i
     return room
 
 
-def check_room(num_prompt_tokens: int, max_tokens: int, max_model_len: int, field: str) -> None:
-    """Raise ContextLengthExceeded (`field`) if prompt and output do not fit together."""
-    if num_prompt_tokens + max_tokens > max_model_len:
-        raise ContextLengthExceeded(
-            f"{field}: {num_prompt_tokens} prompt tokens and {max_tokens} output tokens exceed the"
-            f" model's maximum context length of {max_model_len} tokens",
-            field=field,
-        )
+def beyond_room(
+    num_prompt_tokens: int, max_tokens: int, max_model_len: int, field: str
+) -> ContextLengthExceeded:
+    """What to tell of a prompt and an output (`field`) that do not fit together."""
+    return ContextLengthExceeded(
+        f"{field}: {num_prompt_tokens} prompt tokens and {max_tokens} output tokens exceed the"
+        f" model's maximum context length of {max_model_len} tokens",
+        field=field,
+    )
 
 
 def check_logprobs(params: SamplingParams, at_once: bool, field: str) -> None:

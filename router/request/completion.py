@@ -145,7 +145,7 @@ class Completion:
     def deltas(self, runner: CallRunner) -> AsyncGenerator[Delta, None]:
         """Run the request, measured from its arrival. Raises BatonError."""
         live = self._run(runner)
-        return live if len(self._samples) == self.num_choices else self._best(live)
+        return live if len(self._samples) == self.request.params.n else self._best(live)
 
     async def _run(self, runner: CallRunner) -> AsyncGenerator[Delta, None]:
         """All samples as they come, each ended once. The last end is told when the dispatcher has
@@ -193,7 +193,7 @@ class Completion:
             outcome = as_baton_error(error).code
             raise
         finally:
-            meter.end(clock.monotonic(), self.trace, self.prompt_tokens, outcome)
+            meter.end(clock.monotonic(), self.trace, len(self.request.prompt_ids), outcome)
 
     def _cut_short(self, held: Delta | None) -> list[Delta]:
         """`held`, if any, and the ends of what an operator has aborted: at least one."""

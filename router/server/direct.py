@@ -25,24 +25,21 @@ class DirectRoutes:
         self._app = app
         self._posts = dict(posts)
 
-    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         handler = None
         if scope["type"] == "http" and scope["method"] == "POST":
             handler = self._posts.get(scope["path"])
         if handler is None:
-            return self._app(scope, receive, send)
-        return _answer(handler, scope, receive, send)
-
-
-async def _answer(handler: Handler, scope: Scope, receive: Receive, send: Send) -> None:
-    request = HttpRequest(scope, receive, send)
-    try:
-        reply = await handler(request)
-    except HTTPException as error:
-        reply = await on_http_exception(request, error)
-    except BatonError as error:
-        reply = await on_baton_error(request, error)
-    except Exception as error:
-        await (await on_baton_error(request, error))(scope, receive, send)
-        raise  # the server's log wants it, too
-    await reply(scope, receive, send)
+            await self._app(scope, receive, send)
+            return
+        request = HttpRequest(scope, receive, send)
+        try:
+            reply = await handler(request)
+        except HTTPException as error:
+            reply = await on_http_exception(request, error)
+        except BatonError as error:
+            reply = await on_baton_error(request, error)
+        except Exception as error:
+            await (await on_baton_error(request, error))(scope, receive, send)
+            raise  # the server's log wants it, too
+        await reply(scope, receive, send)

@@ -47,9 +47,9 @@ from router.prompts.reader import (
     Length,
     PromptReader,
     TextInputs,
+    beyond_room,
     check_logprobs,
     check_prompt_logprobs,
-    check_room,
     room_for_output,
 )
 from router.request.completion import CallRunner, Completion, Delta, OutputRules
@@ -211,7 +211,8 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
         params = logprobs_within(_sampling_params(message, defaults), most, model.vocab_size)
         check_logprobs(params, at_once=False, field="logprobs")
         await self._prompts.check_guided(params.guided, grant)
-        check_room(len(ids), params.max_tokens, model.max_model_len, "max_tokens")
+        if len(ids) + params.max_tokens > model.max_model_len:
+            raise beyond_room(len(ids), params.max_tokens, model.max_model_len, "max_tokens")
         check_prompt_logprobs(len(ids), params.prompt_logprobs, "prompt_logprobs")
         check_token_ids(params, model.vocab_size)
         now = self._services.clock.monotonic()

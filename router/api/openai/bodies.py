@@ -18,8 +18,7 @@ import orjson
 
 from baton.protocol.errors import InvalidRequest
 from baton.protocol.sampling import SamplingParams
-from router.api.http.json_faults import fault_of
-from router.api.openai.breaches import refusal
+from router.api.openai.breaches import fault_of, refusal
 from router.api.openai.chat import Effort, Messages, Tools
 from router.api.openai.fields import (
     BIASED_TOKEN,

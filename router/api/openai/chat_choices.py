@@ -61,11 +61,11 @@ class ChatFrames:
                 self._ids += delta.token_ids
             self._rows += _rows(self._exchange, self._completion, delta)
             data = b"".join([self._part(part) for part in self._completion.parts_of(delta)])
-        reason = finish_reason_of(delta)
-        if reason is not None:
-            last = {"delta": {}, "finish_reason": reason, "stop_reason": delta.stop_reason}
-            data += self._exchange.chunk({**self._choice, **self._told(), **last})
-        return data
+        if delta.finish_reason is None:
+            return data
+        end = {"finish_reason": finish_reason_of(delta), "stop_reason": delta.stop_reason}
+        last = {**self._choice, **self._told(), "delta": {}, **end}
+        return data + self._exchange.chunk(last)
 
     def _part(self, part: Part) -> bytes:
         if isinstance(part, Content) and not self._rows and not self._tells_ids:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final, cast
 
 from baton.protocol.errors import InvalidRequest, UnsupportedFeature
 from baton.text.chat_template import Chat
@@ -16,6 +16,9 @@ from router.parsers.reasoning import ReasoningFormat
 from router.parsers.registry import Formats
 from router.prompts.grammar_checks import Constraint
 
+ALLOWED: Final = "allowed_tools"  # OpenAI's way to offer some of the tools, or have one called
+ALLOWED_FIELD: Final = "tool_choice.allowed_tools"
+_MODES: Final = ("auto", "required")
 _AUTO_IS_OFF: Final = (
     '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
     " (as auto: a parser that it has found in the model's chat template)"
@@ -52,6 +55,50 @@ def said_first(body: ChatBody, answers: str) -> tuple[str, str]:
     prompted = body.add_generation_prompt is not False and not body.continue_final_message
     role = answers if prompted else last.role
     return role, text_of(last, "messages") if body.echo and last.role == role else ""
+
+
+def apply_allowed(body: ChatBody) -> None:
+    """Mutates the tools and the choice of a body that allows some of them; no other.
+
+        {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required", "tools": [
+            {"type": "function", "function": {"name": "get_weather"}}]}}
+
+    The others are not shown to the model, so it cannot call them; the rest is the plain choice
+    `mode`. Raises InvalidRequest, naming the field.
+    """
+    choice = body.tool_choice
+    if not isinstance(choice, dict) or choice.get("type") != ALLOWED:
+        return
+    allowed = choice.get(ALLOWED)
+    if not isinstance(allowed, dict):
+        raise InvalidRequest(f"{ALLOWED_FIELD} must be an object", field=ALLOWED_FIELD)
+    mode, given = (cast("dict[str, Any]", allowed).get(name) for name in ("mode", "tools"))
+    if mode not in _MODES:
+        raise InvalidRequest(
+            f"{ALLOWED_FIELD}.mode must be auto or required", field=f"{ALLOWED_FIELD}.mode"
+        )
+    if not isinstance(given, list) or not given:
+        message = f"{ALLOWED_FIELD}.tools must be a list of functions, not empty"
+        raise InvalidRequest(message, field=f"{ALLOWED_FIELD}.tools")
+    offered = {_name_of(tool): tool for tool in body.tools or ()}
+    names: set[str] = set()
+    for index, tool in enumerate(cast("list[object]", given)):
+        name = _name_of(tool)
+        if name is None or name not in offered:
+            field = f"{ALLOWED_FIELD}.tools[{index}]"
+            message = f"{field} must be {{type: function, function: {{name: ...}}}} of one of tools"
+            raise InvalidRequest(message, field=field)
+        names.add(name)
+    body.tools = [tool for name, tool in offered.items() if name in names]
+    body.tool_choice = mode
+
+
+def _name_of(tool: object) -> str | None:
+    """None for what is no function with a name."""
+    found = cast("dict[str, Any]", tool) if isinstance(tool, dict) else {}
+    function = found.get("function")
+    name = cast("dict[str, Any]", function).get("name") if isinstance(function, dict) else None
+    return name if found.get("type") == "function" and isinstance(name, str) else None
 
 
 def tool_format(body: ChatBody, formats: Formats) -> ToolFormat | None:

@@ -164,7 +164,7 @@ class OpenAIExchange:
 
     def _indices(self, prompt: int) -> range:
         """The choices of a prompt, in the order of its samples."""
-        count = self.completions[prompt].num_choices
+        count = self.completions[prompt].request.params.n
         return range(prompt * count, (prompt + 1) * count)
 
     def _usage(self) -> Usage:

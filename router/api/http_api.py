@@ -99,7 +99,7 @@ class HttpApi:
         body = parse(await read_body(request), CompletionBody)
         id_ = reply_id("cmpl-", request, body.request_id)
         check_common(body)
-        model, adapter = served_model(self._services, body.model)
+        model, name, adapter = served_model(self._services, body.model)
         terms = terms_of(request).with_body(body, self._services.config.receipts)
         guided = await self._prompts.checked(asked_of(body), terms.grant)
         special = body.add_special_tokens is not False
@@ -123,14 +123,14 @@ class HttpApi:
             one = engine_id(id_, index)
             wanted = self._intake.request(body, one, ids, params, terms, adapter)
             rules = output_rules(body, echo=text if body.echo else "")
-            made.append(self._intake.completion(wanted, model, rules, terms, own))
+            made.append(self._intake.completion(wanted, name, rules, terms, own))
         return OpenAIExchange(self._services, self._runner, body, made, id_, request.scope)
 
     async def of_tokens(
         self, body: CompletionBody, ids: tuple[int, ...], id_: str, terms: Terms
     ) -> Completion:
         """A completion of tokens, for router/api/generate_ids.py: up to what the model holds."""
-        model, adapter = served_model(self._services, body.model)
+        model, name, adapter = served_model(self._services, body.model)
         token_ids_below(ids, model.vocab_size, "token_ids")
         ids = cut_prompt(body, ids, model.max_model_len)
         room = room_for_output(len(ids), model.max_model_len, "token_ids")
@@ -141,13 +141,13 @@ class HttpApi:
         terms = terms.with_body(body, self._services.config.receipts)
         params = self._intake.params(body, model, len(ids), room, guided)
         wanted = self._intake.request(body, id_, ids, params, terms, adapter)
-        return self._intake.completion(wanted, model, output_rules(body), terms, guided)
+        return self._intake.completion(wanted, name, output_rules(body), terms, guided)
 
     # ---- tokens ----
 
     async def tokenize(self, request: HttpRequest) -> Response:
         body = parse(await read_body(request), TokenizeBody)
-        model, _ = served_model(self._services, body.model)
+        model, *_ = served_model(self._services, body.model)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("give either prompt or messages", field="prompt")
         terms, length = terms_of(request), countable(model.max_model_len)
@@ -176,12 +176,12 @@ class HttpApi:
 
     async def detokenize(self, request: HttpRequest) -> Response:
         raw = await read_body(request)
-        model, _ = served_model(self._services, None)
+        model, *_ = served_model(self._services, None)
         most = countable(model.max_model_len).tokens
         if raw.count(b",") > most + SPARE_COMMAS:  # before a million numbers are made of it
             raise InvalidRequest(f"tokens: at most {most} at once", field="tokens")
         body = parse(raw, DetokenizeBody)
-        model, _ = served_model(self._services, body.model)
+        model, *_ = served_model(self._services, body.model)
         if min(body.tokens, default=0) < 0:
             raise InvalidRequest("tokens: token ids are integers from 0 on", field="tokens")
         ids = token_ids_below(tuple(body.tokens), model.vocab_size, "tokens")

@@ -39,7 +39,7 @@ from router.api.openai.prompt_options import (
     truncated,
     useful_length,
 )
-from router.api.served import ServedName, model_names, served_model
+from router.api.served import ServedName, served_model
 from router.parsers.message import MessageRules
 from router.parsers.registry import Choice, formats_of
 from router.prompts.grammar_checks import Constraint
@@ -135,7 +135,7 @@ class Intake:
         check_common(body)
         if isinstance(body.tool_choice, dict):
             apply_allowed(body)
-        model, adapter = served_model(services, body.model)
+        model, name, adapter = served_model(services, body.model)
         tools = tool_format(body, formats)  # refused before anything is rendered
         terms = terms_of(request).with_body(body, services.config.receipts)
         chat = conversation_of(body)
@@ -159,11 +159,11 @@ class Intake:
             guided = await self._prompts.checked(constraint, terms.grant)
         params = self.params(body, model, len(ids), room, guided)
         asked = self.request(body, engine_id(id_), ids, params, terms, adapter)
-        return self.completion(asked, model, output_rules(body, message), terms, guided)
+        return self.completion(asked, name, output_rules(body, message), terms, guided)
 
     async def count(self, body: ChatBody, request: HttpRequest) -> int:
         """How many tokens a chat's prompt has. Raises like `chat`."""
-        model, _ = served_model(self._services, body.model)
+        model, *_ = served_model(self._services, body.model)
         apply_allowed(body)
         terms, length = terms_of(request), countable(model.max_model_len)
         chat, salt = conversation_of(body), terms.salt(body.cache_salt or "")
@@ -233,14 +233,13 @@ class Intake:
     def completion(
         self,
         request: Request,
-        model: ServedName,
+        model: str,
         rules: OutputRules,
         terms: Terms,
         guided: Constraint | None,
     ) -> Completion:
-        """The request, ready to run; the model as this router calls it."""
-        name = model_names(self._services, model)[0]
-        made = Completion(request, name, rules, self._services.tokenizer, terms)
+        """The request, ready to run; `model`: as this router calls it."""
+        made = Completion(request, model, rules, self._services.tokenizer, terms)
         if guided is not None:
             made.guided_field = guided.field
         return made

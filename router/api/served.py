@@ -29,8 +29,9 @@ class ServedName(Protocol):
     def vocab_size(self) -> int: ...
 
 
-def served_model(services: RouterServices, asked: str | None) -> tuple[ServedName, str]:
-    """The served model, and the id of the adapter that a client's `model` names, "" for none.
+def served_model(services: RouterServices, asked: str | None) -> tuple[ServedName, str, str]:
+    """The served model, what this router calls it, and the id of the adapter that a client's
+    `model` names, "" for none.
 
     Raises ModelNotFound for a name that is neither the model's nor an adapter's, Unavailable
     without a node."""
@@ -39,10 +40,10 @@ def served_model(services: RouterServices, asked: str | None) -> tuple[ServedNam
         raise Unavailable("no node has registered yet")
     names = model_names(services, model)
     if asked is None or asked in names:
-        return model, ""
+        return model, names[0], ""
     adapter = adapter_of(services, asked)
     if adapter:
-        return model, adapter
+        return model, names[0], adapter
     if not services.registry.records():
         raise Unavailable("no node is connected")  # nobody can say which adapters there are
     raise unknown(asked, [*names, *adapters(services)])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final, Literal, TypeVar
 
 from baton.guided.grammars import FIELD
@@ -141,13 +141,10 @@ class PromptReader:
         elif text is None:
             text = await self._rendered(chat, grant)
         text = self.fitting(text, length, "messages")
-
-        def encode() -> tuple[int, ...]:
-            if add_special_tokens:
-                return tuple(self._tokenizer.encode(text))
-            return tuple(self._tokenizer.encode_chat(text, salt))
-
-        ids = encode() if short else await self._encoded(grant, len(text), encode)
+        encode = partial(self._tokenizer.encode_chat, text, salt)
+        if add_special_tokens:
+            encode = partial(self._tokenizer.encode, text)
+        ids = tuple(encode() if short else await self._encoded(grant, len(text), encode))
         if not ids:
             raise InvalidRequest("the messages render to nothing", field="messages")
         return ids, text

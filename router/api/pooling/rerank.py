@@ -31,7 +31,7 @@ from router.api.pooling.embeddings import (
     pool_id,
     read_pooling,
 )
-from router.api.served import model_names, served_model
+from router.api.served import served_model
 from router.api.unserved import RERANKING
 from router.prompts.reader import Length
 from router.request.pool import PoolAsk
@@ -157,8 +157,7 @@ class RerankApi:
     ) -> _Scored:
         """The model's opinion of each (query, document). Raises BatonError."""
         parts, services = self._parts, self._parts.services
-        model, adapter = served_model(services, body.model)
-        base = model_names(services, model)[0]
+        model, base, adapter = served_model(services, body.model)
         name = adapter_name(adapter) or base
         parts.settings.check_reranker(name)
         if not 0 < len(pairs) <= MAX_INPUTS:

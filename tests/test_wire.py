@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.protocol import messages, wire, wire_control, wire_values
+from baton.protocol import messages, wire, wire_control, wire_sampling, wire_values
 from baton.protocol.errors import InvalidRequest
 from baton.protocol.events import (
     AdapterList,
@@ -28,7 +28,7 @@ from baton.protocol.handles import Endpoint, KVHandle, LaneAddress, NodeLoad, No
 from baton.protocol.kv_spec import PoolFormat
 from baton.protocol.request import FinishReason, Request
 from baton.protocol.sampling import GuidedDecoding, SamplingParams
-from baton.protocol.wire_guided import GUIDED_KINDS
+from baton.protocol.wire_sampling import GUIDED_KINDS
 from protos import node_pb2
 
 
@@ -82,7 +82,7 @@ params = st.builds(
     best_of=st.none() | st.integers(1, 128),
     beam_width=st.integers(0, 64),
     length_penalty=decimals(-10, 10),
-    early_stopping=st.sampled_from(wire.EARLY_STOPPING),
+    early_stopping=st.sampled_from(wire_sampling.EARLY_STOPPING),
     temperature=decimals(0, 100),
     top_k=st.integers(-1, 2**31 - 1),
     top_p=st.integers(1, 1000).map(lambda n: n / 1000),
@@ -93,6 +93,7 @@ params = st.builds(
     stop_token_ids=token_lists,
     allowed_token_ids=token_lists,
     ignore_eos=st.booleans(),
+    skip_reading_prefix_cache=st.booleans(),
     presence_penalty=decimals(-2, 2),
     frequency_penalty=decimals(-2, 2),
     repetition_penalty=st.integers(1, 100000).map(lambda n: n / 1000),
@@ -348,7 +349,7 @@ def test_a_past_deadline_still_travels_as_a_deadline() -> None:
 
 def test_a_seed_must_be_drawn_before_the_wire() -> None:
     with pytest.raises(InvalidRequest) as caught:
-        wire.sampling_to_wire(SamplingParams())
+        wire_sampling.sampling_to_wire(SamplingParams())
     assert caught.value.field == "seed"
 
 

@@ -13,7 +13,7 @@ from baton.protocol import wire
 from baton.protocol.errors import UnsupportedFeature, error_from_code
 from baton.protocol.events import TokenLogprob
 from baton.protocol.sampling import SamplingParams
-from baton.protocol.wire_guided import guided_to_wire
+from baton.protocol.wire_sampling import sampling_message
 from protos import node_pb2, serve_pb2
 
 
@@ -162,34 +162,8 @@ def _sampling_fields(params: SamplingParams) -> serve_pb2.GenerateRequest:
     if params.include_stop_str_in_output:
         field = "include_stop_str_in_output"
         raise UnsupportedFeature(f"{field} is not served over gRPC", field=field)
-    message = serve_pb2.GenerateRequest(
-        max_tokens=params.max_tokens,
-        min_tokens=params.min_tokens,
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        seed=params.seed,
-        stop=params.stop,
-        stop_token_ids=params.stop_token_ids,
-        allowed_token_ids=params.allowed_token_ids,
-        logprob_token_ids=params.logprob_token_ids,
-        bad_words=[node_pb2.TokenIds(ids=word) for word in params.bad_words],
-        ignore_eos=params.ignore_eos,
-        n=params.n,
-        best_of=params.best_of,
-        beam_width=params.beam_width,
-        length_penalty=params.length_penalty,
-        early_stopping=params.early_stopping,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        repetition_penalty=params.repetition_penalty,
-        logit_bias=dict(params.logit_bias),
-        logprobs=params.logprobs,
-        prompt_logprobs=params.prompt_logprobs,
-    )
-    if params.guided is not None:
-        message.guided.CopyFrom(guided_to_wire(params.guided))
+    message = sampling_message(params, serve_pb2.GenerateRequest)
+    message.stop.extend(params.stop)
     return message
 
 

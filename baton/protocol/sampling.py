@@ -71,7 +71,9 @@ class SamplingParams:
     Raises InvalidRequest with the field's name for a value outside BOUNDS (NaN included).
     `seed` None means that the front door draws one; every engine needs it drawn (see `with_seed`).
     `allowed_token_ids`: nothing else is ever drawn, not even an end-of-sequence; empty = all.
-    `logprobs` -1 = all of the vocabulary; with `logprob_token_ids` these are told instead.
+    `skip_reading_prefix_cache`: its prompt is computed anew, whatever the nodes hold of it; other
+    requests may read what it leaves. `logprobs` -1 = all of the vocabulary; with
+    `logprob_token_ids` these are returned instead.
     The last three are for whoever makes text of the tokens (`LLM`, `Client`): engines know no text,
     and these never travel to a node. `stop` may be given as one text.
     """
@@ -90,6 +92,7 @@ class SamplingParams:
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    skip_reading_prefix_cache: bool = False
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0

@@ -9,8 +9,7 @@ milliseconds. Not here: KV frames (kv_transfer/), the public API (router/api/grp
 from __future__ import annotations
 
 from dataclasses import asdict, fields
-from operator import attrgetter
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, cast
 
 from google.protobuf.message import DecodeError
 
@@ -27,7 +26,6 @@ from baton.protocol.events import (
 )
 from baton.protocol.handles import KVHandle, NodeLoad, NodeRecord, Role
 from baton.protocol.request import Request, Resume
-from baton.protocol.sampling import SamplingParams
 from baton.protocol.wire_checks import (
     epoch_of,
     finish_reason,
@@ -45,7 +43,7 @@ from baton.protocol.wire_control import (
     controlled_from_wire,
     controlled_to_wire,
 )
-from baton.protocol.wire_guided import guided_from_wire, guided_to_wire
+from baton.protocol.wire_sampling import sampling_from_wire, sampling_to_wire
 from baton.protocol.wire_values import (
     endpoint_from_wire,
     endpoint_to_wire,
@@ -61,7 +59,6 @@ from baton.protocol.wire_values import (
 )
 from protos import kv_pb2, node_pb2
 
-EARLY_STOPPING: Final = ("false", "true", "never")
 RESUME: Final = ("fast", "exact")
 
 _ROLES: Final = {Role.PREFILL: node_pb2.ROLE_PREFILL, Role.DECODE: node_pb2.ROLE_DECODE}
@@ -78,53 +75,6 @@ _PLAIN_RECORD: Final = (
     "vocab_size", "version", "adapters", "eos_token_ids", "max_num_seqs",
     "precision", "deterministic", "leaving_adapters",
 )  # fmt: skip
-_PLAIN_PARAMS: Final = (
-    "n", "beam_width", "top_k", "seed", "max_tokens", "min_tokens", "ignore_eos",
-    "length_penalty", "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty",
-    "repetition_penalty",
-)  # fmt: skip
-_SCALAR_PARAMS: Final = (
-    *_PLAIN_PARAMS, "best_of", "early_stopping", "stop_token_ids", "allowed_token_ids",
-    "logprob_token_ids",
-)  # fmt: skip
-_scalars: Final = attrgetter(*_SCALAR_PARAMS)  # one call for all of them
-
-
-def sampling_to_wire(params: SamplingParams) -> node_pb2.SamplingParams:
-    if params.seed is None:
-        raise InvalidRequest("the seed must be drawn before a request travels", field="seed")
-    # What is zero or empty is so on the wire without being said.
-    scalars = zip(_SCALAR_PARAMS, _scalars(params), strict=True)
-    values = {name: value for name, value in scalars if value}
-    message = node_pb2.SamplingParams(
-        **values, logprobs=params.logprobs, prompt_logprobs=params.prompt_logprobs
-    )
-    if params.logit_bias:
-        message.logit_bias.update(params.logit_bias)
-    if params.bad_words:
-        message.bad_words.extend(node_pb2.TokenIds(ids=word) for word in params.bad_words)
-    if params.guided is not None:
-        message.guided.CopyFrom(guided_to_wire(params.guided))
-    return message
-
-
-def sampling_from_wire(message: node_pb2.SamplingParams) -> SamplingParams:
-    nothing_unknown(message, "params")
-    early = one_of(message.early_stopping, EARLY_STOPPING, "early_stopping")
-    values: dict[str, Any] = {name: getattr(message, name) for name in _PLAIN_PARAMS}
-    return SamplingParams(
-        **values,
-        best_of=message.best_of or None,
-        early_stopping=cast("Literal['false', 'true', 'never']", early),
-        stop_token_ids=tuple(message.stop_token_ids),
-        allowed_token_ids=tuple(message.allowed_token_ids),
-        logprob_token_ids=tuple(message.logprob_token_ids),
-        logit_bias=tuple(sorted(message.logit_bias.items())),
-        bad_words=tuple(tuple(word.ids) for word in message.bad_words),
-        logprobs=message.logprobs if message.HasField("logprobs") else None,
-        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
-        guided=guided_from_wire(message),
-    )
 
 
 def request_to_wire(request: Request, clock: Clock) -> node_pb2.Request:

@@ -19,23 +19,22 @@ from starlette.types import Receive, Scope, Send
 
 from baton.protocol.errors import BatonError, InvalidRequest
 from router.api.exchange import respond
-from router.api.openai.bodies import ChatBody, checked
+from router.api.openai.bodies import ChatBody, SamplingFields, checked
 from router.api.unserved import GENERATING
 from router.request.completion import CallRunner, Completion, Delta
 
 Event = dict[str, Any]
-# Fields of a chat that every dialect takes under the same name, vLLM's among them.
+# Fields of a chat that every dialect takes under the same name: what chats and completions share,
+# but for what a dialect says in another way or not at all; and of a chat's own.
+_OTHERWISE: Final = {
+    "stream_options", "max_tokens", "n", "best_of", "use_beam_search", "early_stopping", "stop",
+    "length_penalty", "prompt_logprobs", "add_special_tokens", "truncate_prompt_tokens",
+    "truncation_side", "return_token_ids", "return_tokens_as_token_ids", "response_format",
+}  # fmt: skip
 SAME: Final = (
-    "model", "stream", "temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids",
-    "min_tokens", "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "logit_bias", "include_stop_str_in_output", "skip_special_tokens", "priority", "cache_salt",
-    "allowed_token_ids", "bad_words", "structured_outputs", "guided_choice", "guided_grammar",
-    "guided_json", "guided_regex", "guided_decoding_backend", "guided_whitespace_pattern",
-    "include_reasoning", "chat_template", "documents", "thinking_token_budget",
-    "logprob_token_ids", "request_id", "session_id", "prompt_cache_key", "user", "baton_timing",
+    *(name for name in SamplingFields.__struct_fields__ if name not in _OTHERWISE),
+    "include_reasoning", "chat_template", "documents",
 )  # fmt: skip
-
-
 _IN_FUNCTION: Final = re.compile(r"^(tools\[\d+\])\.function\.")
 
 

@@ -202,6 +202,26 @@ def test_an_id_may_come_back_once_it_is_gone() -> None:
     assert {event.epoch for event in run(engine)["a"]} == {2}
 
 
+def test_a_prompt_is_computed_anew_where_its_client_says_so() -> None:
+    engine, _ = fake_engine()
+    first = request("a", PROMPT, seed=1)
+    anew = request("b", PROMPT, seed=2, sampling={"skip_reading_prefix_cache": True})
+    last = request("c", PROMPT, seed=3)
+    cached: list[set[int]] = []
+    for asked in (first, anew, last):
+        engine.add(asked)
+        events = run(engine)[asked.id]
+        assert tokens_of(events) == expected(asked)
+        cached.append({event.num_cached_tokens for event in events})
+    assert cached == [{0}, {0}, {16}], "what it leaves is there for others"
+    starts = [engine.reserve(asked, len(PROMPT)) for asked in (anew, last)]
+    assert [found is not None and found.start_token for found in starts] == [0, 16]
+    for reservation in starts:
+        assert reservation is not None
+        engine.cancel(reservation)
+    assert_all_free(engine)
+
+
 # ---- prefill tasks ----
 
 

@@ -129,7 +129,7 @@ class EngineMachine(RuleBasedStateMachine):
             ignore_eos=data.draw(st.booleans()),
             priority=data.draw(st.integers(0, 1)),
             resume=data.draw(st.sampled_from(("fast", "exact"))),
-            sampling=sampling,
+            sampling={"skip_reading_prefix_cache": data.draw(st.booleans()), **(sampling or {})},
         )
         known = 0 if asked.params.beam_width else data.draw(st.integers(0, 2))
         outputs = tuple(tuple(output[:known]) for output in self.outputs(asked))

@@ -136,6 +136,22 @@ async def test_tokens_are_told_of_by_their_ids() -> None:
     assert front.dispatcher.requests[0].params.logprobs == 0
 
 
+async def test_a_client_may_have_its_prompt_computed_anew() -> None:
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        (COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": USER}),
+        ("/v1/responses", {"input": "x"}), ("/v1/messages", {"messages": USER, "max_tokens": 3}),
+    ]  # fmt: skip
+    for path, body in bodies:
+        front = Front()
+        for asked in (body, {**body, "skip_reading_prefix_cache": True}):
+            assert (await post(front, path, asked)).status_code == 200
+        params = [request.params for request in front.dispatcher.requests]
+        assert [each.skip_reading_prefix_cache for each in params] == [False, True]
+        refused = await post(front, path, {**body, "skip_reading_prefix_cache": "yes"})
+        assert refused.status_code == 400
+        assert "skip_reading_prefix_cache" in refused.text
+
+
 # ---- roles, echoes, documents, templates ----
 
 CONTINUED: dict[str, Any] = {

@@ -234,8 +234,11 @@ class Engine:
                 f"{num_tokens} tokens need {needed} KV blocks, the pool has {self.pool.num_blocks}",
                 field="prompt",
             )
-        exact = exact_chunk_of(request, self.config) is not None
-        tokens = () if exact else request.known_ids[:num_tokens]  # of exact ones all is fetched
+        anew = request.params.skip_reading_prefix_cache
+        if anew or exact_chunk_of(request, self.config) is not None:
+            tokens = ()  # all of its KV is fetched
+        else:
+            tokens = request.known_ids[:num_tokens]
         root = self.known_root_hash(request, precision)
         hashes = block_hashes.block_hashes(root, tokens, self.pool.block_size)
         if adopting and not self.may_adopt:

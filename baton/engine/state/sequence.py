@@ -232,9 +232,13 @@ class RequestGroup:
     @property
     def may_hit(self) -> bool:
         """Whether KV that others computed will do for it: not if each prompt token's own log
-        probability is asked for, nor if it is to be computed in the same shapes each time."""
-        waiting = self.request.params.prompt_logprobs is not None and not self.reported
-        return not waiting and self.leader.exact_chunk is None
+        probability is asked for, nor if it is to be computed in the same shapes each time, nor if
+        the client says so."""
+        params = self.request.params
+        waiting = params.prompt_logprobs is not None and not self.reported
+        return (
+            not waiting and self.leader.exact_chunk is None and not params.skip_reading_prefix_cache
+        )
 
     @property
     def prefilling(self) -> bool:

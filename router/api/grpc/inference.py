@@ -27,8 +27,7 @@ from baton.protocol import wire
 from baton.protocol.errors import ConfigError, InvalidRequest, Unavailable
 from baton.protocol.request import Request
 from baton.protocol.sampling import SamplingParams
-from baton.protocol.wire_checks import one_of
-from baton.protocol.wire_guided import guided_from_wire
+from baton.protocol.wire_sampling import sampling_fields
 from baton.runtime.log import request_context
 from baton.runtime.timing import CLIENT_TIMING, channel_options, server_options
 from protos import serve_pb2, serve_pb2_grpc
@@ -69,10 +68,6 @@ CONNECTION_AGE_S: Final = 3600.0
 MAX_CALLS: Final = 4096  # at once, of all clients; more are refused (RESOURCE_EXHAUSTED)
 _HEALTH_PREFIX: Final = "/grpc.health.v1.Health/"
 _OPERATORS: Final = frozenset({f"/{SERVICE}/ServerInfo"})
-_INTEGERS: Final = ("max_tokens", "min_tokens", "top_k", "seed", "ignore_eos", "n", "best_of",
-                    "beam_width", "logprobs", "prompt_logprobs")  # fmt: skip
-_FLOATS: Final = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty",
-                  "repetition_penalty", "length_penalty")  # fmt: skip
 
 
 class InferenceService(serve_pb2_grpc.InferenceServicer):
@@ -420,19 +415,8 @@ def _sampling_params(
     """`defaults` (max_tokens at least) stand in for absent fields.
 
     Raises InvalidRequest out of bounds, UnsupportedFeature for what no engine serves yet."""
-    given: dict[str, Any] = dict(defaults)
-    given |= {name: getattr(message, name) for name in _INTEGERS if message.HasField(name)}
-    given |= {name: getattr(message, name) for name in _FLOATS if message.HasField(name)}
-    given.setdefault("seed", DRAWS.seed())
-    if message.HasField("early_stopping"):
-        allowed = wire.EARLY_STOPPING
-        given["early_stopping"] = one_of(message.early_stopping, allowed, "early_stopping")
-    given["stop_token_ids"] = tuple(message.stop_token_ids)
-    given["bad_words"] = tuple(tuple(word.ids) for word in message.bad_words)
-    given["allowed_token_ids"] = tuple(message.allowed_token_ids)
-    given["logprob_token_ids"] = tuple(message.logprob_token_ids)
-    given["logit_bias"] = tuple(sorted(message.logit_bias.items()))
-    return SamplingParams(**given, guided=guided_from_wire(message))
+    given: dict[str, Any] = {"seed": DRAWS.seed(), **defaults, **sampling_fields(message)}
+    return SamplingParams(**given)
 
 
 def _stops(message: serve_pb2.GenerateRequest) -> tuple[str, ...]:

@@ -1,9 +1,9 @@
 """Requests count with their key from when they come in: reading and tokenizing are work, too.
 
 Every POST route is wrapped. With as many requests of its key read, waiting and running as it may
-have, the next one is refused before its body is read (router/request/gate/gate.py, Preparation);
+have, the next one is refused before its body is read (router/request/gate/gate.py, Gate.preparing);
 the time that it keeps the event loop busy is measured, and large bodies of one tenant keep their
-distance (router/tenants/pace.py). It ends when the route has made its reply, which then passes the
+distance (router/tenants/turns.py). It ends when the route has made its reply, which then passes the
 gate; or with `end_preparing`, where the route itself does.
 """
 

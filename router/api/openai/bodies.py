@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import fields
 from operator import attrgetter
 from typing import Any, Final, Literal, TypeVar, cast
 
@@ -92,6 +93,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     stop_token_ids: StopTokenIds | None = None
     min_tokens: MinTokens | None = None
     ignore_eos: bool | None = None
+    skip_reading_prefix_cache: bool | None = None
     presence_penalty: PresencePenalty | None = None
     frequency_penalty: FrequencyPenalty | None = None
     repetition_penalty: RepetitionPenalty | None = None
@@ -229,8 +231,10 @@ def sampling_params(
     """
     chat = isinstance(body, ChatBody)
     max_tokens, logprobs, prompt_logprobs = _of_chat(body) if chat else _of_completion(body)
-    plain = zip(_PLAIN_FIELDS, _plain(body), strict=True)
-    values: dict[str, Any] = {**defaults, **{name: it for name, it in plain if it is not None}}
+    values: dict[str, Any] = dict(defaults)
+    for name, value in zip(_SAME_NAMES, _same(body), strict=True):
+        if value is not None:
+            values[name] = tuple(value) if type(value) is list else value
     if body.best_of is not None or body.use_beam_search or body.early_stopping is not None:
         values |= fan_out(body)
     if max_tokens is not None:
@@ -239,10 +243,8 @@ def sampling_params(
         values["seed"] = body.seed % 2**64  # OpenAI's clients count 64 bits as signed
     values["logprobs"] = logprobs
     values["prompt_logprobs"] = prompt_logprobs
-    values["stop_token_ids"] = tuple(body.stop_token_ids or ())
-    values["logprob_token_ids"] = tuple(body.logprob_token_ids or ())
-    values["allowed_token_ids"] = tuple(body.allowed_token_ids or ())
-    values["logit_bias"] = _logit_bias(body.logit_bias) if body.logit_bias else ()
+    if body.logit_bias:
+        values["logit_bias"] = _logit_bias(body.logit_bias)
     try:
         return SamplingParams(**values)
     except InvalidRequest as error:
@@ -300,12 +302,19 @@ def _early_stopping(given: bool | str | None) -> str:
     raise InvalidRequest('early_stopping must be true, false or "never"', field="early_stopping")
 
 
-# Copied from the body by name when present.
-_PLAIN_FIELDS: Final = (
-    "n", "best_of", "temperature", "top_p", "top_k", "min_p", "min_tokens", "ignore_eos",
-    "presence_penalty", "frequency_penalty", "repetition_penalty", "length_penalty",
-)  # fmt: skip
-_plain: Final = attrgetter(*_PLAIN_FIELDS)
+# What the bodies and SamplingParams call by one name is copied, but for what has its own way: in
+# sampling_params, in fan_out (early_stopping), or as text (bad_words and stop, in intake.py).
+_OWN_WAY: Final = {
+    "max_tokens", "seed", "logprobs", "prompt_logprobs", "logit_bias", "early_stopping",
+    "bad_words", "stop", "include_stop_str_in_output", "skip_special_tokens",
+}  # fmt: skip
+_SAME_NAMES: Final = tuple(
+    spec.name
+    for spec in fields(SamplingParams)
+    if spec.name in SamplingFields.__struct_fields__ and spec.name not in _OWN_WAY
+)
+_same: Final = attrgetter(*_SAME_NAMES)
+_TOKEN_IDS: Final = tuple(name for name in _SAME_NAMES if name.endswith("_token_ids"))
 
 
 def _of_chat(body: ChatBody) -> tuple[int | None, int | None, int | None]:
@@ -379,15 +388,12 @@ def token_ids_below(ids: tuple[int, ...], vocab_size: int, field: str) -> tuple[
 
 def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
     """Raise InvalidRequest, naming the field, for ids that the vocabulary does not have."""
-    asked = (
-        ("stop_token_ids", params.stop_token_ids),
-        ("allowed_token_ids", params.allowed_token_ids),
-        ("logprob_token_ids", params.logprob_token_ids),
-        ("logit_bias", tuple(dict(params.logit_bias))),
-    )
-    for field, ids in asked:
+    for name in _TOKEN_IDS:
+        ids = getattr(params, name)
         if ids:
-            token_ids_below(ids, vocab_size, field)
+            token_ids_below(ids, vocab_size, name)
+    if params.logit_bias:
+        token_ids_below(tuple(dict(params.logit_bias)), vocab_size, "logit_bias")
     for word in params.bad_words:
         token_ids_below(word, vocab_size, "bad_words")
 

@@ -1,0 +1,144 @@
+"""SamplingParams <-> protobuf: for nodes (node.proto) and for gRPC clients (serve.proto).
+
+A field that SamplingParams and a message have under one name travels by itself: what kind of field
+it is, the message's declaration says. Only the names in BY_HAND have lines of their own here, and
+TEXT_FIELDS never travel this way: they are for whoever makes text of the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import cache
+from operator import attrgetter
+from typing import Any, Final, Literal, TypeVar, cast
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
+
+from baton.protocol.errors import InvalidRequest
+from baton.protocol.sampling import GuidedDecoding, SamplingParams
+from baton.protocol.wire_checks import nothing_unknown, one_of
+from protos import node_pb2
+
+EARLY_STOPPING: Final = ("false", "true", "never")
+GUIDED_KINDS: Final = (
+    "json_schema", "json_object", "regex", "ebnf", "choice", "structural_tag", "free",
+)  # fmt: skip
+TEXT_FIELDS: Final = frozenset({"stop", "include_stop_str_in_output", "skip_special_tokens"})
+BY_HAND: Final = frozenset({"logit_bias", "bad_words", "guided"})
+
+M = TypeVar("M", bound=Message)
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """The fields of one kind of message that travel by themselves.
+
+    `always`: those whose absence is their zero. `optional`: those that may be absent.
+    `repeated`: lists. `values`: those that SamplingParams has for `all`, in its order.
+    """
+
+    always: tuple[str, ...]
+    optional: tuple[str, ...]
+    repeated: tuple[str, ...]
+    all: tuple[str, ...]
+    values: Callable[[SamplingParams], tuple[Any, ...]]
+
+
+@cache
+def _names(kind: Descriptor) -> _Names:
+    known = {spec.name for spec in fields(SamplingParams)} - BY_HAND - TEXT_FIELDS
+    found: dict[str, list[str]] = {"always": [], "optional": [], "repeated": []}
+    for spec in kind.fields:
+        if spec.name in known:
+            found[_presence(spec)].append(spec.name)
+    always, optional, repeated = (tuple(names) for names in found.values())
+    every = (*always, *optional, *repeated)
+    return _Names(always, optional, repeated, every, attrgetter(*every))
+
+
+def _presence(spec: FieldDescriptor) -> str:
+    if spec.is_repeated:
+        return "repeated"
+    return "optional" if spec.has_presence else "always"
+
+
+def sampling_message(params: SamplingParams, kind: type[M]) -> M:
+    """A message of this kind with all that it has of SamplingParams, but TEXT_FIELDS."""
+    names = _names(kind.DESCRIPTOR)
+    # What is zero or empty is so on the wire without being said, unless it may be absent.
+    values = {
+        name: value
+        for name, value in zip(names.all, names.values(params), strict=True)
+        if value or (value is not None and name in names.optional)
+    }
+    message: Any = kind(**values)
+    if params.logit_bias:
+        message.logit_bias.update(params.logit_bias)
+    if params.bad_words:
+        message.bad_words.extend(node_pb2.TokenIds(ids=word) for word in params.bad_words)
+    if params.guided is not None:
+        message.guided.CopyFrom(guided_to_wire(params.guided))
+    return message
+
+
+def sampling_fields(message: Any) -> dict[str, Any]:
+    """Arguments of SamplingParams: what the message says. Raises InvalidRequest for an unknown
+    `early_stopping` or kind of grammar."""
+    names = _names(message.DESCRIPTOR)
+    given = {name: getattr(message, name) for name in names.always}
+    for name in names.optional:
+        if message.HasField(name):
+            given[name] = getattr(message, name)
+    for name in names.repeated:
+        given[name] = tuple(getattr(message, name))
+    if "best_of" in names.always:
+        given["best_of"] = message.best_of or None
+    if "early_stopping" in given:
+        one_of(given["early_stopping"], EARLY_STOPPING, "early_stopping")
+    given["logit_bias"] = tuple(sorted(message.logit_bias.items()))
+    given["bad_words"] = tuple(tuple(word.ids) for word in message.bad_words)
+    given["guided"] = guided_from_wire(message)
+    return given
+
+
+def sampling_to_wire(params: SamplingParams) -> node_pb2.SamplingParams:
+    """For a node. Raises InvalidRequest for a seed that nobody has drawn."""
+    if params.seed is None:
+        raise InvalidRequest("the seed must be drawn before a request travels", field="seed")
+    return sampling_message(params, node_pb2.SamplingParams)
+
+
+def sampling_from_wire(message: node_pb2.SamplingParams) -> SamplingParams:
+    """At a node. Raises InvalidRequest for what is out of bounds, missing or not known here."""
+    nothing_unknown(message, "params")
+    return SamplingParams(**sampling_fields(message))
+
+
+def guided_to_wire(guided: GuidedDecoding) -> node_pb2.GuidedDecoding:
+    return node_pb2.GuidedDecoding(
+        kind=guided.kind,
+        grammar=guided.grammar,
+        backend=guided.backend,
+        whitespace=guided.whitespace,
+        starts_after=guided.starts_after,
+        most_thought=guided.most_thought,
+        thought_start=guided.thought_start,
+    )
+
+
+def guided_from_wire(message: Any) -> GuidedDecoding | None:
+    """What a message with a field `guided` says. Raises InvalidRequest for an unknown kind."""
+    if not message.HasField("guided"):
+        return None
+    guided: node_pb2.GuidedDecoding = message.guided
+    return GuidedDecoding(
+        kind=cast("Literal['regex']", one_of(guided.kind, GUIDED_KINDS, "guided")),
+        grammar=guided.grammar,
+        backend=guided.backend,
+        whitespace=guided.whitespace if guided.HasField("whitespace") else None,
+        starts_after=guided.starts_after,
+        most_thought=guided.most_thought if guided.HasField("most_thought") else None,
+        thought_start=guided.thought_start,
+    )

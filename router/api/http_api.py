@@ -47,7 +47,7 @@ from router.request.terms import Terms, terms_of
 from router.services import RouterServices
 
 SPARE_COMMAS: Final = 64  # of a body beside its tokens
-# POST routes that are worth a short way (router/server/direct.py).
+# POST routes that are worth a short way (router/server/app.py).
 BUSIEST: Final = frozenset({"/v1/completions", "/v1/chat/completions"})
 
 

@@ -46,7 +46,7 @@ _bounded: Final = attrgetter(*BOUNDS)  # one call for all of them
 
 @dataclass(frozen=True, slots=True)
 class GuidedDecoding:
-    """A grammar that the output must match; each kind's text is read by baton/guided/grammars.py.
+    """A grammar that the output must match; baton/guided/grammar_text.py reads each kind's text.
 
     `whitespace`: what may stand between the parts of a JSON text, as a regex ("" = nothing, None =
     the default). `starts_after`: the output is free up to and with this text ("" = it starts at

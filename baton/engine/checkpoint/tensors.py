@@ -93,6 +93,11 @@ class TensorReader:
         return self._dtype
 
     @property
+    def device(self) -> torch.device:
+        """Where tensors are put."""
+        return self._device
+
+    @property
     def names(self) -> frozenset[str]:
         """Names of all tensors."""
         return frozenset(self._stored)

@@ -15,7 +15,7 @@ from baton.engine.config import DEFAULT_BLOCK_SIZE, EngineConfig
 from baton.engine.core.active_model import ActiveModel, activate
 from baton.engine.core.announcements import Announcements
 from baton.engine.core.engine import Engine
-from baton.engine.core.grammars import Grammars, grammars_of
+from baton.engine.core.grammars import grammars_of
 from baton.engine.core.live_requests import LiveRequests
 from baton.engine.core.outputs import Outputs
 from baton.engine.core.run_ahead import RunAhead
@@ -36,6 +36,7 @@ from baton.engine.state.interface import ModelInfo
 from baton.engine.state.stats import EngineStats
 from baton.engine.state.step_plan import StepLimits
 from baton.engine.state.work import Utilization
+from baton.guided.cache import GrammarCache
 from baton.protocol.clock import Clock, SystemClock
 
 
@@ -64,7 +65,7 @@ def assemble(
     arena: KVArena,
     info: ModelInfo,
     clock: Clock | None = None,
-    grammars: Grammars | None = None,
+    grammars: GrammarCache | None = None,
 ) -> Engine:
     """An engine whose steps `active` runs, with KV in `arena`. Guided requests need `grammars`.
 

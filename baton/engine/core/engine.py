@@ -22,7 +22,7 @@ from baton.engine.core.active_model import ActiveModel
 from baton.engine.core.announcements import Announcements
 from baton.engine.core.arrival import arrive, new_group
 from baton.engine.core.departure import Departure, Leaving, departure_of
-from baton.engine.core.grammars import Grammars, guide, refuse_unguided
+from baton.engine.core.grammars import guide, refuse_unguided
 from baton.engine.core.live_requests import LiveRequests
 from baton.engine.core.outputs import Outputs
 from baton.engine.core.pooling import Pooler
@@ -51,6 +51,7 @@ from baton.engine.state.interface import (
 )
 from baton.engine.state.sequence import RequestGroup
 from baton.engine.state.stats import EngineStats, KVUsage
+from baton.guided.cache import GrammarCache
 from baton.protocol import block_hashes
 from baton.protocol.errors import ContextLengthExceeded, InternalError, InvalidRequest
 from baton.protocol.events import BlockEvent, FirstToken, RequestFailed, TokenEvent
@@ -84,7 +85,7 @@ class Engine:
     steps: Steps
     outputs: Outputs
     active: ActiveModel
-    grammars: Grammars | None = None  # of guided requests
+    grammars: GrammarCache | None = None  # of guided requests
     _stalled: bool = field(default=False, init=False)
 
     @classmethod

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,6 +20,12 @@ import torch
 from torch import Tensor
 
 from baton.engine.checkpoint.checkpoint import Checkpoint, digest, open_checkpoint, parse_modules
+from baton.engine.checkpoint.shared_weights import (
+    LEAST_BYTES,
+    WeightsKey,
+    WeightSource,
+    shared_weights,
+)
 from baton.engine.checkpoint.tensors import TensorReader
 from baton.engine.checkpoint.weights import Weights, open_weights
 from baton.engine.config import EngineConfig
@@ -41,7 +48,7 @@ from baton.engine.quantization.integer import SCHEMES
 from baton.engine.state.attention import AttentionLayer
 from baton.engine.state.batch import Batch
 from baton.engine.state.interface import ModelInfo
-from baton.engine.state.place import choose_device
+from baton.engine.state.place import RankPlace, choose_device
 
 if TYPE_CHECKING:  # lazy at run time: most engines have one rank
     from baton.engine.parallel.group import RankGroup
@@ -182,7 +189,7 @@ def _build(
         except NotLean as reason:
             leave_lean(checkpoint.config, config, str(reason))
         else:
-            built = _build_lean(config, lean, weights, group)
+            built = _build_lean(config, checkpoint, lean, weights, group)
             if not classifies(checkpoint.config):
                 return built
             return replace(built, classifier=weights.tensor(CLASSIFIER))
@@ -201,16 +208,41 @@ def _check_names(config: DecoderConfig, names: frozenset[str], values: dict[str,
 
 
 def _build_lean(
-    config: EngineConfig, lean: DecoderConfig, weights: Weights, group: RankGroup | None
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    lean: DecoderConfig,
+    weights: Weights,
+    group: RankGroup | None,
 ) -> _Built:
     if group is not None:  # this rank's share
         from baton.engine.parallel.rank import RankModel
+        from baton.engine.parallel.sharding import RankWeights
 
-        share = RankModel.of(lean, weights, group)
-        return _Built("lean", share, share.weight_bytes)
-    decoder = Decoder(lean, weights.tensor, weights, config.deterministic)
-    model = FixedTiles(decoder) if config.deterministic else decoder
-    return _Built("lean", model, weights.num_bytes, weights.rounded_head_bytes)
+        share = RankWeights(lean, weights, group.place)
+        with _once_per_host(config, checkpoint, weights, share, group.place) as source:
+            model = RankModel.of(lean, source, group)
+        return _Built("lean", model, source.num_bytes, source.rounded_head_bytes)
+    with _once_per_host(config, checkpoint, weights, weights) as source:
+        decoder = Decoder(lean, source.tensor, source, config.deterministic)
+    whole = FixedTiles(decoder) if config.deterministic else decoder
+    return _Built("lean", whole, source.num_bytes, source.rounded_head_bytes)
+
+
+def _once_per_host(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    weights: Weights,
+    source: WeightSource,
+    place: RankPlace | None = None,
+) -> AbstractContextManager[WeightSource]:
+    """What to build from in place of `source`, all of `weights` or the share of `place`."""
+    small = sum(path.stat().st_size for path in checkpoint.weight_files) < LEAST_BYTES
+    if not config.shared_weights or weights.device.type != "cpu" or small:
+        return nullcontext(source)
+    digest = _digest(checkpoint, config)
+    if place is None:
+        return shared_weights(source, WeightsKey(digest, weights.dtype))
+    return shared_weights(source, WeightsKey(digest, weights.dtype, place.rank, place.size))
 
 
 def _build_universal(

@@ -160,6 +160,7 @@ class RankWeights:
         self._weights = weights
         self._place = place
         self._num_bytes: dict[str, int] = {}  # by tensor name: a tied one counts once
+        self.rounded_head_bytes = 0
 
     @property
     def num_bytes(self) -> int:

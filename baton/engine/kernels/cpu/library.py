@@ -137,6 +137,7 @@ class CpuKernels:
         if refused := library.baton_permit():
             raise CannotBuild(f"the kernel does not let processes use it: {os.strerror(refused)}")
         self.instructions = instructions
+        self.identity = path.name  # of the sources and the instruction set
         self.library = library  # for those who declare their functions themselves (step.py)
         self.sampling = SamplingKernels(library)
         self._panel = library.baton_panel()  # outputs that are packed together

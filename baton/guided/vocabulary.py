@@ -1,19 +1,11 @@
-"""The seam of guided decoding: a backend compiles grammars for a vocabulary, a matcher follows one.
-
-Not here: what grammars look like as text (baton/guided/grammars.py), whose tokens are matched
-(guide.py).
-"""
+"""What each token adds to a text: the vocabulary that grammars and thoughts are matched against."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
-import numpy as np
-
-from baton.protocol.sampling import GuidedDecoding
 from baton.text.tokenizer import Tokenizer
 
 
@@ -47,41 +39,3 @@ def load_vocabulary(model_dir: Path, vocab_size: int, eos_token_ids: Sequence[in
         eos_token_ids=tuple(i for i in eos_token_ids if i < vocab_size),
         encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
     )
-
-
-class Matcher(Protocol):
-    """How far one output has come in a grammar. Owned by one thread at a time.
-
-    End-of-sequence tokens are allowed exactly where the grammar may end.
-    """
-
-    @property
-    def error(self) -> str:
-        """Why it cannot go on (a limit of the backend was met); "" while it can."""
-        ...
-
-    def fill(self, row: np.ndarray) -> None:
-        """Write the mask of the next token into `row`, int32 [num_words]: bit i of word w is id
-        32 w + i, 1 = allowed."""
-        ...
-
-    def advance(self, token_id: int) -> bool:
-        """Take the next token; False, and it is of no more use, if the grammar forbids it."""
-        ...
-
-    def accepts(self, token_ids: Sequence[int]) -> int:
-        """How many of `token_ids` the grammar would allow, one after another. Changes nothing."""
-        ...
-
-    def clone(self) -> Matcher:
-        """Another one at the same place: for forks, beams and drafts."""
-        ...
-
-
-class Backend(Protocol):
-    """Compiles grammars for one vocabulary; from several threads at once."""
-
-    def compile(self, guided: GuidedDecoding) -> Matcher:
-        """A matcher at the grammar's start. Raises InvalidRequest (field `guided`),
-        UnsupportedFeature for what only another backend may know."""
-        ...

@@ -1,4 +1,4 @@
-"""Both backends against each other, and against what the grammar says."""
+"""Matchers against what their grammars say."""
 
 from __future__ import annotations
 
@@ -8,32 +8,25 @@ from typing import Any
 
 import pytest
 
-from baton.guided.base import Backend
-from baton.guided.llguidance import LlguidanceBackend
-from baton.guided.xgrammar import XgrammarBackend
-from baton.protocol.errors import InvalidRequest, UnsupportedFeature
+from baton.guided.matcher import GrammarCompiler
+from baton.protocol.errors import InvalidRequest
 from baton.protocol.sampling import GuidedDecoding
 from router.parsers.formats import TOOL_FORMATS
-from router.parsers.tool_grammars import forced, offered
+from router.parsers.grammar import forced, offered
 from tests.engine.guided_vocabulary import END, EOS, allowed, random_output, vocabulary, walk
 from tests.front.parsers.spelled import FORCED
 from tests.guided_cases import CHOICES, GBNF, GBNF_REGEX, SCHEMAS, check_json, check_regex
 
-BACKENDS: dict[str, Any] = {"llguidance": LlguidanceBackend, "xgrammar": XgrammarBackend}
-# xgrammar does not know multipleOf, and of dates not which there are.
-BOTH = sorted(set(SCHEMAS) - {"number", "pattern"})
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(vocabulary())
 
 
-@pytest.fixture(scope="module", params=sorted(BACKENDS))
-def backend(request: pytest.FixtureRequest) -> Backend:
-    return BACKENDS[request.param](vocabulary())
-
-
-@pytest.mark.parametrize("name", BOTH)
-def test_any_walk_through_a_schema_validates(backend: Backend, name: str) -> None:
-    start = backend.compile(GuidedDecoding("json_schema", json.dumps(SCHEMAS[name])))
-    plain = isinstance(backend, XgrammarBackend)
-    texts = {random_output(start.clone(), seed, plain) for seed in range(12)}
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_any_walk_through_a_schema_validates(compiler: GrammarCompiler, name: str) -> None:
+    start = compiler.compile(GuidedDecoding("json_schema", json.dumps(SCHEMAS[name])))
+    texts = {random_output(start.clone(), seed) for seed in range(12)}
     for text in texts:
         check_json(text.decode(), SCHEMAS[name])
     assert len(texts) > 1
@@ -43,14 +36,14 @@ def test_any_walk_through_a_schema_validates(backend: Backend, name: str) -> Non
     ("day", "accepted"),
     [("2024-02-29", True), ("2023-02-29", True), ("2023-04-31", False), ("2023-13-01", False)],
 )
-def test_dates_are_days_of_their_month_and_of_no_calendar(day: str, accepted: bool) -> None:
-    """docs/structured_output.md says so. xgrammar would let any 31 days through."""
+def test_dates_are_days_of_their_month_and_of_no_calendar(
+    compiler: GrammarCompiler, day: str, accepted: bool
+) -> None:
+    """docs/structured_output.md says so."""
     guided = GuidedDecoding("json_schema", '{"type": "string", "format": "date"}')
     text = [*f'"{day}"'.encode(), EOS]
-    taken = LlguidanceBackend(vocabulary()).compile(guided).accepts(text) == len(text)
+    taken = compiler.compile(guided).accepts(text) == len(text)
     assert taken is accepted
-    with pytest.raises(InvalidRequest, match="format"):
-        XgrammarBackend(vocabulary()).compile(guided)
 
 
 @pytest.mark.parametrize(
@@ -63,49 +56,26 @@ def test_dates_are_days_of_their_month_and_of_no_calendar(day: str, accepted: bo
     ],
 )
 def test_any_walk_through_a_grammar_matches(
-    backend: Backend, guided: GuidedDecoding, pattern: str
+    compiler: GrammarCompiler, guided: GuidedDecoding, pattern: str
 ) -> None:
-    start = backend.compile(guided)
+    start = compiler.compile(guided)
     texts = {random_output(start.clone(), seed).decode() for seed in range(20)}
     for text in texts:
         check_regex(text, pattern)
     assert len(texts) > 1
 
 
-def test_what_fails_with_the_first_mask_fails_with_the_grammar() -> None:
+def test_what_fails_with_the_first_mask_fails_with_the_grammar(compiler: GrammarCompiler) -> None:
     """Not in the engine's thread, when others' tokens wait for it."""
-    backend = LlguidanceBackend(vocabulary())
     with pytest.raises(InvalidRequest, match="no text matches the grammar") as caught:
-        backend.compile(GuidedDecoding("json_schema", '{"$ref": "#"}'))
+        compiler.compile(GuidedDecoding("json_schema", '{"$ref": "#"}'))
     assert caught.value.field == "guided"
 
 
-# Of numbers below zero and of text each takes another share of what JSON allows.
-AGREED = [
-    GuidedDecoding("json_schema", json.dumps(SCHEMAS["enums"]), whitespace=""),
-    GuidedDecoding(
-        "json_schema",
-        '{"type": "array", "items": {"type": "integer", "minimum": 1, "maximum": 130},'
-        ' "minItems": 1, "maxItems": 3}',
-        whitespace="",
-    ),
-    GuidedDecoding("regex", r"[a-c]{3}-\d{2}(x|yz)?"),
-    GuidedDecoding("choice", json.dumps(CHOICES)),
-    GuidedDecoding("ebnf", GBNF),
-]
-
-
-@pytest.mark.parametrize("guided", AGREED)
-def test_what_one_writes_the_other_accepts(guided: GuidedDecoding) -> None:
-    matchers = [make(vocabulary()).compile(guided) for make in BACKENDS.values()]
-    for writer, reader in (matchers, reversed(matchers)):
-        for seed in range(8):
-            text = random_output(writer.clone(), seed)
-            assert reader.accepts([*text, EOS]) == len(text) + 1, text
-
-
-def test_the_end_is_allowed_where_the_grammar_may_end_and_nowhere_else(backend: Backend) -> None:
-    matcher = backend.compile(GuidedDecoding("regex", "ab?"))
+def test_the_end_is_allowed_where_the_grammar_may_end_and_nowhere_else(
+    compiler: GrammarCompiler,
+) -> None:
+    matcher = compiler.compile(GuidedDecoding("regex", "ab?"))
     assert allowed(matcher) == {ord("a")}
     walk(matcher, b"a")
     assert allowed(matcher) == {ord("b"), EOS, END}
@@ -117,8 +87,10 @@ def test_the_end_is_allowed_where_the_grammar_may_end_and_nowhere_else(backend: 
     assert matcher.error == ""
 
 
-def test_a_clone_goes_its_own_way_and_looking_ahead_changes_nothing(backend: Backend) -> None:
-    matcher = walk(backend.compile(GuidedDecoding("regex", "(ab|cd){2}")), b"ab")
+def test_a_clone_goes_its_own_way_and_looking_ahead_changes_nothing(
+    compiler: GrammarCompiler,
+) -> None:
+    matcher = walk(compiler.compile(GuidedDecoding("regex", "(ab|cd){2}")), b"ab")
     other = walk(matcher.clone(), b"c")
     assert allowed(other) == {ord("d")}
     assert matcher.accepts(list(b"cdx")) == 2
@@ -127,17 +99,17 @@ def test_a_clone_goes_its_own_way_and_looking_ahead_changes_nothing(backend: Bac
     walk(matcher, b"ab")
 
 
-def test_merged_tokens_are_taken_where_they_fit(backend: Backend) -> None:
+def test_merged_tokens_are_taken_where_they_fit(compiler: GrammarCompiler) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"],
               "additionalProperties": False}  # fmt: skip
-    matcher = backend.compile(GuidedDecoding("json_schema", json.dumps(schema), whitespace=""))
+    matcher = compiler.compile(GuidedDecoding("json_schema", json.dumps(schema), whitespace=""))
     tokens = vocabulary().tokens
     path = [tokens.index(text) for text in (b'{"', b"a", b'":', b"true", b"}")]
     assert walk(matcher, [*path, END]) is matcher
 
 
-def test_special_tokens_are_no_text(backend: Backend) -> None:
-    matcher = backend.compile(GuidedDecoding("regex", ".{1,9}"))
+def test_special_tokens_are_no_text(compiler: GrammarCompiler) -> None:
+    matcher = compiler.compile(GuidedDecoding("regex", ".{1,9}"))
     assert not allowed(matcher) & {266, 268, EOS}
     walk(matcher, b"[CALL]")
 
@@ -156,8 +128,8 @@ TAGS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_special_tokens_that_a_tag_spells_out_are_met_as_tokens(backend: Backend) -> None:
-    matcher = backend.compile(GuidedDecoding("structural_tag", json.dumps(TAGS)))
+def test_special_tokens_that_a_tag_spells_out_are_met_as_tokens(compiler: GrammarCompiler) -> None:
+    matcher = compiler.compile(GuidedDecoding("structural_tag", json.dumps(TAGS)))
     walk(matcher, [*b"hi ", 268, *b"x"])
     assert allowed(matcher) == {ord("1")}
     walk(matcher, b"1! <f=g>aa")
@@ -165,8 +137,8 @@ def test_special_tokens_that_a_tag_spells_out_are_met_as_tokens(backend: Backend
     walk(matcher, [*b"</f> bye", EOS])
 
 
-def test_text_between_tags_is_free(backend: Backend) -> None:
-    matcher = backend.compile(GuidedDecoding("structural_tag", json.dumps(TAGS)))
+def test_text_between_tags_is_free(compiler: GrammarCompiler) -> None:
+    matcher = compiler.compile(GuidedDecoding("structural_tag", json.dumps(TAGS)))
     assert EOS in allowed(matcher)
     walk(matcher, b"a < b")
     assert len(allowed(matcher)) > 150
@@ -181,22 +153,19 @@ def test_text_between_tags_is_free(backend: Backend) -> None:
         GuidedDecoding("structural_tag", '{"type": "structural_tag", "format": {"type": "x"}}'),
     ],
 )
-def test_what_is_no_grammar_is_refused_by_field(backend: Backend, guided: GuidedDecoding) -> None:
+def test_what_is_no_grammar_is_refused_by_field(
+    compiler: GrammarCompiler, guided: GuidedDecoding
+) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        backend.compile(guided)
+        compiler.compile(guided)
     assert caught.value.field == "guided"
-
-
-def test_xgrammar_says_what_it_lacks() -> None:
-    with pytest.raises(UnsupportedFeature, match="whitespace"):
-        XgrammarBackend(vocabulary()).compile(GuidedDecoding("json_schema", "{}", whitespace=" "))
 
 
 ONES = '{"type": "array", "items": {"const": 1}}'
 
 
-def test_white_space_in_json_is_bounded(backend: Backend) -> None:
-    matcher = walk(backend.compile(GuidedDecoding("json_schema", ONES)), b"[")
+def test_white_space_in_json_is_bounded(compiler: GrammarCompiler) -> None:
+    matcher = walk(compiler.compile(GuidedDecoding("json_schema", ONES)), b"[")
     for count in range(100):
         spaces = allowed(matcher) & set(b" \t\r\n")
         if not spaces:
@@ -240,15 +209,15 @@ SPACED = {
 
 
 @pytest.mark.parametrize("name", SPACED)
-def test_no_json_runs_into_white_space(backend: Backend, name: str) -> None:
+def test_no_json_runs_into_white_space(compiler: GrammarCompiler, name: str) -> None:
     """A model that cannot stop would fill its answer with it, up to max_tokens."""
     guided, text, inner = SPACED[name]
-    start = backend.compile(guided)
+    start = compiler.compile(guided)
     begin, end = text.index(inner), text.index(inner) + len(inner)
     for place in range(begin, end):
         prefix = [*text[:place].encode()]
         if start.clone().accepts(prefix) < len(prefix):
-            continue  # one backend writes no such space
+            continue  # no such space is written
         in_string = text[begin:place].count('"') % 2 == 1
         for space in (b"\n", b" ", b"\t", b"\r\n"):
             run = [*space * 100]

@@ -38,7 +38,8 @@ def note_request_id(scope: Scope) -> str:
 
 
 def note_body_id(request: HttpRequest, given: object) -> None:
-    """The exchange is called as its body says (`request_id`), if its head did not say anything.
+    """The exchange is called as its body says (`request_id`; None: nothing), if its head did not
+    say anything.
 
     Mutates the scope. Raises InvalidRequest for what is no plain id.
     """
@@ -68,9 +69,11 @@ def given_id(scope: Scope) -> str | None:
     return None if scope.get(_DRAWN_KEY, True) else known_id(scope)
 
 
-def reply_id(prefix: str, request: HttpRequest) -> str:
-    """What the reply to `request` calls itself."""
-    return prefix + known_id(request.scope)
+def reply_id(prefix: str, request: HttpRequest, given: object = None) -> str:
+    """What the reply to `request` calls itself; `given`: as for note_body_id."""
+    if given is not None:
+        note_body_id(request, given)
+    return prefix + (request.scope.get(_SCOPE_KEY) or secrets.token_hex(12))
 
 
 def engine_id(reply: str, index: int = 0) -> str:

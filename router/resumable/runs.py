@@ -33,7 +33,7 @@ from baton.runtime.log import request_context
 from router.config import MAX_KEPT_MB
 from router.metrics.resumable import Reading, RunStats
 from router.metrics.router import RouterMetrics
-from router.request.completion import Completion
+from router.request.completion import CallRunner, Completion
 from router.request.failures import as_baton_error, log_failure
 from router.request.trace import RequestTrace
 from router.resumable.canonical import Canonical, canonical_of, record_id
@@ -200,8 +200,8 @@ class Run:
     async def _drive(self) -> None:
         parts, completion = self._parts, self._completion
         source = Source(parts.dispatcher, self.told, self.epoch)
-        meter = parts.metrics.begin(completion.model, completion.request.arrival)
-        async with aclosing(completion.deltas(source, meter, parts.clock)) as deltas:
+        runner = CallRunner(source, parts.metrics, parts.clock)
+        async with aclosing(completion.deltas(runner)) as deltas:
             async for _ in deltas:
                 pass  # readers make text by themselves
         if completion.trace.aborted:

@@ -12,7 +12,7 @@ from typing import Final, Literal, TypeVar
 from baton.protocol.errors import InvalidRequest
 from baton.protocol.sampling import SamplingParams
 from baton.text.tokenizer import Tokenizer
-from router.prompts.reader import Length
+from router.prompts.reader import Length, whole_length
 
 MAX_BAD_WORD_CHARS: Final = 256
 Ids = TypeVar("Ids", tuple[int, ...], list[int])
@@ -37,7 +37,7 @@ def truncated(
 def useful_length(count: int | None, limit: int, side: Literal["left", "right"]) -> Length:
     """How much of a prompt is of any use; `count` as for `truncated`."""
     if count is None:
-        return Length(limit)
+        return whole_length(limit)
     return Length(count if 1 <= count <= limit else limit, side)
 
 

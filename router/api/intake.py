@@ -15,6 +15,8 @@ from typing import Final
 
 from starlette.requests import Request as HttpRequest
 
+from baton.parsers.message import MessageRules
+from baton.parsers.registry import Choice, formats_of
 from baton.protocol.request import Request
 from baton.protocol.sampling import SamplingParams
 from router.api.http.preparing import end_preparing
@@ -41,8 +43,6 @@ from router.api.openai.prompt_options import (
     useful_length,
 )
 from router.api.served import ServedName, served_model
-from router.parsers.message import MessageRules
-from router.parsers.registry import Choice, formats_of
 from router.prompts.grammar_checks import Constraint
 from router.prompts.reader import (
     Length,

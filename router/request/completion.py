@@ -1,6 +1,6 @@
 """One request from the dispatcher's tokens to what a client reads: text, finish reason, usage.
 
-Used by both front doors (HTTP and gRPC); for chats the text is taken apart too (router/parsers).
+Used by both front doors (HTTP and gRPC); for chats the text is taken apart too (baton/parsers).
 A request may have several samples, or beams: all run at once, each ends once, with a Delta that has
 a finish_reason, and each has its own text, stop strings and parser. An exception ends all of them.
 Closing `deltas()` early closes the dispatcher's stream, which aborts the request on every hop. A
@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Protocol
 
 from baton.guided.spec import FIELD
+from baton.parsers.message import MessageParser, MessageRules
+from baton.parsers.parts import Content, Part
 from baton.protocol.best_of import best_samples
 from baton.protocol.clock import Clock
 from baton.protocol.errors import Cancelled, InternalError
@@ -22,8 +24,6 @@ from baton.protocol.events import TokenEvent, TokenLogprob
 from baton.protocol.request import FinishReason, Request
 from baton.text.stops import StopMatcher
 from baton.text.tokenizer import Tokenizer
-from router.parsers.message import MessageParser, MessageRules
-from router.parsers.parts import Content, Part
 from router.prompts.grammar_checks import BLAMED, blamed_on
 from router.request.failures import as_baton_error
 from router.request.terms import STANDARD, Terms

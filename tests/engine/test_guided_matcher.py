@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from baton.guided.matcher import GrammarCompiler
+from baton.parsers.formats import TOOL_FORMATS
+from baton.parsers.grammar import forced, offered
 from baton.protocol.errors import InvalidRequest
 from baton.protocol.sampling import GuidedDecoding
-from router.parsers.formats import TOOL_FORMATS
-from router.parsers.grammar import forced, offered
 from tests.engine.guided_vocabulary import END, EOS, allowed, random_output, vocabulary, walk
 from tests.front.parsers.spelled import FORCED
 from tests.guided_cases import CHOICES, GBNF, GBNF_REGEX, SCHEMAS, check_json, check_regex

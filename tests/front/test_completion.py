@@ -11,6 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.parsers.formats import TOOL_FORMATS
+from baton.parsers.message import MessageRules
+from baton.parsers.reasoning import QWEN3
 from baton.protocol.clock import SystemClock
 from baton.protocol.errors import InternalError, NodeLost
 from baton.protocol.events import TokenEvent
@@ -18,9 +21,6 @@ from baton.protocol.request import FinishReason, Request
 from baton.protocol.sampling import SamplingParams
 from router.api.openai.message import message_of
 from router.metrics.router import RouterMetrics
-from router.parsers.formats import TOOL_FORMATS
-from router.parsers.message import MessageRules
-from router.parsers.reasoning import QWEN3
 from router.request.completion import CallRunner, Completion, Delta, OutputRules, SampleText
 from tests.front.fakes import EOS, TOKENIZER, FakeDispatcher
 

@@ -9,6 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.parsers import formats, reasoning
+from baton.parsers.message import MessageParser, MessageRules
+from baton.parsers.parts import CallArguments, CallStart, Content, Part, Reasoning
 from baton.protocol.errors import Unavailable
 from baton.protocol.request import FinishReason, Request
 from baton.protocol.sampling import SamplingParams
@@ -16,9 +19,6 @@ from router.api.anthropic.answer import MessageAnswer
 from router.api.anthropic.events import MessageEvents, input_of
 from router.api.responses.answer import ResponseAnswer, response_head
 from router.api.responses.events import ResponseEvents
-from router.parsers import formats, reasoning
-from router.parsers.message import MessageParser, MessageRules
-from router.parsers.parts import CallArguments, CallStart, Content, Part, Reasoning
 from router.request.completion import Completion, Delta, OutputRules
 from tests.front.dialects import ANSWER, CALL, check_message, check_response, responses_call
 from tests.front.fakes import TOKENIZER

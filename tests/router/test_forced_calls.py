@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.guided.matcher import GrammarCompiler
+from baton.parsers import harmony
+from baton.parsers.formats import MISTRAL, TOOL_FORMATS
+from baton.parsers.frames import CallWriter
+from baton.parsers.grammar import ToolFormat, forced, offered
+from baton.parsers.message import MessageParser, MessageRules
+from baton.parsers.parts import CallArguments, CallStart, Content
+from baton.parsers.registry import Choice, formats_of
 from baton.protocol.sampling import GuidedDecoding
-from router.parsers import harmony
-from router.parsers.formats import MISTRAL, TOOL_FORMATS
-from router.parsers.frames import CallWriter
-from router.parsers.grammar import ToolFormat, forced, offered
-from router.parsers.message import MessageParser, MessageRules
-from router.parsers.parts import CallArguments, CallStart, Content
-from router.parsers.registry import Choice, formats_of
 from tests.engine.guided_vocabulary import EOS, encode, random_output, vocabulary, walk
 from tests.front.parsers.spelled import FORCED, SPELLED, Call
 from tests.grammar_texts import byte_tokenizer, check_grammar, takes

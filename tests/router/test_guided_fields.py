@@ -12,16 +12,16 @@ import pytest
 
 from baton.guided.matcher import GrammarCompiler
 from baton.guided.trials import GrammarTrials
+from baton.parsers.formats import TOOL_FORMATS
+from baton.parsers.message import MessageRules
+from baton.parsers.parts import Room
+from baton.parsers.reasoning import QWEN3
+from baton.parsers.registry import Formats
 from baton.protocol.errors import InvalidRequest, Overloaded, UnsupportedFeature
 from baton.protocol.sampling import GuidedDecoding
 from baton.runtime.children import ChildBudget
 from router.api.openai.bodies import ChatBody, CompletionBody, parse
 from router.api.openai.guided_fields import asked_of, asked_of_chat, check_forced, room_for_content
-from router.parsers.formats import TOOL_FORMATS
-from router.parsers.message import MessageRules
-from router.parsers.parts import Room
-from router.parsers.reasoning import QWEN3
-from router.parsers.registry import Formats
 from router.prompts.grammar_checks import Constraint, GrammarChecker
 from router.prompts.off_loop import OffLoop, WorkLane
 from router.tenants.turns import MAX_WAITING

@@ -15,9 +15,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from baton.client import AsyncClient
+from baton.parsers import harmony
 from baton.protocol.errors import InvalidRequest
 from baton.protocol.sampling import GuidedDecoding, SamplingParams
-from router.parsers import harmony
 from router.server.app import create_app
 from tests.cluster import Plan, cluster
 from tests.guided_cases import REGEXES, SCHEMAS, TOOLS, check_call, check_json

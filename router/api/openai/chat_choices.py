@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
+from baton.parsers.parts import Content, Part
 from router.api.openai.logprobs import chat_choice_logprobs, chat_logprobs
 from router.api.openai.message import DrawId, delta_of, draw_call_id, message_of
 from router.api.openai.replies import ChatChoice, finish_reason_of
 from router.api.openai.reply_ids import call_ids
-from router.parsers.parts import Content, Part
 from router.request.completion import Completion, Delta
 
 if TYPE_CHECKING:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Final, cast
 
+from baton.parsers.grammar import ToolFormat
+from baton.parsers.message import MessageRules
+from baton.parsers.reasoning import ReasoningFormat
+from baton.parsers.registry import Formats
 from baton.protocol.errors import InvalidRequest, UnsupportedFeature
 from baton.text.chat_template import Chat
 from router.api.openai.bodies import ChatBody, TokenizeBody
 from router.api.openai.chat import messages_of, schemas_of, template_kwargs, text_of, tools_of
 from router.api.openai.guided_fields import check_forced, forces_calls, room_for_content
-from router.parsers.grammar import ToolFormat
-from router.parsers.message import MessageRules
-from router.parsers.reasoning import ReasoningFormat
-from router.parsers.registry import Formats
 from router.prompts.grammar_checks import Constraint
 
 ALLOWED: Final = "allowed_tools"  # OpenAI's way to offer some of the tools, or have one called

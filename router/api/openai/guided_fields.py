@@ -18,14 +18,14 @@ from typing import Any, Final, cast
 import orjson
 
 from baton.guided.spec import BACKENDS, closed, format_of, lenient
+from baton.parsers.grammar import forced, offered
+from baton.parsers.message import MessageRules
+from baton.parsers.parts import Room
+from baton.parsers.reasoning import ReasoningFormat
+from baton.parsers.registry import Formats
 from baton.protocol.errors import InvalidRequest, UnsupportedFeature
 from baton.protocol.sampling import GuidedDecoding
 from router.api.openai.bodies import ChatBody, CompletionBody
-from router.parsers.grammar import forced, offered
-from router.parsers.message import MessageRules
-from router.parsers.parts import Room
-from router.parsers.reasoning import ReasoningFormat
-from router.parsers.registry import Formats
 from router.prompts.grammar_checks import Constraint
 
 _KINDS: Final = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")

@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from router.parsers.parts import CallArguments, CallStart, Content, Part, Reasoning
+from baton.parsers.parts import CallArguments, CallStart, Content, Part, Reasoning
 
 DrawId = Callable[[], str]
 _SHORT: Final = string.ascii_letters + string.digits

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from starlette.types import Scope
 
+from baton.parsers.message import MessageRules
 from router.api.openai.message import DrawId, draw_call_id, draw_short_call_id
-from router.parsers.message import MessageRules
 
 _PIN_KEY: Final = "baton.pin"
 _LETTERS: Final = string.ascii_letters + string.digits

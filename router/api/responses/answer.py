@@ -6,6 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from baton.parsers.parts import Content
 from baton.protocol.errors import BatonError, Unavailable
 from baton.protocol.request import FinishReason
 from router.api.dialect import Event
@@ -16,7 +17,6 @@ from router.api.responses.body import ResponsesCall
 from router.api.responses.events import Logprobs, ResponseEvents
 from router.api.responses.items import kept
 from router.api.responses.keeper import Stored
-from router.parsers.parts import Content
 from router.request.completion import Completion, Delta
 
 Keep = Callable[[Stored], Awaitable[bool]]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from router.parsers.grammar import (
+from baton.parsers.grammar import (
     Body,
     CallEnd,
     Form,
@@ -22,8 +22,8 @@ from router.parsers.grammar import (
     ToolFormat,
     tag,
 )
-from router.parsers.parts import Sink
-from router.parsers.reader import Steps, TextReader
+from baton.parsers.parts import Sink
+from baton.parsers.reader import Steps, TextReader
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@
     MARK<days>MARK<item>1MARK</item>MARK<item>2MARK</item>MARK</days>MARK</invoke>
 
 The arguments' JSON is made here: elements called `item` are a list's, others an object's, unless
-the schema says which; what holds no element is a value as between tags (router/parsers/tagged.py).
+the schema says which; what holds no element is a value as between tags (baton/parsers/tagged.py).
 Source: MiniMax M3's chat template.
 """
 
@@ -17,7 +17,7 @@ from typing import Any, Final, cast
 from baton.guided.schema_kinds import kinds_of, target_of
 from baton.guided.xml_parameters import is_text, string_form
 from baton.guided.xml_parameters import json_form as json_part
-from router.parsers.grammar import (
+from baton.parsers.grammar import (
     CallEnd,
     Form,
     Schemas,
@@ -28,10 +28,10 @@ from router.parsers.grammar import (
     tag,
     text_form,
 )
-from router.parsers.literals import NOTES, WRITTEN_DEPTH
-from router.parsers.parts import Sink
-from router.parsers.reader import Emit, Steps, TextReader, quoted
-from router.parsers.tagged import as_json
+from baton.parsers.literals import NOTES, WRITTEN_DEPTH
+from baton.parsers.parts import Sink
+from baton.parsers.reader import Emit, Steps, TextReader, quoted
+from baton.parsers.tagged import as_json
 
 MAX_DEPTH: Final = 64  # of what is read
 ITEM: Final = "item"

@@ -12,10 +12,10 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Final
 
-from router.parsers import formats, harmony, reasoning
-from router.parsers.formats import TOOL_FORMATS
-from router.parsers.grammar import ToolFormat
-from router.parsers.reasoning import REASONING_FORMATS, ReasoningFormat
+from baton.parsers import formats, harmony, reasoning
+from baton.parsers.formats import TOOL_FORMATS
+from baton.parsers.grammar import ToolFormat
+from baton.parsers.reasoning import REASONING_FORMATS, ReasoningFormat
 
 log = logging.getLogger(__name__)
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from router.parsers import reasoning
-from router.parsers.grammar import Schemas, ToolFormat
-from router.parsers.parts import CallArguments, CallStart, Content, Part, Reasoning, Room, Sink
-from router.parsers.reader import Steps, TextReader
-from router.parsers.reasoning import ReasoningFormat
+from baton.parsers import reasoning
+from baton.parsers.grammar import Schemas, ToolFormat
+from baton.parsers.parts import CallArguments, CallStart, Content, Part, Reasoning, Room, Sink
+from baton.parsers.reader import Steps, TextReader
+from baton.parsers.reasoning import ReasoningFormat
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
     get_weather(city='Oslo', days=[1, 2], metric=True)                 Python
     call:get_weather{city:<|"|>Oslo<|"|>,days:[1,2],metric:true}       Gemma 4
 
-One reader for both (router/parsers/values.py); what stands alone and is no value is a string.
+One reader for both (baton/parsers/values.py); what stands alone and is no value is a string.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Final, cast
 
 from baton.guided.xml_parameters import json_form as json_part
 from baton.guided.xml_parameters import string_form
-from router.parsers.grammar import (
+from baton.parsers.grammar import (
     CallEnd,
     Form,
     Schemas,
@@ -25,9 +25,9 @@ from router.parsers.grammar import (
     tag,
     text_form,
 )
-from router.parsers.parts import Sink
-from router.parsers.reader import Steps, TextReader, quoted
-from router.parsers.values import PLAIN_KEY, Values
+from baton.parsers.parts import Sink
+from baton.parsers.reader import Steps, TextReader, quoted
+from baton.parsers.values import PLAIN_KEY, Values
 
 WRITTEN_DEPTH: Final = 4  # of those that are written in the format's own spelling, not in JSON's
 MAX_ALTERNATIVES: Final = 8

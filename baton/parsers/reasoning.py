@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from router.parsers import harmony
-from router.parsers.grammar import Form, Grammar
-from router.parsers.parts import Sink
-from router.parsers.reader import Steps, TextReader
+from baton.parsers import harmony
+from baton.parsers.grammar import Form, Grammar
+from baton.parsers.parts import Sink
+from baton.parsers.reader import Steps, TextReader
 
 Kwargs = Mapping[str, Any]
 OPEN: Final = "<think>"

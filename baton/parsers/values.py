@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from router.parsers.reader import Emit, Steps, TextReader, quoted
+from baton.parsers.reader import Emit, Steps, TextReader, quoted
 
 MAX_DEPTH: Final = 64
 PLAIN_KEY: Final = re.compile(r"[^:,\[\](){}\n]*")

@@ -8,8 +8,8 @@ Rules that all formats share:
   clients; an answer cut short leaves them cut short, and so does one that leaves a format whose
   arguments become JSON here.
 
-Most formats are a Frame (router/parsers/frames.py) around one of a few bodies; all of them are
-listed in router/parsers/formats.py.
+Most formats are a Frame (baton/parsers/frames.py) around one of a few bodies; all of them are
+listed in baton/parsers/formats.py.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol, cast
 
 from baton.guided.spec import lenient
-from router.parsers.parts import Sink
-from router.parsers.reader import Steps, TextReader
+from baton.parsers.parts import Sink
+from baton.parsers.reader import Steps, TextReader
 
 # Tool name -> its parameters' JSON schema; only formats that spell values without types need it.
 Schemas = Mapping[str, Mapping[str, Any]]

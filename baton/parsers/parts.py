@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from router.parsers.reader import begun
+from baton.parsers.reader import begun
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from typing import Any, Final, cast
 
 from baton.guided.schema_kinds import ALL, Kinds, kind_of, kinds_of
 from baton.guided.xml_parameters import ParameterMarks, is_text, parameters
-from router.parsers.grammar import (
+from baton.parsers.grammar import (
     CallEnd,
     Schemas,
     Tool,
@@ -31,9 +31,9 @@ from router.parsers.grammar import (
     sequence,
     text_form,
 )
-from router.parsers.parts import Sink
-from router.parsers.reader import Steps, TextReader, lines_of, quoted
-from router.parsers.values import literal_json
+from baton.parsers.parts import Sink
+from baton.parsers.reader import Steps, TextReader, lines_of, quoted
+from baton.parsers.values import literal_json
 
 _WORDS: Final = {"true": "true", "false": "false", "null": "null", "none": "null"}
 _STRINGS: Final = ("str", "text", "enum")  # what clients write for `string`

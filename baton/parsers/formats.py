@@ -10,13 +10,13 @@ from __future__ import annotations
 from typing import Final
 
 from baton.guided.xml_parameters import QWEN, ParameterMarks
-from router.parsers import harmony
-from router.parsers.frames import CallFrame, framed
-from router.parsers.grammar import ToolFormat
-from router.parsers.json_calls import Either, JsonObject, KeyedObject, Named
-from router.parsers.literals import Literals
-from router.parsers.nested import Nested
-from router.parsers.tagged import Tagged
+from baton.parsers import harmony
+from baton.parsers.frames import CallFrame, framed
+from baton.parsers.grammar import ToolFormat
+from baton.parsers.json_calls import Either, JsonObject, KeyedObject, Named
+from baton.parsers.literals import Literals
+from baton.parsers.nested import Nested
+from baton.parsers.tagged import Tagged
 
 # ---- a JSON object with name and arguments ----
 

@@ -16,7 +16,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final
 
-from router.parsers.grammar import (
+from baton.parsers.grammar import (
     Form,
     Schemas,
     Tool,
@@ -26,8 +26,8 @@ from router.parsers.grammar import (
     tag,
     text_form,
 )
-from router.parsers.parts import Sink
-from router.parsers.reader import Emit, Steps, TextReader
+from baton.parsers.parts import Sink
+from baton.parsers.reader import Emit, Steps, TextReader
 
 START: Final = "<|start|>"
 CHANNEL: Final = "<|channel|>"

@@ -12,7 +12,7 @@ from typing import Final
 
 import orjson
 
-from router.parsers.grammar import (
+from baton.parsers.grammar import (
     Body,
     CallEnd,
     Schemas,
@@ -23,8 +23,8 @@ from router.parsers.grammar import (
     sequence,
     text_form,
 )
-from router.parsers.parts import Sink
-from router.parsers.reader import Steps, TextReader
+from baton.parsers.parts import Sink
+from baton.parsers.reader import Steps, TextReader
 
 _BESIDE: Final = ("id", "type", "index", "tool_call_id")  # what may stand with name and arguments
 

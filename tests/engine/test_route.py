@@ -59,7 +59,7 @@ def route(values: dict[str, Any], **options: Any) -> Any:
         ({"model_type": "abacus", "architectures": ["Abacus"]}, "not an architecture that"),
         ({**HYBRID, "layer_types": ["mamba", "attention"]}, "layers of type linear_attention"),
         ({"model_type": "rwkv", "architectures": ["RwkvForCausalLM"]}, "recurrent state"),
-        ({**LLAMA, "quantization_config": {"quant_method": "fp8"}}, "quantized by fp8"),
+        ({**LLAMA, "quantization_config": {"quant_method": "quip"}}, "quantized by quip"),
         (
             {"model_type": "gpt2", "quantization_config": {"quant_method": "gptq", "bits": 4}},
             "lean route alone, and it cannot serve this: model_type 'gpt2'",

@@ -66,6 +66,122 @@ def _uneven(module: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     return tensors, stored.float() * wide
 
 
+E2M1: Final = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def nearest(numbers: Tensor, table: Tensor) -> Tensor:
+    """Index of the entry of `table` that is nearest to each number."""
+    return (numbers.unsqueeze(-1) - table).abs().argmin(-1)
+
+
+def low_first(indices: Tensor) -> Tensor:
+    """4-bit numbers [..., n] -> bytes [..., n / 2], the first in the low half."""
+    return (indices[..., 0::2] | indices[..., 1::2] << 4).to(torch.uint8)
+
+
+def mxfp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """weight [..., in] -> indices [..., G, 32], exponents uint8 [..., G], numbers [..., in]."""
+    groups = weight.unflatten(-1, (-1, 32))
+    exponents = groups.abs().amax(-1).clamp(min=1e-9).log2().floor().int() - 2
+    scale = torch.exp2(exponents.float())
+    indices = nearest(groups / scale[..., None], E2M1)
+    numbers = (E2M1[indices] * scale[..., None]).flatten(-2)
+    return indices, (exponents + 127).to(torch.uint8), numbers
+
+
+def mxfp4_packed(module: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    indices, exponents, numbers = mxfp4(weight)
+    tensors = {
+        f"{module}.weight_packed": low_first(indices.flatten(-2)),
+        f"{module}.weight_scale": exponents,
+    }
+    return tensors, numbers
+
+
+def nvfp4(tool: str) -> Packer:
+    """`tool`: compressed (its global scale divides) or modelopt (its second scale multiplies)."""
+
+    def pack(module: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        groups = weight.unflatten(1, (-1, 16))
+        whole = FP8_MAX * 6 / weight.abs().max()
+        scale = (groups.abs().amax(-1) / 6 * whole).to(torch.float8_e4m3fn)
+        second = 1 / whole
+        factors = scale.float() / whole if tool == "compressed" else scale.float() * second
+        indices = nearest(groups / factors.clamp(min=1e-9)[..., None], E2M1)
+        packed = low_first(indices.flatten(1))
+        tensors = {f"{module}.weight_scale": scale, f"{module}.input_scale": torch.ones(())}
+        if tool == "compressed":
+            tensors[f"{module}.weight_packed"] = packed
+            tensors[f"{module}.weight_global_scale"] = whole.view(1)
+            tensors[f"{module}.input_global_scale"] = torch.ones(1)
+        else:
+            tensors |= {f"{module}.weight": packed, f"{module}.weight_scale_2": second}
+        return tensors, (E2M1[indices] * factors[..., None]).flatten(1)
+
+    return pack
+
+
+NF4: Final = torch.tensor([
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+    0.7229568362236023, 1.0,
+])  # fmt: skip
+FP4: Final = (
+    torch.tensor([0, 0.0625, 8, 12, 4, 6, 2, 3, -0.0, -0.0625, -8, -12, -4, -6, -2, -3]) / 12
+)
+
+
+def bits4(kind: str, *, nested: bool = False, block: int = 64) -> Packer:
+    """`nested`: the factors of blocks are rounded to 8 bits, too (double quantization)."""
+    table = {"nf4": NF4, "fp4": FP4}[kind]
+
+    def pack(module: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        flat = weight.flatten()
+        count = -(-flat.numel() // block)
+        blocks = torch.nn.functional.pad(flat, (0, count * block - flat.numel())).view(-1, block)
+        largest = blocks.abs().amax(1).clamp(min=1e-9)
+        said: dict[str, Any] = {
+            "quant_type": kind, "blocksize": block, "dtype": "float32",
+            "shape": list(weight.shape),
+        }  # fmt: skip
+        name = f"{module}.weight"
+        tensors = {f"{name}.quant_map": table.clone(), f"{name}.absmax": largest}
+        if nested:
+            offset = largest.mean().item()
+            inner = torch.nn.functional.pad(largest - offset, (0, -count % 256)).view(-1, 256)
+            outer = inner.abs().amax(1).clamp(min=1e-9)
+            code = torch.linspace(-1, 1, 256)
+            rounded = nearest(inner / outer[:, None], code).flatten()[:count].to(torch.uint8)
+            largest = code[rounded.int()] * outer[torch.arange(count) // 256] + offset
+            said |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
+            tensors |= {
+                f"{name}.absmax": rounded, f"{name}.nested_absmax": outer,
+                f"{name}.nested_quant_map": code,
+            }  # fmt: skip
+        indices = nearest(blocks / largest[:, None], table)
+        numbers = (table[indices] * largest[:, None]).flatten()[: flat.numel()].view_as(weight)
+        halves = indices.flatten()[: flat.numel()]
+        tensors[name] = (halves[0::2] << 4 | halves[1::2]).to(torch.uint8).view(-1, 1)
+        state = json.dumps(said).encode()
+        tensors[f"{name}.quant_state.bitsandbytes__{kind}"] = torch.tensor(
+            list(state), dtype=torch.uint8
+        )
+        return tensors, numbers
+
+    return pack
+
+
+def bits8(module: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    largest = weight.abs().amax(1)
+    stored = (weight / largest[:, None] * 127).round().to(torch.int8)
+    tensors = {
+        f"{module}.weight": stored, f"{module}.SCB": largest,
+        f"{module}.weight_format": torch.zeros((), dtype=torch.uint8),
+    }  # fmt: skip
+    return tensors, stored * largest[:, None] * 7.874015718698502e-3
+
+
 def compressed_floats(bits: int, strategy: str, form: str, **weights: Any) -> dict[str, Any]:
     """As llm-compressor writes it."""
     described = {"num_bits": bits, "type": "float", "symmetric": True, "strategy": strategy}
@@ -115,6 +231,33 @@ FORMATS: Final = {
     ),
     "fp8-modelopt": Format(
         {"quant_method": "modelopt", "quant_algo": "FP8"}, float8("tensor"), "fp8"
+    ),
+    "mxfp4": Format(
+        compressed_floats(4, "group", "mxfp4-pack-quantized", group_size=32),
+        mxfp4_packed, "mxfp4",
+    ),
+    "nvfp4": Format(
+        compressed_floats(4, "tensor_group", "nvfp4-pack-quantized", group_size=16),
+        nvfp4("compressed"), "nvfp4",
+    ),
+    "nf4": Format(
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+        bits4("nf4"), "bitsandbytes 4-bit",
+    ),
+    "nf4-nested": Format(
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
+         "bnb_4bit_use_double_quant": True},
+        bits4("nf4", nested=True), "bitsandbytes 4-bit",
+    ),
+    "fp4": Format(
+        {"quant_method": "bitsandbytes", "_load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+        bits4("fp4", block=128), "bitsandbytes 4-bit",
+    ),
+    "llm-int8": Format(
+        {"quant_method": "bitsandbytes", "load_in_8bit": True}, bits8, "bitsandbytes 8-bit"
+    ),
+    "nvfp4-modelopt": Format(
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"}, nvfp4("modelopt"), "nvfp4"
     ),
 }  # fmt: skip
 

@@ -13,9 +13,11 @@ from typing import Any, Final, Literal
 
 from baton.protocol.errors import ModelRefused
 
-Kind = Literal["fp8"]
-WIDENED_BITS: Final[Mapping[Kind, int]] = {"fp8": 8}  # of a weight, without its scales
-_MODELOPT: Final[Mapping[str, Kind]] = {"FP8": "fp8"}
+Kind = Literal["fp8", "mxfp4", "nvfp4", "bitsandbytes 4-bit", "bitsandbytes 8-bit"]
+WIDENED_BITS: Final[Mapping[Kind, int]] = {  # of a weight, without its scales
+    "fp8": 8, "mxfp4": 4, "nvfp4": 4, "bitsandbytes 4-bit": 4, "bitsandbytes 8-bit": 8,
+}  # fmt: skip
+_MODELOPT: Final[Mapping[str, Kind]] = {"FP8": "fp8", "NVFP4": "nvfp4"}
 
 
 def widened_kind(config: Mapping[str, Any] | None) -> Kind | None:
@@ -32,6 +34,18 @@ def widened_kind(config: Mapping[str, Any] | None) -> Kind | None:
 
 def _float8(config: Mapping[str, Any]) -> Kind:
     return "fp8"
+
+
+def _microscaled(config: Mapping[str, Any]) -> Kind:
+    return "mxfp4"
+
+
+def _bitsandbytes(config: Mapping[str, Any]) -> Kind:
+    if config.get("load_in_4bit") or config.get("_load_in_4bit"):
+        return "bitsandbytes 4-bit"
+    if config.get("load_in_8bit") or config.get("_load_in_8bit"):
+        return "bitsandbytes 8-bit"
+    raise unread("bitsandbytes checkpoints that say neither load_in_4bit nor load_in_8bit")
 
 
 def _modelopt(config: Mapping[str, Any]) -> Kind:
@@ -65,6 +79,8 @@ def _compressed_kind(weights: Mapping[str, Any]) -> Kind:
     bits, group_size = weights.get("num_bits"), weights.get("group_size")
     if bits == 8:
         return "fp8"
+    if bits == 4 and group_size in (16, 32):
+        return "nvfp4" if group_size == 16 else "mxfp4"
     raise unread(f"compressed-tensors of {bits}-bit floats in groups of {group_size}")
 
 
@@ -74,8 +90,10 @@ def unread(what: str) -> ModelRefused:
 
 
 _METHODS: Final[Mapping[str, Callable[[Mapping[str, Any]], Kind | None]]] = {
+    "bitsandbytes": _bitsandbytes,
     "compressed-tensors": _compressed,
     "fbgemm_fp8": _float8,
     "fp8": _float8,
     "modelopt": _modelopt,
+    "mxfp4": _microscaled,
 }

@@ -11,7 +11,9 @@ from typing import Any, Final
 
 import torch
 
+from baton.engine.checkpoint.bitsandbytes import widen_bits4, widen_bits8
 from baton.engine.checkpoint.checkpoint import Checkpoint
+from baton.engine.checkpoint.float4 import widen_float4
 from baton.engine.checkpoint.float8 import widen_float8
 from baton.engine.checkpoint.kinds import Kind, widened_kind
 from baton.engine.checkpoint.quantized_checkpoint import Layout, layout_of
@@ -19,7 +21,13 @@ from baton.engine.checkpoint.stored import Readable, StoredTensor
 from baton.engine.checkpoint.tensors import TensorReader
 
 _Format = Callable[[Mapping[str, Any], Mapping[str, StoredTensor]], Mapping[str, Readable]]
-_FORMATS: Final[Mapping[Kind, _Format]] = {"fp8": widen_float8}
+_FORMATS: Final[Mapping[Kind, _Format]] = {
+    "fp8": widen_float8,
+    "mxfp4": widen_float4,
+    "nvfp4": widen_float4,
+    "bitsandbytes 4-bit": widen_bits4,
+    "bitsandbytes 8-bit": widen_bits8,
+}
 
 
 def open_tensors(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> TensorReader:

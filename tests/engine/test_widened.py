@@ -299,19 +299,22 @@ SIZES = st.sampled_from([32, 64, 96, 128, 160])
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )  # fmt: skip
 @given(
-    name=st.sampled_from(sorted(FORMATS)), hidden=SIZES, inner=SIZES,
+    name=st.sampled_from(sorted(FORMATS)),
     kind=st.sampled_from(["llama", "qwen2", "qwen3", "mistral"]),
-    tied=st.booleans(), impl=st.sampled_from(["auto", "transformers"]),
+    shape=st.fixed_dictionaries(
+        {
+            "hidden_size": SIZES, "intermediate_size": SIZES, "tie_word_embeddings": st.booleans()
+        }
+    ),
+    impl=st.sampled_from(["auto", "transformers"]),
 )  # fmt: skip
 def test_random_configurations(
-    name: str, hidden: int, inner: int, kind: str, tied: bool, impl: str,
+    name: str, kind: str, shape: dict[str, Any], impl: str,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:  # fmt: skip
     """Equal to the twin, or refused by a name."""
-    path, twin = make_widened(
-        name, tmp_path_factory.mktemp("random"), kind, hidden_size=hidden,
-        intermediate_size=inner, tie_word_embeddings=tied, num_hidden_layers=1,
-    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("random")
+    path, twin = make_widened(name, folder, kind, num_hidden_layers=1, **shape)
     try:
         loaded = load(path, model_impl=impl)
     except ModelRefused:

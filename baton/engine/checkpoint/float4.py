@@ -16,7 +16,7 @@ compressors/nvfp4 and mxfp4; modelopt torch/quantization/qtensor/nvfp4_tensor.py
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -70,7 +70,7 @@ def widen_float4(
     }
 
 
-def _names(name: str, stored: Mapping[str, StoredTensor]) -> tuple[str, tuple[str, ...] | None]:
+def _names(name: str, stored: Mapping[str, StoredTensor]) -> tuple[str, Sequence[str] | None]:
     """(plain name, names of its scale and of the whole's) if `name` is of packed numbers."""
     if name.endswith(_BLOCKS):
         plain = name.removesuffix(_BLOCKS)

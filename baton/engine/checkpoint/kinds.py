@@ -13,9 +13,9 @@ from typing import Any, Final, Literal
 
 from baton.protocol.errors import ModelRefused
 
-Kind = Literal["fp8", "mxfp4", "nvfp4", "bitsandbytes 4-bit", "bitsandbytes 8-bit"]
+Kind = Literal["fp8", "mxfp4", "nvfp4", "bitsandbytes 4-bit", "bitsandbytes 8-bit", "gguf"]
 WIDENED_BITS: Final[Mapping[Kind, int]] = {  # of a weight, without its scales
-    "fp8": 8, "mxfp4": 4, "nvfp4": 4, "bitsandbytes 4-bit": 4, "bitsandbytes 8-bit": 8,
+    "fp8": 8, "mxfp4": 4, "nvfp4": 4, "bitsandbytes 4-bit": 4, "bitsandbytes 8-bit": 8, "gguf": 8,
 }  # fmt: skip
 _MODELOPT: Final[Mapping[str, Kind]] = {"FP8": "fp8", "NVFP4": "nvfp4"}
 
@@ -38,6 +38,10 @@ def _float8(config: Mapping[str, Any]) -> Kind:
 
 def _microscaled(config: Mapping[str, Any]) -> Kind:
     return "mxfp4"
+
+
+def _gguf(config: Mapping[str, Any]) -> Kind:
+    return "gguf"
 
 
 def _bitsandbytes(config: Mapping[str, Any]) -> Kind:
@@ -94,6 +98,7 @@ _METHODS: Final[Mapping[str, Callable[[Mapping[str, Any]], Kind | None]]] = {
     "compressed-tensors": _compressed,
     "fbgemm_fp8": _float8,
     "fp8": _float8,
+    "gguf": _gguf,
     "modelopt": _modelopt,
     "mxfp4": _microscaled,
 }

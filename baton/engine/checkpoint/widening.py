@@ -15,13 +15,14 @@ from baton.engine.checkpoint.bitsandbytes import widen_bits4, widen_bits8
 from baton.engine.checkpoint.checkpoint import Checkpoint
 from baton.engine.checkpoint.float4 import widen_float4
 from baton.engine.checkpoint.float8 import widen_float8
+from baton.engine.checkpoint.gguf_weights import gguf_tensors
 from baton.engine.checkpoint.kinds import Kind, widened_kind
 from baton.engine.checkpoint.quantized_checkpoint import Layout, layout_of
 from baton.engine.checkpoint.stored import Readable, StoredTensor
 from baton.engine.checkpoint.tensors import TensorReader
 
 _Format = Callable[[Mapping[str, Any], Mapping[str, StoredTensor]], Mapping[str, Readable]]
-_FORMATS: Final[Mapping[Kind, _Format]] = {
+_FORMATS: Final[Mapping[Kind, _Format]] = {  # of safetensors
     "fp8": widen_float8,
     "mxfp4": widen_float4,
     "nvfp4": widen_float4,
@@ -37,6 +38,9 @@ def open_tensors(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
     """
     config = checkpoint.config.get("quantization_config")
     kind = widened_kind(config)
+    if kind == "gguf":
+        (file,) = checkpoint.weight_files
+        return TensorReader((), dtype, device, lambda _: gguf_tensors(file))
     widen = None if kind is None else functools.partial(_FORMATS[kind], config or {})
     return TensorReader(checkpoint.weight_files, dtype, device, widen)
 

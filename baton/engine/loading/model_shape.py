@@ -236,7 +236,9 @@ def stored_weights(c: dict[str, Any]) -> StoredWeights | None:
     with contextlib.suppress(ModelRefused):  # the route says so; it is sized all the same
         kind = widened_kind(given)
         if kind is not None:
-            return StoredWeights(kind, WIDENED_BITS[kind], widened=True)
+            types = ", ".join(given.get("types") or ())
+            named = f"{kind} ({types})" if types else kind
+            return StoredWeights(named, WIDENED_BITS[kind], widened=True)
     if method == "bitsandbytes":
         return StoredWeights(method, 4 if given.get("load_in_4bit") else 8)
     groups = given.get("config_groups") or {}

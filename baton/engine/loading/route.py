@@ -49,11 +49,12 @@ def choose_route(values: dict[str, Any], config: EngineConfig) -> DecoderConfig 
     if stated is not None:
         choose_length(config.max_model_len, stated)
     quantized = values.get("quantization_config")
-    integers = quantized is not None and integer_layout(quantized) is not None
+    integers = integer_layout(quantized) is not None
     if integers and config.quantization != "none":
+        method = (quantized or {}).get("quant_method")
         raise ConfigError(
-            f"the checkpoint is quantized already ({quantized['quant_method']}): "
-            f"--quantization {config.quantization} is for unquantized ones",
+            f"the checkpoint is quantized already ({method}): --quantization "
+            f"{config.quantization} is for unquantized ones",
             field="quantization",
         )
     if config.tensor_parallel_size > 1:

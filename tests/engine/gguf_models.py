@@ -15,6 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from baton.text.chat_template import ChatTemplate
+
 gguf: Any = importlib.import_module("gguf")  # in the group `test`
 
 NORMAL, CONTROL = 1, 3
@@ -30,25 +32,67 @@ MIXES: Final = {
     "Q5_K_M": ("Q5_K", "Q6_K"), "Q6_K": ("Q6_K", "Q8_0"), "old": ("Q4_1", "Q5_0"),
     "older": ("Q5_1", "Q4_1"),
 }  # fmt: skip
-HALVES: Final = {  # bytes at which a block has its float16 factors
-    "Q4_K": (0, 2),
-    "Q5_K": (0, 2),
-    "Q6_K": (208,),
-}
+# What llama.cpp takes for rows that make no blocks of 256.
+FALLBACKS: Final = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 
 
 def kind_of(name: str) -> Any:
     return gguf.GGMLQuantizationType[name]
 
 
-def random_blocks(kind: str, rows: int, columns: int, generator: Any) -> Any:
-    """Random bytes with small, finite factors: [rows, bytes]. The package does not pack K types."""
-    numbers, size = gguf.GGML_QUANT_SIZES[kind_of(kind)]
-    blocks = generator.integers(0, 256, (rows * columns // numbers, size), dtype=np.uint8)
-    for at in HALVES[kind]:
-        factors = generator.uniform(1e-4, 3e-4, len(blocks)).astype(np.float16)
-        blocks[:, at : at + 2] = factors.view(np.uint8).reshape(-1, 2)
-    return blocks.reshape(rows, -1)
+def pack_k(weight: Tensor, kind: str) -> Any:
+    """weight [rows, columns] rounded to nearest, as bytes [rows, ...]: the package packs no K
+    types, and llama.cpp itself searches for better scales."""
+    blocks = weight.reshape(-1, 256)
+    packed = _pack_q6_k(blocks) if kind == "Q6_K" else _pack_minima(blocks, 4 if "4" in kind else 5)
+    return packed.view(len(weight), -1).numpy()
+
+
+def _halfs(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """float16 of [n]: (its bytes [n, 2], what they stand for [n, 1])."""
+    halfs = numbers.clamp(min=1e-7).half()
+    return halfs.view(torch.uint8).view(-1, 2), halfs.float()[:, None]
+
+
+def _pack_minima(blocks: Tensor, bits: int) -> Tensor:
+    """Q4_K and Q5_K: 8 runs of 32, each w = d * scale * q - dmin * minimum."""
+    runs, top = blocks.view(-1, 8, 32), 2**bits - 1
+    lowest = runs.amin(2).clamp(max=0)
+    wanted = (runs.amax(2).clamp(min=0) - lowest) / top
+    (d, factor), (dmin, least) = _halfs(wanted.amax(1) / 63), _halfs(-lowest.amin(1) / 63)
+    scale, minimum = (wanted / factor).round().clamp(0, 63), (-lowest / least).round().clamp(0, 63)
+    step = (factor * scale).clamp(min=1e-9)[..., None]
+    q = ((runs + (least * minimum)[..., None]) / step).round().clamp(0, top).to(torch.uint8)
+    s, m = scale.to(torch.uint8), minimum.to(torch.uint8)
+    first = s[:, :4] | s[:, 4:] >> 4 << 6
+    second = m[:, :4] | m[:, 4:] >> 4 << 6
+    third = s[:, 4:] & 15 | (m[:, 4:] & 15) << 4
+    low = (q & 15).view(-1, 4, 2, 32)
+    parts = [d, dmin, first, second, third]
+    if bits == 5:
+        parts.append((q >> 4 << torch.arange(8, dtype=torch.uint8)[:, None]).sum(1).to(torch.uint8))
+    return torch.cat([*parts, (low[:, :, 0] | low[:, :, 1] << 4).flatten(1)], 1)
+
+
+def _pack_q6_k(blocks: Tensor) -> Tensor:
+    """16 runs of 16, each w = d * scale * (q - 32)."""
+    runs = blocks.view(-1, 16, 16)
+    wanted = runs.abs().amax(2) / 31
+    d, factor = _halfs(wanted.amax(1) / 127)
+    scale = (wanted / factor).round().clamp(0, 127)
+    step = (factor * scale).clamp(min=1e-9)[..., None]
+    q = ((runs / step).round().clamp(-32, 31) + 32).to(torch.uint8).view(-1, 2, 4, 32)
+    low = (q & 15).view(-1, 2, 2, 64)
+    high = (q >> 4 << torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]).sum(2)
+    return torch.cat(
+        [
+            (low[:, :, 0] | low[:, :, 1] << 4).flatten(1),
+            high.to(torch.uint8).flatten(1),
+            scale.to(torch.int8).view(torch.uint8),
+            d,
+        ],
+        1,
+    )
 
 
 def write_gguf(model: Path, file: Path, mix: str = "Q8_0", **said: Any) -> Path:
@@ -66,7 +110,6 @@ def write_gguf(model: Path, file: Path, mix: str = "Q8_0", **said: Any) -> Path:
             writer.add_key_value(f"{gguf.MODEL_ARCH_NAMES[arch]}.{key}", value, kind)
     add_tokenizer(writer, model, config)
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
-    generator = np.random.default_rng(0)
     twin = file.with_name(f"{file.stem}-twin")
     shutil.copytree(model, twin)
     plain = load_file(model / "model.safetensors")
@@ -74,10 +117,11 @@ def write_gguf(model: Path, file: Path, mix: str = "Q8_0", **said: Any) -> Path:
         told = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert told is not None, name
         kind = tensor_kind(name, tensor, mix)
-        if kind in HALVES:
-            raw = random_blocks(kind, len(tensor), tensor.shape[1], generator)
+        ordered = turned(name, tensor, config).float()
+        if kind in FALLBACKS:
+            raw = pack_k(ordered, kind)
         else:
-            raw = gguf.quants.quantize(turned(name, tensor, config).float().numpy(), kind_of(kind))
+            raw = gguf.quants.quantize(ordered.numpy(), kind_of(kind))
         raw = np.ascontiguousarray(raw)
         writer.add_tensor(told, raw, raw_dtype=kind_of(kind))
         numbers = torch.from_numpy(np.array(gguf.quants.dequantize(raw, kind_of(kind))))
@@ -91,12 +135,15 @@ def write_gguf(model: Path, file: Path, mix: str = "Q8_0", **said: Any) -> Path:
 
 
 def tensor_kind(name: str, tensor: Tensor, mix: str) -> str:
-    """Vectors are float32; rows that make no blocks float16."""
+    """Vectors are float32; rows that make no blocks of any kind float16."""
     if tensor.dim() < 2:
         return "F32"
     most, others = MIXES[mix]
     kind = others if any(part in name for part in ("v_proj", "down_proj", "embed")) else most
-    return kind if tensor.shape[1] % gguf.GGML_QUANT_SIZES[kind_of(kind)][0] == 0 else "F16"
+    for each in (kind, FALLBACKS.get(kind, kind)):
+        if tensor.shape[1] % gguf.GGML_QUANT_SIZES[kind_of(each)][0] == 0:
+            return each
+    return "F16"
 
 
 def turned(name: str, tensor: Tensor, config: Mapping[str, Any], *, back: bool = False) -> Tensor:
@@ -151,5 +198,4 @@ def add_tokenizer(writer: Any, model: Path, config: Mapping[str, Any]) -> None:
     writer.add_eos_token_id(ends[0] if isinstance(ends, list) else ends)
     writer.add_bos_token_id(1)
     writer.add_add_bos_token(False)
-    template = json.loads((model / "tokenizer_config.json").read_text())["chat_template"]
-    writer.add_chat_template(template)
+    writer.add_chat_template(ChatTemplate.load(model).source)

@@ -293,7 +293,7 @@ def test_estimate_says_what_is_read_and_how_it_is_kept(name: str, tmp_path: Path
 SIZES = st.sampled_from([32, 64, 96, 128, 160])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @settings(
     max_examples=20, deadline=None, derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],

@@ -37,21 +37,20 @@ def float8(strategy: str, *, inverse: bool = False, block: int = 128, group: int
             "tensor": (outputs, inputs), "channel": (1, inputs), "group": (1, group),
             "block": (block, block),
         }[strategy]  # fmt: skip
-        scale = torch.zeros(-(-outputs // rows), -(-inputs // columns))
-        stored, plain = torch.zeros_like(weight), torch.zeros_like(weight)
-        for i in range(scale.shape[0]):
-            for j in range(scale.shape[1]):
-                at = (slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns))
-                scale[i, j] = weight[at].abs().max().clamp(min=1e-9) / FP8_MAX
-                stored[at] = (weight[at] / scale[i, j]).to(torch.float8_e4m3fn).float()
-                plain[at] = stored[at] * scale[i, j]
+        padding = (0, -inputs % columns, 0, -outputs % rows)
+        padded = torch.nn.functional.pad(weight, padding)
+        blocks = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+        scale = blocks.abs().amax((1, 3)).clamp(min=1e-9) / FP8_MAX
+        wide = scale.repeat_interleave(rows, 0)[:outputs]
+        wide = wide.repeat_interleave(columns, 1)[:, :inputs]
+        stored = (weight / wide).to(torch.float8_e4m3fn)
         name = f"{module}.weight_scale_inv" if inverse else f"{module}.weight_scale"
         tensors = {
-            f"{module}.weight": stored.to(torch.float8_e4m3fn),
+            f"{module}.weight": stored,
             name: scale.view(()) if strategy == "tensor" else scale,
             f"{module}.input_scale": torch.ones(()),
         }
-        return tensors, plain
+        return tensors, stored.float() * wide
 
     return pack
 

@@ -24,6 +24,7 @@ from baton.engine.checkpoint.gguf_header import BLOCKS, read_gguf
 from baton.engine.checkpoint.gguf_tokenizer import gguf_generation, gguf_tokenizer
 from baton.engine.checkpoint.gguf_weights import gguf_tensors, widen_blocks
 from baton.engine.checkpoint.widening import open_tensors
+from baton.engine.config import EngineConfig
 from baton.engine.performance.estimate import rows, sized
 from baton.engine.performance.ideal import EstimateOptions
 from baton.llm import LLM
@@ -32,6 +33,7 @@ from baton.sampling import SamplingParams
 from baton.text.chat_template import ChatTemplate
 from baton.text.tokenizer import Tokenizer
 from deploy.hub import local_model
+from deploy.preflight import weight_bytes
 from tests.engine.running import load, logits_of
 from tests.golden.random_models import save_random
 from tests.tiny_models import EOS_ID, VOCAB_SIZE, make_tiny_model
@@ -187,6 +189,14 @@ def test_estimate_says_what_it_is(tmp_path: Path) -> None:
     assert "refused by Baton" not in said
     assert "stored as gguf (F32, Q4_K, Q6_K), read and kept as bfloat16" in said["note"]
     assert "in the files" in said["weights"]
+
+
+def test_up_knows_what_it_takes(tmp_path: Path) -> None:
+    file, _ = make(tmp_path, "llama", "Q4_K_M")
+    checkpoint, kept = open_checkpoint(str(file)), load(file).weight_bytes
+    assert weight_bytes(checkpoint, EngineConfig(str(file), dtype="float32")) == kept
+    assert weight_bytes(checkpoint, EngineConfig(str(file))) == kept / 2
+    assert weight_bytes(checkpoint, EngineConfig(str(file), quantization="int8")) == kept / 4
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])

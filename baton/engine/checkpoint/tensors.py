@@ -10,7 +10,10 @@ Source: the format's specification, github.com/huggingface/safetensors.
 from __future__ import annotations
 
 import json
+import logging
 import math
+import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +24,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from baton.engine.checkpoint.load_progress import LoadProgress
 from baton.engine.checkpoint.stored import Readable, StoredTensor
 from baton.protocol.errors import ModelRefused
 
+log = logging.getLogger(__name__)
+LOG_EVERY_S: Final = 2.0
 _DTYPES: Final = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64,
@@ -59,6 +63,33 @@ class LazyTensor:
         return whole
 
 
+class LoadProgress:
+    """How far a load of weights is, for whoever waits: lines of the log, none of a short load.
+    Of one reader of tensors. Any thread."""
+
+    def __init__(self, total_bytes: int, now: Callable[[], float] = time.monotonic) -> None:
+        """`now`: seconds of any monotonic clock."""
+        self._total = total_bytes
+        self._now = now
+        self._began = self._logged_at = now()
+        self._done = 0
+        self._lock = threading.Lock()
+
+    def add(self, num_bytes: int) -> None:
+        """So many bytes of the files have been read."""
+        with self._lock:
+            self._done = done = min(self._total, self._done + num_bytes)
+            now = self._now()
+            if now - self._logged_at < LOG_EVERY_S:
+                return
+            self._logged_at = now
+        left = (self._total - done) * (now - self._began) / done
+        log.info(
+            "loading weights: %d %% of %.1f GB, about %.0f s more",
+            100 * done // self._total, self._total / 1e9, left,
+        )  # fmt: skip
+
+
 class TensorReader:
     """Reads tensors by name out of a checkpoint's files, cast and placed for the model."""
 
@@ -86,6 +117,11 @@ class TensorReader:
     def dtype(self) -> torch.dtype:
         """What tensors are cast to."""
         return self._dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors are put."""
+        return self._device
 
     @property
     def names(self) -> frozenset[str]:

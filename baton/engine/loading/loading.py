@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,6 +21,12 @@ from torch import Tensor
 
 from baton.engine.checkpoint.checkpoint import Checkpoint, digest, open_checkpoint, parse_modules
 from baton.engine.checkpoint.kinds import widened_kind
+from baton.engine.checkpoint.shared_weights import (
+    LEAST_BYTES,
+    WeightsKey,
+    WeightSource,
+    shared_weights,
+)
 from baton.engine.checkpoint.weights import Weights, open_weights
 from baton.engine.checkpoint.widening import open_tensors
 from baton.engine.config import EngineConfig
@@ -42,7 +49,7 @@ from baton.engine.quantization.integer import SCHEMES
 from baton.engine.state.attention import AttentionLayer
 from baton.engine.state.batch import Batch
 from baton.engine.state.interface import ModelInfo
-from baton.engine.state.place import choose_device
+from baton.engine.state.place import RankPlace, choose_device
 
 if TYPE_CHECKING:  # lazy at run time: most engines have one rank
     from baton.engine.parallel.group import RankGroup
@@ -181,7 +188,7 @@ def _build(
     device: torch.device,
     group: RankGroup | None = None,
 ) -> _Built:
-    """`lean`: as choose_route read the config. Whether it fits, the tensors' names tell."""
+    """`lean`: as choose_route read the config. The tensors' names show whether it fits."""
     if lean is not None:
         reader = open_tensors(checkpoint, dtype, device)
         quantized = checkpoint.config.get("quantization_config")
@@ -192,7 +199,7 @@ def _build(
         except NotLean as reason:
             leave_lean(checkpoint.config, config, str(reason))
         else:
-            built = _build_lean(config, lean, weights, group)
+            built = _build_lean(config, checkpoint, lean, weights, group)
             if not classifies(checkpoint.config):
                 return built
             return replace(built, classifier=weights.tensor(CLASSIFIER))
@@ -211,16 +218,41 @@ def _check_names(config: DecoderConfig, names: frozenset[str], values: dict[str,
 
 
 def _build_lean(
-    config: EngineConfig, lean: DecoderConfig, weights: Weights, group: RankGroup | None
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    lean: DecoderConfig,
+    weights: Weights,
+    group: RankGroup | None,
 ) -> _Built:
     if group is not None:  # this rank's share
         from baton.engine.parallel.rank import RankModel
+        from baton.engine.parallel.sharding import RankWeights
 
-        share = RankModel.of(lean, weights, group)
-        return _Built("lean", share, share.weight_bytes)
-    decoder = Decoder(lean, weights.tensor, weights, config.deterministic)
-    model = FixedTiles(decoder) if config.deterministic else decoder
-    return _Built("lean", model, weights.num_bytes, weights.rounded_head_bytes)
+        share = RankWeights(lean, weights, group.place)
+        with _once_per_host(config, checkpoint, weights, share, group.place) as source:
+            model = RankModel.of(lean, source, group)
+        return _Built("lean", model, source.num_bytes, source.rounded_head_bytes)
+    with _once_per_host(config, checkpoint, weights, weights) as source:
+        decoder = Decoder(lean, source.tensor, source, config.deterministic)
+    whole = FixedTiles(decoder) if config.deterministic else decoder
+    return _Built("lean", whole, source.num_bytes, source.rounded_head_bytes)
+
+
+def _once_per_host(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    weights: Weights,
+    source: WeightSource,
+    place: RankPlace | None = None,
+) -> AbstractContextManager[WeightSource]:
+    """What to build from in place of `source`, all of `weights` or the share of `place`."""
+    small = sum(path.stat().st_size for path in checkpoint.weight_files) < LEAST_BYTES
+    if not config.shared_weights or weights.device.type != "cpu" or small:
+        return nullcontext(source)
+    digest = _digest(checkpoint, config)
+    if place is None:
+        return shared_weights(source, WeightsKey(digest, weights.dtype))
+    return shared_weights(source, WeightsKey(digest, weights.dtype, place.rank, place.size))
 
 
 def _build_universal(

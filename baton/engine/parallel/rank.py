@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from baton.engine.checkpoint.weights import Weights
+from baton.engine.checkpoint.shared_weights import WeightSource
 from baton.engine.config import EngineConfig
 from baton.engine.models.config import DecoderConfig
 from baton.engine.models.decoder import Decoder
@@ -16,7 +16,6 @@ from baton.engine.parallel.sharding import (
     FIELD,
     Cuts,
     RankShards,
-    RankWeights,
     rank_config,
 )
 from baton.engine.state.attention import AttentionLayer
@@ -38,10 +37,9 @@ class RankModel:
     weight_bytes: int
 
     @staticmethod
-    def of(config: DecoderConfig, weights: Weights, group: RankGroup) -> RankModel:
+    def of(config: DecoderConfig, share: WeightSource, group: RankGroup) -> RankModel:
         """Read this rank's share. `config`: the whole model's. Raises ModelRefused."""
         own = rank_config(config, group.place.size)
-        share = RankWeights(config, weights, group.place)
         decoder = Decoder(own, share.tensor, share, shards=RankShards(config, group))
         return RankModel(decoder, Cuts(config, group.place), config.layers, share.num_bytes)
 

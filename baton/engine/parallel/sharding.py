@@ -73,7 +73,7 @@ def _vocabulary_width(vocab_size: int, size: int) -> int:
 
 
 class RankShards:
-    """Implements models.shards.Shards over a group. `config`: the whole model's."""
+    """Implements models.decoder.Shards over a group. `config`: the whole model's."""
 
     def __init__(self, config: DecoderConfig, group: RankGroup) -> None:
         self._group = group
@@ -160,6 +160,7 @@ class RankWeights:
         self._weights = weights
         self._place = place
         self._num_bytes: dict[str, int] = {}  # by tensor name: a tied one counts once
+        self.rounded_head_bytes = 0
 
     @property
     def num_bytes(self) -> int:

@@ -19,8 +19,8 @@ DrawId = Callable[[], str]
 _SHORT: Final = string.ascii_letters + string.digits
 
 
-def draw_call_id() -> str:
-    return "call_" + secrets.token_hex(12)
+def draw_call_id(prefix: str = "call_") -> str:
+    return prefix + secrets.token_hex(12)
 
 
 def draw_short_call_id() -> str:

@@ -25,6 +25,7 @@ from baton.engine.checkpoint.gguf_tokenizer import gguf_generation, gguf_tokeniz
 from baton.engine.checkpoint.gguf_weights import gguf_tensors, widen_blocks
 from baton.engine.checkpoint.widening import open_tensors
 from baton.engine.config import EngineConfig
+from baton.engine.loading.loading import load_model
 from baton.engine.performance.estimate import rows, sized
 from baton.engine.performance.ideal import EstimateOptions
 from baton.llm import LLM
@@ -35,6 +36,8 @@ from baton.text.tokenizer import Tokenizer
 from deploy.hub import local_model
 from deploy.preflight import weight_bytes
 from tests.engine.running import load, logits_of
+from tests.engine.test_tensor_parallel import by_threads
+from tests.engine.test_tensor_parallel import logits_of as logits_over_ranks
 from tests.golden.random_models import save_random
 from tests.tiny_models import EOS_ID, VOCAB_SIZE, make_tiny_model
 
@@ -110,6 +113,19 @@ def test_rounded_again_and_universal(tmp_path: Path) -> None:
     for options in ({"quantization": "int8"}, {"model_impl": "transformers"}):
         loaded, plain = load(file, **options), load(twin, **options)
         assert torch.equal(logits_of(loaded, PROMPT), logits_of(plain, PROMPT))
+
+
+@torch.inference_mode()
+def test_over_two_ranks(tmp_path: Path) -> None:
+    """As a plain checkpoint: each rank's share is the twin's."""
+    file, twin = make(tmp_path, "llama", "Q4_K_M")
+
+    def shares(model: Path) -> list[torch.Tensor]:
+        config = EngineConfig(str(model), dtype="float32", device="cpu", tensor_parallel_size=2)
+        return by_threads(2, lambda group: logits_over_ranks(load_model(config, group), 2))
+
+    for found, expected in zip(shares(file), shares(twin), strict=True):
+        assert torch.equal(found, expected)
 
 
 def test_transformers_reads_the_same(tmp_path: Path) -> None:

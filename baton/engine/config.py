@@ -193,7 +193,9 @@ class EngineConfig:
         if names:
             return names if isinstance(names, str) else names[0]  # one text, from Python
         path = Path(self.model).expanduser()
-        return path.resolve().name if path.is_dir() else self.model
+        if path.is_dir():
+            return path.resolve().name
+        return path.stem if path.suffix == ".gguf" else self.model
 
 
 def head_quantization(head: str, weights: str) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from baton.engine.checkpoint.checkpoint import Checkpoint, digest, open_checkpoint, parse_modules
 from baton.engine.checkpoint.tensors import TensorReader
-from baton.engine.checkpoint.weights import Weights, open_weights
+from baton.engine.checkpoint.weights import Share, Weights, open_weights
 from baton.engine.config import EngineConfig
 from baton.engine.kernels.rope import position_limit, rope_rule
 from baton.engine.loading.route import (
@@ -176,7 +176,8 @@ def _build(
         reader = TensorReader(checkpoint.weight_files, dtype, device)
         quantized = checkpoint.config.get("quantization_config")
         scheme = next((each for each in SCHEMES if each == config.quantization), None)
-        weights = open_weights(reader, quantized, scheme, device, head_scheme(config))
+        share = None if group is None else _share(lean, group)
+        weights = open_weights(reader, quantized, scheme, device, head_scheme(config), share)
         try:
             _check_names(lean, weights.names, checkpoint.config)
         except NotLean as reason:
@@ -200,16 +201,23 @@ def _check_names(config: DecoderConfig, names: frozenset[str], values: dict[str,
         raise NotLean(f"tensors missing: {missing[:3]}, not understood: {unknown[:3]}")
 
 
+def _share(lean: DecoderConfig, group: RankGroup) -> Share:
+    """What this rank reads."""
+    from baton.engine.parallel.sharding import RankShare
+
+    return RankShare(lean, group)
+
+
 def _build_lean(
     config: EngineConfig, lean: DecoderConfig, weights: Weights, group: RankGroup | None
 ) -> _Built:
     if group is not None:  # this rank's share
         from baton.engine.parallel.rank import RankModel
 
-        share = RankModel.of(lean, weights, group)
-        return _Built("lean", share, share.weight_bytes)
-    decoder = Decoder(lean, weights.tensor, weights, config.deterministic)
-    model = FixedTiles(decoder) if config.deterministic else decoder
+        model: CausalModel = RankModel.of(lean, weights, group)
+    else:
+        decoder = Decoder(lean, weights.tensor, weights, config.deterministic)
+        model = FixedTiles(decoder) if config.deterministic else decoder
     return _Built("lean", model, weights.num_bytes, weights.rounded_head_bytes)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton.engine.models.lora import AdapterRows
-from baton.engine.quantization.linear import Linear
+from baton.engine.quantization.linear import Linear, Peaked
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,12 @@ class Expert:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [n, H] -> [n, H]."""
+        return self.down(self.inner(x))
+
+    def inner(self, x: Tensor) -> Tensor:
+        """x [n, H] -> [n, I], what `down` takes."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(functional.silu(gate) * up)
+        return functional.silu(gate) * up
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +82,18 @@ class Experts:
         """What each choice of each token says: chosen [T, per_token] -> [T, per_token, H]."""
         order = chosen.flatten().argsort(stable=True)
         counts = torch.bincount(chosen.flatten(), minlength=len(self.experts)).tolist()
-        rows = hidden[order // self.per_token]
-        answers = torch.empty_like(rows)
+        met = [each for each in zip(self.experts, order.split(counts), strict=True) if len(each[1])]
+        inner = torch.cat([expert.inner(hidden[rows // self.per_token]) for expert, rows in met])
+        # Their rows are rounded by peaks that the ranks exchange: once, not for each expert.
+        peaked = next((e.down for e, _ in met if isinstance(e.down, Peaked)), None)
+        extended = inner if peaked is None else peaked.extended(inner)
+        answers = hidden.new_empty(len(order), hidden.shape[1])
         start = 0
-        for expert, count in zip(self.experts, counts, strict=True):
-            if count:
-                answers[order[start : start + count]] = expert(rows[start : start + count])
-            start += count
+        for expert, rows in met:
+            part, down = slice(start, start + len(rows)), expert.down
+            own = isinstance(down, Peaked)
+            answers[rows] = down.layer(extended[part]) if own else down(inner[part])
+            start = part.stop
         return answers.view(*chosen.shape, -1)
 
     def _answers_of_all(self, hidden: Tensor, chosen: Tensor) -> Tensor:

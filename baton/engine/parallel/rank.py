@@ -16,7 +16,6 @@ from baton.engine.parallel.sharding import (
     FIELD,
     Cuts,
     RankShards,
-    RankWeights,
     rank_config,
 )
 from baton.engine.state.attention import AttentionLayer
@@ -29,21 +28,19 @@ from baton.protocol.kv_spec import LayerSpec
 
 @dataclass(frozen=True, slots=True)
 class RankModel:
-    """Implements CausalModel; every rank calls it alike, at the same time. `weight_bytes`: of this
-    rank."""
+    """Implements CausalModel; every rank calls it alike, at the same time."""
 
     decoder: Decoder
     cuts: Cuts
     layers: tuple[LayerSpec, ...]  # the whole model's
-    weight_bytes: int
 
     @staticmethod
     def of(config: DecoderConfig, weights: Weights, group: RankGroup) -> RankModel:
-        """Read this rank's share. `config`: the whole model's. Raises ModelRefused."""
+        """Build this rank's share of the model. `config`: the whole model's. `weights`: of its
+        share (RankShare). Raises ModelRefused."""
         own = rank_config(config, group.place.size)
-        share = RankWeights(config, weights, group.place)
-        decoder = Decoder(own, share.tensor, share, shards=RankShards(config, group))
-        return RankModel(decoder, Cuts(config, group.place), config.layers, share.num_bytes)
+        decoder = Decoder(own, weights.tensor, weights, shards=RankShards(config, group))
+        return RankModel(decoder, Cuts(config, group.place), config.layers)
 
     @property
     def vocab_size(self) -> int:
@@ -86,11 +83,6 @@ def refuse(config: EngineConfig) -> None:
     """Raise ConfigError for options that do not go with tensor parallelism yet."""
     without = {
         "model_impl": (config.model_impl == "transformers", "model_impl transformers"),
-        "quantization": (config.quantization != "none", f"quantization {config.quantization}"),
-        "lm_head_quantization": (
-            config.lm_head_quantization not in ("auto", "none"),
-            f"lm_head_quantization {config.lm_head_quantization}",
-        ),
         "deterministic": (config.deterministic, "deterministic"),
         "device": (choose_device(config.device).type != "cpu", "a GPU (--device cpu does)"),
     }

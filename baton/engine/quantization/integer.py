@@ -29,7 +29,7 @@ from baton.engine.kernels.cpu.quantized import (
     integer_kernels_for,
 )
 from baton.engine.kernels.gpu.support import triton_serves
-from baton.engine.quantization.linear import Linear
+from baton.engine.quantization.linear import Linear, Peaked, Peaks
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,8 @@ class IntWeight:
 
     values [out, in] int8 (4 bits: -8..7), scales [out, groups] float32, zeros likewise or None for
     0. Groups are runs of in / groups inputs, taken after `order` [in] (if set): column j of values
-    belongs to input order[j]. `int8_activations`: made for inputs rounded to int8 per token.
+    belongs to input order[j]. `int8_activations`: made for inputs rounded to int8 per token;
+    `peaks`: they are a part of each token's, and the last PEAK_INPUTS columns are zeros (Peaked).
     """
 
     bits: Literal[4, 8]
@@ -60,6 +61,7 @@ class IntWeight:
     zeros: Tensor | None = None
     order: Tensor | None = None
     int8_activations: bool = False
+    peaks: Peaks | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -92,7 +94,8 @@ class IntWeight:
         weight = (weight * self.scales[:, :, None]).flatten(1).to(dtype)
         if self.order is None:
             return weight
-        return torch.empty_like(weight).index_copy_(1, self.order, weight)
+        inputs = int(self.order.max()) + 1  # fewer than columns where some are of zeros (parts.py)
+        return weight.new_zeros(len(weight), inputs).index_add_(1, self.order, weight)
 
 
 def quantize(weight: Tensor, scheme: Scheme) -> IntWeight:
@@ -172,6 +175,8 @@ class QuantizedFormat:
     def __call__(self, weight: IntWeight, bias: Tensor | None) -> Linear:
         """The fastest layer that this machine has for `weight`; bias [out] or None."""
         layer = self._unordered(weight, bias)
+        if weight.peaks is not None:
+            return Peaked(layer, weight.peaks)
         return layer if weight.order is None else Reordered(layer, weight.order)
 
     def _unordered(self, weight: IntWeight, bias: Tensor | None) -> Linear:

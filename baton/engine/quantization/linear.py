@@ -13,7 +13,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeGuard, runtime_checkable
+from typing import Final, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -56,6 +56,9 @@ def _is_wide_kind(kind: type[Linear]) -> bool:
     return issubclass(kind, WideLinear)
 
 
+# Part of some rows [T, in] -> the greatest magnitudes of the whole rows, [T, 1] in their dtype.
+Peaks = Callable[[Tensor], Tensor]
+PEAK_INPUTS: Final = 8  # behind a part of w8a8's inputs: kernels take multiples of 8
 LinearFormat = Callable[[Tensor, Tensor | None], Linear]  # (weight [out, in], bias [out]) -> Linear
 
 
@@ -123,6 +126,23 @@ class SideBySide:
     def __call__(self, x: Tensor) -> Tensor:
         """See Linear."""
         return torch.cat([layer(x) for layer in self.layers], dim=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class Peaked:
+    """A layer of w8a8 for a part of each row's inputs. Behind them it puts the greatest magnitude
+    of the whole row, which its weights multiply by zero: so the layer rounds as for whole rows."""
+
+    layer: Linear
+    peaks: Peaks
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See Linear."""
+        return self.layer(self.extended(x))
+
+    def extended(self, x: Tensor) -> Tensor:
+        """x [T, in] -> what `layer` takes, [T, in + PEAK_INPUTS]."""
+        return torch.cat((x, self.peaks(x).expand(-1, PEAK_INPUTS)), 1)
 
 
 def choose_linear(dtype: torch.dtype, device: torch.device) -> LinearFormat:

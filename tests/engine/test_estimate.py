@@ -188,7 +188,7 @@ def test_layers_with_a_window_beside_others_hold_blocks_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("quantization", "per_weight"), [("int8", 1.0), ("int4", 0.5 + 2.5 / 128), ("fp8", 1.0)]
+    ("quantization", "per_weight"), [("int8", 1.0), ("int4", 0.5 + 8 / 64), ("fp8", 1.0)]
 )
 def test_quantization_shrinks_matrices_alone(quantization: str, per_weight: float) -> None:
     plain = 596_049_920 - 440_401_920
@@ -199,7 +199,7 @@ def test_quantization_shrinks_matrices_alone(quantization: str, per_weight: floa
 def test_a_rounded_head_is_a_copy_if_tied_and_what_a_step_reads() -> None:
     head, others = 151_936 * 1024, 596_049_920 - 440_401_920
     found = run(QWEN, quantization="int4", bandwidth="1TB/s")
-    narrow = 440_401_920 * (0.5 + 2.5 / 128)
+    narrow = 440_401_920 * (0.5 + 8 / 64)
     assert found.lm_head_quantization == "int8"
     assert found.weight_bytes == int(others * 2 + narrow + head)
     assert found.decode[0].weight_bytes == int((others - head) * 2 + narrow + head)
@@ -228,7 +228,18 @@ def test_a_quantized_checkpoint_says_how_it_is_stored() -> None:
     assert [(each.bits, each.group_size) for each in found if each] == [
         (4, 32), (4, 128), (8, 0), (4, 0),
     ]  # fmt: skip
-    assert StoredWeights("awq", 4, 128).bytes_per_weight == 0.5 + 2.5 / 128
+    assert [each.zeros for each in found if each] == [True, True, True, True]
+    assert StoredWeights("awq", 4, 128).bytes_per_weight == 0.5 + 8 / 128
+    assert StoredWeights("gptq", 4, 128, zeros=False).bytes_per_weight == 0.5 + 4 / 128
+    for given, zeros in (
+        ({"sym": True}, False),
+        ({"sym": False}, True),
+        ({"zero_point": 0}, False),
+    ):
+        quantized = {"quant_method": "gptq", "bits": 4, "group_size": 128, **given}
+        each = stored_weights({"quantization_config": quantized})
+        assert each is not None
+        assert each.zeros is zeros
     with pytest.raises(ModelRefused, match="does not say its bits"):
         stored_weights({"quantization_config": {"quant_method": "quip"}})
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -55,7 +55,8 @@ class RankModel:
     @property
     def parameter_counts(self) -> ParameterCounts:
         """This rank's."""
-        return self.decoder.parameter_counts
+        counts = self.decoder.parameter_counts  # with the whole vocabulary
+        return replace(counts, head=-(-counts.head // self.cuts.place.size))
 
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:

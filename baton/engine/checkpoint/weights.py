@@ -59,8 +59,8 @@ class Share(Protocol):
         """Its part of a product's weight [out, in]. Raises ModelRefused if it cannot be cut."""
         ...
 
-    def adds_bias(self, module: str) -> bool:
-        """Whether this rank is the one that adds the product's bias, or its part of it."""
+    def adds_bias(self, module: str, part: StoredWeight) -> bool:
+        """Whether this rank, with this part of the product's weight, adds its part of the bias."""
         ...
 
 
@@ -105,14 +105,16 @@ class Weights:
 
     def read(self, modules: Sequence[str], has_bias: bool) -> Linear:
         """See Linears.read."""
-        if self._share is not None:
-            has_bias = has_bias and self._share.adds_bias(modules[0])
-        bias = self.tensor(*(f"{module}.bias" for module in modules)) if has_bias else None
         names = [f"{module}.weight" for module in modules]
+        biases = [f"{module}.bias" for module in modules] if has_bias else []
         if self._layout is None and self._formats.scheme is None and self._share is None:
-            return self._formats.plain(self.tensor(*names), bias)
+            return self._formats.plain(
+                self.tensor(*names), self.tensor(*biases) if biases else None
+            )
         parts = [self._weight(module) for module in modules]
         self._count(names, sum(_num_bytes(part) for part in parts))
+        adds_bias = self._share is None or self._share.adds_bias(modules[0], parts[0])
+        bias = self.tensor(*biases) if biases and adds_bias else None
         whole = _stacked(parts)
         return self._side_by_side(parts, bias) if whole is None else self._layer(whole, bias)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton.engine.models.lora import AdapterRows
-from baton.engine.quantization.linear import Linear, Peaked
+from baton.engine.quantization.linear import Linear, W8A8Share
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,11 @@ class Expert:
     down: Linear  # [I] -> [H]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [n, H] -> [n, H]."""
-        return self.down(self.inner(x))
+        """x [n, H] -> [n, H]; of a rank its part of a sum, whatever the format."""
+        inner, down = self.inner(x), self.down
+        if isinstance(down, W8A8Share):
+            return down.partial(*down.rounded(inner))
+        return down(inner)
 
     def inner(self, x: Tensor) -> Tensor:
         """x [n, H] -> [n, I], what `down` takes."""
@@ -78,21 +81,29 @@ class Experts:
         mixed = answers.sum(dim=1)
         return mixed if self.shared is None else mixed + self.shared(hidden)
 
+    def summed(
+        self, hidden: Tensor, groups: Sequence[AdapterRows], reduce: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """See decoder.Mlp.summed."""
+        return reduce(self(hidden, groups))
+
     def _answers(self, hidden: Tensor, chosen: Tensor) -> Tensor:
         """What each choice of each token says: chosen [T, per_token] -> [T, per_token, H]."""
         order = chosen.flatten().argsort(stable=True)
         counts = torch.bincount(chosen.flatten(), minlength=len(self.experts)).tolist()
         met = [each for each in zip(self.experts, order.split(counts), strict=True) if len(each[1])]
         inner = torch.cat([expert.inner(hidden[rows // self.per_token]) for expert, rows in met])
-        # Their rows are rounded by peaks that the ranks exchange: once, not for each expert.
-        peaked = next((e.down for e, _ in met if isinstance(e.down, Peaked)), None)
-        extended = inner if peaked is None else peaked.extended(inner)
+        # The ranks exchange what rows are rounded by: once, not for each expert.
+        share = next((e.down for e, _ in met if isinstance(e.down, W8A8Share)), None)
+        rounded, scales = (inner, inner) if share is None else share.rounded(inner)
         answers = hidden.new_empty(len(order), hidden.shape[1])
         start = 0
         for expert, rows in met:
             part, down = slice(start, start + len(rows)), expert.down
-            own = isinstance(down, Peaked)
-            answers[rows] = down.layer(extended[part]) if own else down(inner[part])
+            exchanged = isinstance(down, W8A8Share)
+            answers[rows] = (
+                down.partial(rounded[part], scales[part]) if exchanged else down(inner[part])
+            )
             start = part.stop
         return answers.view(*chosen.shape, -1)
 

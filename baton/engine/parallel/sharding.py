@@ -8,7 +8,7 @@
 Query heads are split evenly. With fewer KV heads than ranks each KV head lies on several ranks, as
 kv_transfer/protocol/shares.py cuts pools. A row-parallel product's bias is the leader's alone.
 Integer weights are cut as plain ones are, their integers those of the whole weight
-(quantization/parts.py); w8a8 rounds a row-parallel product's rows by the peak over all ranks.
+(quantization/parts.py). A row-parallel product of w8a8 sums over the ranks by itself.
 Source: Megatron-LM (arXiv 1909.08053, section 3).
 """
 
@@ -25,7 +25,8 @@ from baton.engine.checkpoint.weights import StoredWeight
 from baton.engine.models.config import DecoderConfig
 from baton.engine.models.lora import Adapter, LowRank
 from baton.engine.parallel.group import RankGroup
-from baton.engine.quantization.parts import of_inputs, of_outputs, with_peaks
+from baton.engine.quantization.integer import IntWeight
+from baton.engine.quantization.parts import of_inputs, of_outputs, with_exchange
 from baton.engine.state.place import RankPlace
 from baton.protocol.errors import ModelRefused
 
@@ -183,22 +184,18 @@ class RankShare:
             raise ModelRefused(
                 f"{module} cannot be split over {size} ranks: {error}", field=FIELD
             ) from error
-        return with_peaks(part, self._peaks) if part.int8_activations else part
+        return with_exchange(part, self._group) if part.int8_activations else part
 
-    def adds_bias(self, module: str) -> bool:
-        """See Share: the leader adds that of a sum over the ranks."""
-        return self._group.place.leads or module.rpartition(".")[2] not in _ROW
+    def adds_bias(self, module: str, part: StoredWeight) -> bool:
+        """See Share: the leader adds that of a sum over the ranks, but each rank to a whole sum."""
+        is_whole = isinstance(part, IntWeight) and part.exchange is not None
+        return self._group.place.leads or is_whole or module.rpartition(".")[2] not in _ROW
 
     def _outputs(self, module: str, count: int) -> slice | None:
         """See Cuts.outputs; those of the head are tokens."""
         if f"{module}.weight" in _BY_TOKEN:
             return self._tokens(count)
         return self._cuts.outputs(module, count)
-
-    def _peaks(self, x: Tensor) -> Tensor:
-        """See linear.Peaks."""
-        own = x.abs().amax(1, keepdim=True)
-        return self._group.all_reduce_max(own.float()).to(x.dtype)
 
     def _tokens(self, vocab_size: int) -> slice:
         """This rank's slice of the vocabulary."""

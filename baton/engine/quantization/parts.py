@@ -8,8 +8,8 @@ whole weight, never integers that were rounded anew, so every number of ranks se
                     with its scale and zero
     inputs after    columns of other ranks become zero weights, so that groups stay equally long
     `order`
-    w8a8            of some inputs: rows are rounded by the greatest number of the whole row, which
-                    the ranks tell each other (linear.Peaked)
+    w8a8            of some inputs: rows are rounded, and sums are scaled, as those of the whole,
+                    for which the ranks exchange them (linear.W8A8Share)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from baton.engine.kernels.cpu.quantized import QUAD
 from baton.engine.quantization.integer import IntWeight
-from baton.engine.quantization.linear import PEAK_INPUTS, Peaks
+from baton.engine.quantization.linear import PEAK_INPUTS, Exchange
 
 SMALLEST_GROUP: Final = 8  # inputs: scales and zeros of smaller ones take more than plain weights
 
@@ -76,6 +76,7 @@ def _with_groups(weight: IntWeight, values: Tensor, groups: Tensor) -> IntWeight
     return replace(weight, values=values, scales=weight.scales[:, groups], zeros=zeros)
 
 
-def with_peaks(weight: IntWeight, peaks: Peaks) -> IntWeight:
-    """A part of w8a8's inputs, with room for the greatest number of the whole row behind them."""
-    return replace(weight, values=functional.pad(weight.values, (0, PEAK_INPUTS)), peaks=peaks)
+def with_exchange(weight: IntWeight, exchange: Exchange) -> IntWeight:
+    """A part of w8a8's inputs, for ranks that have one each."""
+    values = functional.pad(weight.values, (0, PEAK_INPUTS))
+    return replace(weight, values=values, exchange=exchange)

@@ -23,6 +23,7 @@ from baton.engine.performance.ideal import (
 )
 from baton.protocol.errors import ConfigError, ModelRefused
 from baton.protocol.kv_spec import LayerSpec
+from tests.engine.quantized_models import RECIPES
 from tests.tiny_models import make_tiny_model
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -424,6 +425,8 @@ def refused(name: str, folder: Path, changes: dict[str, Any], **options: Any) ->
         ({}, {"quantization": "fp8"}, "quantization must be one of none, int8, w8a8, int4"),
         ({}, {"kv_cache_dtype": "float32"}, "kv_cache_dtype must be one of auto, int8, fp8"),
         ({}, {"context": 100_000}, "100000 exceeds the model's own 8192 positions"),
+        ({}, {"quantization": "w8a8", "tensor_parallel_size": 2}, None),
+        ({"quantization_config": RECIPES["w8a8"].config}, {"tensor_parallel_size": 2}, None),
         ({}, {"tensor_parallel_size": 3}, "32 query heads cannot be split over 3 ranks"),
         ({"quantization_config": {"quant_method": "fp8"}}, {}, "quantized by fp8 are not served"),
         ({"architectures": ["LlamaForTokenClassification"]}, {}, "no head for tokens"),

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,7 +65,7 @@ async def test_integer_weights_over_two_sizes_serve_the_tokens_of_one_engine(
     """w8a8 as compressed-tensors stores it, and a head of 8 bits; KV goes from one size to the
     other, so both call the model by one digest."""
     path, _ = make_quantized("w8a8", tmp_path, "qwen3")
-    options = {"lm_head_quantization": "w8a8"}
+    options: dict[str, Any] = {"lm_head_quantization": "w8a8"}
     prefill, decode = ({"tensor_parallel_size": size, **options} for size in sizes)
     llm = LLM(str(path), num_kv_blocks=64, threads=1, **options)
     expected = llm.generate([list(prompt) for prompt in PROMPTS], GREEDY)

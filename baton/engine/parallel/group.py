@@ -55,7 +55,7 @@ class RankGroup:
 
     def all_reduce_max(self, tensor: Tensor) -> Tensor:
         """As all_reduce, the greatest of each number's instead of their sum."""
-        options = dist.AllreduceOptions()
+        options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
         return self._all_reduce(tensor, options)
 

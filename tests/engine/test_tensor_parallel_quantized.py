@@ -363,7 +363,7 @@ def test_an_engine_of_ranks_gives_the_tokens_of_one(scheme: str, tmp_path: Path)
         for part, sizes in {"self_attn.o_proj": (128, 128), "mlp.down_proj": (192, 128)}.items()
     }
     modules = (f"a={make_adapter(tmp_path / 'a', layers, seed=1)}",)
-    options = OPTIONS | {"quantization": scheme, "lora_modules": modules}
+    options: dict[str, Any] = OPTIONS | {"quantization": scheme, "lora_modules": modules}
     engine = LLM(model, "float32", threads=1, **options).engine
     adapter = id_of(engine.info, "a")
     asked = [Request(f"r{i}", p, GREEDY, adapter=adapter * (i % 2)) for i, p in enumerate(PROMPTS)]

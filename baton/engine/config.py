@@ -87,6 +87,9 @@ class EngineConfig:
         "round the vocabulary head when loading (auto: to 8 bits, if the weights are rounded)",
         choices=get_args(HeadQuantization),
     )
+    shared_weights: bool = option(
+        True, "hold the weights once for all processes of this host that load the same ones (CPU)"
+    )
     kv_cache_dtype: KVCacheDtype = option(
         "auto",
         "how KV is stored: as computed, or rounded",
@@ -129,7 +132,7 @@ class EngineConfig:
     speculative_model: str | None = option(None, "checkpoint of the draft model")
     guided_decoding_backend: GuidedBackend = option(
         "auto",
-        "what follows grammars where a request does not say (auto: llguidance, else xgrammar)",
+        "accepted, and changes nothing: llguidance follows all grammars",
         choices=spelled(get_args(GuidedBackend), guidance="llguidance"),
     )
     memory_bandwidth: float | None = option(

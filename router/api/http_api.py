@@ -236,8 +236,6 @@ class HttpApi:
             raise InvalidRequest(f"tokens: at most {most} at once", field="tokens")
         body = parse(raw, DetokenizeBody)
         model = self._intake.model(body.model)
-        if min(body.tokens, default=0) < 0:
-            raise InvalidRequest("tokens: token ids are integers from 0 on", field="tokens")
         ids = token_ids_below(tuple(body.tokens), model.vocab_size, "tokens")
         text = await self._prompts.decode(ids, terms_of(request).grant)
         return _json({"prompt": text})

@@ -8,6 +8,7 @@ read here. All state is in the RouterServices passed in.
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -42,7 +43,6 @@ from router.prompts.reader import (
     room_for_output,
 )
 from router.request.completion import Completion, OutputRules
-from router.request.draws import DRAWS
 from router.request.request_ids import engine_id
 from router.request.terms import STANDARD, Terms, terms_of
 from router.services import RouterServices
@@ -169,7 +169,7 @@ class Intake:
         """Everything checked and drawn: the request goes to the dispatcher as it is."""
         defaults = {
             "max_tokens": asked.default_max_tokens,
-            "seed": DRAWS.seed(),
+            "seed": secrets.randbits(64),
             **self._services.sampling_defaults,
         }
         field = "top_logprobs" if isinstance(body, ChatBody) else "logprobs"

@@ -165,25 +165,25 @@ def relief(
     goes to and fro.
     """
     chosen: list[Candidate] = []
-    for source in nodes:
-        load = source.load
-        if load.draining or not load.swapped or load.free_blocks > FULL * load.total_blocks:
-            continue
-        room = max(
-            (_room(node) for node in nodes if _may_take(node, source) and not node.load.swapped),
-            default=0,
-        )
-        fitting = [
-            each
-            for each in candidates
-            if each.boot_id == source.boot_id
-            and each.decoding
-            and each.num_tokens < room
-            and (each.moved_at is None or now - each.moved_at >= REST_S)
-        ]
+    for source in filter(_needs_relief, nodes):
+        free = [node for node in nodes if _may_take(node, source) and not node.load.swapped]
+        room = max(map(_room, free), default=0)
+        own = [each for each in candidates if each.boot_id == source.boot_id]
+        fitting = [each for each in own if each.num_tokens < room and _may_move(each, now)]
         if fitting:
             chosen.append(max(fitting, key=lambda each: each.num_tokens))
     return chosen
+
+
+def _needs_relief(node: NodeSnapshot) -> bool:
+    load = node.load
+    full = load.swapped > 0 and load.free_blocks <= FULL * load.total_blocks
+    return full and not load.draining
+
+
+def _may_move(candidate: Candidate, now: float) -> bool:
+    moved_at = candidate.moved_at
+    return candidate.decoding and (moved_at is None or now - moved_at >= REST_S)
 
 
 def _may_take(node: NodeSnapshot, source: NodeSnapshot) -> bool:

@@ -17,8 +17,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol, cast
 
+from baton.guided.spec import lenient
 from router.parsers.parts import Sink
 from router.parsers.reader import Steps, TextReader
 
@@ -26,6 +27,8 @@ from router.parsers.reader import Steps, TextReader
 Schemas = Mapping[str, Mapping[str, Any]]
 Grammar = Callable[[TextReader, Sink, Schemas], Steps[None]]
 Form = dict[str, Any]  # a format of structural tags (baton/guided/structural_tags.py)
+# A function without any takes none, says OpenAI.
+_NO_PARAMETERS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,25 @@ class ToolFormat:
     markers: tuple[str, ...] = ()
     starts: tuple[str, ...] = ()
     short_ids: bool = False  # call ids of 9 letters and digits, as Mistral's templates demand
+
+
+def forced(form: ToolFormat, tools: Sequence[Mapping[str, Any]], several: bool) -> Form:
+    """Calls of `tools`, at least one, and no text: tool_choice required, or a function."""
+    return form.writer.forced([_tool(tool) for tool in tools], several)
+
+
+def offered(form: ToolFormat, tools: Sequence[Mapping[str, Any]], several: bool) -> Form:
+    """Text or calls, each a valid one: tools that are strict, where the model may choose."""
+    return form.writer.offered([_tool(tool) for tool in tools], several)
+
+
+def _tool(tool: Mapping[str, Any]) -> Tool:
+    function = cast("Mapping[str, Any]", tool["function"])
+    given = cast("Mapping[str, Any] | None", function.get("parameters"))
+    schema = dict(_NO_PARAMETERS) if given is None else {"type": "object", **given}
+    if function.get("strict") is not True:
+        schema = lenient(schema)
+    return Tool(str(function["name"]), schema)
 
 
 class CallEnd(enum.Enum):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeVar
 
-from baton.guided.grammars import FIELD
+from baton.guided.spec import FIELD
 from baton.protocol.errors import ContextLengthExceeded, InvalidRequest, UnsupportedFeature
 from baton.protocol.sampling import GuidedDecoding, SamplingParams
 from baton.runtime.heap import give_back

@@ -15,7 +15,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from baton.guided.grammars import FIELD
+from baton.guided.spec import FIELD
 from baton.protocol.best_of import best_samples
 from baton.protocol.clock import Clock
 from baton.protocol.errors import Cancelled, InternalError

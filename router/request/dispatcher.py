@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 from baton.protocol.errors import Unavailable
 from baton.protocol.events import TokenEvent
@@ -48,18 +48,21 @@ class Dispatcher:
         parts, trace = self._parts, trace or RequestTrace()
         if request.deadline is None:
             request = replace(request, deadline=parts.clock.monotonic() + parts.timeout_s)
-        passage = nullcontext() if admitted else self.gate.admitted(request, trace)
-        async with passage:
+        ticket = None if admitted else await self.gate.enter(request, trace)
+        try:
             journey = Journey(request, trace, parts)
             self._live[request.id] = journey
-            journey.start(lambda: self._live.pop(request.id, None))
+            journey.start(partial(self._live.pop, request.id, None))
             try:
-                while (event := await journey.shown.events.get()) is not None:
+                while (event := await journey.output.next()) is not None:
                     yield event
                 if journey.failure is not None:
                     raise journey.failure
             finally:
                 await journey.stop()
+        finally:
+            if ticket is not None:
+                self.gate.leave(ticket)
 
     def abort(self, request_id: str, by_operator: bool = False) -> bool:
         """Cancel a request from outside. `by_operator`: its client waits for one. False: none."""

@@ -42,7 +42,7 @@ from router.resumable.kept import KeptBodies
 from router.resumable.replay import Told
 from router.resumable.run_log import RunLog
 from router.store.base import ALIAS, RequestRecord, Swept
-from router.store.ledger import StoreGuard
+from router.store.guard import StoreGuard
 from router.store.log_details import output_ids_of
 
 logger = logging.getLogger(__name__)
@@ -206,7 +206,7 @@ class Run:
                 pass  # readers make text by themselves
         if completion.trace.aborted:
             self.failure = Cancelled("the request was aborted")
-        ledger = parts.store.ledger(self.id)
+        ledger = parts.store.ledgers.get(self.id)
         if not source.dispatched and ledger is not None:
             # All of it was in the log: only the end had not been recorded.
             await ledger.move(RequestState.DECODE)

@@ -15,8 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from baton.protocol.errors import Unauthenticated
 from router.api.http.web_errors import error_response
 from router.request.terms import GRANT_KEY
-from router.tenants.key_headers import keys_of
-from router.tenants.keys import KeyRing
+from router.tenants.keys import KeyRing, keys_of
 
 OPEN_PATHS: Final = frozenset({"/health", "/ready", "/readyz", "/ping"})
 _PROBE_METHODS: Final = frozenset({"GET", "HEAD"})

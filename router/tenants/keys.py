@@ -24,7 +24,7 @@ import re
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, cast
@@ -154,6 +154,24 @@ class KeyRing:
         return next((grant for known, grant in self._known() if known == digest), None)
 
 
+def keys_of(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
+    """The keys in `Authorization: Bearer` and `x-api-key`; none if one of these headers is repeated
+    or says something else."""
+    keys: dict[bytes, bytes] = {}
+    for name, value in headers:
+        if name not in (b"authorization", b"x-api-key"):
+            continue
+        if name in keys:
+            return []  # two of them: which one would a proxy have checked?
+        keys[name] = value.strip()
+        if name == b"authorization":
+            scheme, _, key = value.partition(b" ")
+            if scheme.lower() != b"bearer":
+                return []
+            keys[name] = key.strip()
+    return list(keys.values())
+
+
 class _KeyFile:
     """A key file, as it was last good."""
 
@@ -197,57 +215,46 @@ def digest_of(key: bytes) -> bytes:
 
 
 def _read(path: Path) -> list[tuple[bytes, Grant]]:
+    """The digest and the grant of each key in a file. Raises ConfigError."""
+    grants = [_grant(f"{path}: keys[{index}]", it) for index, it in enumerate(_tables(path))]
+    _check_once(path, "name", [grant.name for _, grant in grants])
+    _check_once(path, "key", [digest.hex()[:12] for digest, _ in grants])
+    weights: dict[str, float] = {}
+    for _, grant in grants:
+        if weights.setdefault(grant.tenant, grant.weight) != grant.weight:
+            raise _refused(f"{path}: the keys of tenant {grant.tenant!r} differ in weight")
+    return grants
+
+
+def _tables(path: Path) -> list[Any]:
     try:
         text = path.read_text()
         content: Any = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except (OSError, ValueError) as error:  # both parsers' errors are ValueErrors
         raise ConfigError(f"cannot read {path}: {error}", field="api_keys") from error
-    entries: Any = content.get("keys") if isinstance(content, dict) else None
-    if not isinstance(entries, list) or not 0 < len(entries) <= MAX_KEYS or len(content) != 1:
-        raise _refused(path, f"holds one list, `keys`, of 1 to {MAX_KEYS} tables")
-    grants = [_grant(path, index, entry) for index, entry in enumerate(entries)]
-    for what, values in (
-        ("name", [grant.name for _, grant in grants]),
-        ("key", [digest.hex()[:12] for digest, _ in grants]),
-    ):
-        value, count = Counter(values).most_common(1)[0]
-        if count > 1:
-            raise _refused(path, f"the {what} {value!r} is there twice")
-    weights: dict[str, float] = {}
-    for _, grant in grants:
-        if weights.setdefault(grant.tenant, grant.weight) != grant.weight:
-            raise _refused(path, f"the keys of tenant {grant.tenant!r} differ in weight")
-    return grants
+    tables: Any = content.get("keys") if isinstance(content, dict) else None
+    if not isinstance(tables, list) or not 0 < len(tables) <= MAX_KEYS or len(content) != 1:
+        raise _refused(f"{path}: holds one list, `keys`, of 1 to {MAX_KEYS} tables")
+    return tables
 
 
-def _grant(path: Path, index: int, entry: Any) -> tuple[bytes, Grant]:
-    """One table of the file. Raises ConfigError naming it and its field."""
-    where = f"keys[{index}]"
-    if not isinstance(entry, dict):
-        raise _refused(path, f"{where} is no table")
-    values = cast("dict[str, Any]", entry)
+def _check_once(path: Path, what: str, values: Sequence[str]) -> None:
+    value, count = Counter(values).most_common(1)[0]
+    if count > 1:
+        raise _refused(f"{path}: the {what} {value!r} is there twice")
+
+
+def _grant(where: str, table: Any) -> tuple[bytes, Grant]:
+    """One table of the file. Raises ConfigError naming `where` it stands, and its field."""
+    if not isinstance(table, dict):
+        raise _refused(f"{where} is no table")
+    values = cast("dict[str, Any]", table)
     for name, value in values.items():
-        if name not in _TYPES:
-            raise _refused(path, f"{where}: unknown field {name!r}")
-        # type() and not isinstance: a boolean is no number here.
-        if type(value) not in _TYPES[name]:
-            raise _refused(path, f"{where}.{name} must be {_TYPES[name][0].__name__}")
-        low, high = _BOUNDS.get(name, (None, None))
-        if low is not None and high is not None and not low <= value <= high:
-            raise _refused(path, f"{where}.{name} must be between {low} and {high}")
+        _check_value(where, name, value)
     for name in ("name", "tenant"):
         if not _NAME.fullmatch(values.get(name, values.get("name", ""))):
-            raise _refused(path, f"{where}.{name}: 1 to 64 letters, digits or ._:@/-")
-    if ("sha256" in values) == ("key" in values):
-        raise _refused(path, f"{where} needs either sha256 or key")
-    if "key" in values and not values["key"].strip():
-        raise _refused(path, f"{where}.key must not be empty")
-    if "sha256" in values and not _DIGEST.fullmatch(values["sha256"].lower()):
-        raise _refused(path, f"{where}.sha256: 64 hexadecimal digits")
-    digest = (
-        bytes.fromhex(values["sha256"]) if "sha256" in values else digest_of(values["key"].encode())
-    )
-    return digest, Grant(
+            raise _refused(f"{where}.{name}: 1 to 64 letters, digits or ._:@/-")
+    return _digest(where, values), Grant(
         name=values["name"],
         tenant=values.get("tenant", values["name"]),
         weight=float(values.get("weight", 1.0)),
@@ -258,5 +265,30 @@ def _grant(path: Path, index: int, entry: Any) -> tuple[bytes, Grant]:
     )
 
 
-def _refused(path: Path, what: str) -> ConfigError:
-    return ConfigError(f"{path}: {what}", field="api_keys")
+def _check_value(where: str, name: str, value: Any) -> None:
+    if name not in _TYPES:
+        raise _refused(f"{where}: unknown field {name!r}")
+    # type() and not isinstance: a boolean is no number here.
+    if type(value) not in _TYPES[name]:
+        raise _refused(f"{where}.{name} must be {_TYPES[name][0].__name__}")
+    if name in _BOUNDS:
+        low, high = _BOUNDS[name]
+        if not low <= value <= high:
+            raise _refused(f"{where}.{name} must be between {low} and {high}")
+
+
+def _digest(where: str, values: dict[str, Any]) -> bytes:
+    """Of the key, which a table holds either in clear or as its digest."""
+    if ("sha256" in values) == ("key" in values):
+        raise _refused(f"{where} needs either sha256 or key")
+    if "key" in values:
+        if not values["key"].strip():
+            raise _refused(f"{where}.key must not be empty")
+        return digest_of(values["key"].encode())
+    if not _DIGEST.fullmatch(values["sha256"].lower()):
+        raise _refused(f"{where}.sha256: 64 hexadecimal digits")
+    return bytes.fromhex(values["sha256"])
+
+
+def _refused(what: str) -> ConfigError:
+    return ConfigError(what, field="api_keys")

@@ -8,9 +8,9 @@ from tools import house
 
 ROOT = Path(__file__).resolve().parents[2]
 # They only go down; what is wanted is beside them.
-MOST_ROUTER_LINES = 28_600  # 16,000
-MOST_SHARED_NAMES = 4  # 8
-MOST_SMALL_MODULES = 28  # 10
+MOST_ROUTER_LINES = 28_300  # 16,000
+MOST_SHARED_NAMES = 2  # 8
+MOST_SMALL_MODULES = 21  # 10
 BIG_FOLDERS = {"bench"}  # where every file is a command
 
 

@@ -136,7 +136,7 @@ def test_a_step_arrives_as_it_was_told() -> None:
 
 def test_links_tell_of_the_other_end() -> None:
     ours, theirs = (Link(end) for end in socket.socketpair())
-    ours.tell(MessageKind.SETUP, {"rank": 1})
+    ours.send_json(MessageKind.SETUP, {"rank": 1})
     assert theirs.expect(MessageKind.SETUP) == (MessageKind.SETUP, {"rank": 1})
     ours.send(MessageKind.LOADED)
     with pytest.raises(InternalError, match="LOADED between ranks, not POOL"):

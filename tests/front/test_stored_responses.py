@@ -17,10 +17,10 @@ from baton.runtime.timing import Timing
 from router.api.responses import conversation
 from router.config import RouterConfig
 from router.request.gate.gate import Gate, GateSettings
-from router.store.ledger import StoreGuard
+from router.store.guard import StoreGuard
 from router.store.memory_store import MemoryStore, MemoryTables
 from router.tenants.keys import Grant
-from router.tenants.pace import BYTES_PER_S, LARGE_BYTES, SHARE
+from router.tenants.turns import BYTES_PER_S, LARGE_BYTES, SHARE
 from tests.front.dialects import check_response, events_of, front
 from tests.front.fakes import TOKENIZER, Front
 from tests.front.openai_sdk import sdk
@@ -168,7 +168,7 @@ async def test_the_oldest_of_a_key_give_way() -> None:
 
 
 async def test_large_ones_keep_their_distance(tmp_path: Path) -> None:
-    """Reading one costs the event loop what reading a body costs (router/tenants/pace.py)."""
+    """Reading one costs the event loop what reading a body costs (router/tenants/turns.py)."""
     keys = tmp_path / "keys.toml"
     keys.write_text('[[keys]]\nname = "mine"\nkey = "mine"\n')
     of, mine = Front(config=RouterConfig(api_keys=str(keys))), Grant("mine", "mine")

@@ -14,10 +14,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from baton.protocol.handles import NodeLoad, Role
+from baton.protocol.request import Request
+from baton.protocol.sampling import SamplingParams
 from router.nodes.policy import NodeSnapshot
-from router.request.gate.admission import AdmissionQueue, Bounds, Ticket, TicketState, Wanted
-from router.request.gate.capacity import OnTheWay, has_room
+from router.request.gate.admission import AdmissionQueue, Bounds, Ticket, TicketState
+from router.request.gate.capacity import Capacity
 from router.request.gate.service_levels import TtftError
+from router.request.terms import Terms
+from router.request.trace import RequestTrace
 from router.tenants.keys import Grant
 
 RATE = 10_000.0  # prompt tokens per second
@@ -95,10 +99,12 @@ class Cluster:
         latest = job.arrival + TTFT_S - (self._prefill_tokens + job.prompt) / RATE
         if self.learns:
             latest -= self.ttft_error.planned_s(latest - self.now)
-        wanted = Wanted(
-            job.name, job.prompt, 512, grant=job.grant, latest_start=latest, by_slo=True
+        request = Request(
+            job.name, (0,) * job.prompt, SamplingParams(max_tokens=512), deadline=latest
         )
-        ticket = job.ticket = self.queue.offer(wanted, self.now, self._room)
+        ticket = job.ticket = Ticket(request, RequestTrace(Terms(job.grant)))
+        ticket.by_slo = True
+        self.queue.offer(ticket, self.now, self._room)
         if ticket.state is TicketState.ADMITTED:
             self._begin(job)
         elif ticket.state is TicketState.QUEUED:
@@ -109,11 +115,11 @@ class Cluster:
     # ---- the router ----
 
     def _room(self, ticket: Ticket) -> bool:
-        way = OnTheWay(self._starting, self._starting_tokens)
-        taken = has_room(ticket.wanted.prompt_tokens, self._snapshots(), way, WINDOW_S)
+        nodes = Capacity(self._snapshots(), WINDOW_S)
+        taken = nodes.has_room(ticket.prompt_tokens, self._starting, self._starting_tokens)
         if taken:
             self._starting += 1
-            self._starting_tokens += ticket.wanted.prompt_tokens
+            self._starting_tokens += ticket.prompt_tokens
         return taken
 
     def _snapshots(self) -> list[NodeSnapshot]:
@@ -178,7 +184,7 @@ class Cluster:
         self._decode()
         if job.ticket is not None:
             self.ttft_error.observe(
-                (job.first_at or 0.0) - (job.ticket.admitted_at or 0.0) - job.expected_s
+                (job.first_at or 0.0) - (job.ticket.trace.admitted_at or 0.0) - job.expected_s
             )
             self.queue.release(job.ticket, job.prompt + job.output, job.output, self.now)
         self._pump()

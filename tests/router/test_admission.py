@@ -9,6 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from baton.protocol.request import Request
+from baton.protocol.sampling import SamplingParams
 from router.request.gate.admission import (
     LONGEST_RETRY_S,
     AdmissionQueue,
@@ -16,8 +18,9 @@ from router.request.gate.admission import (
     Reason,
     Ticket,
     TicketState,
-    Wanted,
 )
+from router.request.terms import Terms
+from router.request.trace import RequestTrace
 from router.tenants.keys import Grant
 
 ALICE, BOB = Grant("alice", "alice"), Grant("bob", "bob")
@@ -32,9 +35,15 @@ def no_room(_: Ticket) -> bool:
     return False
 
 
-def wanted(name: str, **changes: Any) -> Wanted:
-    values: dict[str, Any] = {"id": name, "prompt_tokens": 100, "max_tokens": 100, "grant": ALICE}
-    return Wanted(**{**values, **changes})
+def wanted(name: str, grant: Grant = ALICE, *, by_slo: bool = False, **changes: Any) -> Ticket:
+    values: dict[str, Any] = {"prompt_tokens": 100, "max_tokens": 100, **changes}
+    request = Request(
+        name, (0,) * values["prompt_tokens"], SamplingParams(max_tokens=values["max_tokens"]),
+        priority=values.get("priority", 0), deadline=values.get("latest_start"),
+    )  # fmt: skip
+    ticket = Ticket(request, RequestTrace(Terms(grant)))
+    ticket.by_slo = by_slo
+    return ticket
 
 
 def queue_with(live: int = 1, queued: int = 8) -> AdmissionQueue:
@@ -72,7 +81,7 @@ def refused(ticket: Ticket) -> Reason:
 def test_with_room_nobody_waits() -> None:
     queue = queue_with(live=2)
     for name in "ab":
-        assert queue.offer(wanted(name), 1.0, room).admitted_at == 1.0
+        assert queue.offer(wanted(name), 1.0, room).trace.admitted_at == 1.0
     assert queue.offer(wanted("c"), 1.0, room).state is QUEUED
     assert (queue.num_live, queue.num_queued) == (2, 1)
     assert queue.pump(1.0, room) == []
@@ -94,7 +103,7 @@ def test_nobody_passes_a_head_without_room() -> None:
     large = queue.offer(wanted("large", prompt_tokens=5000), 0.0, no_room)
 
     def small_only(ticket: Ticket) -> bool:
-        return ticket.wanted.prompt_tokens < 1000
+        return ticket.prompt_tokens < 1000
 
     small = queue.offer(wanted("small"), 0.0, small_only)
     assert queue.pump(0.0, small_only) == []
@@ -284,7 +293,7 @@ class AdmissionMachine(RuleBasedStateMachine):
 
     def settle(self, left: list[Ticket]) -> None:
         for ticket in left:
-            line = self.lines[ticket.tenant, ticket.wanted.priority]
+            line = self.lines[ticket.tenant, ticket.priority]
             if ticket.state is ADMITTED:
                 assert line.pop(0) == ticket.id, "first come, first served"
             else:
@@ -302,9 +311,9 @@ class AdmissionMachine(RuleBasedStateMachine):
     def offer(self, grant: Grant, priority: int, tokens: int, patience: float | None) -> None:
         self.offered += 1
         ticket = self.queue.offer(
-            Wanted(
-                id=str(self.offered), prompt_tokens=tokens, max_tokens=10, priority=priority,
-                grant=grant, latest_start=None if patience is None else self.now + patience,
+            wanted(
+                str(self.offered), grant, prompt_tokens=tokens, max_tokens=10, priority=priority,
+                latest_start=None if patience is None else self.now + patience,
             ),
             self.now, self.room,
         )  # fmt: skip
@@ -334,7 +343,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         if queued:
             ticket = pick.choice(queued)
             self.queue.cancel(ticket, self.now)
-            self.lines[ticket.tenant, ticket.wanted.priority].remove(ticket.id)
+            self.lines[ticket.tenant, ticket.priority].remove(ticket.id)
             self.open.remove(ticket)
             self.over += 1
 
@@ -355,7 +364,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         assert (len(live), len(queued)) == (self.queue.num_live, self.queue.num_queued)
         assert len(live) <= 3
         assert len(queued) <= 5
-        assert sum(ticket.wanted.grant.name == "a" for ticket in self.open) <= 3
+        assert sum(ticket.grant.name == "a" for ticket in self.open) <= 3
         assert self.queue.queued_tokens == pytest.approx(sum(it.cost for it in queued))
         assert self.offered == self.refused + self.over + len(self.open)
         assert sum(self.queue.queued_by_tenant().values()) == len(queued)

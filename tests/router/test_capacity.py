@@ -10,11 +10,12 @@ import pytest
 from baton.protocol.block_hashes import block_hashes, root_hash
 from baton.protocol.handles import NodeLoad, Role
 from router.nodes.policy import NodeSnapshot
-from router.request.gate.capacity import OnTheWay, best_ttft_s, can_keep_tpot, has_room
+from router.request.gate.capacity import Capacity
+from router.request.gate.service_levels import best_ttft_s, can_keep_tpot
 from tests.router.fakes import make_request
 
 RATE = 1000.0
-IDLE = OnTheWay()
+IDLE = (0, 0)  # requests, and their tokens, that are on the way to a node
 
 
 def node(role: Role, *, tokens: int = 0, assigned: int = 0, **load: Any) -> NodeSnapshot:
@@ -43,10 +44,10 @@ def d(**more: Any) -> NodeSnapshot:
         ([p(), d(draining=True)], IDLE, 9000, True, "a draining one is none"),
         ([p(tokens=300), d(running=1)], IDLE, 200, True, "500 ms of work: the window"),
         ([p(tokens=300), d(running=1)], IDLE, 201, False, "beyond the window"),
-        ([p(), d(running=1)], OnTheWay(1, 300), 201, False, "as if it were queued"),
+        ([p(), d(running=1)], (1, 300), 201, False, "as if it were queued"),
         ([p(tokens=300), p(), d(running=1)], IDLE, 1200, True, "one of them is idle"),
-        ([p(tokens=300), p(), d(running=1)], OnTheWay(1, 100), 601, False, "another took it"),
-        ([p(tokens=300), p(), d(running=1)], OnTheWay(1, 100), 600, True, "two windows"),
+        ([p(tokens=300), p(), d(running=1)], (1, 100), 601, False, "another took it"),
+        ([p(tokens=300), p(), d(running=1)], (1, 100), 600, True, "two windows"),
         ([p(tokens=1500, prefill_tokens_per_s=0.0), d()], IDLE, 9, True, "has measured nothing"),
         ([p(), d(running=9, waiting=3)], IDLE, 10, False, "the decode node is full"),
         ([p(), d(running=9, waiting=2)], IDLE, 10, True, "they came in with this step"),
@@ -63,8 +64,10 @@ def d(**more: Any) -> NodeSnapshot:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_room(nodes: list[NodeSnapshot], way: OnTheWay, prompt: int, room: bool, why: str) -> None:
-    assert has_room(prompt, nodes, way, prefill_window_s=0.5) is room, why
+def test_room(
+    nodes: list[NodeSnapshot], way: tuple[int, int], prompt: int, room: bool, why: str
+) -> None:
+    assert Capacity(nodes, prefill_window_s=0.5).has_room(prompt, *way) is room, why
 
 
 def test_the_best_time_to_token_1() -> None:

@@ -16,7 +16,7 @@ from baton.protocol.handles import NodeLoad, Role
 from baton.protocol.messages import SubmitDecode
 from baton.protocol.request import Request
 from baton.protocol.sampling import SamplingParams
-from router.metrics.gate import watch_gate
+from router.metrics.parts import watch_gate
 from router.metrics.router import RouterMetrics
 from router.nodes.policy import NodeSnapshot
 from router.nodes.slo import Slo
@@ -48,11 +48,14 @@ class Visitor:
         self.task = asyncio.create_task(self._visit(gate))
 
     async def _visit(self, gate: Gate) -> None:
-        async with gate.admitted(self.request, self.trace):
+        ticket = await gate.enter(self.request, self.trace)
+        try:
             self.trace.dispatched_at = 1000.0
             self.inside.set()
             await self._go.wait()
             self.trace.outcome = "finished"
+        finally:
+            gate.leave(ticket)
 
     async def leave(self) -> None:
         self._go.set()
@@ -95,14 +98,42 @@ async def settle() -> None:
 
 async def test_with_room_there_is_no_task_switch() -> None:
     gate = gate_of()
-    passage = gate.admitted(make_request("a"), RequestTrace())
-    entering = passage.__aenter__()
-    with pytest.raises(StopIteration):
+    entering = gate.enter(make_request("a"), RequestTrace())
+    with pytest.raises(StopIteration) as entered:
         entering.send(None)  # it did not suspend
     assert gate.queue.num_live == 1
-    await passage.__aexit__()
-    await passage.__aexit__()
+    gate.leave(entered.value.value)
+    gate.leave(entered.value.value)
     assert (gate.queue.num_live, gate.holds("a")) == (0, False)
+
+
+async def test_with_room_the_nodes_are_looked_at_once() -> None:
+    """A snapshot of each node is most of what an admission costs."""
+    looks = 0
+
+    def nodes() -> list[NodeSnapshot]:
+        nonlocal looks
+        looks += 1
+        return [node(Role.PREFILL), node(Role.DECODE)]
+
+    gate = gate_of(nodes=nodes)
+    for terms in (Terms(), Terms(slo=Slo(ttft_s=60.0, tpot_s=60.0), timeout_s=60.0)):
+        request = replace(make_request("a"), arrival=1000.0, deadline=1060.0)
+        gate.leave(await gate.enter(request, RequestTrace(terms)))
+    assert looks == 2
+
+
+async def test_nothing_is_kept_of_requests_that_have_left() -> None:
+    """Their prompts may be long, and the next request may be far."""
+    gate = gate_of(nodes=lambda: [node(Role.PREFILL), node(Role.DECODE)])
+    first, second, third = (Visitor(gate, name, deadline=9000.0) for name in "abc")
+    await settle()
+    await first.leave()
+    await settle()
+    await third.cancelled()
+    await second.leave()
+    kept = gate._tickets, gate._turns, gate._starting, gate.queue._expiries  # pyright: ignore[reportPrivateUsage]
+    assert not any(kept)
 
 
 async def test_one_after_the_other() -> None:
@@ -272,9 +303,12 @@ async def test_a_burst_counts_before_any_node_has_heard_of_it() -> None:
 
     async def visit(number: int) -> None:
         trace = RequestTrace()
-        async with gate.admitted(make_request(str(number)), trace):
+        ticket = await gate.enter(make_request(str(number)), trace)
+        try:
             entered.append(trace)
             await asyncio.Event().wait()
+        finally:
+            gate.leave(ticket)
 
     tasks = [asyncio.create_task(visit(number)) for number in range(100)]
     await settle()
@@ -375,18 +409,14 @@ async def test_more_sequences_than_any_node_runs_at_once_are_refused_at_the_door
         ({"beam_width": 9, "n": 2}, "n"),
     ):
         with pytest.raises(InvalidRequest, match="9 sequences") as caught:
-            await gate.admitted(asking(**params), RequestTrace()).__aenter__()
+            await gate.enter(asking(**params), RequestTrace())
         assert caught.value.field == field
         assert not gate.holds("a")
     for params in ({"n": 8}, {"n": 2, "best_of": 8}, {"beam_width": 8}):
-        passage = gate.admitted(asking(**params), RequestTrace())
-        await passage.__aenter__()
-        await passage.__aexit__()
+        gate.leave(await gate.enter(asking(**params), RequestTrace()))
     decoders[0] = replace(decoders[0], max_num_seqs=0)  # an older node does not tell
     nodes[1:] = decoders
-    passage = gate.admitted(asking(n=9), RequestTrace())
-    await passage.__aenter__()
-    await passage.__aexit__()
+    gate.leave(await gate.enter(asking(n=9), RequestTrace()))
 
 
 async def test_who_waits_is_told_in_the_order_of_arrival() -> None:

@@ -9,8 +9,16 @@ import pytest
 
 from baton.protocol.errors import Overloaded
 from router.tenants.keys import Grant
-from router.tenants.pace import COMPANY_S, LARGE_BYTES, LONGEST_WAIT_S, SHARE, Pace
-from router.tenants.turns import MAX_WAITING, Place, Turns
+from router.tenants.turns import (
+    COMPANY_S,
+    LARGE_BYTES,
+    LONGEST_WAIT_S,
+    MAX_WAITING,
+    SHARE,
+    Pace,
+    Place,
+    Turns,
+)
 
 A, B, C = (Grant(name=name, tenant=name) for name in "abc")
 

@@ -10,8 +10,11 @@ Source: the format's specification, github.com/huggingface/safetensors.
 from __future__ import annotations
 
 import json
+import logging
 import math
-from collections.abc import Iterable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -22,9 +25,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from baton.engine.checkpoint.load_progress import LoadProgress
 from baton.protocol.errors import ModelRefused
 
+log = logging.getLogger(__name__)
+LOG_EVERY_S: Final = 2.0
 _BUFFER_BYTES: Final = 1 << 20  # transformers reads with many threads, each with one
 _DTYPES: Final = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -74,6 +78,33 @@ class LazyTensor:
         return whole
 
 
+class LoadProgress:
+    """How far a load of weights is, for whoever waits: lines of the log, none of a short load.
+    Of one reader of tensors. Any thread."""
+
+    def __init__(self, total_bytes: int, now: Callable[[], float] = time.monotonic) -> None:
+        """`now`: seconds of any monotonic clock."""
+        self._total = total_bytes
+        self._now = now
+        self._began = self._logged_at = now()
+        self._done = 0
+        self._lock = threading.Lock()
+
+    def add(self, num_bytes: int) -> None:
+        """So many bytes of the files have been read."""
+        with self._lock:
+            self._done = done = min(self._total, self._done + num_bytes)
+            now = self._now()
+            if now - self._logged_at < LOG_EVERY_S:
+                return
+            self._logged_at = now
+        left = (self._total - done) * (now - self._began) / done
+        log.info(
+            "loading weights: %d %% of %.1f GB, about %.0f s more",
+            100 * done // self._total, self._total / 1e9, left,
+        )  # fmt: skip
+
+
 class TensorReader:
     """Reads tensors by name out of a checkpoint's files, cast and placed for the model."""
 
@@ -91,6 +122,11 @@ class TensorReader:
     def dtype(self) -> torch.dtype:
         """What tensors are cast to."""
         return self._dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors are put."""
+        return self._device
 
     @property
     def names(self) -> frozenset[str]:

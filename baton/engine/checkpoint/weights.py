@@ -88,6 +88,16 @@ class Weights:
         self.names = (reader.names - hidden) | {f"{module}.weight" for module in self._modules}
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of all that is plain."""
+        return self._reader.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where all of it is put."""
+        return self._reader.device
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of what was read so far, as it is kept."""
         return sum(self._tensor_bytes.values())

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,6 +20,12 @@ import torch
 from torch import Tensor
 
 from baton.engine.checkpoint.checkpoint import Checkpoint, digest, open_checkpoint, parse_modules
+from baton.engine.checkpoint.shared_weights import (
+    LEAST_BYTES,
+    WeightsKey,
+    WeightSource,
+    shared_weights,
+)
 from baton.engine.checkpoint.tensors import TensorReader
 from baton.engine.checkpoint.weights import Share, Weights, open_weights
 from baton.engine.config import EngineConfig
@@ -171,7 +178,7 @@ def _build(
     device: torch.device,
     group: RankGroup | None = None,
 ) -> _Built:
-    """`lean`: as choose_route read the config. Whether it fits, the tensors' names tell."""
+    """`lean`: as choose_route read the config. The tensors' names show whether it fits."""
     if lean is not None:
         reader = TensorReader(checkpoint.weight_files, dtype, device)
         quantized = checkpoint.config.get("quantization_config")
@@ -183,7 +190,7 @@ def _build(
         except NotLean as reason:
             leave_lean(checkpoint.config, config, str(reason))
         else:
-            built = _build_lean(config, lean, weights, group)
+            built = _build_lean(config, checkpoint, lean, weights, group)
             if not classifies(checkpoint.config):
                 return built
             return replace(built, classifier=weights.tensor(CLASSIFIER))
@@ -209,16 +216,35 @@ def _share(lean: DecoderConfig, group: RankGroup) -> Share:
 
 
 def _build_lean(
-    config: EngineConfig, lean: DecoderConfig, weights: Weights, group: RankGroup | None
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    lean: DecoderConfig,
+    weights: Weights,
+    group: RankGroup | None,
 ) -> _Built:
-    if group is not None:  # this rank's share
-        from baton.engine.parallel.rank import RankModel
+    with _once_per_host(config, checkpoint, weights, group) as source:
+        if group is not None:  # this rank's share
+            from baton.engine.parallel.rank import RankModel
 
-        model: CausalModel = RankModel.of(lean, weights, group)
-    else:
-        decoder = Decoder(lean, weights.tensor, weights, config.deterministic)
-        model = FixedTiles(decoder) if config.deterministic else decoder
-    return _Built("lean", model, weights.num_bytes, weights.rounded_head_bytes)
+            model: CausalModel = RankModel.of(lean, source, group)
+        else:
+            decoder = Decoder(lean, source.tensor, source, config.deterministic)
+            model = FixedTiles(decoder) if config.deterministic else decoder
+    return _Built("lean", model, source.num_bytes, source.rounded_head_bytes)
+
+
+def _once_per_host(
+    config: EngineConfig, checkpoint: Checkpoint, weights: Weights, group: RankGroup | None
+) -> AbstractContextManager[WeightSource]:
+    """What to build from in place of `weights`, which are those of the group's rank here."""
+    small = sum(path.stat().st_size for path in checkpoint.weight_files) < LEAST_BYTES
+    if not config.shared_weights or weights.device.type != "cpu" or small:
+        return nullcontext(weights)
+    digest = _digest(checkpoint, config)
+    if group is None:
+        return shared_weights(weights, WeightsKey(digest, weights.dtype))
+    key = WeightsKey(digest, weights.dtype, group.place.rank, group.place.size)
+    return shared_weights(weights, key, exchange=group)
 
 
 def _build_universal(

@@ -70,7 +70,7 @@ class ModelShape:
     experts: ExpertsShape | None = None
     stored: StoredWeights | None = None
     note: str = ""  # what is not certain about these numbers
-    refused: str | None = None  # why no route serves it, as far as its layers tell
+    refused: str | None = None  # why no route serves it, as far as its layers show
 
     @property
     def active_parameters(self) -> int:

@@ -122,7 +122,7 @@ def read_causal(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
         state_dict=lazy,
         dtype=dtype,
         output_loading_info=True,
-        ignore_mismatched_sizes=True,  # told of below: its own error does not name them
+        ignore_mismatched_sizes=True,  # reported below: its own error does not name them
     )
     causal, loading = loaded
     incomplete = sorted(loading["missing_keys"]) + sorted(loading["mismatched_keys"])

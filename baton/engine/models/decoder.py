@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from baton.engine.kernels.cpu.library import HeadNorms
 from baton.engine.kernels.cpu.step import StepLayer
@@ -26,8 +28,7 @@ from baton.engine.models.elementwise import (
     Elementwise,
     choose_elementwise,
 )
-from baton.engine.models.experts import Expert, Experts, SharedExpert
-from baton.engine.models.experts_cpu import compiled
+from baton.engine.models.experts import Expert, Experts, SharedExpert, compiled_experts
 from baton.engine.models.lora import (
     Adapter,
     AdapterRows,
@@ -36,7 +37,6 @@ from baton.engine.models.lora import (
     merge_parts,
     rows_by_adapter,
 )
-from baton.engine.models.shards import Shards, Whole
 from baton.engine.quantization.linear import Linear, Linears, W8A8Share, in_float32
 from baton.engine.state.attention import AttentionLayer
 from baton.engine.state.batch import Batch
@@ -47,6 +47,45 @@ from baton.protocol.kv_spec import LayerSpec
 # A checkpoint's tensor by name, in the model's dtype and place; several names: stacked.
 ReadTensor = Callable[..., Tensor]
 Reduce = Callable[[Tensor], Tensor]
+
+
+class Shards(Protocol):
+    """What a decoder asks for where its weights may be one rank's share of the model: the lookup of
+    embeddings, the sum behind each row-parallel product, the vocabulary's logits. `Whole` is the
+    model in one piece; parallel/sharding.py is a rank of several. T = tokens, N = rows, H = hidden
+    size.
+
+    Source: Megatron-LM (arXiv 1909.08053, section 3).
+    """
+
+    def embed(self, token_ids: Tensor, weight: Tensor) -> Tensor:
+        """token_ids [T], weight [vocabulary here, H] -> [T, H]."""
+        ...
+
+    def reduce(self, partial: Tensor) -> Tensor:
+        """What this rank's share of a product's inputs gave, [T, H] -> the sum over all ranks; may
+        mutate `partial`."""
+        ...
+
+    def gather(self, logits: Tensor) -> Tensor:
+        """logits [N, vocabulary here] -> [N, vocabulary] on the rank that samples."""
+        ...
+
+
+class Whole:
+    """Shards of a model in one piece."""
+
+    def embed(self, token_ids: Tensor, weight: Tensor) -> Tensor:
+        """See Shards."""
+        return functional.embedding(token_ids, weight)
+
+    def reduce(self, partial: Tensor) -> Tensor:
+        """See Shards."""
+        return partial
+
+    def gather(self, logits: Tensor) -> Tensor:
+        """See Shards."""
+        return logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,7 +415,7 @@ class _Builder:
             fixed_shapes=self.fixed_shapes,
         )
         if isinstance(self.between, CompiledElementwise):
-            return compiled(layer, self.between.kernels)
+            return compiled_experts(layer, self.between.kernels)
         if not triton_serves(layer.router.device):
             return layer
         from baton.engine.models.experts_gpu import stacked  # imports triton

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from baton.engine.checkpoint.weights import Weights
+from baton.engine.checkpoint.shared_weights import WeightSource
 from baton.engine.config import EngineConfig
 from baton.engine.models.config import DecoderConfig
 from baton.engine.models.decoder import Decoder
@@ -35,11 +35,11 @@ class RankModel:
     layers: tuple[LayerSpec, ...]  # the whole model's
 
     @staticmethod
-    def of(config: DecoderConfig, weights: Weights, group: RankGroup) -> RankModel:
-        """Build this rank's share of the model. `config`: the whole model's. `weights`: of its
-        share (RankShare). Raises ModelRefused."""
+    def of(config: DecoderConfig, share: WeightSource, group: RankGroup) -> RankModel:
+        """Build this rank's part of the model. `config`: the whole model's. `share`: what a
+        RankShare makes of its weights. Raises ModelRefused."""
         own = rank_config(config, group.place.size)
-        decoder = Decoder(own, weights.tensor, weights, shards=RankShards(config, group))
+        decoder = Decoder(own, share.tensor, share, shards=RankShards(config, group))
         return RankModel(decoder, Cuts(config, group.place), config.layers)
 
     @property

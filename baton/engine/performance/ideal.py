@@ -97,7 +97,7 @@ class Decode:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """All numbers; None where the machine was not told. Bytes and seconds; memory is per device."""
+    """All numbers; None where the machine is not known. Bytes and seconds; memory is per device."""
 
     model_type: str
     note: str

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
@@ -52,7 +53,6 @@ from router.prompts.reader import (
     room_for_output,
 )
 from router.request.completion import Completion, Delta, OutputRules
-from router.request.draws import DRAWS
 from router.request.failures import as_baton_error, log_failure
 from router.request.terms import read_terms, resume_of
 from router.resumable.canonical import owner_digest, record_id
@@ -84,7 +84,7 @@ class InferenceService(serve_pb2_grpc.InferenceServicer):
     ) -> AsyncGenerator[serve_pb2.GenerateEvent, None]:
         """Stream one request; a client that goes away aborts it on every node, or begins the grace
         of a resumable one."""
-        request_id = request.request_id or "gen-" + DRAWS.hex(12)
+        request_id = request.request_id or "gen-" + secrets.token_hex(12)
         with request_context(request_id):
             try:
                 completion, deltas = await self._opened(request, request_id, context)
@@ -415,7 +415,7 @@ def _sampling_params(
     """`defaults` (max_tokens at least) stand in for absent fields.
 
     Raises InvalidRequest out of bounds, UnsupportedFeature for what no engine serves yet."""
-    given: dict[str, Any] = {"seed": DRAWS.seed(), **defaults, **sampling_fields(message)}
+    given: dict[str, Any] = {"seed": secrets.randbits(64), **defaults, **sampling_fields(message)}
     return SamplingParams(**given)
 
 

@@ -1,9 +1,9 @@
 """Requests count with their key from when they come in: reading and tokenizing are work, too.
 
 Every POST route is wrapped. With as many requests of its key read, waiting and running as it may
-have, the next one is refused before its body is read (router/request/gate/gate.py, Preparation);
+have, the next one is refused before its body is read (router/request/gate/gate.py, Gate.preparing);
 the time that it keeps the event loop busy is measured, and large bodies of one tenant keep their
-distance (router/tenants/pace.py). It ends when the route has made its reply, which then passes the
+distance (router/tenants/turns.py). It ends when the route has made its reply, which then passes the
 gate; or with `end_preparing`, where the route itself does.
 """
 
@@ -69,8 +69,10 @@ def end_preparing(scope: Scope, counted_tokens: int = 0) -> None:
 async def wait_to_read(scope: Scope) -> None:
     """Until a body as large as the head says is read. Raises Overloaded if that would be long."""
     found = preparation_of(scope)
-    for name, value in scope["headers"] if found is not None else ():
-        if name == b"content-length" and found is not None and value.isdigit():
+    if found is None:
+        return
+    for name, value in scope["headers"]:
+        if name == b"content-length" and value.isdigit():
             wait_s = found.reserve(int(value))
             if wait_s > 0:
                 await asyncio.sleep(wait_s)

@@ -143,10 +143,13 @@ class PoolingParts:
 
     @asynccontextmanager
     async def _passage(self, call: Request, terms: Terms, field: str) -> AsyncIterator[None]:
-        trace = RequestTrace(terms, pooled=field)
-        async with self.services.dispatcher.gate.admitted(call, trace):
+        trace, gate = RequestTrace(terms, pooled=field), self.services.dispatcher.gate
+        ticket = await gate.enter(call, trace)
+        try:
             trace.dispatched_at = self.services.clock.monotonic()
             yield
+        finally:
+            gate.leave(ticket)
 
     def deadline(self) -> float:
         return self.services.clock.monotonic() + self.services.config.request_timeout_s

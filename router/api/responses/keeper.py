@@ -18,7 +18,7 @@ from router.api.responses.items import Item
 from router.request.gate.gate import Gate
 from router.services import RouterServices
 from router.store.documents import Keeping
-from router.store.ledger import StoreGuard
+from router.store.guard import StoreGuard
 from router.tenants.keys import Grant
 
 _ENDED: Final = ("completed", "incomplete", "failed", "cancelled")
@@ -87,7 +87,7 @@ class Keeper:
 
     async def load(self, owner: str, id_: str, grant: Grant | None = None) -> Stored | None:
         """`grant`: of the client that asks; a large one keeps its distance like a large body
-        (router/tenants/pace.py). Raises Unavailable, Overloaded."""
+        (router/tenants/turns.py). Raises Unavailable, Overloaded."""
         try:
             content = await self._guard.reach(lambda store: store.documents.get(owner, id_))
         except StoreUnavailable as error:

@@ -49,7 +49,7 @@ from router.resumable.terms import (
 )
 from router.services import RouterServices
 from router.store.base import ALIAS
-from router.tenants.key_headers import keys_of
+from router.tenants.keys import keys_of
 
 # Path -> the field of its body that makes it large.
 RESUMABLE: Final = {

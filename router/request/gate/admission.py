@@ -26,11 +26,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
+from baton.protocol.request import Request
 from router.request.gate.rates import AnswerLength, DrainRate, TokenBucket
+from router.request.trace import RequestTrace
 from router.tenants.fair_queue import FairQueue
-from router.tenants.keys import EVERYBODY, Grant
+from router.tenants.keys import Grant
 
 LONGEST_RETRY_S: Final = 60
+POOLED_TOKENS: Final = 512
 SPARE_EXPIRIES: Final = 64
 SWEEP_S: Final = 0.2  # how often waiting tickets are checked: can they still begin in time?
 
@@ -63,53 +66,57 @@ class Refusal:
     retry_after_s: int
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What a request asks of the router.
-
-    `first_tokens`: of its prompt tokens, those that need room to begin with, None for all.
-    `latest_start`: when its work must begin for its deadline or its SLO to hold, None for never;
-    `by_slo`: it is the SLO that ends first.
-    """
-
-    id: str
-    prompt_tokens: int
-    max_tokens: int  # of each sample
-    samples: int = 1
-    priority: int = 0
-    grant: Grant = EVERYBODY
-    latest_start: float | None = None
-    by_slo: bool = False
-    first_tokens: int | None = None
-
-    @property
-    def room_tokens(self) -> int:
-        return self.prompt_tokens if self.first_tokens is None else self.first_tokens
-
-
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A request's place. Written by AdmissionQueue alone. `cost`: estimated tokens."""
+    """One request at the gate: what it wants, and its place.
 
-    wanted: Wanted
-    cost: float
-    arrived_at: float
+    `latest_start`: when its work must begin for its deadline or its SLO to hold, None for never;
+    `by_slo`: it is the SLO that ends first. `expected_s`: from admission to token 1, as nodes
+    promise. The gate writes these three; AdmissionQueue alone writes the place, from `cost`
+    (estimated tokens) on, and `trace.admitted_at`.
+    """
+
+    request: Request
+    trace: RequestTrace
+    grant: Grant = field(init=False)
+    prompt_tokens: int = field(init=False)
+    room_tokens: int = field(init=False)  # of the prompt, those that need room to begin with
+    max_tokens: int = field(init=False)  # of each sample
+    samples: int = field(init=False)
+    latest_start: float | None = field(init=False)
+    by_slo: bool = False
+    expected_s: float = 0.0
+    cost: float = 0.0
+    arrived_at: float = 0.0
     state: TicketState = TicketState.QUEUED
-    admitted_at: float | None = None
     refusal: Refusal | None = None
-    level: FairQueue[Ticket] | None = None  # that it waited in: what it used is settled there
+    level: FairQueue[Ticket] | None = None  # that it waited in: its cost is corrected there
+
+    def __post_init__(self) -> None:
+        request, params, pooled = self.request, self.request.params, self.trace.pooled
+        self.grant = self.trace.terms.grant
+        self.prompt_tokens = len(request.prompt_ids)
+        # Inputs that are pooled go out one group after another (router/request/pool.py).
+        self.room_tokens = min(POOLED_TOKENS, self.prompt_tokens) if pooled else self.prompt_tokens
+        self.max_tokens = 0 if pooled else params.max_tokens
+        self.samples = max(params.n, params.best_of or 1, params.beam_width)
+        self.latest_start = request.deadline
 
     @property
     def id(self) -> str:
-        return self.wanted.id
+        return self.request.id
+
+    @property
+    def priority(self) -> int:
+        return self.request.priority
 
     @property
     def tenant(self) -> str:
-        return self.wanted.grant.tenant
+        return self.grant.tenant
 
     @property
     def weight(self) -> float:
-        return self.wanted.grant.weight
+        return self.grant.weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,13 +152,14 @@ Room = Callable[[Ticket], bool]
 
 
 class AdmissionQueue:
-    """All tickets of one router. Time never goes back between calls."""
+    """All tickets of one router; `num_live` are ADMITTED, `num_queued` QUEUED, for others to read.
+    Time never goes back between calls."""
 
     def __init__(self, bounds: Bounds) -> None:
+        self.num_live = 0
+        self.num_queued = 0
         self._bounds = bounds
         self._levels: dict[int, FairQueue[Ticket]] = {}
-        self._queued = 0
-        self._live = 0
         self._keys: dict[str, _KeyUse] = {}
         self._expiries: list[tuple[float, int, Ticket]] = []
         self._pushes = 0
@@ -163,14 +171,6 @@ class AdmissionQueue:
         self.stats = AdmissionStats()
 
     # ---- what it knows ----
-
-    @property
-    def num_live(self) -> int:
-        return self._live
-
-    @property
-    def num_queued(self) -> int:
-        return self._queued
 
     @property
     def queued_tokens(self) -> float:
@@ -208,8 +208,7 @@ class AdmissionQueue:
         limit = grant.max_concurrency
         if limit is not None and use.preparing + use.live >= limit:
             return self._refusal(Reason.CONCURRENCY, 1.0)
-        wait_s = 0.0 if use.bucket is None else use.bucket.wait_s(now)
-        if wait_s > 0:
+        if use.bucket is not None and (wait_s := use.bucket.wait_s(now)) > 0:
             return self._refusal(Reason.TOKEN_RATE, wait_s)
         use.preparing += 1
         return None
@@ -221,32 +220,29 @@ class AdmissionQueue:
         if use.bucket is not None:
             use.bucket.give_back(-tokens, now)
 
-    def offer(self, wanted: Wanted, now: float, take_room: Room) -> Ticket:
-        """A ticket that is ADMITTED, QUEUED or REFUSED. Call pump() next if it is QUEUED."""
-        self._tick(now)
-        cost = wanted.prompt_tokens + self._answers.expect(wanted.max_tokens, wanted.samples)
-        ticket = Ticket(wanted, cost, now)
-        use = self._use(wanted.grant, now)
-        limit = wanted.grant.max_concurrency
+    def offer(self, ticket: Ticket, now: float, take_room: Room) -> Ticket:
+        """Returns the ticket, now ADMITTED, QUEUED or REFUSED. Call pump() next if it is QUEUED."""
+        expected = self._answers.expect(ticket.max_tokens, ticket.samples)
+        ticket.cost, ticket.arrived_at = ticket.prompt_tokens + expected, now
+        ahead = 0.0
+        if self.num_queued:
+            self._tick(now)
+            ahead = self._ahead_of_new(ticket)
+        use, limit = self._use(ticket.grant, now), ticket.grant.max_concurrency
         if limit is not None and use.live >= limit:
-            return self._refuse(ticket, Reason.CONCURRENCY, self._slot_wait(cost))
-        late_s = self._lateness(ticket, self._ahead_of_new(ticket), now)
+            return self._refuse(ticket, Reason.CONCURRENCY, self._slot_wait(ticket.cost))
+        late_s = self._lateness(ticket, ahead, now)
         if late_s > 0:
-            return self._refuse(ticket, _too_late(wanted), late_s)
-        wait_s = 0.0 if use.bucket is None else use.bucket.take(cost, now)
-        if wait_s > 0:
+            return self._refuse(ticket, _too_late(ticket), late_s)
+        if use.bucket is not None and (wait_s := use.bucket.take(ticket.cost, now)) > 0:
             return self._refuse(ticket, Reason.TOKEN_RATE, wait_s)
-        at_once = not self._queued and self._live < self._bounds.max_live and take_room(ticket)
-        if not at_once and not self._may_queue(ticket):
-            if use.bucket is not None:
-                use.bucket.give_back(cost, now)
-            return self._refuse(ticket, Reason.QUEUE_FULL, self._slot_wait(self.queued_tokens))
         use.live += 1
-        if at_once:
-            self._admit(ticket, now)
-        else:
-            self._push(ticket)
-        return ticket
+        if not self.num_queued and self.num_live < self._bounds.max_live and take_room(ticket):
+            return self._admit(ticket, now)
+        if self._may_queue(ticket):
+            return self._push(ticket)
+        self._end_use(ticket, 0.0, now)
+        return self._refuse(ticket, Reason.QUEUE_FULL, self._slot_wait(self.queued_tokens))
 
     def pump(self, now: float, take_room: Room) -> list[Ticket]:
         """Admit the tickets whose turn it is, refuse those that cannot begin in time any more.
@@ -254,10 +250,10 @@ class AdmissionQueue:
         self._tick(now)
         left, self._displaced = self._displaced, []
         left += self._expired(now)
-        if self._queued and now - self._swept_at >= SWEEP_S:
+        if self.num_queued and now - self._swept_at >= SWEEP_S:
             self._swept_at = now
             left += self._swept(now)
-        while self._levels and self._live < self._bounds.max_live:
+        while self._levels and self.num_live < self._bounds.max_live:
             level = self._levels[min(self._levels)]
             head = level.head()
             assert head is not None, "an empty level is dropped"
@@ -283,15 +279,12 @@ class AdmissionQueue:
         """An ADMITTED request has ended in any way: correct its estimate. Once per ticket."""
         assert ticket.state is TicketState.ADMITTED, f"released when {ticket.state.value}"
         ticket.state = TicketState.OVER
-        self._live -= 1
-        use = self._keys[ticket.wanted.grant.name]
-        use.live -= 1
-        if use.bucket is not None:
-            use.bucket.give_back(ticket.cost - used_tokens, now)
+        self.num_live -= 1
+        self._end_use(ticket, used_tokens, now)
         if ticket.level is not None:
             ticket.level.settle(ticket.tenant, used_tokens - ticket.cost)
         if output_tokens:
-            self._answers.add(output_tokens / ticket.wanted.samples)
+            self._answers.add(output_tokens / ticket.samples)
 
     def stop(self, now: float) -> list[Ticket]:
         """Refuse all that wait; returns them."""
@@ -304,7 +297,9 @@ class AdmissionQueue:
     # ---- inside ----
 
     def _tick(self, now: float) -> None:
-        self._drain.tick(now, self._queued > 0 and not self._paused)
+        """Time in which nobody waits says nothing about how fast the queue drains."""
+        if self.num_queued:
+            self._drain.tick(now, not self._paused)
 
     def _use(self, grant: Grant, now: float) -> _KeyUse:
         use = self._keys.get(grant.name)
@@ -314,11 +309,19 @@ class AdmissionQueue:
             use = self._keys[grant.name] = _KeyUse(bucket=bucket)
         return use
 
-    def _admit(self, ticket: Ticket, now: float) -> None:
+    def _end_use(self, ticket: Ticket, used_tokens: float, now: float) -> None:
+        """It is none of its key's requests any more: correct what the key was charged."""
+        use = self._keys[ticket.grant.name]
+        use.live -= 1
+        if use.bucket is not None:
+            use.bucket.give_back(ticket.cost - used_tokens, now)
+
+    def _admit(self, ticket: Ticket, now: float) -> Ticket:
         ticket.state = TicketState.ADMITTED
-        ticket.admitted_at = now
-        self._live += 1
+        ticket.trace.admitted_at = now
+        self.num_live += 1
         self.stats.admitted += 1
+        return ticket
 
     def _refuse(self, ticket: Ticket, reason: Reason, wait_s: float) -> Ticket:
         ticket.state = TicketState.REFUSED
@@ -329,35 +332,37 @@ class AdmissionQueue:
         self.stats.refused[reason] += 1
         return Refusal(reason, min(LONGEST_RETRY_S, max(1, math.ceil(wait_s))))
 
-    def _push(self, ticket: Ticket) -> None:
-        level = self._levels.setdefault(ticket.wanted.priority, FairQueue())
+    def _push(self, ticket: Ticket) -> Ticket:
+        if not self.num_queued:
+            self._drain.tick(ticket.arrived_at, queued=False)
+        level = self._levels.setdefault(ticket.priority, FairQueue())
         ticket.level = level
         level.push(ticket)
-        self._queued += 1
+        self.num_queued += 1
         self._pushes += 1
-        latest = ticket.wanted.latest_start
+        latest = ticket.latest_start
         if latest is not None:
             heapq.heappush(self._expiries, (latest, self._pushes, ticket))
-        if len(self._expiries) > 2 * self._queued + SPARE_EXPIRIES:
+        if len(self._expiries) > 2 * self.num_queued + SPARE_EXPIRIES:
             # Those that were served leave their entries behind, some with far deadlines.
             self._expiries = [it for it in self._expiries if it[2].state is TicketState.QUEUED]
             heapq.heapify(self._expiries)
+        return ticket
 
     def _unqueued(self, ticket: Ticket) -> None:
         """It has left its level."""
-        self._queued -= 1
+        self.num_queued -= 1
         if ticket.level is not None and not len(ticket.level):
-            del self._levels[ticket.wanted.priority]
+            del self._levels[ticket.priority]
+        if not self._levels:
+            self._expiries.clear()  # of tickets that were served: they hold their prompts
 
     def _drop(self, ticket: Ticket, now: float) -> None:
         """Out of the queue, without having been served: nothing is charged."""
         assert ticket.level is not None, "it waits"
         ticket.level.remove(ticket)
         self._unqueued(ticket)
-        use = self._keys[ticket.wanted.grant.name]
-        use.live -= 1
-        if use.bucket is not None:
-            use.bucket.give_back(ticket.cost, now)
+        self._end_use(ticket, 0.0, now)
 
     def _waiting(self) -> Iterator[Ticket]:
         return (ticket for level in self._levels.values() for ticket, _ in level.ahead())
@@ -365,17 +370,17 @@ class AdmissionQueue:
     def _may_queue(self, ticket: Ticket) -> bool:
         """Is there a place in the queue, or can a less fair ticket give its own? Then that one is
         refused here."""
-        if self._queued < self._bounds.max_queued:
+        if self.num_queued < self._bounds.max_queued:
             return True
         if not self._levels:
             return False
         priority = max(self._levels)
         level = self._levels[priority]
-        if ticket.wanted.priority > priority:
+        if ticket.priority > priority:
             return False
         tenant, share = level.fattest()
         mine = level.share_of(ticket.tenant) + ticket.cost / ticket.weight
-        if ticket.wanted.priority == priority and (tenant == ticket.tenant or share <= mine):
+        if ticket.priority == priority and (tenant == ticket.tenant or share <= mine):
             return False
         victim = level.last_of(tenant)
         self._drop(victim, ticket.arrived_at)
@@ -387,19 +392,17 @@ class AdmissionQueue:
 
     def _ahead_of_new(self, ticket: Ticket) -> float:
         """Cost that is served before it, were it to wait."""
-        if not self._queued:
-            return 0.0
-        mine = ticket.wanted.priority
+        mine = ticket.priority
         ahead = sum(level.backlog for priority, level in self._levels.items() if priority < mine)
         level = self._levels.get(mine)
         return ahead if level is None else ahead + level.ahead_of_new(ticket.tenant, ticket.weight)
 
     def _lateness(self, ticket: Ticket, ahead: float, now: float) -> float:
         """Seconds by which its start would come too late; at most 0 if it can begin in time."""
-        latest = ticket.wanted.latest_start
+        latest = ticket.latest_start
         if latest is None:
             return 0.0
-        rate = self._drain.tokens_per_s
+        rate = self._drain.tokens_per_s if ahead else None
         wait_s = ahead / rate if rate else 0.0
         return now + wait_s - latest
 
@@ -430,8 +433,8 @@ class AdmissionQueue:
 
     def _give_up(self, ticket: Ticket, now: float, late_s: float) -> Ticket:
         self._drop(ticket, now)
-        return self._refuse(ticket, _too_late(ticket.wanted), late_s)
+        return self._refuse(ticket, _too_late(ticket), late_s)
 
 
-def _too_late(wanted: Wanted) -> Reason:
-    return Reason.SLO if wanted.by_slo else Reason.DEADLINE
+def _too_late(ticket: Ticket) -> Reason:
+    return Reason.SLO if ticket.by_slo else Reason.DEADLINE

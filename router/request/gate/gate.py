@@ -1,9 +1,11 @@
 """Gate: asyncio around router/request/gate/admission.py, between the front doors and the
 dispatcher.
 
-    async with gate.admitted(request, trace):   a slot, now or after a wait, or a refusal
+    ticket = await gate.enter(request, trace)   a slot, now or after a wait, or a refusal
+    try:
         ...                                     the journey
-                                                every way out gives the slot back, once
+    finally:
+        gate.leave(ticket)                      every way out gives the slot back, once
 
 If there is room a request neither waits nor switches tasks. Waiting ones are let in when another
 one ends (its slot) or a node reports (its room: `poke`). A timer refuses those whose time runs out.
@@ -18,12 +20,14 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 from baton.protocol.clock import Clock
 from baton.protocol.errors import BatonError, Cancelled, InvalidRequest, Overloaded, Unavailable
 from baton.protocol.request import Request, RequestState
 from router.nodes.policy import NodeSnapshot
+from router.nodes.slo import ANY
 from router.request.gate.admission import (
     AdmissionQueue,
     Bounds,
@@ -31,24 +35,15 @@ from router.request.gate.admission import (
     Refusal,
     Ticket,
     TicketState,
-    Wanted,
 )
-from router.request.gate.capacity import (
-    OnTheWay,
-    has_prefill_room,
-    has_room,
-    paused,
-    serves,
-    widest,
-)
+from router.request.gate.capacity import Capacity
 from router.request.gate.service_levels import ServiceLevels, SloCounts
 from router.request.trace import RequestTrace
 from router.tenants.keys import Grant
-from router.tenants.pace import LONGEST_WAIT_S, Pace
+from router.tenants.turns import LARGE_BYTES, LONGEST_WAIT_S, Pace
 
 MOST_REQUEST_TOKENS: Final = 1 << 20
 RETRY_PAUSED_S: Final = 10  # nobody but the operator knows
-POOLED_TOKENS: Final = 512
 COUNTED_SHARE: Final = 0.01  # a token that is only counted costs this share of one that is served
 RETRY_TPOT_S: Final = 1.0  # steps get faster as requests end, nobody can say when
 _WORDS: Final[dict[Reason, str]] = {
@@ -82,17 +77,6 @@ class GateStats:
     waits: list[Callable[[float], None]] = field(default_factory=list[Callable[[float], None]])
 
 
-@dataclass(slots=True, eq=False)
-class _Entry:
-    """A request on this side of its end."""
-
-    request: Request
-    trace: RequestTrace
-    ticket: Ticket
-    turn: asyncio.Future[None] | None = None  # while it waits
-    expected_s: float = 0.0  # from admission to token 1, as nodes promised then
-
-
 class Gate:
     """`nodes`: their snapshots now; without, only the bounds count. `expected_s(pooled)`: for how
     long a node that serves such requests is still expected."""
@@ -108,31 +92,105 @@ class Gate:
         self._settings = settings
         self._nodes = nodes
         self._expected_nodes_s = expected_s
-        self._entries: dict[str, _Entry] = {}
-        self._starting: deque[tuple[Ticket, RequestTrace]] = deque()  # maybe not with a node yet
+        self._tickets: dict[str, Ticket] = {}  # that wait or are let in
+        self._turns: dict[str, asyncio.Future[None]] = {}  # of those that wait
+        self._starting: deque[Ticket] = deque()  # let in, maybe not with a node yet
         self._starting_tokens = 0
         self._timer: asyncio.TimerHandle | None = None
         self.queue = AdmissionQueue(settings.bounds)
         self.stats = GateStats()
-        self._levels = ServiceLevels(clock, nodes, self.stats.ttft, self.stats.tpot)
+        self._levels = ServiceLevels(clock, self.stats.ttft, self.stats.tpot)
         self._pace = Pace()
 
     def holds(self, request_id: str) -> bool:
         """Does such a request wait or run?"""
-        return request_id in self._entries
+        return request_id in self._tickets
 
-    def admitted(self, request: Request, trace: RequestTrace) -> Passage:
-        """The context that a request runs in.
+    def waiting(self) -> list[tuple[Request, RequestTrace]]:
+        """Who waits to be let in, in the order of arrival."""
+        return [
+            (ticket.request, ticket.trace)
+            for ticket in self._tickets.values()
+            if ticket.state is TicketState.QUEUED
+        ]
 
-        Entering raises InvalidRequest (too large, id in use), Overloaded (full, over its key's
-        limits), Unavailable (too late, paused) and Cancelled (by `cancel`).
-        """
-        return Passage(self, request, trace)
+    # ---- before a request enters ----
 
     def preparing(self, grant: Grant) -> Preparation:
-        """The context that a request of this key is read in, up to its passage: it counts there as
-        one of the key's requests. Entering raises Overloaded."""
+        """The context in which a request of this key is read, until it enters: there it counts as
+        one of the key's requests. Raises Overloaded."""
+        now = self._clock.monotonic()
+        self._pace.seen(grant.domain, now)
+        refusal = self.queue.prepare(grant, now)
+        if refusal is not None:
+            raise Overloaded(_WORDS[refusal.reason], retry_after_s=refusal.retry_after_s)
         return Preparation(self, grant)
+
+    def prepared(self, preparation: Preparation) -> None:
+        """Its other end, once; `Preparation.end` calls it."""
+        grant, now = preparation.grant, self._clock.monotonic()
+        self.queue.prepared(grant, preparation.counted * COUNTED_SHARE, now)
+        num_bytes = preparation.num_bytes
+        if num_bytes >= LARGE_BYTES:
+            self._pace.spent(grant.domain, num_bytes, preparation.busy_s, now)
+
+    def reserve(self, grant: Grant, num_bytes: int) -> float:
+        """Seconds until so many bytes of this key may be read. Raises Overloaded."""
+        wait_s = self._pace.reserve(grant.domain, num_bytes, self._clock.monotonic())
+        if wait_s > LONGEST_WAIT_S:
+            message = "too many large requests of this key wait to be read"
+            raise Overloaded(message, retry_after_s=math.ceil(LONGEST_WAIT_S))
+        return wait_s
+
+    # ---- a request's way ----
+
+    async def enter(self, request: Request, trace: RequestTrace) -> Ticket:
+        """Let a request in, at once or after a wait; when it has ended, call `leave`. One that is
+        refused or gives up leaves no trace.
+
+        Raises InvalidRequest (too large, id in use), Overloaded (full, over its key's limits),
+        Unavailable (too late, paused) and Cancelled (by `cancel`).
+        """
+        if request.id in self._tickets:
+            raise InvalidRequest("this request id is in use", field="request_id")
+        nodes = Capacity(self._nodes(), self._settings.prefill_window_s)
+        if nodes.pause == "refuse":
+            raise self._refused(Reason.PAUSED, RETRY_PAUSED_S)
+        ticket = Ticket(request, trace)
+        self._check_size(ticket, nodes)
+        terms = trace.terms
+        asks_for_times = terms.slo is not ANY or terms.timeout_s is not None
+        if asks_for_times and not self._levels.plan(ticket, nodes.nodes):
+            raise self._refused(Reason.SLO, RETRY_TPOT_S)
+        now = self._clock.monotonic()
+        if self.queue.num_queued:
+            self._note_pause(nodes, now)
+        self.queue.offer(ticket, now, partial(self._take_room, nodes))
+        if ticket.state is TicketState.REFUSED:
+            raise self._refusal(ticket)
+        self._tickets[request.id] = ticket
+        if ticket.state is TicketState.QUEUED:
+            await self._wait(ticket)
+        else:
+            self._let_in(ticket)
+        return ticket
+
+    def leave(self, ticket: Ticket) -> None:
+        """A request that was let in has ended. Twice is safe."""
+        if ticket.state is not TicketState.ADMITTED:
+            return
+        trace, tenant = ticket.trace, ticket.grant.tenant
+        del self._tickets[ticket.request.id]
+        used = 0 if trace.dispatched_at is None else ticket.prompt_tokens + trace.output_tokens
+        output = trace.output_tokens if trace.outcome == RequestState.FINISHED else 0
+        self.queue.release(ticket, used, output, self._clock.monotonic())
+        self.stats.served[tenant] = self.stats.served.get(tenant, 0.0) + used
+        if trace.terms.slo is not ANY:
+            self._levels.observe(ticket)
+        if not self._tickets:  # else the last ones would keep their prompts here
+            self._starting.clear()
+            self._starting_tokens = 0
+        self.poke()
 
     def poke(self) -> None:
         """The nodes may have more room than before: look, if anybody waits."""
@@ -141,10 +199,10 @@ class Gate:
 
     def cancel(self, request_id: str) -> bool:
         """End a request's wait with Cancelled; False if none such waits."""
-        entry = self._entries.get(request_id)
-        if entry is None or entry.turn is None or entry.turn.done():
+        turn = self._turns.get(request_id)
+        if turn is None or turn.done():
             return False
-        entry.turn.set_exception(Cancelled("the request was cancelled"))
+        turn.set_exception(Cancelled("the request was cancelled"))
         return True
 
     def stop(self) -> None:
@@ -154,192 +212,114 @@ class Gate:
         for ticket in self.queue.stop(self._clock.monotonic()):
             self._wake(ticket)
 
-    def waiting(self) -> list[tuple[Request, RequestTrace]]:
-        """Who waits to be let in, in the order of arrival."""
-        return [
-            (entry.request, entry.trace)
-            for entry in self._entries.values()
-            if entry.ticket.state is TicketState.QUEUED
-        ]
+    # ---- may it enter? ----
 
-    # ---- for Passage ----
+    def _check_size(self, ticket: Ticket, nodes: Capacity) -> None:
+        """Raises InvalidRequest for more tokens than the settings allow, or more sequences than any
+        node runs at once."""
+        tokens = ticket.samples * (ticket.prompt_tokens + ticket.max_tokens)
+        if tokens > self._settings.max_request_tokens:
+            pooled = ticket.trace.pooled
+            raise self._too_large(
+                f"{'the input' if pooled else 'n x (prompt + max_tokens)'} is {tokens}"
+                f" tokens, at most {self._settings.max_request_tokens} are allowed",
+                field=pooled or ("n" if ticket.samples > 1 else "max_tokens"),
+            )
+        params = ticket.request.params
+        if params.width > 1 and params.width > (most := nodes.widest()):
+            raise self._too_large(
+                f"{params.width} sequences of one request are more than the {most} that a"
+                " decode node runs at once (its --max-num-seqs)",
+                field="best_of" if (params.best_of or 1) > params.n else "n",
+            )
 
-    def prepare(self, grant: Grant) -> None:
-        """Raises what `preparing` says."""
-        now = self._clock.monotonic()
-        self._pace.seen(grant.domain, now)
-        refusal = self.queue.prepare(grant, now)
-        if refusal is not None:
-            raise Overloaded(_WORDS[refusal.reason], retry_after_s=refusal.retry_after_s)
-
-    def prepared(self, grant: Grant, tokens: float) -> None:
-        self.queue.prepared(grant, tokens, self._clock.monotonic())
-
-    def reserve(self, grant: Grant, num_bytes: int) -> float:
-        """See Preparation."""
-        wait_s = self._pace.reserve(grant.domain, num_bytes, self._clock.monotonic())
-        if wait_s > LONGEST_WAIT_S:
-            message = "too many large requests of this key wait to be read"
-            raise Overloaded(message, retry_after_s=math.ceil(LONGEST_WAIT_S))
-        return wait_s
-
-    def spent(self, grant: Grant, num_bytes: int, busy_s: float) -> None:
-        self._pace.spent(grant.domain, num_bytes, busy_s, self._clock.monotonic())
-
-    def enter(self, request: Request, trace: RequestTrace) -> _Entry:
-        """Admitted, or waiting. Raises what `admitted` says."""
-        if request.id in self._entries:
-            raise InvalidRequest("this request id is in use", field="request_id")
-        if paused(self._nodes()) == "refuse":
-            self.queue.stats.refused[Reason.PAUSED] += 1
-            raise _unavailable(Refusal(Reason.PAUSED, RETRY_PAUSED_S))
-        wanted = self._wanted(request, trace)
-        now = self._clock.monotonic()
-        ticket = self.queue.offer(wanted, now, self._room(trace))
-        entry = _Entry(request, trace, ticket)
-        if ticket.state is TicketState.REFUSED:
-            raise self._refusal(entry)
-        self._entries[request.id] = entry
-        if ticket.state is TicketState.QUEUED:
-            entry.turn = asyncio.get_running_loop().create_future()
-            self._pump()
-        else:
-            self._let_in(entry)
-        return entry
-
-    async def turn(self, entry: _Entry) -> None:
-        """Wait for the turn. Raises what `admitted` says; a request that gives up leaves no
-        trace."""
-        assert entry.turn is not None, "it waits"
-        try:
-            await entry.turn
-        except BaseException:
-            self._gave_up(entry)
-            raise
-
-    def leave(self, entry: _Entry) -> None:
-        """An admitted request has ended."""
-        trace, request = entry.trace, entry.request
-        del self._entries[request.id]
-        used = 0
-        if trace.dispatched_at is not None:
-            used = len(request.prompt_ids) + trace.output_tokens
-        finished = trace.outcome == RequestState.FINISHED
-        now = self._clock.monotonic()
-        self.queue.release(entry.ticket, used, trace.output_tokens if finished else 0, now)
-        served = self.stats.served
-        served[entry.ticket.tenant] = served.get(entry.ticket.tenant, 0.0) + used
-        self._levels.observe_ttft(request, trace, entry.expected_s)
-        if trace.outcome != RequestState.CANCELLED:
-            self._levels.count(request, trace, finished)
-        self.poke()
-
-    # ---- inside ----
-
-    def _wanted(self, request: Request, trace: RequestTrace) -> Wanted:
-        """What the queue must know. Raises InvalidRequest for too large a request, Unavailable for
-        a service level that no node can keep."""
-        max_tokens = 0 if trace.pooled else request.params.max_tokens
-        self._check_tokens(request, trace, max_tokens)
-        self._check_width(request)
-        expected_s = self._levels.expected_ttft_s(request, trace)
-        if self._levels.refuses_tpot(trace):
-            self.queue.stats.refused[Reason.SLO] += 1
-            raise _unavailable(Refusal(Reason.SLO, math.ceil(RETRY_TPOT_S)))
-        latest_start = self._levels.latest_start(request, trace, expected_s)
-        num_prompt = len(request.prompt_ids)
-        return Wanted(
-            id=request.id,
-            prompt_tokens=num_prompt,
-            max_tokens=max_tokens,
-            samples=_num_samples(request),
-            priority=request.priority,
-            grant=trace.terms.grant,
-            latest_start=latest_start.at,
-            by_slo=latest_start.by_slo,
-            # Inputs that are pooled go out one group after another (router/request/pool.py).
-            first_tokens=min(POOLED_TOKENS, num_prompt) if trace.pooled else None,
-        )
-
-    def _check_tokens(self, request: Request, trace: RequestTrace, max_tokens: int) -> None:
-        """Raises InvalidRequest for more than the settings allow."""
-        samples = _num_samples(request)
-        tokens = samples * (len(request.prompt_ids) + max_tokens)
-        if tokens <= self._settings.max_request_tokens:
-            return
+    def _too_large(self, message: str, field: str) -> InvalidRequest:
         self.queue.stats.refused[Reason.TOO_LARGE] += 1
-        raise InvalidRequest(
-            f"{'the input' if trace.pooled else 'n x (prompt + max_tokens)'} is {tokens}"
-            f" tokens, at most {self._settings.max_request_tokens} are allowed",
-            field=trace.pooled or ("n" if samples > 1 else "max_tokens"),
-        )
+        return InvalidRequest(message, field=field)
 
-    def _check_width(self, request: Request) -> None:
-        """Raises InvalidRequest for more sequences than any node runs at once."""
-        params = request.params
-        most = widest(self._nodes()) if params.width > 1 else None
-        if most is None or params.width <= most:
-            return
-        self.queue.stats.refused[Reason.TOO_LARGE] += 1
-        raise InvalidRequest(
-            f"{params.width} sequences of one request are more than the {most} that a"
-            " decode node runs at once (its --max-num-seqs)",
-            field="best_of" if (params.best_of or 1) > params.n else "n",
-        )
+    def _refused(self, reason: Reason, retry_after_s: float) -> Unavailable:
+        """For a request that has not come as far as the queue."""
+        self.queue.stats.refused[reason] += 1
+        return _unavailable(Refusal(reason, math.ceil(retry_after_s)))
 
-    def _room(self, newcomer: RequestTrace | None = None) -> Callable[[Ticket], bool]:
-        """Takes room on the nodes as they are now, for the `newcomer` or for those that wait."""
-        nodes = self._nodes()
-        window_s, held = self._settings.prefill_window_s, paused(nodes) == "hold"
+    def _refusal(self, ticket: Ticket) -> BatonError:
+        refusal = ticket.refusal
+        assert refusal is not None, "it was refused"
+        if refusal.reason is Reason.SLO:
+            self.stats.ttft.refused += 1
+        if refusal.reason in (Reason.SLO, Reason.DEADLINE, Reason.STOPPING):
+            return _unavailable(refusal)
+        return Overloaded(_WORDS[refusal.reason], retry_after_s=refusal.retry_after_s)
 
-        def take_room(ticket: Ticket) -> bool:
-            if held:
-                return False
-            tokens = ticket.wanted.room_tokens
-            trace = newcomer or self._entries[ticket.id].trace
-            pooled = bool(trace.pooled)
-            if self._missing_s(nodes, pooled=pooled):
-                return False
-            room = has_prefill_room if pooled else has_room
-            if not room(tokens, nodes, self._on_the_way(), window_s):
-                return False
-            self._starting.append((ticket, trace))
-            self._starting_tokens += tokens
-            return True
-
-        # Time without a node says nothing about how fast the queue drains.
-        self.queue.pause(self._clock.monotonic(), bool(self._missing_s(nodes, pooled=False)))
-        return take_room
-
-    def _missing_s(self, nodes: Sequence[NodeSnapshot], *, pooled: bool) -> float:
-        """For how long requests wait for a node that serves; 0: there is one, or none is
-        expected."""
-        return 0.0 if serves(nodes, pooled=pooled) else self._expected_nodes_s(pooled)
-
-    def _on_the_way(self) -> OnTheWay:
+    def _take_room(self, nodes: Capacity, ticket: Ticket) -> bool:
+        """Room on the nodes for a ticket, if there is any, taken until they report it."""
+        pooled = bool(ticket.trace.pooled)
+        if nodes.pause == "hold" or self._missing_s(nodes, pooled=pooled):
+            return False
         starting = self._starting
-        while starting and _has_started(*starting[0]):
-            self._starting_tokens -= starting.popleft()[0].wanted.room_tokens
-        return OnTheWay(len(starting), self._starting_tokens)
+        while starting and _has_started(starting[0]):
+            self._starting_tokens -= starting.popleft().room_tokens
+        tokens, ahead = ticket.room_tokens, self._starting_tokens
+        if not nodes.has_room(tokens, len(starting), ahead, pooled=pooled):
+            return False
+        starting.append(ticket)
+        self._starting_tokens += tokens
+        return True
 
-    def _let_in(self, entry: _Entry) -> None:
-        if entry.trace.terms.slo.ttft_s is not None:
-            entry.expected_s = self._levels.expected_ttft_s(entry.request, entry.trace)
-        entry.trace.admitted_at = entry.ticket.admitted_at
-        waited_s = (entry.ticket.admitted_at or 0.0) - entry.ticket.arrived_at
-        for observe in self.stats.waits:
-            observe(waited_s)
+    def _missing_s(self, nodes: Capacity, *, pooled: bool) -> float:
+        """For how long requests wait for a node that serves; 0: there is one, or none is
+        expected. Tokens need a decode node, pooled vectors any node."""
+        serving = nodes.prefillers if pooled else nodes.decoders
+        return 0.0 if serving else self._expected_nodes_s(pooled)
+
+    def _note_pause(self, nodes: Capacity, now: float) -> None:
+        """Time without a node says nothing about how fast the queue drains."""
+        self.queue.pause(now, bool(self._missing_s(nodes, pooled=False)))
+
+    # ---- waits ----
+
+    async def _wait(self, ticket: Ticket) -> None:
+        """Until the ticket's turn comes. If it comes at once there is no task switch."""
+        turn = self._turns[ticket.id] = asyncio.get_running_loop().create_future()
+        try:
+            self._pump()
+            await turn
+        except BaseException:
+            self._give_up(ticket, turn)
+            raise
+        finally:
+            del self._turns[ticket.id]
+
+    def _give_up(self, ticket: Ticket, turn: asyncio.Future[None]) -> None:
+        """A request's wait has ended without a journey: it was refused or cancelled, or its client
+        went away. That may happen in the same instant in which it is let in."""
+        if turn.done() and not turn.cancelled():
+            turn.exception()  # so that asyncio does not report it if its waiter was cancelled, too
+        if ticket.state is TicketState.ADMITTED:
+            self.leave(ticket)
+            return
+        self.queue.cancel(ticket, self._clock.monotonic())
+        del self._tickets[ticket.id]
+        self.poke()  # it may have been the large request that held up the others
 
     def _pump(self) -> None:
-        """Let in or refuse the requests whose turn it is, and set the timer for the next one whose
-        time runs out."""
+        """Let in or refuse the requests whose turn it is."""
         now = self._clock.monotonic()
-        for ticket in self.queue.pump(now, self._room()):
+        nodes = Capacity(self._nodes(), self._settings.prefill_window_s)
+        self._note_pause(nodes, now)
+        for ticket in self.queue.pump(now, partial(self._take_room, nodes)):
+            let_in = ticket.state is TicketState.ADMITTED
+            if let_in and ticket.trace.terms.slo.ttft_s is not None:
+                self._levels.promise(ticket, nodes.nodes)
             self._wake(ticket)
+        self._set_timer(nodes, now)
+
+    def _set_timer(self, nodes: Capacity, now: float) -> None:
+        """To look again when the next one's time runs out, or no node is expected any more."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        expiry, nodes = self.queue.next_expiry(), self._nodes()
+        expiry = self.queue.next_expiry()
         ends = [] if expiry is None else [expiry - now]
         if self.queue.num_queued:
             missing = (self._missing_s(nodes, pooled=pooled) for pooled in (False, True))
@@ -349,58 +329,37 @@ class Gate:
             self._timer = loop.call_later(max(0.0, min(ends)) + 0.001, self._pump)
 
     def _wake(self, ticket: Ticket) -> None:
-        entry = self._entries[ticket.id]
-        turn = entry.turn
-        assert turn is not None, "it was queued"
+        """It waits no longer: it was let in, or refused."""
+        turn = self._turns[ticket.id]
         if ticket.state is TicketState.ADMITTED:
-            self._let_in(entry)
+            self._let_in(ticket)
             if not turn.done():
                 turn.set_result(None)
         elif not turn.done():
-            turn.set_exception(self._refusal(entry))
+            turn.set_exception(self._refusal(ticket))
 
-    def _gave_up(self, entry: _Entry) -> None:
-        """A request's wait has ended without a journey: it was refused or cancelled, or its client
-        went away. That may happen in the same instant in which it is let in."""
-        turn = entry.turn
-        if turn is not None and turn.done() and not turn.cancelled():
-            turn.exception()  # so that asyncio does not report it if its waiter was cancelled, too
-        if entry.ticket.state is TicketState.ADMITTED:
-            self.leave(entry)
-            return
-        self.queue.cancel(entry.ticket, self._clock.monotonic())
-        del self._entries[entry.request.id]
-        self.poke()  # it may have been the large request that held up the others
-
-    def _refusal(self, entry: _Entry) -> BatonError:
-        refusal = entry.ticket.refusal
-        assert refusal is not None, "it was refused"
-        if refusal.reason is Reason.SLO:
-            self.stats.ttft.refused += 1
-        if refusal.reason in (Reason.SLO, Reason.DEADLINE, Reason.STOPPING):
-            return _unavailable(refusal)
-        return Overloaded(_WORDS[refusal.reason], retry_after_s=refusal.retry_after_s)
+    def _let_in(self, ticket: Ticket) -> None:
+        waited_s = (ticket.trace.admitted_at or 0.0) - ticket.arrived_at
+        for observe in self.stats.waits:
+            observe(waited_s)
 
 
+@dataclass(slots=True, eq=False)
 class Preparation:
     """One request while it is read. `end` may be called before the context ends; twice is safe.
 
     `counted`: tokens that were only counted. `busy_s`: how long it has kept the event loop busy.
+    `num_bytes`: of its body, as its head says.
     """
 
-    __slots__ = ("_begun", "_gate", "_grant", "_num_bytes", "busy_s", "counted")
-
-    def __init__(self, gate: Gate, grant: Grant) -> None:
-        self._gate = gate
-        self._grant = grant
-        self._begun = False
-        self._num_bytes = 0
-        self.counted = 0
-        self.busy_s = 0.0
+    _gate: Gate
+    grant: Grant
+    counted: int = 0
+    busy_s: float = 0.0
+    num_bytes: int = 0
+    _ended: bool = False
 
     def __enter__(self) -> Preparation:
-        self._gate.prepare(self._grant)
-        self._begun = True
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -409,51 +368,21 @@ class Preparation:
     def reserve(self, num_bytes: int) -> float:
         """Seconds until a body of so many bytes may be read; 0 for a second call, because a route
         may hand the request on to another one. Raises Overloaded."""
-        if self._num_bytes:
+        if self.num_bytes:
             return 0.0
-        self._num_bytes = num_bytes
-        return self._gate.reserve(self._grant, num_bytes)
+        self.num_bytes = num_bytes
+        return self._gate.reserve(self.grant, num_bytes) if num_bytes >= LARGE_BYTES else 0.0
 
     def end(self) -> None:
         """It enters the gate, or needs nothing more."""
-        if self._begun:
-            self._begun = False
-            self._gate.prepared(self._grant, self.counted * COUNTED_SHARE)
-            self._gate.spent(self._grant, self._num_bytes, self.busy_s)
+        if not self._ended:
+            self._ended = True
+            self._gate.prepared(self)
 
 
-class Passage:
-    """One request's way through the gate: entered when it is let in, left when it has ended."""
-
-    __slots__ = ("_entry", "_gate", "_request", "_trace")
-
-    def __init__(self, gate: Gate, request: Request, trace: RequestTrace) -> None:
-        self._gate = gate
-        self._request = request
-        self._trace = trace
-        self._entry: _Entry | None = None
-
-    async def __aenter__(self) -> None:
-        entry = self._gate.enter(self._request, self._trace)
-        # A request that was let in at once, or by the pump on its arrival, needs no task switch.
-        if entry.ticket.state is not TicketState.ADMITTED:
-            await self._gate.turn(entry)
-        self._entry = entry
-
-    async def __aexit__(self, *_: object) -> None:
-        entry, self._entry = self._entry, None
-        if entry is not None:
-            self._gate.leave(entry)
-
-
-def _num_samples(request: Request) -> int:
-    params = request.params
-    return max(params.n, params.best_of or 1, params.beam_width)
-
-
-def _has_started(ticket: Ticket, trace: RequestTrace) -> bool:
+def _has_started(ticket: Ticket) -> bool:
     """Is it part of its node's load by now, or has it ended?"""
-    return trace.dispatched_at is not None or ticket.state is TicketState.OVER
+    return ticket.trace.dispatched_at is not None or ticket.state is TicketState.OVER
 
 
 def _unavailable(refusal: Refusal) -> Unavailable:

@@ -2,21 +2,21 @@
 
 A client may limit the time to the first token (TTFT) and the mean time per further token (TPOT).
 Nodes say at admission what they expect; the request must leave the queue early enough for that.
-Not here: the waiting itself (admission.py), the arithmetic over snapshots (capacity.py).
+Not here: the waiting itself (admission.py), room on the nodes (capacity.py).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from baton.protocol.clock import Clock
-from baton.protocol.request import Request
-from router.nodes.policy import NodeSnapshot
-from router.request.gate.capacity import best_ttft_s, can_keep_tpot
-from router.request.trace import RequestTrace
+from baton.protocol.handles import Role
+from baton.protocol.request import Request, RequestState
+from router.nodes.policy import Ask, NodeSnapshot, prefix_lengths
+from router.nodes.slo import expected_tpot_s, expected_ttft_s, meets
+from router.request.gate.admission import Ticket
 
 GAIN: Final = 0.1  # weight of the newest error
 DEVIATIONS: Final = 2.0
@@ -66,74 +66,97 @@ class TtftError:
         return min(self.seconds, MOST * max(0.0, slack_s))
 
 
-@dataclass(frozen=True, slots=True)
-class LatestStart:
-    """When a request must have begun, None for any time. `by_slo`: its service level says so, not
-    its deadline."""
-
-    at: float | None
-    by_slo: bool
-
-
 class ServiceLevels:
-    """`nodes`: their snapshots now. Alone writes the counts."""
+    """Of requests with a service level, or a time limit, of their own; the others never come here.
+    Alone writes the counts."""
 
-    def __init__(
-        self,
-        clock: Clock,
-        nodes: Callable[[], Sequence[NodeSnapshot]],
-        ttft: SloCounts,
-        tpot: SloCounts,
-    ) -> None:
+    def __init__(self, clock: Clock, ttft: SloCounts, tpot: SloCounts) -> None:
         self._clock = clock
-        self._nodes = nodes
         self._ttft_error = TtftError()
         self._ttft = ttft
         self._tpot = tpot
 
-    def expected_ttft_s(self, request: Request, trace: RequestTrace) -> float:
-        """From its admission to token 1, if the request has a limit; 0 where no node promises
-        anything, and for pooled inputs."""
-        terms = trace.terms
-        if trace.pooled or (terms.slo.ttft_s is None and terms.timeout_s is None):
-            return 0.0
-        limits = [request.deadline] if request.deadline is not None else []
-        limits += [request.arrival + terms.slo.ttft_s] if terms.slo.ttft_s is not None else []
-        left_s = min(limits, default=math.inf) - self._clock.monotonic()
-        return best_ttft_s(request, self._nodes(), left_s) or 0.0
-
-    def refuses_tpot(self, trace: RequestTrace) -> bool:
-        """Does the request ask for a time per token that no node can keep now? Counts it then."""
-        limit_s = trace.terms.slo.tpot_s
-        if limit_s is None or can_keep_tpot(self._nodes(), limit_s):
+    def plan(self, ticket: Ticket, nodes: Sequence[NodeSnapshot]) -> bool:
+        """Write down when a ticket must begin, and what nodes promise it. False: it asks for a time
+        per token that no node can keep now, which is counted."""
+        slo = ticket.trace.terms.slo
+        if slo.tpot_s is not None and not can_keep_tpot(nodes, slo.tpot_s):
+            self._tpot.refused += 1
             return False
-        self._tpot.refused += 1
+        if slo.ttft_s is not None or ticket.trace.terms.timeout_s is not None:
+            first_token_by, ticket.by_slo = _first_token_by(ticket)
+            if first_token_by is not None:
+                self.promise(ticket, nodes)
+                latest = first_token_by - ticket.expected_s
+                slack_s = latest - self._clock.monotonic()
+                margin_s = self._ttft_error.planned_s(slack_s) if ticket.by_slo else 0.0
+                ticket.latest_start = latest - margin_s
         return True
 
-    def latest_start(self, request: Request, trace: RequestTrace, expected_s: float) -> LatestStart:
-        """By its deadline and its service level, if token 1 comes `expected_s` after the start."""
-        ttft_s, deadline = trace.terms.slo.ttft_s, request.deadline
-        if ttft_s is None:
-            return LatestStart(None if deadline is None else deadline - expected_s, by_slo=False)
-        first_token_by = request.arrival + ttft_s
-        if deadline is not None and deadline <= first_token_by:
-            return LatestStart(deadline - expected_s, by_slo=False)
-        latest = first_token_by - expected_s
-        latest -= self._ttft_error.planned_s(latest - self._clock.monotonic())
-        return LatestStart(latest, by_slo=True)
+    def promise(self, ticket: Ticket, nodes: Sequence[NodeSnapshot]) -> None:
+        """Write down how long nodes promise that it takes from admission to token 1; 0 where no
+        node promises anything, and for pooled inputs."""
+        first_token_by, _ = _first_token_by(ticket)
+        if first_token_by is not None and not ticket.trace.pooled:
+            left_s = first_token_by - self._clock.monotonic()
+            ticket.expected_s = best_ttft_s(ticket.request, nodes, left_s) or 0.0
 
-    def observe_ttft(self, request: Request, trace: RequestTrace, expected_s: float) -> None:
-        """Learn from an admitted request, which was expected to take `expected_s` to token 1."""
-        if trace.terms.slo.ttft_s is not None and trace.first_token_at is not None:
-            took_s = trace.first_token_at - (trace.admitted_at or request.arrival)
-            self._ttft_error.observe(took_s - expected_s)
-
-    def count(self, request: Request, trace: RequestTrace, finished: bool) -> None:
-        """A request has ended; `finished`: with all of its output."""
+    def observe(self, ticket: Ticket) -> None:
+        """An admitted request has ended: learn from it, and count it if it was not cancelled."""
+        request, trace = ticket.request, ticket.trace
         slo, first = trace.terms.slo, trace.first_token_at
+        if slo.ttft_s is not None and first is not None:
+            took_s = first - (trace.admitted_at or request.arrival)
+            self._ttft_error.observe(took_s - ticket.expected_s)
+        if trace.outcome == RequestState.CANCELLED:
+            return
         if slo.ttft_s is not None:
             in_time = first is not None and first - request.arrival <= slo.ttft_s
             self._ttft.count(met=in_time)
         if slo.tpot_s is not None:
             tpot_s = trace.tpot_s(request.params.n)
+            finished = trace.outcome == RequestState.FINISHED
             self._tpot.count(met=finished and (tpot_s is None or tpot_s <= slo.tpot_s))
+
+
+def _first_token_by(ticket: Ticket) -> tuple[float | None, bool]:
+    """When a request needs token 1, None for never; and does its service level say so, not its
+    deadline?"""
+    deadline, ttft_s = ticket.request.deadline, ticket.trace.terms.slo.ttft_s
+    if ttft_s is None:
+        return deadline, False
+    by_slo = ticket.request.arrival + ttft_s
+    return (deadline, False) if deadline is not None and deadline <= by_slo else (by_slo, True)
+
+
+def best_ttft_s(request: Request, nodes: Sequence[NodeSnapshot], limit_s: float) -> float | None:
+    """The shortest time to token 1 that a node promises; None: no node promises anything.
+
+    Prefixes are looked up only if nothing is within `limit_s` without.
+    """
+    usable = [node for node in nodes if node.takes_requests]
+    prefillers = [node for node in usable if node.role is Role.PREFILL]
+    # A decode node computes prompts too, where it has shown how fast (router/nodes/placement.py).
+    measured = [n for n in usable if n not in prefillers and n.load.prefill_tokens_per_s > 0]
+    computing = prefillers + measured
+    best = _best_ttft(request, computing, {})
+    if best is None or best <= limit_s:
+        return best
+    ask = Ask(request.known_ids, tenant_salt=request.tenant_salt, adapter=request.adapter)
+    return _best_ttft(request, computing, prefix_lengths(ask, computing))
+
+
+def _best_ttft(
+    request: Request, nodes: Sequence[NodeSnapshot], cached: dict[str, int]
+) -> float | None:
+    length = len(request.known_ids)
+    expected = [expected_ttft_s(node, length - cached.get(node.boot_id, 0)) for node in nodes]
+    known = [seconds for seconds in expected if seconds is not None]
+    # One that has measured nothing may be fast.
+    return min(known) if known and len(known) == len(expected) else None
+
+
+def can_keep_tpot(nodes: Sequence[NodeSnapshot], limit_s: float) -> bool:
+    """Does some decode node take steps within `limit_s`? An idle one does."""
+    decoders = [n for n in nodes if n.role is Role.DECODE and n.takes_requests]
+    return not decoders or any(meets(expected_tpot_s(node), limit_s) for node in decoders)

@@ -1,0 +1,184 @@
+"""The weights of a model once per host: processes that load the same ones map one file in memory.
+
+    first   reads the checkpoint as ever, and copies each layer, packed as its kernel wants it, into
+            the file, which it then only reads
+    others  map the file: no checkpoint is read, nothing is packed, no byte is held twice
+
+A file is named by all that its bytes depend on (`WeightsKey`). Who maps one holds a shared lock on
+it. The last one to let go of it removes it; what a killed process leaves is there for the next one
+with the same key, and removed by the next one with another. Its digests are checked when it is
+mapped. Layers whose memory is not torch's own (oneDNN's packed ones) are not shared, nor are those
+of a GPU; where no file can be made, weights are private, as without all this.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import stat
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+
+from baton.engine.checkpoint.weight_file import VERSION, ReadingFile, WritingFile, remove_if_unheld
+from baton.engine.kernels.cpu.library import product_kernels_for
+from baton.engine.kernels.cpu.quantized import integer_kernels_for
+from baton.engine.memory import pages
+from baton.engine.quantization.linear import Exchange, Linear, Linears
+
+log = logging.getLogger(__name__)
+
+LEAST_BYTES: Final = 64 << 20  # of a checkpoint: below, nothing is gained
+FOLDER: Final = Path("/dev/shm")
+
+
+class WeightSource(Linears, Protocol):
+    """What a decoder is built from: `checkpoint/weights.py`, or a rank's share of it."""
+
+    def tensor(self, *names: str) -> Tensor: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def rounded_head_bytes(self) -> int: ...
+
+
+class CannotShare(Exception):
+    """These weights stay private; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsKey:
+    """All that the bytes of packed weights depend on, beside the machine.
+
+    `digest`: the checkpoint's, with how it is rounded. `rank`, `num_ranks`: which share of it.
+    """
+
+    digest: str
+    dtype: torch.dtype
+    rank: int = 0
+    num_ranks: int = 1
+
+    @property
+    def name(self) -> str:
+        """Of the file, 64 hex digits."""
+        kernels = product_kernels_for(self.dtype, torch.device("cpu"))
+        integers = integer_kernels_for(self.dtype, torch.device("cpu"))
+        parts = (
+            VERSION, self.digest, self.dtype, self.rank, self.num_ranks, torch.__version__,
+            kernels and kernels.identity, integers is not None,
+        )  # fmt: skip
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+@contextmanager
+def shared_weights(
+    source: WeightSource,
+    key: WeightsKey,
+    folder: Path | None = None,
+    exchange: Exchange | None = None,
+) -> Iterator[WeightSource]:
+    """What stands for `source` while a model is built of it: `source` itself where nothing can be
+    shared. While one process builds, others of this user wait here. `exchange`: this process's
+    end of what layers of its rank speak with."""
+    try:
+        place = _own_folder(folder or FOLDER)
+        lock = os.open(place / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except (OSError, CannotShare) as error:
+        log.info("weights are not shared: %s", error)
+        yield source
+        return
+    try:
+        _lock(lock, key)
+        with _opened(place, key, exchange) as file:
+            yield source if file is None else Shared(source, file)
+            if isinstance(file, WritingFile):
+                file.seal(source.num_bytes, source.rounded_head_bytes)
+                pages.trim()  # what was packed on the way
+    finally:
+        os.close(lock)
+
+
+@contextmanager
+def _opened(
+    place: Path, key: WeightsKey, exchange: Exchange | None
+) -> Iterator[ReadingFile | WritingFile | None]:
+    """The key's file: to read it, or to write it; None where that cannot be."""
+    path = place / f"{key.name}.weights"
+    for other in place.iterdir():
+        if other != path and other.name != "lock":
+            remove_if_unheld(other)  # a killed process left it
+    reading = ReadingFile.attach(path, key.dtype, exchange)
+    if reading is not None:
+        log.info("weights: mapped, %.1f MB that this host holds once", reading.num_bytes / 1e6)
+        yield reading
+        return
+    try:
+        writing = WritingFile(path, key.dtype, exchange)
+    except OSError as error:
+        log.info("weights are not shared: %s", error)
+        yield None
+        return
+    try:
+        yield writing
+    finally:
+        writing.close()
+
+
+def _lock(fd: int, key: WeightsKey) -> None:
+    """Wait for this key's byte of the lock file: others build other weights meanwhile."""
+    at = int(key.name[:15], 16)
+    wanted = struct.pack("hhqqixxxx", fcntl.F_WRLCK, os.SEEK_SET, at, 1, 0)
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLKW, wanted)
+
+
+def _own_folder(folder: Path) -> Path:
+    """A folder that only this user reads and writes. Raises CannotShare, OSError."""
+    place = folder / f"baton-weights-{os.geteuid()}"
+    with suppress(FileExistsError):
+        place.mkdir(mode=0o700)
+    found = place.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise CannotShare(f"{place} is not a folder of this user's alone")
+    return place
+
+
+class Shared:
+    """Implements WeightSource: out of the file what is there, else out of `source`."""
+
+    def __init__(self, source: WeightSource, file: ReadingFile | WritingFile) -> None:
+        self._source = source
+        self._file = file
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all weights, as they are kept."""
+        return self._file.num_bytes or self._source.num_bytes
+
+    @property
+    def rounded_head_bytes(self) -> int:
+        """Of them, a head of integers."""
+        return self._file.rounded_head_bytes or self._source.rounded_head_bytes
+
+    def tensor(self, *names: str) -> Tensor:
+        """See Weights.tensor."""
+        found = self._file.take(json.dumps(names), lambda: self._source.tensor(*names))
+        assert isinstance(found, Tensor)
+        return found
+
+    def read(self, modules: Sequence[str], has_bias: bool) -> Linear:
+        """See Linears.read."""
+        name = json.dumps([*modules, has_bias])
+        return self._file.take(name, lambda: self._source.read(modules, has_bias))
+
+    def head(self, tied: Tensor | None) -> Linear:
+        """See Linears.head."""
+        return self._file.take("head", lambda: self._source.head(tied))

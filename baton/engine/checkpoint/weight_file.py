@@ -1,0 +1,304 @@
+"""A file of packed weights in memory: written layer by layer, mapped by others (shared_weights.py).
+
+    tensors, each at a multiple of 64 bytes | index as JSON | its length | magic
+
+The index says of each layer which class it is and where its tensors lie. Classes are those of
+SHARED, by name: what a file says can make no others. A layer that cannot be written is `null`
+there, and is read from the checkpoint by everybody.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import math
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, Final, TypeVar, cast
+
+import torch
+import xxhash
+from torch import Tensor
+
+from baton.engine.kernels.cpu.library import CpuKernels, product_kernels_for
+from baton.engine.kernels.cpu.quantized import (
+    IntegerKernels,
+    PackedInt8,
+    PackedIntegers,
+    integer_kernels_for,
+)
+from baton.engine.memory.shared_area import ALIGNMENT, SharedArea
+from baton.engine.quantization import integer, linear
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+VERSION: Final = 1
+MAGIC: Final = b"baton-weights-\x00\x01"
+CHUNK: Final = 64 << 20  # bytes of one digest
+MOST_BYTES: Final = 1 << 42  # of addresses, not of memory
+SHARED: Final = {
+    kind.__name__: kind
+    for kind in (
+        linear.PlainLinear, linear.PanelLinear, linear.SideBySide, linear.W8A8Share,
+        integer.Reordered, integer.IntegerPanels, integer.W8A8Panels, integer.WidenedLinear,
+        integer.W8A8Linear, integer.Int4Linear, integer.NibbleLinear, integer.IntWeight,
+        PackedIntegers, PackedInt8,
+    )
+}  # fmt: skip
+_DTYPES: Final = {
+    str(kind).removeprefix("torch."): kind
+    for kind in (
+        torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32,
+        torch.int64,
+    )
+}  # fmt: skip
+
+
+class NotWritable(Exception):
+    """A layer holds something that a file cannot; the text says what."""
+
+
+class WritingFile:
+    """A file that is being written. It has its name from `seal` on, and a shared lock from the
+    beginning. Where its memory runs out, all that follows stays private, and it gets no name."""
+
+    def __init__(
+        self, path: Path, dtype: torch.dtype, exchange: linear.Exchange | None = None
+    ) -> None:
+        """Raises OSError where there can be no such file."""
+        self.num_bytes = self.rounded_head_bytes = 0  # once sealed
+        self._path = path
+        self._unfinished = path.with_suffix(".unfinished")
+        with suppress(FileNotFoundError):
+            self._unfinished.unlink()
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        self._fd = os.open(self._unfinished, flags, 0o600)
+        fcntl.flock(self._fd, fcntl.LOCK_SH)
+        self._kernels = _kernels(dtype, exchange)
+        self._exchange = exchange
+        self._index: dict[str, Any] = {}
+        self._places: dict[tuple[int, str, tuple[int, ...]], list[Any]] = {}
+        self._end = 0
+        self._full = False
+        capacity = _room(self._fd)
+        self._area = SharedArea(self._fd, capacity, writable=True)
+        self._area.then(lambda: remove_if_unheld(path))
+
+    def take(self, name: str, make: Callable[[], T]) -> T:
+        """What `make` gives, its tensors in the file where that works."""
+        made = make()
+        if self._full:
+            return made
+        try:
+            written = self._write(made)
+        except NotWritable as error:
+            log.info("weights: not shared: %s", error)
+            self._index[name] = None
+            return made
+        except OSError as error:
+            log.warning("weights are shared in part: no room in %s: %s", self._path.parent, error)
+            self._full = True
+            return made
+        self._index[name] = written
+        return cast("T", _read(written, self._area, self._kernels))
+
+    def seal(self, num_bytes: int, rounded_head_bytes: int) -> None:
+        """All is written: others may map it. Here it can only be read from now on."""
+        self.num_bytes, self.rounded_head_bytes = num_bytes, rounded_head_bytes
+        self._area.seal(self._end)
+        if self._full:
+            return
+        index = {
+            "version": VERSION,
+            "num_bytes": num_bytes,
+            "rounded_head_bytes": rounded_head_bytes,
+            "layers": self._index,
+            "digests": _digests(self._area, self._end),
+        }
+        text = json.dumps(index).encode()
+        try:
+            with os.fdopen(os.dup(self._fd), "wb") as file:
+                file.seek(self._end)
+                file.write(text + len(text).to_bytes(8, "little") + MAGIC)
+            self._unfinished.rename(self._path)
+        except OSError as error:
+            log.warning("weights are not shared: %s", error)
+            return
+        log.info("weights: %.1f MB in %s, for all processes of this host",
+                 self._end / 1e6, self._path)  # fmt: skip
+
+    def close(self) -> None:
+        """Nothing more is written; what was not sealed has no name any more."""
+        with suppress(FileNotFoundError):
+            self._unfinished.unlink()
+
+    def _write(self, value: Any) -> Any:
+        """Raises NotWritable, and OSError where the memory ends."""
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        if isinstance(value, Tensor):
+            return {"tensor": self._place(value)}
+        if isinstance(value, torch.dtype):
+            return {"dtype": str(value).removeprefix("torch.")}
+        if isinstance(value, tuple):
+            return {"tuple": [self._write(each) for each in cast("tuple[Any, ...]", value)]}
+        if isinstance(value, CpuKernels | IntegerKernels):
+            return {"kernels": type(value).__name__}
+        if value is self._exchange:
+            return {"kernels": linear.Exchange.__name__}
+        if type(value).__name__ not in SHARED:
+            raise NotWritable(f"a {type(value).__name__}")
+        parts = {name: self._write(part) for name, part in _attributes(value).items()}
+        return {"class": type(value).__name__, "parts": parts}
+
+    def _place(self, tensor: Tensor) -> list[Any]:
+        """Where its numbers are in the file: written now, unless that memory was before."""
+        if tensor.layout != torch.strided or tensor.device.type != "cpu":
+            raise NotWritable(f"a tensor of layout {tensor.layout} on {tensor.device}")
+        name = str(tensor.dtype).removeprefix("torch.")
+        if name not in _DTYPES:
+            raise NotWritable(f"a tensor of {name}")
+        shape = tuple(tensor.shape)
+        known = self._places.get((tensor.data_ptr(), name, shape))
+        if known is not None:
+            return known
+        start = self._end + -self._end % ALIGNMENT
+        size = tensor.nbytes
+        if size:
+            os.posix_fallocate(self._fd, start, size)  # a fault in a mapping would be fatal
+            copy = self._area.tensor(start, tensor.dtype, shape)
+            copy.copy_(tensor)
+            self._end = start + size
+            place = [start, name, list(shape)]
+            # Later ones may be the copy itself, as of tied embeddings.
+            self._places[copy.data_ptr(), name, shape] = place
+            return place
+        return [0, name, list(shape)]
+
+
+class ReadingFile:
+    """A file that others have written, mapped."""
+
+    def __init__(self, area: SharedArea, index: dict[str, Any], kernels: dict[str, Any]) -> None:
+        self.num_bytes = int(index["num_bytes"])
+        self.rounded_head_bytes = int(index["rounded_head_bytes"])
+        self._area = area
+        self._layers: dict[str, Any] = index["layers"]
+        self._kernels = kernels
+
+    @staticmethod
+    def attach(
+        path: Path, dtype: torch.dtype, exchange: linear.Exchange | None = None
+    ) -> ReadingFile | None:
+        """None if there is no such file, or a broken one, which is removed."""
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        try:
+            found = _index(fd)
+            if found is None or not os.fstat(fd).st_nlink:
+                raise OSError("no whole file of weights")
+            index, end = found
+            area = SharedArea(fd, max(end, 1), writable=False)
+        except (OSError, ValueError, KeyError) as error:
+            os.close(fd)
+            log.warning("%s is not used: %s", path, error)
+            path.unlink(missing_ok=True)
+            return None
+        area.seal(end)
+        if _digests(area, end) != index["digests"]:
+            log.warning("%s is not used: its contents have changed", path)
+            path.unlink(missing_ok=True)
+            return None
+        area.then(lambda: remove_if_unheld(path))
+        return ReadingFile(area, index, _kernels(dtype, exchange))
+
+    def take(self, name: str, make: Callable[[], T]) -> T:
+        """The layer of this name; `make` gives it if the file does not have it."""
+        written = self._layers.get(name)
+        return make() if written is None else cast("T", _read(written, self._area, self._kernels))
+
+
+def remove_if_unheld(path: Path) -> None:
+    """Remove a file of weights that nobody maps. Safe at any time, from any process."""
+    with suppress(OSError):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(fd).st_ino == path.stat().st_ino:
+                path.unlink()
+        finally:
+            os.close(fd)
+
+
+def _read(written: Any, area: SharedArea, kernels: dict[str, Any]) -> Any:
+    """What `WritingFile._write` wrote."""
+    if not isinstance(written, dict):
+        return written
+    match cast("dict[str, Any]", written):
+        case {"tensor": [offset, dtype, shape]}:
+            return area.tensor(offset, _DTYPES[dtype], tuple(shape))
+        case {"dtype": name}:
+            return getattr(torch, name)
+        case {"tuple": parts}:
+            return tuple(_read(part, area, kernels) for part in parts)
+        case {"kernels": name}:
+            return kernels[name]
+        case {"class": name, "parts": parts}:
+            made = object.__new__(SHARED[name])
+            for part, value in parts.items():
+                object.__setattr__(made, part, _read(value, area, kernels))
+            return made
+        case _:
+            raise ValueError(f"not a layer: {written}")
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    if is_dataclass(value):
+        return {spec.name: getattr(value, spec.name) for spec in fields(value)}
+    return dict(vars(value))
+
+
+def _kernels(dtype: torch.dtype, exchange: linear.Exchange | None) -> dict[str, Any]:
+    """What layers call that is this process's own, by the names that files have for it."""
+    cpu = torch.device("cpu")
+    return {
+        CpuKernels.__name__: product_kernels_for(dtype, cpu),
+        IntegerKernels.__name__: integer_kernels_for(dtype, cpu),
+        linear.Exchange.__name__: exchange,
+    }
+
+
+def _index(fd: int) -> tuple[dict[str, Any], int] | None:
+    """The index and where the tensors end; None for what is no whole file of weights."""
+    size, tail = os.fstat(fd).st_size, 8 + len(MAGIC)
+    end = os.pread(fd, tail, max(0, size - tail))
+    length = int.from_bytes(end[:8], "little")
+    if end[8:] != MAGIC or length + tail > size:
+        return None
+    index = json.loads(os.pread(fd, length, size - tail - length))
+    return (index, size - tail - length) if index["version"] == VERSION else None
+
+
+def _digests(area: SharedArea, end: int) -> list[str]:
+    """Of each CHUNK of the tensors, by as many threads as there are cores."""
+
+    def digest(start: int) -> str:
+        return xxhash.xxh3_128(area.view(start, min(start + CHUNK, end))).hexdigest()
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        return list(pool.map(digest, range(0, end, CHUNK)))
+
+
+def _room(fd: int) -> int:
+    """Bytes that a file may grow to here."""
+    found = os.fstatvfs(fd)
+    return min(MOST_BYTES, math.prod((found.f_bavail, found.f_frsize)))

@@ -124,11 +124,8 @@ def test_each_rank_maps_its_share(
     folder: Path, model: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also the layers of w8a8 that speak with other ranks: by this process's own group."""
-    config = EngineConfig(
-        str(model),
-        tensor_parallel_size=2,
-        **({"dtype": "float32", "device": "cpu"} | FORMATS[name]),
-    )
+    options: dict[str, Any] = {"dtype": "float32", "device": "cpu", **FORMATS[name]}
+    config = EngineConfig(str(model), tensor_parallel_size=2, **options)
 
     def logits(group: RankGroup) -> tuple[LoadedModel, torch.Tensor]:
         loaded = load_model(config, group)

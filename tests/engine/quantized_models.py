@@ -16,10 +16,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.tiny_models import make_tiny_model
+from tests.golden.random_models import save_random
+from tests.tiny_models import KINDS, make_tiny_model
 
 SHAPE: Final[dict[str, Any]] = {
     "hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "num_hidden_layers": 2,
+}  # fmt: skip
+MIXTURE: Final[dict[str, Any]] = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
 }  # fmt: skip
 GROUP: Final = 32
 
@@ -206,15 +210,22 @@ RECIPES: Final = {
 }  # fmt: skip
 
 
+def make_plain(kind: str, path: Path) -> Path:
+    """A tiny model or mixture with weights as they are, of SHAPE."""
+    if kind in KINDS:
+        return make_tiny_model(kind, path, **SHAPE)
+    return save_random(path, kind, **SHAPE, **MIXTURE)
+
+
 def make_quantized(
     name: str, path: Path, kind: str = "llama", ignored: tuple[str, ...] = ()
 ) -> tuple[Path, Path]:
-    """(quantized checkpoint, its plain twin) of RECIPES[name];
+    """(quantized checkpoint, its plain twin) of RECIPES[name], of a tiny model or a mixture;
     modules ending in one of `ignored` stay plain."""
     recipe = RECIPES[name]
     quantized, twin = path / "quantized", path / "twin"
-    make_tiny_model(kind, quantized, **SHAPE)
-    make_tiny_model(kind, twin, **SHAPE)
+    for each in (quantized, twin):
+        make_plain(kind, each)
     plain = load_file(twin / "model.safetensors")
     packed = dict(plain)
     generator = torch.Generator().manual_seed(1)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import HashStore
 
 from baton.engine.config import EngineConfig
 from baton.engine.core.active_model import ActiveModel
@@ -17,10 +20,60 @@ from baton.engine.core.assembly import EngineParts, assemble
 from baton.engine.core.engine import Engine
 from baton.engine.core.pooling import Pooler
 from baton.engine.loading.leader import load_leader
+from baton.engine.loading.loading import LoadedModel
+from baton.engine.memory.kv_cache import KVArena
+from baton.engine.memory.layer_groups import one_group
+from baton.engine.parallel.group import RankGroup
 from baton.engine.parallel.messages import Gone, Link, MessageKind
 from baton.engine.parallel.ranks import RankProcess, RankStart
+from baton.engine.running.attention_choice import choose_attention
 from baton.engine.running.runner import ModelRunner
 from baton.engine.running.worker import join
+from baton.engine.state.batch import flatten
+from baton.engine.state.interface import SequenceChunk
+from baton.engine.state.place import RankPlace, rank_layers
+from baton.protocol.kv_spec import HeldBlocks
+
+BLOCK = 8
+
+CHUNKS = (
+    SequenceChunk("a", range(7, 28), 0, (HeldBlocks((1, 4, 2)),)),
+    SequenceChunk("b", range(90, 99), 0, (HeldBlocks((5, 6)),)),
+)
+NEXT = (
+    SequenceChunk("b", (200,), 9, (HeldBlocks((5, 6)),)),
+    SequenceChunk("a", (11, 12, 13), 21, (HeldBlocks((1, 4, 2)),)),
+)
+
+
+def config_of(path: Path, **options: Any) -> EngineConfig:
+    return EngineConfig(str(path), dtype="float32", device="cpu", **options)
+
+
+def logits_of(loaded: LoadedModel, size: int) -> torch.Tensor:
+    """Logits of all rows of CHUNKS, then NEXT, over a pool of this rank's heads."""
+    info = loaded.info
+    arena = KVArena(one_group(rank_layers(info.layers, size)), 8, BLOCK, info.kv_dtype)
+    attention = choose_attention(loaded, arena)
+    told: list[torch.Tensor] = []
+    for chunks in (CHUNKS, NEXT):
+        step = flatten(chunks, attention, BLOCK, loaded.device)
+        told.append(loaded.logits(loaded.forward(step.token_ids, step.positions, step.batch)))
+    return torch.cat(told)
+
+
+def by_threads(size: int, work: Callable[[RankGroup], Any]) -> list[Any]:
+    """What `work` returns for each rank; all of them meet first."""
+    store = HashStore()
+
+    def run(rank: int) -> Any:
+        with torch.inference_mode():
+            group = RankGroup(RankPlace(rank, size), "gloo", deadline_s=60)
+            group.connect(store)
+            return work(group)
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(run, range(size)))
 
 
 class RankThread:

@@ -23,6 +23,7 @@ from baton.engine.performance.ideal import (
 )
 from baton.protocol.errors import ConfigError, ModelRefused
 from baton.protocol.kv_spec import LayerSpec
+from tests.engine.quantized_models import RECIPES
 from tests.tiny_models import make_tiny_model
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -188,7 +189,7 @@ def test_layers_with_a_window_beside_others_hold_blocks_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("quantization", "per_weight"), [("int8", 1.0), ("int4", 0.5 + 2.5 / 128), ("fp8", 1.0)]
+    ("quantization", "per_weight"), [("int8", 1.0), ("int4", 0.5 + 8 / 64), ("fp8", 1.0)]
 )
 def test_quantization_shrinks_matrices_alone(quantization: str, per_weight: float) -> None:
     plain = 596_049_920 - 440_401_920
@@ -199,7 +200,7 @@ def test_quantization_shrinks_matrices_alone(quantization: str, per_weight: floa
 def test_a_rounded_head_is_a_copy_if_tied_and_what_a_step_reads() -> None:
     head, others = 151_936 * 1024, 596_049_920 - 440_401_920
     found = run(QWEN, quantization="int4", bandwidth="1TB/s")
-    narrow = 440_401_920 * (0.5 + 2.5 / 128)
+    narrow = 440_401_920 * (0.5 + 8 / 64)
     assert found.lm_head_quantization == "int8"
     assert found.weight_bytes == int(others * 2 + narrow + head)
     assert found.decode[0].weight_bytes == int((others - head) * 2 + narrow + head)
@@ -232,7 +233,18 @@ def test_a_quantized_checkpoint_says_how_it_is_stored() -> None:
     assert [(each.bits, each.group_size) for each in found if each] == [
         (4, 32), (4, 128), (8, 0), (4, 0),
     ]  # fmt: skip
-    assert StoredWeights("awq", 4, 128).bytes_per_weight == 0.5 + 2.5 / 128
+    assert [each.zeros for each in found if each] == [True, True, True, True]
+    assert StoredWeights("awq", 4, 128).bytes_per_weight == 0.5 + 8 / 128
+    assert StoredWeights("gptq", 4, 128, zeros=False).bytes_per_weight == 0.5 + 4 / 128
+    for given, zeros in (
+        ({"sym": True}, False),
+        ({"sym": False}, True),
+        ({"zero_point": 0}, False),
+    ):
+        quantized = {"quant_method": "gptq", "bits": 4, "group_size": 128, **given}
+        each = stored_weights({"quantization_config": quantized})
+        assert each is not None
+        assert each.zeros is zeros
     with pytest.raises(ModelRefused, match="does not say its bits"):
         stored_weights({"quantization_config": {"quant_method": "quip"}})
 
@@ -417,6 +429,8 @@ def refused(name: str, folder: Path, changes: dict[str, Any], **options: Any) ->
         ({}, {"quantization": "fp8"}, "quantization must be one of none, int8, w8a8, int4"),
         ({}, {"kv_cache_dtype": "float32"}, "kv_cache_dtype must be one of auto, int8, fp8"),
         ({}, {"context": 100_000}, "100000 exceeds the model's own 8192 positions"),
+        ({}, {"quantization": "w8a8", "tensor_parallel_size": 2}, None),
+        ({"quantization_config": RECIPES["w8a8"].config}, {"tensor_parallel_size": 2}, None),
         ({}, {"tensor_parallel_size": 3}, "32 query heads cannot be split over 3 ranks"),
         ({"quantization_config": {"quant_method": "fp8"}}, {}, None),
         (

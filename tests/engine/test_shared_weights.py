@@ -14,10 +14,14 @@ import torch
 
 from baton.engine.checkpoint import shared_weights, weight_file
 from baton.engine.checkpoint.tensors import TensorReader
+from baton.engine.config import EngineConfig
 from baton.engine.loading import loading
-from baton.engine.loading.loading import LoadedModel
+from baton.engine.loading.loading import LoadedModel, load_model
+from baton.engine.parallel.group import RankGroup
 from tests.engine.quantized_models import make_quantized
 from tests.engine.running import load, logits_of
+from tests.engine.tensor_parallel_ranks import by_threads
+from tests.engine.tensor_parallel_ranks import logits_of as rank_logits
 from tests.golden.random_models import save_random
 from tests.tiny_models import VOCAB_SIZE, make_tiny_model
 
@@ -112,6 +116,29 @@ def test_quantized_checkpoints(
     assert same(written, private)
     assert same(mapped, private)
     assert len(files(folder)) == 1
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "w8a8", "int4 in float32"])
+@torch.inference_mode()
+def test_each_rank_maps_its_share(
+    folder: Path, model: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the layers of w8a8 that speak with other ranks: by this process's own group."""
+    options: dict[str, Any] = {"dtype": "float32", "device": "cpu", **FORMATS[name]}
+    config = EngineConfig(str(model), tensor_parallel_size=2, **options)
+
+    def logits(group: RankGroup) -> tuple[LoadedModel, torch.Tensor]:
+        loaded = load_model(config, group)
+        return loaded, rank_logits(loaded, 2)
+
+    written = by_threads(2, logits)
+    assert len(files(folder)) == 2
+    without_checkpoint(monkeypatch)
+    mapped = by_threads(2, logits)
+    for (first, found), (second, again) in zip(written, mapped, strict=True):
+        assert torch.equal(found, again)
+        assert first.weight_bytes == second.weight_bytes
+        assert first.rounded_head_bytes == second.rounded_head_bytes
 
 
 def test_the_last_one_removes_it(folder: Path, model: Path) -> None:

@@ -20,24 +20,22 @@ from baton.engine.config import EngineConfig
 from baton.engine.loading.leader import Written
 from baton.engine.loading.loading import LoadedModel, load_model
 from baton.engine.memory.kv_cache import KVArena
-from baton.engine.memory.layer_groups import one_group
 from baton.engine.parallel.group import RankGroup
 from baton.engine.parallel.messages import Gone, Link, MessageKind, decode_step, encode_step
 from baton.engine.parallel.pool import GroupArena, SharedMemory, make_memory
 from baton.engine.parallel.rank import refuse
-from baton.engine.running.attention_choice import choose_attention
 from baton.engine.state.attention import Attention
 from baton.engine.state.batch import flatten
 from baton.engine.state.interface import SequenceChunk
-from baton.engine.state.place import RankPlace, rank_layers
+from baton.engine.state.place import RankPlace
 from baton.protocol.errors import ConfigError, InternalError, ModelRefused
 from baton.protocol.kv_spec import HeldBlocks, LayerSpec
 from tests.engine.running import relative_error
+from tests.engine.tensor_parallel_ranks import BLOCK, by_threads, config_of, logits_of
 from tests.engine.widened_models import make_widened
 from tests.golden.random_models import save_random
 from tests.tiny_models import make_tiny_model
 
-BLOCK = 8
 LLAMA_BIASED = {"attention_bias": True, "mlp_bias": True}
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 48, "num_experts": 4}
 MODELS: dict[str, Callable[[Path], Path]] = {
@@ -55,44 +53,6 @@ MODELS: dict[str, Callable[[Path], Path]] = {
         path, "qwen2_moe", shared_expert_intermediate_size=40, **MOE
     ),
 }
-CHUNKS = (
-    SequenceChunk("a", range(7, 28), 0, (HeldBlocks((1, 4, 2)),)),
-    SequenceChunk("b", range(90, 99), 0, (HeldBlocks((5, 6)),)),
-)
-NEXT = (
-    SequenceChunk("b", (200,), 9, (HeldBlocks((5, 6)),)),
-    SequenceChunk("a", (11, 12, 13), 21, (HeldBlocks((1, 4, 2)),)),
-)
-
-
-def config_of(path: Path, **options: Any) -> EngineConfig:
-    return EngineConfig(str(path), dtype="float32", device="cpu", **options)
-
-
-def logits_of(loaded: LoadedModel, size: int) -> torch.Tensor:
-    """Logits of all rows of CHUNKS, then NEXT, over a pool of this rank's heads."""
-    info = loaded.info
-    arena = KVArena(one_group(rank_layers(info.layers, size)), 8, BLOCK, info.kv_dtype)
-    attention = choose_attention(loaded, arena)
-    told: list[torch.Tensor] = []
-    for chunks in (CHUNKS, NEXT):
-        step = flatten(chunks, attention, BLOCK, loaded.device)
-        told.append(loaded.logits(loaded.forward(step.token_ids, step.positions, step.batch)))
-    return torch.cat(told)
-
-
-def by_threads(size: int, work: Callable[[RankGroup], Any]) -> list[Any]:
-    """What `work` returns for each rank; all of them meet first."""
-    store = HashStore()
-
-    def run(rank: int) -> Any:
-        with torch.inference_mode():
-            group = RankGroup(RankPlace(rank, size), "gloo", deadline_s=60)
-            group.connect(store)
-            return work(group)
-
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(run, range(size)))
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -256,8 +216,6 @@ def test_ranks_see_one_memory() -> None:
     ("field", "options"),
     [
         ("model_impl", {"model_impl": "transformers"}),
-        ("quantization", {"quantization": "int8"}),
-        ("lm_head_quantization", {"lm_head_quantization": "int8"}),
         ("deterministic", {"deterministic": True}),
     ],
 )

@@ -7,13 +7,16 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from baton.client import AsyncClient, GenerateOptions
+from baton.llm import LLM
 from baton.node.main import LOST_RANK
 from baton.protocol.sampling import SamplingParams
 from tests.cluster import Plan, cluster
+from tests.engine.quantized_models import make_quantized
 from tests.system.processes import Processes
 from tests.system.references import one_engine_tokens, prompts
 from tests.tiny_models import make_tiny_model
@@ -53,6 +56,27 @@ async def test_any_two_sizes_serve_the_tokens_of_one_engine(
         for member, size in zip(c.members, sizes, strict=True):
             ranks = member.engine.ranks
             assert (0 if ranks is None else len(ranks.processes)) == size - 1
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])
+async def test_integer_weights_over_two_sizes_serve_the_tokens_of_one_engine(
+    tmp_path: Path, sizes: tuple[int, int]
+) -> None:
+    """w8a8 as compressed-tensors stores it, and a head of 8 bits; KV goes from one size to the
+    other, so both call the model by one digest."""
+    path, _ = make_quantized("w8a8", tmp_path, "qwen3")
+    options: dict[str, Any] = {"lm_head_quantization": "w8a8"}
+    prefill, decode = ({"tensor_parallel_size": size, **options} for size in sizes)
+    llm = LLM(str(path), num_kv_blocks=64, threads=1, **options)
+    expected = llm.generate([list(prompt) for prompt in PROMPTS], GREEDY)
+    async with cluster(Plan(path, [prefill], [decode], lanes=("grpc",))) as c:
+        done = await c.generate(PROMPTS, GREEDY)
+        await c.settle()
+        found = [list(generation.token_ids) for generation in done]
+        assert found == [list(each.outputs[0].token_ids) for each in expected]
+        assert {generation.retries for generation in done} == {0}
+        assert c.decode[0].stats.num_prompt_tokens == 0, "all KV came from the prefill node"
+        assert c.decode[0].transfers.bytes_received["grpc"] > 0
 
 
 def children(pid: int) -> Iterator[int]:

@@ -33,7 +33,7 @@ from baton.engine.checkpoint.weight_file import VERSION, ReadingFile, WritingFil
 from baton.engine.kernels.cpu.library import product_kernels_for
 from baton.engine.kernels.cpu.quantized import integer_kernels_for
 from baton.engine.memory import pages
-from baton.engine.quantization.linear import Linear, Linears
+from baton.engine.quantization.linear import Exchange, Linear, Linears
 
 log = logging.getLogger(__name__)
 
@@ -81,10 +81,14 @@ class WeightsKey:
 
 @contextmanager
 def shared_weights(
-    source: WeightSource, key: WeightsKey, folder: Path | None = None
+    source: WeightSource,
+    key: WeightsKey,
+    folder: Path | None = None,
+    exchange: Exchange | None = None,
 ) -> Iterator[WeightSource]:
     """What stands for `source` while a model is built of it: `source` itself where nothing can be
-    shared. While one process builds, others of this user wait here."""
+    shared. While one process builds, others of this user wait here. `exchange`: this process's
+    end of what layers of its rank speak with."""
     try:
         place = _own_folder(folder or FOLDER)
         lock = os.open(place / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -94,7 +98,7 @@ def shared_weights(
         return
     try:
         _lock(lock, key)
-        with _opened(place, key) as file:
+        with _opened(place, key, exchange) as file:
             yield source if file is None else Shared(source, file)
             if isinstance(file, WritingFile):
                 file.seal(source.num_bytes, source.rounded_head_bytes)
@@ -104,19 +108,21 @@ def shared_weights(
 
 
 @contextmanager
-def _opened(place: Path, key: WeightsKey) -> Iterator[ReadingFile | WritingFile | None]:
+def _opened(
+    place: Path, key: WeightsKey, exchange: Exchange | None
+) -> Iterator[ReadingFile | WritingFile | None]:
     """The key's file: to read it, or to write it; None where that cannot be."""
     path = place / f"{key.name}.weights"
     for other in place.iterdir():
         if other != path and other.name != "lock":
             remove_if_unheld(other)  # a killed process left it
-    reading = ReadingFile.attach(path, key.dtype)
+    reading = ReadingFile.attach(path, key.dtype, exchange)
     if reading is not None:
         log.info("weights: mapped, %.1f MB that this host holds once", reading.num_bytes / 1e6)
         yield reading
         return
     try:
-        writing = WritingFile(path, key.dtype)
+        writing = WritingFile(path, key.dtype, exchange)
     except OSError as error:
         log.info("weights are not shared: %s", error)
         yield None

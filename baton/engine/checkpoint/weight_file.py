@@ -45,9 +45,10 @@ MOST_BYTES: Final = 1 << 42  # of addresses, not of memory
 SHARED: Final = {
     kind.__name__: kind
     for kind in (
-        linear.PlainLinear, linear.PanelLinear, linear.SideBySide, integer.Reordered,
-        integer.IntegerPanels, integer.W8A8Panels, integer.WidenedLinear, integer.W8A8Linear,
-        integer.Int4Linear, integer.NibbleLinear, integer.IntWeight, PackedIntegers, PackedInt8,
+        linear.PlainLinear, linear.PanelLinear, linear.SideBySide, linear.W8A8Share,
+        integer.Reordered, integer.IntegerPanels, integer.W8A8Panels, integer.WidenedLinear,
+        integer.W8A8Linear, integer.Int4Linear, integer.NibbleLinear, integer.IntWeight,
+        PackedIntegers, PackedInt8,
     )
 }  # fmt: skip
 _DTYPES: Final = {
@@ -67,7 +68,9 @@ class WritingFile:
     """A file that is being written. It has its name from `seal` on, and a shared lock from the
     beginning. Where its memory runs out, all that follows stays private, and it gets no name."""
 
-    def __init__(self, path: Path, dtype: torch.dtype) -> None:
+    def __init__(
+        self, path: Path, dtype: torch.dtype, exchange: linear.Exchange | None = None
+    ) -> None:
         """Raises OSError where there can be no such file."""
         self.num_bytes = self.rounded_head_bytes = 0  # once sealed
         self._path = path
@@ -77,7 +80,8 @@ class WritingFile:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._fd = os.open(self._unfinished, flags, 0o600)
         fcntl.flock(self._fd, fcntl.LOCK_SH)
-        self._kernels = _kernels(dtype)
+        self._kernels = _kernels(dtype, exchange)
+        self._exchange = exchange
         self._index: dict[str, Any] = {}
         self._places: dict[tuple[int, str, tuple[int, ...]], list[Any]] = {}
         self._end = 0
@@ -146,6 +150,8 @@ class WritingFile:
             return {"tuple": [self._write(each) for each in cast("tuple[Any, ...]", value)]}
         if isinstance(value, CpuKernels | IntegerKernels):
             return {"kernels": type(value).__name__}
+        if value is self._exchange:
+            return {"kernels": linear.Exchange.__name__}
         if type(value).__name__ not in SHARED:
             raise NotWritable(f"a {type(value).__name__}")
         parts = {name: self._write(part) for name, part in _attributes(value).items()}
@@ -179,15 +185,17 @@ class WritingFile:
 class ReadingFile:
     """A file that others have written, mapped."""
 
-    def __init__(self, area: SharedArea, index: dict[str, Any], dtype: torch.dtype) -> None:
+    def __init__(self, area: SharedArea, index: dict[str, Any], kernels: dict[str, Any]) -> None:
         self.num_bytes = int(index["num_bytes"])
         self.rounded_head_bytes = int(index["rounded_head_bytes"])
         self._area = area
         self._layers: dict[str, Any] = index["layers"]
-        self._kernels = _kernels(dtype)
+        self._kernels = kernels
 
     @staticmethod
-    def attach(path: Path, dtype: torch.dtype) -> ReadingFile | None:
+    def attach(
+        path: Path, dtype: torch.dtype, exchange: linear.Exchange | None = None
+    ) -> ReadingFile | None:
         """None if there is no such file, or a broken one, which is removed."""
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -211,7 +219,7 @@ class ReadingFile:
             path.unlink(missing_ok=True)
             return None
         area.then(lambda: remove_if_unheld(path))
-        return ReadingFile(area, index, dtype)
+        return ReadingFile(area, index, _kernels(dtype, exchange))
 
     def take(self, name: str, make: Callable[[], T]) -> T:
         """The layer of this name; `make` gives it if the file does not have it."""
@@ -259,12 +267,13 @@ def _attributes(value: Any) -> dict[str, Any]:
     return dict(vars(value))
 
 
-def _kernels(dtype: torch.dtype) -> dict[str, Any]:
-    """Of this process, by the names that files have for them."""
+def _kernels(dtype: torch.dtype, exchange: linear.Exchange | None) -> dict[str, Any]:
+    """What layers call that is this process's own, by the names that files have for it."""
     cpu = torch.device("cpu")
     return {
         CpuKernels.__name__: product_kernels_for(dtype, cpu),
         IntegerKernels.__name__: integer_kernels_for(dtype, cpu),
+        linear.Exchange.__name__: exchange,
     }
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from baton.engine.quantization.linear import Linear, LinearFormat, SideBySide, c
 from baton.protocol.errors import ModelRefused
 
 HEAD: Final = "lm_head"
+StoredWeight = IntWeight | Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +50,35 @@ class WeightFormats:
     head: Scheme | None = None
 
 
+class Share(Protocol):
+    """Which part of a checkpoint a tensor-parallel rank reads."""
+
+    def tensor(self, name: str, whole: Tensor) -> Tensor:
+        """Its part of an embedding or a bias; other tensors whole."""
+        ...
+
+    def weight(self, module: str, whole: StoredWeight) -> StoredWeight:
+        """Its part of a product's weight [out, in]. Raises ModelRefused if it cannot be cut."""
+        ...
+
+    def adds_bias(self, module: str, part: StoredWeight) -> bool:
+        """Whether this rank, with this part of the product's weight, adds its part of the bias."""
+        ...
+
+
 class Weights:
     """A checkpoint under the names that it would have unquantized. Implements linear.Linears."""
 
-    def __init__(self, reader: TensorReader, formats: WeightFormats, layout: Layout | None) -> None:
+    def __init__(
+        self,
+        reader: TensorReader,
+        formats: WeightFormats,
+        layout: Layout | None,
+        share: Share | None = None,
+    ) -> None:
+        """`share`: the part that is read; None = everything."""
         self._reader, self._formats, self._layout = reader, formats, layout
+        self._share = share
         self._modules = module_names(reader.names, layout) if layout else frozenset[str]()
         self._tensor_bytes: dict[str, int] = {}  # by tensor name: a tied one counts once
         self.rounded_head_bytes = 0  # of a head of integers, once it was read
@@ -81,80 +106,101 @@ class Weights:
 
     def tensor(self, *names: str) -> Tensor:
         """Tensors stacked along their first dimension, in the model's dtype; integers widened."""
-        if not any(name.removesuffix(".weight") in self._modules for name in names):
+        quantized = any(name.removesuffix(".weight") in self._modules for name in names)
+        if self._share is None and not quantized:
             whole = self._reader.read(*names)
         else:
-            parts = (self._weight(name.removesuffix(".weight")) for name in names)
-            widened = [
-                part.dequantized(self._reader.dtype) if isinstance(part, IntWeight) else part
-                for part in parts
-            ]
-            whole = torch.cat(widened)
+            parts = [self._tensor(name) for name in names]
+            whole = parts[0] if len(parts) == 1 else torch.cat(parts)
         self._count(names, whole.nbytes)
         return whole
 
     def read(self, modules: Sequence[str], has_bias: bool) -> Linear:
         """See Linears.read."""
-        bias = self.tensor(*(f"{module}.bias" for module in modules)) if has_bias else None
         names = [f"{module}.weight" for module in modules]
-        if self._layout is None and self._formats.scheme is None:
-            return self._formats.plain(self.tensor(*names), bias)
+        biases = [f"{module}.bias" for module in modules] if has_bias else []
+        if self._layout is None and self._formats.scheme is None and self._share is None:
+            return self._formats.plain(
+                self.tensor(*names), self.tensor(*biases) if biases else None
+            )
         parts = [self._weight(module) for module in modules]
-        integers = [part for part in parts if isinstance(part, IntWeight)]
-        if len(integers) == len(parts) and (whole := stack_weights(integers)) is not None:
-            self._count(names, whole.num_bytes)
-            return self._formats.integers(whole, bias)
-        sizes = (part.num_bytes if isinstance(part, IntWeight) else part.nbytes for part in parts)
-        self._count(names, sum(sizes))
-        return self._side_by_side(parts, bias)
+        self._count(names, sum(_num_bytes(part) for part in parts))
+        adds_bias = self._share is None or self._share.adds_bias(modules[0], parts[0])
+        bias = self.tensor(*biases) if biases and adds_bias else None
+        whole = _stacked(parts)
+        return self._side_by_side(parts, bias) if whole is None else self._layer(whole, bias)
 
     def head(self, tied: Tensor | None) -> Linear:
         """See Linears.head."""
-        weight = self._stored(HEAD) if tied is None else tied
+        weight = self._part(HEAD, self._stored(HEAD)) if tied is None else tied
         if isinstance(weight, Tensor) and self._formats.head is not None:
             weight = _rounded(HEAD, weight, self._formats.head, "lm_head_quantization")
         if isinstance(weight, IntWeight):
             self.rounded_head_bytes = weight.num_bytes
-            self._count((f"{HEAD}.weight",), weight.num_bytes)
-            return self._formats.integers(weight, None)
-        if tied is None:
-            self._count((f"{HEAD}.weight",), weight.nbytes)
-        return self.plain(weight, None)
+        if isinstance(weight, IntWeight) or tied is None:
+            self._count((f"{HEAD}.weight",), _num_bytes(weight))
+        return self._layer(weight, None)
 
-    def plain(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        """A layer of weights in hand, as they are: weight [out, in], bias [out]."""
+    def _tensor(self, name: str) -> Tensor:
+        """One tensor, or this rank's part of it."""
+        module = name.removesuffix(".weight")
+        whole = self._stored(module) if module in self._modules else self._reader.read(name)
+        if isinstance(whole, IntWeight):
+            whole = whole.dequantized(self._reader.dtype)
+        return whole if self._share is None else self._share.tensor(name, whole)
+
+    def _layer(self, weight: StoredWeight, bias: Tensor | None) -> Linear:
+        """weight [out, in], bias [out]."""
+        if isinstance(weight, IntWeight):
+            return self._formats.integers(weight, bias)
         return self._formats.plain(weight, bias)
 
-    def _weight(self, module: str) -> IntWeight | Tensor:
-        """The weight of one module: the checkpoint's integers, or rounded here, or plain."""
+    def _part(self, module: str, whole: StoredWeight) -> StoredWeight:
+        return whole if self._share is None else self._share.weight(module, whole)
+
+    def _weight(self, module: str) -> StoredWeight:
+        """The weight of one module: the checkpoint's integers, or rounded here, or plain. A rank's
+        part has the integers of the whole."""
         weight = self._stored(module)
         scheme = self._formats.scheme
-        if isinstance(weight, IntWeight) or scheme is None:
-            return weight
-        return _rounded(module, weight, scheme, "quantization")
+        if isinstance(weight, Tensor) and scheme is not None:
+            weight = _rounded(module, weight, scheme, "quantization")
+        return self._part(module, weight)
 
-    def _stored(self, module: str) -> IntWeight | Tensor:
+    def _stored(self, module: str) -> StoredWeight:
         """The weight of one module as the checkpoint has it."""
         if self._layout is not None and module in self._modules:
             return self._layout.weight(module, self._reader)
         return self._reader.read(f"{module}.weight")
 
-    def _side_by_side(self, parts: Sequence[IntWeight | Tensor], bias: Tensor | None) -> Linear:
+    def _side_by_side(self, parts: Sequence[StoredWeight], bias: Tensor | None) -> Linear:
         """Modules of one input in different formats (some are on the checkpoint's ignore list)."""
         layers: list[Linear] = []
         at = 0
         for part in parts:
             outputs = part.shape[0]
             share = None if bias is None else bias[at : at + outputs]
-            make = self._formats.integers if isinstance(part, IntWeight) else self._formats.plain
-            layers.append(make(part, share))  # pyright: ignore[reportArgumentType]
+            layers.append(self._layer(part, share))
             at += outputs
-        return layers[0] if len(layers) == 1 else SideBySide(tuple(layers))
+        return SideBySide(tuple(layers))
 
     def _count(self, names: Sequence[str], num_bytes: int) -> None:
         for name in names:
             self._tensor_bytes[name] = 0
         self._tensor_bytes[names[0]] = num_bytes
+
+
+def _stacked(parts: Sequence[StoredWeight]) -> StoredWeight | None:
+    """The parts stacked along their outputs; None if their formats differ."""
+    integers = [part for part in parts if isinstance(part, IntWeight)]
+    if integers:
+        return stack_weights(integers) if len(integers) == len(parts) else None
+    plain = [part for part in parts if isinstance(part, Tensor)]
+    return plain[0] if len(plain) == 1 else torch.cat(plain)
+
+
+def _num_bytes(weight: StoredWeight) -> int:
+    return weight.num_bytes if isinstance(weight, IntWeight) else weight.nbytes
 
 
 def _rounded(module: str, weight: Tensor, scheme: Scheme, field: str) -> IntWeight:
@@ -173,12 +219,14 @@ def open_weights(
     scheme: Scheme | None,
     device: torch.device,
     head: Scheme | None = None,
+    share: Share | None = None,
 ) -> Weights:
     """The weights behind `reader`; `scheme` and `head` None = as the checkpoint stores them.
+    `share`: see Weights.
 
     Raises ModelRefused for a quantized checkpoint whose layout is not understood.
     """
     layout = integer_layout(quantization_config)
     integers = QuantizedFormat(reader.dtype, device)
     plain = choose_linear(reader.dtype, device)
-    return Weights(reader, WeightFormats(plain, integers, scheme, head), layout)
+    return Weights(reader, WeightFormats(plain, integers, scheme, head), layout, share)

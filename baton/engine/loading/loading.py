@@ -27,7 +27,7 @@ from baton.engine.checkpoint.shared_weights import (
     WeightSource,
     shared_weights,
 )
-from baton.engine.checkpoint.weights import Weights, open_weights
+from baton.engine.checkpoint.weights import Share, Weights, open_weights
 from baton.engine.checkpoint.widening import open_tensors
 from baton.engine.config import EngineConfig
 from baton.engine.kernels.rope import position_limit, rope_rule
@@ -49,7 +49,7 @@ from baton.engine.quantization.integer import SCHEMES
 from baton.engine.state.attention import AttentionLayer
 from baton.engine.state.batch import Batch
 from baton.engine.state.interface import ModelInfo
-from baton.engine.state.place import RankPlace, choose_device
+from baton.engine.state.place import choose_device
 
 if TYPE_CHECKING:  # lazy at run time: most engines have one rank
     from baton.engine.parallel.group import RankGroup
@@ -193,7 +193,8 @@ def _build(
         reader = open_tensors(checkpoint, dtype, device)
         quantized = checkpoint.config.get("quantization_config")
         scheme = next((each for each in SCHEMES if each == config.quantization), None)
-        weights = open_weights(reader, quantized, scheme, device, head_scheme(config))
+        share = None if group is None else _share(lean, group)
+        weights = open_weights(reader, quantized, scheme, device, head_scheme(config), share)
         try:
             _check_names(lean, weights.names, checkpoint.config)
         except NotLean as reason:
@@ -217,6 +218,13 @@ def _check_names(config: DecoderConfig, names: frozenset[str], values: dict[str,
         raise NotLean(f"tensors missing: {missing[:3]}, not understood: {unknown[:3]}")
 
 
+def _share(lean: DecoderConfig, group: RankGroup) -> Share:
+    """What this rank reads."""
+    from baton.engine.parallel.sharding import RankShare
+
+    return RankShare(lean, group)
+
+
 def _build_lean(
     config: EngineConfig,
     checkpoint: Checkpoint,
@@ -224,35 +232,29 @@ def _build_lean(
     weights: Weights,
     group: RankGroup | None,
 ) -> _Built:
-    if group is not None:  # this rank's share
-        from baton.engine.parallel.rank import RankModel
-        from baton.engine.parallel.sharding import RankWeights
+    with _once_per_host(config, checkpoint, weights, group) as source:
+        if group is not None:  # this rank's share
+            from baton.engine.parallel.rank import RankModel
 
-        share = RankWeights(lean, weights, group.place)
-        with _once_per_host(config, checkpoint, weights, share, group.place) as source:
-            model = RankModel.of(lean, source, group)
-        return _Built("lean", model, source.num_bytes, source.rounded_head_bytes)
-    with _once_per_host(config, checkpoint, weights, weights) as source:
-        decoder = Decoder(lean, source.tensor, source, config.deterministic)
-    whole = FixedTiles(decoder) if config.deterministic else decoder
-    return _Built("lean", whole, source.num_bytes, source.rounded_head_bytes)
+            model: CausalModel = RankModel.of(lean, source, group)
+        else:
+            decoder = Decoder(lean, source.tensor, source, config.deterministic)
+            model = FixedTiles(decoder) if config.deterministic else decoder
+    return _Built("lean", model, source.num_bytes, source.rounded_head_bytes)
 
 
 def _once_per_host(
-    config: EngineConfig,
-    checkpoint: Checkpoint,
-    weights: Weights,
-    source: WeightSource,
-    place: RankPlace | None = None,
+    config: EngineConfig, checkpoint: Checkpoint, weights: Weights, group: RankGroup | None
 ) -> AbstractContextManager[WeightSource]:
-    """What to build from in place of `source`, all of `weights` or the share of `place`."""
+    """What to build from in place of `weights`, which are those of the group's rank here."""
     small = sum(path.stat().st_size for path in checkpoint.weight_files) < LEAST_BYTES
     if not config.shared_weights or weights.device.type != "cpu" or small:
-        return nullcontext(source)
+        return nullcontext(weights)
     digest = _digest(checkpoint, config)
-    if place is None:
-        return shared_weights(source, WeightsKey(digest, weights.dtype))
-    return shared_weights(source, WeightsKey(digest, weights.dtype, place.rank, place.size))
+    if group is None:
+        return shared_weights(weights, WeightsKey(digest, weights.dtype))
+    key = WeightsKey(digest, weights.dtype, group.place.rank, group.place.size)
+    return shared_weights(weights, key, exchange=group)
 
 
 def _build_universal(

@@ -38,18 +38,20 @@ class ExpertsShape:
 
 @dataclass(frozen=True, slots=True)
 class StoredWeights:
-    """How a quantized checkpoint stores the matrices of its layers."""
+    """How the matrices of a model's layers are held."""
 
     method: str
     bits: int
     group_size: int = 0  # weights that share a scale; 0 = a whole row or more
     widened: bool = False  # when it is read: it is kept plain
+    zeros: bool = True  # and a zero
 
     @property
     def bytes_per_weight(self) -> float:
-        """With a 16-bit scale and a zero point of `bits` per group."""
-        scales = (2 + self.bits / 8) / self.group_size if self.group_size else 0.0
-        return self.bits / 8 + scales
+        """With a scale per group, and a zero: float32, as layers hold them."""
+        if not self.group_size:
+            return self.bits / 8
+        return self.bits / 8 + (8 if self.zeros else 4) / self.group_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +251,8 @@ def stored_weights(c: dict[str, Any]) -> StoredWeights | None:
             f"the quantization of method {method} does not say its bits", field="model"
         )
     group_size = weights.get("group_size") or weights.get("q_group_size") or 0
-    return StoredWeights(method, bits, max(0, group_size))
+    symmetric = weights.get("sym", weights.get("symmetric", not weights.get("zero_point", True)))
+    return StoredWeights(method, bits, max(0, group_size), zeros=not symmetric)
 
 
 # ---- families ----
@@ -277,7 +280,7 @@ def _qwen_moe(c: dict[str, Any]) -> ModelShape:
     third = c["model_type"] == "qwen3_moe"
     bias = bool(c.get("attention_bias", False)) if third else bool(c.get("qkv_bias", True))
     attention = _attention(c, qkv_bias=bias, output_bias=bias and third, qk_norm=third)
-    hidden, routed = c["hidden_size"], c["num_experts"]
+    hidden, routed = c["hidden_size"], _routed(c) or c["num_experts"]
     shared = 0 if third else c["shared_expert_intermediate_size"]
     sparse = _experts(hidden, c["moe_intermediate_size"], routed, shared)
     if not third:  # one more row in front of the shared expert: its gate

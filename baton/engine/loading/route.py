@@ -58,7 +58,7 @@ def choose_route(values: dict[str, Any], config: EngineConfig) -> DecoderConfig 
             field="quantization",
         )
     if config.tensor_parallel_size > 1:
-        _refuse_ranks(config, integers or classifies(values))
+        _refuse_ranks(config, classifies(values))
     if config.model_impl == "transformers":
         leave_lean(values, config, "not with model_impl transformers")
     else:
@@ -161,13 +161,13 @@ def _refuse_kind(values: dict[str, Any]) -> None:
         )
 
 
-def _refuse_ranks(config: EngineConfig, special: bool) -> None:
-    """Raise for what does not go with ranks, whatever the route. `special`: what is read."""
+def _refuse_ranks(config: EngineConfig, classifier: bool) -> None:
+    """Raise for what does not go with ranks, whatever the route."""
     from baton.engine.parallel.rank import refuse  # lazy: most engines have one rank
 
     refuse(config)
-    if special:
-        message = "quantized weights and classifiers are not split over ranks yet"
+    if classifier:
+        message = "classifiers are not split over ranks yet"
         raise ModelRefused(message, field="tensor_parallel_size")
 
 

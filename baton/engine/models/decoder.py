@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -36,7 +37,7 @@ from baton.engine.models.lora import (
     merge_parts,
     rows_by_adapter,
 )
-from baton.engine.quantization.linear import Linear, Linears, in_float32
+from baton.engine.quantization.linear import Linear, Linears, W8A8Share, in_float32
 from baton.engine.state.attention import AttentionLayer
 from baton.engine.state.batch import Batch
 from baton.engine.state.work import ParameterCounts
@@ -45,6 +46,7 @@ from baton.protocol.kv_spec import LayerSpec
 
 # A checkpoint's tensor by name, in the model's dtype and place; several names: stacked.
 ReadTensor = Callable[..., Tensor]
+Reduce = Callable[[Tensor], Tensor]
 
 
 class Shards(Protocol):
@@ -102,6 +104,15 @@ class Projection:
         """x [T, in] -> [T, out]."""
         return apply_deltas(x, self.linear(x), self.deltas, groups)
 
+    def summed(self, x: Tensor, groups: Sequence[AdapterRows], reduce: Reduce) -> Tensor:
+        """x [T, in of this rank] -> [T, out], summed over the ranks; `reduce`: see Shards."""
+        if not isinstance(self.linear, W8A8Share):
+            return reduce(self(x, groups))
+        y = self.linear(x)
+        if any(group.id in self.deltas for group in groups):
+            y += reduce(apply_deltas(x, torch.zeros_like(y), self.deltas, groups))
+        return y
+
     def adapt(self, adapter: Adapter) -> set[str]:
         """Take the adapter's deltas for these parts; their module paths. Raises ModelRefused."""
         held = {module: adapter.deltas[module] for module in self.parts if module in adapter.deltas}
@@ -127,9 +138,10 @@ class Mlp:
     down: Projection  # [I] -> [H]
     between: Elementwise
 
-    def __call__(self, hidden: Tensor, groups: Sequence[AdapterRows]) -> Tensor:
-        """hidden [T, H] -> [T, H]."""
-        return self.down(self.between.swiglu(self.gate_up(hidden, groups)), groups)
+    def summed(self, hidden: Tensor, groups: Sequence[AdapterRows], reduce: Reduce) -> Tensor:
+        """hidden [T, H] -> [T, H], summed over the ranks; `reduce`: see Shards."""
+        inner = self.between.swiglu(self.gate_up(hidden, groups))
+        return self.down.summed(inner, groups, reduce)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,9 +268,9 @@ class Decoder:
             residual, hidden = between.add_norm(residual, delta, layer.input_norm, eps)
             queries, keys, values = self._heads(layer, hidden, rotation, groups)
             attended = batch.attend(index, queries, keys, values)
-            delta = reduce(layer.output(attended.flatten(1), groups))
+            delta = layer.output.summed(attended.flatten(1), groups, reduce)
             residual, hidden = between.add_norm(residual, delta, layer.mlp_norm, eps)
-            delta = reduce(layer.mlp(hidden, groups))
+            delta = layer.mlp.summed(hidden, groups, reduce)
         return between.add_norm(residual, delta, self._final_norm, eps)[1]
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from baton.engine.kernels.cpu.quantized import PackedIntegers
 from baton.engine.kernels.cpu.step import StepLinear
 from baton.engine.models.compiled_step import step_linears
 from baton.engine.models.lora import AdapterRows
-from baton.engine.quantization.linear import Linear
+from baton.engine.quantization.linear import Linear, W8A8Share
 
 VECTOR = 16  # numbers: rows of compiled experts are a multiple of them
 
@@ -39,9 +39,16 @@ class Expert:
     down: Linear  # [I] -> [H]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [n, H] -> [n, H]."""
+        """x [n, H] -> [n, H]; of a rank its part of a sum, whatever the format."""
+        inner, down = self.inner(x), self.down
+        if isinstance(down, W8A8Share):
+            return down.partial(*down.rounded(inner))
+        return down(inner)
+
+    def inner(self, x: Tensor) -> Tensor:
+        """x [n, H] -> [n, I], what `down` takes."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(functional.silu(gate) * up)
+        return functional.silu(gate) * up
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +88,30 @@ class Experts:
         mixed = answers.sum(dim=1)
         return mixed if self.shared is None else mixed + self.shared(hidden)
 
+    def summed(
+        self, hidden: Tensor, groups: Sequence[AdapterRows], reduce: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """See decoder.Mlp.summed."""
+        return reduce(self(hidden, groups))
+
     def _answers(self, hidden: Tensor, chosen: Tensor) -> Tensor:
         """What each choice of each token says: chosen [T, per_token] -> [T, per_token, H]."""
         order = chosen.flatten().argsort(stable=True)
         counts = torch.bincount(chosen.flatten(), minlength=len(self.experts)).tolist()
-        rows = hidden[order // self.per_token]
-        answers = torch.empty_like(rows)
+        met = [each for each in zip(self.experts, order.split(counts), strict=True) if len(each[1])]
+        inner = torch.cat([expert.inner(hidden[rows // self.per_token]) for expert, rows in met])
+        # The ranks exchange what rows are rounded by: once, not for each expert.
+        share = next((e.down for e, _ in met if isinstance(e.down, W8A8Share)), None)
+        rounded, scales = (inner, inner) if share is None else share.rounded(inner)
+        answers = hidden.new_empty(len(order), hidden.shape[1])
         start = 0
-        for expert, count in zip(self.experts, counts, strict=True):
-            if count:
-                answers[order[start : start + count]] = expert(rows[start : start + count])
-            start += count
+        for expert, rows in met:
+            part, down = slice(start, start + len(rows)), expert.down
+            exchanged = isinstance(down, W8A8Share)
+            answers[rows] = (
+                down.partial(rounded[part], scales[part]) if exchanged else down(inner[part])
+            )
+            start = part.stop
         return answers.view(*chosen.shape, -1)
 
     def _answers_of_all(self, hidden: Tensor, chosen: Tensor) -> Tensor:

@@ -51,10 +51,13 @@ class RankGroup:
 
         Raises InternalError.
         """
-        tensor = tensor.contiguous()
-        options = dist.AllreduceOptions()
-        self._run(options, lambda group: group.allreduce([tensor], options))
-        return tensor
+        return self._all_reduce(tensor, dist.AllreduceOptions())
+
+    def all_reduce_max(self, tensor: Tensor) -> Tensor:
+        """As all_reduce, the greatest of each number's instead of their sum."""
+        options: Any = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        return self._all_reduce(tensor, options)
 
     def gather(self, tensor: Tensor) -> list[Tensor] | None:
         """Each rank's `tensor` (of one shape) in rank order, on the leader; None elsewhere.
@@ -75,6 +78,11 @@ class RankGroup:
         options = dist.BroadcastOptions()
         options.rootRank = LEADER
         self._run(options, lambda group: group.broadcast([tensor], options))
+        return tensor
+
+    def _all_reduce(self, tensor: Tensor, options: Any) -> Tensor:
+        tensor = tensor.contiguous()
+        self._run(options, lambda group: group.allreduce([tensor], options))
         return tensor
 
     def _run(self, options: Any, collective: Callable[[Any], Any]) -> None:

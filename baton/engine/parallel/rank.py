@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -28,20 +28,19 @@ from baton.protocol.kv_spec import LayerSpec
 
 @dataclass(frozen=True, slots=True)
 class RankModel:
-    """Implements CausalModel; every rank calls it alike, at the same time. `weight_bytes`: of this
-    rank."""
+    """Implements CausalModel; every rank calls it alike, at the same time."""
 
     decoder: Decoder
     cuts: Cuts
     layers: tuple[LayerSpec, ...]  # the whole model's
-    weight_bytes: int
 
     @staticmethod
     def of(config: DecoderConfig, share: WeightSource, group: RankGroup) -> RankModel:
-        """Read this rank's share. `config`: the whole model's. Raises ModelRefused."""
+        """Build this rank's part of the model. `config`: the whole model's. `share`: what a
+        RankShare makes of its weights. Raises ModelRefused."""
         own = rank_config(config, group.place.size)
         decoder = Decoder(own, share.tensor, share, shards=RankShards(config, group))
-        return RankModel(decoder, Cuts(config, group.place), config.layers, share.num_bytes)
+        return RankModel(decoder, Cuts(config, group.place), config.layers)
 
     @property
     def vocab_size(self) -> int:
@@ -56,7 +55,8 @@ class RankModel:
     @property
     def parameter_counts(self) -> ParameterCounts:
         """This rank's."""
-        return self.decoder.parameter_counts
+        counts = self.decoder.parameter_counts  # with the whole vocabulary
+        return replace(counts, head=-(-counts.head // self.cuts.place.size))
 
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
@@ -84,11 +84,6 @@ def refuse(config: EngineConfig) -> None:
     """Raise ConfigError for options that do not go with tensor parallelism yet."""
     without = {
         "model_impl": (config.model_impl == "transformers", "model_impl transformers"),
-        "quantization": (config.quantization != "none", f"quantization {config.quantization}"),
-        "lm_head_quantization": (
-            config.lm_head_quantization not in ("auto", "none"),
-            f"lm_head_quantization {config.lm_head_quantization}",
-        ),
         "deterministic": (config.deterministic, "deterministic"),
         "device": (choose_device(config.device).type != "cpu", "a GPU (--device cpu does)"),
     }

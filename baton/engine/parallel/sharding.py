@@ -7,12 +7,13 @@
 
 Query heads are split evenly. With fewer KV heads than ranks each KV head lies on several ranks, as
 kv_transfer/protocol/shares.py cuts pools. A row-parallel product's bias is the leader's alone.
+Integer weights are cut as plain ones are, their integers those of the whole weight
+(quantization/parts.py). A row-parallel product of w8a8 sums over the ranks by itself.
 Source: Megatron-LM (arXiv 1909.08053, section 3).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -20,11 +21,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton.engine.checkpoint.weights import Weights
+from baton.engine.checkpoint.weights import StoredWeight
 from baton.engine.models.config import DecoderConfig
 from baton.engine.models.lora import Adapter, LowRank
 from baton.engine.parallel.group import RankGroup
-from baton.engine.quantization.linear import Linear
+from baton.engine.quantization.integer import IntWeight
+from baton.engine.quantization.parts import of_inputs, of_outputs, with_exchange
 from baton.engine.state.place import RankPlace
 from baton.protocol.errors import ModelRefused
 
@@ -151,58 +153,52 @@ class Cuts:
         return slice(first * dim, (first + max(1, heads // place.size)) * dim)
 
 
-class RankWeights:
-    """What one rank reads of a plain checkpoint. Implements linear.Linears."""
+class RankShare:
+    """What one rank reads of a checkpoint. Implements weights.Share."""
 
-    def __init__(self, config: DecoderConfig, weights: Weights, place: RankPlace) -> None:
+    def __init__(self, config: DecoderConfig, group: RankGroup) -> None:
         """`config`: the whole model's."""
-        self._cuts = Cuts(config, place)
-        self._weights = weights
-        self._place = place
-        self._num_bytes: dict[str, int] = {}  # by tensor name: a tied one counts once
-        self.rounded_head_bytes = 0
+        self._cuts = Cuts(config, group.place)
+        self._group = group
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of what was read so far, as it is kept."""
-        return sum(self._num_bytes.values())
-
-    def tensor(self, *names: str) -> Tensor:
-        """See Weights.tensor: this rank's rows of the vocabulary's tensors, others whole."""
-        parts = [self._tensor(name) for name in names]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def read(self, modules: Sequence[str], has_bias: bool) -> Linear:
-        """See Linears.read."""
-        rows = modules[0].rpartition(".")[2] in _ROW
-        weight = self._kept(
-            modules[0], torch.cat([self._slice(module, ".weight") for module in modules])
-        )
-        bias = None
-        if has_bias and not (rows and not self._place.leads):
-            bias = torch.cat([self._slice(module, ".bias") for module in modules])
-        return self._weights.plain(weight, bias)
-
-    def head(self, tied: Tensor | None) -> Linear:
-        """See Linears.head."""
-        weight = self.tensor("lm_head.weight") if tied is None else tied
-        return self._weights.plain(weight, None)
-
-    def _tensor(self, name: str) -> Tensor:
-        whole = self._weights.tensor(name)
+    def tensor(self, name: str, whole: Tensor) -> Tensor:
+        """See Share."""
         if name in _BY_TOKEN:
-            width = _vocabulary_width(len(whole), self._place.size)
-            # A copy: a view would keep all of it in memory.
-            whole = whole[self._place.rank * width : (self._place.rank + 1) * width].clone()
-        return self._kept(name, whole)
+            return whole[self._tokens(len(whole))].clone()  # a view would keep all of it in memory
+        module, _, kind = name.rpartition(".")
+        outputs = self._cuts.outputs(module, len(whole)) if kind == "bias" else None
+        return whole if outputs is None else whole[outputs].clone()
 
-    def _slice(self, module: str, kind: str) -> Tensor:
-        """This rank's part of a module's weight or bias."""
-        whole = self._weights.tensor(module + kind)
-        if (outputs := self._cuts.outputs(module, len(whole))) is not None:
-            return whole[outputs]
-        return whole if kind == ".bias" else whole[:, self._cuts.inputs(module, whole.shape[1])]
+    def weight(self, module: str, whole: StoredWeight) -> StoredWeight:
+        """See Share."""
+        outputs = self._outputs(module, whole.shape[0])
+        inputs = self._cuts.inputs(module, whole.shape[1])
+        if isinstance(whole, Tensor):
+            return whole[:, inputs].contiguous() if outputs is None else whole[outputs].clone()
+        if outputs is not None:
+            return of_outputs(whole, outputs)
+        try:
+            part = of_inputs(whole, inputs)
+        except ValueError as error:
+            size = self._group.place.size
+            raise ModelRefused(
+                f"{module} cannot be split over {size} ranks: {error}", field=FIELD
+            ) from error
+        return with_exchange(part, self._group) if part.int8_activations else part
 
-    def _kept(self, name: str, tensor: Tensor) -> Tensor:
-        self._num_bytes[name] = tensor.nbytes
-        return tensor
+    def adds_bias(self, module: str, part: StoredWeight) -> bool:
+        """See Share: the leader adds that of a sum over the ranks, but each rank to a whole sum."""
+        is_whole = isinstance(part, IntWeight) and part.exchange is not None
+        return self._group.place.leads or is_whole or module.rpartition(".")[2] not in _ROW
+
+    def _outputs(self, module: str, count: int) -> slice | None:
+        """See Cuts.outputs; those of the head are tokens."""
+        if f"{module}.weight" in _BY_TOKEN:
+            return self._tokens(count)
+        return self._cuts.outputs(module, count)
+
+    def _tokens(self, vocab_size: int) -> slice:
+        """This rank's slice of the vocabulary."""
+        rank, size = self._group.place.rank, self._group.place.size
+        width = _vocabulary_width(vocab_size, size)
+        return slice(rank * width, (rank + 1) * width)

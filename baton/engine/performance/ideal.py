@@ -29,7 +29,7 @@ QUANTIZED: Final = {
     "int8": StoredWeights("int8", 8),
     "w8a8": StoredWeights("w8a8", 8),
     "fp8": StoredWeights("fp8", 8),
-    "int4": StoredWeights("int4", 4, 128),
+    "int4": StoredWeights("int4", 4, 64),
 }
 DEFAULT_CONTEXT: Final = 4096
 DEFAULT_PROMPT: Final = 1024

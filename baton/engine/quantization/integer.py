@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal, get_args
 
 import torch
@@ -29,7 +29,7 @@ from baton.engine.kernels.cpu.quantized import (
     integer_kernels_for,
 )
 from baton.engine.kernels.gpu.support import triton_serves
-from baton.engine.quantization.linear import Linear
+from baton.engine.quantization.linear import Exchange, Linear, W8A8Share, row_scales
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,8 @@ class IntWeight:
 
     values [out, in] int8 (4 bits: -8..7), scales [out, groups] float32, zeros likewise or None for
     0. Groups are runs of in / groups inputs, taken after `order` [in] (if set): column j of values
-    belongs to input order[j]. `int8_activations`: made for inputs rounded to int8 per token.
+    belongs to input order[j]. `int8_activations`: made for inputs rounded to int8 per token;
+    `exchange`: ranks have the other inputs, and the last PEAK_INPUTS columns are 0 (W8A8Share).
     """
 
     bits: Literal[4, 8]
@@ -60,6 +61,7 @@ class IntWeight:
     zeros: Tensor | None = None
     order: Tensor | None = None
     int8_activations: bool = False
+    exchange: Exchange | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -92,7 +94,8 @@ class IntWeight:
         weight = (weight * self.scales[:, :, None]).flatten(1).to(dtype)
         if self.order is None:
             return weight
-        return torch.empty_like(weight).index_copy_(1, self.order, weight)
+        inputs = int(self.order.max()) + 1  # fewer than columns where some are of zeros (parts.py)
+        return weight.new_zeros(len(weight), inputs).index_add_(1, self.order, weight)
 
 
 def quantize(weight: Tensor, scheme: Scheme) -> IntWeight:
@@ -171,6 +174,10 @@ class QuantizedFormat:
 
     def __call__(self, weight: IntWeight, bias: Tensor | None) -> Linear:
         """The fastest layer that this machine has for `weight`; bias [out] or None."""
+        if weight.exchange is not None:
+            integers = replace(weight, scales=torch.ones_like(weight.scales))
+            layer = self._unordered(integers, None)
+            return W8A8Share(layer, weight.scales.flatten(), bias, weight.exchange)
         layer = self._unordered(weight, bias)
         return layer if weight.order is None else Reordered(layer, weight.order)
 
@@ -295,6 +302,10 @@ class W8A8Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """See Linear."""
+        return self.wide(x).to(x.dtype)
+
+    def wide(self, x: Tensor) -> Tensor:
+        """See WideLinear."""
         rounded, scales = round_rows(x)
         if self._int_product:
             sums = int_product(rounded, self._values).float()
@@ -303,14 +314,14 @@ class W8A8Linear:
             wide = rounded.float()
             parts = [functional.linear(wide, self._values[rows].float()) for rows in slabs]
             sums = torch.cat(parts, 1)
-        return _add_bias(sums.mul_(scales).mul_(self._scale), self._bias, x.dtype)
+        return _add_bias(sums.mul_(scales).mul_(self._scale), self._bias, torch.float32)
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [T, in] -> int8 [T, in] and scales [T, 1] float32:
     symmetric, per row (dynamic per token)."""
     wide = x.float()
-    scales = wide.abs().amax(1, keepdim=True).clamp_(min=1e-12) / 127
+    scales = row_scales(wide.abs().amax(1, keepdim=True))
     return (wide / scales).round_().to(torch.int8), scales
 
 

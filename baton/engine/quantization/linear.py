@@ -13,7 +13,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeGuard, runtime_checkable
+from typing import Final, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -56,6 +56,8 @@ def _is_wide_kind(kind: type[Linear]) -> bool:
     return issubclass(kind, WideLinear)
 
 
+INT8_PEAK: Final = 127
+PEAK_INPUTS: Final = 8  # behind a share of w8a8's inputs: kernels take multiples of 8
 LinearFormat = Callable[[Tensor, Tensor | None], Linear]  # (weight [out, in], bias [out]) -> Linear
 
 
@@ -123,6 +125,61 @@ class SideBySide:
     def __call__(self, x: Tensor) -> Tensor:
         """See Linear."""
         return torch.cat([layer(x) for layer in self.layers], dim=-1)
+
+
+class Exchange(Protocol):
+    """The ranks that share the inputs of a product (parallel/group.py): all of them call alike."""
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum over the ranks; may mutate `tensor`."""
+        ...
+
+    def all_reduce_max(self, tensor: Tensor) -> Tensor:
+        """The greatest of each number; may mutate `tensor`."""
+        ...
+
+
+def row_scales(peaks: Tensor) -> Tensor:
+    """Greatest magnitudes of rows [T, 1] float32 -> their scales as int8, symmetric."""
+    return peaks.clamp(min=1e-12) / INT8_PEAK
+
+
+@dataclass(frozen=True, slots=True)
+class W8A8Share:
+    """A w8a8 product whose inputs lie on several ranks, this one's share of it.
+
+    Rows are rounded by the greatest magnitude over all ranks, and the ranks' sums are integers: so
+    the result, on every rank, is that of the product in one piece, bit for bit (as long as sums
+    stay below 2^24, which float32 holds exactly). `layer` multiplies by the integers alone: its
+    scales are 1, and so are rows' scales, because each row ends with PEAK_INPUTS times INT8_PEAK,
+    which its weights multiply by zero.
+    """
+
+    layer: Linear
+    scale: Tensor  # [out]
+    bias: Tensor | None
+    exchange: Exchange
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, in of this rank] -> [T, out], the sum over the ranks."""
+        rows, scales = self.rounded(x)
+        sums = self.exchange.all_reduce(in_float32(self.layer, rows))
+        return self._scaled(sums, scales).to(x.dtype)
+
+    def rounded(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, in] -> what `layer` takes, and the rows' scales [T, 1]."""
+        wide = x.float()
+        scales = row_scales(self.exchange.all_reduce_max(wide.abs().amax(1, keepdim=True)))
+        rows = (wide / scales).round_()
+        return functional.pad(rows, (0, PEAK_INPUTS), value=INT8_PEAK).to(x.dtype), scales
+
+    def partial(self, rows: Tensor, scales: Tensor) -> Tensor:
+        """As `rounded` gives them -> [T, out], what is to be summed over the ranks."""
+        return self._scaled(in_float32(self.layer, rows), scales).to(rows.dtype)
+
+    def _scaled(self, sums: Tensor, scales: Tensor) -> Tensor:
+        y = sums.mul_(scales).mul_(self.scale)
+        return y if self.bias is None else y + self.bias
 
 
 def choose_linear(dtype: torch.dtype, device: torch.device) -> LinearFormat:

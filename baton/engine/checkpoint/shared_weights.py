@@ -33,7 +33,7 @@ from baton.engine.checkpoint.weight_file import VERSION, ReadingFile, WritingFil
 from baton.engine.kernels.cpu.library import product_kernels_for
 from baton.engine.kernels.cpu.quantized import integer_kernels_for
 from baton.engine.memory import pages
-from baton.engine.quantization.linear import Exchange, Linear, Linears
+from baton.engine.quantization.linear import Linear, Linears, RankSums
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ def shared_weights(
     source: WeightSource,
     key: WeightsKey,
     folder: Path | None = None,
-    exchange: Exchange | None = None,
+    exchange: RankSums | None = None,
 ) -> Iterator[WeightSource]:
     """What stands for `source` while a model is built of it: `source` itself where nothing can be
     shared. While one process builds, others of this user wait here. `exchange`: this process's
@@ -109,7 +109,7 @@ def shared_weights(
 
 @contextmanager
 def _opened(
-    place: Path, key: WeightsKey, exchange: Exchange | None
+    place: Path, key: WeightsKey, exchange: RankSums | None
 ) -> Iterator[ReadingFile | WritingFile | None]:
     """The key's file: to read it, or to write it; None where that cannot be."""
     path = place / f"{key.name}.weights"

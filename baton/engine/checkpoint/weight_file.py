@@ -69,7 +69,7 @@ class WritingFile:
     beginning. Where its memory runs out, all that follows stays private, and it gets no name."""
 
     def __init__(
-        self, path: Path, dtype: torch.dtype, exchange: linear.Exchange | None = None
+        self, path: Path, dtype: torch.dtype, exchange: linear.RankSums | None = None
     ) -> None:
         """Raises OSError where there can be no such file."""
         self.num_bytes = self.rounded_head_bytes = 0  # once sealed
@@ -151,7 +151,7 @@ class WritingFile:
         if isinstance(value, CpuKernels | IntegerKernels):
             return {"kernels": type(value).__name__}
         if value is self._exchange:
-            return {"kernels": linear.Exchange.__name__}
+            return {"kernels": linear.RankSums.__name__}
         if type(value).__name__ not in SHARED:
             raise NotWritable(f"a {type(value).__name__}")
         parts = {name: self._write(part) for name, part in _attributes(value).items()}
@@ -194,7 +194,7 @@ class ReadingFile:
 
     @staticmethod
     def attach(
-        path: Path, dtype: torch.dtype, exchange: linear.Exchange | None = None
+        path: Path, dtype: torch.dtype, exchange: linear.RankSums | None = None
     ) -> ReadingFile | None:
         """None if there is no such file, or a broken one, which is removed."""
         try:
@@ -267,13 +267,13 @@ def _attributes(value: Any) -> dict[str, Any]:
     return dict(vars(value))
 
 
-def _kernels(dtype: torch.dtype, exchange: linear.Exchange | None) -> dict[str, Any]:
+def _kernels(dtype: torch.dtype, exchange: linear.RankSums | None) -> dict[str, Any]:
     """What layers call that is this process's own, by the names that files have for it."""
     cpu = torch.device("cpu")
     return {
         CpuKernels.__name__: product_kernels_for(dtype, cpu),
         IntegerKernels.__name__: integer_kernels_for(dtype, cpu),
-        linear.Exchange.__name__: exchange,
+        linear.RankSums.__name__: exchange,
     }
 
 

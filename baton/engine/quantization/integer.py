@@ -29,7 +29,7 @@ from baton.engine.kernels.cpu.quantized import (
     integer_kernels_for,
 )
 from baton.engine.kernels.gpu.support import triton_serves
-from baton.engine.quantization.linear import Exchange, Linear, W8A8Share, row_scales
+from baton.engine.quantization.linear import Linear, RankSums, W8A8Share, row_scales
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class IntWeight:
     zeros: Tensor | None = None
     order: Tensor | None = None
     int8_activations: bool = False
-    exchange: Exchange | None = None
+    exchange: RankSums | None = None
 
     @property
     def shape(self) -> torch.Size:

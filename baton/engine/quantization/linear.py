@@ -127,7 +127,7 @@ class SideBySide:
         return torch.cat([layer(x) for layer in self.layers], dim=-1)
 
 
-class Exchange(Protocol):
+class RankSums(Protocol):
     """The ranks that share the inputs of a product (parallel/group.py): all of them call alike."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ class W8A8Share:
     layer: Linear
     scale: Tensor  # [out]
     bias: Tensor | None
-    exchange: Exchange
+    exchange: RankSums
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, in of this rank] -> [T, out], the sum over the ranks."""

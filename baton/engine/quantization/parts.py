@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from baton.engine.kernels.cpu.quantized import QUAD
 from baton.engine.quantization.integer import IntWeight
-from baton.engine.quantization.linear import PEAK_INPUTS, Exchange
+from baton.engine.quantization.linear import PEAK_INPUTS, RankSums
 
 SMALLEST_GROUP: Final = 8  # inputs: scales and zeros of smaller ones take more than plain weights
 
@@ -76,7 +76,7 @@ def _with_groups(weight: IntWeight, values: Tensor, groups: Tensor) -> IntWeight
     return replace(weight, values=values, scales=weight.scales[:, groups], zeros=zeros)
 
 
-def with_exchange(weight: IntWeight, exchange: Exchange) -> IntWeight:
+def with_exchange(weight: IntWeight, exchange: RankSums) -> IntWeight:
     """A part of w8a8's inputs, for ranks that have one each."""
     values = functional.pad(weight.values, (0, PEAK_INPUTS))
     return replace(weight, values=values, exchange=exchange)

@@ -31,6 +31,7 @@ from baton.engine.quantization.linear import Linear, LinearFormat, SideBySide, c
 from baton.protocol.errors import ModelRefused
 
 HEAD: Final = "lm_head"
+CORRECTION: Final = ".e_score_correction_bias"  # DeepSeek-V3's, of its routers
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +79,13 @@ class Weights:
         return sum(self._tensor_bytes.values())
 
     def tensor(self, *names: str) -> Tensor:
-        """Tensors stacked along their first dimension, in the model's dtype; integers widened."""
-        if not any(name.removesuffix(".weight") in self._modules for name in names):
+        """Tensors stacked along their first dimension, in the model's dtype; integers widened.
+
+        The bias that balances experts is in float32 always: its last bits decide a choice.
+        """
+        if names[0].endswith(CORRECTION):
+            whole = self._reader.read_as_stored(names[0]).float()
+        elif not any(name.removesuffix(".weight") in self._modules for name in names):
             whole = self._reader.read(*names)
         else:
             parts = (self._weight(name.removesuffix(".weight")) for name in names)

@@ -6,9 +6,8 @@
 
 The sum's order is a token's own choices, never its batch mates'. With `fixed_shapes`
 (--deterministic) an expert met computes all rows, and those that chose it take theirs: its products
-have one shape, whatever the others chose. Source: Switch Transformer (arXiv
-2101.03961), Mixtral (arXiv 2401.04088); the router as in transformers' MixtralTopKRouter and
-Qwen2MoeTopKRouter.
+have one shape, whatever the others chose. Which experts a token meets is a gate's business
+(gates.py). Source: Switch Transformer (arXiv 2101.03961), Mixtral (arXiv 2401.04088).
 """
 
 from __future__ import annotations
@@ -20,7 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from baton.engine.models.gates import Gate
 from baton.engine.models.lora import AdapterRows
+from baton.engine.models.projection import Mlp, Projection
 from baton.engine.quantization.linear import Linear
 
 
@@ -44,41 +45,40 @@ class SharedExpert:
     expert: Expert
     gate: Tensor
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [n, H] -> [n, H]."""
+    def __call__(self, x: Tensor, groups: Sequence[AdapterRows]) -> Tensor:
+        """x [n, H] -> [n, H]. Adapters do not reach it."""
         return functional.linear(x, self.gate).sigmoid() * self.expert(x)
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A sparse layer: each token meets `per_token` of the experts, and the shared one if there is
-    one."""
+    """A sparse layer: each token meets the experts that `gate` chooses, and what is `shared`."""
 
-    router: Tensor  # [experts, H]
+    gate: Gate
     experts: tuple[Expert, ...]
-    per_token: int
-    normalized: bool
-    shared: SharedExpert | None
+    shared: SharedExpert | Mlp | None
     fixed_shapes: bool = False
     together: Callable[[Tensor, Tensor], Tensor] | None = None  # _answers in one go
 
+    @property
+    def projections(self) -> list[Projection]:
+        """What an adapter can reach."""
+        return self.shared.projections if isinstance(self.shared, Mlp) else []
+
     def __call__(self, hidden: Tensor, groups: Sequence[AdapterRows]) -> Tensor:
         """hidden [T, H] -> [T, H]. Adapters do not reach experts: the loader refuses such ones."""
-        scores = functional.linear(hidden, self.router).float().softmax(dim=-1)
-        weights, chosen = scores.topk(self.per_token, dim=-1)
-        if self.normalized:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
+        weights, chosen = self.gate(hidden)
         answer = self._answers_of_all if self.fixed_shapes else self.together or self._answers
         answers = answer(hidden, chosen)
         answers = answers * weights.to(hidden.dtype)[..., None]
         mixed = answers.sum(dim=1)
-        return mixed if self.shared is None else mixed + self.shared(hidden)
+        return mixed if self.shared is None else mixed + self.shared(hidden, groups)
 
     def _answers(self, hidden: Tensor, chosen: Tensor) -> Tensor:
         """What each choice of each token says: chosen [T, per_token] -> [T, per_token, H]."""
         order = chosen.flatten().argsort(stable=True)
         counts = torch.bincount(chosen.flatten(), minlength=len(self.experts)).tolist()
-        rows = hidden[order // self.per_token]
+        rows = hidden[order // chosen.shape[1]]
         answers = torch.empty_like(rows)
         start = 0
         for expert, count in zip(self.experts, counts, strict=True):

@@ -1,0 +1,75 @@
+"""The attention half of a decoder layer that stores one latent per token (MLA), absorbed.
+
+    hidden -> [queries | latent | rotated part] in one product; queries may come out of a low rank
+    key of the pool     latent, normalized, beside the rotated part: one head for all query heads
+    query of a head     W_uk_h^T q_h beside its rotated part       (mla.py has the algebra)
+    output of a head    W_uv_h of the average of latents that it attended to
+
+Its KV is the universal route's, number for number. Source: transformers' DeepseekV2Attention and
+DeepseekV3Attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from baton.engine.kernels.rope import PairRotation, Rotation
+from baton.engine.models.elementwise import norm
+from baton.engine.models.lora import AdapterRows
+from baton.engine.models.mla import Absorbed
+from baton.engine.models.projection import Projection
+from baton.engine.state.batch import Batch
+
+EPSILON: Final = 1e-6  # of both norms, whatever the config says of the others
+
+
+@dataclass(frozen=True, slots=True)
+class LowRankQueries:
+    """The second half of the product that makes queries. R = its rank."""
+
+    norm: Tensor  # [R]
+    up: Projection  # [R] -> [heads * (nope + rope)]
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Weights of one layer. H = hidden, Q = heads * (nope + rope), or the rank of the queries."""
+
+    layer: int
+    rope_dim: int
+    inputs: Projection  # [H] -> [Q + rank + rope]
+    queries: LowRankQueries | None
+    latent_norm: Tensor  # [rank]
+    absorbed: Absorbed  # of the heads that are here
+    output: Projection  # [heads * v_dim] -> [H]
+    pairs: PairRotation
+
+    @property
+    def projections(self) -> list[Projection]:
+        """What an adapter can reach."""
+        up = [] if self.queries is None else [self.queries.up]
+        return [self.inputs, *up, self.output]
+
+    def __call__(
+        self, hidden: Tensor, rotation: Rotation, batch: Batch, groups: Sequence[AdapterRows]
+    ) -> Tensor:
+        """hidden [T, H] -> [T, H]; writes the rows' latents."""
+        heads, nope, rank = self.absorbed.key.shape
+        x = self.inputs(hidden, groups)
+        q, latent, key = x.split((x.shape[1] - rank - self.rope_dim, rank, self.rope_dim), dim=1)
+        if self.queries is not None:
+            q = self.queries.up(norm(q, self.queries.norm, EPSILON), groups)
+        q = q.unflatten(1, (heads, -1))
+        keys = torch.cat(
+            (norm(latent, self.latent_norm, EPSILON), self.pairs(key[:, None], rotation)[:, 0]),
+            dim=1,
+        )[:, None]
+        rotated = self.pairs(q[..., nope:], rotation)
+        queries = torch.cat((self.absorbed.queries(q[..., :nope]), rotated), dim=2)
+        attended = batch.attend(self.layer, queries, keys, keys[..., :0])
+        return self.output(self.absorbed.values(attended).flatten(1), groups)

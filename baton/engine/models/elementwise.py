@@ -82,6 +82,8 @@ class CompiledElementwise:
         sizes = [config.hidden_size, config.intermediate_size]
         if config.latent is None:
             sizes.append(config.head_dim // 2)
+        else:
+            sizes += config.latent.rank, config.latent.query_rank
         if config.experts is not None and not config.experts.shared_gated:
             sizes.append(config.experts.shared_size)
         return not any(size % 16 for size in sizes)

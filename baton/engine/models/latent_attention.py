@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.kernels.rope import PairRotation, Rotation
-from baton.engine.models.elementwise import norm
+from baton.engine.models.elementwise import Elementwise
 from baton.engine.models.lora import AdapterRows
 from baton.engine.models.mla import Absorbed
 from baton.engine.models.projection import Projection
@@ -48,6 +48,7 @@ class LatentAttention:
     absorbed: Absorbed  # of the heads that are here
     output: Projection  # [heads * v_dim] -> [H]
     pairs: PairRotation
+    between: Elementwise
 
     @property
     def projections(self) -> list[Projection]:
@@ -63,13 +64,14 @@ class LatentAttention:
         x = self.inputs(hidden, groups)
         q, latent, key = x.split((x.shape[1] - rank - self.rope_dim, rank, self.rope_dim), dim=1)
         if self.queries is not None:
-            q = self.queries.up(norm(q, self.queries.norm, EPSILON), groups)
+            q = self.queries.up(self._normalized(q, self.queries.norm), groups)
         q = q.unflatten(1, (heads, -1))
-        keys = torch.cat(
-            (norm(latent, self.latent_norm, EPSILON), self.pairs(key[:, None], rotation)[:, 0]),
-            dim=1,
-        )[:, None]
-        rotated = self.pairs(q[..., nope:], rotation)
-        queries = torch.cat((self.absorbed.queries(q[..., :nope]), rotated), dim=2)
+        rotated = self.pairs(torch.cat((q[..., nope:], key[:, None]), dim=1), rotation)
+        latent = self._normalized(latent, self.latent_norm)
+        keys = torch.cat((latent[:, None], rotated[:, heads:]), dim=2)
+        queries = torch.cat((self.absorbed.queries(q[..., :nope]), rotated[:, :heads]), dim=2)
         attended = batch.attend(self.layer, queries, keys, keys[..., :0])
         return self.output(self.absorbed.values(attended).flatten(1), groups)
+
+    def _normalized(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self.between.add_norm(x.contiguous(), None, weight, EPSILON)[1]

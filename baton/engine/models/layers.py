@@ -121,6 +121,7 @@ class LayerBuilder:
             absorbed=absorb(weight, latent.nope_dim, latent.value_dim),
             output=self._output(prefix, config.num_heads * latent.value_dim),
             pairs=latent.pairs,
+            between=self.between,
         )
 
     def _output(self, prefix: str, inputs: int) -> Projection:

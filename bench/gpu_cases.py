@@ -26,7 +26,7 @@ from baton.engine.kernels.rope import Rotation
 from baton.engine.memory.kv_cache import KVArena
 from baton.engine.models.elementwise import TorchElementwise
 from baton.engine.models.experts import Expert, Experts
-from baton.engine.models.gates import SoftmaxGate
+from baton.engine.models.layers.gates import SoftmaxGate
 from baton.engine.quantization.integer import IntWeight, quantize
 from baton.engine.quantization.linear import PlainLinear
 from baton.engine.sampling.sampler import Draw, sample

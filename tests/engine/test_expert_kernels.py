@@ -20,7 +20,7 @@ from baton.engine.kernels.cpu.library import CpuKernels
 from baton.engine.kernels.cpu.quantized import integer_kernels_for
 from baton.engine.models.experts import Expert, Experts
 from baton.engine.models.experts_cpu import compiled
-from baton.engine.models.gates import SoftmaxGate
+from baton.engine.models.layers.gates import SoftmaxGate
 from baton.engine.quantization.integer import SCHEMES, QuantizedFormat, Scheme, quantize
 from baton.engine.quantization.linear import Linear, PanelLinear, PlainLinear
 from tests.engine.running import Driver, load, relative_error

@@ -29,7 +29,7 @@ from baton.engine.kernels.gpu.support import state, triton_serves
 from baton.engine.memory.kv_cache import KVArena
 from baton.engine.models.experts import Expert, Experts
 from baton.engine.models.experts_gpu import stacked
-from baton.engine.models.gates import SoftmaxGate
+from baton.engine.models.layers.gates import SoftmaxGate
 from baton.engine.quantization.integer import IntWeight, quantize
 from baton.engine.quantization.linear import PlainLinear
 from baton.engine.state.attention import AttentionLayer

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from baton.engine.loading.loading import LoadedModel
 from baton.engine.models.config import NotLean, decoder_config
 from baton.engine.models.experts import Experts
-from baton.engine.models.gates import SigmoidGate
+from baton.engine.models.layers.gates import SigmoidGate
 from baton.engine.quantization.integer import SCHEMES, Scheme
 from baton.engine.state.interface import SequenceChunk
 from baton.protocol.errors import ModelRefused

@@ -15,7 +15,7 @@ from baton.engine.kernels.rope import Rotation, attention_factor, inverse_freque
 from baton.engine.models.compiled_step import compile_step
 from baton.engine.models.config import DecoderConfig
 from baton.engine.models.elementwise import choose_elementwise
-from baton.engine.models.layers import LayerBuilder, ReadTensor
+from baton.engine.models.layers.layer import LayerBuilder, ReadTensor
 from baton.engine.models.lora import Adapter, rows_by_adapter
 from baton.engine.models.shards import Shards, Whole
 from baton.engine.quantization.linear import Linears, in_float32

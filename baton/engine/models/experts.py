@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton.engine.models.gates import Gate
+from baton.engine.models.layers.gates import ExpertGate
+from baton.engine.models.layers.projection import Mlp, Projection
 from baton.engine.models.lora import AdapterRows
-from baton.engine.models.projection import Mlp, Projection
 from baton.engine.quantization.linear import Linear
 
 
@@ -54,7 +54,7 @@ class SharedExpert:
 class Experts:
     """A sparse layer: each token meets the experts that `gate` chooses, and what is `shared`."""
 
-    gate: Gate
+    gate: ExpertGate
     experts: tuple[Expert, ...]
     shared: SharedExpert | Mlp | None
     fixed_shapes: bool = False

@@ -15,11 +15,10 @@ from baton.engine.models.config import DecoderConfig, ExpertsConfig, LatentConfi
 from baton.engine.models.elementwise import CompiledElementwise, Elementwise
 from baton.engine.models.experts import Expert, Experts, SharedExpert
 from baton.engine.models.experts_cpu import compiled
-from baton.engine.models.gates import Gate, Groups, SigmoidGate, SoftmaxGate
-from baton.engine.models.head_attention import HeadAttention
-from baton.engine.models.latent_attention import LatentAttention, LowRankQueries
+from baton.engine.models.layers.attention import HeadAttention, LatentAttention, LowRankQueries
+from baton.engine.models.layers.gates import ExpertGate, ExpertGroups, SigmoidGate, SoftmaxGate
+from baton.engine.models.layers.projection import Mlp, Projection
 from baton.engine.models.mla import absorb
-from baton.engine.models.projection import Mlp, Projection
 from baton.engine.quantization.linear import Linears
 
 # A checkpoint's tensor by name, in the model's dtype and place; several names: stacked.
@@ -166,10 +165,10 @@ class LayerBuilder:
 
         return stacked(layer)
 
-    def _gate(self, config: ExpertsConfig, prefix: str) -> Gate:
+    def _gate(self, config: ExpertsConfig, prefix: str) -> ExpertGate:
         gate, router = config.gate, self.read(prefix + "weight")
         router = router.float() if gate.in_float32 else router
-        groups = Groups(gate.groups, gate.kept_groups) if gate.groups > 1 else None
+        groups = ExpertGroups(gate.groups, gate.kept_groups) if gate.groups > 1 else None
         per_token, normalized, scaling = config.per_token, config.normalized, gate.scaling
         if not gate.sigmoid:
             return SoftmaxGate(router, per_token, normalized, groups, scaling)

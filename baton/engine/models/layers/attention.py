@@ -1,12 +1,14 @@
-"""The attention half of a decoder layer that stores one latent per token (MLA), absorbed.
+"""The attention half of a decoder layer: over heads' own keys and values, or over latents (MLA).
+
+Latents are absorbed:
 
     hidden -> [queries | latent | rotated part] in one product; queries may come out of a low rank
     key of the pool     latent, normalized, beside the rotated part: one head for all query heads
     query of a head     W_uk_h^T q_h beside its rotated part       (mla.py has the algebra)
     output of a head    W_uv_h of the average of latents that it attended to
 
-Its KV is the universal route's, number for number. Source: transformers' DeepseekV2Attention and
-DeepseekV3Attention.
+KV is the universal route's, number for number. Source of the latents: transformers'
+DeepseekV2Attention and DeepseekV3Attention.
 """
 
 from __future__ import annotations
@@ -18,14 +20,42 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from baton.engine.kernels.cpu.library import HeadNorms
 from baton.engine.kernels.rope import PairRotation, Rotation
 from baton.engine.models.elementwise import Elementwise
+from baton.engine.models.layers.projection import Projection
 from baton.engine.models.lora import AdapterRows
 from baton.engine.models.mla import Absorbed
-from baton.engine.models.projection import Projection
 from baton.engine.state.batch import Batch
 
-EPSILON: Final = 1e-6  # of both norms, whatever the config says of the others
+EPSILON: Final = 1e-6  # of both norms of latents, whatever the config says of the others
+
+
+@dataclass(frozen=True, slots=True)
+class HeadAttention:
+    """Keys and values of heads (MHA, GQA, MQA). H = hidden, D = head_dim."""
+
+    layer: int
+    num_heads: int
+    head_dim: int
+    qkv: Projection  # [H] -> [(heads + 2 * kv_heads) * D]
+    head_norms: HeadNorms | None
+    output: Projection  # [heads * D] -> [H]
+    between: Elementwise
+
+    @property
+    def projections(self) -> list[Projection]:
+        """What an adapter can reach."""
+        return [self.qkv, self.output]
+
+    def __call__(
+        self, hidden: Tensor, rotation: Rotation, batch: Batch, groups: Sequence[AdapterRows]
+    ) -> Tensor:
+        """hidden [T, H] -> [T, H]; writes the rows' keys and values."""
+        qkv = self.qkv(hidden, groups).unflatten(1, (-1, self.head_dim))
+        queries, keys, values = self.between.rotate(qkv, rotation, self.num_heads, self.head_norms)
+        attended = batch.attend(self.layer, queries, keys, values)
+        return self.output(attended.flatten(1), groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +68,8 @@ class LowRankQueries:
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Weights of one layer. H = hidden, Q = heads * (nope + rope), or the rank of the queries."""
+    """One latent per token for all heads. H = hidden, Q = heads * (nope + rope), or the rank of the
+    queries."""
 
     layer: int
     rope_dim: int

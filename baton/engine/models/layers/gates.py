@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 
-class Gate(Protocol):
+class ExpertGate(Protocol):
     """E = experts, H = hidden size."""
 
     @property
@@ -33,7 +33,7 @@ class Gate(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Groups:
+class ExpertGroups:
     """`count` groups of as many experts each, of which a token chooses out of the best `kept`."""
 
     count: int
@@ -56,11 +56,11 @@ class SoftmaxGate:
     router: Tensor
     per_token: int
     normalized: bool
-    groups: Groups | None = None
+    groups: ExpertGroups | None = None
     scaling: float = 1.0
 
     def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """See Gate."""
+        """See ExpertGate."""
         logits = functional.linear(hidden.to(self.router.dtype), self.router)
         scores = logits.float().softmax(dim=-1)
         if self.groups is not None:
@@ -79,11 +79,11 @@ class SigmoidGate:
     bias: Tensor
     per_token: int
     normalized: bool
-    groups: Groups | None = None
+    groups: ExpertGroups | None = None
     scaling: float = 1.0
 
     def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """See Gate."""
+        """See ExpertGate."""
         scores = functional.linear(hidden.to(self.router.dtype), self.router).sigmoid()
         wanted = scores + self.bias
         if self.groups is not None:
